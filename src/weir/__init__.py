@@ -1,0 +1,8 @@
+"""weir: any Hugging Face decoder on token streams without end, in a KV cache of fixed size."""
+
+from weir.cache import StreamingCache
+from weir.errors import WeirError
+from weir.policy import PolicyError, policy
+
+__version__ = "0.1.0"
+__all__ = ["PolicyError", "StreamingCache", "WeirError", "__version__", "policy"]

@@ -1,0 +1,165 @@
+"""weir inside a model's forward: hooks that arm it for calls with one of its caches.
+
+A model that has caches of weir is as it was between calls, and in calls without such a cache.
+During a call with one:
+
+- the attention implementation of its configuration is `weir`;
+- its rotary embedding returns cosines of one and sines of zero, so that queries and keys arrive
+  unrotated and weir can place them with its own positions.
+
+The hooks go when the last cache of the model goes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from weir.attention import Form
+from weir.errors import WeirError
+from weir.models import ModelFacts, describe
+
+if TYPE_CHECKING:
+    from weir.cache import StreamingCache
+
+_ATTACHED: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
+
+
+class Attachment:
+    """The hooks of one model, shared by its caches.
+
+    Attributes:
+        facts: what weir knows of the model.
+        caches: the caches that live.
+        running: the cache of the call that is under way; None between calls.
+    """
+
+    def __init__(self, model: PreTrainedModel, facts: ModelFacts) -> None:
+        self.facts = facts
+        self.caches: weakref.WeakSet[StreamingCache] = weakref.WeakSet()
+        self.running: StreamingCache | None = None
+        self._previous: str | None = None
+        self._signature = inspect.signature(facts.decoder.forward)
+        before = facts.decoder.register_forward_pre_hook(self._before, with_kwargs=True)
+        after = facts.decoder.register_forward_hook(self._after, always_call=True)
+        self._handles = [before, after]
+        self._handles += [m.register_forward_hook(self._unrotated) for m in facts.rotaries]
+
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form
+    ) -> Tensor:
+        """One layer's attention in the call under way; shapes as in `Layer.attend`."""
+        assert self.running is not None
+        return self.running.attend(layer, queries, keys, values, form)
+
+    def leave(self) -> None:
+        """Take the hooks off."""
+        self._disarm()
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._disarm()  # a call that Ctrl-C ended never reached its own end
+        given = self._signature.bind_partial(*args, **kwargs).arguments
+        given = {**given.pop("kwargs", {}), **given}
+        cache = given.get("past_key_values")
+        if not hasattr(cache, "weir_begin"):
+            return None
+        if cache.attachment is not self:
+            raise WeirError("this cache was made for another model; a cache serves one model only")
+        cache.weir_begin(given)
+        self.running = cache
+        self._previous = self.facts.config._attn_implementation
+        self.facts.config._attn_implementation = "weir"
+        return None
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        cache = self.running
+        self._disarm()
+        if cache is not None:
+            cache.weir_end(finished=output is not None)
+
+    def _disarm(self) -> None:
+        if self._previous is not None:
+            self.facts.config._attn_implementation = self._previous
+        self._previous = None
+        self.running = None
+
+    def _unrotated(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.running is None:
+            return None
+        cos, sin = output
+        return torch.ones_like(cos), torch.zeros_like(sin)
+
+
+def attach(model: PreTrainedModel, cache: StreamingCache) -> Attachment:
+    """The attachment of a model, made with its first cache; `cache` is one more of them."""
+    held = _ATTACHED.get(model)
+    if held is None:
+        held = Attachment(model, describe(model))
+        _ATTACHED[model] = held
+    held.caches.add(cache)
+    weakref.finalize(cache, _release, weakref.ref(model))
+    return held
+
+
+def detach(model: PreTrainedModel, cache: StreamingCache) -> None:
+    """Give up one cache of a model; with the last one the hooks go."""
+    held = _ATTACHED.get(model)
+    if held is not None:
+        held.caches.discard(cache)
+        if not held.caches:
+            held.leave()
+            del _ATTACHED[model]
+
+
+def _release(reference: weakref.ref[PreTrainedModel]) -> None:
+    model = reference()
+    held = None if model is None else _ATTACHED.get(model)
+    if model is not None and held is not None and not held.caches:
+        held.leave()
+        del _ATTACHED[model]
+
+
+def weir_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function for calls with a cache of weir.
+
+    Args:
+        query: unrotated [batch, heads, length, key_dim].
+        key, value: of the new tokens only [batch, kv_heads, length, dim], with the mark that
+            `StreamingCache.update` left on `key`.
+
+    Returns:
+        ([batch, length, heads, value_dim], None).
+    """
+    mark = getattr(key, "weir", None)
+    if mark is None:
+        raise WeirError("weir attention was chosen for a call without a StreamingCache")
+    cache, layer = mark
+    form = Form(
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        softcap=softcap,
+        sinks=None if s_aux is None else s_aux.float().view(key.shape[1], -1),
+    )
+    out = cache.attend(layer, query, key, value, form)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("weir", weir_attention)

@@ -1,0 +1,139 @@
+"""Attention over slots with two log-weights: the readable reference, and the choice of a kernel.
+
+    z(q) = sum_i e^(l_i + a_i) v_i / sum_i e^(l_i + b_i),    l_i = softcap(<q, k_i> * scale) + bias_i
+
+Whatever filled the slots, this is all that reads them. Knows nothing about pools or streams.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Form:
+    """How one layer of a model attends.
+
+    Attributes:
+        scale: factor of the logits, usually 1/sqrt(key_dim).
+        softcap: logits become softcap * tanh(logits / softcap); None for no capping.
+        sinks: learned logits, one per query head, that take part in the denominator only
+            [kv_heads, group], float32; None for none (gpt-oss has them).
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+def two_weight_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    a: Tensor,
+    b: Tensor,
+    form: Form,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The formula above, in float32; what every kernel must equal.
+
+    Args:
+        queries: [batch, kv_heads, group, length, key_dim]; `group` query heads share a KV head.
+        keys: [batch, kv_heads, slots, key_dim].
+        values: [batch, kv_heads, slots, value_dim].
+        a, b: log-weights [batch, kv_heads, slots]; -inf leaves a slot out of a sum.
+        form: the layer's scale, capping and sink logits.
+        bias: added to the logits, -inf where a query must not look; broadcasts with
+            [batch, kv_heads, group, length, slots].
+
+    Returns:
+        [batch, kv_heads, group, length, value_dim]; zero for a query that sees nothing.
+    """
+    logits = _logits(queries, keys, form, bias)
+    above, below = logits + _per_slot(a), logits + _per_slot(b)
+    top = torch.maximum(above, below).amax(dim=-1, keepdim=True)
+    if form.sinks is not None:
+        top = torch.maximum(top, form.sinks[:, :, None, None])
+    top = top.masked_fill(top.isneginf(), 0.0)
+    total = (below - top).exp().sum(dim=-1, keepdim=True)
+    if form.sinks is not None:
+        total = total + (form.sinks[:, :, None, None] - top).exp()
+    weighted = torch.einsum("bhgln,bhnd->bhgld", (above - top).exp(), values.float())
+    return (weighted / total).masked_fill(total == 0, 0.0).to(values.dtype)
+
+
+def attention_mass(
+    queries: Tensor, keys: Tensor, b: Tensor, form: Form, bias: Tensor | None = None
+) -> Tensor:
+    """The attention each slot receives [batch, kv_heads, slots], float32.
+
+    The softmax of the denominator, summed over the queries and over the query heads of the group.
+    Arguments as in `two_weight_attention`.
+    """
+    below = _logits(queries, keys, form, bias) + _per_slot(b)
+    if form.sinks is not None:
+        sinks = form.sinks[:, :, None, None].expand(*below.shape[:-1], 1)
+        below = torch.cat([below, sinks], dim=-1)
+    share = below.softmax(dim=-1).nan_to_num(0.0)
+    return share[..., : keys.shape[2]].sum(dim=(2, 3))
+
+
+def fused_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    form: Form,
+    bias: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """PyTorch's fused attention; arguments as in `two_weight_attention`, without a and b.
+
+    Two weights fit in too: `bias` then carries b and the values e^(a-b) (`slab.folded_weights`).
+    `causal` is for as many slots as queries.
+    """
+    batch, kv_heads, group, length, _ = queries.shape
+    if bias is not None:
+        bias = bias.to(queries.dtype)
+    if length == 1:
+        # One query a head: the heads of a group become the queries of their KV head.
+        if bias is not None:
+            bias = bias.expand(batch, kv_heads, group, 1, -1)[:, :, :, 0]
+        out = F.scaled_dot_product_attention(
+            queries[:, :, :, 0], keys, values, bias, scale=form.scale
+        )
+        return out[:, :, :, None]
+    if bias is not None:
+        heads = bias.shape[1] * bias.shape[2]
+        if heads != 1:
+            bias = bias.expand(-1, kv_heads, group, -1, -1)
+        bias = bias.flatten(1, 2)
+    out = F.scaled_dot_product_attention(
+        queries.flatten(1, 2),
+        keys,
+        values,
+        bias,
+        is_causal=causal,
+        scale=form.scale,
+        enable_gqa=group > 1,
+    )
+    return out.unflatten(1, (kv_heads, group))
+
+
+def fuses(form: Form) -> bool:
+    """Whether `fused_attention` can serve this form; capping and sink logits it cannot."""
+    return form.softcap is None and form.sinks is None
+
+
+def _logits(queries: Tensor, keys: Tensor, form: Form, bias: Tensor | None) -> Tensor:
+    logits = torch.einsum("bhgld,bhnd->bhgln", queries.float(), keys.float()) * form.scale
+    if form.softcap is not None:
+        logits = (logits / form.softcap).tanh() * form.softcap
+    return logits if bias is None else logits + bias
+
+
+def _per_slot(weight: Tensor) -> Tensor:
+    return weight[:, :, None, None, :]

@@ -1,0 +1,146 @@
+"""How one forward is cut: which tokens of which rows go into which chunk.
+
+Rows of a batch may be padded and may have seen different numbers of tokens, yet each row must be
+cut exactly where it would be cut alone. A plan is made once per forward and shared by all layers.
+Knows nothing about keys, values or pools.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The next tokens of every row, at most as many as fit before one of its tails is full.
+
+    Attributes:
+        columns: which column of the forward each token comes from [batch, width], int64.
+        counts: how many tokens each row has here; the rest of its columns mean nothing.
+        seen: tokens each row had seen before.
+        waiting: tokens each row's tail held before.
+        full: the rows whose tail is full afterwards and folds.
+        origin: the place in the stream of a row's first token.
+        device: where tensors are wanted.
+    """
+
+    columns: Tensor
+    counts: list[int]
+    seen: list[int]
+    waiting: list[int]
+    full: list[int]
+    origin: int
+    device: torch.device
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest row."""
+        return self.columns.shape[1]
+
+    @cached_property
+    def even(self) -> bool:
+        """Whether all rows have the same number of tokens and equally full tails."""
+        return len(set(self.counts)) == 1 and len(set(self.waiting)) == 1
+
+    @cached_property
+    def start(self) -> Tensor:
+        """Each row's place in the stream before the piece [batch], int64."""
+        return torch.tensor(self.seen, device=self.device) + self.origin
+
+    @cached_property
+    def after(self) -> Tensor:
+        """Each row's place in the stream after the piece [batch], int64."""
+        return self.start + torch.tensor(self.counts, device=self.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Places in the stream [batch, 1, width], int64."""
+        steps = torch.arange(self.width, device=self.device)
+        return (self.start[:, None] + steps)[:, None]
+
+    @cached_property
+    def real(self) -> Tensor:
+        """Which of the tokens there are [batch, width], bool."""
+        counts = torch.tensor(self.counts, device=self.device)
+        return torch.arange(self.width, device=self.device) < counts[:, None]
+
+    @cached_property
+    def entries(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Every token there is: its row, its place in the piece, its column; each [tokens]."""
+        rows, places = self.real.nonzero(as_tuple=True)
+        return rows, places, self.columns[rows, places]
+
+    @cached_property
+    def tail_places(self) -> Tensor:
+        """For every entry, the slot of its row's tail that it takes [tokens]."""
+        rows, places, _ = self.entries
+        return torch.tensor(self.waiting, device=self.device)[rows] + places
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A forward of `length` columns, cut into pieces.
+
+    Attributes:
+        whole: the columns are all real and every piece is even, so that pieces are plain slices.
+        full: fold the prompt once, after exact attention (`prefill="full"`): one piece.
+    """
+
+    pieces: list[Piece]
+    length: int
+    whole: bool
+    full: bool = False
+
+
+def cut(
+    real: Tensor | None,
+    batch: int,
+    length: int,
+    seen: list[int],
+    waiting: list[int],
+    chunk: int,
+    device: torch.device,
+    *,
+    full: bool = False,
+    origin: int = 0,
+) -> Plan:
+    """Cut a forward so that every row folds after each `chunk` tokens of its own.
+
+    Args:
+        real: which columns hold tokens [batch, length], bool; None if all do.
+        seen, waiting: per row, tokens seen and tokens in the tail.
+        full: one piece, all of it folded at once.
+        origin: the place in the stream of a row's first token.
+    """
+    if real is None:
+        columns = torch.arange(length, device=device).expand(batch, length)
+        left = [length] * batch
+    else:
+        # A stable sort brings each row's tokens to the left and keeps their order.
+        columns = (~real).to(torch.uint8).argsort(dim=1, stable=True)
+        left = real.sum(dim=1).tolist()
+    done = [0] * batch
+    seen, waiting = list(seen), list(waiting)
+    pieces: list[Piece] = []
+    while any(left):
+        room = left if full else [chunk - w for w in waiting]
+        counts = [min(r, n) for r, n in zip(room, left, strict=True)]
+        width = max(counts)
+        if len(set(done)) == 1:
+            these = columns[:, done[0] : done[0] + width]
+        else:
+            index = torch.tensor(done, device=device)[:, None] + torch.arange(width, device=device)
+            these = columns.gather(1, index.clamp_max(length - 1))
+        after = [w + n for w, n in zip(waiting, counts, strict=True)]
+        ready = [r for r, w in enumerate(after) if (full and w) or w == chunk]
+        pieces.append(Piece(these, counts, list(seen), list(waiting), ready, origin, device))
+        done = [d + n for d, n in zip(done, counts, strict=True)]
+        left = [n - c for n, c in zip(left, counts, strict=True)]
+        seen = [s + n for s, n in zip(seen, counts, strict=True)]
+        waiting = [0 if r in ready else w for r, w in enumerate(after)]
+    even = all(piece.even for piece in pieces)
+    return Plan(pieces, length, whole=even and (real is None or bool(real.all())), full=full)

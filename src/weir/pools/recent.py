@@ -1,0 +1,44 @@
+"""The window: the newest tokens stay.
+
+The rolling part of StreamingLLM (Xiao et al. 2024, section 3.2); alone, it is window attention
+(Beltagy et al. 2020), the paper's baseline that fails.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weir.errors import WeirError
+from weir.pools.base import Fold, Pool, pool
+from weir.slab import Slots
+
+
+@pool("recent")
+@dataclass(frozen=True)
+class Recent(Pool):
+    """Keep the newest tokens that arrive; older ones flow on.
+
+    Attributes:
+        n: how many; `none` for no limit.
+    """
+
+    keeps_run = True
+    in_order = True
+
+    n: int | None
+
+    def __post_init__(self) -> None:
+        if self.n is not None and self.n < 1:
+            raise WeirError(f"recent keeps at least 1 token, not {self.n}")
+
+    def slots(self) -> int | None:
+        """As many slots as tokens are kept."""
+        return self.n
+
+    def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
+        """Append what arrives; the oldest beyond `n` overflow."""
+        both = held.join(new)
+        if not fold.unbroken:
+            both = both.by_position()
+        spill = 0 if self.n is None else max(0, len(both) - self.n)
+        return both.part(spill, len(both)), both.part(0, spill)

@@ -1,0 +1,84 @@
+"""Positions: rotary embeddings at any place of an endless stream, ALiBi, and the rolling frame.
+
+Knows nothing about caches or models; `models` reads a model's frequencies and slopes.
+
+The *rolling frame* is StreamingLLM's "positions inside the cache" (Xiao et al. 2024, section 3.2)
+without its cost. Attention sees only differences of positions, so the newest tokens may keep their
+places in the stream, and everything older is moved up until it touches them: a front token's
+position in the frame is that of the first token of the run, less the front tokens that stand
+between. Keys of the run are rotated once, when they come; the front is rotated from its masters at
+each fold. Angles are reduced in float64, so a place four million tokens out is as exact as the first.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding, half-split, over the first dimensions of a head.
+
+    Attributes:
+        frequencies: radians per position [rotary_dim / 2], float64.
+        scaling: factor of rotated queries and keys (YaRN's attention factor); 1 for plain RoPE.
+    """
+
+    frequencies: Tensor
+    scaling: float = 1.0
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of the angles at `positions` [...]; each [..., rotary_dim / 2], float32."""
+        turns = positions.to(torch.float64)[..., None] * self.frequencies
+        # Reduced in float64, the sine itself may be taken in float32: no digits are lost far out.
+        reduced = turns.remainder_(2 * math.pi).to(torch.float32)
+        return reduced.cos(), reduced.sin()
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Queries or keys [batch, heads, n, dim] at `positions` [batch, 1 or heads, n], scaled."""
+        cos, sin = self.angles(positions)
+        return turn(x, cos * self.scaling, sin * self.scaling)
+
+    def move(self, keys: Tensor, by: Tensor) -> Tensor:
+        """Rotated keys [batch, heads, n, dim] moved on by `by` [batch, heads, n] positions."""
+        return turn(keys, *self.angles(by))
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + half) of the first 2 * half dimensions, in float32.
+
+    Args:
+        x: [batch, heads, n, dim].
+        cos, sin: [batch, 1 or heads, n, half].
+    """
+    half = cos.shape[-1]
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    if 2 * half == x.shape[-1]:
+        return turned
+    return torch.cat([turned, x[..., 2 * half :]], dim=-1)
+
+
+def rolled(positions: Tensor, first_of_run: Tensor) -> Tensor:
+    """The rolling frame of front tokens.
+
+    Args:
+        positions: places in the stream [batch, kv_heads, front], int64; -1 where empty.
+        first_of_run: where the unbroken run of newest tokens begins [batch], int64.
+
+    Returns:
+        Their positions in the frame, same shape: consecutive, in the order of the stream, the last
+        one just before the run. Slots that hold the same token share a position; empty slots get
+        one that means nothing.
+    """
+    ordered, order = positions.sort(dim=2)
+    new = torch.ones_like(ordered)
+    new[:, :, 1:] = (ordered[:, :, 1:] != ordered[:, :, :-1]).long()
+    new *= ordered >= 0
+    rank = new.cumsum(dim=2)
+    frame = first_of_run[:, None, None] - 1 - (rank[:, :, -1:] - rank)
+    return torch.empty_like(frame).scatter_(2, order, frame)

@@ -1,0 +1,280 @@
+"""The slots of one layer: fixed buffers, and the parts of them that pools pass around.
+
+Knows nothing about policies, models or how attention is computed.
+
+A row of the slab lies like this, from slot 0 on::
+
+    | front: pools whose tokens lost their neighbours | run: recent tokens, unbroken | tail | unused |
+
+The *tail* holds what came since the last fold. Keys of the run and of the tail are rotated once, at
+their place in the stream, and stay as they are. Keys of the front move closer to the present as the
+stream goes on: what attention reads is made anew from a *master* at each fold, so that no error
+adds up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+EMPTY = -1
+
+
+@dataclass
+class Slots:
+    """Some slots of one layer: a view of a slab's rows, or tokens on their way between pools.
+
+    Attributes:
+        keys: as the attention sees them at their own place in the stream
+            [batch, kv_heads, slots, key_dim].
+        values: [batch, kv_heads, slots, value_dim].
+        a: log-weights in the numerator [batch, kv_heads, slots], float32.
+        b: log-weights in the denominator [batch, kv_heads, slots], float32; both are -inf where a
+            slot is empty.
+        position: places in the stream [batch, kv_heads, slots], int64; -1 where a slot is empty.
+        mass: attention received so far [batch, kv_heads, slots], float32; None unless a pool of the
+            pipe asks for it.
+        slab: the slab this is a view of, and
+        place: the first slot of that view; both None for slots that lie elsewhere.
+    """
+
+    keys: Tensor
+    values: Tensor
+    a: Tensor
+    b: Tensor
+    position: Tensor
+    mass: Tensor | None = None
+    slab: Slab | None = None
+    place: int | None = None
+
+    def __len__(self) -> int:
+        return self.position.shape[2]
+
+    @property
+    def held(self) -> Tensor:
+        """Which slots hold a token [batch, kv_heads, slots], bool."""
+        return self.position >= 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name; `mass` only where it is kept."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: t for name, t in found.items() if isinstance(t, Tensor)}
+
+    def map(self, change: Any) -> Slots:
+        """New slots, each tensor changed by `change`; no longer a view of a slab."""
+        return Slots(**{name: change(t) for name, t in self.tensors().items()})
+
+    def part(self, start: int, stop: int) -> Slots:
+        """Slots `start` to `stop`, as a view."""
+        cut = self.map(lambda t: t[:, :, start:stop])
+        if self.place is not None:
+            cut.slab, cut.place = self.slab, self.place + start
+        return cut
+
+    def take(self, index: Tensor) -> Slots:
+        """The slots that `index` [batch, kv_heads, n] names; where it is -1 the slot is empty."""
+        nowhere = index < 0
+        index = index.clamp_min(0)
+
+        def gather(t: Tensor) -> Tensor:
+            if t.ndim == 3:
+                return t.gather(2, index)
+            return t.gather(2, index[..., None].expand(-1, -1, -1, t.shape[3]))
+
+        taken = self.map(gather)
+        taken.a = taken.a.masked_fill(nowhere, -torch.inf)
+        taken.b = taken.b.masked_fill(nowhere, -torch.inf)
+        taken.position = taken.position.masked_fill(nowhere, EMPTY)
+        return taken
+
+    def join(self, other: Slots) -> Slots:
+        """These slots and then the others; a view where both lie side by side in one slab."""
+        if self.slab is not None and self.slab is other.slab:
+            assert self.place is not None
+            if self.place + len(self) == other.place:
+                return self.slab.run(self.place, self.place + len(self) + len(other))
+        if len(other) == 0:
+            return self
+        if len(self) == 0:
+            return other
+        theirs = other.tensors()
+        return Slots(
+            **{name: torch.cat([t, theirs[name]], dim=2) for name, t in self.tensors().items()}
+        )
+
+    def by_position(self) -> Slots:
+        """Sorted from the oldest token to the newest, empty slots first."""
+        return self.take_sorted(self.position.argsort(dim=2, stable=True))
+
+    def take_sorted(self, order: Tensor) -> Slots:
+        """`take` with an order of all slots, empty ones too."""
+        return self.take(torch.where(self.position.gather(2, order) < 0, EMPTY, order))
+
+
+class Slab:
+    """The buffers of one layer, made once.
+
+    Attributes:
+        keys: what attention reads [batch, kv_heads, slots, key_dim].
+        values: [batch, kv_heads, slots, value_dim].
+        masters: keys of the front as they were said [batch, kv_heads, front, key_dim]; None where
+            keys never move (`positions="original"`, or a model without RoPE).
+        weighted, mask: values times e^(a-b) and a finite b (`folded_weights`), for pipes that use
+            two weights; None otherwise.
+        frame: the positions attention pretends [batch, kv_heads, slots], int64, where its bias
+            needs them (ALiBi); None otherwise.
+        a, b, position, mass: as in `Slots`.
+    """
+
+    def __init__(
+        self,
+        like_keys: Tensor,
+        like_values: Tensor,
+        slots: int,
+        *,
+        masters: int = 0,
+        mass: bool = False,
+        two_weights: bool = False,
+        frames: bool = False,
+    ) -> None:
+        """Buffers for `slots` slots of the batch, heads, sizes, dtype and device of the tensors."""
+        # Never inference tensors: the same slab is written in and outside inference mode.
+        with torch.inference_mode(False):
+            shape = (*like_keys.shape[:2], slots)
+            device = like_keys.device
+            self.keys = like_keys.new_zeros((*shape, like_keys.shape[3]))
+            self.values = like_values.new_zeros((*shape, like_values.shape[3]))
+            self.a = torch.full(shape, -torch.inf, device=device)
+            self.b = torch.full(shape, -torch.inf, device=device)
+            self.position = torch.full(shape, EMPTY, dtype=torch.int64, device=device)
+            self.mass = torch.zeros(shape, device=device) if mass else None
+            self.masters = (
+                like_keys.new_zeros((*shape[:2], masters, like_keys.shape[3])) if masters else None
+            )
+            self.weighted = torch.zeros_like(self.values) if two_weights else None
+            self.mask = torch.full_like(self.b, -torch.inf) if two_weights else None
+            self.frame = torch.zeros_like(self.position) if frames else None
+
+    def __len__(self) -> int:
+        return self.position.shape[2]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The buffers by name."""
+        return {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(t.nbytes for t in self.tensors().values())
+
+    def run(self, start: int, stop: int) -> Slots:
+        """Slots of the run or of the tail, as a view."""
+        return Slots(
+            keys=self.keys[:, :, start:stop],
+            values=self.values[:, :, start:stop],
+            a=self.a[:, :, start:stop],
+            b=self.b[:, :, start:stop],
+            position=self.position[:, :, start:stop],
+            mass=None if self.mass is None else self.mass[:, :, start:stop],
+            slab=self,
+            place=start,
+        )
+
+    def front(self, start: int, stop: int) -> Slots:
+        """Slots of the front, with their master keys, as a view."""
+        slots = self.run(start, stop)
+        slots.slab = slots.place = None
+        if self.masters is not None:
+            slots.keys = self.masters[:, :, start:stop]
+        return slots
+
+    def append(self, keys: Tensor, values: Tensor, start: int) -> None:
+        """Put keys and values [batch, kv_heads, n, dim] into the tail from slot `start` on."""
+        stop = start + keys.shape[2]
+        self.keys[:, :, start:stop] = keys
+        self.values[:, :, start:stop] = values
+        if self.weighted is not None:
+            self.weighted[:, :, start:stop] = values
+
+    def append_at(
+        self, keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor, columns: Tensor
+    ) -> None:
+        """Put `keys[rows[i], :, columns[i]]` into slot `slots[i]` of row `rows[i]`, for all i."""
+        self.keys[rows, :, slots] = keys[rows, :, columns]
+        self.values[rows, :, slots] = values[rows, :, columns]
+        if self.weighted is not None:
+            self.weighted[rows, :, slots] = values[rows, :, columns]
+
+    def write(self, start: int, slots: Slots, *, front: bool) -> None:
+        """Overwrite from slot `start` on; the front's keys go to the masters."""
+        stop = start + len(slots)
+        keys = self.masters if front and self.masters is not None else self.keys
+        keys[:, :, start:stop] = slots.keys
+        for name, t in slots.tensors().items():
+            if name != "keys":
+                getattr(self, name)[:, :, start:stop] = t
+        if self.weighted is not None and self.mask is not None:
+            weighted, below = folded_weights(slots.values, slots.a, slots.b)
+            self.weighted[:, :, start:stop] = weighted
+            self.mask[:, :, start:stop] = below
+
+    def open_tail(self, start: int, seen: Tensor, chunk: int) -> None:
+        """Make `chunk` slots from `start` on ready for the next tokens, and empty the rest.
+
+        `seen` [batch] is each row's next place in the stream. Slots that wait for a token already
+        carry its position: it lies in the future of every query until the token is there.
+        """
+        stop = start + chunk
+        steps = torch.arange(chunk, device=self.position.device)
+        self.position[:, :, start:stop] = (seen[:, None] + steps)[:, None]
+        if self.frame is not None:
+            self.frame[:, :, start:stop] = self.position[:, :, start:stop]
+        self.position[:, :, stop:] = EMPTY
+        for weights in (self.a, self.b, self.mask):
+            if weights is not None:
+                weights[:, :, start:stop] = 0.0
+                weights[:, :, stop:] = -torch.inf
+        if self.mass is not None:
+            self.mass[:, :, start:] = 0.0
+
+    def rows(self, index: Tensor) -> Slab:
+        """A slab that holds copies of the rows `index` [n]."""
+        other = object.__new__(Slab)
+        for name in vars(self):
+            t = getattr(self, name)
+            setattr(other, name, t.index_select(0, index) if isinstance(t, Tensor) else t)
+        return other
+
+    def put_rows(self, index: Tensor, other: Slab) -> None:
+        """Write the rows of `other` back to the rows `index` [n]."""
+        for name, t in self.tensors().items():
+            t.index_copy_(0, index, getattr(other, name))
+
+    def grow(self, slots: int) -> None:
+        """Replace the buffers by larger ones; for pipes without a limit only."""
+        with torch.inference_mode(False):
+            for name, t in self.tensors().items():
+                if name == "masters":
+                    continue
+                fill = {"a": -torch.inf, "b": -torch.inf, "mask": -torch.inf, "position": EMPTY}.get(name, 0)
+                larger = t.new_full((*t.shape[:2], slots, *t.shape[3:]), fill)
+                larger[:, :, : t.shape[2]] = t
+                setattr(self, name, larger)
+
+
+def folded_weights(values: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """(values times e^(a-b), b) such that plain attention with b as its mask gives both sums.
+
+    A slot of the numerator alone (b = -inf) would be masked away, so it gets a b thirty below its
+    a: a share of 1e-13 in the denominator.
+
+    Args:
+        values: [batch, kv_heads, slots, value_dim].
+        a, b: log-weights [batch, kv_heads, slots].
+    """
+    below = torch.where(torch.isneginf(b) & ~torch.isneginf(a), a - 30.0, b)
+    factor = (a - below).exp().nan_to_num(0.0)
+    return values * factor[..., None].to(values.dtype), below

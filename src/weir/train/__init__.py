@@ -1,0 +1,1 @@
+"""Training the packaged model: corpus, exercises and the loop."""

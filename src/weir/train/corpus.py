@@ -1,0 +1,66 @@
+"""Books into token ids: the tokenizer's training, and one long array of ids.
+
+Knows nothing about models or exercises.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+START = "<|start|>"
+PAD = "<|pad|>"
+
+
+def train_tokenizer(books: list[str], vocabulary: int = 4096) -> PreTrainedTokenizerBase:
+    """A byte-level BPE tokenizer whose digits are tokens of their own.
+
+    Every text it encodes begins with `<|start|>`, the only place that token ever stands.
+    """
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[START, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(books, trainer)
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{START} $A", special_tokens=[(START, backend.token_to_id(START))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=START,
+        pad_token=PAD,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def encode(books: list[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """All books as one array of ids [tokens] (uint16), without start tokens."""
+    # Paragraphs, not books: the tokenizer takes them in parallel.
+    paragraphs = list(
+        itertools.chain.from_iterable(book.splitlines(keepends=True) for book in books)
+    )
+    encoded = tokenizer(paragraphs, add_special_tokens=False, return_attention_mask=False)
+    return np.fromiter(itertools.chain.from_iterable(encoded["input_ids"]), dtype=np.uint16)
+
+
+def load_or_encode(
+    path: Path, books: list[str], tokenizer: PreTrainedTokenizerBase
+) -> np.ndarray:
+    """`encode`, kept in a `.npy` file at `path` so that a resumed run need not repeat it."""
+    if not path.exists():
+        np.save(path, encode(books, tokenizer))
+    return np.load(path, mmap_mode="r")

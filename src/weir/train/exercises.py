@@ -1,0 +1,205 @@
+"""What the packaged model practises: books, shuffled segments, and names with numbers.
+
+Each sample is a row of token ids that begins with the start token, and a weight for every token:
+0 where nothing can be learnt from predicting it. Knows nothing about models.
+
+Text alone does not teach a small model to look things up. *Segments*, pieces of random tokens that
+come back in shuffled order, teach it to find an earlier passage by content and to copy on from
+there; *recall* turns that into an answer: "Anna has 482." among book text, and later
+"Anna has" once more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+VERB = " has"
+DIGITS = 3
+NAMES = tuple(
+    """Adam Alfred Alice Amelia Andrew Ann Anna Anne Arthur Ben Bernard Betty Bob Charles Charlotte
+    Clara Daniel David Dick Edward Elizabeth Ellen Emily Emma Fanny Florence Frank Fred George
+    Grace Harry Helen Henry Herbert Hugh Jack James Jane Jasper Jenny Jerry Jim Joe John Joseph
+    Kate Laura Lewis Lily Lucy Margaret Maria Marian Martha Martin Mary Maurice Michael Nancy Nell
+    Nelly Nicholas Nora Oliver Oswald Owen Patrick Paul Percy Peter Philip Rachel Ralph Richard
+    Robert Roderick Roger Rose Sam Sarah Simon Stephen Susan Thomas Tom Walter Will William""".split()
+)
+
+
+@dataclass(frozen=True)
+class Words:
+    """The tokens exercises are made of, found in a tokenizer's vocabulary."""
+
+    start: int
+    names: np.ndarray
+    verb: int
+    space: int
+    stop: int
+    digits: np.ndarray
+    plain: np.ndarray
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Words:
+        """The exercises' tokens; of `NAMES`, those that are one token with the space before them.
+
+        Raises:
+            ValueError: a word or digit that must be one token is not, or too few names are.
+        """
+
+        def ids_of(text: str) -> list[int]:
+            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        def one(text: str) -> int:
+            ids = ids_of(text)
+            if len(ids) != 1:
+                raise ValueError(f"{text!r} is {len(ids)} tokens in this tokenizer, 1 is needed")
+            return ids[0]
+
+        names = [ids[0] for ids in (ids_of(f" {name}") for name in NAMES) if len(ids) == 1]
+        if len(names) < 12:
+            raise ValueError(f"only {len(names)} names are one token in this tokenizer, not 12")
+        special = set(tokenizer.all_special_ids)
+        return cls(
+            start=int(tokenizer.bos_token_id),
+            names=np.array(names),
+            verb=one(VERB),
+            space=one(" "),
+            stop=one("."),
+            digits=np.array([one(str(digit)) for digit in range(10)]),
+            plain=np.array(sorted(set(tokenizer.get_vocab().values()) - special)),
+        )
+
+    def statement(self, name: int, number: np.ndarray, verb: int | None = None) -> np.ndarray:
+        """The tokens of "Anna has 482."."""
+        verb = self.verb if verb is None else verb
+        return np.concatenate([[name, verb, self.space], number, [self.stop]])
+
+    def question(self, name: int) -> np.ndarray:
+        """The tokens of "Anna has ", to be continued with the number."""
+        return np.array([name, self.verb, self.space])
+
+
+Sample = tuple[np.ndarray, np.ndarray]
+
+
+def book_sample(words: Words, book: np.ndarray, length: int, rng: np.random.Generator) -> Sample:
+    """The start token and a stretch of a book; ids and weights [length]."""
+    ids = np.concatenate([[words.start], passage(book, length - 1, rng)])
+    return ids, np.ones(length)
+
+
+def passage(book: np.ndarray, length: int, rng: np.random.Generator) -> np.ndarray:
+    """A stretch of `length` tokens from a random place."""
+    place = int(rng.integers(0, len(book) - length))
+    return book[place : place + length].astype(np.int64)
+
+
+def segment_sample(
+    words: Words, length: int, shortest: int, longest: int, rng: np.random.Generator
+) -> Sample:
+    """Segments of random tokens, each twice, in random order; ids and weights [length].
+
+    Only what can be known has weight: a segment's second coming, from its second token on.
+    """
+    size = int(rng.integers(shortest, longest + 1))
+    count = length // (2 * size) + 1
+    segments = rng.choice(words.plain, size=(count, size))
+    order = rng.permutation(np.repeat(np.arange(count), 2))
+    again = np.zeros(2 * count, dtype=bool)
+    seen: set[int] = set()
+    for place, segment in enumerate(order.tolist()):
+        again[place] = segment in seen
+        seen.add(segment)
+    weights = np.zeros((2 * count, size))
+    weights[again, 1:] = 1.0
+    ids = np.concatenate([[words.start], segments[order].reshape(-1)])[:length]
+    return ids, np.concatenate([[0.0], weights.reshape(-1)])[:length]
+
+
+def recall_sample(
+    words: Words, book: np.ndarray, length: int, plainly: float, rng: np.random.Generator
+) -> Sample:
+    """Names with numbers among book text, each said two or three times; ids, weights [length].
+
+    A share `plainly` of the samples is as the exercises are. The others vary what can be varied
+    (any word for a name, any word for the verb, numbers of one to five digits, no book text
+    between), so that the rule is learnt and not the wording.
+    """
+    plain = rng.random() < plainly
+    verb = words.verb if plain else int(rng.choice(words.plain))
+    digits = DIGITS if plain else int(rng.integers(1, 6))
+    filler = (0, 48) if rng.random() < 0.7 else (0, 4)
+    pool = words.names if plain else words.plain
+    count = int(rng.integers(3, min(24, len(pool))))
+    names = rng.choice(pool, size=count, replace=False)
+    numbers = rng.choice(words.digits, size=(count, digits))
+    ids: list[np.ndarray] = [np.array([words.start])]
+    weights: list[np.ndarray] = [np.zeros(1)]
+    held, order = 1, []
+    while held < length:
+        order = order or rng.permutation(np.repeat(np.arange(count), 2)).tolist()
+        # The first round says each fact for the first time somewhere; later ones only ask again.
+        fact = order.pop()
+        gap = int(rng.integers(*filler))
+        said = words.statement(names[fact], numbers[fact], verb)
+        ids += [passage(book, gap, rng), said]
+        weights += [np.zeros(gap), _answer_weight(len(said), digits)]
+        held += gap + len(said)
+    row, weight = np.concatenate(ids), np.concatenate(weights)
+    _forget_first(row, weight, names, digits, verb)
+    return row[:length], weight[:length]
+
+
+def _answer_weight(length: int, digits: int) -> np.ndarray:
+    weight = np.zeros(length)
+    weight[-digits - 1 : -1] = 1.0
+    return weight
+
+
+def _forget_first(
+    row: np.ndarray, weight: np.ndarray, names: np.ndarray, digits: int, verb: int
+) -> None:
+    """No weight for a number that was never said before: nobody can know it."""
+    for name in names:
+        said = np.flatnonzero((row[:-1] == name) & (row[1:] == verb))
+        if len(said):
+            first = said[0]
+            weight[first : first + 3 + digits] = 0.0
+
+
+def recall_exercise(
+    words: Words,
+    book: np.ndarray,
+    distance: int,
+    length: int,
+    rng: np.random.Generator,
+    facts: int = 8,
+) -> tuple[np.ndarray, np.ndarray]:
+    """One question: its prompt [length] and its answer [digits].
+
+    `facts` names with numbers stand in book text; the one that is asked for was said `distance`
+    tokens before the answer is due.
+
+    Raises:
+        ValueError: the facts do not fit, or `distance` is not between 8 and `length` - 4.
+    """
+    said = 4 + DIGITS
+    ask = 3
+    if not said < distance < length - 3 or facts * said * 3 > length:
+        raise ValueError(f"no room for {facts} facts and distance {distance} in {length} tokens")
+    names = rng.choice(words.names, size=facts, replace=False)
+    numbers = rng.choice(words.digits, size=(facts, DIGITS))
+    row = np.concatenate([[words.start], passage(book, length - 1, rng)])
+    row[length - ask :] = words.question(names[0])
+    free = np.ones(length, dtype=bool)
+    free[[0, *range(length - ask, length)]] = False
+    # The first digit stands `distance` tokens before the place of the answer, which is `length`.
+    place = length - distance - 3
+    for name, number in zip(names, numbers, strict=True):
+        row[place : place + said] = words.statement(name, number)
+        free[place : place + said] = False
+        room = np.lib.stride_tricks.sliding_window_view(free, said).all(axis=1)
+        place = int(rng.choice(np.flatnonzero(room)))
+    return row, numbers[0]

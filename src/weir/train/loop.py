@@ -1,0 +1,248 @@
+"""The training loop: a small Llama on books and exercises, on CPU or GPU, resumable.
+
+Knows nothing about caches or policies: training is plain transformers and plain attention.
+
+The recipe, and why: the two losses are averaged apart and then added, because exercises are a few
+per cent of the tokens and would drown in the text; hidden matrices are trained with Muon, the rest
+with AdamW; the rate is held and then falls to zero over the last part, so that a run can be made
+longer or shorter while it is under way.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from weir.train import exercises
+from weir.train.exercises import Words
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything a run is decided by, besides its text and tokenizer.
+
+    Attributes:
+        tokens: tokens in all, books and exercises together.
+        rows: samples in a step.
+        length: tokens in a sample, and the model's window.
+        width, layers, heads, kv_heads, inner: the shape of the model.
+        rate: the highest learning rate.
+        falling: the share of the run over which the rate falls to zero.
+        exercise_rows: samples of a step that are exercises.
+        exercise_weight: weight of their loss beside the books' loss.
+        only_segments: the share of the run in which all exercises are segments.
+        seed: of the weights and of every draw.
+    """
+
+    tokens: int = 40_000_000
+    rows: int = 16
+    length: int = 512
+    width: int = 256
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    inner: int = 768
+    rate: float = 4e-3
+    falling: float = 0.3
+    exercise_rows: int = 5
+    exercise_weight: float = 0.5
+    only_segments: float = 0.25
+    seed: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps of the whole run."""
+        return self.tokens // (self.rows * self.length)
+
+
+def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+    """A Llama of the recipe's shape with random weights."""
+    torch.manual_seed(recipe.seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.width,
+        intermediate_size=recipe.inner,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.kv_heads,
+        max_position_embeddings=recipe.length,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config)
+
+
+def batch(
+    recipe: Recipe, words: Words, book: np.ndarray, step: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids [rows, length] of one step and the weight of predicting each of them.
+
+    Depends on nothing but its arguments, so that a resumed run sees what it would have seen.
+    """
+    rng = np.random.default_rng([recipe.seed, step])
+    done = step / recipe.steps
+    samples = []
+    for row in range(recipe.rows):
+        if row >= recipe.exercise_rows:
+            ids, weight = exercises.book_sample(words, book, recipe.length, rng)
+            share = 1.0 / (recipe.rows - recipe.exercise_rows)
+        else:
+            ids, weight = _exercise(recipe, words, book, done, rng)
+            share = recipe.exercise_weight / recipe.exercise_rows
+        samples.append((ids, weight * (share / max(weight.sum(), 1.0))))
+    ids, weights = (np.stack(parts) for parts in zip(*samples, strict=True))
+    return torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(weights.astype(np.float32))
+
+
+def _exercise(
+    recipe: Recipe, words: Words, book: np.ndarray, done: float, rng: np.random.Generator
+) -> exercises.Sample:
+    if done < recipe.only_segments:
+        return exercises.segment_sample(words, recipe.length, 8, 16, rng)
+    if rng.random() < 0.25:
+        return exercises.segment_sample(words, recipe.length, 2, 12, rng)
+    return exercises.recall_sample(words, book, recipe.length, 0.6, rng)
+
+
+def rate_at(recipe: Recipe, step: int, warmup: int = 100) -> float:
+    """The learning rate: up over `warmup` steps, held, then straight down to zero."""
+    left = (recipe.steps - step) / (recipe.falling * recipe.steps)
+    return recipe.rate * min(1.0, (step + 1) / warmup, max(left, 0.0))
+
+
+def optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers, AdamW for embeddings and norms."""
+    inside = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if all(p is not q for q in inside)]
+    return [
+        torch.optim.Muon(inside, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+
+
+def weighted_loss(model: LlamaForCausalLM, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Negative log-likelihood of every next token, times its weight, summed; nats."""
+    with torch.autocast(ids.device.type, torch.bfloat16):
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+    target = ids[:, 1:]
+    nll = torch.logsumexp(logits, -1) - logits.gather(-1, target[..., None])[..., 0]
+    return (nll * weight[:, 1:]).sum()
+
+
+@torch.no_grad()
+def book_loss(model: LlamaForCausalLM, words: Words, book: np.ndarray, rows: int = 32) -> float:
+    """Mean negative log-likelihood of held-out text inside the window; nats a token."""
+    length = model.config.max_position_embeddings
+    rng = np.random.default_rng(1)
+    ids = np.stack([exercises.book_sample(words, book, length, rng)[0] for _ in range(rows)])
+    weight = torch.full(ids.shape, 1.0 / (rows * (length - 1)))
+    return float(weighted_loss(model, torch.from_numpy(ids).to(model.device), weight))
+
+
+@torch.no_grad()
+def recall_accuracy(
+    model: LlamaForCausalLM, words: Words, book: np.ndarray, questions: int = 64, seed: int = 2
+) -> float:
+    """The share of recall exercises answered right, all digits, at distances over the window."""
+    rng = np.random.default_rng(seed)
+    length = model.config.max_position_embeddings
+    prompt_length = length - exercises.DIGITS
+    rows, answers = [], []
+    for distance in np.linspace(8, prompt_length - 16, questions).astype(int):
+        prompt, answer = exercises.recall_exercise(words, book, int(distance), prompt_length, rng)
+        rows.append(np.concatenate([prompt, answer]))
+        answers.append(answer)
+    ids = torch.from_numpy(np.stack(rows)).to(model.device)
+    # The right digits are fed; all are answered right exactly if greedy decoding gives them all.
+    guessed = model(input_ids=ids, use_cache=False).logits.argmax(-1)[:, prompt_length - 1 : -1]
+    return float((guessed.cpu().numpy() == np.stack(answers)).all(axis=1).mean())
+
+
+def train(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: np.ndarray,
+    out: Path,
+    *,
+    device: str = "cpu",
+    look_every: int = 200,
+    compile_model: bool = True,
+    on_step: Callable[[int, int, dict[str, Any]], None] = lambda step, steps, facts: None,
+) -> LlamaForCausalLM:
+    """Train, or take up again what `out` holds; the last 1 % of `tokens` is held out.
+
+    Writes `out/log.jsonl`, a line every `look_every` steps, and `out/checkpoint.pt` with it.
+    """
+    words = Words.of(tokenizer)
+    edge = int(len(tokens) * 0.99)
+    book, held_out = tokens[:edge], tokens[edge:]
+    model = new_model(recipe, tokenizer).to(device)
+    steppers = optimizers(model)
+    saved = out / "checkpoint.pt"
+    first = _restore(saved, model, steppers) if saved.exists() else 0
+    loss_of = torch.compile(weighted_loss) if compile_model else weighted_loss
+    began = time.monotonic()
+    for step in range(first, recipe.steps):
+        ids, weight = (t.to(device) for t in batch(recipe, words, book, step))
+        loss = loss_of(model, ids, weight)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for stepper in steppers:
+            for group in stepper.param_groups:
+                group["lr"] = rate_at(recipe, step)
+            stepper.step()
+            stepper.zero_grad(set_to_none=True)
+        facts: dict[str, Any] = {"loss": float(loss.detach())}
+        if (step + 1) % look_every == 0 or step + 1 == recipe.steps:
+            facts |= {
+                "step": step + 1,
+                "tokens": (step + 1) * recipe.rows * recipe.length,
+                "book_loss": book_loss(model, words, held_out),
+                "recall": recall_accuracy(model, words, held_out),
+                "seconds": round(time.monotonic() - began, 1),
+            }
+            _save(saved, model, steppers, step + 1, recipe)
+            with (out / "log.jsonl").open("a") as log:
+                log.write(json.dumps(facts) + "\n")
+        on_step(step + 1, recipe.steps, facts)
+    return model
+
+
+def _save(
+    path: Path,
+    model: LlamaForCausalLM,
+    steppers: list[torch.optim.Optimizer],
+    step: int,
+    recipe: Recipe,
+) -> None:
+    state = {
+        "model": model.state_dict(),
+        "optimizers": [stepper.state_dict() for stepper in steppers],
+        "step": step,
+        "recipe": asdict(recipe),
+    }
+    torch.save(state, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").replace(path)
+
+
+def _restore(
+    path: Path, model: LlamaForCausalLM, steppers: list[torch.optim.Optimizer]
+) -> int:
+    state = torch.load(path, weights_only=True)
+    model.load_state_dict(state["model"])
+    for stepper, held in zip(steppers, state["optimizers"], strict=True):
+        stepper.load_state_dict(held)
+    return int(state["step"])
+
+
