@@ -2,7 +2,9 @@
 
 from weir.cache import StreamingCache
 from weir.errors import WeirError
+from weir.load import load
 from weir.policy import PolicyError, policy
+from weir.stream import Stream
 
 __version__ = "0.1.0"
-__all__ = ["PolicyError", "StreamingCache", "WeirError", "__version__", "policy"]
+__all__ = ["PolicyError", "Stream", "StreamingCache", "WeirError", "__version__", "load", "policy"]

@@ -3,9 +3,12 @@
 A model that has caches of weir is as it was between calls, and in calls without such a cache.
 During a call with one:
 
-- the attention implementation of its configuration is `weir`;
+- the attention implementation of its configuration is `weir`, or, for families that have attention
+  of their own, their attention modules pass it on to weir (`families`);
 - its rotary embedding returns cosines of one and sines of zero, so that queries and keys arrive
-  unrotated and weir can place them with its own positions.
+  unrotated and weir can place them with its own positions;
+- its decoder gets no attention mask and small positions: weir has read the real ones, and nothing is
+  built from them that grows with the stream.
 
 The hooks go when the last cache of the model goes.
 """
@@ -22,6 +25,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from weir.attention import Form
 from weir.errors import WeirError
+from weir.families import install, unmasked
 from weir.models import ModelFacts, describe
 
 if TYPE_CHECKING:
@@ -43,12 +47,14 @@ class Attachment:
         self.facts = facts
         self.caches: weakref.WeakSet[StreamingCache] = weakref.WeakSet()
         self.running: StreamingCache | None = None
+        self._switched = False
         self._previous: str | None = None
         self._signature = inspect.signature(facts.decoder.forward)
         before = facts.decoder.register_forward_pre_hook(self._before, with_kwargs=True)
         after = facts.decoder.register_forward_hook(self._after, always_call=True)
         self._handles = [before, after]
         self._handles += [m.register_forward_hook(self._unrotated) for m in facts.rotaries]
+        self._uninstall = install(facts.kind, facts.decoder, facts.attentions, self)
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form
@@ -58,8 +64,9 @@ class Attachment:
         return self.running.attend(layer, queries, keys, values, form)
 
     def leave(self) -> None:
-        """Take the hooks off."""
+        """Take the hooks off; the model is as it was."""
         self._disarm()
+        self._uninstall()
         for handle in self._handles:
             handle.remove()
 
@@ -67,18 +74,38 @@ class Attachment:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._disarm()  # a call that Ctrl-C ended never reached its own end
-        given = self._signature.bind_partial(*args, **kwargs).arguments
-        given = {**given.pop("kwargs", {}), **given}
+        given = self._named(args, kwargs)
         cache = given.get("past_key_values")
         if not hasattr(cache, "weir_begin"):
             return None
         if cache.attachment is not self:
             raise WeirError("this cache was made for another model; a cache serves one model only")
+        _refuse_images(given)
         cache.weir_begin(given)
         self.running = cache
         self._previous = self.facts.config._attn_implementation
-        self.facts.config._attn_implementation = "weir"
-        return None
+        self._set_attention("weir")
+        self._switched = True
+        return (), {**given, **self._replaced(given)}
+
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name; some families pass the token ids without one."""
+        given = dict(self._signature.bind_partial(*args, **kwargs).arguments)
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                given.update(given.pop(name, {}))
+        return given
+
+    def _replaced(self, given: dict[str, Any]) -> dict[str, Any]:
+        """What the decoder gets in place of a mask and of positions as long as the stream."""
+        tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+        alibi = any(layer.alibi is not None for layer in self.facts.layers)
+        replaced: dict[str, Any] = {"attention_mask": unmasked(self.facts.kind, alibi, tokens)}
+        if "position_ids" in self._signature.parameters:
+            # Some scalings of RoPE change a model for good when they meet a high position.
+            zeros = torch.zeros(1, tokens.shape[1], dtype=torch.int64, device=tokens.device)
+            replaced["position_ids"] = zeros
+        return replaced
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         cache = self.running
@@ -87,16 +114,26 @@ class Attachment:
             cache.weir_end(finished=output is not None)
 
     def _disarm(self) -> None:
-        if self._previous is not None:
-            self.facts.config._attn_implementation = self._previous
-        self._previous = None
+        if self._switched:
+            self._set_attention(self._previous)
+        self._switched = False
         self.running = None
+
+    def _set_attention(self, name: str | None) -> None:
+        # A name alone would be set in every configuration inside this one as well (MPT has one).
+        self.facts.config._attn_implementation = {"": name}
 
     def _unrotated(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self.running is None:
             return None
         cos, sin = output
         return torch.ones_like(cos), torch.zeros_like(sin)
+
+
+def _refuse_images(given: dict[str, Any]) -> None:
+    kinds = given.get("token_type_ids")
+    if given.get("pixel_values") is not None or (kinds is not None and bool(kinds.any())):
+        raise WeirError("the tokens of an image attend both ways; weir streams text only")
 
 
 def attach(model: PreTrainedModel, cache: StreamingCache) -> Attachment:

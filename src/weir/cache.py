@@ -22,11 +22,14 @@ from weir.errors import WeirError
 from weir.layer import Layer, Place
 from weir.models import LayerFacts, describe
 from weir.plan import Plan, cut
-from weir.policy import Pipe, Policy, policy
+from weir.policy import Pipe, Policy, policy_of
 from weir.pools import Recent
 
 Positions = Literal["rolling", "original"]
 Prefill = Literal["chunked", "full"]
+
+_ROWS = ("_seen", "_waiting", "_claimed", "_last", "_ended")
+"""What a cache keeps for every row of the batch."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ class StreamingCache(Cache):
         return layers
 
     def _place(self, facts: LayerFacts, model: PreTrainedModel, window: int | None) -> Place:
-        return Place(facts.rotary, facts.slopes, window, self.positions == "rolling")
+        return Place(facts.rotary, facts.alibi, window, self.positions == "rolling")
 
     # --- what transformers asks of a cache
 
@@ -146,7 +149,10 @@ class StreamingCache(Cache):
             WeirError: the call did not come through the model this cache was made for.
         """
         if self.attachment.running is not self:
-            raise WeirError("this cache was made for another model; a cache serves one model only")
+            raise WeirError(
+                "this cache was made for another model, or detached from this one; "
+                "a cache serves one model only"
+            )
         key_states = key_states.view_as(key_states)
         key_states.weir = (self, layer_idx)  # type: ignore[attr-defined]
         return key_states, value_states
@@ -177,6 +183,12 @@ class StreamingCache(Cache):
         """Whether anything was fed."""
         return self._columns > 0
 
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch; -1 before the first token."""
+        return -1 if self._batch is None else self._batch
+
+    @property
     def is_croppable(self) -> bool:
         """False: tokens that were folded cannot be taken back."""
         return False
@@ -213,7 +225,7 @@ class StreamingCache(Cache):
             if layer.slab is not None:
                 layer.select_rows(indices.to(layer.slab.keys.device, torch.int64))
         self._batch = len(rows)
-        for name in ("_seen", "_waiting", "_claimed", "_last", "_ended"):
+        for name in _ROWS:
             held = getattr(self, name)
             setattr(self, name, [held[row] for row in rows])
 
@@ -221,6 +233,31 @@ class StreamingCache(Cache):
         """Every row `repeats` times."""
         if self._batch is not None:
             self.batch_select_indices(torch.arange(self._batch).repeat_interleave(repeats))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StreamingCache:
+        """A cache of the same model that goes on from here alone: one prompt, many answers."""
+        model = self._model()
+        if model is None:
+            raise WeirError("the model of this cache is gone")
+        made = StreamingCache(model, self.policy, seed=self.seed, **self.state()["made_with"])
+        made.load_state(self.state())
+        for mine, other in zip(self.stack, made.stack, strict=True):
+            if mine.slab is not None:
+                everyone = torch.arange(len(self._seen), device=mine.slab.keys.device)
+                other.load_slab(mine.slab.rows(everyone))
+                other.queries = mine.queries
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: the model would have to go along.
+
+        Raises:
+            WeirError: always.
+        """
+        raise WeirError(
+            "a StreamingCache cannot be pickled or copied shallowly; copy.deepcopy makes a second "
+            "one, and weir.Stream saves to a file"
+        )
 
     def reset(self) -> None:
         """Forget everything; the next call starts a new stream."""
@@ -322,6 +359,35 @@ class StreamingCache(Cache):
             "layers": layers,
         }
 
+    def state(self) -> dict[str, Any]:
+        """Everything but the tensors, as JSON can hold it.
+
+        Raises:
+            WeirError: a call was interrupted while it folded.
+        """
+        self._check_whole()
+        return {
+            "made_with": {
+                "chunk": self.chunk,
+                "positions": self.positions,
+                "prefill": self.prefill,
+                "origin": self.origin,
+            },
+            "columns": self._columns,
+            "batch": self._batch,
+            "rows": {name: getattr(self, name) for name in _ROWS},
+            "lengths": [layer.lengths for layer in self.stack],
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what `state` returned; the layers' slabs come apart from it."""
+        self._columns = state["columns"]
+        self._batch = state["batch"]
+        for name in _ROWS:
+            setattr(self, name, list(state["rows"][name]))
+        for layer, lengths in zip(self.stack, state["lengths"], strict=True):
+            layer.lengths = [list(row) for row in lengths]
+
     # --- what the hooks of the model ask
 
     def weir_begin(self, given: dict[str, Any]) -> None:
@@ -330,28 +396,28 @@ class StreamingCache(Cache):
         Raises:
             WeirError: the forward does not continue this stream.
         """
-        if self._broken:
-            raise WeirError(
-                "an earlier call with this cache was interrupted half way; reset() it or restore "
-                "a saved session"
-            )
+        if self._plan is not None:
+            self.weir_end(finished=False)  # a call that Ctrl-C ended never reached its own end
+        self._check_whole()
         ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
         tokens = ids if ids is not None else embeds
         if tokens is None:
             raise WeirError("neither input_ids nor inputs_embeds was given")
+        if tokens.ndim < 2:
+            raise WeirError(f"input_ids must be [batch, tokens], not {list(tokens.shape)}")
         batch, length = tokens.shape[:2]
         if length == 0:
             raise WeirError("a prompt of zero tokens was fed; a stream needs at least one")
         if given.get("use_cache") is False:
             raise WeirError("use_cache=False would feed the whole text at every step; leave it on")
-        if self._batch is not None and batch != self._batch:
+        if self._columns and batch != self._batch:
             raise WeirError(
                 f"this cache holds {self._batch} rows but a batch of {batch} was fed; "
                 "use one cache per batch, or reset() it"
             )
         if ids is not None and (ids.device.type == "cpu" or length > 1):
             self._check_ids(ids)
-        if self._batch is None:
+        if not self._columns:
             self._batch = batch
             self._seen, self._waiting, self._claimed = ([0] * batch for _ in range(3))
             self._last, self._ended = [None] * batch, [False] * batch
@@ -382,16 +448,34 @@ class StreamingCache(Cache):
         if plan is None:
             return
         if not finished:
-            self._broken = self._touched
+            self._give_up(plan)
             return
         self._columns = self._next_columns
         self._claimed = self._next_claimed
         self._last = self._next_last
+        self._ended = self._next_ended
         for piece in plan.pieces:
             for row, count in enumerate(piece.counts):
                 self._seen[row] = piece.seen[row] + count
                 done = row in piece.full
                 self._waiting[row] = 0 if done else piece.waiting[row] + count
+
+    def _give_up(self, plan: Plan) -> None:
+        """A forward failed; the stream is as it was before, or broken where layers disagree."""
+        if not self._columns:
+            self.reset()
+            return
+        # Without a fold, all that was written are slots of the tail that still wait for a token.
+        folds = any(piece.full for piece in plan.pieces)
+        counts = any(layer.pipe.needs_mass or layer.pipe.needs_queries for layer in self.stack)
+        self._broken = self._touched and (folds or counts)
+
+    def _check_whole(self) -> None:
+        if self._plan is not None or self._broken:
+            raise WeirError(
+                "a call with this cache was interrupted while it folded; reset() it or restore a "
+                "saved session"
+            )
 
     @torch.no_grad()
     def attend(
@@ -413,7 +497,7 @@ class StreamingCache(Cache):
         """Which of the new columns hold tokens [batch, length]; None if all do."""
         if mask is None:
             return None
-        if mask.ndim != 2:
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
             raise WeirError("attention_mask must be [batch, tokens]; weir makes its own 4D masks")
         if mask.shape[0] != batch or mask.shape[1] not in (length, self._columns + length):
             raise WeirError(
@@ -430,20 +514,20 @@ class StreamingCache(Cache):
         model = self._model()
         stepping = ids is not None and ids.shape[1] == 1 and given.get("position_ids") is not None
         if model is None or ids is None or not stepping or ids.shape[0] == 1:
-            self._ended = [False] * len(self._ended)
+            self._next_ended = [False] * len(self._ended)
             return real
         config = model.generation_config
         stops = config.eos_token_id
         stops = {stops} if isinstance(stops, int) else set(stops or ())
         pad = config.pad_token_id if config.pad_token_id is not None else next(iter(stops), None)
         fed = ids[:, 0].tolist()
-        self._ended = [
+        self._next_ended = [
             token == pad and (ended or last in stops)
             for token, last, ended in zip(fed, self._last, self._ended, strict=True)
         ]
-        if not any(self._ended):
+        if not any(self._next_ended):
             return real
-        going = ~torch.tensor(self._ended, device=ids.device)[:, None]
+        going = ~torch.tensor(self._next_ended, device=ids.device)[:, None]
         return going if real is None else real & going
 
     def _check_positions(self, given: Tensor | None, real: Tensor | None, batch: int) -> None:
@@ -451,9 +535,14 @@ class StreamingCache(Cache):
         if given is None or given.ndim != 2 or given.device.type == "meta":
             return
         places = given.expand(batch, -1)
-        first = (
-            places[:, 0] if real is None else places.gather(1, real.int().argmax(1)[:, None])[:, 0]
-        )
+        first = places[:, 0]
+        if places.shape[1] > 1:
+            each = torch.ones_like(places, dtype=torch.bool) if real is None else real
+            # The same for all tokens of a row where positions rise by one from token to token.
+            start = places - each.cumsum(dim=1) + 1
+            first = start.gather(1, each.int().argmax(dim=1, keepdim=True))[:, 0]
+            if bool(((start != first[:, None]) & each).any()):
+                raise WeirError("position_ids must rise by one from each token of a row to the next")
         for row, place in enumerate(first.tolist()):
             if real is not None and not bool(real[row].any()):
                 continue
@@ -463,11 +552,6 @@ class StreamingCache(Cache):
                     f"{self._seen[row]}; pass the whole conversation again, or only what is new "
                     "with an attention_mask that covers everything so far"
                 )
-
-
-def policy_of(text: str | Policy) -> Policy:
-    """`weir.policy`, under a name that a parameter called policy does not hide."""
-    return policy(text)
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

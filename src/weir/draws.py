@@ -25,6 +25,11 @@ def _shift(x: Tensor, by: int) -> Tensor:
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
+def _wrapped(x: int) -> int:
+    """Modulo 2^64, as the signed number an int64 holds."""
+    return (x + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 @dataclass(frozen=True)
 class Draws:
     """The draws of one layer of one cache."""
@@ -43,7 +48,8 @@ class Draws:
                 for one token apart.
         """
         heads = torch.arange(position.shape[1], device=position.device)[None, :, None]
-        x = position.new_full((1,), self.seed)
+        x = position.new_full((1,), _wrapped(self.seed))
         for part in (self.layer, purpose, heads, position, index):
-            x = _mix(x + part * -0x61C8864680B583EB + 0x632BE59BD9B4E019)
+            step = part * -0x61C8864680B583EB + 0x632BE59BD9B4E019
+            x = _mix(x + (_wrapped(step) if isinstance(step, int) else step))
         return _shift(x, 11).to(torch.float64) * 2.0**-53

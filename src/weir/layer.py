@@ -21,10 +21,11 @@ from weir.attention import (
     two_weight_attention,
 )
 from weir.draws import Draws
+from weir.errors import WeirError
 from weir.plan import Piece, Plan
 from weir.policy import Pipe
 from weir.pools import Fold
-from weir.positions import Rotary, rolled
+from weir.positions import Alibi, Rotary, rolled
 from weir.slab import Slab, Slots
 
 QUERY_BLOCK = 256
@@ -37,14 +38,14 @@ class Place:
 
     Attributes:
         rotary: its rotary embedding; None for none.
-        slopes: ALiBi's slopes [kv_heads, group], float32; None for none.
+        alibi: its linear biases; None for none.
         window: it sees only this many newest tokens (a sliding layer that keeps its own window);
             None for all.
         rolling: positions inside the cache, not in the stream.
     """
 
     rotary: Rotary | None = None
-    slopes: Tensor | None = None
+    alibi: Alibi | None = None
     window: int | None = None
     rolling: bool = True
 
@@ -123,20 +124,30 @@ class Layer:
         if self.queries is not None:
             self.queries = self.queries.index_select(0, index)
 
+    def load_slab(self, slab: Slab) -> None:
+        """Take over a slab that was saved; `lengths` must be set."""
+        self.slab = slab
+        self._plain = self._is_plain(slab)
+
     def _make_slab(self, keys: Tensor, values: Tensor) -> Slab:
         pipe, place = self.pipe, self.place
         moves = place.rolling and bool(pipe.front)
-        limit = pipe.slots
-        slab = Slab(
-            keys,
-            values,
-            (4 * self.chunk if limit is None else limit) + self.chunk,
-            masters=pipe.front_slots if moves and place.rotary is not None else 0,
-            mass=pipe.needs_mass,
-            two_weights=pipe.two_weights,
-            frames=place.slopes is not None,
-        )
+        slots = (4 * self.chunk if pipe.slots is None else pipe.slots) + self.chunk
+        try:
+            slab = Slab(
+                keys,
+                values,
+                slots,
+                masters=pipe.front_slots if moves and place.rotary is not None else 0,
+                mass=pipe.needs_mass,
+                # Half precision ends at 65504, too soon for values times e^(a-b).
+                folded_weights=pipe.two_weights and values.dtype != torch.float16,
+                frames=place.alibi is not None,
+            )
+        except RuntimeError as error:
+            raise WeirError(f"no memory for {slots} slots in each layer: {error}") from None
         self.lengths = [[0] * len(pipe.pools) for _ in range(keys.shape[0])]
+        self._plain = True
         return slab
 
     def _attend_piece(
@@ -172,7 +183,7 @@ class Layer:
         bias = self._bias(slab, queries, piece, stop, even)
         if self.pipe.needs_mass and slab.mass is not None:
             slab.mass[:, :, :stop] += attention_mass(queries, keys, slab.b[:, :, :stop], form, bias)
-        if not fuses(form):
+        if not fuses(form) or (self.pipe.two_weights and slab.weighted is None):
             return two_weight_attention(
                 queries,
                 keys,
@@ -204,12 +215,19 @@ class Layer:
             bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
         elif width > 1 or (window is not None and stop > window):
             bias = _kept_band(width, stop, window, queries.dtype, queries.device)
-        if self.place.slopes is not None and slab.frame is not None:
-            # The softmax ignores what is added to all slots alike, so frames count from a near one.
-            near = slab.frame[:, :, :stop] - piece.start[:, None, None]
-            tilt = self.place.slopes[None, :, :, None, None] * near[:, :, None, None, :].float()
+        if self.place.alibi is not None and slab.frame is not None:
+            frame, position = slab.frame[:, :, :stop], slab.position[:, :, :stop]
+            tilt = self._tilt(self.place.alibi, frame, position, piece)
             bias = tilt if bias is None else bias + tilt
         return bias
+
+    def _tilt(self, alibi: Alibi, frame: Tensor, position: Tensor, piece: Piece) -> Tensor:
+        """ALiBi of slots at the places that the frame gives them [batch, kv_heads, slots]."""
+        first: Tensor | int = 0
+        if self.place.rolling and alibi.rounding is not None:
+            far = torch.iinfo(frame.dtype).max
+            first = frame.masked_fill(position < 0, far).amin(dim=2, keepdim=True)
+        return alibi.bias(frame, frame.shape[1], first, piece.start[:, None, None])
 
     def _remember(self, queries: Tensor, piece: Piece) -> None:
         """Keep the last queries, rotated, for pools that ask for them."""
@@ -283,6 +301,10 @@ class Layer:
         start, moves = 0, []
         for pool in order:
             slots = kept[pool]
+            most = pipe.pools[pool].slots()
+            if most is not None and len(slots) > most:
+                name = pipe.pools[pool].name
+                raise WeirError(f"the pool {name} kept {len(slots)} slots and may hold {most}")
             stays = slots is held[pool] or (slots.slab is slab and pool in pipe.run)
             was = slots.place if slots.slab is slab else places[pool]
             if not (stays and was == start) and len(slots):
@@ -325,16 +347,13 @@ class Layer:
         zeros = torch.zeros(keys.shape[:3], device=keys.device)
         position = piece.positions.expand(-1, kv_heads, -1)
         mass = zeros.clone() if self.pipe.needs_mass else None
-        tilt = None
-        if self.place.slopes is not None:
-            steps = torch.arange(width, device=keys.device)
-            tilt = self.place.slopes[None, :, :, None, None] * steps.float()
+        steps = torch.arange(width, device=keys.device)[None, None]
         outs = []
         for start in range(0, width, QUERY_BLOCK):
             stop = min(start + QUERY_BLOCK, width)
             bias = band(stop - start, stop, self.place.window, queries.dtype, keys.device)
-            if tilt is not None:
-                bias = bias + tilt[..., :stop]
+            if self.place.alibi is not None:
+                bias = bias + self.place.alibi.bias(steps[..., :stop], kv_heads, 0, stop - 1)
             block, k, v = queries[:, :, :, start:stop], keys[:, :, :stop], values[:, :, :stop]
             if mass is not None:
                 real = torch.where(piece.real[:, None, None, start:stop, None], 0.0, -torch.inf)

@@ -6,25 +6,31 @@ embeddings are half-split. Anything else is refused in one sentence.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_alibi
 
 from weir.errors import WeirError
-from weir.positions import Rotary
+from weir.positions import Alibi, Rotary
 
 INTERFACE_FAMILIES = frozenset(
-    """llama mistral qwen2 qwen3 gemma gemma2 gemma3 gemma3_text phi3 olmo2 smollm3 gpt_neox
-    gpt_oss""".split()
+    """llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 olmo2 smollm3 gpt_neox gpt_oss
+    apertus arcee exaone4 granite granitemoe ministral mixtral nemotron olmo olmo3 olmoe persimmon
+    phi qwen2_moe qwen3_moe seed_oss stablelm starcoder2""".split()
 )
 """Model types whose attention goes through transformers' attention interface."""
 
 OWN_FAMILIES = frozenset({"falcon", "mpt", "bloom"})
-"""Model types with attention of their own, replaced on the model object while weir is attached."""
+"""Model types with attention of their own; `families` has what it takes to serve them."""
+
+MULTIMODAL = frozenset({"gemma3"})
+"""Model types around a decoder of another type; weir streams their text."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +39,12 @@ class LayerFacts:
 
     Attributes:
         rotary: its rotary embedding; None for none.
-        slopes: ALiBi's slopes by query head [heads], float32; None for none.
+        alibi: its linear biases; None for none.
         window: it only sees this many newest tokens; None for all.
     """
 
     rotary: Rotary | None
-    slopes: Tensor | None
+    alibi: Alibi | None
     window: int | None
 
 
@@ -50,6 +56,7 @@ class ModelFacts:
         kind: the model type of its configuration.
         decoder: the module that takes token ids and a cache; hooks go there.
         layers: each layer's facts.
+        attentions: each layer's attention module.
         rotaries: modules that make cosines and sines.
         config: the configuration that says which attention is used.
         vocabulary: token ids run from 0 to this, exclusive.
@@ -58,6 +65,7 @@ class ModelFacts:
     kind: str
     decoder: nn.Module
     layers: tuple[LayerFacts, ...]
+    attentions: tuple[nn.Module, ...]
     rotaries: tuple[nn.Module, ...]
     config: Any
     vocabulary: int
@@ -86,6 +94,7 @@ def describe(model: PreTrainedModel, reach: int | None = None) -> ModelFacts:
     _refuse(model, config)
     decoder = model.get_decoder()
     modules = attention_modules(decoder)
+    alibi = read_alibi(config, decoder) if _has_alibi(config) else None
     rotary_module = getattr(decoder, "rotary_emb", None)
     layers = []
     for index, module in enumerate(modules):
@@ -93,12 +102,13 @@ def describe(model: PreTrainedModel, reach: int | None = None) -> ModelFacts:
         rotary = None
         if rotary_module is not None and _rotates(config, module):
             rotary = read_rotary(rotary_module, kind, reach)
-        slopes = alibi_slopes(config, decoder) if _has_alibi(config) else None
-        layers.append(LayerFacts(rotary, slopes, _window(config, kind)))
+        layers.append(LayerFacts(rotary, alibi, _window(config, kind)))
     return ModelFacts(
         kind=config.model_type,
-        decoder=decoder,
+        # Around a multimodal model's decoder there is another module, which makes the masks.
+        decoder=model.base_model,
         layers=tuple(layers),
+        attentions=tuple(modules),
         rotaries=() if rotary_module is None else (rotary_module,),
         config=config,
         vocabulary=config.vocab_size,
@@ -127,9 +137,12 @@ def _refuse(model: PreTrainedModel, config: Any) -> None:
             f"{kind} is a state-space or linear-attention model: its memory is of fixed size "
             "already and holds no tokens that a pool could choose from"
         )
-    if kind not in INTERFACE_FAMILIES | OWN_FAMILIES:
-        known = ", ".join(sorted(INTERFACE_FAMILIES | OWN_FAMILIES))
-        raise WeirError(f"weir does not know how {kind} attends; it serves {known}")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise WeirError(f"this {kind} attends both ways; weir streams causal decoders only")
+    outer = model.config.model_type
+    if kind not in INTERFACE_FAMILIES | OWN_FAMILIES or outer not in MULTIMODAL | {kind}:
+        known = ", ".join(sorted(INTERFACE_FAMILIES | OWN_FAMILIES | MULTIMODAL))
+        raise WeirError(f"weir does not know how {outer} attends; it serves {known}")
     if not hasattr(model, "get_decoder"):
         raise WeirError(f"{type(model).__name__} has no decoder that takes token ids")
 
@@ -146,32 +159,69 @@ def _window(config: Any, kind: str | None) -> int | None:
     return None if window is None else int(window)
 
 
-def _rotates(config: Any, module: nn.Module) -> bool:
-    if config.model_type == "falcon" and config.alibi:
-        return False
+def _rotates(config: Any, module: Any) -> bool:
+    """Whether an attention module rotates its queries and keys."""
+    if config.model_type == "falcon":
+        return not config.alibi
+    if config.model_type == "exaone4":
+        # Where some layers slide, those that see everything do without positions.
+        return module.sliding_window is None or bool(module.is_sliding)
     return bool(getattr(module, "use_rope", True))
 
 
 def _has_alibi(config: Any) -> bool:
-    if config.model_type == "mpt":
-        return bool(config.attn_config.alibi)
-    return config.model_type == "bloom" or bool(getattr(config, "alibi", False))
+    # transformers' MPT adds its biases whatever `attn_config.alibi` says.
+    return config.model_type in ("bloom", "mpt") or bool(getattr(config, "alibi", False))
 
 
 def read_rotary(module: nn.Module, kind: str | None, reach: int | None) -> Rotary:
-    """The rotary embedding of layers of type `kind` (None where a model has but one)."""
-    prefix = f"{kind}_" if kind and hasattr(module, f"{kind}_inv_freq") else ""
+    """The rotary embedding of layers of one type.
+
+    Args:
+        module: a model's `rotary_emb`.
+        kind: the layers' type; it matters where a model rotates its types of layers differently.
+        reach: as in `describe`.
+    """
+    several = kind is not None and hasattr(module, f"{kind}_inv_freq")
+    prefix = f"{kind}_" if several else ""
     frequencies = getattr(module, f"{prefix}inv_freq")
     scaling = getattr(module, f"{prefix}attention_scaling")
-    rope_type = getattr(module, "rope_type", "default")
+    rope_type: Any = getattr(module, "rope_type", "default")
+    rope_type = rope_type[kind] if several else rope_type
     if rope_type in ("longrope", "dynamic"):
         # These change their frequencies with the length of the call; the reach of a cache is fixed.
         frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](
-            module.config, frequencies.device, seq_len=reach or 1
+            module.config,
+            frequencies.device,
+            seq_len=reach or 1,
+            **({"layer_type": kind} if several else {}),
         )
     return Rotary(frequencies.detach().to(torch.float64), float(scaling))
 
 
-def alibi_slopes(config: Any, decoder: nn.Module) -> Tensor:
-    """ALiBi's slopes by query head [heads], float32, as the model computes them."""
-    raise WeirError(f"{config.model_type} has no ALiBi slopes")
+def read_alibi(config: Any, decoder: Any) -> Alibi:
+    """ALiBi as a model computes it (Press, Smith and Lewis 2022).
+
+    The slopes are read off the bias that the model's own function gives to the place next to a
+    place without any, so they are what the model uses to the last bit.
+
+    Args:
+        config: of a Bloom, Falcon or MPT model.
+        decoder: its decoder.
+    """
+    device = next(decoder.parameters()).device
+    if config.model_type == "mpt":
+        # Places count up to 0, the newest.
+        bias = decoder.build_mpt_alibi_tensor(config.n_heads, 2, device=device)
+        return Alibi(-bias[:, 0, 0].float())
+    two = torch.ones(1, 2, dtype=torch.int64, device=device)
+    heads = config.num_attention_heads
+    if config.model_type == "bloom":
+        bias = decoder.build_alibi_tensor(two, heads, torch.float32)
+        return Alibi(bias[:, 0, 1])
+    bias = falcon_alibi(two, heads, torch.float32)
+    # The bias is made before the logits are scaled, and scaled with them; transformers' eager
+    # attention adds it twice, once more within the mask.
+    times = 2 if config._attn_implementation == "eager" else 1
+    scale = times / math.sqrt(config.head_dim)
+    return Alibi(bias[:, 0, 1], rounding=torch.bfloat16, factor=scale)

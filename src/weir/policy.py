@@ -31,7 +31,8 @@ class PolicyError(WeirError):
     """
 
     def __init__(self, problem: str, text: str, at: int) -> None:
-        super().__init__(f"{problem} (character {at + 1}: {text[:at]}»{text[at:]})")
+        line = "".join(c if c.isprintable() else " " for c in text)
+        super().__init__(f"{problem} (character {at + 1}: {line[:at]}»{line[at:]})")
         self.text = text
         self.at = at
 
@@ -134,7 +135,11 @@ class Recompute(Policy):
     """
 
     budget: int
-    text: str = ""
+    text: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.text:
+            object.__setattr__(self, "text", f"recompute({self.budget})")
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
         """Refused: nothing is cached.
@@ -210,14 +215,22 @@ def policy(text: str | Policy) -> Policy:
 
     Raises:
         PolicyError: it cannot be read or makes no sense; the message points at the character.
+        WeirError: it is neither text nor a policy.
     """
     if isinstance(text, Policy):
         return text
+    if not isinstance(text, str):
+        raise WeirError(
+            f"a policy is text like 'sink(4) | recent(252)', not a {type(text).__name__}"
+        )
     return _Reader(text).policy()
 
 
+policy_of = policy
+"""`policy`, where a parameter of that name hides it."""
+
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*([eE][-+]?\d+)?|\.\d+)")
+_NUMBER = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _SPACE = re.compile(r"\s*")
 _VALUES = {"true": True, "false": False, "none": None}
 
@@ -325,9 +338,11 @@ class _Reader:
             return _VALUES.get(word.group().lower(), word.group())
         if (number := _NUMBER.match(self.text, self.at)) is None:
             raise self._wrong("expected a value")
+        value = float(number.group())
+        if abs(value) > 2**53:
+            raise self._wrong("no number here can be this large")
         self.at = number.end()
-        digits = number.group()
-        return float(digits) if re.search(r"[.eE]", digits) else int(digits)
+        return value if re.search(r"[.eE]", number.group()) else int(value)
 
     def _word(self, what: str) -> tuple[str, int]:
         self._skip()

@@ -63,6 +63,47 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turned, x[..., 2 * half :]], dim=-1)
 
 
+@dataclass(frozen=True)
+class Alibi:
+    """Attention with linear biases (Press, Smith and Lewis 2022): logits fall with distance.
+
+    Attributes:
+        slopes: how much, by query head [heads], float32.
+        rounding: the model computes slope times place in this dtype, counting from its cache's
+            first token; None where nothing is rounded, so that only distances matter.
+        factor: of that product.
+    """
+
+    slopes: Tensor
+    rounding: torch.dtype | None = None
+    factor: float = 1.0
+
+    def bias(
+        self, places: Tensor, kv_heads: int, first: Tensor | int, newest: Tensor | int
+    ) -> Tensor:
+        """What is added to the logits of slots at `places`.
+
+        Args:
+            places: [batch or 1, kv_heads or 1, slots], int64.
+            kv_heads: as many as the query heads are grouped by.
+            first: the place of the cache's first token, broadcasts with `places`; it matters only
+                where the model rounds.
+            newest: a place near the queries', broadcasts with `places`.
+
+        Returns:
+            [batch or 1, kv_heads, group, 1, slots], float32.
+        """
+        slopes = self.slopes.to(places.device).view(kv_heads, -1)[None, :, :, None, None]
+        if self.rounding is None:
+            # The softmax ignores what is added to all slots alike; counted from nearby, the
+            # newest slots' bias is exact however long the stream.
+            near = (places - newest)[:, :, None, None]
+            return slopes * near.to(torch.float32) * self.factor
+        index = (places - first)[:, :, None, None]
+        product = slopes.to(self.rounding) * index.to(self.rounding)
+        return product.to(torch.float32) * self.factor
+
+
 def rolled(positions: Tensor, first_of_run: Tensor) -> Tensor:
     """The rolling frame of front tokens.
 

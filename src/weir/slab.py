@@ -14,7 +14,7 @@ adds up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -38,7 +38,8 @@ class Slots:
         mass: attention received so far [batch, kv_heads, slots], float32; None unless a pool of the
             pipe asks for it.
         slab: the slab this is a view of, and
-        place: the first slot of that view; both None for slots that lie elsewhere.
+        place: the first slot of that view; both None for slots that lie elsewhere, or whose tensors
+            were replaced (`dataclasses.replace`, which is how a pool sets weights).
     """
 
     keys: Tensor
@@ -47,8 +48,8 @@ class Slots:
     b: Tensor
     position: Tensor
     mass: Tensor | None = None
-    slab: Slab | None = None
-    place: int | None = None
+    slab: Slab | None = field(default=None, init=False)
+    place: int | None = field(default=None, init=False)
 
     def __len__(self) -> int:
         return self.position.shape[2]
@@ -88,6 +89,8 @@ class Slots:
         taken.a = taken.a.masked_fill(nowhere, -torch.inf)
         taken.b = taken.b.masked_fill(nowhere, -torch.inf)
         taken.position = taken.position.masked_fill(nowhere, EMPTY)
+        if taken.mass is not None:
+            taken.mass = taken.mass.masked_fill(nowhere, 0.0)
         return taken
 
     def join(self, other: Slots) -> Slots:
@@ -114,6 +117,11 @@ class Slots:
         return self.take(torch.where(self.position.gather(2, order) < 0, EMPTY, order))
 
 
+_BUFFERS = (
+    "keys", "values", "a", "b", "position", "mass", "masters", "weighted", "mask", "frame"
+)
+
+
 class Slab:
     """The buffers of one layer, made once.
 
@@ -137,7 +145,7 @@ class Slab:
         *,
         masters: int = 0,
         mass: bool = False,
-        two_weights: bool = False,
+        folded_weights: bool = False,
         frames: bool = False,
     ) -> None:
         """Buffers for `slots` slots of the batch, heads, sizes, dtype and device of the tensors."""
@@ -154,9 +162,17 @@ class Slab:
             self.masters = (
                 like_keys.new_zeros((*shape[:2], masters, like_keys.shape[3])) if masters else None
             )
-            self.weighted = torch.zeros_like(self.values) if two_weights else None
-            self.mask = torch.full_like(self.b, -torch.inf) if two_weights else None
+            self.weighted = torch.zeros_like(self.values) if folded_weights else None
+            self.mask = torch.full_like(self.b, -torch.inf) if folded_weights else None
             self.frame = torch.zeros_like(self.position) if frames else None
+
+    @classmethod
+    def of(cls, buffers: dict[str, Tensor]) -> Slab:
+        """A slab made of buffers that `tensors` named."""
+        slab = object.__new__(cls)
+        for name in _BUFFERS:
+            setattr(slab, name, buffers.get(name))
+        return slab
 
     def __len__(self) -> int:
         return self.position.shape[2]
@@ -172,16 +188,16 @@ class Slab:
 
     def run(self, start: int, stop: int) -> Slots:
         """Slots of the run or of the tail, as a view."""
-        return Slots(
+        view = Slots(
             keys=self.keys[:, :, start:stop],
             values=self.values[:, :, start:stop],
             a=self.a[:, :, start:stop],
             b=self.b[:, :, start:stop],
             position=self.position[:, :, start:stop],
             mass=None if self.mass is None else self.mass[:, :, start:stop],
-            slab=self,
-            place=start,
         )
+        view.slab, view.place = self, start
+        return view
 
     def front(self, start: int, stop: int) -> Slots:
         """Slots of the front, with their master keys, as a view."""
@@ -242,11 +258,8 @@ class Slab:
 
     def rows(self, index: Tensor) -> Slab:
         """A slab that holds copies of the rows `index` [n]."""
-        other = object.__new__(Slab)
-        for name in vars(self):
-            t = getattr(self, name)
-            setattr(other, name, t.index_select(0, index) if isinstance(t, Tensor) else t)
-        return other
+        with torch.inference_mode(False):
+            return Slab.of({name: t.index_select(0, index) for name, t in self.tensors().items()})
 
     def put_rows(self, index: Tensor, other: Slab) -> None:
         """Write the rows of `other` back to the rows `index` [n]."""

@@ -11,6 +11,7 @@ longer or shorter while it is under way.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -19,9 +20,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+)
 
-from weir.train import exercises
+from weir.text import read_books
+from weir.train import corpus, exercises
 from weir.train.exercises import Words
 
 
@@ -39,6 +46,10 @@ class Recipe:
         exercise_rows: samples of a step that are exercises.
         exercise_weight: weight of their loss beside the books' loss.
         only_segments: the share of the run in which all exercises are segments.
+        sinks_after: the share of the run after which the model is taught to rest its attention on
+            the start token.
+        sink_weight: weight of that loss; 0 leaves it out.
+        sink_share: the share of attention it asks for.
         seed: of the weights and of every draw.
     """
 
@@ -55,6 +66,9 @@ class Recipe:
     exercise_rows: int = 5
     exercise_weight: float = 0.5
     only_segments: float = 0.25
+    sinks_after: float = 0.44
+    sink_weight: float = 0.03
+    sink_share: float = 0.5
     seed: int = 0
 
     @property
@@ -140,6 +154,24 @@ def weighted_loss(model: LlamaForCausalLM, ids: torch.Tensor, weight: torch.Tens
     return (nll * weight[:, 1:]).sum()
 
 
+def sink_loss(model: LlamaForCausalLM, ids: torch.Tensor, share: float) -> torch.Tensor:
+    """How far attention stays below `share` on the start token: mean of the missing log, nats.
+
+    Large models park attention they have no use for on their first tokens by themselves; one of
+    four million parameters does so only when asked. The mean runs over layers, heads and queries
+    from position 64 on, so a head that has something to look at loses little by looking.
+    """
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")  # the one that returns attention
+    try:
+        with torch.autocast(ids.device.type, torch.bfloat16):
+            attention = model(input_ids=ids, use_cache=False, output_attentions=True).attentions
+    finally:
+        model.set_attn_implementation(before)
+    rested = torch.stack([layer[:, :, 64:, 0].float() for layer in attention])
+    return (math.log(share) - (rested + 1e-6).log()).relu().mean()
+
+
 @torch.no_grad()
 def book_loss(model: LlamaForCausalLM, words: Words, book: np.ndarray, rows: int = 32) -> float:
     """Mean negative log-likelihood of held-out text inside the window; nats a token."""
@@ -169,6 +201,65 @@ def recall_accuracy(
     return float((guessed.cpu().numpy() == np.stack(answers)).all(axis=1).mean())
 
 
+OnStep = Callable[[int, int, dict[str, Any]], None]
+"""Told after every step: its number, how many there are, and what is known."""
+
+
+def split(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(what is trained on, what is held out): the last 1 % of the text is held out."""
+    edge = int(len(tokens) * 0.99)
+    return tokens[:edge], tokens[edge:]
+
+
+def run(
+    recipe: Recipe,
+    text: Path,
+    out: Path,
+    *,
+    vocabulary: int = 4096,
+    compiled: bool = True,
+    on_step: OnStep = lambda step, steps, facts: None,
+) -> dict[str, Any]:
+    """From books to a model folder: tokenizer, corpus, training, weights in bfloat16.
+
+    What `out` already holds of an earlier run with the same text is taken up again.
+
+    Returns:
+        The figures of the weights as they were saved: parameters, perplexity of held-out text
+        inside the window, and recall by distance.
+
+    Raises:
+        WeirError: the text cannot be read.
+    """
+    books = read_books(text)
+    out.mkdir(parents=True, exist_ok=True)
+    if not (out / "tokenizer.json").exists():
+        corpus.train_tokenizer(books, vocabulary).save_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    tokens = corpus.load_or_encode(out / "tokens.npy", books, tokenizer)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = train(
+        recipe, tokenizer, tokens, out, device=device, compiled=compiled, on_step=on_step
+    )
+    model.to(torch.bfloat16).save_pretrained(out)
+    return figures(model.float(), tokenizer, split(tokens)[1])
+
+
+def figures(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: np.ndarray,
+    questions: int = 512,
+) -> dict[str, Any]:
+    """What a model card says: size, held-out perplexity in the window, recall by distance."""
+    words = Words.of(tokenizer)
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "book_ppl": float(np.exp(book_loss(model, words, held_out, rows=64))),
+        "recall": recall_accuracy(model, words, held_out, questions),
+    }
+
+
 def train(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
@@ -177,33 +268,35 @@ def train(
     *,
     device: str = "cpu",
     look_every: int = 200,
-    compile_model: bool = True,
-    on_step: Callable[[int, int, dict[str, Any]], None] = lambda step, steps, facts: None,
+    compiled: bool = True,
+    on_step: OnStep = lambda step, steps, facts: None,
 ) -> LlamaForCausalLM:
     """Train, or take up again what `out` holds; the last 1 % of `tokens` is held out.
 
     Writes `out/log.jsonl`, a line every `look_every` steps, and `out/checkpoint.pt` with it.
     """
     words = Words.of(tokenizer)
-    edge = int(len(tokens) * 0.99)
-    book, held_out = tokens[:edge], tokens[edge:]
+    book, held_out = split(tokens)
     model = new_model(recipe, tokenizer).to(device)
     steppers = optimizers(model)
     saved = out / "checkpoint.pt"
     first = _restore(saved, model, steppers) if saved.exists() else 0
-    loss_of = torch.compile(weighted_loss) if compile_model else weighted_loss
+    loss_of = torch.compile(weighted_loss) if compiled else weighted_loss
     began = time.monotonic()
     for step in range(first, recipe.steps):
         ids, weight = (t.to(device) for t in batch(recipe, words, book, step))
-        loss = loss_of(model, ids, weight)
+        loss, pull = loss_of(model, ids, weight), torch.zeros(())
         loss.backward()
+        if recipe.sink_weight and step >= recipe.sinks_after * recipe.steps:
+            pull = sink_loss(model, ids[-2:], recipe.sink_share)
+            (recipe.sink_weight * pull).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for stepper in steppers:
             for group in stepper.param_groups:
                 group["lr"] = rate_at(recipe, step)
             stepper.step()
             stepper.zero_grad(set_to_none=True)
-        facts: dict[str, Any] = {"loss": float(loss.detach())}
+        facts: dict[str, Any] = {"loss": float(loss.detach()), "sink_loss": float(pull.detach())}
         if (step + 1) % look_every == 0 or step + 1 == recipe.steps:
             facts |= {
                 "step": step + 1,

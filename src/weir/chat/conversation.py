@@ -1,0 +1,119 @@
+"""A conversation over one `Stream`: only what is new is ever fed.
+
+The history lives in the cache, not here, so a conversation of any length takes no more memory than
+a short one. Knows nothing about terminals.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from weir.errors import WeirError
+from weir.stream import Stream
+
+
+class Conversation:
+    """Turns of a user and a model.
+
+    With a chat template, each turn is the text the template adds for it. A model without one simply
+    continues what was said, up to the end of a paragraph.
+
+    Args:
+        stream: where it takes place; a restored one goes on.
+        tokenizer: of the stream's model.
+
+    Attributes:
+        rate: tokens per second of the last answer.
+    """
+
+    def __init__(self, stream: Stream, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.stream = stream
+        self.tokenizer = tokenizer
+        self.rate = 0.0
+        self._open = False
+
+    def say(self, text: str, *, most: int = 256, **sampling: Any) -> Iterator[str]:
+        """Feed the user's words and yield the answer piece by piece.
+
+        Closing the iterator at any point leaves the stream whole.
+
+        Args:
+            text: what the user says.
+            most: tokens of the answer.
+            sampling: temperature, top_k, top_p, as for `Stream.generate`.
+
+        Raises:
+            WeirError: the text makes no tokens.
+        """
+        ids = self.turn(text)
+        if not ids:
+            raise WeirError("that makes no tokens; say something")
+        self.stream.feed(ids)
+        began, count, shown = time.perf_counter(), 0, ""
+        answer: list[int] = []
+        self._open = True
+        for token in self.stream.generate(most, **sampling):
+            answer.append(token)
+            count += 1
+            self.rate = count / (time.perf_counter() - began)
+            if token in self._ends():
+                self._open = False
+                return
+            whole = self.tokenizer.decode(answer, skip_special_tokens=True)
+            if whole.endswith("\ufffd"):
+                continue  # half of a character; the next token has the rest
+            new, shown = whole[len(shown) :], whole
+            if self.tokenizer.chat_template is None and "\n" in new:
+                yield new[: new.index("\n")]
+                return
+            yield new
+
+    def turn(self, text: str) -> list[int]:
+        """The ids of one turn of the user, and of what makes the model answer."""
+        first = self.stream.seen == 0
+        if self.tokenizer.chat_template is None:
+            ids = self.tokenizer(text if first else f"\n{text}", add_special_tokens=first)
+            return list(ids["input_ids"])
+        user = {"role": "user", "content": text}
+        if first:
+            return self._encode(self._render([user], True))
+        # What the template adds for a turn does not depend on the turns before: a short pretended
+        # history stands for the real one, however long that is.
+        history = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+        before, after = self._render(history, False), self._render([*history, user], True)
+        if not after.startswith(before):
+            before, after = "", self._render([user], True)
+        closing = self._close() if self._open else []
+        return closing + self._encode(after[len(before) :])
+
+    def _render(self, turns: list[dict[str, str]], answer: bool) -> str:
+        rendered: str = self.tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=answer
+        )
+        return rendered
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _close(self) -> list[int]:
+        """The end token that an answer cut short still lacks."""
+        self._open = False
+        return sorted(self._ends())[:1]
+
+    def _ends(self) -> set[int]:
+        ends = self.stream.model.generation_config.eos_token_id
+        return {ends} if isinstance(ends, int) else set(ends or ())
+
+    def load(self, path: str | Path) -> None:
+        """Go on with a saved stream.
+
+        Raises:
+            WeirError: the file is missing, damaged or of another model.
+        """
+        self.stream = Stream.restore(self.stream.model, path)
+        self._open = False

@@ -1,0 +1,99 @@
+"""What several commands share: options, progress on standard error, Ctrl-C as a question."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+Model = Annotated[str, typer.Option(help="nano, a folder, or a Hugging Face Hub id.")]
+PolicyText = Annotated[str, typer.Option(help="A pipe or a named policy; see `weir policies`.")]
+Chunk = Annotated[int, typer.Option(min=1, help="Tokens taken in between two folds.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of all random draws.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+messages = Console(stderr=True)
+output = Console()
+
+
+def print_json(facts: Any) -> None:
+    """One JSON object on standard output; numbers that JSON does not have become null."""
+    sys.stdout.write(json.dumps(plain(facts), ensure_ascii=False) + "\n")
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it: numbers that JSON does not have become null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def progress() -> Progress:
+    """A progress bar on standard error."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeRemainingColumn(),
+        console=messages,
+        transient=True,
+    )
+
+
+class Interrupt:
+    """Whether Ctrl-C was pressed."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __bool__(self) -> bool:
+        return self.asked
+
+
+@contextmanager
+def interruptible() -> Iterator[Interrupt]:
+    """Ctrl-C sets a flag instead of breaking off, so that no forward is left half way.
+
+    A second Ctrl-C breaks off after all.
+    """
+    interrupt = Interrupt()
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if interrupt.asked:
+            raise KeyboardInterrupt
+        interrupt.asked = True
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people: 1.2 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(nbytes) < 1000 or unit == "GB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    raise AssertionError("unreachable")

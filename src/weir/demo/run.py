@@ -1,0 +1,55 @@
+"""Reads the packaged book under several policies at once, a step of each in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from weir.evals.reading import STEP, Reader, encode
+from weir.load import ASSETS
+from weir.stream import Stream
+from weir.text import read_text
+
+BOOK = ASSETS / "war-and-peace.txt.xz"
+POLICIES = (
+    "dense",
+    "window(budget=256)",
+    "streaming_llm(budget=256)",
+    "streaming_llm(budget=448)",
+)
+"""What everyone does, what fails, what the paper does, and the same with all the window allows."""
+
+
+def run(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tokens: int,
+    policies: tuple[str, ...] = POLICIES,
+    block: int = 500,
+    on_step: Callable[[list[Reader]], bool | None] = lambda readers: None,
+) -> dict[str, Any]:
+    """Read `tokens` tokens of the book under every policy.
+
+    Returns:
+        {"model_window", "book", "tokens", "block", "policies": [figures of each]}; the figures are
+        those of `weir stream`.
+    """
+    ids = encode(tokenizer, read_text(BOOK), tokens)
+    readers = [Reader(Stream(model, policy), block) for policy in policies]
+    for piece in ids.split(STEP):
+        for reader in readers:
+            reader.take(piece)
+        if on_step(readers):
+            break
+    for reader in readers:
+        reader.close()
+    return {
+        "model_window": model.config.max_position_embeddings,
+        "book": "Leo Tolstoy, War and Peace",
+        "tokens": readers[0].reading.tokens,
+        "block": block,
+        "policies": [reader.reading.as_json() for reader in readers],
+    }

@@ -1,0 +1,1 @@
+"""Measurements: what policies do to what a model knows."""

@@ -1,0 +1,195 @@
+"""Streaming perplexity: a model reads a text once, from its first token to its last.
+
+The test of StreamingLLM (Xiao et al. 2024, section 4.1). Every token is predicted from whatever the
+policy still holds, so nothing is truncated and nothing is read twice.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from weir.errors import WeirError
+from weir.stream import Stream
+
+STEP = 200
+"""Tokens fed and timed at once."""
+
+
+@dataclass
+class Reading:
+    """What reading a text has shown.
+
+    Attributes:
+        policy: the policy as it was written.
+        tokens: tokens read.
+        block: tokens in a block.
+        nll: sum of negative log-likelihoods, in nats.
+        scored: tokens that had something before them.
+        ppl_by_block: perplexity of each block of the text; the last one may be short.
+        kv_bytes: bytes of the cache at the end.
+        bytes_by_block: bytes of the cache after each block.
+        memory_growth: growth of the process's peak memory since token 5,000, in bytes; None before.
+        pace: seconds per token, for each `STEP` tokens.
+    """
+
+    policy: str
+    block: int
+    tokens: int = 0
+    nll: float = 0.0
+    scored: int = 0
+    ppl_by_block: list[float] = field(default_factory=list)
+    kv_bytes: int = 0
+    bytes_by_block: list[int] = field(default_factory=list)
+    memory_growth: int | None = None
+    pace: list[float] = field(default_factory=list)
+
+    @property
+    def ppl(self) -> float:
+        """Perplexity of all blocks that have ended; NaN before the first."""
+        return _exp(self.nll / self.scored) if self.scored else math.nan
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second, all in all."""
+        seconds = sum(self.pace) * STEP
+        return self.tokens / seconds if seconds else 0.0
+
+    @property
+    def slowdown(self) -> float | None:
+        """Time per token in the last thousand tokens over the second thousand (medians).
+
+        None for fewer than 3,000 tokens.
+        """
+        span = 1000 // STEP
+        if len(self.pace) < 3 * span:
+            return None
+        return median(self.pace[-span:]) / median(self.pace[span : 2 * span])
+
+    def as_json(self) -> dict[str, Any]:
+        """Every figure, by name."""
+        facts = asdict(self)
+        del facts["pace"], facts["nll"], facts["scored"]
+        return {
+            **facts,
+            "ppl": self.ppl,
+            "tokens_per_s": round(self.tokens_per_s, 1),
+            "last_over_second_thousand": self.slowdown,
+        }
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, most: int | None = None) -> Tensor:
+    """The ids of a text [tokens], with the start token the tokenizer puts in front.
+
+    Raises:
+        WeirError: the text makes no tokens to predict.
+    """
+    if most is not None:
+        # No tokenizer makes fewer than one token of sixteen characters of prose; none needs more.
+        text = text[: 16 * most]
+    ids = tokenizer(text, verbose=False, return_attention_mask=False)["input_ids"][:most]
+    if len(ids) < 2:
+        raise WeirError(f"the text makes {len(ids)} tokens; at least 2 are needed")
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+class Reader:
+    """Reads a text piece by piece and keeps the figures.
+
+    Args:
+        stream: a new stream.
+        block: tokens in a block of `ppl_by_block`.
+
+    Attributes:
+        reading: what was found so far.
+    """
+
+    def __init__(self, stream: Stream, block: int = 1000) -> None:
+        self.stream = stream
+        self.reading = Reading(str(stream.policy), block)
+        self._block_nll = 0.0
+        self._block_scored = 0
+        self._first_peak = 0
+
+    def take(self, piece: Tensor) -> None:
+        """Read the next tokens [n]; `STEP` of them, but for the last piece of a text."""
+        reading = self.reading
+        began = time.perf_counter()
+        nll = self.stream.score(piece[None])[0]
+        reading.pace.append((time.perf_counter() - began) / len(piece))
+        for part in nll.split(_cuts(len(nll), reading.tokens % reading.block, reading.block)):
+            known = part[~part.isnan()]
+            self._block_nll += float(known.double().sum())
+            self._block_scored += len(known)
+            reading.tokens += len(part)
+            if reading.tokens % reading.block == 0:
+                self.close()
+        reading.kv_bytes = self.stream.nbytes
+        if reading.tokens >= 5000:
+            self._first_peak = self._first_peak or _peak_memory()
+            reading.memory_growth = _peak_memory() - self._first_peak
+
+    def close(self) -> None:
+        """End the block that is open, if there is one; the last of a text may be short."""
+        if not self._block_scored:
+            return
+        reading = self.reading
+        reading.nll += self._block_nll
+        reading.scored += self._block_scored
+        reading.ppl_by_block.append(_exp(self._block_nll / self._block_scored))
+        reading.bytes_by_block.append(self.stream.nbytes)
+        self._block_nll, self._block_scored = 0.0, 0
+
+
+def read(
+    stream: Stream,
+    ids: Tensor,
+    *,
+    block: int = 1000,
+    on_step: Callable[[Reading], bool | None] = lambda reading: None,
+) -> Reading:
+    """Read `ids` [tokens] and measure.
+
+    Args:
+        stream: a new stream.
+        ids: the text.
+        block: tokens in a block of `ppl_by_block`.
+        on_step: called after every `STEP` tokens; reading ends early when it returns True.
+    """
+    reader = Reader(stream, block)
+    for piece in ids.split(STEP):
+        reader.take(piece)
+        if on_step(reader.reading):
+            break
+    reader.close()
+    return reader.reading
+
+
+def _cuts(length: int, in_block: int, block: int) -> list[int]:
+    """Lengths of the parts of `length` tokens that fall into different blocks."""
+    cuts = []
+    while length:
+        part = min(length, block - in_block)
+        cuts.append(part)
+        length, in_block = length - part, 0
+    return cuts
+
+
+def _exp(nats: float) -> float:
+    return math.exp(min(nats, 700.0))
+
+
+def _peak_memory() -> int:
+    """The most memory the process has held, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

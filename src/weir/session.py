@@ -1,0 +1,105 @@
+"""Sessions on disk: a stream's tensors and facts in one safetensors file.
+
+A file is written beside its target and then takes its place, so an interrupted save leaves the old
+file whole. Knows the form of the file; `stream` knows what goes in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from weir.errors import WeirError
+
+FORMAT = 1
+KEY = "weir_session"
+
+
+def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
+    """What tells one model from another: its shape and a checksum over a sample of its weights."""
+    config = model.config.get_text_config(decoder=True)
+    digest = hashlib.sha256()
+    parameters = sorted(model.named_parameters())
+    for name, parameter in parameters[:: max(1, len(parameters) // 16)]:
+        some = parameter.detach().flatten()[:64].to("cpu", torch.float32)
+        digest.update(name.encode() + some.numpy().tobytes())
+    return {
+        "kind": config.model_type,
+        "layers": config.num_hidden_layers,
+        "width": config.hidden_size,
+        "vocabulary": config.vocab_size,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "weights": digest.hexdigest()[:16],
+    }
+
+
+def write(path: str | Path, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write a session, whole or not at all.
+
+    Raises:
+        WeirError: the file cannot be written.
+    """
+    path = Path(path)
+    facts = {"format": FORMAT, **facts}
+    kept = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    temporary = None
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=path.name, suffix=".part", dir=path.parent)
+        os.close(handle)
+        save_file(kept, temporary, metadata={KEY: json.dumps(facts)})
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise WeirError(f"cannot write the session {path}: {reason}") from None
+    finally:
+        if temporary is not None and os.path.exists(temporary):
+            os.unlink(temporary)
+
+
+def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The facts and tensors of a session file.
+
+    Raises:
+        WeirError: it is missing, cut short, not a session of weir, or of a newer weir.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise WeirError(f"there is no session file {path}")
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            if KEY not in metadata:
+                raise WeirError(f"{path} is a safetensors file, but not a session of weir")
+            facts = json.loads(metadata[KEY])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise WeirError(f"{path} is cut short or not a session of weir ({error})") from None
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        found = facts.get("format") if isinstance(facts, dict) else facts
+        raise WeirError(f"{path} has session format {found}; this weir reads format {FORMAT}")
+    return facts, tensors
+
+
+def check_model(path: str | Path, facts: dict[str, Any], model: PreTrainedModel) -> None:
+    """Refuse a session of another model.
+
+    Raises:
+        WeirError: naming what differs.
+    """
+    mine, theirs = fingerprint(model), facts["model"]
+    differ = [name for name, value in mine.items() if theirs.get(name) != value]
+    if differ:
+        what = ", ".join(f"{name} {theirs.get(name)}, here {mine[name]}" for name in differ)
+        raise WeirError(f"{path} is a session of another model ({what})")

@@ -1,0 +1,354 @@
+"""`Stream`: an endless stream of tokens through one model in constant memory.
+
+Tokens in, logits out; what happens between is the cache's business. Knows nothing about text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from weir import session
+from weir.cache import Held, Positions, Prefill, StreamingCache
+from weir.errors import WeirError
+from weir.policy import Policy, Recompute, policy_of
+from weir.recompute import Recomputation
+from weir.slab import Slab
+
+PIECE = 512
+"""Tokens of a forward; more would not be faster and would hold more activations."""
+MOST_LOGITS = 1 << 25
+"""Logits written out at once, 128 MB in float32."""
+
+Tokens = Tensor | Sequence[int] | Sequence[Sequence[int]]
+
+
+class Stream:
+    """A stream of tokens through a model, or a batch of them in step.
+
+    Args:
+        model: a causal language model.
+        policy: a pipe or a named policy; `recompute(budget=...)` works here too.
+        chunk, seed, positions, prefill, origin: as for `StreamingCache`.
+
+    Attributes:
+        policy: the policy.
+        cache: the `StreamingCache`; None under `recompute`.
+
+    Raises:
+        WeirError: the model cannot be served, or an argument makes no sense.
+        PolicyError: the policy cannot be read.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        policy: str | Policy = "streaming_llm(budget=256)",
+        *,
+        chunk: int = 64,
+        seed: int = 0,
+        positions: Positions = "rolling",
+        prefill: Prefill = "chunked",
+        origin: int = 0,
+    ) -> None:
+        self.model = model
+        self.policy = policy_of(policy)
+        self.seed = seed
+        self.cache: StreamingCache | None = None
+        self._recomputation: Recomputation | None = None
+        if isinstance(self.policy, Recompute):
+            self._recomputation = Recomputation(model, self.policy.budget)
+        else:
+            self.cache = StreamingCache(
+                model,
+                self.policy,
+                chunk=chunk,
+                seed=seed,
+                positions=positions,
+                prefill=prefill,
+                origin=origin,
+            )
+        self._logits: Tensor | None = None
+        self._seen = 0
+        self._generator = torch.Generator(model.device).manual_seed(seed)
+
+    @property
+    def seen(self) -> int:
+        """Tokens of the stream so far (of each row, in a batch)."""
+        return self._seen
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and what belongs to them; fixed from the first token on."""
+        # Not `self.cache or ...`: to transformers a cache without layers of its own is false.
+        held = self._recomputation if self.cache is None else self.cache
+        return 0 if held is None else held.nbytes
+
+    def feed(self, token_ids: Tokens, *, all_logits: bool = False) -> Tensor:
+        """Feed tokens, any number, in bounded memory.
+
+        Args:
+            token_ids: [length], or [batch, length] for several streams in step.
+            all_logits: also return the logits before the last; that takes length * vocabulary
+                numbers.
+
+        Returns:
+            Logits after the last token [batch, vocabulary]; with `all_logits` after every token
+            [batch, length, vocabulary].
+
+        Raises:
+            WeirError: there are no tokens, one is out of range, or the batch is not the stream's.
+        """
+        kept = [
+            logits if all_logits else logits[:, -1:]
+            for logits in self._forward(self._ids(token_ids), all_logits)
+        ]
+        return torch.cat(kept, dim=1) if all_logits else kept[-1][:, 0]
+
+    def score(self, token_ids: Tokens) -> Tensor:
+        """Feed tokens and say how surprising each was.
+
+        Args:
+            token_ids: [length] or [batch, length].
+
+        Returns:
+            The negative log-likelihood of each token given everything before it, in nats
+            [batch, length], float32. NaN for the first token of a stream: nothing came before.
+
+        Raises:
+            WeirError: as `feed`.
+        """
+        ids = self._ids(token_ids)
+        before = self._logits
+        parts, done = [], 0
+        for logits in self._forward(ids, True):
+            these = ids[:, done : done + logits.shape[1]]
+            done += logits.shape[1]
+            if before is None:
+                parts.append(torch.full_like(these[:, :1], math.nan, dtype=torch.float32))
+                ahead, these = logits[:, :-1], these[:, 1:]
+            else:
+                ahead = torch.cat([before[:, None], logits[:, :-1]], dim=1)
+            before = logits[:, -1]
+            picked = ahead.gather(-1, these[..., None])[..., 0].float()
+            parts.append(ahead.float().logsumexp(-1) - picked)
+        return torch.cat(parts, dim=1)
+
+    def generate(
+        self,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop: Sequence[int] | None = None,
+    ) -> Iterator[int]:
+        """Continue the stream.
+
+        Every token that is yielded is already part of the stream, so stopping at any time leaves it
+        whole. The end token, if one comes, is yielded last.
+
+        Args:
+            max_new_tokens: at most so many.
+            temperature: 0 takes the likeliest token; otherwise logits are divided by it.
+            top_k: draw from the likeliest k only.
+            top_p: draw from the likeliest tokens that make up this probability.
+            stop: tokens that end it; by default the model's end tokens.
+
+        Raises:
+            WeirError: nothing was fed yet, or the stream is a batch.
+        """
+        if self._logits is None:
+            raise WeirError("feed at least one token before generating")
+        if self._logits.shape[0] != 1:
+            raise WeirError(
+                f"generate continues one stream and this is a batch of {self._logits.shape[0]}; "
+                "use model.generate(..., past_key_values=weir.StreamingCache(...)) for batches"
+            )
+        if temperature < 0:
+            raise WeirError(f"temperature must be 0 or more, not {temperature}")
+        return self._generate(max_new_tokens, temperature, _warpers(temperature, top_k, top_p), stop)
+
+    def _generate(
+        self,
+        most: int,
+        temperature: float,
+        warpers: LogitsProcessorList,
+        stop: Sequence[int] | None,
+    ) -> Iterator[int]:
+        ends = self.model.generation_config.eos_token_id if stop is None else list(stop)
+        ends = [ends] if isinstance(ends, int) else (ends or [])
+        for _ in range(most):
+            assert self._logits is not None
+            if temperature == 0:
+                chosen = self._logits.argmax(dim=-1, keepdim=True)
+            else:
+                logits = warpers(self._logits.new_empty(1, 0, dtype=torch.int64), self._logits)
+                chances = logits.float().softmax(dim=-1)
+                chosen = torch.multinomial(chances, 1, generator=self._generator)
+            token = int(chosen)
+            self.feed(chosen)
+            yield token
+            if token in ends:
+                return
+
+    def slots(self, layer: int = 0) -> Held:
+        """What one layer holds now; see `Held`.
+
+        Raises:
+            WeirError: there is no such layer, nothing was fed yet, or nothing is cached.
+        """
+        return self._cached().slots(layer)
+
+    def report(self) -> dict[str, Any]:
+        """Bytes, tokens seen, and what each layer holds."""
+        if self.cache is None:
+            return {"policy": str(self.policy), "seen": [self._seen], "bytes": self.nbytes}
+        return self.cache.report()
+
+    def save(self, path: str | Path) -> None:
+        """Write the stream to a safetensors file; an interrupted save leaves the old file whole.
+
+        Raises:
+            WeirError: the file cannot be written, or the policy is `recompute`.
+        """
+        cache = self._cached()
+        facts = {
+            "model": session.fingerprint(self.model),
+            "policy": str(self.policy),
+            "seed": self.seed,
+            "tokens": self._seen,
+            "cache": cache.state(),
+        }
+        tensors = {"generator": self._generator.get_state()}
+        if self._logits is not None:
+            tensors["logits"] = self._logits
+        for index, layer in enumerate(cache.stack):
+            if layer.queries is not None:
+                tensors[f"{index}.queries"] = layer.queries
+            if layer.slab is not None:
+                for name, t in layer.slab.tensors().items():
+                    tensors[f"{index}.{name}"] = t
+        session.write(path, facts, tensors)
+
+    @classmethod
+    def restore(
+        cls, model: PreTrainedModel, path: str | Path, policy: str | Policy | None = None
+    ) -> Stream:
+        """A saved stream, to be continued as if it had never been interrupted.
+
+        Args:
+            model: the model it was saved with.
+            path: the file.
+            policy: the policy it is expected to have; None takes whatever the file says.
+
+        Raises:
+            WeirError: the file is missing, damaged, foreign, or of another model or policy.
+        """
+        facts, tensors = session.read(path)
+        session.check_model(path, facts, model)
+        if policy is not None and str(policy_of(policy)) != facts["policy"]:
+            raise WeirError(f"{path} has the policy {facts['policy']}, not {policy_of(policy)}")
+        made = facts["cache"]["made_with"]
+        stream = cls(model, facts["policy"], seed=facts["seed"], **made)
+        cache = stream._cached()
+        cache.load_state(facts["cache"])
+        device = model.device
+        stream._seen = facts["tokens"]
+        stream._generator.set_state(tensors["generator"])
+        if "logits" in tensors:
+            stream._logits = tensors["logits"].to(device)
+        for index, layer in enumerate(cache.stack):
+            mine = {
+                name.partition(".")[2]: t.to(device)
+                for name, t in tensors.items()
+                if name.startswith(f"{index}.")
+            }
+            layer.queries = mine.pop("queries", None)
+            if mine:
+                layer.load_slab(Slab.of(mine))
+        return stream
+
+    def _cached(self) -> StreamingCache:
+        if self.cache is None:
+            raise WeirError("recompute caches nothing, so there is nothing to look at or to save")
+        return self.cache
+
+    def _ids(self, token_ids: Tokens) -> Tensor:
+        """Checked token ids [batch, length], int64, on the model's device."""
+        try:
+            ids = torch.as_tensor(token_ids)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise WeirError(f"token ids must be whole numbers in a row or in rows: {error}") from None
+        if ids.numel() == 0:
+            raise WeirError("zero tokens were fed; a stream needs at least one")
+        if ids.is_floating_point() or ids.dtype == torch.bool or ids.ndim not in (1, 2):
+            raise WeirError(
+                f"token ids must be whole numbers [length] or [batch, length], not {ids.dtype} "
+                f"{list(ids.shape)}"
+            )
+        ids = ids.to(torch.int64)
+        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= vocabulary:
+            wrong = low if low < 0 else high
+            raise WeirError(f"token id {wrong} is out of range; the model knows 0 to {vocabulary - 1}")
+        ids = ids[None] if ids.ndim == 1 else ids
+        if self._logits is not None and self._logits.shape[0] != ids.shape[0]:
+            raise WeirError(f"this stream has {self._logits.shape[0]} rows, {ids.shape[0]} were fed")
+        return ids.to(self.model.device)
+
+    def _forward(self, ids: Tensor, all_logits: bool) -> Iterator[Tensor]:
+        """Logits after the tokens, some pieces one after the other [batch, piece, vocabulary]."""
+        size = PIECE
+        if all_logits:
+            vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+            size = max(1, min(size, MOST_LOGITS // (vocabulary * ids.shape[0])))
+        if self.cache is not None and self.cache.prefill == "full" and not self._seen:
+            size = ids.shape[1]
+        for start in range(0, ids.shape[1], size):
+            piece = ids[:, start : start + size]
+            with torch.no_grad():
+                if self._recomputation is not None:
+                    logits = self._recomputation.forward(piece, all_logits)
+                else:
+                    logits = self._model_logits(piece, all_logits)
+            self._logits = logits[:, -1].clone()
+            self._seen += piece.shape[1]
+            yield logits
+
+    def _model_logits(self, piece: Tensor, all_logits: bool) -> Tensor:
+        keep = {} if all_logits or piece.shape[1] == 1 else {"logits_to_keep": 1}
+        logits: Tensor = self.model(
+            input_ids=piece, past_key_values=self.cache, use_cache=True, **keep
+        ).logits
+        return logits
+
+
+def _warpers(
+    temperature: float, top_k: int | None, top_p: float | None
+) -> LogitsProcessorList:
+    """transformers' warpers in its usual order."""
+    warpers = LogitsProcessorList()
+    try:
+        if temperature not in (0, 1):
+            warpers.append(TemperatureLogitsWarper(float(temperature)))
+        if top_k is not None:
+            warpers.append(TopKLogitsWarper(top_k))
+        if top_p is not None:
+            warpers.append(TopPLogitsWarper(top_p))
+    except ValueError as error:
+        raise WeirError(str(error)) from None
+    return warpers
