@@ -7,8 +7,8 @@ During a call with one:
   of their own, their attention modules pass it on to weir (`families`);
 - its rotary embedding returns cosines of one and sines of zero, so that queries and keys arrive
   unrotated and weir can place them with its own positions;
-- its decoder gets no attention mask and small positions: weir has read the real ones, and nothing is
-  built from them that grows with the stream.
+- its decoder gets no attention mask and small positions: weir has read the real ones, and nothing
+  is built from them that grows with the stream.
 
 The hooks go when the last cache of the model goes.
 """
@@ -75,7 +75,7 @@ class Attachment:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._disarm()  # a call that Ctrl-C ended never reached its own end
         given = self._named(args, kwargs)
-        cache = given.get("past_key_values")
+        cache: Any = given.get("past_key_values")
         if not hasattr(cache, "weir_begin"):
             return None
         if cache.attachment is not self:
@@ -98,7 +98,8 @@ class Attachment:
 
     def _replaced(self, given: dict[str, Any]) -> dict[str, Any]:
         """What the decoder gets in place of a mask and of positions as long as the stream."""
-        tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+        ids = given.get("input_ids")
+        tokens = given["inputs_embeds"] if ids is None else ids
         alibi = any(layer.alibi is not None for layer in self.facts.layers)
         replaced: dict[str, Any] = {"attention_mask": unmasked(self.facts.kind, alibi, tokens)}
         if "position_ids" in self._signature.parameters:
@@ -152,15 +153,19 @@ def detach(model: PreTrainedModel, cache: StreamingCache) -> None:
     held = _ATTACHED.get(model)
     if held is not None:
         held.caches.discard(cache)
-        if not held.caches:
-            held.leave()
-            del _ATTACHED[model]
+        _leave_unused(model)
 
 
 def _release(reference: weakref.ref[PreTrainedModel]) -> None:
     model = reference()
-    held = None if model is None else _ATTACHED.get(model)
-    if model is not None and held is not None and not held.caches:
+    if model is not None:
+        _leave_unused(model)
+
+
+def _leave_unused(model: PreTrainedModel) -> None:
+    held = _ATTACHED.get(model)
+    # Not `not held.caches`: while a cache is going the set still counts it, but lists it no more.
+    if held is not None and not list(held.caches):
         held.leave()
         del _ATTACHED[model]
 

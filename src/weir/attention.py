@@ -1,6 +1,6 @@
 """Attention over slots with two log-weights: the readable reference, and the choice of a kernel.
 
-    z(q) = sum_i e^(l_i + a_i) v_i / sum_i e^(l_i + b_i),    l_i = softcap(<q, k_i> * scale) + bias_i
+    z(q) = sum_i e^(l_i + a_i) v_i / sum_i e^(l_i + b_i),  l_i = softcap(<q, k_i> * scale) + bias_i
 
 Whatever filled the slots, this is all that reads them. Knows nothing about pools or streams.
 """
@@ -88,15 +88,14 @@ def fused_attention(
     values: Tensor,
     form: Form,
     bias: Tensor | None = None,
-    causal: bool = False,
 ) -> Tensor:
     """PyTorch's fused attention; arguments as in `two_weight_attention`, without a and b.
 
     Two weights fit in too: `bias` then carries b and the values e^(a-b) (`slab.folded_weights`).
-    `causal` is for as many slots as queries.
     """
     batch, kv_heads, group, length, _ = queries.shape
-    if bias is not None:
+    if bias is not None and bias.device.type != "cpu":
+        # Only the CPU takes weights of full precision beside queries of half.
         bias = bias.to(queries.dtype)
     if length == 1:
         # One query a head: the heads of a group become the queries of their KV head.
@@ -116,7 +115,6 @@ def fused_attention(
         keys,
         values,
         bias,
-        is_causal=causal,
         scale=form.scale,
         enable_gqa=group > 1,
     )

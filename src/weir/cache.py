@@ -31,6 +31,11 @@ Prefill = Literal["chunked", "full"]
 _ROWS = ("_seen", "_waiting", "_claimed", "_last", "_ended")
 """What a cache keeps for every row of the batch."""
 
+_GO_ON = (
+    "pass the whole conversation again, or only what is new with an attention_mask that covers "
+    "everything so far"
+)
+
 
 @dataclass(frozen=True)
 class Held:
@@ -83,6 +88,8 @@ class StreamingCache(Cache):
         WeirError: the model cannot be served, or an argument makes no sense.
         PolicyError: the policy cannot be read.
     """
+
+    _batch: int | None
 
     def __init__(
         self,
@@ -265,7 +272,7 @@ class StreamingCache(Cache):
             layer.slab = None
             layer.queries = None
         self._columns = 0
-        self._batch: int | None = None
+        self._batch = None
         self._seen: list[int] = []
         self._waiting: list[int] = []
         # Tokens per row as generate() counts them: it goes on counting rows that have ended.
@@ -406,10 +413,15 @@ class StreamingCache(Cache):
         if tokens.ndim < 2:
             raise WeirError(f"input_ids must be [batch, tokens], not {list(tokens.shape)}")
         batch, length = tokens.shape[:2]
+        if length == 0 and self._columns:
+            raise WeirError(f"nothing new was fed after {self._columns} tokens; {_GO_ON}")
         if length == 0:
             raise WeirError("a prompt of zero tokens was fed; a stream needs at least one")
         if given.get("use_cache") is False:
-            raise WeirError("use_cache=False would feed the whole text at every step; leave it on")
+            # Also where nobody said so: MPT's configurations do.
+            raise WeirError(
+                "use_cache=False would feed the whole text at every step; pass use_cache=True"
+            )
         if self._columns and batch != self._batch:
             raise WeirError(
                 f"this cache holds {self._batch} rows but a batch of {batch} was fed; "
@@ -491,7 +503,9 @@ class StreamingCache(Cache):
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= vocabulary:
             wrong = low if low < 0 else high
-            raise WeirError(f"token id {wrong} is out of range; the model knows 0 to {vocabulary - 1}")
+            raise WeirError(
+                f"token id {wrong} is out of range; the model knows 0 to {vocabulary - 1}"
+            )
 
     def _real(self, mask: Tensor | None, batch: int, length: int) -> Tensor | None:
         """Which of the new columns hold tokens [batch, length]; None if all do."""
@@ -542,15 +556,14 @@ class StreamingCache(Cache):
             start = places - each.cumsum(dim=1) + 1
             first = start.gather(1, each.int().argmax(dim=1, keepdim=True))[:, 0]
             if bool(((start != first[:, None]) & each).any()):
-                raise WeirError("position_ids must rise by one from each token of a row to the next")
+                raise WeirError("position_ids must rise by one from token to token of a row")
         for row, place in enumerate(first.tolist()):
             if real is not None and not bool(real[row].any()):
                 continue
             if place not in (self._seen[row], self._claimed[row], self._columns):
                 raise WeirError(
                     f"row {row} was fed a token for position {place}, but its stream has seen "
-                    f"{self._seen[row]}; pass the whole conversation again, or only what is new "
-                    "with an attention_mask that covers everything so far"
+                    f"{self._seen[row]}; {_GO_ON}"
                 )
 
 

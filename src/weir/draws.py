@@ -1,6 +1,6 @@
 """Random numbers by name: a draw depends on what it is for, not on when it is made.
 
-A draw is a function of (seed, layer, purpose, position, head, index). So the same token meets the
+A draw is a function of (seed, layer, pool, purpose, position, head, index). So the same token meets the
 same luck however the stream was cut into calls, whichever row of a batch it came in, and after a
 session was saved and restored; there is no state to keep.
 """
@@ -32,10 +32,17 @@ def _wrapped(x: int) -> int:
 
 @dataclass(frozen=True)
 class Draws:
-    """The draws of one layer of one cache."""
+    """The draws of one pool, in one layer of one cache.
+
+    Attributes:
+        seed: the cache's.
+        layer: which layer.
+        pool: which pool of the pipe, so that two pools never share their luck over a token.
+    """
 
     seed: int
     layer: int = 0
+    pool: int = 0
 
     def uniform(self, purpose: int, position: Tensor, index: int | Tensor = 0) -> Tensor:
         """Uniform numbers in [0, 1), float64, one for each entry of `position`.
@@ -49,7 +56,7 @@ class Draws:
         """
         heads = torch.arange(position.shape[1], device=position.device)[None, :, None]
         x = position.new_full((1,), _wrapped(self.seed))
-        for part in (self.layer, purpose, heads, position, index):
+        for part in (self.layer + (self.pool << 32), purpose, heads, position, index):
             step = part * -0x61C8864680B583EB + 0x632BE59BD9B4E019
             x = _mix(x + (_wrapped(step) if isinstance(step, int) else step))
         return _shift(x, 11).to(torch.float64) * 2.0**-53

@@ -40,10 +40,10 @@ Attend = Callable[[int, Tensor, Tensor, Tensor, Form], Tensor]
 def falcon(module: Any, attend: Attend, hidden: Tensor) -> tuple[Tensor, None]:
     """The forward of a `FalconAttention`, whichever of its four architectures.
 
-    One projection makes queries, keys and values, group by group: a KV head's query heads, then its
-    key, then its value. All heads are one group with multi-query attention, each is its own without;
-    the new decoder architecture says how many groups there are. transformers repeats that one's keys
-    and values for every query head before it caches them; here each is kept once.
+    One projection makes queries, keys and values, group by group: a KV head's queries, then its
+    key, then its value. With multi-query attention all heads are one group, without it each is its
+    own; the new decoder architecture says how many groups there are. There, transformers repeats
+    keys and values for every query head before it caches them; here each is kept once.
 
     Args:
         module: the attention module.
@@ -61,9 +61,7 @@ def falcon(module: Any, attend: Attend, hidden: Tensor) -> tuple[Tensor, None]:
     return module.dense(merged(out)), None
 
 
-def bloom(
-    module: Any, attend: Attend, hidden: Tensor, residual: Tensor
-) -> tuple[Tensor, None]:
+def bloom(module: Any, attend: Attend, hidden: Tensor, residual: Tensor) -> tuple[Tensor, None]:
     """The forward of a `BloomAttention`; it adds the residual itself.
 
     Args:
@@ -156,8 +154,8 @@ def unmasked(kind: str, alibi: bool, tokens: Tensor) -> Tensor | None:
     """The attention mask to pass to a decoder so that it builds nothing as long as the stream.
 
     weir has read the real one and does its own masking. Most decoders ask their attention
-    implementation for a mask and get none; MPT must have one, and takes a 4D one as it is; Falcon
-    makes its biases from as many columns as there are in its mask, or in the stream if it gets none.
+    implementation for a mask and get none. MPT must have one, and takes a 4D one as it is. Falcon
+    makes biases for the columns of its mask, and for those of the whole stream if it gets none.
 
     Args:
         kind: the model type.

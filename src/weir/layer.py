@@ -7,6 +7,7 @@ call and the layer's positions.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -74,7 +75,9 @@ class Layer:
         # Nothing but exact tokens, no empty slot: then attention needs no mask.
         self._plain = True
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, form: Form, plan: Plan) -> Tensor:
+    def attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, form: Form, plan: Plan
+    ) -> Tensor:
         """Take in new tokens and answer their queries.
 
         Args:
@@ -133,19 +136,25 @@ class Layer:
         pipe, place = self.pipe, self.place
         moves = place.rolling and bool(pipe.front)
         slots = (4 * self.chunk if pipe.slots is None else pipe.slots) + self.chunk
+        masters = pipe.front_slots or self.chunk  # a front without a limit grows as it fills
         try:
             slab = Slab(
                 keys,
                 values,
                 slots,
-                masters=pipe.front_slots if moves and place.rotary is not None else 0,
+                masters=masters if moves and place.rotary is not None else 0,
                 mass=pipe.needs_mass,
                 # Half precision ends at 65504, too soon for values times e^(a-b).
                 folded_weights=pipe.two_weights and values.dtype != torch.float16,
                 frames=place.alibi is not None,
             )
         except RuntimeError as error:
-            raise WeirError(f"no memory for {slots} slots in each layer: {error}") from None
+            reason = str(error).splitlines()[0]
+            raise WeirError(f"no memory for {slots} slots in every layer: {reason}") from None
+        with torch.inference_mode(False):
+            for index, pool in enumerate(pipe.pools):
+                for name, t in pool.state(slab.run(0, 0)).items():
+                    slab.state[f"{index}.{name}"] = t
         self.lengths = [[0] * len(pipe.pools) for _ in range(keys.shape[0])]
         self._plain = True
         return slab
@@ -157,6 +166,8 @@ class Layer:
         if self.place.rotary is not None:
             queries = self._rotate(self.place.rotary, queries, piece.positions)
             keys = self.place.rotary.rotate(keys, piece.positions)
+        if self.pipe.log_n:
+            queries = self._sharpened(slab, queries, piece)
         ends = self.ends(piece.waiting)
         even = piece.even and len(set(ends)) == 1
         if even:
@@ -174,6 +185,15 @@ class Layer:
     @staticmethod
     def _rotate(rotary: Rotary, queries: Tensor, positions: Tensor) -> Tensor:
         return rotary.rotate(queries.flatten(1, 2), positions).unflatten(1, queries.shape[1:3])
+
+    @staticmethod
+    def _sharpened(slab: Slab, queries: Tensor, piece: Piece) -> Tensor:
+        """Queries times log_512(n), n being the tokens that each sees (BUZZ, section 3.5)."""
+        position, start = slab.position, piece.start[:, None, None]
+        before = ((position >= 0) & (position < start)).sum(dim=2, keepdim=True)
+        n = before + torch.arange(1, piece.width + 1, device=position.device)
+        factor = n.log() / math.log(512)
+        return (queries * factor[:, :, None, :, None]).to(queries.dtype)
 
     def _read(
         self, slab: Slab, queries: Tensor, form: Form, piece: Piece, stop: int, even: bool
@@ -272,8 +292,7 @@ class Layer:
             )
             kept = self._fold(part, lengths, new, fold, piece.after[index])
             if part is not slab:
-                if len(part) > len(slab):
-                    slab.grow(len(part))
+                slab.grow(len(part), 0 if part.masters is None else part.masters.shape[2])
                 slab.put_rows(index, part)
             for row in rows:
                 self.lengths[row] = kept
@@ -297,7 +316,9 @@ class Layer:
             held[pool] = view(start, start + lengths[pool])
             places[pool] = start
             start += lengths[pool]
-        kept = pipe.fold(held, new, fold)
+        states = self._states(slab)
+        kept = pipe.fold(held, new, fold, states)
+        self._remember_states(slab, states)
         start, moves = 0, []
         for pool in order:
             slots = kept[pool]
@@ -311,13 +332,38 @@ class Layer:
                 # A copy first: what is written here may be what the next pool still has to read.
                 moves.append((start, slots.map(torch.clone), pool in pipe.front))
             start += len(slots)
+        in_front = sum(len(kept[pool]) for pool in pipe.front)
         if start + self.chunk > len(slab):
             slab.grow(2 * (start + self.chunk))
-        for place, slots, front in moves:
-            slab.write(place, slots, front=front)
-        self._roll(slab, sum(len(kept[pool]) for pool in pipe.front), start, ahead)
+        if slab.masters is not None and in_front > slab.masters.shape[2]:
+            slab.grow(0, masters=2 * in_front)
+        for place, slots, to_front in moves:
+            slab.write(place, slots, front=to_front)
+        self._roll(slab, in_front, start, ahead)
         slab.open_tail(start, ahead, self.chunk)
         return [len(slots) for slots in kept]
+
+    def _states(self, slab: Slab) -> list[dict[str, Tensor]]:
+        """What each pool remembers, by its own names."""
+        states: list[dict[str, Tensor]] = [{} for _ in self.pipe.pools]
+        for name, t in slab.state.items():
+            index, _, own = name.partition(".")
+            states[int(index)][own] = t
+        return states
+
+    def _remember_states(self, slab: Slab, states: list[dict[str, Tensor]]) -> None:
+        """Write what each pool is to remember into the slab."""
+        for name, t in slab.state.items():
+            index, _, own = name.partition(".")
+            after = states[int(index)][own]
+            if after.shape != t.shape:
+                pool = self.pipe.pools[int(index)].name
+                raise WeirError(
+                    f"the pool {pool} remembers {own} of shape {list(after.shape)} instead of "
+                    f"{list(t.shape)}"
+                )
+            if after is not t:
+                t.copy_(after)
 
     def _roll(self, slab: Slab, front: int, used: int, ahead: Tensor) -> None:
         """Move the front up to the run, in the frame."""
@@ -344,6 +390,8 @@ class Layer:
         if self.place.rotary is not None:
             queries = self._rotate(self.place.rotary, queries, piece.positions)
             keys = self.place.rotary.rotate(keys, piece.positions)
+        if self.pipe.log_n:
+            queries = self._sharpened(slab, queries, piece)
         zeros = torch.zeros(keys.shape[:3], device=keys.device)
         position = piece.positions.expand(-1, kv_heads, -1)
         mass = zeros.clone() if self.pipe.needs_mass else None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -33,20 +37,74 @@ def load(
         WeirError: there is no such model, or it cannot be read.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    place = str(ASSETS / "nano") if name == "nano" else name
     if name == "nano" and dtype == "auto":
         dtype = torch.float32 if str(device) == "cpu" else torch.bfloat16
-    looks_local = name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1
-    if name != "nano" and looks_local and not Path(name).expanduser().is_dir():
-        raise WeirError(f"there is no model folder {name}")
-    try:
-        place = str(Path(place).expanduser()) if looks_local else place
-        tokenizer = AutoTokenizer.from_pretrained(place)
-        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        first = str(error).strip().splitlines()[0]
+    wanted = _dtype(dtype)
+    place, where = _place(name)
+    with _told_as(where):
+        config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+    with _told_as(f"{name} has no tokenizer that transformers can read"):
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    with _told_as(f"{name} cannot be read as a causal language model"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            place,
+            config=config,
+            dtype=wanted,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    model: PreTrainedModel
+    model, found = loaded
+    _check_weights(name, found)
+    with _told_as(f"the model cannot be put on the device {str(device)!r}"):
+        model.to(device)  # type: ignore[arg-type]
+    return model.eval(), tokenizer
+
+
+def is_local(name: str) -> bool:
+    """Whether `load` finds the model on this machine, without the Hub."""
+    return name == "nano" or Path(name).expanduser().is_dir()
+
+
+def _place(name: str) -> tuple[str, str]:
+    """Where transformers is to look, and what to say if there is nothing."""
+    if name == "nano":
+        return str(ASSETS / "nano"), "the packaged model cannot be read"
+    if not name or (name.startswith((".", "/", "~")) and not is_local(name)):
+        raise WeirError(f"there is no model folder {name!r}")
+    if is_local(name):
+        return str(Path(name).expanduser()), f"the folder {name} holds no model"
+    return name, f"there is no model {name!r}: not a folder here, and not to be had from the Hub"
+
+
+def _check_weights(name: str, found: dict[str, Any]) -> None:
+    """Refuse what transformers would fill up with random numbers."""
+    if found["missing_keys"]:
+        missing = sorted(found["missing_keys"])
+        raise WeirError(f"{name} lacks {len(missing)} of its weights, {missing[0]} for one")
+    if found["mismatched_keys"]:
+        wrong = sorted(str(key[0]) for key in found["mismatched_keys"])
         raise WeirError(
-            f"cannot load the model {name!r}: it is neither nano, nor a folder with a model, nor "
-            f"to be had from the Hub ({first})"
-        ) from None
-    return model.to(device).eval(), tokenizer
+            f"{len(wrong)} weights of {name} do not have the shapes its config.json says, "
+            f"{wrong[0]} for one"
+        )
+
+
+def _dtype(dtype: str | torch.dtype) -> Any:
+    found = dtype if dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."), None)
+    if found != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise WeirError(f"dtype must be 'auto', 'float32', 'bfloat16' or 'float16', not {dtype!r}")
+    return found
+
+
+@contextmanager
+def _told_as(beginning: str) -> Iterator[None]:
+    """Whatever the libraries raise inside, as one sentence."""
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip()
+        # After a colon follows a list that is no use on its own.
+        more = "" if reason.endswith(":") else f" ({reason.rstrip('.')})"
+        raise WeirError(beginning + more) from None

@@ -1,4 +1,4 @@
-"""What weir needs to know of a model: its layers' positions and windows, and whether it can serve it.
+"""What weir needs to know of a model: its layers' positions, their windows, if it can be served.
 
 All families here keep keys and values of every token and attend to them by softmax; rotary
 embeddings are half-split. Anything else is refused in one sentence.
@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_alibi
 
 from weir.errors import WeirError
 from weir.positions import Alibi, Rotary
@@ -219,7 +218,10 @@ def read_alibi(config: Any, decoder: Any) -> Alibi:
     if config.model_type == "bloom":
         bias = decoder.build_alibi_tensor(two, heads, torch.float32)
         return Alibi(bias[:, 0, 1])
-    bias = falcon_alibi(two, heads, torch.float32)
+    # Imported where it is needed: it takes a sixth of a second.
+    from transformers.models.falcon.modeling_falcon import build_alibi_tensor
+
+    bias = build_alibi_tensor(two, heads, torch.float32)
     # The bias is made before the logits are scaled, and scaled with them; transformers' eager
     # attention adds it twice, once more within the mask.
     times = 2 if config._attn_implementation == "eager" else 1

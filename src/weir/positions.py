@@ -7,7 +7,8 @@ without its cost. Attention sees only differences of positions, so the newest to
 places in the stream, and everything older is moved up until it touches them: a front token's
 position in the frame is that of the first token of the run, less the front tokens that stand
 between. Keys of the run are rotated once, when they come; the front is rotated from its masters at
-each fold. Angles are reduced in float64, so a place four million tokens out is as exact as the first.
+each fold. Angles are reduced in float64, so a place four million tokens out is as exact as the
+first.
 """
 
 from __future__ import annotations

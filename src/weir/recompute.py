@@ -1,6 +1,7 @@
 """Sliding window with re-computation: the quality oracle of StreamingLLM (Figure 1c).
 
-For every token the model reads the last `budget` tokens from scratch, at positions 0 to budget - 1.
+For every token the model reads its window from scratch, at positions 0 to budget - 1: the last
+`budget` tokens, or, with sinks, the first tokens of the stream and as many of the last as fit then.
 Nothing is cached and nothing of weir is in the model: plain forwards of overlapping windows.
 """
 
@@ -11,29 +12,35 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weir.errors import WeirError
+from weir.policy import Recompute
 
 AT_ONCE = 8192
 """Tokens read in one forward; how many windows that is depends on the budget."""
 
 
 class Recomputation:
-    """The last tokens of a stream, read anew for each new one.
+    """The window of a stream, read anew for each new token.
 
     Attributes:
-        held: the last tokens [batch, at most budget], int64; None before the first.
+        held: the window's tokens [batch, at most budget], int64; None before the first.
     """
 
-    def __init__(self, model: PreTrainedModel, budget: int) -> None:
-        """Windows of `budget` tokens.
+    def __init__(self, model: PreTrainedModel, policy: Recompute) -> None:
+        """Windows as the policy wants them.
 
         Raises:
-            WeirError: the window is longer than the model's own.
+            WeirError: they are longer than the model's own.
         """
+        if not isinstance(model, PreTrainedModel):
+            raise WeirError(f"weir reads with transformers models, not a {type(model).__name__}")
         limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if limit is not None and budget > limit:
-            raise WeirError(f"recompute cannot read {budget} tokens at once: the model knows {limit}")
+        if limit is not None and policy.budget > limit:
+            raise WeirError(
+                f"recompute cannot read {policy.budget} tokens at once: the model knows {limit}"
+            )
         self.model = model
-        self.budget = budget
+        self.budget = policy.budget
+        self.sinks = policy.sinks
         self.held: Tensor | None = None
 
     @property
@@ -43,7 +50,7 @@ class Recomputation:
 
     @torch.no_grad()
     def forward(self, ids: Tensor, all_logits: bool) -> Tensor:
-        """Logits after the new tokens `ids` [batch, n]: [batch, n, vocabulary], or the last only."""
+        """Logits after the new tokens `ids` [batch, n]: [batch, n, vocabulary], or the last."""
         before = ids[:, :0] if self.held is None else self.held
         text = torch.cat([before, ids], dim=1)
         total = text.shape[1]
@@ -57,9 +64,16 @@ class Recomputation:
         step = max(1, AT_ONCE // (self.budget * ids.shape[0]))
         for start in range(place, total, step):
             ends = range(start + 1, min(start + step, total) + 1)
-            windows = torch.stack([text[:, end - self.budget : end] for end in ends], dim=1)
+            windows = torch.stack([self._window(text, end) for end in ends], dim=1)
             # Whole logits of many windows would not fit: only the last hidden state is unembedded.
             logits = self.model(windows.flatten(0, 1), use_cache=False, logits_to_keep=1).logits
             parts.append(logits[:, -1].unflatten(0, windows.shape[:2]))
-        self.held = text[:, -self.budget :].clone()
+        self.held = self._window(text, total).clone()
         return torch.cat(parts, dim=1)
+
+    def _window(self, text: Tensor, end: int) -> Tensor:
+        """The window that ends before `end`, of a `text` [batch, n] that begins with the sinks."""
+        if end <= self.budget:
+            return text[:, :end]
+        last = text[:, end - (self.budget - self.sinks) : end]
+        return torch.cat([text[:, : self.sinks], last], dim=1)

@@ -1,7 +1,8 @@
 """Sessions on disk: a stream's tensors and facts in one safetensors file.
 
 A file is written beside its target and then takes its place, so an interrupted save leaves the old
-file whole. Knows the form of the file; `stream` knows what goes in.
+file whole. A checksum over everything in it notices a single bit that has changed. Knows the form
+of the file; `stream` knows what goes in.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from weir.errors import WeirError
 
 FORMAT = 1
 KEY = "weir_session"
+CHECKSUM = "sha256"
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
-    """What tells one model from another: its shape and a checksum over a sample of its weights."""
+    """What tells one model from another: its shape and a checksum over some of all its weights."""
     config = model.config.get_text_config(decoder=True)
     digest = hashlib.sha256()
-    parameters = sorted(model.named_parameters())
-    for name, parameter in parameters[:: max(1, len(parameters) // 16)]:
+    for name, parameter in sorted(model.named_parameters()):
         some = parameter.detach().flatten()[:64].to("cpu", torch.float32)
         digest.update(name.encode() + some.numpy().tobytes())
     return {
@@ -50,13 +51,14 @@ def write(path: str | Path, facts: dict[str, Any], tensors: dict[str, Tensor]) -
         WeirError: the file cannot be written.
     """
     path = Path(path)
-    facts = {"format": FORMAT, **facts}
+    written = json.dumps({"format": FORMAT, **facts})
     kept = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    metadata = {KEY: written, CHECKSUM: _checksum(written, kept)}
     temporary = None
     try:
         handle, temporary = tempfile.mkstemp(prefix=path.name, suffix=".part", dir=path.parent)
         os.close(handle)
-        save_file(kept, temporary, metadata={KEY: json.dumps(facts)})
+        save_file(kept, temporary, metadata=metadata)
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -72,9 +74,11 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The facts and tensors of a session file.
 
     Raises:
-        WeirError: it is missing, cut short, not a session of weir, or of a newer weir.
+        WeirError: it is missing, damaged, not a session of weir, or of a newer weir.
     """
     path = Path(path)
+    if path.is_dir():
+        raise WeirError(f"{path} is a folder; a session is a file")
     if not path.is_file():
         raise WeirError(f"there is no session file {path}")
     try:
@@ -83,12 +87,15 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             if KEY not in metadata:
                 raise WeirError(f"{path} is a safetensors file, but not a session of weir")
             facts = json.loads(metadata[KEY])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
-        raise WeirError(f"{path} is cut short or not a session of weir ({error})") from None
+            # Copies: what safetensors hands out is the file itself, which others may write to.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise WeirError(f"{path} is damaged or not a session of weir ({error})") from None
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         found = facts.get("format") if isinstance(facts, dict) else facts
         raise WeirError(f"{path} has session format {found}; this weir reads format {FORMAT}")
+    if metadata.get(CHECKSUM) != _checksum(metadata[KEY], tensors):
+        raise WeirError(f"{path} is damaged: its checksum is not that of what it holds")
     return facts, tensors
 
 
@@ -103,3 +110,11 @@ def check_model(path: str | Path, facts: dict[str, Any], model: PreTrainedModel)
     if differ:
         what = ", ".join(f"{name} {theirs.get(name)}, here {mine[name]}" for name in differ)
         raise WeirError(f"{path} is a session of another model ({what})")
+
+
+def _checksum(facts: str, tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(facts.encode())
+    for name, t in sorted(tensors.items()):
+        digest.update(f"{name} {t.dtype} {list(t.shape)}".encode())
+        digest.update(t.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -4,7 +4,7 @@ Knows nothing about policies, models or how attention is computed.
 
 A row of the slab lies like this, from slot 0 on::
 
-    | front: pools whose tokens lost their neighbours | run: recent tokens, unbroken | tail | unused |
+    | front: pools whose tokens lost their neighbours | run: recent tokens, unbroken | tail | free |
 
 The *tail* holds what came since the last fold. Keys of the run and of the tail are rotated once, at
 their place in the stream, and stay as they are. Keys of the front move closer to the present as the
@@ -108,6 +108,15 @@ class Slots:
             **{name: torch.cat([t, theirs[name]], dim=2) for name, t in self.tensors().items()}
         )
 
+    def only(self, mask: Tensor) -> Slots:
+        """The tokens where `mask` [batch, kv_heads, slots] is true, in order, and no empty slots
+        but those of heads that have fewer tokens than the fullest.
+        """
+        mask = mask & self.held
+        width = int(mask.sum(dim=2).max()) if mask.numel() else 0
+        order = (~mask).to(torch.uint8).argsort(dim=2, stable=True)[:, :, :width]
+        return self.take(torch.where(mask.gather(2, order), order, EMPTY))
+
     def by_position(self) -> Slots:
         """Sorted from the oldest token to the newest, empty slots first."""
         return self.take_sorted(self.position.argsort(dim=2, stable=True))
@@ -117,9 +126,8 @@ class Slots:
         return self.take(torch.where(self.position.gather(2, order) < 0, EMPTY, order))
 
 
-_BUFFERS = (
-    "keys", "values", "a", "b", "position", "mass", "masters", "weighted", "mask", "frame"
-)
+_BUFFERS = ("keys", "values", "a", "b", "position", "mass", "masters", "weighted", "mask", "frame")
+_STATE = "state."
 
 
 class Slab:
@@ -134,6 +142,7 @@ class Slab:
             two weights; None otherwise.
         frame: the positions attention pretends [batch, kv_heads, slots], int64, where its bias
             needs them (ALiBi); None otherwise.
+        state: what pools remember beside their slots, by a name [batch, kv_heads, ...].
         a, b, position, mass: as in `Slots`.
     """
 
@@ -165,6 +174,7 @@ class Slab:
             self.weighted = torch.zeros_like(self.values) if folded_weights else None
             self.mask = torch.full_like(self.b, -torch.inf) if folded_weights else None
             self.frame = torch.zeros_like(self.position) if frames else None
+        self.state: dict[str, Tensor] = {}
 
     @classmethod
     def of(cls, buffers: dict[str, Tensor]) -> Slab:
@@ -172,13 +182,19 @@ class Slab:
         slab = object.__new__(cls)
         for name in _BUFFERS:
             setattr(slab, name, buffers.get(name))
+        slab.state = {
+            name.removeprefix(_STATE): t for name, t in buffers.items() if name.startswith(_STATE)
+        }
         return slab
 
     def __len__(self) -> int:
         return self.position.shape[2]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The buffers by name."""
+        """The buffers by name, and what pools remember."""
+        return {**self._buffers(), **{_STATE + name: t for name, t in self.state.items()}}
+
+    def _buffers(self) -> dict[str, Tensor]:
         return {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
 
     @property
@@ -263,17 +279,24 @@ class Slab:
 
     def put_rows(self, index: Tensor, other: Slab) -> None:
         """Write the rows of `other` back to the rows `index` [n]."""
+        theirs = other.tensors()
         for name, t in self.tensors().items():
-            t.index_copy_(0, index, getattr(other, name))
+            t.index_copy_(0, index, theirs[name])
 
-    def grow(self, slots: int) -> None:
-        """Replace the buffers by larger ones; for pipes without a limit only."""
+    def grow(self, slots: int, masters: int = 0) -> None:
+        """Replace the buffers that are smaller by larger ones; for pipes without a limit only."""
         with torch.inference_mode(False):
-            for name, t in self.tensors().items():
-                if name == "masters":
+            for name, t in self._buffers().items():
+                size = masters if name == "masters" else slots
+                if size <= t.shape[2]:
                     continue
-                fill = {"a": -torch.inf, "b": -torch.inf, "mask": -torch.inf, "position": EMPTY}.get(name, 0)
-                larger = t.new_full((*t.shape[:2], slots, *t.shape[3:]), fill)
+                fill = {
+                    "a": -torch.inf,
+                    "b": -torch.inf,
+                    "mask": -torch.inf,
+                    "position": EMPTY,
+                }.get(name, 0)
+                larger = t.new_full((*t.shape[:2], size, *t.shape[3:]), fill)
                 larger[:, :, : t.shape[2]] = t
                 setattr(self, name, larger)
 

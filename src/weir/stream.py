@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from transformers import (
 from weir import session
 from weir.cache import Held, Positions, Prefill, StreamingCache
 from weir.errors import WeirError
-from weir.policy import Policy, Recompute, policy_of
+from weir.policy import Policy, PolicyError, Recompute, policy_of
 from weir.recompute import Recomputation
 from weir.slab import Slab
 
@@ -69,7 +70,7 @@ class Stream:
         self.cache: StreamingCache | None = None
         self._recomputation: Recomputation | None = None
         if isinstance(self.policy, Recompute):
-            self._recomputation = Recomputation(model, self.policy.budget)
+            self._recomputation = Recomputation(model, self.policy)
         else:
             self.cache = StreamingCache(
                 model,
@@ -81,13 +82,20 @@ class Stream:
                 origin=origin,
             )
         self._logits: Tensor | None = None
+        self._last: list[int] = []
         self._seen = 0
-        self._generator = torch.Generator(model.device).manual_seed(seed)
+        # On the CPU whatever the model's device: a saved stream may go on elsewhere.
+        self._generator = torch.Generator().manual_seed(seed)
 
     @property
     def seen(self) -> int:
         """Tokens of the stream so far (of each row, in a batch)."""
         return self._seen
+
+    @property
+    def last(self) -> list[int]:
+        """The last token of each row; none before the first."""
+        return list(self._last)
 
     @property
     def nbytes(self) -> int:
@@ -161,14 +169,14 @@ class Stream:
         whole. The end token, if one comes, is yielded last.
 
         Args:
-            max_new_tokens: at most so many.
+            max_new_tokens: at most so many; 0 or more.
             temperature: 0 takes the likeliest token; otherwise logits are divided by it.
             top_k: draw from the likeliest k only.
             top_p: draw from the likeliest tokens that make up this probability.
-            stop: tokens that end it; by default the model's end tokens.
+            stop: ids of tokens that end it; by default the model's end tokens, none with `[]`.
 
         Raises:
-            WeirError: nothing was fed yet, or the stream is a batch.
+            WeirError: nothing was fed yet, the stream is a batch, or an argument makes no sense.
         """
         if self._logits is None:
             raise WeirError("feed at least one token before generating")
@@ -177,32 +185,35 @@ class Stream:
                 f"generate continues one stream and this is a batch of {self._logits.shape[0]}; "
                 "use model.generate(..., past_key_values=weir.StreamingCache(...)) for batches"
             )
-        if temperature < 0:
-            raise WeirError(f"temperature must be 0 or more, not {temperature}")
-        return self._generate(max_new_tokens, temperature, _warpers(temperature, top_k, top_p), stop)
+        if not _is_count(max_new_tokens):
+            raise WeirError(f"max_new_tokens must be 0 or more, not {max_new_tokens!r}")
+        warpers = _warpers(temperature, top_k, top_p)
+        return self._generate(max_new_tokens, temperature == 0, warpers, self._ends(stop))
 
     def _generate(
-        self,
-        most: int,
-        temperature: float,
-        warpers: LogitsProcessorList,
-        stop: Sequence[int] | None,
+        self, most: int, greedy: bool, warpers: LogitsProcessorList, ends: set[int]
     ) -> Iterator[int]:
-        ends = self.model.generation_config.eos_token_id if stop is None else list(stop)
-        ends = [ends] if isinstance(ends, int) else (ends or [])
         for _ in range(most):
             assert self._logits is not None
-            if temperature == 0:
+            if greedy:
                 chosen = self._logits.argmax(dim=-1, keepdim=True)
             else:
-                logits = warpers(self._logits.new_empty(1, 0, dtype=torch.int64), self._logits)
-                chances = logits.float().softmax(dim=-1)
-                chosen = torch.multinomial(chances, 1, generator=self._generator)
+                before = torch.empty(1, 0, dtype=torch.int64)
+                logits = warpers(cast(Any, before), cast(Any, self._logits.cpu().float()))
+                chosen = torch.multinomial(logits.softmax(dim=-1), 1, generator=self._generator)
             token = int(chosen)
             self.feed(chosen)
             yield token
             if token in ends:
                 return
+
+    def _ends(self, stop: Sequence[int] | None) -> set[int]:
+        if stop is None:
+            found = self.model.generation_config.eos_token_id
+            return {found} if isinstance(found, int) else set(found or ())
+        if isinstance(stop, str) or not all(_is_count(token) for token in stop):
+            raise WeirError(f"stop must be token ids, not {stop!r}")
+        return set(stop)
 
     def slots(self, layer: int = 0) -> Held:
         """What one layer holds now; see `Held`.
@@ -230,6 +241,7 @@ class Stream:
             "policy": str(self.policy),
             "seed": self.seed,
             "tokens": self._seen,
+            "last": self._last,
             "cache": cache.state(),
         }
         tensors = {"generator": self._generator.get_state()}
@@ -259,14 +271,19 @@ class Stream:
         """
         facts, tensors = session.read(path)
         session.check_model(path, facts, model)
-        if policy is not None and str(policy_of(policy)) != facts["policy"]:
-            raise WeirError(f"{path} has the policy {facts['policy']}, not {policy_of(policy)}")
+        try:
+            saved = policy_of(facts["policy"])
+        except PolicyError as error:
+            raise WeirError(f"{path} has a policy that this weir does not know: {error}") from None
+        if policy is not None and policy_of(policy) != saved:
+            raise WeirError(f"{path} has the policy {saved}, not {policy_of(policy)}")
         made = facts["cache"]["made_with"]
-        stream = cls(model, facts["policy"], seed=facts["seed"], **made)
+        stream = cls(model, saved, seed=facts["seed"], **made)
         cache = stream._cached()
         cache.load_state(facts["cache"])
         device = model.device
         stream._seen = facts["tokens"]
+        stream._last = facts["last"]
         stream._generator.set_state(tensors["generator"])
         if "logits" in tensors:
             stream._logits = tensors["logits"].to(device)
@@ -291,10 +308,14 @@ class Stream:
         try:
             ids = torch.as_tensor(token_ids)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise WeirError(f"token ids must be whole numbers in a row or in rows: {error}") from None
+            raise WeirError(
+                "token ids must be whole numbers [length] or, in rows of one length, "
+                f"[batch, length] ({error})"
+            ) from None
         if ids.numel() == 0:
             raise WeirError("zero tokens were fed; a stream needs at least one")
-        if ids.is_floating_point() or ids.dtype == torch.bool or ids.ndim not in (1, 2):
+        whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+        if not whole or ids.ndim not in (1, 2):
             raise WeirError(
                 f"token ids must be whole numbers [length] or [batch, length], not {ids.dtype} "
                 f"{list(ids.shape)}"
@@ -304,10 +325,14 @@ class Stream:
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= vocabulary:
             wrong = low if low < 0 else high
-            raise WeirError(f"token id {wrong} is out of range; the model knows 0 to {vocabulary - 1}")
+            raise WeirError(
+                f"token id {wrong} is out of range; the model knows 0 to {vocabulary - 1}"
+            )
         ids = ids[None] if ids.ndim == 1 else ids
         if self._logits is not None and self._logits.shape[0] != ids.shape[0]:
-            raise WeirError(f"this stream has {self._logits.shape[0]} rows, {ids.shape[0]} were fed")
+            raise WeirError(
+                f"this stream has {self._logits.shape[0]} rows, {ids.shape[0]} were fed"
+            )
         return ids.to(self.model.device)
 
     def _forward(self, ids: Tensor, all_logits: bool) -> Iterator[Tensor]:
@@ -326,6 +351,7 @@ class Stream:
                 else:
                     logits = self._model_logits(piece, all_logits)
             self._logits = logits[:, -1].clone()
+            self._last = piece[:, -1].tolist()
             self._seen += piece.shape[1]
             yield logits
 
@@ -337,18 +363,23 @@ class Stream:
         return logits
 
 
-def _warpers(
-    temperature: float, top_k: int | None, top_p: float | None
-) -> LogitsProcessorList:
-    """transformers' warpers in its usual order."""
+def _is_count(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+
+
+def _warpers(temperature: float, top_k: int | None, top_p: float | None) -> LogitsProcessorList:
+    """Those of transformers, in its usual order."""
+    if not (isinstance(temperature, Real) and 0 <= temperature < math.inf):
+        raise WeirError(f"temperature must be a number from 0 on, not {temperature!r}")
+    if top_k is not None and not (_is_count(top_k) and top_k):
+        raise WeirError(f"top_k must be a whole number from 1 on, not {top_k!r}")
+    if top_p is not None and not (isinstance(top_p, Real) and 0 <= top_p <= 1):
+        raise WeirError(f"top_p must be a number from 0 to 1, not {top_p!r}")
     warpers = LogitsProcessorList()
-    try:
-        if temperature not in (0, 1):
-            warpers.append(TemperatureLogitsWarper(float(temperature)))
-        if top_k is not None:
-            warpers.append(TopKLogitsWarper(top_k))
-        if top_p is not None:
-            warpers.append(TopPLogitsWarper(top_p))
-    except ValueError as error:
-        raise WeirError(str(error)) from None
+    if temperature not in (0, 1):
+        warpers.append(TemperatureLogitsWarper(float(temperature)))
+    if top_k is not None:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p is not None:
+        warpers.append(TopPLogitsWarper(float(top_p)))
     return warpers

@@ -21,8 +21,8 @@ def read_text(path: str | Path) -> str:
     """
     path = Path(path)
     try:
-        raw = lzma.open(path).read() if path.suffix == ".xz" else path.read_bytes()
-        text = raw.decode("utf-8")
+        raw = path.read_bytes()
+        text = (lzma.decompress(raw) if path.suffix == ".xz" else raw).decode("utf-8")
     except UnicodeDecodeError as error:
         raise WeirError(
             f"{path} is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}"

@@ -16,6 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from weir.errors import WeirError
 from weir.stream import Stream
 
+ANSWER = "an-answer-that-stands-for-all"
+"""What the model is pretended to have said where a template is asked for the turn after."""
+
 
 class Conversation:
     """Turns of a user and a model.
@@ -35,7 +38,6 @@ class Conversation:
         self.stream = stream
         self.tokenizer = tokenizer
         self.rate = 0.0
-        self._open = False
 
     def say(self, text: str, *, most: int = 256, **sampling: Any) -> Iterator[str]:
         """Feed the user's words and yield the answer piece by piece.
@@ -48,23 +50,21 @@ class Conversation:
             sampling: temperature, top_k, top_p, as for `Stream.generate`.
 
         Raises:
-            WeirError: the text makes no tokens.
+            WeirError: the text makes no tokens, or cannot be written in UTF-8.
         """
         ids = self.turn(text)
         if not ids:
             raise WeirError("that makes no tokens; say something")
         self.stream.feed(ids)
-        began, count, shown = time.perf_counter(), 0, ""
+        self.rate = 0.0
+        began, shown = time.perf_counter(), ""
         answer: list[int] = []
-        self._open = True
         for token in self.stream.generate(most, **sampling):
             answer.append(token)
-            count += 1
-            self.rate = count / (time.perf_counter() - began)
+            self.rate = len(answer) / (time.perf_counter() - began)
             if token in self._ends():
-                self._open = False
                 return
-            whole = self.tokenizer.decode(answer, skip_special_tokens=True)
+            whole = str(self.tokenizer.decode(answer, skip_special_tokens=True))
             if whole.endswith("\ufffd"):
                 continue  # half of a character; the next token has the rest
             new, shown = whole[len(shown) :], whole
@@ -74,36 +74,47 @@ class Conversation:
             yield new
 
     def turn(self, text: str) -> list[int]:
-        """The ids of one turn of the user, and of what makes the model answer."""
+        """The ids of one turn of the user, and of what makes the model answer.
+
+        Raises:
+            WeirError: the text cannot be written in UTF-8.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise WeirError(f"character {error.start + 1} of that is not UTF-8") from None
         first = self.stream.seen == 0
         if self.tokenizer.chat_template is None:
-            ids = self.tokenizer(text if first else f"\n{text}", add_special_tokens=first)
+            ended = first or str(self.tokenizer.decode(self.stream.last)).endswith("\n")
+            ids = self.tokenizer(text if ended else f"\n{text}", add_special_tokens=first)
             return list(ids["input_ids"])
         user = {"role": "user", "content": text}
         if first:
-            return self._encode(self._render([user], True))
-        # What the template adds for a turn does not depend on the turns before: a short pretended
+            return self._encode(self._render([user]))
+        # What comes after an answer does not depend on the turns before it: a short pretended
         # history stands for the real one, however long that is.
-        history = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-        before, after = self._render(history, False), self._render([*history, user], True)
-        if not after.startswith(before):
-            before, after = "", self._render([user], True)
-        closing = self._close() if self._open else []
-        return closing + self._encode(after[len(before) :])
+        history = [{"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}]
+        _, found, after = self._render([*history, user]).partition(ANSWER)
+        if not found:
+            return self._encode(self._render([user]))
+        return self._without_end(self._encode(after))
 
-    def _render(self, turns: list[dict[str, str]], answer: bool) -> str:
-        rendered: str = self.tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=answer
+    def _without_end(self, ids: list[int]) -> list[int]:
+        """A turn without the end of the answer before it, if the model has said that itself."""
+        ends = self._ends()
+        place = next((i for i, token in enumerate(ids) if token in ends), None)
+        if place is None or self.stream.last[0] not in ends:
+            return ids
+        between = str(self.tokenizer.decode(ids[:place]))
+        return ids if between.strip() else ids[place + 1 :]
+
+    def _render(self, turns: list[dict[str, str]]) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         )
-        return rendered
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _close(self) -> list[int]:
-        """The end token that an answer cut short still lacks."""
-        self._open = False
-        return sorted(self._ends())[:1]
 
     def _ends(self) -> set[int]:
         ends = self.stream.model.generation_config.eos_token_id
@@ -116,4 +127,3 @@ class Conversation:
             WeirError: the file is missing, damaged or of another model.
         """
         self.stream = Stream.restore(self.stream.model, path)
-        self._open = False

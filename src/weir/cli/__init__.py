@@ -1,10 +1,11 @@
 """The command line: `weir COMMAND`. Each command is a file; what they do lies elsewhere.
 
-Exit codes: 0 done, 1 an error in one line, 2 usage.
+Exit codes: 0 done, 1 an error in one line, 2 usage, in one line too; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -15,12 +16,15 @@ from weir.errors import WeirError
 
 # Progress and warnings of libraries would mix with ours; errors still come through.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+# typer brings click with it in some versions and not in others: what a wrong option raises.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="weir",
     help="Any Hugging Face decoder on token streams without end, in a KV cache of fixed size.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -43,20 +47,42 @@ def _options(
 
 def main() -> None:
     """Run the command line."""
-    from transformers.utils.logging import disable_progress_bar
+    for written in (sys.stdout, sys.stderr):
+        if isinstance(written, io.TextIOWrapper):
+            written.reconfigure(errors="replace")  # a terminal that is not UTF-8 gets what it can
+    try:
+        code = _run(sys.argv[1:] or ["--help"])
+        sys.stdout.flush()
+    except WeirError as error:
+        code = _fail(str(error), 1)
+    except UsageError as error:
+        code = _fail(_usage(error), 2)
+    except KeyboardInterrupt:
+        code = 130
+    except OSError as error:
+        # If the reader of our output has gone, as `head` does, nothing is left to say.
+        code = 1 if isinstance(error, BrokenPipeError) else _fail(str(error), 1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if code == 130:
+        _fail("interrupted", code)
+    sys.exit(code)
 
+
+def _run(arguments: list[str]) -> int:
+    """Carry out a command; its exit code."""
     from weir.cli import chat, demo, policies, stream, train  # noqa: F401  (they register)
 
-    disable_progress_bar()
-    try:
-        app()
-    except WeirError as error:
-        typer.echo(f"weir: {error}", err=True)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        typer.echo("weir: interrupted", err=True)
-        sys.exit(130)
-    except BrokenPipeError:
-        # The reader of our output has gone, as `head` does; nothing is left to say.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+    code = app(arguments, prog_name="weir", standalone_mode=False)
+    return code if isinstance(code, int) else 0
+
+
+def _fail(problem: str, code: int) -> int:
+    typer.echo(f"weir: {' '.join(problem.split())}", err=True)
+    return code
+
+
+def _usage(error: object) -> str:
+    """What is wrong with the arguments, and where to read how it is right."""
+    problem = getattr(error, "format_message", lambda: str(error))().rstrip(".")
+    context = getattr(error, "ctx", None)
+    return f"{problem}; see {context.command_path if context else 'weir'} --help"

@@ -31,7 +31,9 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 for the likeliest token.")] = 0.7,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.95,
     most: Annotated[int, typer.Option("--max-tokens", min=1, help="Of one answer.")] = 256,
-    session: Annotated[Path | None, typer.Option(help="A saved conversation to go on with.")] = None,
+    session: Annotated[
+        Path | None, typer.Option(help="A saved conversation to go on with.")
+    ] = None,
 ) -> None:
     """Talk to a model for as long as you like; the cache stays as large as it is."""
     from weir.chat import Conversation
@@ -73,9 +75,7 @@ def _ask() -> str | None:
             messages.print("weir: that line is not UTF-8")
 
 
-def _answer(
-    talk: Conversation, line: str, most: int, temperature: float, top_p: float
-) -> None:
+def _answer(talk: Conversation, line: str, most: int, temperature: float, top_p: float) -> None:
     with interruptible() as interrupt:
         answer = talk.say(line, most=most, temperature=temperature, top_p=top_p)
         try:
@@ -89,7 +89,9 @@ def _answer(
     output.file.write("\n")
     output.file.flush()
     report = talk.stream.report()
-    held = "" if not report.get("layers") else f"{sum(report['layers'][0]['slots'].values())} slots, "
+    held = (
+        "" if not report.get("layers") else f"{sum(report['layers'][0]['slots'].values())} slots, "
+    )
     messages.print(
         f"[dim]{talk.stream.seen:,} tokens seen, {held}{size(talk.stream.nbytes)}, "
         f"{talk.rate:.0f} tokens/s[/dim]"
@@ -122,7 +124,8 @@ def _command(talk: Conversation, line: str) -> bool:
 def _report(talk: Conversation) -> None:
     report = talk.stream.report()
     messages.print(
-        f"{report['policy']}: {talk.stream.seen:,} tokens seen, {size(report['bytes'])}", markup=False
+        f"{report['policy']}: {talk.stream.seen:,} tokens seen, {size(report['bytes'])}",
+        markup=False,
     )
     for index, layer in enumerate(report.get("layers", ())):
         held = ", ".join(f"{name} {count}" for name, count in layer["slots"].items())

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,6 +20,9 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Model = Annotated[str, typer.Option(help="nano, a folder, or a Hugging Face Hub id.")]
 PolicyText = Annotated[str, typer.Option(help="A pipe or a named policy; see `weir policies`.")]
@@ -47,13 +50,43 @@ def plain(value: Any) -> Any:
     return value
 
 
+def say(text: str) -> None:
+    """One line on standard error, as it is: no markup, and not broken where the terminal ends."""
+    messages.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Show on a terminal that something is under way whose end nobody can foretell."""
+    with messages.status(f"{what} …"):
+        yield
+
+
+def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """`weir.load`, which takes a while and says so.
+
+    Raises:
+        WeirError: as `load`.
+    """
+    with waiting(f"loading {name}"):
+        from transformers.utils.logging import disable_progress_bar
+
+        from weir.load import is_local, load
+
+        if is_local(name):
+            disable_progress_bar()
+            return load(name)
+    say(f"fetching {name} from the Hugging Face Hub")  # which shows bars of its own
+    return load(name)
+
+
 def progress() -> Progress:
     """A progress bar on standard error."""
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
         TimeRemainingColumn(),
         console=messages,
         transient=True,

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
 from weir.cli import app
-from weir.cli.common import AsJson, interruptible, messages, output, plain, print_json, size
+from weir.cli.common import (
+    AsJson,
+    interruptible,
+    load_model,
+    messages,
+    output,
+    plain,
+    print_json,
+    progress,
+    say,
+    size,
+)
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
@@ -28,45 +40,73 @@ def demo(
 ) -> None:
     """Read a book far past the model's window, under several policies side by side."""
     from weir import demo as demonstration
-    from weir.load import load
 
-    model, tokenizer = load("nano")
+    _make_folder(out)
+    model, tokenizer = load_model("nano")
+    ids = demonstration.book(tokenizer, tokens)
+    if len(ids) < tokens:
+        say(f"the packaged excerpt has {len(ids):,} tokens, not {tokens:,}; all of them are read")
     window = model.config.max_position_embeddings
-    say = messages if as_json else output
-    say.print(
-        f"nano was trained on {window} tokens at a time. It now reads {tokens:,} tokens of "
-        "War and Peace."
+    console = messages if as_json else output
+    console.print(
+        f"nano was trained on {window:,} tokens at a time. "
+        f"It now reads {len(ids):,} tokens of {demonstration.TITLE}, once under each policy.",
+        highlight=False,
     )
-    with interruptible() as interrupt, Live(console=say, refresh_per_second=8) as live:
+    bar = progress()
+    task = bar.add_task("reading", total=len(ids), note="tokens")
+    with interruptible() as interrupt, Live(console=console, refresh_per_second=8) as live:
 
         def show(readers: list[Reader]) -> bool:
-            live.update(_table(readers, window))
+            done = readers[0].reading.tokens
+            bar.update(task, completed=done)
+            table = _table(readers, window)
+            over = done == len(ids) or bool(interrupt)
+            live.update(table if over else Group(table, bar), refresh=over)
             return bool(interrupt)
 
-        result = demonstration.run(model, tokenizer, tokens=tokens, on_step=show)
+        result = demonstration.run(model, ids, on_step=show)
+    if not console.is_terminal:
+        console.line()
     result["interrupted"] = bool(interrupt)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "result.json").write_text(json.dumps(plain(result), indent=1) + "\n", "utf-8")
-        demonstration.write_report(result, out / "report.html")
-    except OSError as error:
-        raise WeirError(f"cannot write to {out}: {error.strerror}") from None
+    _write(result, out)
     if as_json:
         print_json(result)
-    say.print(f"figures: {out / 'result.json'}   plots: {out / 'report.html'}")
+    for name in ("result.json", "report.html"):
+        console.print(f"{out / name}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WeirError(f"cannot make the folder {out}: {error.strerror}") from None
+
+
+def _write(result: dict[str, Any], out: Path) -> None:
+    from weir.demo import write_report
+
+    try:
+        (out / "result.json").write_text(json.dumps(plain(result), indent=1) + "\n", "utf-8")
+        write_report(result, out / "report.html")
+    except OSError as error:
+        raise WeirError(f"cannot write to {out}: {error.strerror}") from None
 
 
 def _table(readers: list[Reader], window: int) -> Table:
     done = readers[0].reading.tokens
-    title = f"{done:,} tokens read: {done / window:.1f} times the window"
-    table = Table("policy", title=title)
+    table = Table(title=f"{done:,} tokens read: {done / window:.1f} times the window")
+    table.add_column("policy", no_wrap=True)
     for head in ("perplexity", "last block", "cache", "tokens/s"):
-        table.add_column(head, justify="right", min_width=10)
+        table.add_column(head, justify="right", min_width=8, no_wrap=True)
     for reader in readers:
         reading = reader.reading
         last = f"{reading.ppl_by_block[-1]:.1f}" if reading.ppl_by_block else ""
-        whole = f"{reading.ppl:.1f}" if reading.ppl_by_block else ""
         table.add_row(
-            reading.policy, whole, last, size(reading.kv_bytes), f"{reading.tokens_per_s:,.0f}"
+            reading.policy,
+            f"{reading.ppl:.1f}",
+            last,
+            size(reading.kv_bytes),
+            f"{reading.tokens_per_s:,.0f}",
         )
     return table

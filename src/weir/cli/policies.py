@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from rich.table import Table
+from rich.padding import Padding
+from rich.text import Text
 
 from weir.cli import app
 from weir.cli.common import AsJson, output, print_json
@@ -14,35 +15,36 @@ from weir.cli.common import AsJson, output, print_json
 @app.command()
 def policies(as_json: AsJson = False) -> None:
     """List the named policies and the pools a pipe can be made of."""
-    from weir.policy import NAMED
+    from weir.policy import NAMED, Pipe
     from weir.pools import POOLS
 
-    named = [
-        {
-            "name": name,
-            "parameters": _parameters(it.make),
-            "pipe": _pipe(it.make),
-            "about": _first_line(it.make),
-            "paper": it.paper,
-        }
-        for name, it in NAMED.items()
-    ]
+    named: list[dict[str, Any]] = []
+    for name, it in NAMED.items():
+        made = it.make()
+        facts = {"name": name, "parameters": _parameters(it.make), "about": _about(it.make)}
+        pipe = str(made) if isinstance(made, Pipe) else None
+        named.append({**facts, "pipe": pipe, "paper": it.paper})
     pools = [
-        {"name": name, "parameters": _parameters(kind), "about": _first_line(kind)}
+        {"name": name, "parameters": _parameters(kind), "about": _about(kind)}
         for name, kind in POOLS.items()
     ]
     if as_json:
         print_json({"policies": named, "pools": pools})
         return
-    table = Table("policy", "pipe with its defaults", "what it does", "where from")
+    output.print(Text("Policies", style="bold"))
     for row in named:
-        table.add_row(f"{row['name']}({row['parameters']})", row["pipe"], row["about"], row["paper"])
-    output.print(table)
-    table = Table("pool", "what it does")
+        pipe = f"   =  {row['pipe']}" if row["pipe"] else ""
+        _entry(row, pipe, f"{row['about']} ({row['paper']})")
+    output.print(Text("\nPools", style="bold"))
     for row in pools:
-        table.add_row(f"{row['name']}({row['parameters']})", row["about"])
-    output.print(table)
-    output.print("A pipe is pools with | between them: sink(4) | recent(252)", markup=False)
+        _entry(row, "", row["about"])
+    output.print("\nA pipe is pools with | between them: sink(4) | recent(252)", markup=False)
+
+
+def _entry(row: dict[str, Any], pipe: str, about: str) -> None:
+    head = Text.assemble((f"  {row['name']}({row['parameters']})", "cyan"), (pipe, "dim"))
+    output.print(head, soft_wrap=True)
+    output.print(Padding(Text(about), (0, 0, 0, 6)))
 
 
 def _parameters(make: Any) -> str:
@@ -54,9 +56,6 @@ def _parameters(make: Any) -> str:
     return ", ".join(parts)
 
 
-def _pipe(make: Any) -> str:
-    return str(make())
-
-
-def _first_line(it: Any) -> str:
-    return (inspect.getdoc(it) or "").splitlines()[0]
+def _about(it: Any) -> str:
+    """The first sentence of a docstring."""
+    return " ".join((inspect.getdoc(it) or "").split("\n\n")[0].split())

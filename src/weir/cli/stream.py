@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -16,12 +17,24 @@ from weir.cli.common import (
     PolicyText,
     Seed,
     interruptible,
-    messages,
+    load_model,
     output,
     print_json,
     progress,
+    say,
     size,
+    waiting,
 )
+
+if TYPE_CHECKING:
+    from weir.evals.reading import Reading
+
+
+class Positions(StrEnum):
+    """What `--positions` may be."""
+
+    rolling = "rolling"
+    original = "original"
 
 
 @app.command()
@@ -32,7 +45,9 @@ def stream(
     tokens: Annotated[int | None, typer.Option(min=2, help="Read only so many tokens.")] = None,
     chunk: Chunk = 64,
     block: Annotated[int, typer.Option(min=1, help="Tokens in a block of the table.")] = 1000,
-    positions: Annotated[str, typer.Option(help="rolling or original.")] = "rolling",
+    positions: Annotated[
+        Positions, typer.Option(help="Inside the cache, or in the stream.")
+    ] = Positions.rolling,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -40,52 +55,57 @@ def stream(
 
     Ctrl-C ends the reading and reports what was read.
     """
-    from weir.evals.reading import Reading, encode, read
-    from weir.load import load
+    from weir.evals.reading import encode, read
     from weir.policy import policy_of
     from weir.stream import Stream
     from weir.text import read_text
 
     wanted = policy_of(policy)
     words = read_text(text)
-    reader, tokenizer = load(model)
-    ids = encode(tokenizer, words, tokens)
-    it = Stream(reader, wanted, chunk=chunk, seed=seed, positions=positions)  # type: ignore[arg-type]
+    reader, tokenizer = load_model(model)
+    with waiting(f"tokenising {text}"):
+        ids = encode(tokenizer, words, tokens)
+    if tokens is not None and len(ids) < tokens:
+        say(f"{text} has {len(ids):,} tokens, not {tokens:,}; all of them are read")
+    it = Stream(reader, wanted, chunk=chunk, seed=seed, positions=positions.value)
     with interruptible() as interrupt, progress() as bar:
         task = bar.add_task(str(wanted), total=len(ids), note="")
 
         def show(reading: Reading) -> bool:
-            note = f"ppl {reading.ppl:.2f}  {reading.tokens_per_s:.0f} tokens/s"
+            note = f"perplexity {reading.ppl:.2f}, {reading.tokens_per_s:,.0f} tokens/s"
             bar.update(task, completed=reading.tokens, note=note)
             return bool(interrupt)
 
         reading = read(it, ids, block=block, on_step=show)
-    facts = {
-        "model": model,
-        **reading.as_json(),
-        "chunk": chunk,
-        "positions": positions,
-        "seed": seed,
-        "interrupted": bool(interrupt),
-    }
-    if as_json:
-        print_json(facts)
-        return
     if interrupt:
-        messages.print(f"interrupted after {reading.tokens} of {len(ids)} tokens")
-    table = Table("tokens", "perplexity", "cache")
+        say(f"interrupted after {reading.tokens:,} of {len(ids):,} tokens")
+    if as_json:
+        settings = {"chunk": chunk, "positions": positions.value, "seed": seed}
+        print_json(
+            {"model": model, **reading.as_json(), **settings, "interrupted": bool(interrupt)}
+        )
+        return
+    _print(model, reading)
+
+
+def _print(model: str, reading: Reading) -> None:
+    table = Table()
+    for head in ("tokens", "perplexity", "cache"):
+        table.add_column(head, justify="right")
     for number, (ppl, held) in enumerate(
         zip(reading.ppl_by_block, reading.bytes_by_block, strict=True)
     ):
-        last = min((number + 1) * block, reading.tokens)
-        table.add_row(f"{number * block:,} to {last:,}", f"{ppl:.2f}", size(held))
+        first = number * reading.block
+        last = min(first + reading.block, reading.tokens)
+        table.add_row(f"{first + 1:,} to {last:,}", f"{ppl:.2f}", size(held))
     output.print(table)
-    output.print(
+    lines = [
         f"{model} under {reading.policy}: perplexity {reading.ppl:.3f} over {reading.tokens:,} "
-        f"tokens, {size(reading.kv_bytes)} of cache, {reading.tokens_per_s:,.0f} tokens/s",
-        markup=False,
-    )
+        f"tokens, {size(reading.kv_bytes)} of cache, {reading.tokens_per_s:,.0f} tokens/s"
+    ]
     if reading.slowdown is not None:
-        output.print(f"time per token, last thousand over second thousand: {reading.slowdown:.3f}")
+        lines.append(f"time per token, last thousand over second thousand: {reading.slowdown:.3f}")
     if reading.memory_growth is not None:
-        output.print(f"process memory since token 5,000: +{size(reading.memory_growth)}")
+        lines.append(f"process memory since token 5,000: +{size(reading.memory_growth)}")
+    for line in lines:
+        output.print(line, markup=False, highlight=False, soft_wrap=True)

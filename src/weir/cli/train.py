@@ -18,15 +18,17 @@ def train(
         Path, typer.Option(help="Books: UTF-8, plain or .xz, parted by lines with a NUL byte.")
     ],
     out: Annotated[Path, typer.Option(help="Folder for the model; a run found there goes on.")],
-    tokens: Annotated[int, typer.Option(min=10_000, help="Tokens to train on.")] = 44_000_000,
+    tokens: Annotated[int, typer.Option(min=10_000, help="Tokens to train on.")] = 32_000_000,
     vocabulary: Annotated[int, typer.Option(min=300, max=65_535)] = 4096,
     width: Annotated[int, typer.Option(min=32)] = 256,
     layers: Annotated[int, typer.Option(min=1)] = 4,
-    length: Annotated[int, typer.Option(min=64, help="Tokens in a sample: the window.")] = 512,
+    length: Annotated[int, typer.Option(min=192, help="Tokens in a sample: the window.")] = 512,
     rows: Annotated[int, typer.Option(min=2, help="Samples in a step.")] = 16,
     rate: Annotated[float, typer.Option(min=0.0, help="Highest learning rate.")] = 4e-3,
     seed: Seed = 0,
-    compiled: Annotated[bool, typer.Option(help="Compile the model; faster after a minute.")] = True,
+    compiled: Annotated[
+        bool, typer.Option(help="Compile the model; faster after a minute.")
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
     """Train a Llama-shaped model on books and recall exercises.

@@ -1,6 +1,6 @@
 """The demonstration: one book, one small model, several policies side by side."""
 
-from weir.demo.run import POLICIES, run
 from weir.demo.report import write_report
+from weir.demo.run import POLICIES, TITLE, book, run
 
-__all__ = ["POLICIES", "run", "write_report"]
+__all__ = ["POLICIES", "TITLE", "book", "run", "write_report"]

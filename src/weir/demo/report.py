@@ -51,14 +51,18 @@ def _plot(result: dict[str, Any], key: str, label: str, factor: float, *, log: b
         figure, axes = pyplot.subplots(figsize=(7.2, 3.2), layout="constrained")
         for index, policy in enumerate(result["policies"]):
             values = [value * factor for value in policy[key]]
-            ends = [
-                min((n + 1) * result["block"], result["tokens"]) for n in range(len(values))
-            ]
+            ends = [min((n + 1) * result["block"], result["tokens"]) for n in range(len(values))]
             colour = COLOURS[index % len(COLOURS)]
             axes.plot(ends, values, color=colour, lw=1.8, label=policy["policy"])
         axes.axvline(result["model_window"], color="#888", lw=1, ls=":")
-        axes.text(result["model_window"], 1.0, " window", color="#888", va="bottom",
-                  transform=axes.get_xaxis_transform())
+        axes.text(
+            result["model_window"],
+            1.0,
+            " window",
+            color="#888",
+            va="bottom",
+            transform=axes.get_xaxis_transform(),
+        )
         axes.set_xlabel("tokens read")
         axes.set_ylabel(label)
         if log:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir.evals.reading import STEP, Reader, encode
@@ -13,6 +14,7 @@ from weir.stream import Stream
 from weir.text import read_text
 
 BOOK = ASSETS / "war-and-peace.txt.xz"
+TITLE = "War and Peace"
 POLICIES = (
     "dense",
     "window(budget=256)",
@@ -22,22 +24,32 @@ POLICIES = (
 """What everyone does, what fails, what the paper does, and the same with all the window allows."""
 
 
+def book(tokenizer: PreTrainedTokenizerBase, tokens: int) -> Tensor:
+    """The first tokens of the packaged book; fewer if it has no more."""
+    return encode(tokenizer, read_text(BOOK), tokens)
+
+
 def run(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    ids: Tensor,
     *,
-    tokens: int,
     policies: tuple[str, ...] = POLICIES,
     block: int = 500,
     on_step: Callable[[list[Reader]], bool | None] = lambda readers: None,
 ) -> dict[str, Any]:
-    """Read `tokens` tokens of the book under every policy.
+    """Read the tokens `ids` of the book under every policy.
+
+    Args:
+        model: the model.
+        ids: what `book` returned.
+        policies: the policies.
+        block: tokens in a block of `ppl_by_block`.
+        on_step: called after every `STEP` tokens; reading ends early when it returns True.
 
     Returns:
         {"model_window", "book", "tokens", "block", "policies": [figures of each]}; the figures are
         those of `weir stream`.
     """
-    ids = encode(tokenizer, read_text(BOOK), tokens)
     readers = [Reader(Stream(model, policy), block) for policy in policies]
     for piece in ids.split(STEP):
         for reader in readers:
@@ -48,7 +60,7 @@ def run(
         reader.close()
     return {
         "model_window": model.config.max_position_embeddings,
-        "book": "Leo Tolstoy, War and Peace",
+        "book": f"Leo Tolstoy, {TITLE}",
         "tokens": readers[0].reading.tokens,
         "block": block,
         "policies": [reader.reading.as_json() for reader in readers],

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import resource
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -36,10 +36,13 @@ class Reading:
         block: tokens in a block.
         nll: sum of negative log-likelihoods, in nats.
         scored: tokens that had something before them.
-        ppl_by_block: perplexity of each block of the text; the last one may be short.
+        ppl_by_block: perplexity of each block of the text; the last one may be short. Nothing
+            predicts the first token of a stream: it counts for nothing in its block.
         kv_bytes: bytes of the cache at the end.
         bytes_by_block: bytes of the cache after each block.
-        memory_growth: growth of the process's peak memory since token 5,000, in bytes; None before.
+        memory_growth: how far the process's memory has risen above what it was at token 5,000, in
+            bytes; None before, and where the system does not say.
+        seconds: spent reading.
         pace: seconds per token, for each `STEP` tokens.
     """
 
@@ -52,18 +55,18 @@ class Reading:
     kv_bytes: int = 0
     bytes_by_block: list[int] = field(default_factory=list)
     memory_growth: int | None = None
+    seconds: float = 0.0
     pace: list[float] = field(default_factory=list)
 
     @property
     def ppl(self) -> float:
-        """Perplexity of all blocks that have ended; NaN before the first."""
+        """Perplexity of all that was read; NaN before the second token."""
         return _exp(self.nll / self.scored) if self.scored else math.nan
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second, all in all."""
-        seconds = sum(self.pace) * STEP
-        return self.tokens / seconds if seconds else 0.0
+        return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
     def slowdown(self) -> float | None:
@@ -82,6 +85,7 @@ class Reading:
         del facts["pace"], facts["nll"], facts["scored"]
         return {
             **facts,
+            "seconds": round(self.seconds, 3),
             "ppl": self.ppl,
             "tokens_per_s": round(self.tokens_per_s, 1),
             "last_over_second_thousand": self.slowdown,
@@ -94,13 +98,16 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, most: int | None = Non
     Raises:
         WeirError: the text makes no tokens to predict.
     """
-    if most is not None:
-        # No tokenizer makes fewer than one token of sixteen characters of prose; none needs more.
-        text = text[: 16 * most]
-    ids = tokenizer(text, verbose=False, return_attention_mask=False)["input_ids"][:most]
+    # So many characters are enough for prose; for spaces or dashes without end it takes more.
+    size = len(text) if most is None else 16 * most
+    while True:
+        ids = tokenizer(text[:size], verbose=False, return_attention_mask=False)["input_ids"]
+        if size >= len(text) or (most is not None and len(ids) > most):
+            break
+        size *= 4
     if len(ids) < 2:
         raise WeirError(f"the text makes {len(ids)} tokens; at least 2 are needed")
-    return torch.tensor(ids, dtype=torch.int64)
+    return torch.tensor(ids[:most], dtype=torch.int64)
 
 
 class Reader:
@@ -117,38 +124,45 @@ class Reader:
     def __init__(self, stream: Stream, block: int = 1000) -> None:
         self.stream = stream
         self.reading = Reading(str(stream.policy), block)
-        self._block_nll = 0.0
-        self._block_scored = 0
-        self._first_peak = 0
+        # Of the block that is open.
+        self._nll = 0.0
+        self._scored = 0
+        self._early_memory: int | None = None
 
     def take(self, piece: Tensor) -> None:
         """Read the next tokens [n]; `STEP` of them, but for the last piece of a text."""
         reading = self.reading
         began = time.perf_counter()
+        is_first = self.stream.seen == 0
         nll = self.stream.score(piece[None])[0]
-        reading.pace.append((time.perf_counter() - began) / len(piece))
+        took = time.perf_counter() - began
+        reading.seconds += took
+        reading.pace.append(took / len(piece))
         for part in nll.split(_cuts(len(nll), reading.tokens % reading.block, reading.block)):
-            known = part[~part.isnan()]
-            self._block_nll += float(known.double().sum())
-            self._block_scored += len(known)
+            known = part[1:] if is_first and reading.tokens == 0 else part
+            total = float(known.double().sum())
+            self._nll += total
+            self._scored += len(known)
+            reading.nll += total
+            reading.scored += len(known)
             reading.tokens += len(part)
             if reading.tokens % reading.block == 0:
                 self.close()
         reading.kv_bytes = self.stream.nbytes
-        if reading.tokens >= 5000:
-            self._first_peak = self._first_peak or _peak_memory()
-            reading.memory_growth = _peak_memory() - self._first_peak
+        if reading.tokens >= 5000 and (memory := _memory()) is not None:
+            self._early_memory = self._early_memory or memory
+            grown = memory - self._early_memory
+            reading.memory_growth = max(grown, reading.memory_growth or 0)
 
     def close(self) -> None:
         """End the block that is open, if there is one; the last of a text may be short."""
-        if not self._block_scored:
-            return
         reading = self.reading
-        reading.nll += self._block_nll
-        reading.scored += self._block_scored
-        reading.ppl_by_block.append(_exp(self._block_nll / self._block_scored))
+        if reading.tokens <= len(reading.ppl_by_block) * reading.block:
+            return
+        mean = self._nll / self._scored if self._scored else math.nan
+        reading.ppl_by_block.append(_exp(mean))
         reading.bytes_by_block.append(self.stream.nbytes)
-        self._block_nll, self._block_scored = 0.0, 0
+        self._nll, self._scored = 0.0, 0
 
 
 def read(
@@ -189,7 +203,11 @@ def _exp(nats: float) -> float:
     return math.exp(min(nats, 700.0))
 
 
-def _peak_memory() -> int:
-    """The most memory the process has held, in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def _memory() -> int | None:
+    """The memory of the process in bytes; None where the system is not Linux."""
+    # Not the peak, which loading a model sets high enough to hide what comes after.
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * resource.getpagesize()

@@ -6,6 +6,7 @@ Knows nothing about models or exercises.
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,8 @@ PAD = "<|pad|>"
 def train_tokenizer(books: list[str], vocabulary: int = 4096) -> PreTrainedTokenizerBase:
     """A byte-level BPE tokenizer whose digits are tokens of their own.
 
-    Every text it encodes begins with `<|start|>`, the only place that token ever stands.
+    Every text it encodes begins with `<|start|>`, the only place that token ever stands: where a
+    text says "<|start|>", it is spelled out.
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -44,23 +46,24 @@ def train_tokenizer(books: list[str], vocabulary: int = 4096) -> PreTrainedToken
         bos_token=START,
         pad_token=PAD,
         clean_up_tokenization_spaces=False,
+        split_special_tokens=True,
     )
 
 
 def encode(books: list[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """All books as one array of ids [tokens] (uint16), without start tokens."""
-    # Paragraphs, not books: the tokenizer takes them in parallel.
-    paragraphs = list(
-        itertools.chain.from_iterable(book.splitlines(keepends=True) for book in books)
-    )
+    # Paragraphs, not books: the tokenizer takes them in parallel. Where a single line break stands
+    # between words it is a token of its own, so cuts after it change nothing.
+    paragraphs = [part for book in books for part in re.split(r"(?<=\S\n)(?=\S)", book)]
     encoded = tokenizer(paragraphs, add_special_tokens=False, return_attention_mask=False)
     return np.fromiter(itertools.chain.from_iterable(encoded["input_ids"]), dtype=np.uint16)
 
 
-def load_or_encode(
-    path: Path, books: list[str], tokenizer: PreTrainedTokenizerBase
-) -> np.ndarray:
+def load_or_encode(path: Path, books: list[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """`encode`, kept in a `.npy` file at `path` so that a resumed run need not repeat it."""
     if not path.exists():
-        np.save(path, encode(books, tokenizer))
+        unfinished = path.with_suffix(".tmp")
+        with unfinished.open("wb") as file:
+            np.save(file, encode(books, tokenizer))
+        unfinished.replace(path)
     return np.load(path, mmap_mode="r")

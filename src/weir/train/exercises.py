@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from weir.errors import WeirError
+
 VERB = " has"
 DIGITS = 3
 NAMES = tuple(
@@ -24,7 +26,8 @@ NAMES = tuple(
     Grace Harry Helen Henry Herbert Hugh Jack James Jane Jasper Jenny Jerry Jim Joe John Joseph
     Kate Laura Lewis Lily Lucy Margaret Maria Marian Martha Martin Mary Maurice Michael Nancy Nell
     Nelly Nicholas Nora Oliver Oswald Owen Patrick Paul Percy Peter Philip Rachel Ralph Richard
-    Robert Roderick Roger Rose Sam Sarah Simon Stephen Susan Thomas Tom Walter Will William""".split()
+    Robert Roderick Roger Rose Sam Sarah Simon Stephen Susan Thomas Tom Walter Will
+    William""".split()
 )
 
 
@@ -45,7 +48,7 @@ class Words:
         """The exercises' tokens; of `NAMES`, those that are one token with the space before them.
 
         Raises:
-            ValueError: a word or digit that must be one token is not, or too few names are.
+            WeirError: a word or digit that must be one token is not, or too few names are.
         """
 
         def ids_of(text: str) -> list[int]:
@@ -54,12 +57,18 @@ class Words:
         def one(text: str) -> int:
             ids = ids_of(text)
             if len(ids) != 1:
-                raise ValueError(f"{text!r} is {len(ids)} tokens in this tokenizer, 1 is needed")
+                raise WeirError(
+                    f"the exercises need {text!r} to be one token, and in this tokenizer it is "
+                    f"{len(ids)}: train it on more text or with a larger vocabulary"
+                )
             return ids[0]
 
         names = [ids[0] for ids in (ids_of(f" {name}") for name in NAMES) if len(ids) == 1]
         if len(names) < 12:
-            raise ValueError(f"only {len(names)} names are one token in this tokenizer, not 12")
+            raise WeirError(
+                f"the exercises need 12 names that are one token, and this tokenizer has "
+                f"{len(names)}: train it on more text or with a larger vocabulary"
+            )
         special = set(tokenizer.all_special_ids)
         return cls(
             start=int(tokenizer.bos_token_id),
@@ -107,13 +116,9 @@ def segment_sample(
     count = length // (2 * size) + 1
     segments = rng.choice(words.plain, size=(count, size))
     order = rng.permutation(np.repeat(np.arange(count), 2))
-    again = np.zeros(2 * count, dtype=bool)
-    seen: set[int] = set()
-    for place, segment in enumerate(order.tolist()):
-        again[place] = segment in seen
-        seen.add(segment)
-    weights = np.zeros((2 * count, size))
-    weights[again, 1:] = 1.0
+    weights = np.ones((2 * count, size))
+    weights[:, 0] = 0.0
+    weights[np.unique(order, return_index=True)[1]] = 0.0  # where each segment comes first
     ids = np.concatenate([[words.start], segments[order].reshape(-1)])[:length]
     return ids, np.concatenate([[0.0], weights.reshape(-1)])[:length]
 
@@ -137,7 +142,7 @@ def recall_sample(
     numbers = rng.choice(words.digits, size=(count, digits))
     ids: list[np.ndarray] = [np.array([words.start])]
     weights: list[np.ndarray] = [np.zeros(1)]
-    held, order = 1, []
+    held, order = 1, list[int]()
     while held < length:
         order = order or rng.permutation(np.repeat(np.arange(count), 2)).tolist()
         # The first round says each fact for the first time somewhere; later ones only ask again.
@@ -161,7 +166,11 @@ def _answer_weight(length: int, digits: int) -> np.ndarray:
 def _forget_first(
     row: np.ndarray, weight: np.ndarray, names: np.ndarray, digits: int, verb: int
 ) -> None:
-    """No weight for a number that was never said before: nobody can know it."""
+    """No weight for a number that was never said before: nobody can know it.
+
+    Where book text itself has a name and then the verb, that is taken for the first time; of the
+    answers of a run, one in tens of thousands is weighted wrongly for that.
+    """
     for name in names:
         said = np.flatnonzero((row[:-1] == name) & (row[1:] == verb))
         if len(said):
@@ -183,12 +192,12 @@ def recall_exercise(
     tokens before the answer is due.
 
     Raises:
-        ValueError: the facts do not fit, or `distance` is not between 8 and `length` - 4.
+        WeirError: the facts do not fit, or `distance` is not between 8 and `length` - 4.
     """
     said = 4 + DIGITS
     ask = 3
     if not said < distance < length - 3 or facts * said * 3 > length:
-        raise ValueError(f"no room for {facts} facts and distance {distance} in {length} tokens")
+        raise WeirError(f"no room for {facts} facts and distance {distance} in {length} tokens")
     names = rng.choice(words.names, size=facts, replace=False)
     numbers = rng.choice(words.digits, size=(facts, DIGITS))
     row = np.concatenate([[words.start], passage(book, length - 1, rng)])

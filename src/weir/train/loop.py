@@ -27,9 +27,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from weir.errors import WeirError
 from weir.text import read_books
 from weir.train import corpus, exercises
 from weir.train.exercises import Words
+
+SHORTEST = 192
+"""Tokens in the shortest sample that has room for the exercises and for `sink_loss`."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Recipe:
         seed: of the weights and of every draw.
     """
 
-    tokens: int = 40_000_000
+    tokens: int = 32_000_000
     rows: int = 16
     length: int = 512
     width: int = 256
@@ -62,14 +66,31 @@ class Recipe:
     kv_heads: int = 2
     inner: int = 768
     rate: float = 4e-3
-    falling: float = 0.3
+    falling: float = 0.23
     exercise_rows: int = 5
     exercise_weight: float = 0.5
-    only_segments: float = 0.25
-    sinks_after: float = 0.44
-    sink_weight: float = 0.03
-    sink_share: float = 0.5
+    only_segments: float = 0.3438
+    sinks_after: float = 0.6051
+    sink_weight: float = 0.08
+    sink_share: float = 0.8
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.width % (2 * self.heads):
+            raise WeirError(
+                f"a model {self.width} wide has no {self.heads} heads of an even size: choose a "
+                f"multiple of {2 * self.heads}"
+            )
+        if self.length < SHORTEST:
+            raise WeirError(
+                f"the exercises do not fit in samples of {self.length} tokens: choose {SHORTEST} "
+                "or more"
+            )
+        if not self.steps:
+            raise WeirError(
+                f"{self.tokens:,} tokens are less than one step of {self.rows} samples of "
+                f"{self.length}: choose {self.rows * self.length:,} or more"
+            )
 
     @property
     def steps(self) -> int:
@@ -80,7 +101,7 @@ class Recipe:
 def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
     """A Llama of the recipe's shape with random weights."""
     torch.manual_seed(recipe.seed)
-    config = LlamaConfig(
+    config = LlamaConfig(  # type: ignore[call-arg]
         vocab_size=len(tokenizer),
         hidden_size=recipe.width,
         intermediate_size=recipe.inner,
@@ -169,7 +190,8 @@ def sink_loss(model: LlamaForCausalLM, ids: torch.Tensor, share: float) -> torch
     finally:
         model.set_attn_implementation(before)
     rested = torch.stack([layer[:, :, 64:, 0].float() for layer in attention])
-    return (math.log(share) - (rested + 1e-6).log()).relu().mean()
+    # One per cent is added so that a query which found what it looked for is hardly pulled away.
+    return (math.log(share) - (rested + 0.01).log()).relu().mean()
 
 
 @torch.no_grad()
@@ -178,7 +200,7 @@ def book_loss(model: LlamaForCausalLM, words: Words, book: np.ndarray, rows: int
     length = model.config.max_position_embeddings
     rng = np.random.default_rng(1)
     ids = np.stack([exercises.book_sample(words, book, length, rng)[0] for _ in range(rows)])
-    weight = torch.full(ids.shape, 1.0 / (rows * (length - 1)))
+    weight = torch.full(ids.shape, 1.0 / (rows * (length - 1)), device=model.device)
     return float(weighted_loss(model, torch.from_numpy(ids).to(model.device), weight))
 
 
@@ -229,20 +251,24 @@ def run(
         inside the window, and recall by distance.
 
     Raises:
-        WeirError: the text cannot be read.
+        WeirError: the text cannot be read or is too short, its tokenizer lacks the words that
+            exercises are made of, or `out` holds a model of another shape.
     """
     books = read_books(text)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WeirError(f"cannot write to {out}: {error.strerror}") from None
     if not (out / "tokenizer.json").exists():
         corpus.train_tokenizer(books, vocabulary).save_pretrained(out)
     tokenizer = AutoTokenizer.from_pretrained(out)
     tokens = corpus.load_or_encode(out / "tokens.npy", books, tokenizer)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = train(
-        recipe, tokenizer, tokens, out, device=device, compiled=compiled, on_step=on_step
-    )
-    model.to(torch.bfloat16).save_pretrained(out)
-    return figures(model.float(), tokenizer, split(tokens)[1])
+    model = train(recipe, tokenizer, tokens, out, device=device, compiled=compiled, on_step=on_step)
+    model.to(torch.bfloat16).save_pretrained(out)  # type: ignore[arg-type]
+    # Read back, for `to` has rounded the rotary frequencies, which are not saved, as well.
+    saved = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32).to(device)  # type: ignore[arg-type]
+    return figures(saved, tokenizer, split(tokens)[1])
 
 
 def figures(
@@ -274,13 +300,21 @@ def train(
     """Train, or take up again what `out` holds; the last 1 % of `tokens` is held out.
 
     Writes `out/log.jsonl`, a line every `look_every` steps, and `out/checkpoint.pt` with it.
+
+    Raises:
+        WeirError: as `run`.
     """
     words = Words.of(tokenizer)
     book, held_out = split(tokens)
-    model = new_model(recipe, tokenizer).to(device)
+    if len(held_out) < recipe.length:
+        raise WeirError(
+            f"the text makes {len(tokens):,} tokens; it takes {100 * recipe.length:,}, so that the "
+            f"1 % that is held out fills a sample of {recipe.length}"
+        )
+    model = new_model(recipe, tokenizer).to(device)  # type: ignore[arg-type]
     steppers = optimizers(model)
     saved = out / "checkpoint.pt"
-    first = _restore(saved, model, steppers) if saved.exists() else 0
+    first = _restore(saved, recipe, model, steppers) if saved.exists() else 0
     loss_of = torch.compile(weighted_loss) if compiled else weighted_loss
     began = time.monotonic()
     for step in range(first, recipe.steps):
@@ -330,12 +364,16 @@ def _save(
 
 
 def _restore(
-    path: Path, model: LlamaForCausalLM, steppers: list[torch.optim.Optimizer]
+    path: Path, recipe: Recipe, model: LlamaForCausalLM, steppers: list[torch.optim.Optimizer]
 ) -> int:
     state = torch.load(path, weights_only=True)
+    for name in ("width", "layers", "heads", "kv_heads", "inner"):
+        began, wanted = state["recipe"][name], getattr(recipe, name)
+        if began != wanted:
+            raise WeirError(
+                f"{path} was begun with {name}={began}, not {wanted}: give that, or another folder"
+            )
     model.load_state_dict(state["model"])
     for stepper, held in zip(steppers, state["optimizers"], strict=True):
         stepper.load_state_dict(held)
     return int(state["step"])
-
-

@@ -1,0 +1,86 @@
+# Everything happens in .venv, made from what `python3` is (or PYTHON=...); nothing needs root,
+# a C compiler or a GPU. The stamps in .venv say what is installed, so a second run is quick.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+BOOK := src/weir/assets/war-and-peace.txt.xz
+
+# What a target passes on: make test TESTS="tests/test_policy.py -k typo", make bench TOKENS=100000.
+TESTS ?=
+TOKENS ?= 20000
+POLICIES ?= window(budget=256) streaming_llm(budget=256)
+
+# Material for MkDocs advertises on standard error; the build is to be silent or wrong.
+export DISABLE_MKDOCS_2_WARNING := true
+export NO_MKDOCS_2_WARNING := 1
+
+stage = @printf '\n== %s\n' "$(1)"
+install = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint types docs bench clean distclean
+
+help: ## what there is to make
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed ## a model reads a book far past its window; figures and plots in demo-out/
+	$(call stage,weir demo)
+	$(BIN)/weir demo --out demo-out
+
+test: lint types docs ## everything that must hold: ruff, mypy, the documentation, pytest
+	$(call stage,tests (pytest))
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: $(VENV)/.installed-dev ## ruff: lint and format
+	$(call stage,lint (ruff))
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev ## mypy
+	$(call stage,types (mypy))
+	$(BIN)/mypy
+
+docs: $(VENV)/.installed-dev ## the documentation, into site/
+	$(call stage,documentation (mkdocs))
+	$(BIN)/mkdocs build --strict --quiet
+
+bench: $(VENV)/.installed ## perplexity, memory and pace of a long stream, policy by policy
+	@for policy in $(foreach policy,$(POLICIES),'$(policy)'); do \
+		printf '\n== %s\n' "$$policy"; \
+		$(BIN)/weir stream --text $(BOOK) --policy "$$policy" --tokens $(TOKENS) || exit 1; \
+	done
+
+clean: ## remove what was built, but not .venv
+	rm -rf build dist site demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean ## remove .venv too
+	rm -rf $(VENV)
+
+# --- the environment
+
+$(BIN)/python:
+	$(call stage,$(VENV))
+	@command -v "$(PYTHON)" >/dev/null || { \
+		echo "weir: there is no $(PYTHON) here; install Python 3.11, 3.12 or 3.13," \
+			"or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
+		echo "weir: $(PYTHON) is $$("$(PYTHON)" --version 2>&1 | head -n 1), but weir needs Python 3.11," \
+			"3.12 or 3.13; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "weir: $(PYTHON) cannot make virtual environments" \
+			"(on Debian and Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
+	"$(PYTHON)" -m venv --clear $(VENV)
+
+# The version is read from __init__.py when weir is installed, hence that prerequisite.
+$(VENV)/.installed: pyproject.toml constraints.txt src/weir/__init__.py | $(BIN)/python
+	$(call stage,weir and what it needs)
+	$(install) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(call stage,what the tests and the documentation need)
+	$(install) -e '.[dev,docs]'
+	@touch $@

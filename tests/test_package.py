@@ -1,0 +1,117 @@
+"""The package as others get it: its metadata, its files, its dependencies, its pages."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import weir
+from weir.models import INTERFACE_FAMILIES, OWN_FAMILIES
+from weir.policy import NAMED
+from weir.pools import POOLS
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "weir"
+DOCS = ROOT / "docs"
+
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+class Loader(yaml.SafeLoader):
+    """YAML as mkdocs reads it; tags of its own are skipped."""
+
+
+Loader.add_multi_constructor("", lambda loader, suffix, node: None)
+
+
+def listed_pages(nav: Any) -> Iterator[str]:
+    """The paths of a navigation, however deep."""
+    if isinstance(nav, str):
+        yield nav
+    elif isinstance(nav, dict):
+        for part in nav.values():
+            yield from listed_pages(part)
+    else:
+        for part in nav:
+            yield from listed_pages(part)
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert importlib.metadata.version("weir") == weir.__version__
+    assert f"## [{weir.__version__}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel of this tree, built without a network."""
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out)]
+    done = subprocess.run([*command, str(ROOT)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return zipfile.ZipFile(next(out.glob("*.whl")))
+
+
+def test_the_wheel_holds_every_file_of_the_package(wheel: zipfile.ZipFile) -> None:
+    inside = set(wheel.namelist())
+    mine = [p for p in SOURCE.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    assert {f"weir/{p.relative_to(SOURCE).as_posix()}" for p in mine} <= inside
+    assert any(name.endswith("/licenses/NOTICE") for name in inside)
+
+
+def test_the_wheel_holds_the_packaged_model_and_book(wheel: zipfile.ZipFile) -> None:
+    if not (SOURCE / "assets").exists():
+        pytest.skip("this tree has no src/weir/assets")
+    inside = set(wheel.namelist())
+    assert {"weir/assets/nano/model.safetensors", "weir/assets/war-and-peace.txt.xz"} <= inside
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    declared = {re.split(r"[^\w-]", line)[0].lower() for line in PROJECT["dependencies"]}
+    used: set[str] = set()
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                used |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                used.add(node.module.partition(".")[0])
+    assert used - set(sys.stdlib_module_names) - {"weir"} <= declared
+
+
+def test_every_direct_dependency_is_pinned_for_make() -> None:
+    extras = PROJECT["optional-dependencies"].values()
+    lines = [*PROJECT["dependencies"], *(line for extra in extras for line in extra)]
+    wanted = {re.split(r"[^\w-]", line)[0].lower() for line in lines}
+    text = (ROOT / "constraints.txt").read_text("utf-8")
+    pinned = {line.partition("==")[0].lower() for line in text.splitlines() if "==" in line}
+    assert wanted <= pinned
+
+
+def test_the_pages_listed_are_the_pages_there_are() -> None:
+    config = yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), Loader)
+    listed = list(listed_pages(config["nav"]))
+    assert len(listed) == len(set(listed))
+    assert set(listed) == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+
+
+def test_every_pool_and_policy_is_documented() -> None:
+    text = (DOCS / "policies.md").read_text("utf-8")
+    missing = [name for name in [*POOLS, *NAMED] if not re.search(rf"`{name}\b", text)]
+    assert not missing
+
+
+def test_every_family_weir_serves_is_documented() -> None:
+    text = (DOCS / "limits.md").read_text("utf-8")
+    assert not [
+        name for name in sorted(INTERFACE_FAMILIES | OWN_FAMILIES) if f"`{name}`" not in text
+    ]
