@@ -190,7 +190,8 @@ def test_a_row_gives_what_it_would_give_alone(llama, ids, data, chunk):
         close(got[row, real], fed(llama, alone, tokens[row : row + 1, real], sizes)[0])
         assert together.seen[row] == alone.seen[0]
         held = together.slots(1).position[row]
-        assert sorted(held[held >= 0].tolist()) == sorted(alone.slots(1).position.flatten().tolist())
+        wanted = alone.slots(1).position.flatten().tolist()
+        assert sorted(held[held >= 0].tolist()) == sorted(wanted)
 
 
 def test_a_row_gives_what_it_would_give_alone_in_bfloat16(fresh_llama, ids):
@@ -199,7 +200,8 @@ def test_a_row_gives_what_it_would_give_alone_in_bfloat16(fresh_llama, ids):
     mask = torch.ones_like(tokens)
     mask[1, :11] = 0
     sizes = [30, *[1] * 30]
-    got = fed(model, weir.StreamingCache(model, "sink(3) | recent(8)", chunk=4), tokens, sizes, mask)
+    together = weir.StreamingCache(model, "sink(3) | recent(8)", chunk=4)
+    got = fed(model, together, tokens, sizes, mask)
     alone = weir.StreamingCache(model, "sink(3) | recent(8)", chunk=4)
     wanted = fed(model, alone, tokens[1:, 11:], [19, *[1] * 30])
     close(got[1, 11:], wanted[0], 52 * 2**-8 * float(wanted.abs().max()))
@@ -291,14 +293,24 @@ BAD_CALLS = {
         {"input_ids": torch.tensor([[1], [1]]), "attention_mask": torch.ones(1, 21)},
         r"attention_mask is \[1, 21\]",
     ),
-    "no cache to be used": ({"input_ids": torch.tensor([[1], [1]]), "use_cache": False}, "use_cache"),
+    "a mask that denies what was fed": (
+        {
+            "input_ids": torch.ones(2, 2, dtype=torch.int64),
+            "attention_mask": torch.tensor([[1] * 22, [1] * 17 + [0] * 3 + [1] * 2]),
+        },
+        "row 1 is to go on after 17 tokens, but its stream has seen 20",
+    ),
+    "no cache to be used": (
+        {"input_ids": torch.tensor([[1], [1]]), "use_cache": False},
+        "use_cache",
+    ),
     "positions from the start": (
         {"input_ids": torch.tensor([[1], [1]]), "position_ids": torch.tensor([[0]])},
-        "row 0 was fed a token for position 0, but its stream has seen 20",
+        "row 0 is to go on after 0 tokens, but its stream has seen 20",
     ),
     "positions of one row too far": (
         {"input_ids": torch.tensor([[1], [1]]), "position_ids": torch.tensor([[20], [21]])},
-        "row 1 was fed a token for position 21",
+        "row 1 is to go on after 21 tokens",
     ),
     "positions that begin again": (
         {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,7 +51,8 @@ class Rows:
                 assert int(piece.positions[row, 0, place]) == 7 + self.seen[row] + len(taken[row])
                 taken[row].append(first_column + column)
             slots = dict.fromkeys(range(len(self.seen)), 0)
-            for row, slot in zip(piece.entries[0].tolist(), piece.tail_places.tolist(), strict=True):
+            takers = piece.entries[0].tolist()
+            for row, slot in zip(takers, piece.tail_places.tolist(), strict=True):
                 assert slot == self.waiting[row] + slots[row]
                 slots[row] += 1
             for row, columns in enumerate(taken):
@@ -85,7 +88,7 @@ def test_cutting_a_stream_into_forwards_changes_no_fold(stream, chunk, data):
     cuts = sorted({0, length} | data.draw(st.sets(st.integers(0, length), max_size=5)))
     once, often = Rows(len(whole), chunk), Rows(len(whole), chunk)
     once.forward(whole, 0)
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in pairwise(cuts):
         often.forward([flags[start:stop] for flags in whole], start)
     assert (often.got, often.folds) == (once.got, once.folds)
     assert (often.seen, often.waiting) == (once.seen, once.waiting)
@@ -122,3 +125,13 @@ def test_a_full_prompt_is_one_piece_that_folds_every_row_that_has_tokens(stream)
 
 def test_padding_alone_makes_no_piece():
     assert cut(torch.zeros(2, 5, dtype=torch.bool), 2, 5, [3, 0], [3, 0], 4, CPU).pieces == []
+
+
+def test_a_layer_on_another_device_gets_the_same_plan_there() -> None:
+    real = torch.tensor([[False, True, True, True], [True, True, True, True]])
+    here = cut(real, 2, 4, [0, 0], [0, 0], 2, torch.device("cpu"))
+    there = here.on(torch.device("meta"))
+    assert here.on(torch.device("cpu")) is here
+    assert [piece.counts for piece in there.pieces] == [piece.counts for piece in here.pieces]
+    assert {piece.columns.device.type for piece in there.pieces} == {"meta"}
+    assert there.pieces[0].positions.device.type == "meta"

@@ -7,7 +7,7 @@ Knows nothing about keys, values or pools.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -94,6 +94,13 @@ class Plan:
     length: int
     whole: bool
     full: bool = False
+
+    def on(self, device: torch.device) -> Plan:
+        """The same plan for a layer that lives on another device than the token ids."""
+        if all(piece.device == device for piece in self.pieces):
+            return self
+        moved = [replace(p, columns=p.columns.to(device), device=device) for p in self.pieces]
+        return replace(self, pieces=moved)
 
 
 def cut(

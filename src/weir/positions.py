@@ -34,7 +34,7 @@ class Rotary:
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) of the angles at `positions` [...]; each [..., rotary_dim / 2], float32."""
-        turns = positions.to(torch.float64)[..., None] * self.frequencies
+        turns = positions.to(torch.float64)[..., None] * self.frequencies.to(positions.device)
         # Reduced in float64, the sine itself may be taken in float32: no digits are lost far out.
         reduced = turns.remainder_(2 * math.pi).to(torch.float32)
         return reduced.cos(), reduced.sin()
@@ -120,7 +120,6 @@ def rolled(positions: Tensor, first_of_run: Tensor) -> Tensor:
     ordered, order = positions.sort(dim=2)
     new = torch.ones_like(ordered)
     new[:, :, 1:] = (ordered[:, :, 1:] != ordered[:, :, :-1]).long()
-    new *= ordered >= 0
     rank = new.cumsum(dim=2)
     frame = first_of_run[:, None, None] - 1 - (rank[:, :, -1:] - rank)
     return torch.empty_like(frame).scatter_(2, order, frame)

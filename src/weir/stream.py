@@ -22,8 +22,9 @@ from transformers import (
 )
 
 from weir import session
-from weir.cache import Held, Positions, Prefill, StreamingCache
+from weir.cache import Positions, Prefill, StreamingCache
 from weir.errors import WeirError
+from weir.held import Held
 from weir.policy import Policy, PolicyError, Recompute, policy_of
 from weir.recompute import Recomputation
 from weir.slab import Slab
@@ -146,12 +147,10 @@ class Stream:
             done += logits.shape[1]
             if before is None:
                 parts.append(torch.full_like(these[:, :1], math.nan, dtype=torch.float32))
-                ahead, these = logits[:, :-1], these[:, 1:]
             else:
-                ahead = torch.cat([before[:, None], logits[:, :-1]], dim=1)
+                parts.append(_nll(before[:, None], these[:, :1]))
+            parts.append(_nll(logits[:, :-1], these[:, 1:]))
             before = logits[:, -1]
-            picked = ahead.gather(-1, these[..., None])[..., 0].float()
-            parts.append(ahead.float().logsumexp(-1) - picked)
         return torch.cat(parts, dim=1)
 
     def generate(
@@ -365,6 +364,12 @@ class Stream:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+
+
+def _nll(logits: Tensor, ids: Tensor) -> Tensor:
+    """How surprising `ids` [batch, n] are after logits [batch, n, vocabulary], in nats."""
+    picked = logits.gather(-1, ids[..., None])[..., 0].float()
+    return logits.float().logsumexp(-1) - picked
 
 
 def _warpers(temperature: float, top_k: int | None, top_p: float | None) -> LogitsProcessorList:

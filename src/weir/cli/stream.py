@@ -45,6 +45,9 @@ def stream(
     tokens: Annotated[int | None, typer.Option(min=2, help="Read only so many tokens.")] = None,
     chunk: Chunk = 64,
     block: Annotated[int, typer.Option(min=1, help="Tokens in a block of the table.")] = 1000,
+    start: Annotated[
+        str | None, typer.Option(help="Text in front, in place of the tokenizer's start token.")
+    ] = None,
     positions: Annotated[
         Positions, typer.Option(help="Inside the cache, or in the stream.")
     ] = Positions.rolling,
@@ -64,7 +67,7 @@ def stream(
     words = read_text(text)
     reader, tokenizer = load_model(model)
     with waiting(f"tokenising {text}"):
-        ids = encode(tokenizer, words, tokens)
+        ids = encode(tokenizer, words, tokens, start)
     if tokens is not None and len(ids) < tokens:
         say(f"{text} has {len(ids):,} tokens, not {tokens:,}; all of them are read")
     it = Stream(reader, wanted, chunk=chunk, seed=seed, positions=positions.value)
@@ -80,7 +83,12 @@ def stream(
     if interrupt:
         say(f"interrupted after {reading.tokens:,} of {len(ids):,} tokens")
     if as_json:
-        settings = {"chunk": chunk, "positions": positions.value, "seed": seed}
+        settings = {
+            "chunk": chunk,
+            "positions": positions.value,
+            "seed": seed,
+            "start": start,
+        }
         print_json(
             {"model": model, **reading.as_json(), **settings, "interrupted": bool(interrupt)}
         )

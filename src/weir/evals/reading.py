@@ -92,16 +92,32 @@ class Reading:
         }
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, most: int | None = None) -> Tensor:
+def encode(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    most: int | None = None,
+    start: str | None = None,
+) -> Tensor:
     """The ids of a text [tokens], with the start token the tokenizer puts in front.
+
+    Args:
+        tokenizer: of the model that will read.
+        text: the text.
+        most: at most so many ids.
+        start: stands in front in place of the start token; StreamingLLM tries four line breaks.
 
     Raises:
         WeirError: the text makes no tokens to predict.
     """
     # So many characters are enough for prose; for spaces or dashes without end it takes more.
     size = len(text) if most is None else 16 * most
+    options = {"verbose": False, "return_attention_mask": False}
+    front: list[int] = []
+    if start is not None:
+        options["add_special_tokens"] = False
+        front = list(tokenizer(start, **options)["input_ids"])
     while True:
-        ids = tokenizer(text[:size], verbose=False, return_attention_mask=False)["input_ids"]
+        ids = [*front, *tokenizer(text[:size], **options)["input_ids"]]
         if size >= len(text) or (most is not None and len(ids) > most):
             break
         size *= 4
