@@ -26,7 +26,7 @@ VOCABULARY = 61
 
 
 def make_llama(layers: int = 2, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A random float32 Llama with four query heads over two KV heads; its logits are a few units."""
+    """A random float32 Llama, four query heads over two KV heads; its logits are a few units."""
     config = LlamaConfig(
         **{
             "vocab_size": VOCABULARY,

@@ -32,7 +32,7 @@ class Case:
 
 
 @st.composite
-def cases(draw, capped: bool = True, apart: bool = True) -> Case:  # noqa: ANN001
+def cases(draw, capped: bool = True, apart: bool = True) -> Case:
     """Calls of all small shapes; `capped` ones have soft-capping or sinks, `apart` ones a != b."""
     batch, kv_heads, group, length = (draw(st.integers(1, 3)) for _ in range(4))
     slots, key_dim, value_dim = (draw(st.integers(1, 7)) for _ in range(3))
@@ -73,9 +73,9 @@ def looped(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The formula, one query and one slot at a time, in float64.
 
     Returns:
-        The answers; what they would be with values of one sign, which is what rounding errors are
-        relative to [batch, kv_heads, group, length, value_dim]; the attention each slot receives
-        [batch, kv_heads, slots]; and the sinks' share of each query [batch, kv_heads, group, length].
+        The answers [batch, kv_heads, group, length, value_dim]; what they would be with values of
+        one sign, which is what rounding errors are relative to; the attention each slot receives
+        [batch, kv_heads, slots]; the sinks' share of each query [batch, kv_heads, group, length].
     """
     batch, kv_heads, group, length, _ = case.queries.shape
     slots, value_dim = case.values.shape[2:]
@@ -166,9 +166,9 @@ def test_the_fused_call_equals_the_reference_for_one_weight(case):
 
 @given(cases(capped=False))
 def test_two_weights_fit_into_a_fused_call(case):
-    # A slot of the numerator alone gets b = a - 30, so it puts e^(l+a-30) into the denominator D that
-    # should be D0. The answer is N/D in place of N/D0, that is off by the share N/D0 * (D - D0)/D,
-    # and (D - D0)/D <= (D - D0)/D0 = e^-30 * (sum of e^(l+a) of such slots)/D0. Rounding adds what it
+    # A slot of the numerator alone gets b = a - 30, so it puts e^(l+a-30) into the denominator D
+    # that should be D0. The answer is N/D in place of N/D0, off by the share N/D0 * (D - D0)/D, and
+    # (D - D0)/D <= (D - D0)/D0 = e^-30 * (sum of e^(l+a) of such slots)/D0. Rounding adds what it
     # adds in the reference, and one more for the values' factor: 2e-5 of the sum of sizes.
     weighted, below = folded_weights(case.values, case.a, case.b)
     mask = below[:, :, None, None]
@@ -180,9 +180,10 @@ def test_two_weights_fit_into_a_fused_call(case):
     above = case.a.masked_fill(~alone, -math.inf)
     ratio = looped(Case(case.queries, case.keys, ones, above, case.b, case.form, case.bias))[0]
     bound = size * (2e-5 + math.exp(-30) * ratio) + 1e-6
-    exact = case.b[:, :, None, None] if case.bias is None else case.bias + case.b[:, :, None, None]
-    sees = torch.isfinite(exact.expand(*case.queries.shape[:4], -1)).any(dim=-1)
-    assert_within(torch.where(sees[..., None], got, 0.0), torch.where(sees[..., None], wanted, 0.0), bound)
+    below = case.b[:, :, None, None]
+    below = below if case.bias is None else case.bias + below
+    sees = torch.isfinite(below.expand(*case.queries.shape[:4], -1)).any(dim=-1)[..., None]
+    assert_within(torch.where(sees, got, 0.0), torch.where(sees, wanted, 0.0), bound)
 
 
 def test_slots_of_one_sum_alone_give_the_quotient_of_two_sums():
@@ -216,8 +217,26 @@ def test_weights_keep_their_precision_beside_half_precision_queries(length):
     torch.testing.assert_close(got.float(), wanted, rtol=2**-7, atol=1e-6)
 
 
+def test_logits_beyond_what_exp_can_hold_do_no_harm():
+    # The largest logit is the denominator's alone, then the numerator's alone.
+    queries, values = torch.ones(1, 1, 1, 1, 1), torch.tensor([[[[2.0], [4.0]]]])
+    keys = torch.tensor([[[[500.0], [499.0]]]])
+    first, second = torch.tensor([[[0.0, -math.inf]]]), torch.tensor([[[-math.inf, 0.0]]])
+    form = Form(1.0)
+    below = two_weight_attention(queries, keys, values, second, first, form)
+    above = two_weight_attention(queries, keys, values, first, second, form)
+    assert below.item() == pytest.approx(4 / math.e, rel=1e-5)
+    assert above.item() == pytest.approx(2 * math.e, rel=1e-5)
+    sunk = Form(1.0, sinks=torch.tensor([[501.0]]))
+    zeros = torch.zeros(1, 1, 2)
+    both = two_weight_attention(queries, keys, values, zeros, zeros, sunk)
+    wanted = (2 + 4 / math.e) / (1 + 1 / math.e + math.e)
+    assert both.item() == pytest.approx(wanted, rel=1e-5)
+
+
 def test_a_query_that_sees_nothing_gets_zero():
-    queries, keys, values = torch.ones(1, 1, 2, 3, 4), torch.ones(1, 1, 5, 4), torch.ones(1, 1, 5, 4)
+    queries, keys = torch.ones(1, 1, 2, 3, 4), torch.ones(1, 1, 5, 4)
+    values = torch.ones_like(keys)
     empty = torch.full((1, 1, 5), -math.inf)
     out = two_weight_attention(queries, keys, values, empty, empty, Form(0.5))
     assert out.eq(0).all()

@@ -30,7 +30,8 @@ def chi_square(x: Tensor, bins: int) -> float:
 
 def correlation(x: Tensor, y: Tensor) -> float:
     """Pearson's, in standard deviations of that of independent numbers."""
-    return float(torch.corrcoef(torch.stack([x.flatten(), y.flatten()]))[0, 1]) * math.sqrt(x.numel())
+    both = torch.stack([x.flatten(), y.flatten()])
+    return float(torch.corrcoef(both)[0, 1]) * math.sqrt(x.numel())
 
 
 def test_the_draws_are_those_of_every_release():

@@ -1,4 +1,4 @@
-"""The slab under pools it has never heard of: a new pool needs no change to slab, cache or attention.
+"""The slab under pools it has never heard of: they need no change to slab, cache or attention.
 
 Each toy pool here has a twin of a few lines that works on Python lists; a Llama read token by token
 with the twins (`Naive` in conftest) must give the logits that weir gives.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ class Ragged(Toy):
         wanted = both.held & ((both.position + head) % (head + 2) == 0)
         return parted(both, newest(both, wanted, self.n))
 
-    def twin(self, mine, new, at):  # noqa: ANN001, ANN201
+    def twin(self, mine, new, at):
         both = mine + new
         wanted = [t for t in both if (t.position + at.head) % (at.head + 2) == 0]
         stay = sorted(wanted, key=lambda t: t.position)[-self.n :]
@@ -85,7 +86,7 @@ class Heaviest(Toy):
         assert both.mass is not None
         return parted(both, most(both, both.mass, self.n))
 
-    def twin(self, mine, new, at):  # noqa: ANN001, ANN201
+    def twin(self, mine, new, at):
         both = mine + new
         stay = sorted(both, key=lambda t: -t.mass)[: self.n]
         return stay, [t for t in both if t not in stay]
@@ -112,7 +113,7 @@ class Asked(Toy):
         score = torch.einsum("bhgld,bhnd->bhn", fold.queries.float(), both.keys.float())
         return parted(both, most(both, score, self.n))
 
-    def twin(self, mine, new, at):  # noqa: ANN001, ANN201
+    def twin(self, mine, new, at):
         both = mine + new
         asked = torch.stack(at.queries[-3:]).sum(dim=(0, 1))
         places = [t.position for t in both]
@@ -133,7 +134,7 @@ class Weighted(Toy):
         kept, rest = parted(both, newest(both, wanted, self.n))
         return kept, replace(rest, a=torch.zeros_like(rest.a), b=torch.zeros_like(rest.b))
 
-    def twin(self, mine, new, at):  # noqa: ANN001, ANN201
+    def twin(self, mine, new, at):
         both = mine + new
         stay = [t for t in both if t.position % 3 == 0][-self.n :]
         for t in stay:
@@ -158,7 +159,7 @@ class Apart(Toy):
         above, below = above.masked_fill(empty, -torch.inf), below.masked_fill(empty, -torch.inf)
         return replace(kept, a=above, b=below), both.part(0, 0)
 
-    def twin(self, mine, new, at):  # noqa: ANN001, ANN201
+    def twin(self, mine, new, at):
         stay = (mine + new)[-self.n :]
         for t in stay:
             t.a = (math.log(2), -math.inf, 0.5)[t.position % 3]
@@ -176,8 +177,8 @@ class Lucky(Toy):
         both = held.join(new)
         return parted(both, most(both, -fold.draws.uniform(0, both.position), self.n))
 
-    def twin(self, mine, new, at):  # noqa: ANN001, ANN201
-        def luck(t) -> float:  # noqa: ANN001
+    def twin(self, mine, new, at):
+        def luck(t) -> float:
             draws = Draws(SEED, at.layer, 1).uniform(0, torch.full((1, 2, 1), t.position))
             return float(draws[0, at.head, 0])
 
@@ -203,7 +204,7 @@ class Counting(Toy):
         kept, dropped = parted(both, newest(both, both.held, self.n))
         return kept, dropped.join(rest)
 
-    def twin(self, mine, new, at):  # noqa: ANN001, ANN201
+    def twin(self, mine, new, at):
         # After an unbroken window the count of arrivals is the place in the stream.
         chosen = [t for t in new if t.position % 3 == 0]
         both = mine + chosen
@@ -243,14 +244,12 @@ def batch(ids: Callable[..., Tensor], rows: int = 3) -> tuple[Tensor, Tensor, li
     return tokens, mask, [tokens[row, pads:].tolist() for row, pads in enumerate(PADDING[:rows])]
 
 
-def read(model, cache, tokens: Tensor, mask: Tensor) -> Tensor:  # noqa: ANN001
+def read(model, cache, tokens: Tensor, mask: Tensor) -> Tensor:
     """Logits of a prompt and of single tokens after it [batch, length, vocabulary]."""
     parts, cuts = [], [0, PROMPT, *range(PROMPT + 1, PROMPT + MORE + 1)]
     with torch.no_grad():
-        for start, stop in zip(cuts, cuts[1:], strict=False):
-            out = model(
-                tokens[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache
-            )
+        for start, stop in pairwise(cuts):
+            out = model(tokens[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
             parts.append(out.logits)
     return torch.cat(parts, dim=1)
 
@@ -371,7 +370,7 @@ def test_every_layer_may_have_a_budget_of_its_own(llama, naive, twins, ids):
     cache = weir.StreamingCache(llama, Tapered(), chunk=CHUNK)
     got = read(llama, cache, tokens, mask)
 
-    def fold(held, new, at):  # noqa: ANN001, ANN202
+    def fold(held, new, at):
         pools = (twins.sink(1), twins.recent(4), Ragged(8 - 5 * at.layer).twin)
         return twins.pipe(*pools)(held, new, at)
 
@@ -395,6 +394,24 @@ def test_draws_decide_alike_however_the_stream_is_cut_or_batched(llama, ids):
         both = [c.slots(layer).position for c in (together, alone, other)]
         assert torch.equal(both[0][1], both[1][0])
         assert not torch.equal(both[1], both[2])
+
+
+@pytest.mark.parametrize("text", ["recent(3) | asked(6)", "recent(3) | heaviest(6)", "counting(5)"])
+def test_what_a_pool_reads_outlives_inference_mode(llama, ids, text):
+    tokens, mask, _ = batch(ids)
+    cache = weir.StreamingCache(llama, text, chunk=CHUNK)
+    modes = [torch.inference_mode, torch.no_grad, torch.enable_grad]
+    parts = []
+    for start in range(0, PROMPT + MORE, 3):
+        stop = start + 3
+        with modes[start % 5 % 3]():
+            out = llama(tokens[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+            cache.reorder_cache(torch.tensor([0, 1, 2]))
+        parts.append(out.logits.detach().clone())
+    wanted = read(llama, weir.StreamingCache(llama, text, chunk=CHUNK), tokens, mask)
+    got = torch.cat(parts, dim=1)
+    for row, pads in enumerate(PADDING):
+        torch.testing.assert_close(got[row, pads:], wanted[row, pads:], rtol=0, atol=1e-4)
 
 
 def test_a_pool_that_keeps_more_than_it_may_is_named(llama, ids):
@@ -428,10 +445,10 @@ def some_slots(places: list[list[int]], seed: int = 0) -> Slots:
     return Slots(keys, values, weights, weights.clone(), position, mass)
 
 
-def a_slab(slots: int = 8, **options: bool) -> Slab:
-    """An empty slab of one row and two heads, with every buffer."""
+def a_slab() -> Slab:
+    """An empty slab of eight slots, one row and two heads, with every buffer."""
     like = torch.zeros(1, 2, 1, 4)
-    return Slab(like, like, slots, masters=3, mass=True, folded_weights=True, frames=True, **options)
+    return Slab(like, like, 8, masters=3, mass=True, folded_weights=True, frames=True)
 
 
 def test_taking_slots_leaves_what_was_not_named_empty():

@@ -22,8 +22,8 @@ def test_plain_and_compressed_text_read_alike(tmp_path, name, mark):
 
 def test_books_are_parted_by_lines_that_hold_a_nul_byte(tmp_path):
     path = tmp_path / "books.txt"
-    path.write_text("\0\none\n\ntwo\n\0\nthree\n\0\n\n\0\nfour\n", "utf-8")
-    assert read_books(path)[1:] == ["three", "four"]
+    path.write_text("zero\0\none\n\ntwo\n\0\nthree\n\0\n\n\0\nfour\n", "utf-8")
+    assert read_books(path) == ["zero\0\none\n\ntwo", "three", "four"]
     path.write_text(BOOK, "utf-8")
     assert read_books(path) == [BOOK.strip("\n")]
 

@@ -57,6 +57,8 @@ class StreamingCache(Cache):
         PolicyError: the policy cannot be read.
     """
 
+    rows: Rows
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -80,14 +82,19 @@ class StreamingCache(Cache):
         self.positions = positions
         self.prefill = prefill
         self.origin = origin
-        self._model = weakref.ref(model)
         self.stack = self._make_layers(model)
+        self._model = weakref.ref(model)
         self.attachment = attach(model, self)
         self.reset()
 
     def _make_layers(self, model: PreTrainedModel) -> list[Layer]:
-        count = len(describe(model).layers)
-        pipes = [self.policy.for_layer(index, count) for index in range(count)]
+        known = describe(model).layers
+        count = len(known)
+        # Sliding layers beside full ones keep their own window; the policy shares out the others.
+        full = [index for index, layer in enumerate(known) if layer.window is None]
+        served = full or list(range(count))
+        asked = [self.policy.for_layer(place, len(served)) for place in range(len(served))]
+        pipes = [asked[served.index(index) if index in served else 0] for index in range(count)]
         most = max((pipe.slots or 0) for pipe in pipes) + self.chunk
         limited = all(pipe.slots is not None for pipe in pipes)
         facts = describe(model, reach=most if limited and self.positions == "rolling" else None)
@@ -101,7 +108,6 @@ class StreamingCache(Cache):
         layers = []
         for index, (layer, pipe) in enumerate(zip(facts.layers, pipes, strict=True)):
             window = None if everywhere else layer.window
-            # A sliding layer beside full ones keeps its own window; the policy is not for it.
             own = pipe if window is None else Pipe((Recent(window),))
             place = self._place(layer, model, window)
             draws = Draws(self.seed, index)

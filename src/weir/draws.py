@@ -1,8 +1,8 @@
 """Random numbers by name: a draw depends on what it is for, not on when it is made.
 
-A draw is a function of (seed, layer, pool, purpose, position, head, index). So the same token meets the
-same luck however the stream was cut into calls, whichever row of a batch it came in, and after a
-session was saved and restored; there is no state to keep.
+A draw is a function of (seed, layer, pool, purpose, position, head, index). So the same token meets
+the same luck however the stream was cut into calls, whichever row of a batch it came in, and after
+a session was saved and restored; there is no state to keep.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from weir.plan import Piece, Plan
 from weir.policy import Pipe
 from weir.pools import Fold
 from weir.positions import Alibi, Rotary, rolled
-from weir.slab import Slab, Slots
+from weir.slab import Slab, Slots, longer
 
 QUERY_BLOCK = 256
 """Queries handled at once where logits have to be written out."""
@@ -179,7 +179,7 @@ class Layer:
         stop = max(end + n for end, n in zip(ends, piece.counts, strict=True))
         out = self._read(slab, queries, form, piece, stop, even)
         self._remember(queries, piece)
-        self._fold_rows(slab, piece, form.scale)
+        self._fold_rows(slab, piece, form)
         return out
 
     @staticmethod
@@ -263,7 +263,7 @@ class Layer:
         self.queries = both.gather(3, index[:, None, None, :, None].expand(shape))
 
     def _fold_rows(
-        self, slab: Slab, piece: Piece, scale: float, arrivals: Slots | None = None
+        self, slab: Slab, piece: Piece, form: Form, arrivals: Slots | None = None
     ) -> None:
         """Fold the rows that are due, rows of the same layout together.
 
@@ -286,9 +286,12 @@ class Layer:
                 layer=self.index,
                 layers=self.layers,
                 seen=piece.after[index] - piece.origin,
-                scale=scale,
+                scale=form.scale,
                 queries=queries,
                 prompt=arrivals is not None,
+                origin=piece.origin,
+                form=form,
+                alibi=self.place.alibi,
             )
             kept = self._fold(part, lengths, new, fold, piece.after[index])
             if part is not slab:
@@ -356,14 +359,18 @@ class Layer:
         for name, t in slab.state.items():
             index, _, own = name.partition(".")
             after = states[int(index)][own]
-            if after.shape != t.shape:
-                pool = self.pipe.pools[int(index)].name
+            pool = self.pipe.pools[int(index)]
+            if after.shape == t.shape:
+                if after is not t:
+                    t.copy_(after)
+            elif pool.slots() is None and longer(after, t):
+                with torch.inference_mode(False):
+                    slab.state[name] = after.clone()
+            else:
                 raise WeirError(
-                    f"the pool {pool} remembers {own} of shape {list(after.shape)} instead of "
+                    f"the pool {pool.name} remembers {own} of shape {list(after.shape)} instead of "
                     f"{list(t.shape)}"
                 )
-            if after is not t:
-                t.copy_(after)
 
     def _roll(self, slab: Slab, front: int, used: int, ahead: Tensor) -> None:
         """Move the front up to the run, in the frame."""
@@ -413,7 +420,7 @@ class Layer:
                 outs.append(two_weight_attention(block, k, v, weights, weights, form, bias))
         self._remember(queries, piece)
         arrivals = Slots(keys, values, zeros, zeros.clone(), position, mass)
-        self._fold_rows(slab, piece, form.scale, arrivals)
+        self._fold_rows(slab, piece, form, arrivals)
         return torch.cat(outs, dim=3)
 
 

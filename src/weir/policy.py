@@ -1,183 +1,39 @@
-"""Policies: pipes of pools, their grammar, and the policies that have a name.
+"""Policies by name, and `policy`, which reads any.
 
-A policy is written the way one writes a shell pipe, `sink(4) | recent(252)`: tokens enter the first
-pool, what overflows a pool flows into the next, what overflows the last is gone. A named policy,
+A policy is written the way one writes a shell pipe, `sink(4) | recent(252)`. A named policy,
 `streaming_llm(budget=256)`, is a function that returns a pipe.
 """
 
 from __future__ import annotations
 
-import difflib
-import inspect
-import re
-import types
-import typing
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
-from typing import Any
-
 from weir.errors import WeirError
-from weir.pools import POOLS, Fold, Pool, Recent, Sink
-from weir.slab import Slots
+from weir.grammar import PolicyError, read
+from weir.pipe import NAMED, Named, Pipe, Policy, Pyramid, Recompute, named
+from weir.pools import (
+    Heavy,
+    Hive,
+    KCenter,
+    Recent,
+    Reservoir,
+    Sink,
+    Snap,
+    SubGen,
+    Uniform,
+)
+from weir.pools.hive import best_window
 
-
-class PolicyError(WeirError):
-    """A policy that cannot be read, or makes no sense.
-
-    Attributes:
-        text: the policy as it was given.
-        at: the character the error is about, counted from 0.
-    """
-
-    def __init__(self, problem: str, text: str, at: int) -> None:
-        line = "".join(c if c.isprintable() else " " for c in text)
-        super().__init__(f"{problem} (character {at + 1}: {line[:at]}»{line[at:]})")
-        self.text = text
-        self.at = at
-
-
-class Policy:
-    """How a cache is held to its size. A `Pipe`, or something that only a `Stream` can do."""
-
-    text: str
-
-    def for_layer(self, layer: int, layers: int) -> Pipe:
-        """The pipe of one layer of a model that has `layers` of them."""
-        raise NotImplementedError
-
-    def __str__(self) -> str:
-        return self.text
-
-
-@dataclass(frozen=True)
-class Pipe(Policy):
-    """Pools in the order tokens flow through them.
-
-    Attributes:
-        pools: the pools, the one where tokens enter first.
-        text: the policy as it was written.
-    """
-
-    pools: tuple[Pool, ...]
-    text: str = field(default="", compare=False)
-
-    def __post_init__(self) -> None:
-        for place, pool in enumerate(self.pools):
-            pool.check(self.pools[:place])
-        if not self.text:
-            object.__setattr__(self, "text", " | ".join(map(_written, self.pools)))
-
-    def for_layer(self, layer: int, layers: int) -> Pipe:
-        """The same pipe for every layer."""
-        return self
-
-    @cached_property
-    def slots(self) -> int | None:
-        """Slots per KV head; None where a pool has no limit."""
-        each = [pool.slots() for pool in self.pools]
-        return None if None in each else sum(n for n in each if n is not None)
-
-    @cached_property
-    def unbroken(self) -> tuple[bool, ...]:
-        """For each pool, whether its arrivals are all that came, in order."""
-        return tuple(
-            all(earlier.in_order for earlier in self.pools[:place])
-            for place in range(len(self.pools))
-        )
-
-    @cached_property
-    def run(self) -> tuple[int, ...]:
-        """The pools that hold the newest tokens without a gap, the oldest tokens' pool first."""
-        held = [i for i, p in enumerate(self.pools) if p.keeps_run and self.unbroken[i]]
-        return tuple(reversed(held))
-
-    @cached_property
-    def front(self) -> tuple[int, ...]:
-        """All other pools: as the stream goes on, their tokens move closer to the present."""
-        return tuple(i for i in range(len(self.pools)) if i not in self.run)
-
-    @cached_property
-    def front_slots(self) -> int:
-        """Slots of the front per KV head."""
-        return sum(self.pools[i].slots() or 0 for i in self.front)
-
-    @cached_property
-    def needs_mass(self) -> bool:
-        """Whether a pool reads accumulated attention."""
-        return any(pool.needs_mass for pool in self.pools)
-
-    @cached_property
-    def needs_queries(self) -> int:
-        """How many of the last queries the pools read."""
-        return max(pool.needs_queries for pool in self.pools)
-
-    @cached_property
-    def two_weights(self) -> bool:
-        """Whether a pool sets a and b apart."""
-        return any(pool.two_weights for pool in self.pools)
-
-    def fold(self, held: list[Slots], new: Slots, fold: Fold) -> list[Slots]:
-        """What each pool keeps when `new` enters the first, given what each holds."""
-        kept = []
-        for pool, mine, unbroken in zip(self.pools, held, self.unbroken, strict=True):
-            stays, new = pool.fold(mine, new, replace(fold, unbroken=unbroken))
-            kept.append(stays)
-        return kept
-
-
-@dataclass(frozen=True)
-class Recompute(Policy):
-    """Sliding window with re-computation: the keys and values of the last tokens made anew.
-
-    For every new token the model reads the last `budget` tokens from scratch: the quality oracle of
-    StreamingLLM (Xiao et al. 2024, Figure 1c), and as slow as that sounds.
-    """
-
-    budget: int
-    text: str = field(default="", compare=False)
-
-    def __post_init__(self) -> None:
-        if not self.text:
-            object.__setattr__(self, "text", f"recompute({self.budget})")
-
-    def for_layer(self, layer: int, layers: int) -> Pipe:
-        """Refused: nothing is cached.
-
-        Raises:
-            WeirError: always.
-        """
-        raise WeirError(
-            "recompute reads the window anew for every token, which a cache cannot do; "
-            "use weir.Stream or `weir stream`"
-        )
-
-
-@dataclass(frozen=True)
-class Named:
-    """A policy with a name.
-
-    Attributes:
-        make: from its parameters to a policy.
-        paper: where it comes from.
-    """
-
-    make: Callable[..., Policy]
-    paper: str
-
-
-NAMED: dict[str, Named] = {}
-"""Every named policy."""
-
-
-def named(paper: str) -> Callable[[Callable[..., Policy]], Callable[..., Policy]]:
-    """Make a policy known under the name of the function that returns it."""
-
-    def register(make: Callable[..., Policy]) -> Callable[..., Policy]:
-        NAMED[make.__name__] = Named(make, paper)
-        return make
-
-    return register
+__all__ = [
+    "NAMED",
+    "Named",
+    "Pipe",
+    "Policy",
+    "PolicyError",
+    "Pyramid",
+    "Recompute",
+    "named",
+    "policy",
+    "policy_of",
+]
 
 
 @named("plain attention over everything; memory grows with the stream")
@@ -203,11 +59,196 @@ def streaming_llm(budget: int = 256, sinks: int = 4) -> Policy:
 
 
 @named("Xiao et al. 2024, Figure 1c: sliding window with re-computation")
-def recompute(budget: int = 256) -> Policy:
-    """Read the last tokens from scratch for every new token: the oracle, and slow."""
-    if budget < 1:
-        raise WeirError(f"recompute reads at least 1 token, not {budget}")
-    return Recompute(budget)
+def recompute(budget: int = 256, sinks: int = 0) -> Policy:
+    """Read the last tokens from scratch for every new token: the oracle, and slow.
+
+    The paper's form is `sinks=0`. A model that always had a start token in front of its text is out
+    of its element without one: `sinks=1` keeps the first token of the stream in front of every
+    window, `sinks=n` the first n.
+    """
+    return Recompute(budget, sinks)
+
+
+@named("Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inference")
+def h2o(budget: int = 256) -> Policy:
+    """Keep the newest tokens and, of the others, those that received the most attention."""
+    if budget < 2:
+        raise WeirError(
+            f"h2o splits its budget between recent tokens and heavy hitters, at least 1 each, so "
+            f"it needs 2 slots or more, not {budget}"
+        )
+    return Pipe((Recent(budget - budget // 2), Heavy(budget // 2)))
+
+
+@named("Zhao et al. 2024, BUZZ: Beehive-structured Sparse KV Cache with Segmented Heavy Hitters")
+def buzz(
+    budget: int = 350,
+    stride: int = 5,
+    sinks: int = 4,
+    window: int | None = None,
+    swapped: bool = False,
+    local_max: bool = True,
+    log_n: bool = False,
+) -> Policy:
+    """Keep the first tokens, the newest, and local maxima of the attention between them.
+
+    The budget is what the cache may hold at most. What it leaves beside the sinks is shared between
+    window and hive as the paper's Theorem 3.1 says, unless `window` says how many newest tokens
+    stay. The other parameters are the hive's.
+    """
+    if window is None:
+        window = best_window(budget - sinks, stride)
+    first = (*([Sink(sinks)] if sinks else []), Recent(window))
+    threshold = budget - sinks - window
+    if threshold < stride:
+        raise WeirError(
+            f"a budget of {budget} has no room for {sinks} sinks, a window of {window} and a hive "
+            f"of one stride of {stride}; it takes {sinks + window + stride} or more"
+        )
+    return Pipe((*first, Hive(threshold, stride, swapped, local_max, log_n)))
+
+
+@named("An Experiment of Implementing Reservoir Sampling to StreamingLLM, section 4")
+def reservoir(
+    budget: int = 256,
+    samples: int | None = None,
+    sinks: int = 4,
+    weighted: bool = False,
+    per_head: bool = False,
+) -> Policy:
+    """Keep the first tokens, the newest, and a uniform sample of all between them.
+
+    `samples` are a quarter of the budget unless they are given; the others are the pool's.
+    """
+    samples = budget // 4 if samples is None else samples
+    recent = budget - sinks - samples
+    if recent < 1 or samples < 1:
+        raise WeirError(
+            f"a budget of {budget} leaves no room for recent tokens beside sink({sinks}) and "
+            f"reservoir({samples})"
+        )
+    first = (*([Sink(sinks)] if sinks else []), Recent(recent))
+    return Pipe((*first, Reservoir(samples, weighted, per_head)))
+
+
+@named("Kochetkova et al. 2025, BalanceKV, section 4.1: independent uniform sampling, the baseline")
+def uniform(
+    budget: int | None = None,
+    rate: float | None = None,
+    sinks: int | None = None,
+    recent: int | None = None,
+    weighted: bool = True,
+    per_head: bool = True,
+) -> Policy:
+    """Keep the first tokens, the newest, and of all between them so many or a share.
+
+    The budget is 256 unless it or a rate is given. Sinks and recent tokens are an eighth of it
+    each unless they are given: 32 and 32 of 256, as in BalanceKV's runs; with a rate, 32 and 32.
+    """
+    if budget is not None and rate is not None:
+        raise WeirError(
+            f"uniform takes a budget or a rate, and was given both, {budget} and {rate}"
+        )
+    total = 256 if budget is None else budget
+    eighth = max(1, total // 8)
+    sinks = eighth if sinks is None else sinks
+    recent = eighth if recent is None else recent
+    first = (*([Sink(sinks)] if sinks else []), Recent(recent))
+    if rate is not None:
+        return Pipe((*first, Uniform(None, rate, weighted, per_head)))
+    n = total - sinks - recent
+    if n < 1:
+        raise WeirError(
+            f"a budget of {total} leaves no room for a sample beside sink({sinks}) and "
+            f"recent({recent})"
+        )
+    return Pipe((*first, Uniform(n, None, weighted, per_head)))
+
+
+@named("Zandieh et al. 2024, SubGen, section 3.2: greedy k-center; BalanceKV's ClusterGen")
+def kcenter(budget: int = 256) -> Policy:
+    """Keep the newest tokens and, of the others, those whose keys lie farthest apart.
+
+    Half of the budget each. The first token of the stream is always among the centres.
+    """
+    if budget < 2:
+        raise WeirError(
+            f"kcenter splits its budget between recent tokens and centres, at least 1 each, so it "
+            f"needs 2 slots or more, not {budget}"
+        )
+    return Pipe((Recent(budget - budget // 2), KCenter(budget // 2)))
+
+
+@named("Li et al. 2024, SnapKV: LLM Knows What You Are Looking for Before Generation")
+def snapkv(budget: int = 256, window: int = 32, kernel: int = 7, average: bool = False) -> Policy:
+    """Keep the newest tokens, and of the others those the last queries attend to.
+
+    The paper's protocol is the cache's `prefill="full"`: the prompt is attended to exactly and
+    voted on once. Parameters are the pool's.
+    """
+    return Pipe((Snap(budget, window, kernel, average),))
+
+
+@named("Zandieh et al. 2024, SubGen: Token Generation in Sublinear Time and Memory, Algorithm 1")
+def subgen(
+    budget: int = 256,
+    sinks: int = 4,
+    recent: int | None = None,
+    clusters: int | None = None,
+    per_cluster: int = 4,
+    delta: float | str = "auto",
+    exact: bool = True,
+) -> Policy:
+    """Keep the first tokens, the newest, and samples of all between them that stand for the rest.
+
+    Unless they are given, sinks and `recent` tokens are two fifths of the budget, and so are the
+    clusters, each of `per_cluster` slots. What is left is for the samples of the numerator. The
+    other parameters are the pool's.
+    """
+    recent = max(1, 2 * budget // 5 - sinks) if recent is None else recent
+    if clusters is None:
+        clusters = max(1, 2 * budget // 5 // max(1, per_cluster))
+    samples = budget - sinks - recent - clusters * per_cluster
+    if samples < 1:
+        raise WeirError(
+            f"a budget of {budget} leaves no room for samples beside {sinks} sinks, {recent} "
+            f"recent tokens and {clusters} clusters of {per_cluster}"
+        )
+    first = (*([Sink(sinks)] if sinks else []), Recent(recent))
+    return Pipe((*first, SubGen(samples, clusters, per_cluster, delta, exact)))
+
+
+@named("Cai et al. 2024, PyramidKV, its budgets around any pipe")
+def pyramid(pipe: Policy | None = None, beta: float = 20.0) -> Policy:
+    """A pipe with more slots in the lower layers and fewer in the upper ones, the same in all.
+
+    The pipe is what a layer holds on average. First and newest tokens that it keeps in front of
+    other pools are the same in every layer; the rest is `beta` times smaller than the average in
+    the top layer, and from there rises evenly to the bottom one. Without a pipe, it is PyramidKV.
+    """
+    if pipe is None:
+        return pyramidkv(beta=beta)
+    if not isinstance(pipe, Pipe):
+        raise WeirError(f"a pyramid shares out the slots of a pipe, and {pipe} is none")
+    return Pyramid(pipe, beta)
+
+
+@named(
+    "Cai et al. 2024, PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information "
+    "Funneling"
+)
+def pyramidkv(
+    budget: int = 256,
+    window: int = 8,
+    kernel: int = 7,
+    average: bool = False,
+    beta: float = 20.0,
+) -> Policy:
+    """Keep what SnapKV keeps, with more slots in the lower layers and fewer in the upper ones.
+
+    The budget is what a layer holds on average.
+    """
+    return Pyramid(Pipe((Snap(budget, window, kernel, average),)), beta)
 
 
 def policy(text: str | Policy) -> Policy:
@@ -220,182 +261,10 @@ def policy(text: str | Policy) -> Policy:
     if isinstance(text, Policy):
         return text
     if not isinstance(text, str):
-        raise WeirError(
-            f"a policy is text like 'sink(4) | recent(252)', not a {type(text).__name__}"
-        )
-    return _Reader(text).policy()
+        kind = type(text).__name__
+        raise WeirError(f"a policy is text like 'sink(4) | recent(252)', not of type {kind}")
+    return read(text)
 
 
 policy_of = policy
 """`policy`, where a parameter of that name hides it."""
-
-_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_NUMBER = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
-_SPACE = re.compile(r"\s*")
-_VALUES = {"true": True, "false": False, "none": None}
-
-
-@dataclass
-class _Call:
-    """`name(arguments)` as it was read, with the places of its parts."""
-
-    name: str
-    at: int
-    arguments: list[tuple[str | None, Any, int]]
-
-
-class _Reader:
-    """A recursive-descent reader of one policy."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.at = 0
-
-    def policy(self) -> Policy:
-        calls = [self._call()]
-        while self._take("|"):
-            calls.append(self._call())
-        if self.at < len(self.text):
-            raise self._wrong("expected '|' or the end")
-        if len(calls) == 1 and calls[0].name in NAMED:
-            made = self._make(calls[0], NAMED[calls[0].name].make)
-            object.__setattr__(made, "text", self.text.strip())
-            return typing.cast(Policy, made)
-        pools: list[Pool] = []
-        for call in calls:
-            pools.append(self._pool(call, tuple(pools)))
-        return Pipe(tuple(pools), self.text.strip())
-
-    def _pool(self, call: _Call, before: tuple[Pool, ...]) -> Pool:
-        if call.name in NAMED:
-            raise self._wrong(f"{call.name} is a whole policy, not a pool of a pipe", call.at)
-        if call.name not in POOLS:
-            names = [*POOLS, *NAMED]
-            raise self._wrong(f"no pool or policy is called {call.name!r}", call.at, names)
-        made: Pool = self._make(call, POOLS[call.name])
-        try:
-            made.check(before)
-        except WeirError as error:
-            raise self._wrong(str(error), call.at) from None
-        return made
-
-    def _make(self, call: _Call, make: Callable[..., Any]) -> Any:
-        """Call `make` with the arguments, once they fit its signature."""
-        parameters = inspect.signature(make).parameters
-        hints = typing.get_type_hints(make.__init__ if isinstance(make, type) else make)
-        given: dict[str, Any] = {}
-        for place, (name, value, at) in enumerate(call.arguments):
-            if name is None:
-                if any(key for key, _, _ in call.arguments[:place]):
-                    raise self._wrong("a value without a name cannot follow one with a name", at)
-                if place >= len(parameters):
-                    takes = ", ".join(parameters) or "none"
-                    raise self._wrong(f"{call.name} has no such parameter (it takes {takes})", at)
-                name = list(parameters)[place]
-            elif name not in parameters:
-                raise self._wrong(
-                    f"{call.name} has no parameter {name!r}", at, list(parameters)
-                )
-            if name in given:
-                raise self._wrong(f"{call.name} is given {name!r} twice", at)
-            if not _fits(value, hints[name]):
-                raise self._wrong(f"{name} must be {_kind(hints[name])}", at)
-            given[name] = float(value) if hints[name] is float else value
-        for name, parameter in parameters.items():
-            if parameter.default is parameter.empty and name not in given:
-                raise self._wrong(f"{call.name} needs {name!r}", call.at)
-        try:
-            return make(**given)
-        except PolicyError:
-            raise
-        except WeirError as error:
-            raise self._wrong(str(error), call.at) from None
-
-    def _call(self) -> _Call:
-        name, at = self._word("a pool or a policy")
-        arguments: list[tuple[str | None, Any, int]] = []
-        if self._take("("):
-            while not self._take(")"):
-                if arguments and not self._take(","):
-                    raise self._wrong("expected ',' or ')'")
-                arguments.append(self._argument())
-        return _Call(name, at, arguments)
-
-    def _argument(self) -> tuple[str | None, Any, int]:
-        self._skip()
-        at = self.at
-        if (word := _WORD.match(self.text, at)) is not None:
-            self.at = word.end()
-            if self._take("="):
-                return word.group(), self._value(), at
-            return None, _VALUES.get(word.group().lower(), word.group()), at
-        return None, self._value(), at
-
-    def _value(self) -> Any:
-        self._skip()
-        if (word := _WORD.match(self.text, self.at)) is not None:
-            self.at = word.end()
-            return _VALUES.get(word.group().lower(), word.group())
-        if (number := _NUMBER.match(self.text, self.at)) is None:
-            raise self._wrong("expected a value")
-        value = float(number.group())
-        if abs(value) > 2**53:
-            raise self._wrong("no number here can be this large")
-        self.at = number.end()
-        return value if re.search(r"[.eE]", number.group()) else int(value)
-
-    def _word(self, what: str) -> tuple[str, int]:
-        self._skip()
-        word = _WORD.match(self.text, self.at)
-        if word is None:
-            raise self._wrong(f"expected {what}")
-        at, self.at = self.at, word.end()
-        return word.group(), at
-
-    def _take(self, mark: str) -> bool:
-        self._skip()
-        if not self.text.startswith(mark, self.at):
-            return False
-        self.at += len(mark)
-        self._skip()
-        return True
-
-    def _skip(self) -> None:
-        space = _SPACE.match(self.text, self.at)
-        self.at = space.end() if space else self.at
-
-    def _wrong(
-        self, problem: str, at: int | None = None, names: list[str] | None = None
-    ) -> PolicyError:
-        at = self.at if at is None else at
-        word = _WORD.match(self.text, at)
-        near = difflib.get_close_matches(word.group(), names or [], 1) if word else []
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        return PolicyError(problem + hint, self.text, at)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value read from a policy can be passed for an annotation."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return any(_fits(value, part) for part in typing.get_args(hint))
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if hint is types.NoneType:
-        return value is None
-    return isinstance(value, hint)
-
-
-def _kind(hint: Any) -> str:
-    """An annotation in words."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return " or ".join(_kind(part) for part in typing.get_args(hint))
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
-    return "none" if hint is types.NoneType else words.get(hint, str(hint))
-
-
-def _written(pool: Pool) -> str:
-    """A pool the way it is written in a policy."""
-    values = [getattr(pool, f.name) for f in fields(typing.cast(Any, pool))]
-    return f"{pool.name}({', '.join('none' if v is None else str(v) for v in values)})"

@@ -32,7 +32,7 @@ class Recomputation:
             WeirError: they are longer than the model's own.
         """
         if not isinstance(model, PreTrainedModel):
-            raise WeirError(f"weir reads with transformers models, not a {type(model).__name__}")
+            raise WeirError(f"weir serves transformers models, not a {type(model).__name__}")
         limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if limit is not None and policy.budget > limit:
             raise WeirError(

@@ -280,6 +280,12 @@ class Slab:
     def put_rows(self, index: Tensor, other: Slab) -> None:
         """Write the rows of `other` back to the rows `index` [n]."""
         theirs = other.tensors()
+        with torch.inference_mode(False):
+            for name, t in self.state.items():
+                if longer(theirs[_STATE + name], t):
+                    more = theirs[_STATE + name].shape[2] - t.shape[2]
+                    zeros = t.new_zeros((*t.shape[:2], more, *t.shape[3:]))
+                    self.state[name] = torch.cat([t, zeros], dim=2)
         for name, t in self.tensors().items():
             t.index_copy_(0, index, theirs[name])
 
@@ -299,6 +305,13 @@ class Slab:
                 larger = t.new_full((*t.shape[:2], size, *t.shape[3:]), fill)
                 larger[:, :, : t.shape[2]] = t
                 setattr(self, name, larger)
+
+
+def longer(t: Tensor, than: Tensor) -> bool:
+    """Whether the slots, or what a pool remembers one by one, are more than those of the other."""
+    if t.ndim != than.ndim or t.ndim < 3:
+        return False
+    return t.shape[2] > than.shape[2] and t.shape[3:] == than.shape[3:]
 
 
 def folded_weights(values: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,43 +18,48 @@ from torch import Tensor
 
 from weir.draws import Draws
 from weir.policy import Pipe
-from weir.pools import Fold
+from weir.pools import Fold, Pool
 from weir.slab import Slots
 
 
-def appeal(row: int, head: Any, place: Any) -> tuple[Any, Any]:
+def appeal(row: Any, head: Any, place: Any) -> tuple[Any, Any]:
     """(what a token draws from each query, from how many queries it draws); numbers or tensors."""
     dice = place * 2654435761 + head * 40503 + row * 97
     dice = (dice ^ (dice >> 13)) % 2**31 * 1103515245
     return (dice >> 19) % 8, 1 + (dice >> 27) % 60
 
 
-def tokens(places: Tensor, row: int = 0, query: int = 0) -> Slots:
-    """One row's tokens at places in the stream [1, kv_heads, slots]; -1 is an empty slot."""
-    empty = places < 0
-    a = (places % 5 * 0.25).masked_fill(empty, -torch.inf)
-    b = (places % 7 * 0.5).masked_fill(empty, -torch.inf)
-    values = places[..., None].float()
-    found = Slots(torch.cat([values, -values], dim=-1), values, a, b, places)
-    found.mass = mass_of(places, row, query)
-    return found
+def received(place: Tensor, row: Tensor, query: Tensor) -> Tensor:
+    """What tokens have received, the share of the newest query included, float32.
+
+    Args:
+        place: places in the stream [rows, kv_heads, slots], -1 for none.
+        row: which rows these are [rows].
+        query: the place of each row's newest query [rows].
+    """
+    heads = torch.arange(place.shape[1])[:, None]
+    rate, life = appeal(row[:, None, None], heads, place)
+    total = rate * torch.minimum(query[:, None, None] - place + 1, life)
+    return total.float().masked_fill(place < 0, 0.0)
 
 
-def mass_of(places: Tensor, row: int, query: int) -> Tensor:
-    """What the tokens at `places` [1, kv_heads, slots] have received, the query's share included."""
-    rate, life = appeal(row, torch.arange(places.shape[1])[:, None], places)
-    received = rate * torch.minimum(query - places + 1, life)
-    return received.float().masked_fill(places < 0, 0.0)
+def tokens(place: Tensor) -> Slots:
+    """The tokens at `place` [rows, kv_heads, slots] of a stream, nothing received; -1 is empty."""
+    empty = place < 0
+    a = (place % 5 * 0.25).masked_fill(empty, -torch.inf)
+    b = (place % 7 * 0.5).masked_fill(empty, -torch.inf)
+    values = place[..., None].float()
+    return Slots(torch.cat([values, -values], dim=-1), values, a, b, place, torch.zeros_like(a))
 
 
 @dataclass
 class Row:
-    """One row of the batch: what its pools hold and remember, and the tokens of its tail."""
+    """One row of the batch: what its pools hold and remember, and how long its tail is."""
 
     held: list[Slots]
     states: list[dict[str, Tensor]]
     seen: int = 0
-    tail: list[int] = field(default_factory=list)
+    waiting: int = 0
 
 
 @dataclass
@@ -61,6 +67,8 @@ class Streams:
     """Rows that go through a pipe together.
 
     Attributes:
+        pipe: the pipe.
+        chunk: tokens between two folds.
         starts: when each row's first token comes.
         prompt: so many tokens of a row are folded at once, first of all.
         watch: called after each fold with the number of a row that folded, and the row.
@@ -72,12 +80,13 @@ class Streams:
     heads: int = 2
     prompt: int = 0
     watch: Callable[[int, Row], Any] = lambda index, row: None
+    rows: list[Row] = field(init=False)
 
     def __post_init__(self) -> None:
         none = tokens(torch.empty(1, self.heads, 0, dtype=torch.int64))
+        pools = self.pipe.pools
         self.rows = [
-            Row([none for _ in self.pipe.pools], [pool.state(none) for pool in self.pipe.pools])
-            for _ in self.starts
+            Row([none for _ in pools], [p.state(none) for p in pools]) for _ in self.starts
         ]
 
     def run(self, length: int) -> list[Row]:
@@ -87,69 +96,78 @@ class Streams:
             for index, (row, start) in enumerate(zip(self.rows, self.starts, strict=True)):
                 if not start <= tick < start + length:
                     continue
-                row.tail.append(row.seen)
                 row.seen += 1
+                row.waiting += 1
                 whole = row.seen <= self.prompt
-                if row.seen == self.prompt or (not whole and len(row.tail) == self.chunk):
-                    layout = tuple(len(slots) for slots in row.held)
-                    due.setdefault((*layout, len(row.tail), row.seen == self.prompt), []).append(
-                        index
-                    )
+                if row.seen == self.prompt or (not whole and row.waiting == self.chunk):
+                    layout = (*map(len, row.held), row.waiting, int(whole))
+                    due.setdefault(layout, []).append(index)
             for indices in due.values():
-                self._fold(indices)
+                self._fold(torch.tensor(indices), [self.rows[index] for index in indices])
                 for index in indices:
                     self.watch(index, self.rows[index])
         return self.rows
 
-    def _fold(self, indices: list[int]) -> None:
-        rows = [self.rows[index] for index in indices]
-        new = []
-        for index, row in zip(indices, rows, strict=True):
-            for slots in row.held:
-                slots.mass = mass_of(slots.position, index, row.seen - 1)
-            places = torch.tensor(row.tail).expand(1, self.heads, -1)
-            new.append(tokens(places, index, row.seen - 1))
-            row.tail = []
-        fold = Fold(
-            draws=Draws(0),
-            layer=0,
-            layers=1,
-            seen=torch.tensor([row.seen for row in rows]),
-            scale=1.0,
-            prompt=rows[0].seen == self.prompt,
-        )
-        pools = range(len(self.pipe.pools))
-        held = [stacked([row.held[pool] for row in rows]) for pool in pools]
+    def _fold(self, index: Tensor, rows: list[Row]) -> None:
+        seen = torch.tensor([row.seen for row in rows])
+        steps = torch.arange(-rows[0].waiting, 0)
+        arrived = (seen[:, None] + steps)[:, None].expand(-1, self.heads, -1)
+        new = tokens(arrived)
+        held = [stacked(pool) for pool in zip(*(row.held for row in rows), strict=True)]
+        for slots in (*held, new):
+            slots.mass = received(slots.position, index, seen - 1)
         states = [
-            {name: torch.cat([row.states[pool][name] for row in rows]) for name in rows[0].states[pool]}
-            for pool in pools
+            {name: torch.cat([state[name] for state in pool]) for name in pool[0]}
+            for pool in zip(*(row.states for row in rows), strict=True)
         ]
-        kept = self.pipe.fold(held, stacked(new), fold, states)
-        for pool, slots in enumerate(kept):
-            assert len(slots) <= self.pipe.pools[pool].slots()
-            held_by_any = slots.held.any(dim=0).any(dim=0)
-            assert bool(held_by_any.all()), "a column is empty in every head of every row"
+        prompt = rows[0].seen == self.prompt
+        kept = self.pipe.fold(held, new, Fold(Draws(0), 0, 1, seen, 1.0, prompt=prompt), states)
+        for pool, slots in zip(self.pipe.pools, kept, strict=True):
+            assert len(slots) <= pool.slots()
+            assert bool(slots.held.any(dim=1).any(dim=0).all()), "an empty column"
         for place, row in enumerate(rows):
-            row.held = [slots.map(lambda t, p=place: t[p : p + 1].clone()) for slots in kept]
-            row.states = [{k: t[place : place + 1].clone() for k, t in s.items()} for s in states]
+            row.held = [slots.map(lambda t, p=place: t[p : p + 1]) for slots in kept]
+            row.states = [{k: t[place : place + 1] for k, t in s.items()} for s in states]
+            row.waiting = 0
 
 
-def stacked(rows: list[Slots]) -> Slots:
+def fed(pool: Pool, sizes: list[int], heads: int = 2) -> tuple[Slots, list[Slots]]:
+    """(what a pool holds in the end, all that flowed on) when arrivals come so many at a time.
+
+    What the tokens have received stays as it is, and is often equal for two of them.
+    """
+    held, seen, gone = tokens(torch.empty(1, heads, 0, dtype=torch.int64)), 0, []
+    state = pool.state(held)
+    for size in sizes:
+        new = tokens(torch.arange(seen, seen + size).expand(1, heads, -1))
+        new.mass, seen = (
+            appeal(3, torch.arange(heads)[:, None], new.position)[0].float(),
+            seen + size,
+        )
+        fold = Fold(Draws(0), 0, 1, torch.tensor([seen]), 1.0, state=state)
+        held, rest = pool.fold(held, new, fold)
+        gone.append(rest)
+    return held, gone
+
+
+def stacked(rows: tuple[Slots, ...]) -> Slots:
     """Slots of several rows as one batch."""
     each = [slots.tensors() for slots in rows]
     return Slots(**{name: torch.cat([t[name] for t in each]) for name in each[0]})
 
 
-def places(slots: Slots, head: int, row: int = 0) -> list[int]:
-    """What one head holds, in the order of its slots, once all else fits that."""
-    position = slots.position[row, head]
-    held = position >= 0
-    found = tokens(position[held][None, None])
-    for name in ("keys", "values", "a", "b"):
-        assert torch.equal(getattr(slots, name)[row, head][held], getattr(found, name)[0, 0]), name
-    for weights in (slots.a, slots.b):
-        assert bool(weights[row, head][~held].isneginf().all())
-    return position[held].tolist()
+def unharmed(slots: Slots) -> bool:
+    """Whether all tokens still have their own keys, values and weights, and empty slots none."""
+    wanted, held = tokens(slots.position), slots.held
+    names = ("keys", "values", "a", "b")
+    return all(torch.equal(getattr(slots, n)[held], getattr(wanted, n)[held]) for n in names) and (
+        bool(slots.a[~held].isneginf().all() and slots.b[~held].isneginf().all())
+    )
+
+
+def places(slots: Slots) -> list[list[int]]:
+    """The tokens of the first row by head, in the order of their slots."""
+    return [[place for place in head if place >= 0] for head in slots.position[0].tolist()]
 
 
 @dataclass
@@ -178,6 +196,7 @@ class NaiveRow:
     Attributes:
         fold: the naive pipe, (held, new, at) -> held.
         pools: how many it has.
+        chunk, heads, prompt: as of `Streams`.
         row: its number, which the made-up attention depends on.
     """
 
@@ -192,14 +211,14 @@ class NaiveRow:
     def __post_init__(self) -> None:
         heads = range(self.heads)
         self.held: list[list[list[Token]]] = [[[] for _ in range(self.pools)] for _ in heads]
-        self.tail: list[list[Token]] = [[] for _ in range(self.heads)]
+        self.tail: list[list[Token]] = [[] for _ in heads]
 
-    def until(self, seen: int) -> list[list[list[Token]]]:
-        """Read on until so many tokens were seen; returns [head][pool] lists of tokens."""
+    def until(self, seen: int) -> None:
+        """Read on until so many tokens were seen."""
         while self.seen < seen:
             for head, pools in enumerate(self.held):
                 self.tail[head].append(Token(self.seen, *appeal(self.row, head, self.seen)))
-                for token in [*sum(pools, []), *self.tail[head]]:
+                for token in chain(*pools, self.tail[head]):
                     token.mass += token.rate if self.seen - token.position < token.life else 0
             self.seen += 1
             whole = self.seen <= self.prompt
@@ -208,4 +227,7 @@ class NaiveRow:
                     at = At(0, head, self.seen)
                     self.held[head] = self.fold(pools, self.tail[head], at)
                     self.tail[head] = []
-        return self.held
+
+    def places(self, pool: int) -> list[list[int]]:
+        """The tokens that a pool holds by head, from the oldest on."""
+        return [sorted(token.position for token in head[pool]) for head in self.held]

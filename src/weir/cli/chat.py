@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weir.cli import app
-from weir.cli.common import Chunk, Model, PolicyText, Seed, interruptible, messages, output, size
+from weir.cli.common import (
+    Chunk,
+    Model,
+    PolicyText,
+    Seed,
+    interruptible,
+    load_model,
+    messages,
+    say,
+    size,
+)
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
@@ -29,7 +40,9 @@ def chat(
     chunk: Chunk = 64,
     seed: Seed = 0,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 for the likeliest token.")] = 0.7,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.95,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest that make up this.")
+    ] = 0.95,
     most: Annotated[int, typer.Option("--max-tokens", min=1, help="Of one answer.")] = 256,
     session: Annotated[
         Path | None, typer.Option(help="A saved conversation to go on with.")
@@ -37,42 +50,49 @@ def chat(
 ) -> None:
     """Talk to a model for as long as you like; the cache stays as large as it is."""
     from weir.chat import Conversation
-    from weir.load import load
     from weir.policy import policy_of
     from weir.stream import Stream
 
     wanted = policy_of(policy)
-    reader, tokenizer = load(model)
+    reader, tokenizer = load_model(model)
     talk = Conversation(Stream(reader, wanted, chunk=chunk, seed=seed), tokenizer)
     if session is not None:
         talk.load(session)
     kind = "" if tokenizer.chat_template else "; it has no chat template and continues your text"
-    messages.print(f"{model} under {talk.stream.policy}{kind}. /help for help.", markup=False)
+    say(f"{model} under {talk.stream.policy}{kind}. /help for help.")
+    if session is not None:
+        say(f"{talk.stream.seen:,} tokens seen before")
     while (line := _ask()) is not None:
         if line.startswith("/"):
             try:
-                if not _command(talk, line):
+                if not _command(talk, line.strip()):
                     return
             except WeirError as error:
-                messages.print(f"weir: {error}", markup=False)
+                say(f"weir: {error}")
         elif line.strip():
             _answer(talk, line, most, temperature, top_p)
 
 
 def _ask() -> str | None:
     """The next line; None at the end of the input. Ctrl-C at the prompt starts a new line."""
+    terminal = sys.stdin.isatty()
+    if terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (input() then edits lines and remembers them)
     while True:
         try:
-            if sys.stdin.isatty():
+            if terminal:
                 return input("> ")
-            line = sys.stdin.readline()
-            return line.rstrip("\n") if line else None
+            # Bytes, so that a line that is not UTF-8 spoils no other.
+            read = sys.stdin.buffer.readline()
+            return read.decode("utf-8").rstrip("\r\n") if read else None
         except EOFError:
+            say("")
             return None
         except KeyboardInterrupt:
-            messages.print()
+            say("")
         except UnicodeDecodeError:
-            messages.print("weir: that line is not UTF-8")
+            say("weir: that line is not UTF-8")
 
 
 def _answer(talk: Conversation, line: str, most: int, temperature: float, top_p: float) -> None:
@@ -80,42 +100,44 @@ def _answer(talk: Conversation, line: str, most: int, temperature: float, top_p:
         answer = talk.say(line, most=most, temperature=temperature, top_p=top_p)
         try:
             for piece in answer:
-                output.file.write(piece)
-                output.file.flush()
+                sys.stdout.write(piece)
+                sys.stdout.flush()
                 if interrupt:
                     break
         except WeirError as error:
-            messages.print(f"weir: {error}", markup=False)
-    output.file.write("\n")
-    output.file.flush()
+            say(f"weir: {error}")
+            return
+    sys.stdout.write("\n")
+    sys.stdout.flush()
     report = talk.stream.report()
-    held = (
-        "" if not report.get("layers") else f"{sum(report['layers'][0]['slots'].values())} slots, "
-    )
+    held = [sum(layer["slots"].values()) for layer in report.get("layers", ())]
+    slots = f"{max(held):,} slots, " if held else ""
     messages.print(
-        f"[dim]{talk.stream.seen:,} tokens seen, {held}{size(talk.stream.nbytes)}, "
-        f"{talk.rate:.0f} tokens/s[/dim]"
+        f"{talk.stream.seen:,} tokens seen, {slots}{size(talk.stream.nbytes)}, "
+        f"{talk.rate:,.0f} tokens/s",
+        style="dim",
+        highlight=False,
     )
 
 
 def _command(talk: Conversation, line: str) -> bool:
     """Carry out a command; False to leave."""
     word, _, rest = line.partition(" ")
-    rest = rest.strip()
+    file = Path(rest.strip()).expanduser()
     if word in ("/quit", "/exit"):
         return False
-    if word in ("/save", "/load") and not rest:
+    if word in ("/save", "/load") and not rest.strip():
         raise WeirError(f"{word} needs a file: {word} FILE")
     if word == "/save":
-        talk.stream.save(rest)
-        messages.print(f"saved to {rest}", markup=False)
+        talk.stream.save(file)
+        say(f"saved to {file}")
     elif word == "/load":
-        talk.load(rest)
-        messages.print(f"{talk.stream.seen:,} tokens seen before", markup=False)
+        talk.load(file)
+        say(f"{talk.stream.seen:,} tokens seen before")
     elif word == "/report":
         _report(talk)
     elif word == "/help":
-        messages.print(HELP, markup=False)
+        say(HELP)
     else:
         raise WeirError(f"there is no command {word}; /help lists them")
     return True
@@ -123,10 +145,7 @@ def _command(talk: Conversation, line: str) -> bool:
 
 def _report(talk: Conversation) -> None:
     report = talk.stream.report()
-    messages.print(
-        f"{report['policy']}: {talk.stream.seen:,} tokens seen, {size(report['bytes'])}",
-        markup=False,
-    )
+    say(f"{report['policy']}: {talk.stream.seen:,} tokens seen, {size(report['bytes'])}")
     for index, layer in enumerate(report.get("layers", ())):
         held = ", ".join(f"{name} {count}" for name, count in layer["slots"].items())
-        messages.print(f"layer {index}: {held}; {size(layer['bytes'])}", markup=False)
+        say(f"layer {index}: {held}; {size(layer['bytes'])}")

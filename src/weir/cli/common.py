@@ -76,7 +76,8 @@ def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         if is_local(name):
             disable_progress_bar()
             return load(name)
-    say(f"fetching {name} from the Hugging Face Hub")  # which shows bars of its own
+    if messages.is_terminal:
+        say(f"fetching {name} from the Hugging Face Hub")  # which shows bars of its own
     return load(name)
 
 

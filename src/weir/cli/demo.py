@@ -23,6 +23,7 @@ from weir.cli.common import (
     progress,
     say,
     size,
+    waiting,
 )
 from weir.errors import WeirError
 
@@ -69,7 +70,8 @@ def demo(
     if not console.is_terminal:
         console.line()
     result["interrupted"] = bool(interrupt)
-    _write(result, out)
+    with waiting("drawing the plots"):
+        _write(result, out)
     if as_json:
         print_json(result)
     for name in ("result.json", "report.html"):

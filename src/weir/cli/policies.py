@@ -15,14 +15,14 @@ from weir.cli.common import AsJson, output, print_json
 @app.command()
 def policies(as_json: AsJson = False) -> None:
     """List the named policies and the pools a pipe can be made of."""
-    from weir.policy import NAMED, Pipe
+    from weir.policy import NAMED, Pipe, Pyramid
     from weir.pools import POOLS
 
     named: list[dict[str, Any]] = []
     for name, it in NAMED.items():
         made = it.make()
         facts = {"name": name, "parameters": _parameters(it.make), "about": _about(it.make)}
-        pipe = str(made) if isinstance(made, Pipe) else None
+        pipe = str(made) if isinstance(made, Pipe | Pyramid) else None
         named.append({**facts, "pipe": pipe, "paper": it.paper})
     pools = [
         {"name": name, "parameters": _parameters(kind), "about": _about(kind)}
@@ -33,18 +33,18 @@ def policies(as_json: AsJson = False) -> None:
         return
     output.print(Text("Policies", style="bold"))
     for row in named:
-        pipe = f"   =  {row['pipe']}" if row["pipe"] else ""
-        _entry(row, pipe, f"{row['about']} ({row['paper']})")
+        it_is = [f"= {row['pipe']}"] if row["pipe"] else []
+        _entry(row, *it_is, row["about"], f"({row['paper']})")
     output.print(Text("\nPools", style="bold"))
     for row in pools:
-        _entry(row, "", row["about"])
+        _entry(row, row["about"])
     output.print("\nA pipe is pools with | between them: sink(4) | recent(252)", markup=False)
 
 
-def _entry(row: dict[str, Any], pipe: str, about: str) -> None:
-    head = Text.assemble((f"  {row['name']}({row['parameters']})", "cyan"), (pipe, "dim"))
-    output.print(head, soft_wrap=True)
-    output.print(Padding(Text(about), (0, 0, 0, 6)))
+def _entry(row: dict[str, Any], *lines: str) -> None:
+    output.print(Text(f"  {row['name']}({row['parameters']})", "cyan"), soft_wrap=True)
+    for line in lines:
+        output.print(Padding(Text(line), (0, 0, 0, 6), expand=False))
 
 
 def _parameters(make: Any) -> str:
@@ -52,8 +52,13 @@ def _parameters(make: Any) -> str:
     for name, parameter in inspect.signature(make).parameters.items():
         default = parameter.default
         known = default is not parameter.empty
-        parts.append(f"{name}={'none' if default is None else default}" if known else name)
+        parts.append(f"{name}={_written(default)}" if known else name)
     return ", ".join(parts)
+
+
+def _written(value: Any) -> str:
+    """A value as it stands in a policy."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def _about(it: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from weir.cli import app
-from weir.cli.common import AsJson, Seed, output, print_json, progress
+from weir.cli.common import AsJson, Seed, output, print_json, progress, say
 
 
 @app.command()
@@ -19,9 +19,11 @@ def train(
     ],
     out: Annotated[Path, typer.Option(help="Folder for the model; a run found there goes on.")],
     tokens: Annotated[int, typer.Option(min=10_000, help="Tokens to train on.")] = 32_000_000,
-    vocabulary: Annotated[int, typer.Option(min=300, max=65_535)] = 4096,
-    width: Annotated[int, typer.Option(min=32)] = 256,
-    layers: Annotated[int, typer.Option(min=1)] = 4,
+    vocabulary: Annotated[
+        int, typer.Option(min=300, max=65_535, help="Tokens the tokenizer has.")
+    ] = 4096,
+    width: Annotated[int, typer.Option(min=32, help="Of the hidden states.")] = 256,
+    layers: Annotated[int, typer.Option(min=1, help="Of the model.")] = 4,
     length: Annotated[int, typer.Option(min=192, help="Tokens in a sample: the window.")] = 512,
     rows: Annotated[int, typer.Option(min=2, help="Samples in a step.")] = 16,
     rate: Annotated[float, typer.Option(min=0.0, help="Highest learning rate.")] = 4e-3,
@@ -35,7 +37,11 @@ def train(
 
     A run that was interrupted goes on where its last checkpoint was.
     """
+    from transformers.utils.logging import disable_progress_bar
+
     from weir.train.loop import Recipe, run
+
+    disable_progress_bar()
 
     recipe = Recipe(
         tokens=tokens,
@@ -49,23 +55,30 @@ def train(
         seed=seed,
     )
     with progress() as bar:
-        task = bar.add_task("training", total=recipe.steps, note="")
+        task = bar.add_task("training", total=recipe.steps, note="tokenising the books")
 
         def show(step: int, steps: int, facts: dict[str, Any]) -> None:
             note = f"loss {facts['loss']:.3f}"
             if "recall" in facts:
-                bar.console.print(
+                say(
                     f"step {step}: {facts['tokens']:,} tokens, book loss {facts['book_loss']:.3f}, "
                     f"recall {facts['recall']:.2f}"
                 )
             bar.update(task, completed=step, note=note)
 
-        figures = run(recipe, text, out, vocabulary=vocabulary, compiled=compiled, on_step=show)
+        try:
+            figures = run(recipe, text, out, vocabulary=vocabulary, compiled=compiled, on_step=show)
+        except KeyboardInterrupt:
+            say("the same command goes on from the last checkpoint, if there is one yet")
+            raise
     facts = {"out": str(out), "recipe": asdict(recipe), **figures}
     if as_json:
         print_json(facts)
         return
     output.print(
         f"{out}: {figures['parameters']:,} parameters; held-out book perplexity "
-        f"{figures['book_ppl']:.2f}; recall {figures['recall']:.1%}"
+        f"{figures['book_ppl']:.2f}; recall {figures['recall']:.1%}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
     )

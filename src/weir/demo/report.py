@@ -4,75 +4,118 @@ from __future__ import annotations
 
 import html
 import io
+import itertools
+import re
 from importlib import resources
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLOURS = ("#c0392b", "#d68910", "#1f77b4", "#148f77", "#7d3c98", "#5d6d7e")
+GREY = "#77828c"
 
 
 def write_report(result: dict[str, Any], path: Path) -> None:
     """Write the page for what `demo.run` returned."""
-    template = Template((resources.files("weir.demo") / "report.html").read_text("utf-8"))
-    path.write_text(
-        template.substitute(
-            book=html.escape(result["book"]),
-            tokens=f"{result['tokens']:,}",
-            window=f"{result['model_window']:,}",
-            perplexity=_plot(result, "ppl_by_block", "perplexity", 1.0, log=True),
-            memory=_plot(result, "bytes_by_block", "cache, MB", 1e-6, log=False),
-            rows="\n".join(_row(policy, i) for i, policy in enumerate(result["policies"])),
-        ),
-        "utf-8",
+    from weir import __version__
+
+    page = Template((resources.files("weir.demo") / "report.html").read_text("utf-8"))
+    policies = result["policies"]
+    steady = [policy for policy in policies if policy["slots"] is not None] or policies
+    rows = (_row(policy, _colour(result, policy)) for policy in policies)
+    text = page.substitute(
+        version=__version__,
+        book=html.escape(result["book"]),
+        tokens=f"{result['tokens']:,}",
+        times=f"{result['tokens'] / result['model_window']:.1f}",
+        window=f"{result['model_window']:,}",
+        block=f"{result['block']:,}",
+        rows="\n".join(rows),
+        all_perplexity=_plot(result, policies, "ppl_by_block", "perplexity", log=True),
+        perplexity=_plot(result, steady, "ppl_by_block", "perplexity"),
+        memory=_plot(result, policies, "bytes_by_block", "cache, MB"),
     )
+    path.write_text(text, "utf-8")
 
 
-def _row(policy: dict[str, Any], index: int) -> str:
+def _colour(result: dict[str, Any], policy: dict[str, Any]) -> str:
+    return COLOURS[result["policies"].index(policy) % len(COLOURS)]
+
+
+def _row(policy: dict[str, Any], colour: str) -> str:
     cells = (
-        f"{policy['ppl']:.1f}",
-        f"{policy['ppl_by_block'][-1]:.1f}",
-        f"{policy['kv_bytes'] / 1e6:.2f} MB",
+        f"{policy['ppl']:,.1f}",
+        f"{policy['ppl_by_block'][-1]:,.1f}",
+        f"{policy['kv_bytes'] / 1e6:,.1f} MB",
         f"{policy['tokens_per_s']:,.0f}",
     )
-    name = f'<i style="background:{COLOURS[index % len(COLOURS)]}"></i>'
-    name += f"<code>{html.escape(policy['policy'])}</code>"
+    name = f'<i style="background:{colour}"></i><code>{html.escape(policy["policy"])}</code>'
     return f"<tr><td>{name}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 
-def _plot(result: dict[str, Any], key: str, label: str, factor: float, *, log: bool) -> str:
+def _plot(
+    result: dict[str, Any],
+    policies: list[dict[str, Any]],
+    key: str,
+    label: str,
+    *,
+    log: bool = False,
+) -> str:
     """One line per policy over the position in the book, as an SVG element."""
-    import matplotlib
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
 
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    with pyplot.rc_context({"svg.fonttype": "none", "font.size": 10}):
-        figure, axes = pyplot.subplots(figsize=(7.2, 3.2), layout="constrained")
-        for index, policy in enumerate(result["policies"]):
-            values = [value * factor for value in policy[key]]
-            ends = [min((n + 1) * result["block"], result["tokens"]) for n in range(len(values))]
-            colour = COLOURS[index % len(COLOURS)]
-            axes.plot(ends, values, color=colour, lw=1.8, label=policy["policy"])
-        axes.axvline(result["model_window"], color="#888", lw=1, ls=":")
-        axes.text(
-            result["model_window"],
-            1.0,
-            " window",
-            color="#888",
-            va="bottom",
-            transform=axes.get_xaxis_transform(),
-        )
-        axes.set_xlabel("tokens read")
-        axes.set_ylabel(label)
-        if log:
-            axes.set_yscale("log")
-        else:
-            axes.set_ylim(bottom=0)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=8)
+    # The salt keeps the names inside the page's pictures apart, and the same from run to run.
+    salt = f"{key}{log}{len(policies)}"
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10}):
+        figure = Figure(figsize=(7.6, 3.1), layout="constrained")
+        axes = figure.subplots()
+        for policy in policies:
+            look = {"color": _colour(result, policy), "lw": 2, "label": policy["policy"]}
+            edges = _edges(result, policy[key])
+            if key == "bytes_by_block":
+                held = [n / 1e6 for n in policy[key]]
+                axes.plot(edges, [held[0], *held], drawstyle="steps-pre", **look)
+            else:
+                middles = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
+                axes.plot(middles, policy[key], marker="o", ms=2.5, **look)
+        _dress(axes, result, label, log)
+        axes.legend(frameon=False, fontsize=8.5, ncols=2)
         target = io.StringIO()
-        figure.savefig(target, format="svg", transparent=True)
-        pyplot.close(figure)
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(target, format="svg", transparent=True, metadata=nothing)
     svg = target.getvalue()
-    return svg[svg.index("<svg") :]
+    return re.sub(r' id="[a-z0-9.]+_\d+"', "", svg[svg.index("<svg") :])
+
+
+def _edges(result: dict[str, Any], values: list[Any]) -> list[int]:
+    """Where the blocks begin, and where the last one ends."""
+    return [min(n * result["block"], result["tokens"]) for n in range(len(values) + 1)]
+
+
+def _dress(axes: Axes, result: dict[str, Any], label: str, log: bool) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    plain = FuncFormatter(lambda value, _: f"{value:,g}")
+    axes.set_xlim(0, result["tokens"])
+    axes.xaxis.set_major_formatter(plain)
+    axes.set_xlabel("tokens read")
+    axes.set_ylabel(label)
+    if log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.set_ylim(bottom=0, top=1.3 * axes.get_ylim()[1])  # room for the legend
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.yaxis.set_major_formatter(plain)
+    axes.grid(axis="y", color="#e3e7ea", lw=0.8)
+    window = result["model_window"]
+    if window < result["tokens"]:
+        axes.axvline(window, color=GREY, lw=1, ls=":")
+        top = axes.get_xaxis_transform()
+        axes.text(window, 1.01, "the model's window", color=GREY, transform=top)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -48,7 +48,7 @@ def run(
 
     Returns:
         {"model_window", "book", "tokens", "block", "policies": [figures of each]}; the figures are
-        those of `weir stream`.
+        those of `weir stream`, and "slots" (None for no limit).
     """
     readers = [Reader(Stream(model, policy), block) for policy in policies]
     for piece in ids.split(STEP):
@@ -63,5 +63,11 @@ def run(
         "book": f"Leo Tolstoy, {TITLE}",
         "tokens": readers[0].reading.tokens,
         "block": block,
-        "policies": [reader.reading.as_json() for reader in readers],
+        "policies": [
+            {**reader.reading.as_json(), "slots": _slots(reader.stream)} for reader in readers
+        ],
     }
+
+
+def _slots(stream: Stream) -> int | None:
+    return None if stream.cache is None else stream.cache.stack[0].pipe.slots

@@ -1,7 +1,28 @@
 """The pools a policy can be made of, one file each."""
 
 from weir.pools.base import POOLS, Fold, Pool, pool
+from weir.pools.heavy import Heavy
+from weir.pools.hive import Hive
+from weir.pools.kcenter import KCenter
 from weir.pools.recent import Recent
+from weir.pools.reservoir import Reservoir
 from weir.pools.sink import Sink
+from weir.pools.snap import Snap
+from weir.pools.subgen import SubGen
+from weir.pools.uniform import Uniform
 
-__all__ = ["POOLS", "Fold", "Pool", "Recent", "Sink", "pool"]
+__all__ = [
+    "POOLS",
+    "Fold",
+    "Heavy",
+    "Hive",
+    "KCenter",
+    "Pool",
+    "Recent",
+    "Reservoir",
+    "Sink",
+    "Snap",
+    "SubGen",
+    "Uniform",
+    "pool",
+]

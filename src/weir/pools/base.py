@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, TypeVar, cast
 
 from torch import Tensor
 
+from weir.attention import Form
 from weir.draws import Draws
+from weir.errors import WeirError
+from weir.positions import Alibi
 from weir.slab import Slots
 
 POOLS: dict[str, type[Pool]] = {}
@@ -25,15 +28,21 @@ class Fold:
     """What a pool may know when it folds.
 
     Attributes:
-        draws: this layer's random numbers.
+        draws: this pool's random numbers, in this layer.
         layer, layers: which layer this is, and of how many.
         seen: tokens of the stream so far [batch], int64.
         scale: the factor of the logits, usually 1/sqrt(key_dim).
         queries: the last queries, as the attention sees them at their own place in the stream
             [batch, kv_heads, group, n, key_dim]; None unless a pool of the pipe asks for them.
         prompt: true when a whole prompt is folded at once (`prefill="full"`).
+        origin: the place in the stream of the first token; the next one's is `origin + seen`.
+        form: how the layer attends, for pools that look at attention themselves; None for nothing
+            beyond the scale.
+        alibi: the layer's linear biases; None for none.
         unbroken: true while nothing was lost upstream: arrivals come in order, each the successor
             of the last.
+        state: what the pool remembers beside its slots (`Pool.state`); it puts new tensors of the
+            same shape in place of the old ones, and writes into none.
     """
 
     draws: Draws
@@ -43,7 +52,11 @@ class Fold:
     scale: float
     queries: Tensor | None = None
     prompt: bool = False
+    origin: int = 0
+    form: Form | None = None
+    alibi: Alibi | None = None
     unbroken: bool = True
+    state: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Pool(ABC):
@@ -55,7 +68,8 @@ class Pool(ABC):
         needs_queries: how many of the last queries it reads.
         two_weights: it sets a and b apart.
         keeps_run: its slots are the newest tokens, without a gap, whenever its arrivals are.
-        in_order: every token it does not keep flows on, in the order of arrival.
+        in_order: it keeps the first that arrive, or the newest; all others flow on, in order and
+            without a gap.
     """
 
     name: ClassVar[str]
@@ -76,9 +90,45 @@ class Pool(ABC):
         """How many of the last queries the pool reads when it folds."""
         return 0
 
+    @property
+    def log_n(self) -> bool:
+        """Whether logits are to be scaled by log_512 of the number of tokens a query sees."""
+        return False
+
+    @property
+    def ends_pipe(self) -> bool:
+        """Whether nothing flows on, because what it keeps stands for all that came."""
+        return False
+
+    def state(self, like: Slots) -> dict[str, Tensor]:
+        """What the pool remembers beside its slots, as it is before the first token.
+
+        Most pools need nothing. Tensors [batch, kv_heads, ...], on the device of `like`, which has
+        the batch, heads and sizes of the layer and no slots. They keep their shapes for ever; only
+        a pool without a limit may lengthen the third dimension, and in rows that do not fold then
+        what is added is zero. A cache counts, saves, restores and reorders them with its slots.
+        """
+        return {}
+
     @abstractmethod
     def slots(self) -> int | None:
         """How many slots per KV head it may hold; None if there is no limit."""
+
+    def fixed(self, before: tuple[Pool, ...]) -> int:
+        """Of its slots, those that every layer of a pyramid has, given the pools in front."""
+        return 0
+
+    def resized(self, slots: int) -> Pool:
+        """The same pool with another number of slots, for a pyramid.
+
+        Raises:
+            WeirError: its first parameter does not say how many it has, and it knows no other way.
+        """
+        size = fields(cast(Any, self))[0].name
+        if getattr(self, size) != self.slots():
+            raise WeirError(f"{self.name} cannot be given {slots} slots in place of {self.slots()}")
+        resized: Pool = replace(cast(Any, self), **{size: slots})
+        return resized
 
     @abstractmethod
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:

@@ -31,6 +31,11 @@ class Recent(Pool):
         if self.n is not None and self.n < 1:
             raise WeirError(f"recent keeps at least 1 token, not {self.n}")
 
+    def check(self, before: tuple[Pool, ...]) -> None:
+        """Without a limit, it keeps all that comes: tokens without a gap only."""
+        if self.n is None and not all(pool.in_order for pool in before):
+            raise WeirError("recent(none) can only follow pools that pass all tokens on in order")
+
     def slots(self) -> int | None:
         """As many slots as tokens are kept."""
         return self.n

@@ -33,7 +33,9 @@ class Sink(Pool):
     def check(self, before: tuple[Pool, ...]) -> None:
         """Only what comes first can be kept as the first."""
         if before:
-            raise WeirError("sink keeps the first tokens of the stream, so it stands first in a pipe")
+            raise WeirError(
+                "sink keeps the first tokens of the stream, so it stands first in a pipe"
+            )
 
     def slots(self) -> int:
         """As many slots as tokens are kept."""

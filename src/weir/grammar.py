@@ -1,0 +1,258 @@
+"""How policies are written, and what is wrong with one that cannot be read.
+
+A recursive-descent reader. It finds pools and named policies in their registers, and parameters in
+their signatures, so that a new one needs no line here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from weir.errors import WeirError
+from weir.pipe import NAMED, Pipe, Policy, check_place
+from weir.pools import POOLS, Pool
+
+
+class PolicyError(WeirError):
+    """A policy that cannot be read, or makes no sense.
+
+    Attributes:
+        text: the policy as it was given.
+        at: the character the error is about, counted from 0.
+    """
+
+    def __init__(self, problem: str, text: str, at: int) -> None:
+        line = "".join(c if c.isprintable() else " " for c in text)
+        super().__init__(f"{problem} (character {at + 1}: {line[:at]}»{line[at:]})")
+        self.text = text
+        self.at = at
+
+
+def read(text: str) -> Policy:
+    """The policy that a text is.
+
+    Raises:
+        PolicyError: it cannot be read or makes no sense.
+    """
+    return _Reader(text).policy()
+
+
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_NUMBER = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_SPACE = re.compile(r"\s*")
+_VALUES = {"true": True, "false": False, "none": None}
+
+
+@dataclass
+class _Call:
+    """`name(arguments)` as it was read, with the places of its parts."""
+
+    name: str
+    at: int
+    arguments: list[_Argument]
+
+
+class _Argument(typing.NamedTuple):
+    """`name=value`, or a value alone; where it begins, and where its value does."""
+
+    name: str | None
+    value: Any
+    at: int
+    value_at: int
+
+
+class _Reader:
+    """A recursive-descent reader of one policy."""
+
+    def __init__(self, text: str, at: int = 0) -> None:
+        self.text = text
+        self.at = at
+        self.inside = False
+
+    def policy(self) -> Policy:
+        made = self.part()
+        if self.at < len(self.text):
+            raise self._wrong("expected '|' or the end")
+        return made
+
+    def part(self) -> Policy:
+        """The policy that begins here, up to where it ends."""
+        start = self.at
+        calls = [self._call()]
+        while self._take("|"):
+            calls.append(self._call())
+        written = self.text[start : self.at].strip()
+        if len(calls) == 1 and _is_named(calls[0]):
+            made = self._make(calls[0], NAMED[calls[0].name].make)
+            object.__setattr__(made, "text", written)
+            return typing.cast(Policy, made)
+        pools: list[Pool] = []
+        for call in calls:
+            pools.append(self._pool(call, tuple(pools)))
+        return Pipe(tuple(pools), written)
+
+    def _pool(self, call: _Call, before: tuple[Pool, ...]) -> Pool:
+        if call.name in NAMED and call.name not in POOLS:
+            raise self._wrong(f"{call.name} is a whole policy, not a pool of a pipe", call.at)
+        if call.name not in POOLS:
+            names = [*POOLS, *NAMED]
+            raise self._wrong(f"no pool or policy is called {call.name!r}", call.at, names)
+        made: Pool = self._make(call, POOLS[call.name])
+        try:
+            check_place(made, before)
+        except WeirError as error:
+            raise self._wrong(str(error), call.at) from None
+        return made
+
+    def _make(self, call: _Call, make: Callable[..., Any]) -> Any:
+        """Call `make` with the arguments, once they fit its signature."""
+        parameters = inspect.signature(make).parameters
+        made_by = make.__init__ if isinstance(make, type) else make  # type: ignore[misc]
+        hints = typing.get_type_hints(made_by)
+        given: dict[str, Any] = {}
+        for place, (name, value, at, value_at) in enumerate(call.arguments):
+            if name is None:
+                if any(earlier.name for earlier in call.arguments[:place]):
+                    raise self._wrong("a value without a name cannot follow one with a name", at)
+                if place >= len(parameters):
+                    takes = ", ".join(parameters) or "none"
+                    raise self._wrong(f"{call.name} has no such parameter (it takes {takes})", at)
+                name = list(parameters)[place]
+            elif name not in parameters:
+                raise self._wrong(f"{call.name} has no parameter {name!r}", at, list(parameters))
+            if name in given:
+                raise self._wrong(f"{call.name} is given {name!r} twice", at)
+            if isinstance(value, str) and Policy in typing.get_args(hints[name]):
+                value = _Reader(self.text, value_at).part()
+            if not _fits(value, hints[name]):
+                raise self._wrong(f"{name} must be {_kind(hints[name])}", value_at)
+            given[name] = float(value) if hints[name] is float else value
+        for name, parameter in parameters.items():
+            if parameter.default is parameter.empty and name not in given:
+                raise self._wrong(f"{call.name} needs {name!r}", call.at)
+        try:
+            return make(**given)
+        except PolicyError:
+            raise
+        except WeirError as error:
+            raise self._wrong(str(error), call.at) from None
+
+    def _call(self) -> _Call:
+        name, at = self._word("a pool or a policy")
+        arguments: list[_Argument] = []
+        if self._take("("):
+            while not self._take(")"):
+                if arguments and not self._take(","):
+                    raise self._wrong("expected ',' or ')'")
+                arguments.append(self._argument())
+        return _Call(name, at, arguments)
+
+    def _argument(self) -> _Argument:
+        self._skip()
+        at = self.at
+        if (word := _WORD.match(self.text, at)) is not None:
+            self.at = word.end()
+            if self._take("="):
+                value_at = self.at
+                return _Argument(word.group(), self._value(), at, value_at)
+            self.at = at
+        return _Argument(None, self._value(), at, at)
+
+    def _value(self) -> Any:
+        self._skip()
+        at = self.at
+        if (word := _WORD.match(self.text, at)) is not None:
+            self.at = word.end()
+            self._skip()
+            if self.text.startswith(("(", "|"), self.at):
+                self.at = at
+                return self._inner()
+            self.at = word.end()
+            return _VALUES.get(word.group().lower(), word.group())
+        if (number := _NUMBER.match(self.text, self.at)) is None:
+            raise self._wrong("expected a value")
+        value = float(number.group())
+        if abs(value) > 2**53:
+            raise self._wrong("no number here can be this large")
+        self.at = number.end()
+        return value if re.search(r"[.eE]", number.group()) else int(value)
+
+    def _inner(self) -> Policy:
+        """A policy that is the value of an argument."""
+        if self.inside:
+            raise self._wrong("a policy inside another one takes no policy itself")
+        self.inside = True
+        made = self.part()
+        self.inside = False
+        return made
+
+    def _word(self, what: str) -> tuple[str, int]:
+        self._skip()
+        word = _WORD.match(self.text, self.at)
+        if word is None:
+            raise self._wrong(f"expected {what}")
+        at, self.at = self.at, word.end()
+        return word.group(), at
+
+    def _take(self, mark: str) -> bool:
+        self._skip()
+        if not self.text.startswith(mark, self.at):
+            return False
+        self.at += len(mark)
+        self._skip()
+        return True
+
+    def _skip(self) -> None:
+        space = _SPACE.match(self.text, self.at)
+        self.at = space.end() if space else self.at
+
+    def _wrong(
+        self, problem: str, at: int | None = None, names: list[str] | None = None
+    ) -> PolicyError:
+        at = self.at if at is None else at
+        word = _WORD.match(self.text, at)
+        near = difflib.get_close_matches(word.group(), names or [], 1) if word else []
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return PolicyError(problem + hint, self.text, at)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value read from a policy can be passed for an annotation."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return any(_fits(value, part) for part in typing.get_args(hint))
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint is types.NoneType:
+        return value is None
+    return isinstance(value, hint)
+
+
+def _kind(hint: Any) -> str:
+    """An annotation in words."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return " or ".join(_kind(part) for part in typing.get_args(hint))
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+    words[Policy] = "a policy"
+    return "none" if hint is types.NoneType else words.get(hint, str(hint))
+
+
+def _is_named(call: _Call) -> bool:
+    """Whether a policy of one word is the policy of that name, and not the pool.
+
+    Where both have it, it is the policy, unless it is given what only the pool takes.
+    """
+    if call.name not in NAMED or call.name not in POOLS:
+        return call.name in NAMED
+    of_policy = inspect.signature(NAMED[call.name].make).parameters
+    of_pool = inspect.signature(POOLS[call.name]).parameters
+    given = {argument.name for argument in call.arguments}
+    return not any(name in of_pool and name not in of_policy for name in given)

@@ -1,0 +1,248 @@
+"""What a policy is: pools one after the other, or something that only a stream can do.
+
+Tokens enter the first pool of a pipe, what overflows a pool flows into the next, what overflows the
+last is gone. How policies are written is the business of `grammar`; which have a name, of `policy`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, cast
+
+from torch import Tensor
+
+from weir.errors import WeirError
+from weir.pools import Fold, Pool
+from weir.pyramid import of_layer
+from weir.slab import Slots
+
+
+class Policy(ABC):
+    """How a cache is held to its size. A `Pipe`, or something that only a `Stream` can do."""
+
+    text: str
+
+    @abstractmethod
+    def for_layer(self, layer: int, layers: int) -> Pipe:
+        """The pipe of one layer of a model that has `layers` of them."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Pipe(Policy):
+    """Pools in the order tokens flow through them.
+
+    Attributes:
+        pools: the pools, the one where tokens enter first.
+        text: the policy as it was written.
+    """
+
+    pools: tuple[Pool, ...]
+    text: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        for place, pool in enumerate(self.pools):
+            check_place(pool, self.pools[:place])
+        if not self.text:
+            alone = len(self.pools) == 1
+            text = " | ".join(_written(pool, alone) for pool in self.pools)
+            object.__setattr__(self, "text", text)
+
+    def for_layer(self, layer: int, layers: int) -> Pipe:
+        """The same pipe for every layer."""
+        return self
+
+    @cached_property
+    def slots(self) -> int | None:
+        """Slots per KV head; None where a pool has no limit."""
+        each = [pool.slots() for pool in self.pools]
+        return None if None in each else sum(n for n in each if n is not None)
+
+    @cached_property
+    def unbroken(self) -> tuple[bool, ...]:
+        """For each pool, whether its arrivals are all that came, in order."""
+        return tuple(
+            all(earlier.in_order for earlier in self.pools[:place])
+            for place in range(len(self.pools))
+        )
+
+    @cached_property
+    def run(self) -> tuple[int, ...]:
+        """The pools that hold the newest tokens without a gap, the oldest tokens' pool first."""
+        held = [i for i, p in enumerate(self.pools) if p.keeps_run and self.unbroken[i]]
+        return tuple(reversed(held))
+
+    @cached_property
+    def front(self) -> tuple[int, ...]:
+        """All other pools: as the stream goes on, their tokens move closer to the present."""
+        return tuple(i for i in range(len(self.pools)) if i not in self.run)
+
+    @cached_property
+    def front_slots(self) -> int:
+        """Slots of the front per KV head."""
+        return sum(self.pools[i].slots() or 0 for i in self.front)
+
+    @cached_property
+    def needs_mass(self) -> bool:
+        """Whether a pool reads accumulated attention."""
+        return any(pool.needs_mass for pool in self.pools)
+
+    @cached_property
+    def needs_queries(self) -> int:
+        """How many of the last queries the pools read."""
+        return max(pool.needs_queries for pool in self.pools)
+
+    @cached_property
+    def log_n(self) -> bool:
+        """Whether logits are scaled by log_512 of the number of tokens a query sees."""
+        return any(pool.log_n for pool in self.pools)
+
+    @cached_property
+    def two_weights(self) -> bool:
+        """Whether a pool sets a and b apart."""
+        return any(pool.two_weights for pool in self.pools)
+
+    def fold(
+        self, held: list[Slots], new: Slots, fold: Fold, states: list[dict[str, Tensor]]
+    ) -> list[Slots]:
+        """What each pool keeps when `new` enters the first, given what each holds and remembers.
+
+        What a pool is to remember from now on takes the place of what it remembered, in `states`.
+        """
+        kept = []
+        for place, pool in enumerate(self.pools):
+            its = replace(
+                fold,
+                draws=replace(fold.draws, pool=place),
+                unbroken=self.unbroken[place],
+                state=states[place],
+            )
+            stays, new = pool.fold(held[place], new, its)
+            kept.append(stays)
+        return kept
+
+
+def check_place(pool: Pool, before: tuple[Pool, ...]) -> None:
+    """Refuse a pool in a place that makes no sense."""
+    for earlier in before:
+        if earlier.ends_pipe:
+            raise WeirError(
+                f"{pool.name} would get no tokens: what {earlier.name} keeps stands for all that "
+                f"came, so nothing flows on and {earlier.name} stands last in a pipe"
+            )
+    pool.check(before)
+
+
+@dataclass(frozen=True)
+class Recompute(Policy):
+    """Sliding window with re-computation: the keys and values of the last tokens made anew.
+
+    For every new token the model reads the last `budget` tokens from scratch: the quality oracle of
+    StreamingLLM (Xiao et al. 2024, Figure 1c), and as slow as that sounds.
+
+    Attributes:
+        budget: tokens the model reads.
+        sinks: so many of them are the first of the stream; the others are its last.
+    """
+
+    budget: int
+    sinks: int = 0
+    text: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if self.budget < 1:
+            raise WeirError(f"recompute reads at least 1 token, not {self.budget}")
+        if not 0 <= self.sinks < self.budget:
+            raise WeirError(
+                f"recompute with a budget of {self.budget} has room for 0 to {self.budget - 1} "
+                f"sinks, not {self.sinks}"
+            )
+        if not self.text:
+            sinks = f", sinks={self.sinks}" if self.sinks else ""
+            object.__setattr__(self, "text", f"recompute(budget={self.budget}{sinks})")
+
+    def for_layer(self, layer: int, layers: int) -> Pipe:
+        """Refused: nothing is cached.
+
+        Raises:
+            WeirError: always.
+        """
+        raise WeirError(
+            "recompute reads the window anew for every token, which a cache cannot do; "
+            "use weir.Stream or `weir stream`"
+        )
+
+
+@dataclass(frozen=True)
+class Pyramid(Policy):
+    """A pipe whose slots go to the lower layers: PyramidKV's budgets (`weir.pyramid`).
+
+    Attributes:
+        pipe: what a layer holds on average.
+        beta: how many times the slots of the top layer go into the average; 1 is no pyramid.
+    """
+
+    pipe: Pipe
+    beta: float = 20.0
+    text: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if self.pipe.slots is None:
+            raise WeirError(f"{self.pipe} has no limit, so a pyramid has nothing to share out")
+        if not 1 <= self.beta < math.inf:
+            raise WeirError(f"beta of a pyramid is a number from 1 on, not {self.beta}")
+        for layer in range(2):  # the top layer of any model has as few slots as that of two
+            self.for_layer(layer, 2)
+        if not self.text:
+            object.__setattr__(self, "text", f"pyramid({self.pipe}, beta={self.beta})")
+
+    def for_layer(self, layer: int, layers: int) -> Pipe:
+        """The pipe with the slots of its layer; all layers together have `layers` times its own.
+
+        Raises:
+            WeirError: the pools cannot be given that many slots.
+        """
+        return Pipe(of_layer(self.pipe.pools, layer, layers, self.beta))
+
+
+@dataclass(frozen=True)
+class Named:
+    """A policy with a name.
+
+    Attributes:
+        make: from its parameters to a policy.
+        paper: where it comes from.
+    """
+
+    make: Callable[..., Policy]
+    paper: str
+
+
+NAMED: dict[str, Named] = {}
+"""Every named policy."""
+
+
+def named(paper: str) -> Callable[[Callable[..., Policy]], Callable[..., Policy]]:
+    """Make a policy known under the name of the function that returns it."""
+
+    def register(make: Callable[..., Policy]) -> Callable[..., Policy]:
+        NAMED[make.__name__] = Named(make, paper)
+        return make
+
+    return register
+
+
+def _written(pool: Pool, alone: bool = False) -> str:
+    """A pool the way it is written in a policy; `alone` in its pipe."""
+    values = {f.name: getattr(pool, f.name) for f in fields(cast(Any, pool))}
+    words = {name: "none" if v is None else str(v) for name, v in values.items()}
+    if alone and pool.name in NAMED:
+        # By names, which tell it from the policy that is called the same.
+        return f"{pool.name}({', '.join(f'{name}={word}' for name, word in words.items())})"
+    return f"{pool.name}({', '.join(words.values())})"

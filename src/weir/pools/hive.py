@@ -1,0 +1,149 @@
+"""A beehive over the past: of every few neighbours, the one that was attended to most stays.
+
+BUZZ (Zhao et al. 2024, arXiv:2410.23079), section 3.3, Algorithms 1 and 2. What arrives is buffered
+until there is one token more than the threshold. Then the *new* tokens, those that came since the
+last eviction, are cut into segments and the token with the most attention of each segment stays
+(local maxima), while of the *old* ones, the survivors of earlier evictions, every few-th stays
+(interval sampling). Survivors of both kinds are the old tokens from then on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weir.errors import WeirError
+from weir.pools.base import Fold, Pool, pool
+from weir.slab import EMPTY, Slots
+
+_LAST = torch.iinfo(torch.int64).max
+
+
+@pool("hive")
+@dataclass(frozen=True)
+class Hive(Pool):
+    """Keep local maxima of the attention: BUZZ's beehive.
+
+    Attention is summed over all queries since a token arrived and over the query heads of its
+    group; each KV head keeps its own tokens. Evictions come after fixed numbers of arrivals,
+    however many arrive at a fold, so the hive never holds more than its threshold.
+
+    Attributes:
+        threshold: tokens it holds before it evicts (T); at least the stride.
+        stride: of how many new neighbours one stays (s); of the old ones, one of every
+            floor((s + 1) / 2) stays. At least 3: half of 2 would keep every old token for ever.
+        swapped: the ablation of section 4.3 that thins old tokens by the stride and cuts new ones
+            into segments of half of it.
+        local_max: false for the ablation that keeps the first of each segment of new tokens, too.
+        log_n: scale the logits of the whole layer by log_512(n), n being the number of tokens that
+            a query sees (section 3.5); then the policy is not exact below its budget.
+    """
+
+    needs_mass = True
+
+    threshold: int
+    stride: int = 5
+    swapped: bool = False
+    local_max: bool = True
+    log_n: bool = False
+
+    def __post_init__(self) -> None:
+        _check_stride(self.stride)
+        if self.threshold < self.stride:
+            raise WeirError(
+                f"a threshold of {self.threshold} is less than one segment of {self.stride} "
+                f"tokens; take a threshold of {self.stride} or more, or a smaller stride"
+            )
+
+    def slots(self) -> int:
+        """The threshold: tokens that are one too many wait in the tail until the fold."""
+        return self.threshold
+
+    def state(self, like: Slots) -> dict[str, Tensor]:
+        """The newest token that an eviction has decided about [batch, kv_heads, 1]; -1 for none.
+
+        Tokens up to that place are old, tokens beyond it are new. So where arrivals are not in
+        order, one that comes late is old at once.
+        """
+        return {"settled": like.position.new_full((*like.position.shape[:2], 1), EMPTY)}
+
+    def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
+        """Buffer what arrives, and evict whenever the threshold is exceeded.
+
+        Both what stays and what flows on lie from the oldest token on.
+        """
+        both = held.join(new)
+        if not fold.unbroken:
+            both = both.by_position()
+        settled = fold.state["settled"]
+        kept, old = self._evict(both, both.position <= settled, whole=fold.prompt)
+        if bool(kept.all()):
+            return both, both.part(0, 0)
+        decided = both.position.where(old, EMPTY).amax(dim=2, keepdim=True)
+        fold.state["settled"] = settled.maximum(decided)
+        return both.only(kept), both.only(~kept)
+
+    def _evict(self, line: Slots, old: Tensor, *, whole: bool) -> tuple[Tensor, Tensor]:
+        """(who stays, who is old then), from tokens in order and which of them are old.
+
+        All masks are [batch, kv_heads, slots]. A prompt (`whole`) is new tokens all of which are
+        segmented in the first pass (Remark 2); otherwise an eviction comes with every arrival that
+        exceeds the threshold, as in Algorithm 1. One turn of the loop is one eviction.
+        """
+        halved = (self.stride + 1) // 2
+        segment, interval = (halved, self.stride) if self.swapped else (self.stride, halved)
+        assert line.mass is not None
+        kept = line.held
+        while bool((over := kept.sum(dim=2, keepdim=True) > self.threshold).any()):
+            older, newer = kept & old & over, kept & ~old & over
+            if not whole:
+                newer &= newer.cumsum(dim=2) <= self.threshold + 1 - older.sum(dim=2, keepdim=True)
+            best = _maxima(segment, newer, line.mass) if self.local_max else _every(segment, newer)
+            kept = kept & ~older & ~newer | _every(interval, older) | best
+            old = old | newer
+        return kept, old
+
+
+def best_window(room: int, stride: int) -> int:
+    """The window that Theorem 3.1 puts beside a hive, of so many slots for both.
+
+    T / w = (s^2 + 1) / (s + 1) for an odd stride and s - 1 for an even one: then a hive has settled
+    when it holds as many old tokens as the window has tokens. (The statement is right; its proof
+    has the two cases swapped.)
+    """
+    _check_stride(stride)
+    ratio = stride - 1 if stride % 2 == 0 else (stride**2 + 1) / (stride + 1)
+    return max(1, round(room / (1 + ratio)))
+
+
+def _check_stride(stride: int) -> None:
+    if stride < 3:
+        raise WeirError(
+            f"a stride of {stride} would let no old token go; take a stride of 3 or more"
+        )
+
+
+def _every(step: int, among: Tensor) -> Tensor:
+    """Every `step`-th of the slots of a mask [batch, kv_heads, slots], from the first on."""
+    return among & ((among.cumsum(dim=2) - 1) % step == 0)
+
+
+def _maxima(size: int, among: Tensor, mass: Tensor) -> Tensor:
+    """Algorithm 2: of every `size` slots of a mask, the one of the largest mass.
+
+    The last segment may be shorter; of equal slots the first is taken.
+
+    Args:
+        size: slots of a segment.
+        among: the slots it is about [batch, kv_heads, slots], bool.
+        mass: [batch, kv_heads, slots].
+    """
+    segment = (among.cumsum(dim=2) - 1).clamp_min(0) // size
+    score = mass.masked_fill(~among, -torch.inf)
+    largest = torch.full_like(score, -torch.inf).scatter_reduce(2, segment, score, "amax")
+    best = among & (score == largest.gather(2, segment))
+    place = torch.arange(mass.shape[2], device=mass.device).where(best, _LAST)
+    first = torch.full_like(place, _LAST).scatter_reduce(2, segment, place, "amin")
+    return best & (place == first.gather(2, segment))

@@ -1,0 +1,77 @@
+"""A reservoir: of all tokens that ever left the window, each is kept with the same probability.
+
+"An Experiment of Implementing Reservoir Sampling to StreamingLLM", section 4: when the n-th token
+of the middle comes, it is kept with probability p = s/n and then replaces one of the s old samples,
+each with probability q = 1/s; otherwise it is dropped. This is Algorithm R, so after every step
+each of the n tokens is present with probability s/n. (The code of the paper's Figure 2 samples
+again from what is still cached. That is something else: the older a token, the less likely it is
+to be there.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from weir.errors import WeirError
+from weir.pools.base import Fold, pool
+from weir.pools.sample import Sample
+from weir.slab import Slots
+
+
+@pool("reservoir")
+@dataclass(frozen=True)
+class Reservoir(Sample):
+    """Keep a uniform sample of all that arrives, by Algorithm R.
+
+    Attributes:
+        n: how many tokens are kept.
+        weighted: each of them counts for (tokens that came in) / n, in numerator and denominator,
+            so that both sums are unbiased; nothing flows on then. Without, weights stay as they
+            came (the paper), and what is dropped or replaced flows on.
+        per_head: one sample for each KV head; otherwise one for all heads of a layer (the paper).
+    """
+
+    n: int
+    weighted: bool = False
+    per_head: bool = False
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise WeirError(f"reservoir keeps at least 1 token, not {self.n}")
+
+    def slots(self) -> int:
+        """As many slots as tokens are kept."""
+        return self.n
+
+    def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
+        """Let arrivals in, one after the other, all at once.
+
+        One number u in [0, 1) serves both chances of the n-th token of the middle: u < s/n lets it
+        in, and then the whole part of u·n is uniform among the places 0 to s - 1.
+        """
+        came = fold.state["came"]
+        nth = came[..., None] + new.held.cumsum(dim=2)
+        place = torch.where(nth <= self.n, nth - 1, (self.luck(new, fold) * nth).long())
+        nowhere = ~new.held | (place >= self.n)
+        place = place.masked_fill(nowhere, self.n)
+        came = came + new.held.sum(dim=2)
+        fold.state["came"] = came
+        # Of several that take the same place one after the other, the last one has it.
+        arrival = torch.arange(len(new), device=place.device).expand_as(place)
+        winner = place.new_full((*came.shape, self.n + 1), -1)
+        winner = winner.scatter_reduce(2, place, arrival, "amax")[:, :, : self.n]
+        if not self.weighted and not bool((winner >= 0).any()):
+            return held, new
+        old = torch.arange(self.n, device=place.device)
+        old = old.masked_fill(old >= len(held), -1)
+        index = torch.where(winner >= 0, len(held) + winner, old)
+        index = index[:, :, : int(came.max())]
+        both = self.came_with(held, fold).join(new)
+        kept = both.take(index)
+        if self.weighted:
+            return self.stand_for_all(kept, fold), new.part(0, 0)
+        # A head with an empty place, index -1, has lost nothing yet, so slot 0 has not gone there.
+        gone = torch.ones_like(both.held).scatter_(2, index.clamp_min(0), False)
+        return kept, both.only(gone)

@@ -1,0 +1,80 @@
+"""What samples of the middle have in common: their luck, and weights that make them unbiased.
+
+A sample of n out of N tokens that came in, each with the same chance, gives unbiased sums when
+every token of it counts N/n times. A token that came in with a weight (from a pool that already
+made it stand for others) counts N/n times that. What is remembered is therefore the weight a token
+came with; the factor is put on anew at each fold, so no rounding adds up however long the stream.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weir.pools.base import Fold, Pool
+from weir.slab import Slots
+
+
+class Sample(Pool):
+    """A pool that keeps a uniform sample of all that ever came in.
+
+    Attributes:
+        weighted: each token kept counts for those that were not, so that both sums of attention are
+            unbiased; nothing flows on. Otherwise weights stay as they came.
+        per_head: each KV head has a sample of its own; otherwise a token meets the same luck in all
+            heads of a layer.
+    """
+
+    weighted: bool
+    per_head: bool
+
+    @property
+    def ends_pipe(self) -> bool:
+        """True with weights: what is kept stands for the rest."""
+        return self.weighted
+
+    @abstractmethod
+    def slots(self) -> int | None:
+        """As many slots as tokens are kept."""
+
+    def state(self, like: Slots) -> dict[str, Tensor]:
+        """`came`, tokens that came in so far [batch, kv_heads], int64; and if the sample is
+        weighted `a` and `b`, the log-weights with which those it keeps did [batch, kv_heads, n].
+        """
+        shape = like.position.shape[:2]
+        state = {"came": like.position.new_zeros(shape)}
+        if self.weighted:
+            for name in ("a", "b"):
+                state[name] = like.a.new_full((*shape, self.slots() or 0), -torch.inf)
+        return state
+
+    def luck(self, slots: Slots, fold: Fold) -> Tensor:
+        """The luck of each token in [0, 1), float64 [batch, kv_heads, slots]."""
+        position = slots.position
+        if self.per_head:
+            return fold.draws.uniform(0, position)
+        # As one head, so that a token's luck does not depend on the head it is in.
+        return fold.draws.uniform(0, position.flatten(1)[:, None]).view(position.shape)
+
+    def came_with(self, held: Slots, fold: Fold) -> Slots:
+        """What is held, with the weights its tokens came in with."""
+        if not self.weighted:
+            return held
+        a, b = (fold.state[name][:, :, : len(held)] for name in ("a", "b"))
+        return replace(held, a=a, b=b)
+
+    def stand_for_all(self, kept: Slots, fold: Fold) -> Slots:
+        """What is kept, weighed for all that came in; `kept` has the weights its tokens came with.
+
+        Each counts for came / n tokens, or for itself as long as no more than n came.
+        """
+        free = (self.slots() or 0) - len(kept)
+        for name in ("a", "b"):
+            fold.state[name] = F.pad(getattr(kept, name), (0, free), value=-torch.inf)
+        share = fold.state["came"].double() / (self.slots() or 1)
+        factor = share.clamp_min(1.0).log()[..., None].to(kept.a.dtype)
+        return replace(kept, a=kept.a + factor, b=kept.b + factor)

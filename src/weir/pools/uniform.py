@@ -1,0 +1,87 @@
+"""Uniform sampling: the baseline that BalanceKV and others are measured against.
+
+BalanceKV (Kochetkova et al. 2025), section 4.1 and appendix B.1, "independent uniform sampling": a
+share of the tokens between the first and the newest is chosen uniformly at random. By rate, each
+token is kept with that probability; by budget, so many of all that came are, each with the same.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from weir.errors import WeirError
+from weir.pools.base import Fold, pool
+from weir.pools.sample import Sample
+from weir.slab import Slots
+
+
+@pool("uniform")
+@dataclass(frozen=True)
+class Uniform(Sample):
+    """Keep a uniform sample of all that arrives, so many tokens or a share of them.
+
+    Attributes:
+        n: how many tokens are kept; or
+        rate: the probability with which each is kept. The pool then has no limit: it grows with
+            the stream, at this rate.
+        weighted: each token kept counts for (tokens that came in) / n, or for 1 / rate, in
+            numerator and denominator, so that both sums are unbiased; nothing flows on then.
+            Without, weights stay as they came, and what is not kept flows on.
+        per_head: one sample for each KV head; otherwise one for all heads of a layer.
+    """
+
+    n: int | None = None
+    rate: float | None = None
+    weighted: bool = False
+    per_head: bool = True
+
+    def __post_init__(self) -> None:
+        if (self.n is None) == (self.rate is None):
+            given = "neither" if self.n is None else f"both, n={self.n} and rate={self.rate}"
+            raise WeirError(
+                f"uniform keeps so many tokens or a share of them, and was given {given}; "
+                "write uniform(64) or uniform(rate=0.25)"
+            )
+        if self.n is not None and self.n < 1:
+            raise WeirError(f"uniform keeps at least 1 token, not {self.n}")
+        if self.rate is not None and not 0 < self.rate <= 1:
+            raise WeirError(f"the rate of uniform lies above 0 and is at most 1, not {self.rate}")
+
+    def slots(self) -> int | None:
+        """As many slots as tokens are kept; no limit by rate."""
+        return self.n
+
+    def state(self, like: Slots) -> dict[str, Tensor]:
+        """By budget and weighted, as every sample; otherwise luck is all there is to know."""
+        return super().state(like) if self.weighted and self.n is not None else {}
+
+    def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
+        """By rate, keep those whose luck is below it; by budget, those of the lowest luck."""
+        if self.rate is not None:
+            return self._by_rate(self.rate, held, new, fold)
+        if self.weighted:
+            fold.state["came"] = fold.state["came"] + new.held.sum(dim=2)
+        both = self.came_with(held, fold).join(new)
+        luck = self.luck(both, fold).masked_fill(~both.held, torch.inf)
+        lowest = luck.argsort(dim=2, stable=True)[:, :, : self.n]
+        stays = torch.zeros_like(both.held).scatter_(2, lowest, True) & both.held
+        if self.weighted:
+            return self.stand_for_all(both.only(stays), fold), new.part(0, 0)
+        if not bool(stays[:, :, len(held) :].any()):
+            return held, new
+        return both.only(stays), both.only(~stays)
+
+    def _by_rate(self, rate: float, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
+        lucky = self.luck(new, fold) < rate
+        if self.weighted:
+            enters = replace(new, a=new.a - math.log(rate), b=new.b - math.log(rate))
+            rest = new.part(0, 0)
+        else:
+            enters, rest = new, new.only(~lucky)
+        if not bool((lucky & new.held).any()):
+            return held, rest
+        return held.join(enters).only(torch.cat([held.held, lucky], dim=2)), rest

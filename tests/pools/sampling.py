@@ -1,0 +1,102 @@
+"""What tests of samples share: thousands of seeds at once, and what chance allows.
+
+Every head of one row plays a seed of its own, so one fold is a fold under thousands of seeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weir.draws import Draws
+from weir.pools import Fold, Pool
+from weir.slab import Slots
+
+
+@dataclass(frozen=True)
+class ManySeeds:
+    """Draws in which head h meets the luck that a first head meets under seed h.
+
+    Attributes:
+        table: [1, seeds, places].
+    """
+
+    table: Tensor
+
+    @classmethod
+    def of(cls, seeds: int, places: int) -> ManySeeds:
+        """The draws of purpose 0 for the first places of a stream."""
+        place = torch.arange(places)[None, None]
+        return cls(torch.cat([Draws(seed).uniform(0, place) for seed in range(seeds)], dim=1))
+
+    def uniform(self, purpose: int, position: Tensor, index: int = 0) -> Tensor:
+        """As `Draws.uniform`."""
+        assert (purpose, index) == (0, 0)
+        return self.table.gather(2, position.clamp_min(0))
+
+
+def arrivals(start: int, stop: int, heads: int, keys: Tensor | None = None) -> Slots:
+    """Tokens of one row, the same in all heads; `keys` [places, dim] serve as values too."""
+    position = torch.arange(start, stop).expand(1, heads, -1)
+    weights = torch.zeros(position.shape)
+    some = torch.zeros(stop, 1) if keys is None else keys
+    some = some[start:stop].expand(1, heads, -1, -1)
+    return Slots(some, some, weights, weights.clone(), position)
+
+
+def folds(
+    pool: Pool, draws: ManySeeds, cuts: list[int], keys: Tensor | None = None
+) -> Iterator[tuple[int, Slots]]:
+    """Fold arrivals up to each cut; yields (tokens that came, what is kept) after each."""
+    heads = draws.table.shape[1]
+    held = arrivals(0, 0, heads, keys)
+    state = pool.state(held)
+    start = 0
+    for stop in cuts:
+        fold = Fold(draws, 0, 1, torch.tensor([stop]), 1.0, state=state)
+        held, _ = pool.fold(held, arrivals(start, stop, heads, keys), fold)
+        start = stop
+        yield stop, held
+
+
+def unevenness(counts: Tensor, samples: int, drawn: float) -> float:
+    """How far inclusion counts are from equal, in standard deviations: above 5 is no accident.
+
+    Pearson's chi-square for samples without repetition (the factor (n - 1)/n is for the size being
+    fixed), brought to a normal by Wilson and Hilferty's cube root.
+
+    Args:
+        counts: how many samples hold each of n tokens [n].
+        samples: how many there are.
+        drawn: tokens in each.
+    """
+    n = len(counts)
+    p = drawn / n
+    chi = ((counts - samples * p) ** 2).sum().item() / (samples * p * (1 - p)) * (n - 1) / n
+    return z_of_chi_square(chi, n - 1)
+
+
+def z_of_chi_square(chi: float, freedom: int) -> float:
+    """A chi-square as a normal deviate."""
+    spread = 2 / (9 * freedom)
+    return float(((chi / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread))
+
+
+def sums(kept: Slots, query: Tensor) -> Tensor:
+    """Numerator and denominator of attention, by head [heads, 1 + value_dim], float64."""
+    logits = kept.keys.double() @ query.double()
+    above, below = (logits + kept.a).exp(), (logits + kept.b).exp()
+    numerator = (above[..., None] * kept.values).nan_to_num(0.0).sum(dim=2)
+    return torch.cat([below.sum(dim=2)[..., None], numerator], dim=-1)[0]
+
+
+def bias(estimates: Tensor, exact: Tensor) -> float:
+    """How far the mean of estimates [samples, k] is from the exact sums [k], in its own deviations,
+    at the worst of them: above 5 is no accident.
+    """
+    deviation = estimates.std(dim=0) / math.sqrt(len(estimates))
+    return float(((estimates.mean(dim=0) - exact).abs() / deviation).max())

@@ -1,0 +1,410 @@
+"""BUZZ's beehive: local maxima of new tokens, every few-th of the old ones."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from reference.heavy import heavy_of
+from reference.hive import hive_of
+from streams import NaiveRow, Streams, fed, places, tokens, unharmed
+from torch import Tensor
+from transformers import DynamicCache
+
+import weir
+from weir.attention import Form
+from weir.draws import Draws
+from weir.errors import WeirError
+from weir.layer import Layer, Place
+from weir.plan import cut
+from weir.policy import PolicyError, buzz, policy
+from weir.pools import Fold, Hive, Recent, Sink
+
+PADDING = (0, 3, 9)
+PROMPT, MORE = 40, 45
+
+
+def naive_pools(text: str, twins, prompt: int = 0) -> list:
+    """The naive twin of each pool of a pipe."""
+    made = {"sink": twins.sink, "recent": twins.recent, "heavy": heavy_of}
+    return [
+        hive_of(pool.threshold, pool.stride, pool.swapped, pool.local_max, prompt=prompt)
+        if isinstance(pool, Hive)
+        else made[pool.name](pool.n)
+        for pool in policy(text).pools
+    ]
+
+
+def compare(twins, text, chunk, length, starts=(0, 3, 3), prompt=0):
+    """Run a pipe beside its naive twin and compare after each fold; returns the rows."""
+    loops = []
+    for row in range(len(starts)):
+        pools = naive_pools(text, twins, prompt)
+        loops.append(NaiveRow(twins.pipe(*pools), len(pools), chunk, row, prompt=prompt))
+
+    def watch(index, row):
+        loops[index].until(row.seen)
+        for pool, slots in enumerate(row.held):
+            assert places(slots) == loops[index].places(pool)
+
+    rows = Streams(policy(text), chunk, starts, prompt=prompt, watch=watch).run(length)
+    assert all(unharmed(slots) for row in rows for slots in row.held)
+    return rows
+
+
+# --- against the naive loop
+
+
+@pytest.mark.parametrize(("chunk", "length"), [(1, 600), (7, 2000), (64, 2000)])
+@pytest.mark.parametrize("stride", [4, 5])
+def test_its_slots_are_those_of_the_naive_loop_over_thousands_of_tokens(
+    twins, chunk, length, stride
+):
+    rows = compare(twins, f"sink(2) | recent(9) | hive(31, {stride})", chunk, length)
+    one, other = places(rows[1].held[2])
+    assert one != other != places(rows[2].held[2])[1]
+
+
+@pytest.mark.parametrize("options", ["swapped=true", "local_max=false", "true, false"])
+@pytest.mark.parametrize("stride", [3, 6])
+def test_the_ablations_hold_the_slots_of_their_naive_loops(twins, stride, options):
+    compare(twins, f"recent(4) | hive(17, {stride}, {options})", 5, 400)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hive(12, 3)",
+        "sink(2) | recent(5) | heavy(7) | hive(12, 3)",
+        "recent(5) | hive(12, 3) | heavy(7)",
+        "recent(5) | hive(12, 3) | hive(9, 4)",
+        "recent(5) | heavy(3) | hive(9, 5) | recent(6)",
+    ],
+)
+def test_wherever_it_stands_its_slots_are_those_of_the_naive_loop(twins, text):
+    compare(twins, text, 3, 300, starts=(0, 7))
+    compare(twins, text, 40, 300, starts=(0, 7))
+
+
+@pytest.mark.parametrize("prompt", [20, 27, 28, 33, 120, 900])
+def test_of_a_whole_prompt_samples_are_taken_until_they_fit(twins, prompt):
+    rows = compare(twins, "sink(2) | recent(5) | hive(20, 5)", 4, prompt + 200, prompt=prompt)
+    assert all(len(row.held[2]) <= 20 for row in rows)
+
+
+@pytest.mark.parametrize("text", ["sink(2) | recent(5) | hive(11, 3)", "recent(4) | hive(9, 4)"])
+@pytest.mark.parametrize("prefill", ["chunked", "full"])
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_a_model_with_it_gives_what_the_naive_loop_gives(
+    llama, naive, twins, ids, text, chunk, prefill
+):
+    got, cache, rows = read(llama, ids, text, chunk, prefill)
+    for row, pads in enumerate(PADDING):
+        prompt = PROMPT - pads
+        pools = naive_pools(text, twins, prompt if prefill == "full" else 0)
+        loop = naive(llama, twins.pipe(*pools), len(pools), chunk)
+        wanted = [loop.feed(rows[row][:prompt], at_once=prefill == "full")]
+        wanted.append(loop.feed(rows[row][prompt:]))
+        torch.testing.assert_close(got[row, pads:], torch.cat(wanted), rtol=0, atol=1e-4)
+        for layer in range(2):
+            held = cache.slots(layer).position[row]
+            for head in range(2):
+                mine = sorted(place for place in held[head].tolist() if place >= 0)
+                assert mine == sorted(t.position for t in loop.slots(layer, head))
+
+
+@torch.no_grad()
+def read(model, ids, text, chunk, prefill="chunked"):
+    """(logits, cache, tokens by row) of left-padded prompts and more tokens after them."""
+    batch = ids(len(PADDING), PROMPT + MORE)
+    mask = torch.ones_like(batch)
+    for row, pads in enumerate(PADDING):
+        mask[row, :pads] = 0
+    cache = weir.StreamingCache(model, text, chunk=chunk, prefill=prefill)
+    one = model(batch[:, :PROMPT], attention_mask=mask[:, :PROMPT], past_key_values=cache)
+    two = model(batch[:, PROMPT:], attention_mask=mask, past_key_values=cache)
+    rows = [batch[row, pads:].tolist() for row, pads in enumerate(PADDING)]
+    return torch.cat([one.logits, two.logits], dim=1), cache, rows
+
+
+# --- when it evicts, and how many are left
+
+
+def ceiled(n: int, by: int) -> int:
+    """n / by, rounded up: what sampling one of every `by` leaves of n."""
+    return -(-n // by)
+
+
+@pytest.mark.parametrize("chunk", [1, 10])
+@pytest.mark.parametrize("stride", [3, 4, 5, 6, 7, 8])
+def test_its_size_follows_the_recurrence_and_settles_where_the_theorem_says(stride, chunk):
+    threshold = 97
+    after: list[int] = []
+    settled = -1
+
+    def watch(index, row):
+        nonlocal settled
+        last = int(row.states[0]["settled"].max())
+        if last != settled:
+            settled = last
+            after.append(int((row.held[0].position[0, 0] <= last).sum()))
+
+    Streams(policy(f"hive({threshold}, {stride})"), chunk, heads=1, watch=watch).run(1500)
+    small = (stride + 1) // 2
+    expected = [ceiled(threshold + 1, stride)]
+    while len(expected) < len(after):
+        old = expected[-1]
+        expected.append(ceiled(old, small) + ceiled(threshold + 1 - old, stride))
+    assert len(after) > 15
+    assert after == expected
+    # Without rounding: a = a / small + (T - a) / stride, which is the theorem's w. Rounding up adds
+    # less than 1 twice, the token in excess of T adds 1 / stride, and a / small - a / stride of all
+    # that comes back with the next eviction.
+    share = 1 - Fraction(1, small) + Fraction(1, stride)
+    exact = Fraction(threshold, stride) / share
+    if stride % 2:
+        assert exact == Fraction(threshold * (stride + 1), stride**2 + 1)
+    else:
+        assert exact == Fraction(threshold, stride - 1)
+    assert all(0 <= size - exact < (2 + Fraction(1, stride)) / share for size in after[8:])
+
+
+@given(
+    st.integers(3, 8),
+    st.integers(0, 25),
+    st.lists(st.integers(0, 40), max_size=9),
+    st.booleans(),
+    st.booleans(),
+)
+def test_how_arrivals_are_cut_makes_no_difference(stride, more, sizes, swapped, local_max):
+    hive = Hive(stride + more, stride, swapped, local_max)
+    held, gone = fed(hive, sizes)
+    alone, gone_alone = fed(hive, [1] * sum(sizes))
+    assert places(held) == places(alone)
+    assert len(held) <= hive.slots()
+    assert unharmed(held)
+    for head in range(2):
+        left = sorted(place for rest in gone for place in places(rest)[head])
+        assert left == sorted(place for rest in gone_alone for place in places(rest)[head])
+        assert sorted(left + places(held)[head]) == list(range(sum(sizes)))
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_it_fills_its_slots_and_never_exceeds_them(chunk):
+    sizes = []
+
+    def watch(index, row):
+        sizes.append(len(row.held[0]))
+
+    Streams(policy("hive(23, 5)"), chunk, watch=watch).run(600)
+    assert max(sizes) == 23 == Hive(23, 5).slots()
+
+
+# --- whom it keeps
+
+
+def one_eviction(mass: list[list[float]], **options: bool) -> list[list[int]]:
+    """Who stays when so many tokens come that one eviction is due."""
+    width = len(mass[0])
+    pool = Hive(width - 1, 4, **options)
+    new = tokens(torch.arange(width).expand(1, len(mass), -1))
+    held = new.part(0, 0)
+    new.mass = torch.tensor([mass])
+    fold = Fold(Draws(0), 0, 1, torch.tensor([width]), 1.0, state=pool.state(held))
+    return places(pool.fold(held, new, fold)[0])
+
+
+@given(st.lists(st.lists(st.integers(0, 5), min_size=11, max_size=11), min_size=1, max_size=3))
+def test_of_each_segment_the_most_attended_token_stays_and_the_first_of_equals(mass):
+    for kept, received in zip(one_eviction([[*map(float, m)] for m in mass]), mass, strict=True):
+        assert len(kept) == 3
+        for place, segment in zip(kept, (range(4), range(4, 8), range(8, 11)), strict=True):
+            assert place == max(segment, key=lambda p: (received[p], -p))
+
+
+def test_without_local_maxima_the_first_of_each_segment_stays():
+    assert one_eviction([[0.0, 9.0] * 5], local_max=False) == [[0, 4, 8]]
+
+
+def test_swapped_strides_halve_the_segments():
+    assert one_eviction([[0.0, 9.0] * 5], swapped=True) == [[1, 3, 5, 7, 9]]
+
+
+def test_old_tokens_are_thinned_from_the_oldest_on_whatever_they_received():
+    heavy_ends = [[9.0] + [float(place % 4 == 3) for place in range(1, 13)]]
+    assert one_eviction(heavy_ends) == [[0, 7, 11, 12]]
+    # Old: 0, 7, 11, 12; new: 13 to 21. Every second of the old, the maxima of the new.
+    pool, start = Hive(12, 4), tokens(torch.arange(13).expand(1, 1, -1))
+    start.mass = torch.tensor([heavy_ends])
+    state = pool.state(start)
+    fold = Fold(Draws(0), 0, 1, torch.tensor([13]), 1.0, state=state)
+    held, _ = pool.fold(start.part(0, 0), start, fold)
+    held.mass = torch.tensor([[[0.0, 99.0, 0.0, 99.0]]])
+    more = tokens(torch.arange(13, 22).expand(1, 1, -1))
+    more.mass = torch.tensor([[[1.0, 2.0, 3.0, 4.0, 4.0, 3.0, 2.0, 1.0, 0.0]]])
+    held, gone = pool.fold(held, more, fold)
+    assert places(held) == [[0, 11, 16, 17, 21]]
+    assert places(gone) == [[7, 12, 13, 14, 15, 18, 19, 20]]
+    assert int(state["settled"]) == 21
+
+
+# --- the named policy
+
+
+@pytest.mark.parametrize("stride", range(3, 12))
+@pytest.mark.parametrize("budget", [60, 350, 1000])
+def test_buzz_shares_its_budget_as_the_theorem_says(budget, stride):
+    made = buzz(budget, stride)
+    sink, recent, hive = made.pools
+    assert (sink, hive.stride, made.slots) == (Sink(4), stride, budget)
+    ratio = Fraction(stride**2 + 1, stride + 1) if stride % 2 else stride - 1
+    # A window of one token more or less would be farther from the ratio, or as far.
+    assert abs(hive.threshold - ratio * recent.n) <= (1 + ratio) / 2
+
+
+def test_buzz_has_the_paper_s_ratio_and_takes_the_authors_parameters():
+    assert buzz().pools == (Sink(4), Recent(65), Hive(281, 5))
+    assert abs(281 / 65 - 4.33) < 0.02
+    text = "buzz(budget=564, window=160, stride=5)"
+    assert policy(text).pools == (Sink(4), Recent(160), Hive(400, 5))
+    everything = buzz(30, 3, 0, 10, True, False, True)
+    assert everything.pools == (Recent(10), Hive(20, 3, True, False, True))
+
+
+# --- in a model
+
+
+@pytest.mark.parametrize("text", ["buzz(budget=64)", "recent(30) | hive(34, 4)"])
+def test_below_its_budget_it_is_dense_attention(llama, ids, text):
+    text_ids = ids(2, 64)
+    with torch.no_grad():
+        wanted = llama(text_ids, past_key_values=DynamicCache()).logits
+        cache = weir.StreamingCache(llama, text, chunk=7)
+        got = llama(text_ids, past_key_values=cache).logits
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("prefill", ["chunked", "full"])
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_with_log_n_logits_are_scaled_by_the_number_of_tokens_seen(
+    llama, naive, twins, ids, chunk, prefill
+):
+    class Sharpened(naive):
+        def _attend(self, layer: int, head: int, q: Tensor, scale: float) -> Tensor:
+            n = len(self.slots(layer, head))
+            return super()._attend(layer, head, q, scale * math.log(n, 512))
+
+    text = "sink(2) | recent(5) | hive(11, 3, log_n=true)"
+    got, _, rows = read(llama, ids, text, chunk, prefill)
+    for row, pads in enumerate(PADDING):
+        prompt = PROMPT - pads
+        pools = naive_pools(text, twins, prompt if prefill == "full" else 0)
+        loop = Sharpened(llama, twins.pipe(*pools), len(pools), chunk)
+        wanted = [loop.feed(rows[row][:prompt], at_once=prefill == "full")]
+        wanted.append(loop.feed(rows[row][prompt:]))
+        torch.testing.assert_close(got[row, pads:], torch.cat(wanted), rtol=0, atol=1e-4)
+
+
+def test_its_slab_has_the_announced_slots_and_never_another_size(llama, ids):
+    stream = weir.Stream(llama, "buzz(budget=30, stride=3)", chunk=6)
+    sizes = set()
+    for _ in range(12):
+        stream.feed(ids(2, 11))
+        sizes.add(stream.nbytes)
+    assert len(sizes) == 1
+    assert [len(layer.slab) for layer in stream.cache.stack] == [30 + 6] * 2
+
+
+@pytest.mark.parametrize("count", [50, 63, 77])
+def test_a_restored_stream_goes_on_bit_for_bit(llama, ids, tmp_path, count):
+    stream = weir.Stream(llama, "buzz(budget=20, stride=3)", chunk=5)
+    stream.feed(ids(2, count))
+    stream.save(tmp_path / "session.safetensors")
+    other = weir.Stream.restore(llama, tmp_path / "session.safetensors")
+    more = ids(2, 41, seed=1)
+    assert torch.equal(stream.feed(more, all_logits=True), other.feed(more, all_logits=True))
+    for layer in range(2):
+        mine, theirs = stream.slots(layer), other.slots(layer)
+        for name in ("position", "mass", "keys", "values"):
+            assert torch.equal(getattr(mine, name), getattr(theirs, name))
+
+
+def test_rows_that_change_places_take_their_hives_along(llama, ids):
+    text = ids(3, 100)
+    one, other = (weir.StreamingCache(llama, "buzz(budget=20, stride=3)", chunk=5) for _ in "ab")
+    order = torch.tensor([2, 0, 0])
+    with torch.no_grad():
+        llama(text[:, :57], past_key_values=one)
+        llama(text[order, :57], past_key_values=other)
+        one.batch_select_indices(order)
+        got = llama(text[order, 57:], past_key_values=one).logits
+        wanted = llama(text[order, 57:], past_key_values=other).logits
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("recent(9) | »hive(20, 2)", "a stride of 2 would let no old token go; take a stride of 3"),
+        ("recent(9) | »hive(20, -1)", "a stride of -1 would let no old token go"),
+        ("recent(9) | »hive(4)", "a threshold of 4 is less than one segment of 5 tokens"),
+        ("recent(9) | »hive(6, stride=7)", "less than one segment of 7"),
+        ("»buzz(budget=9)", "no room for 4 sinks, a window of 1 and a hive of one stride of 5"),
+        ("»buzz(budget=9)", "it takes 10 or more"),
+        ("»buzz(stride=0)", "a stride of 0"),
+        ("»buzz(stride=-1)", "a stride of -1"),
+        ("»buzz(sinks=-1)", "at least 1 token, not -1"),
+        ("»buzz(window=0)", "at least 1 token, not 0"),
+        ("»buzz(window=350)", "it takes 359 or more"),
+    ],
+)
+def test_what_makes_no_hive_is_pointed_at(text, reason):
+    at = text.index("»")
+    with pytest.raises(PolicyError, match=reason) as error:
+        policy(text.replace("»", ""))
+    assert error.value.at == at
+
+
+def test_a_pool_made_in_python_is_refused_as_well():
+    with pytest.raises(WeirError, match="a stride of 2"):
+        Hive(20, 2)
+
+
+@pytest.mark.parametrize("stride", [3, 4, 5])
+def test_the_smallest_budget_works(stride, twins):
+    compare(twins, str(buzz(4 + 1 + stride, stride)), 2, 200, starts=(0, 3))
+
+
+@pytest.mark.parametrize("kind", ["equal keys", "zero values", "one odd head"])
+@pytest.mark.parametrize("text", ["recent(5) | hive(11, 3)", "recent(5) | heavy(8)"])
+def test_strange_keys_and_values_are_kept_like_others(text, kind):
+    """A layer by itself: one or two KV heads of 7 numbers to a key and 5 to a value."""
+    heads, length, chunk = (1 if kind == "one odd head" else 2), 90, 4
+    layer = Layer(policy(text), Place(), chunk, Draws(0), 0, 1)
+    generator = torch.Generator().manual_seed(2)
+    queries = torch.randn(1, heads, length, 7, generator=generator)
+    keys = torch.randn(1, heads, length, 7, generator=generator)
+    values = torch.randn(1, heads, length, 5, generator=generator)
+    if kind == "equal keys":
+        keys = keys[:, :, :1].expand(-1, -1, length, -1)
+    if kind == "zero values":
+        values = torch.zeros_like(values)
+    plan = cut(None, 1, length, [0], [0], chunk, torch.device("cpu"))
+    out = layer.attend(queries, keys, values, Form(scale=0.4), plan)
+    assert out.isfinite().all()
+    if kind == "zero values":
+        assert out.eq(0).all()
+    place = layer.slab.position[:, :, : sum(layer.lengths[0])]
+    assert sum(layer.lengths[0]) <= policy(text).slots
+    assert place.unique(dim=2).shape == place.shape
+    for head in range(heads):
+        torch.testing.assert_close(
+            layer.slab.values[0, head, : place.shape[2]], values[0, head, place[0, head]]
+        )

@@ -1,0 +1,270 @@
+"""k centres: the tokens whose keys lie farthest apart stay."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from conftest import Naive
+from hypothesis import given
+from hypothesis import strategies as st
+from reference.kcenter import kcenter_of, squared_distance
+from torch import Tensor
+
+import weir
+from weir.draws import Draws
+from weir.errors import WeirError
+from weir.pools import Fold, KCenter, Recent
+from weir.pools.kcenter import farthest_first
+from weir.slab import Slots
+
+FOLD = Fold(Draws(0), layer=0, layers=1, seen=torch.tensor([0]), scale=1.0)
+BROKEN = replace(FOLD, unbroken=False)
+
+
+@dataclass
+class Token:
+    """A token of the naive loop."""
+
+    position: int
+
+
+def slots_at(position: Tensor, keys: Tensor) -> Slots:
+    """Tokens at places [batch, kv_heads, n], -1 for none; values and weights follow from them.
+
+    `keys` [batch, kv_heads, length, key_dim] are those of the whole stream.
+    """
+    empty = position < 0
+    mine = keys.gather(2, position.clamp_min(0)[..., None].expand(-1, -1, -1, keys.shape[3]))
+    a = (position % 5 * 0.25).masked_fill(empty, -torch.inf)
+    b = (position % 7 * 0.5).masked_fill(empty, -torch.inf)
+    return Slots(mine, position[..., None].expand(-1, -1, -1, 3).float(), a, b, position)
+
+
+def whole_keys(batch: int, heads: int, length: int, dim: int = 3, seed: int = 0) -> Tensor:
+    """Keys of small whole numbers: distances are exact, and often equal."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-9, 10, (batch, heads, length, dim), generator=generator).float()
+
+
+def folds(pool: KCenter, keys: Tensor, chunk: int, share: float = 1.0) -> Iterator[tuple]:
+    """Fold a stream `chunk` tokens at a time; each head of each row gets a `share` of its tokens.
+
+    Yields (held, arrivals, overflow) of each fold.
+    """
+    generator = torch.Generator().manual_seed(1)
+    held = slots_at(torch.empty(*keys.shape[:2], 0, dtype=torch.int64), keys)
+    for start in range(0, keys.shape[2], chunk):
+        place = torch.arange(start, min(start + chunk, keys.shape[2]))
+        place = place.expand(*keys.shape[:2], -1)
+        if share < 1:
+            place = place.where(torch.rand(place.shape, generator=generator) < share, -1)
+        new = slots_at(place, keys)
+        held, rest = pool.fold(held, new, FOLD if share == 1 else BROKEN)
+        yield held, new, rest
+
+
+@pytest.mark.parametrize(
+    ("chunk", "share", "length"), [(1, 1.0, 1200), (7, 1.0, 2000), (64, 1.0, 3000), (13, 0.4, 2000)]
+)
+def test_it_holds_what_a_naive_loop_holds(chunk, share, length):
+    k, keys = 12, whole_keys(2, 3, length)
+    whole = keys.tolist()
+    naive = {
+        (row, head): kcenter_of(k, lambda t, at, own=whole[row][head]: own[t.position])
+        for row in range(2)
+        for head in range(3)
+    }
+    mine: dict[tuple[int, int], list[Token]] = {at: [] for at in naive}
+    for held, new, rest in folds(KCenter(k), keys, chunk, share):
+        assert bool(held.held.any(dim=0).any(dim=0).all()), "a column is empty in every head"
+        for (row, head), fold in naive.items():
+            arrived = [Token(p) for p in new.position[row, head].tolist() if p >= 0]
+            mine[row, head], gone = fold(mine[row, head], arrived)
+            for slots, wanted in ((held, mine[row, head]), (rest, gone)):
+                places = slots.position[row, head]
+                assert places[places >= 0].tolist() == [t.position for t in wanted]
+        for slots in (held, rest):
+            wanted_slots = slots_at(slots.position, keys)
+            for name in ("a", "b"):
+                assert torch.equal(getattr(slots, name), getattr(wanted_slots, name))
+            there = slots.held[..., None]
+            for name in ("keys", "values"):
+                assert torch.equal(
+                    getattr(slots, name) * there, getattr(wanted_slots, name) * there
+                )
+
+
+points = st.lists(st.tuples(*[st.integers(-20, 20)] * 2), min_size=2, max_size=9, unique=True)
+
+
+def radius(centres: list, all_points: list) -> float:
+    """The largest distance of a point to its nearest centre."""
+    return max(min(math.dist(p, c) for c in centres) for p in all_points)
+
+
+@given(points, st.integers(1, 4))
+def test_centres_lie_apart_by_the_radius_they_cover_and_no_others_cover_half_of_it(where, k):
+    keys = torch.tensor(where, dtype=torch.float32)[None, None]
+    k = min(k, len(where))
+    picked = farthest_first(keys, torch.ones(1, 1, len(where), dtype=torch.bool), k)[0, 0]
+    centres = [p for p, yes in zip(where, picked.tolist(), strict=True) if yes]
+    assert len(centres) == k
+    reached = radius(centres, where)
+    for one, other in itertools.combinations(centres, 2):
+        assert math.dist(one, other) >= reached - 1e-6
+    best = min(radius(list(others), where) for others in itertools.combinations(where, k))
+    assert reached <= 2 * best + 1e-6
+
+
+def test_the_oldest_token_always_stays():
+    for held, _, _ in folds(KCenter(1), whole_keys(2, 2, 50), 5):
+        assert (held.position[:, :, 0] == 0).all()
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_of_equal_keys_the_oldest_stay_and_no_slot_is_wasted(chunk):
+    for held, _, _ in folds(KCenter(3), torch.ones(1, 2, 20, 4), chunk):
+        assert held.position[0, 1].tolist() == list(range(min(3, len(held))))
+    assert len(held) == 3
+
+
+def test_distances_are_of_keys_moved_far_from_the_origin_too():
+    # |x|^2 + |y|^2 - 2xy would lose these differences in float32.
+    near = torch.tensor([0.0, 1.0, 5.0, 2.0])[None, None, :, None]
+    picked = farthest_first(near + 30_000, torch.ones(1, 1, 4, dtype=torch.bool), 2)
+    assert picked[0, 0].tolist() == [True, False, True, False]
+
+
+def test_keys_of_half_precision_are_compared_in_single():
+    keys = torch.tensor([0.0, 300.0, -301.0])[None, None, :, None].half().expand(-1, -1, -1, 64)
+    picked = farthest_first(keys, torch.ones(1, 1, 3, dtype=torch.bool), 2)
+    assert picked[0, 0].tolist() == [True, False, True]
+
+
+def test_what_flows_on_arrives_at_the_next_pool_with_its_weight():
+    keys = whole_keys(1, 2, 30)
+    passed = []
+    for _, _, rest in folds(KCenter(4), keys, 6):
+        held, _ = Recent(100).fold(rest, rest.part(0, 0), BROKEN)
+        passed += held.position[0, 0].tolist()
+        assert torch.equal(held.b, held.position % 7 * 0.5)
+    assert len(passed) == len(set(passed)) == 26
+
+
+@pytest.mark.parametrize("k", [0, -3])
+def test_no_centres_are_no_pool(k):
+    with pytest.raises(WeirError, match=f"at least 1 token, not {k}"):
+        KCenter(k)
+
+
+# --- the policy
+
+
+def test_the_policy_is_half_recent_tokens_and_half_centres():
+    assert weir.policy("kcenter").pools == (Recent(128), KCenter(128))
+    assert weir.policy("kcenter(budget=7)").pools == (Recent(4), KCenter(3))
+    assert weir.policy("kcenter(9)").slots == 9
+    assert weir.policy("kcenter(k=9)").pools == (KCenter(9),)
+
+
+@pytest.mark.parametrize("budget", [1, 0, -4])
+def test_a_budget_too_small_for_both_is_refused(budget):
+    with pytest.raises(WeirError, match=f"needs 2 slots or more, not {budget}"):
+        weir.policy(f"kcenter(budget={budget})")
+
+
+# --- through a model
+
+
+def centres_of(recent: int, k: int):
+    """The naive policy: recent tokens, and centres of what leaves them."""
+    pick = kcenter_of(k, lambda t, at: at.rotate(t.key[None], t.position)[0].tolist())
+
+    def fold(held, new, at):
+        newest = [*held[0], *new]
+        centres, _ = pick(held[1], newest[:-recent], at)
+        return [newest[-recent:], centres]
+
+    return fold
+
+
+def fed(model, cache, tokens: Tensor, cuts: list[int], mask: Tensor | None = None) -> Tensor:
+    """Logits of all tokens, fed in calls of the lengths `cuts`."""
+    out, done = [], 0
+    with torch.no_grad():
+        for width in cuts:
+            seen = None if mask is None else mask[:, : done + width]
+            piece = tokens[:, done : done + width]
+            out.append(model(piece, attention_mask=seen, past_key_values=cache).logits)
+            done += width
+    return torch.cat(out, dim=1)
+
+
+def same_slots(cache, naive: Naive) -> None:
+    """Every head of every layer holds the same tokens as in the naive loop."""
+    for layer, head in itertools.product(range(2), range(2)):
+        position = cache.slots(layer).position[0, head]
+        wanted = sorted(t.position for t in naive.slots(layer, head))
+        assert sorted(position[position >= 0].tolist()) == wanted
+
+
+@pytest.mark.parametrize("positions", ["rolling", "original"])
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_a_model_reads_on_as_the_naive_loop_does(llama, ids, positions, chunk):
+    tokens = ids(1, 120)
+    cache = weir.StreamingCache(llama, "recent(8) | kcenter(6)", chunk=chunk, positions=positions)
+    naive = Naive(llama, centres_of(8, 6), pools=2, chunk=chunk, rolling=positions == "rolling")
+    got = fed(llama, cache, tokens, [50, 1, 1, 68])[0]
+    torch.testing.assert_close(got, naive.feed(tokens[0]), atol=1e-4, rtol=0)
+    same_slots(cache, naive)
+
+
+def test_a_whole_prompt_is_compressed_once_as_in_the_paper(llama, ids):
+    tokens = ids(1, 90)
+    cache = weir.StreamingCache(llama, "kcenter(budget=20)", chunk=4, prefill="full")
+    fed(llama, cache, tokens, [90])
+    naive = Naive(llama, centres_of(10, 10), pools=2, chunk=4)
+    naive.feed(tokens[0], at_once=True)
+    same_slots(cache, naive)
+    positions = cache.slots(0).position[0]
+    held = [sorted(p for p in head.tolist() if p >= 0) for head in positions]
+    assert all(head[0] == 0 and head[-10:] == list(range(80, 90)) for head in held)
+
+
+def test_below_its_budget_it_is_dense(llama, ids):
+    tokens = ids(1, 60)
+    cache = weir.StreamingCache(llama, "kcenter(budget=64)", chunk=4)
+    dense = llama(tokens, use_cache=False).logits
+    torch.testing.assert_close(fed(llama, cache, tokens, [60]), dense, atol=1e-4, rtol=0)
+
+
+def test_a_row_gets_what_it_would_get_alone(llama, ids):
+    tokens, mask = ids(2, 80), torch.ones(2, 80, dtype=torch.int64)
+    mask[1, :13] = 0
+    cache = weir.StreamingCache(llama, "kcenter(budget=12)", chunk=4)
+    together = fed(llama, cache, tokens, [30, 1, 49], mask)
+    for row, padding in ((0, 0), (1, 13)):
+        alone = weir.StreamingCache(llama, "kcenter(budget=12)", chunk=4)
+        wanted = fed(llama, alone, tokens[row : row + 1, padding:], [80 - padding])
+        torch.testing.assert_close(together[row, padding:], wanted[0], atol=1e-4, rtol=0)
+
+
+def test_a_stream_goes_on_bit_for_bit_after_it_was_restored(llama, ids, tmp_path):
+    tokens = ids(1, 100)
+    stream = weir.Stream(llama, "kcenter(budget=12)", chunk=4)
+    stream.feed(tokens[:, :50])
+    size = stream.report()["bytes"]
+    stream.save(tmp_path / "session.safetensors")
+    again = weir.Stream.restore(llama, tmp_path / "session.safetensors")
+    one, other = (s.feed(tokens[:, 50:], all_logits=True) for s in (stream, again))
+    assert torch.equal(one, other)
+    assert stream.report()["bytes"] == again.report()["bytes"] == size
+
+
+def test_squared_distances_of_the_reference():
+    assert squared_distance([0.0, 3.0], [4.0, 0.0]) == 25.0

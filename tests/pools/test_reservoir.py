@@ -1,0 +1,392 @@
+"""A reservoir: Algorithm R over all that left the window, whole chunks at once."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from itertools import combinations
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from reference.reservoir import Arrivals, Cache, figure_2
+from sampling import ManySeeds, arrivals, bias, folds, sums, unevenness, z_of_chi_square
+from streams import Row, Streams, tokens
+
+import weir
+from weir.draws import Draws
+from weir.errors import WeirError
+from weir.policy import NAMED, Pipe, policy
+from weir.pools import Fold, Heavy, Pool, Recent, Reservoir, Sink
+from weir.slab import Slots
+
+
+def luck_of(head: int, pool: int, places: int, seed: int = 0):
+    """A function from a token to its luck in one head."""
+    place = torch.arange(places).expand(1, head + 1, -1)
+    table = Draws(seed, 0, pool).uniform(0, place)[0, head].tolist()
+    return table.__getitem__
+
+
+# --- the paper's algorithm, slot by slot
+
+
+@pytest.mark.parametrize(("chunk", "length"), [(1, 400), (7, 2000), (64, 5000)])
+@pytest.mark.parametrize(("weighted", "per_head"), [(False, False), (True, True)])
+def test_it_holds_what_algorithm_r_holds_slot_by_slot(chunk, length, weighted, per_head):
+    sinks, samples, window = 3, 10, 6
+    pipe = Pipe((Sink(sinks), Recent(window), Reservoir(samples, weighted, per_head)))
+    starts = (0, 3, 11)
+    loops = {
+        (row, head): Cache(sinks, samples, window, luck_of(head if per_head else 0, 2, length))
+        for row in range(len(starts))
+        for head in range(2)
+    }
+
+    def watch(index: int, row: Row) -> None:
+        for head in range(2):
+            loop = loops[index, head]
+            while loop.total_num < row.seen:
+                loop.add()
+            kept = row.held[2]
+            assert kept.position[0, head].tolist() == loop.sample
+            came = tokens(kept.position)  # keys, values and weights as they were on arrival
+            assert torch.equal(kept.keys, came.keys)
+            assert torch.equal(kept.values, came.values)
+            factor = loop.log_weight if weighted else 0.0
+            for now, then in ((kept.a, came.a), (kept.b, came.b)):
+                torch.testing.assert_close(now[0, head], then[0, head] + factor)
+
+    Streams(pipe, chunk, starts, watch=watch).run(length)
+    assert all(loop.total_num > length - chunk for loop in loops.values())
+
+
+@dataclass(frozen=True)
+class Told:
+    """Draws that were written down: a token's luck, the same in every head."""
+
+    luck: tuple[float, ...]
+    pool: int = 0
+
+    def uniform(self, purpose, position, index=0):
+        return torch.tensor(self.luck, dtype=torch.float64)[position.clamp_min(0)]
+
+
+def figure_4(*luck: float) -> list[list[int]]:
+    """What the paper's example (two sinks, two samples, two recent tokens) holds after each of nine
+    tokens, if those that leave the recent part from token 4 on have this luck.
+    """
+    pipe = Pipe((Sink(2), Recent(2), Reservoir(2)))
+    states = [pool.state(arrivals(0, 0, 1)) for pool in pipe.pools]
+    held = [arrivals(0, 0, 1)] * 3
+    steps = []
+    for token in range(9):
+        draws = Told((0.0,) * 4 + luck + (0.0,) * 9)
+        fold = Fold(draws, 0, 1, torch.tensor([token + 1]), 1.0)
+        held = pipe.fold(held, arrivals(token, token + 1, 1), fold, states)
+        sink, recent, middle = (slots.position[0, 0].tolist() for slots in held)
+        steps.append([*sink, *sorted(middle), *recent])
+    return steps
+
+
+def test_figure_4_step_by_step():
+    # Token 4 is kept (p = 2/3) in place of 2, token 5 is not (p = 2/4), 6 is (p = 2/5) for 3.
+    steps = figure_4(0.2, 0.9, 0.3)
+    assert steps[:6] == [list(range(n + 1)) for n in range(6)]
+    assert steps[6] == [0, 1, 3, 4, 5, 6]
+    assert steps[7] == [0, 1, 3, 4, 6, 7]
+    assert steps[8] == [0, 1, 4, 6, 7, 8]
+
+
+@pytest.mark.parametrize(("token", "p"), [(4, 2 / 3), (5, 2 / 4), (6, 2 / 5)])
+def test_the_chances_of_figure_4(token, p):
+    def middle(luck: float) -> list[int]:
+        chances = [0.999] * 3
+        chances[token - 4] = luck
+        return figure_4(*chances)[token + 2][2:4]
+
+    assert middle(p + 1e-9) == [2, 3]
+    # Below p, each of the two old samples is replaced in one half of the cases.
+    assert middle(p - 1e-9) == middle(p / 2 + 1e-9) == [2, token]
+    assert middle(0.0) == middle(p / 2 - 1e-9) == [3, token]
+
+
+# --- the distribution
+
+SEEDS, SAMPLES, MIDDLE = 4000, 8, 56
+
+
+@pytest.fixture(scope="module")
+def seeds() -> ManySeeds:
+    """Four thousand of them."""
+    return ManySeeds.of(SEEDS, MIDDLE)
+
+
+def counts_of(kept: Slots, came: int) -> torch.Tensor:
+    """How many heads hold each of the tokens that came."""
+    return kept.position[kept.held].bincount(minlength=came)
+
+
+CUTS = {
+    "one at a time": list(range(1, MIDDLE + 1)),
+    "by sevens": list(range(7, MIDDLE + 1, 7)),
+    "unevenly": [3, 5, 20, 21, 50, 56],
+    "all at once": [MIDDLE],
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_at_every_step_every_token_of_the_middle_is_equally_likely_to_be_there(seeds, cut):
+    for came, kept in folds(Reservoir(SAMPLES, per_head=True), seeds, CUTS[cut]):
+        counts = counts_of(kept, came)
+        assert int(counts.sum()) == SEEDS * min(came, SAMPLES)
+        if came <= SAMPLES:
+            assert counts.eq(SEEDS).all()
+        else:
+            assert unevenness(counts, SEEDS, SAMPLES) < 5, came
+
+
+def test_the_code_of_figure_2_keeps_old_tokens_less_often():
+    # The paper's section 3: sampling again from what is still cached. The test above would fail.
+    random = Random(0)
+    runs = [figure_2(SAMPLES, MIDDLE, random) for _ in range(SEEDS)]
+    for came in range(SAMPLES + 2, MIDDLE + 1):
+        kept = Counter(token for run in runs for token in run[came - 1])
+        counts = torch.tensor([kept[token] for token in range(came)])
+        assert unevenness(counts, SEEDS, SAMPLES) > 10, came
+        # It forgets: a token k steps old is there with probability (s/(s + 1))^k.
+        oldest = SEEDS * (SAMPLES / (SAMPLES + 1)) ** (came - SAMPLES)
+        assert abs(counts[0] - oldest) < 5 * math.sqrt(oldest)
+
+
+def test_every_pair_of_tokens_is_equally_likely_to_be_there_together(seeds):
+    pairs = {pair: i for i, pair in enumerate(combinations(range(7), 2))}
+    *_, (_, kept) = folds(Reservoir(2, per_head=True), seeds, list(range(1, 8)))
+    found = Counter(tuple(sorted(pair)) for pair in kept.position[0].tolist())
+    assert set(found) == set(pairs)
+    share = SEEDS / len(pairs)
+    chi = sum((count - share) ** 2 / share for count in found.values())
+    assert z_of_chi_square(chi, len(pairs) - 1) < 5
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 12), st.booleans())
+def test_it_makes_no_difference_how_arrivals_are_cut(steps, samples, weighted):
+    draws = ManySeeds.of(3, sum(steps) + 1)
+    pool = Reservoir(samples, weighted, per_head=True)
+    cuts = [sum(steps[: i + 1]) for i in range(len(steps))]
+    *_, (_, pieces) = folds(pool, draws, cuts)
+    *_, (_, at_once) = folds(pool, draws, [sum(steps)])
+    assert torch.equal(pieces.position, at_once.position)
+    assert torch.equal(pieces.a, at_once.a)
+    assert torch.equal(pieces.b, at_once.b)
+
+
+# --- weights
+
+
+KEYS = torch.randn(24, 3, generator=torch.Generator().manual_seed(3)) * 0.5
+QUERIES = torch.randn(4, 3, generator=torch.Generator().manual_seed(4))
+
+
+def exact(came: int, query: torch.Tensor) -> torch.Tensor:
+    """Both sums over all that came."""
+    return sums(arrivals(0, came, 1, KEYS), query)[0]
+
+
+def worst_bias(kept: Slots, came: int) -> float:
+    """Over the queries and sums, in standard deviations."""
+    return max(bias(sums(kept, query), exact(came, query)) for query in QUERIES)
+
+
+def test_weighted_both_sums_are_unbiased_whenever_it_folds(seeds):
+    for came, kept in folds(Reservoir(8, True, True), seeds, [5, 8, 9, 16, 24], KEYS):
+        if came > 8:
+            assert worst_bias(kept, came) < 5
+        else:
+            torch.testing.assert_close(sums(kept, QUERIES[0])[0], exact(came, QUERIES[0]))
+
+
+def test_other_weights_would_be_biased(seeds):
+    # The right sample with the plain weights, and with a middle that is one too small or too large.
+    *_, (_, kept) = folds(Reservoir(8, True, True), seeds, [24], KEYS)
+    for wrong in (8 / 24, 23 / 24, 25 / 24):
+        off = replace(kept, a=kept.a + math.log(wrong), b=kept.b + math.log(wrong))
+        assert worst_bias(off, 24) > 5
+
+
+def test_plain_it_changes_no_weights_and_passes_on_all_it_does_not_hold():
+    pool = Reservoir(4, per_head=True)
+    held, gone = tokens(torch.empty(1, 2, 0, dtype=torch.int64)), [[], []]
+    state = pool.state(held)
+    for start in range(0, 60, 5):
+        new = tokens(torch.arange(start, start + 5).expand(1, 2, -1))
+        held, rest = pool.fold(held, new, Fold(Draws(1), 0, 1, torch.tensor([0]), 1.0, state=state))
+        for slots in (held, rest):
+            came = tokens(slots.position)
+            for name, t in slots.tensors().items():
+                if name != "mass":
+                    assert torch.equal(t.nan_to_num(7), came.tensors()[name].nan_to_num(7)), name
+        for head in range(2):
+            gone[head] += rest.position[0, head][rest.held[0, head]].tolist()
+            here = held.position[0, head].tolist()
+            assert sorted(here + gone[head]) == list(range(start + 5))
+
+
+def test_where_nobody_gets_in_nothing_is_copied():
+    pool = Reservoir(2)
+    state = pool.state(arrivals(0, 0, 1))
+    fold = Fold(Told((0.0, 0.0, 0.9, 0.9)), 0, 1, torch.tensor([4]), 1.0, state=state)
+    held, _ = pool.fold(arrivals(0, 0, 1), arrivals(0, 2, 1), fold)
+    again, rest = pool.fold(held, arrivals(2, 4, 1), fold)
+    assert again is held
+    assert rest.position[0, 0].tolist() == [2, 3]
+    assert int(fold.state["came"]) == 4
+
+
+# --- heads, layers, seeds
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_one_sample_for_all_heads_or_one_for_each(per_head):
+    stream = Streams(Pipe((Recent(2), Reservoir(6, per_head=per_head))), 4, heads=4).run(200)
+    held = stream[0].held[1].position[0].tolist()
+    assert len({tuple(head) for head in held}) == (4 if per_head else 1)
+
+
+def test_layers_and_seeds_have_samples_of_their_own(llama, ids):
+    found = set()
+    for seed in range(3):
+        stream = weir.Stream(llama, "sink(1) | recent(4) | reservoir(6)", chunk=4, seed=seed)
+        stream.feed(ids(1, 90))
+        for layer in range(2):
+            held = stream.slots(layer)
+            found.add(tuple(held.position[0, 0][held.pool[0, 0] == 2].tolist()))
+    assert len(found) == 6
+
+
+# --- beside other pools
+
+
+@dataclass(frozen=True)
+class Halving(Pool):
+    """Loses tokens: of those that come, head h passes on every (h + 2)th, with that weight."""
+
+    name = "halving"
+
+    def slots(self) -> int:
+        return 1
+
+    def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
+        head = torch.arange(new.position.shape[1])[None, :, None] + 2
+        passed = new.only(new.position % head == 0)
+        weight = head.float().log()
+        return held, replace(passed, a=passed.a + weight, b=passed.b + weight)
+
+
+@pytest.mark.parametrize("chunk", [1, 16])
+def test_after_a_pool_that_loses_tokens_it_counts_what_arrives_and_weights_multiply(chunk):
+    pipe = Pipe((Recent(3), Halving(), Reservoir(5, weighted=True, per_head=True)))
+    loops = [Arrivals(5, luck_of(head, 2, 400)) for head in range(3)]
+    fed = [0]
+
+    def watch(index: int, row: Row) -> None:
+        kept = row.held[2]
+        for token in range(fed[0], max(0, row.seen - 3)):
+            for head, loop in enumerate(loops):
+                if token % (head + 2) == 0:
+                    loop.add(token)
+        fed[0] = max(0, row.seen - 3)
+        for head, loop in enumerate(loops):
+            here = kept.held[0, head]
+            assert kept.position[0, head][here].tolist() == loop.sample
+            factor = (head + 2) * max(1.0, loop.came / 5)
+            came = tokens(kept.position)
+            for now, then in ((kept.a, came.a), (kept.b, came.b)):
+                wanted = then[0, head] + math.log(factor)
+                torch.testing.assert_close(now[0, head][here], wanted[here])
+
+    Streams(pipe, chunk, heads=3, watch=watch).run(400)
+
+
+def test_after_a_pool_that_chooses_it_sees_what_that_one_let_go():
+    pipe = Pipe((Recent(3), Heavy(6), Reservoir(8, per_head=True)))
+    held = Streams(pipe, 5).run(400)[0].held
+    for head in range(2):
+        heavy, sample = (held[i].position[0, head].tolist() for i in (1, 2))
+        assert len(set(heavy + sample)) == 14
+    assert Streams(pipe, 5).run(400)[0].states[2]["came"].tolist() == [[400 - 9] * 2]
+
+
+def test_two_samples_in_one_pipe_have_luck_of_their_own():
+    # What the first lets go had bad luck there. With the same luck again it would enter the second
+    # less often than a token that the first had held and lost.
+    runs, came = 600, 30
+    pipe = Pipe((Reservoir(4, per_head=True), Reservoir(4, per_head=True)))
+    streams = Streams(pipe, came, heads=runs).run(came)
+    counts = counts_of(streams[0].held[1], came)
+    assert unevenness(counts, runs, 4) < 5
+
+
+def test_tokens_that_never_came_are_not_counted():
+    pool = Reservoir(3, weighted=True)
+    state = pool.state(arrivals(0, 0, 2))
+    new = tokens(torch.tensor([[[-1, 4, -1, 6], [3, 4, 5, 6]]]))
+    held, rest = pool.fold(
+        arrivals(0, 0, 2), new, fold := Fold(Draws(0), 0, 1, torch.tensor([7]), 1.0, state=state)
+    )
+    assert fold.state["came"].tolist() == [[2, 4]]
+    assert held.position[0, 0].tolist() == [4, 6, -1]
+    assert held.b[0, 0, 2] == -math.inf
+    assert len(rest) == 0
+
+
+@pytest.mark.parametrize("after", ["recent(4)", "reservoir(4)"])
+def test_nothing_can_follow_a_sample_that_stands_for_all(after):
+    name = after.partition("(")[0]
+    with pytest.raises(weir.PolicyError, match=f"{name} would get no tokens") as error:
+        policy(f"sink(4) | recent(8) | reservoir(8, weighted=true) | {after}")
+    assert error.value.at == len("sink(4) | recent(8) | reservoir(8, weighted=true) | ")
+    policy(f"sink(4) | recent(8) | reservoir(8) | {after}")
+
+
+@pytest.mark.parametrize("n", [0, -3])
+def test_an_empty_reservoir_is_no_pool(n):
+    with pytest.raises(WeirError, match=f"at least 1 token, not {n}"):
+        Reservoir(n)
+
+
+# --- the named policy
+
+
+@pytest.mark.parametrize(
+    ("text", "pools"),
+    [
+        ("reservoir", (Sink(4), Recent(188), Reservoir(64))),
+        ("reservoir(budget=256)", (Sink(4), Recent(188), Reservoir(64))),
+        ("reservoir(6, 2, 2)", (Sink(2), Recent(2), Reservoir(2))),
+        ("reservoir(64, sinks=0)", (Recent(48), Reservoir(16))),
+        ("reservoir(64, weighted=true)", (Sink(4), Recent(44), Reservoir(16, True))),
+        ("reservoir(9, 4, 4, per_head=true)", (Sink(4), Recent(1), Reservoir(4, per_head=True))),
+        ("reservoir(n=9)", (Reservoir(9),)),
+        ("reservoir(9) | recent(3)", (Reservoir(9), Recent(3))),
+    ],
+)
+def test_the_policy_and_the_pool_of_one_name(text, pools):
+    made = policy(text)
+    assert made.pools == pools
+    assert policy(str(made)) == made
+    assert policy(str(Pipe(pools))) == made
+
+
+@given(st.integers(6, 5000))
+def test_the_policy_fills_its_budget(budget):
+    assert NAMED["reservoir"].make(budget=budget).slots == budget
+
+
+@pytest.mark.parametrize("text", ["reservoir(5)", "reservoir(64, samples=60)", "reservoir(9, 0)"])
+def test_a_budget_too_small_for_its_parts_is_refused(text):
+    with pytest.raises(weir.PolicyError, match=r"no room for recent tokens beside sink\(4\) and"):
+        policy(text)

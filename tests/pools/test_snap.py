@@ -1,0 +1,494 @@
+"""SnapKV: the last queries vote on who stays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from reference.snap import pooled_at, snap_of
+from torch import Tensor
+
+import weir
+from weir.attention import Form
+from weir.draws import Draws
+from weir.errors import WeirError
+from weir.layer import Layer, Place
+from weir.plan import cut
+from weir.policy import Pipe
+from weir.pools import Fold, Recent, Sink, Snap
+from weir.pools.snap import pooled
+from weir.positions import Alibi
+from weir.slab import Slots
+
+HEADS, GROUP, DIM = 2, 2, 4
+SCALE = 0.5
+
+
+@dataclass
+class Token:
+    """A token of the naive loop."""
+
+    position: int
+
+
+@dataclass
+class At:
+    """Where and when the naive loop folds; the queries of one row and head, by place."""
+
+    row: int
+    head: int
+    seen: int
+    queries: Any
+
+
+@dataclass
+class Stream:
+    """One layer that reads random queries and keys; row `r` begins `r * lag` columns late."""
+
+    pipe: Pipe
+    chunk: int
+    length: int
+    batch: int = 1
+    lag: int = 0
+    form: Form = field(default_factory=lambda: Form(SCALE))
+    place: Place = field(default_factory=Place)
+    full: int = 0
+    origin: int = 0
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        shape = (self.batch, HEADS * GROUP, self.length + self.batch * self.lag, DIM)
+        self.queries = 1.5 * torch.randn(shape, generator=generator)
+        self.keys = 1.5 * torch.randn(self.batch, HEADS, *shape[2:], generator=generator)
+        self.layer = Layer(self.pipe, self.place, self.chunk, Draws(0), 0, 1)
+        self.seen, self.waiting, self.at = [0] * self.batch, [0] * self.batch, 0
+
+    def read(self, columns: int) -> None:
+        """Feed the next columns; in one of them, a row may have no token yet."""
+        part = slice(self.at, self.at + columns)
+        begins = torch.arange(self.batch) * self.lag
+        real = torch.arange(self.at, self.at + columns) >= begins[:, None]
+        plan = cut(
+            real,
+            self.batch,
+            columns,
+            self.seen,
+            self.waiting,
+            self.chunk,
+            real.device,
+            full=bool(self.full) and self.at == 0,
+            origin=self.origin,
+        )
+        q, k = self.queries[:, :, part], self.keys[:, :, part]
+        self.layer.attend(q, k, k, self.form, plan)
+        self.at += columns
+        for piece in plan.pieces:
+            for row, count in enumerate(piece.counts):
+                self.seen[row] = piece.seen[row] + count
+                folded = row in piece.full
+                self.waiting[row] = 0 if folded else piece.waiting[row] + count
+
+    def places(self, row: int, head: int, pool: int) -> list[int]:
+        """The tokens of one pool, counted from the first of the stream."""
+        lengths, start = self.layer.lengths[row], 0
+        for index in (*self.pipe.front, *self.pipe.run):
+            if index == pool:
+                break
+            start += lengths[index]
+        position = self.layer.slab.position[row, head, start : start + lengths[pool]]
+        return [p - self.origin for p in position.tolist() if p >= 0]
+
+    def own(self, row: int, head: int) -> tuple[list, list]:
+        """The queries and keys of one row and head, by place in its stream."""
+        begin, group = row * self.lag, slice(head * GROUP, (head + 1) * GROUP)
+        mine = self.queries[row, group, begin:].double().transpose(0, 1)
+        return mine.tolist(), self.keys[row, head, begin:].double().tolist()
+
+
+def logits_with(keys: dict, softcap: float | None = None, slopes: Any = None) -> Any:
+    """The logits of a group's queries for a token, from the keys of each (row, head)."""
+
+    def logits_of(at: At, place: int, token: Token, queries: list) -> list[float]:
+        key, out = keys[at.row, at.head][token.position], []
+        for number, query in enumerate(queries):
+            x = sum(a * b for a, b in zip(query, key, strict=True)) * SCALE
+            x = x if softcap is None else math.tanh(x / softcap) * softcap
+            slope = 0.0 if slopes is None else slopes[at.head * GROUP + number]
+            out.append(x - slope * (place - token.position))
+        return out
+
+    return logits_of
+
+
+def check_against(
+    stream: Stream, naive: Any, queries: dict, columns: list[int], front: list[Callable]
+) -> int:
+    """Read on, and compare the last pool after every fold with the naive one.
+
+    Where two scores are equal up to rounding and the choice between them is another, the naive loop
+    goes on from what the pool chose. Returns how often that was.
+    """
+    last, excused = len(stream.pipe.pools) - 1, 0
+    lists = {at: [[] for _ in stream.pipe.pools] for at in queries}
+    folded = dict.fromkeys(queries, 0)
+    for width in columns:
+        stream.read(width)
+        for (row, head), pools in lists.items():
+            upto = stream.seen[row] - stream.waiting[row]
+            if upto == folded[row, head]:
+                continue
+            new = [Token(p) for p in range(folded[row, head], upto)]
+            folded[row, head] = upto
+            at = At(row, head, upto, queries[row, head])
+            for index, fold in enumerate(front):
+                pools[index], new = fold(pools[index], new)
+                assert stream.places(row, head, index) == [t.position for t in pools[index]]
+            everyone = [*pools[last], *new]
+            pools[last], _ = naive(pools[last], new, at)
+            found = stream.places(row, head, last)
+            if found != [t.position for t in pools[last]]:
+                score = {p: s[0] for p, s in naive.scores(everyone, at).items()}
+                lowest = min(score[p] for p in found)
+                highest = max(s for p, s in score.items() if p not in found)
+                assert len(found) == len(pools[last])
+                assert lowest >= highest * (1 - 1e-5)
+                pools[last] = [Token(p) for p in found]
+                excused += 1
+    return excused
+
+
+def sink(n: int) -> Callable:
+    return lambda mine, new: (mine + new[: n - len(mine)], new[n - len(mine) :])
+
+
+def recent(n: int) -> Callable:
+    return lambda mine, new: ((mine + new)[-n:], (mine + new)[:-n])
+
+
+ALONE: tuple = ((), [])
+BEHIND = ((Sink(2), Recent(5)), [sink(2), recent(5)])
+PARTLY = ((Recent(2),), [recent(2)])
+
+
+@pytest.mark.parametrize(
+    ("chunk", "length", "snap", "before"),
+    [
+        (1, 1000, Snap(12, window=3, kernel=5), ALONE),
+        (7, 2100, Snap(16, window=4, kernel=7, average=True), ALONE),
+        (64, 3000, Snap(24, window=16, kernel=5), ALONE),
+        (5, 1500, Snap(9, window=5, kernel=3), BEHIND),
+        (5, 1500, Snap(9, window=5, kernel=3, average=True), PARTLY),
+        (16, 1500, Snap(9, window=1, kernel=1), ALONE),
+    ],
+)
+def test_it_holds_what_a_naive_loop_holds_in_every_row_and_head(chunk, length, snap, before):
+    pools, front = before
+    batch = 1 if chunk == 1 else 3
+    stream = Stream(Pipe((*pools, snap)), chunk, length, batch=batch, lag=chunk + 3)
+    own = {(row, head): stream.own(row, head) for row in range(batch) for head in range(HEADS)}
+    naive = snap_of(
+        snap.budget,
+        snap.window,
+        snap.kernel,
+        snap.average,
+        logits_of=logits_with({at: keys for at, (_, keys) in own.items()}),
+    )
+    queries = {at: q for at, (q, _) in own.items()}
+    # No more than a chunk at once: then no row folds twice before it is looked at.
+    columns = [1 + n * 11 % chunk for n in range(2 * length // (chunk + 1))]
+    assert sum(columns) + batch * (chunk + 3) >= length
+    assert check_against(stream, naive, queries, columns, front) <= 3
+
+
+def test_votes_are_the_attention_of_the_layer_with_its_capping_and_its_biases():
+    slopes = [0.4, 0.1, 0.02, 0.3]
+    stream = Stream(
+        Pipe((Snap(12, window=4, kernel=3),)),
+        chunk=6,
+        length=600,
+        form=Form(SCALE, softcap=1.5),
+        place=Place(alibi=Alibi(torch.tensor(slopes))),
+    )
+    own = {(0, head): stream.own(0, head) for head in range(HEADS)}
+    logits_of = logits_with({at: k for at, (_, k) in own.items()}, 1.5, slopes)
+    naive = snap_of(12, 4, 3, logits_of=logits_of)
+    queries = {at: q for at, (q, _) in own.items()}
+    assert check_against(stream, naive, queries, [6] * 100, []) <= 2
+
+
+def test_the_place_of_the_first_token_changes_nothing():
+    streams = [
+        Stream(Pipe((Snap(12, window=4, kernel=3),)), 6, 120, origin=origin)
+        for origin in (0, 1_000_000)
+    ]
+    for stream in streams:
+        stream.read(120)
+    for head in range(HEADS):
+        first, second = (stream.places(0, head, 0) for stream in streams)
+        assert first == second
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("kernel", [1, 5, 7])
+def test_a_whole_prompt_keeps_what_the_papers_listing_keeps(kernel, average):
+    budget, window, n = 40, 8, 300
+    pipe = Pipe((Snap(budget, window, kernel, average),))
+    stream = Stream(pipe, chunk=16, length=n, full=n)
+    stream.read(n)
+    q = stream.queries.double().unflatten(1, (HEADS, GROUP))[..., -window:, :]
+    logits = torch.einsum("bhgld,bhnd->bhgln", q, stream.keys.double()) * SCALE
+    ahead = torch.arange(n) > torch.arange(n - window, n)[:, None]
+    shares = logits.masked_fill(ahead, -torch.inf).softmax(dim=-1)[..., : n - window]
+    votes = shares.sum(dim=(2, 3))
+    pool1d = F.avg_pool1d if average else F.max_pool1d
+    scores = pool1d(votes, kernel, stride=1, padding=kernel // 2)[0]
+    for head in range(HEADS):
+        found = stream.places(0, head, 0)
+        assert found[-window:] == list(range(n - window, n))
+        chosen = found[:-window]
+        assert len(chosen) == budget - window
+        # A set of the highest scores; where they are equal, the listing does not say who stays.
+        wanted = scores[head].topk(budget - window).values
+        torch.testing.assert_close(
+            scores[head][chosen].sort(descending=True).values, wanted, rtol=1e-5, atol=0.0
+        )
+
+
+# --- one fold
+
+
+def one_fold(seen: int, queries: Tensor, **more: Any) -> Fold:
+    return Fold(
+        Draws(0), layer=0, layers=1, seen=torch.tensor([seen]), scale=1.0, queries=queries, **more
+    )
+
+
+def tokens(keys: Tensor, places: list[int] | None = None) -> Slots:
+    """Tokens with the keys [n, dim] in one row and head; their values say which they are."""
+    position = torch.tensor([[places if places is not None else list(range(len(keys)))]])
+    weights = torch.zeros(position.shape).masked_fill(position < 0, -torch.inf)
+    values = position[..., None].float()
+    return Slots(keys[None, None], values, weights, weights.clone(), position)
+
+
+NONE = tokens(torch.zeros(0, 1))
+
+
+def kept(pool: Snap, slots: Slots, fold: Fold) -> list[int]:
+    stays, gone = pool.fold(slots.part(0, 0), slots, fold)
+    places, rest = stays.position[0, 0].tolist(), gone.position[0, 0].tolist()
+    assert stays.values[0, 0, :, 0].tolist() == places
+    assert gone.values[0, 0, :, 0].tolist() == rest
+    assert sorted(places + rest) == sorted(p for p in slots.position[0, 0].tolist() if p >= 0)
+    assert places == sorted(places)
+    assert rest == sorted(rest)
+    return places
+
+
+def test_votes_of_the_query_heads_of_a_group_are_summed():
+    # Head 0 wants token 1 (0.6 to 0.4), head 1 wants token 0 (0.9 to 0.1): together 0 wins.
+    keys = torch.tensor([[1.0], [0.0], [-50.0]])
+    wishes = torch.tensor([math.log(0.4 / 0.6), math.log(0.9 / 0.1)])
+    queries = wishes.view(1, 1, 2, 1, 1)
+    snap = Snap(2, window=1, kernel=1)
+    assert kept(snap, tokens(keys), one_fold(3, queries)) == [0, 2]
+    assert kept(snap, tokens(keys), one_fold(3, queries[:, :, :1])) == [1, 2]
+
+
+def test_a_token_that_stands_for_several_receives_the_votes_of_all():
+    keys = torch.tensor([[0.2], [0.0], [-50.0]])
+    snap, fold = Snap(2, window=1, kernel=1), one_fold(3, torch.ones(1, 1, 1, 1, 1))
+    slots = tokens(keys)
+    assert kept(snap, slots, fold) == [0, 2]
+    heavier = replace(slots, a=torch.tensor([[[0.0, 0.4, 0.0]]]), b=torch.tensor([[[0.0, 0.4, 0]]]))
+    assert kept(snap, heavier, fold) == [1, 2]
+    stays, _ = snap.fold(heavier.part(0, 0), heavier, fold)
+    assert stays.a.tolist() == stays.b.tolist() == [[[pytest.approx(0.4), 0.0]]]
+
+
+def test_a_wanted_token_brings_its_surroundings_and_comes_first_itself():
+    keys = torch.zeros(20, 1)
+    keys[8] = 9.0
+    fold = one_fold(20, torch.ones(1, 1, 1, 1, 1))
+    assert kept(Snap(6, window=1, kernel=5), tokens(keys), fold) == [6, 7, 8, 9, 10, 19]
+    # Of equal neighbours the older stay, but the token they are there for stays in any case.
+    assert kept(Snap(3, window=1, kernel=5), tokens(keys), fold) == [6, 8, 19]
+
+
+def test_votes_for_the_window_lift_none_of_its_neighbours():
+    keys = torch.tensor([[0.0], [2.0], [0.0], [0.0], [9.0], [0.0]])
+    fold = one_fold(6, torch.ones(1, 1, 1, 1, 1))
+    assert kept(Snap(3, window=2, kernel=3), tokens(keys), fold) == [1, 4, 5]
+
+
+def test_neighbours_are_neighbours_in_the_stream_and_not_in_the_cache():
+    places = [0, 10, 11, 12, 30, 31]
+    keys = torch.tensor([[0.0], [0.0], [9.0], [0.0], [8.0], [0.0]])
+    fold = one_fold(32, torch.ones(1, 1, 1, 1, 1))
+    assert kept(Snap(5, window=1, kernel=3), tokens(keys, places), fold) == [10, 11, 12, 30, 31]
+    assert kept(Snap(4, window=1, kernel=3), tokens(keys, places), fold) == [10, 11, 12, 31]
+
+
+def test_a_query_has_no_vote_for_what_came_after_it():
+    # Token 2 draws everything, from those who see it; the first query of the window does not.
+    keys = torch.tensor([[0.0], [1.0], [60.0], [0.0], [60.0]])
+    queries = torch.tensor([1.0, 1.0, 1.0, 1.0])[None, None, None, :, None]
+    assert kept(Snap(4, window=3, kernel=1), tokens(keys), one_fold(5, queries)) == [1, 2, 3, 4]
+
+
+def test_all_equal_keys_keep_the_oldest_and_the_window():
+    fold = one_fold(30, torch.ones(1, 1, 1, 4, 1))
+    assert kept(Snap(9, window=4, kernel=1), tokens(torch.ones(30, 1)), fold) == [
+        *range(5),
+        *range(26, 30),
+    ]
+
+
+def test_arrivals_in_disorder_and_holes_are_put_in_order():
+    keys = torch.tensor([[0.0], [9.0], [0.0], [0.0], [5.0]])
+    slots = tokens(keys, [9, 4, -1, 12, 2])
+    fold = one_fold(13, torch.ones(1, 1, 1, 1, 1), unbroken=False)
+    assert kept(Snap(3, window=1, kernel=1), slots, fold) == [2, 4, 12]
+
+
+@given(st.data())
+def test_pooling_is_over_places_of_the_stream(data):
+    places = sorted(data.draw(st.sets(st.integers(0, 40), min_size=1, max_size=14)))
+    votes = [data.draw(st.integers(0, 64)) / 64 for _ in places]
+    holes = data.draw(st.integers(0, 3))
+    kernel, average = data.draw(st.sampled_from([1, 3, 5, 7, 9])), data.draw(st.booleans())
+    found = pooled(
+        torch.tensor([[[0.0] * holes + votes]]),
+        torch.tensor([[[-1] * holes + places]]),
+        kernel,
+        average=average,
+    )[0, 0, holes:]
+    by_place = dict(zip(places, votes, strict=True))
+    wanted = [pooled_at(place, by_place, kernel, average) for place in places]
+    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64))
+
+
+@given(st.integers(1, 9), st.integers(1, 12), st.sampled_from([1, 3, 7]), st.integers(0, 9))
+def test_the_window_always_stays_and_nothing_is_lost_below_the_budget(window, room, kernel, seed):
+    snap = Snap(window + room, window, kernel)
+    stream = Stream(Pipe((snap,)), chunk=1 + seed % 5, length=60)
+    stream.queries = stream.queries.roll(seed, dims=2)
+    while stream.at < 60:
+        stream.read(1)
+        upto = stream.seen[0] - stream.waiting[0]
+        for head in range(HEADS):
+            found = stream.places(0, head, 0)
+            assert len(found) == min(upto, snap.slots())
+            assert set(range(max(0, upto - window), upto)) <= set(found)
+
+
+# --- through a model
+
+SMALL = "snapkv(budget=24, window=6, kernel=5)"
+PIPES = [SMALL, "snap(24, 6, 5, true)", "sink(2) | recent(8) | snap(14, window=4, kernel=3)"]
+
+
+@pytest.mark.parametrize("prefill", ["chunked", "full"])
+@pytest.mark.parametrize("policy", PIPES)
+def test_below_its_budget_it_is_dense(llama, ids, policy, prefill):
+    text = ids(2, 24)
+    with torch.no_grad():
+        exact = llama(text).logits
+    stream = weir.Stream(llama, policy, chunk=5, prefill=prefill)
+    torch.testing.assert_close(stream.feed(text, all_logits=True), exact, atol=1e-4, rtol=0.0)
+
+
+@pytest.mark.parametrize("positions", ["rolling", "original"])
+@pytest.mark.parametrize(("chunk", "whole"), [(1, 0), (5, 0), (5, 60)])
+def test_a_model_reads_as_with_naive_pools(llama, ids, naive, twins, positions, chunk, whole):
+    def logits_of(at, place, token, queries):
+        key = at.rotate(token.key[None], [token.position])[0]
+        return (queries @ key * llama.model.layers[at.layer].self_attn.scaling).tolist()
+
+    text = ids(1, 150)
+    twin = naive(
+        llama, twins.pipe(snap_of(16, 4, 5, logits_of=logits_of)), 1, chunk, positions == "rolling"
+    )
+    prefill = "full" if whole else "chunked"
+    stream = weir.Stream(llama, "snap(16, 4, 5)", chunk=chunk, positions=positions, prefill=prefill)
+    parts = [stream.feed(text[:, :whole], all_logits=True)] if whole else []
+    parts.append(stream.feed(text[:, whole:], all_logits=True))
+    told = [twin.feed(text[0, :whole].tolist(), at_once=True)] if whole else []
+    told.append(twin.feed(text[0, whole:].tolist()))
+    torch.testing.assert_close(torch.cat(parts, dim=1)[0], torch.cat(told), atol=1e-4, rtol=1e-4)
+    for layer in range(2):
+        held = stream.slots(layer)
+        for head in range(2):
+            position = held.position[0, head]
+            wanted = sorted(t.position for t in twin.slots(layer, head))
+            assert sorted(position[position >= 0].tolist()) == wanted
+
+
+@pytest.mark.parametrize("prefill", ["chunked", "full"])
+@pytest.mark.parametrize("policy", PIPES)
+def test_a_padded_row_reads_as_it_would_alone(llama, ids, policy, prefill):
+    text, pads = ids(3, 90), [0, 13, 40]
+    mask = torch.ones_like(text)
+    for row, n in enumerate(pads):
+        mask[row, :n] = 0
+    together = weir.StreamingCache(llama, policy, chunk=7, prefill=prefill)
+    with torch.no_grad():
+        both = llama(text, attention_mask=mask, past_key_values=together).logits
+        for row, n in enumerate(pads):
+            alone = weir.StreamingCache(llama, policy, chunk=7, prefill=prefill)
+            single = llama(text[row : row + 1, n:], past_key_values=alone).logits
+            torch.testing.assert_close(both[row, n:], single[0], atol=1e-4, rtol=0.0)
+            mine, its = together.slots(1), alone.slots(1)
+            found = its.position[0]
+            held = mine.position[row, :, : found.shape[1]]
+            assert torch.equal(held, found)
+
+
+@pytest.mark.parametrize("policy", PIPES)
+def test_a_restored_stream_goes_on_bit_for_bit_in_the_same_bytes(llama, ids, policy, tmp_path):
+    text = ids(1, 160)
+    stream = weir.Stream(llama, policy, chunk=7)
+    stream.feed(text[:, :73])
+    before = stream.report()["bytes"]
+    stream.save(tmp_path / "s.safetensors")
+    wanted = stream.feed(text[:, 73:], all_logits=True)
+    restored = weir.Stream.restore(llama, tmp_path / "s.safetensors")
+    assert torch.equal(restored.feed(text[:, 73:], all_logits=True), wanted)
+    assert stream.report()["bytes"] == restored.report()["bytes"] == before
+
+
+def test_the_named_policy_holds_its_budget_and_no_more():
+    made = weir.policy("snapkv(budget=100)")
+    assert made.slots == 100
+    assert made.pools == (Snap(100, window=32, kernel=7),)
+    assert weir.policy("snapkv").slots == 256
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("snap(0)", "at least 1 token, not 0"),
+        ("snap(9, window=0)", "at least the last query votes"),
+        ("snap(9, 4, kernel=4)", "it is odd and at least 1, not 4"),
+        ("snap(9, 4, kernel=-1)", "it is odd and at least 1, not -1"),
+        ("snap(32)", "a budget of 32 leaves nothing to vote about"),
+        ("snapkv(budget=32)", "take a budget of 33 or more"),
+        ("recent(8) | snap(24)", "the newest 24 tokens"),
+        ("heavy(8) | snap(32)", "the newest 32 tokens"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(text, reason):
+    with pytest.raises(WeirError, match=reason):
+        weir.policy(text)
+
+
+def test_a_window_that_others_hold_needs_no_room():
+    assert weir.policy("sink(4) | recent(32) | snap(1)").slots == 37
+    assert weir.policy("recent(30) | snap(3)").slots == 33

@@ -1,0 +1,76 @@
+"""SnapKV with plain lists, from the paper alone: what `snap` is checked against.
+
+Li et al. 2024, "SnapKV: LLM Knows What You Are Looking for Before Generation", section 4 and
+Listing 1: the softmax of each query of the observation window, summed over the window, for the
+tokens before it; pooled over neighbours; the top ones are kept, and the window. A fold is taken for
+the end of a prompt that consists of what is still there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+Logit = Callable[[Any, int, Any, Any], list[float]]
+
+
+def softmax(logits: list[float]) -> list[float]:
+    """e^x over its sum."""
+    top = max(logits)
+    powers = [math.exp(x - top) for x in logits]
+    total = math.fsum(powers)
+    return [p / total for p in powers]
+
+
+def votes_of(tokens: list[Any], window: int, logits_of: Logit, at: Any) -> dict[int, float]:
+    """What each token before the window gets, by its place."""
+    votes: dict[int, list[float]] = {t.position: [] for t in tokens}
+    for place in range(max(0, at.seen - window), at.seen):
+        seen = [t for t in tokens if t.position <= place]
+        if not seen:
+            continue
+        by_token = [logits_of(at, place, token, at.queries[place]) for token in seen]
+        for of_head in zip(*by_token, strict=True):
+            for token, share in zip(seen, softmax(list(of_head)), strict=True):
+                votes[token.position].append(share)
+    return {p: math.fsum(v) for p, v in votes.items() if p < at.seen - window}
+
+
+def pooled_at(place: int, votes: dict[int, float], kernel: int, average: bool) -> float:
+    """The votes around a place; a token that is gone has none."""
+    near = [votes.get(place + step, 0.0) for step in range(-(kernel // 2), kernel // 2 + 1)]
+    return math.fsum(near) / kernel if average else max(near)
+
+
+def snap_of(
+    budget: int, window: int, kernel: int, average: bool = False, *, logits_of: Logit
+) -> Callable[..., tuple[list[Any], list[Any]]]:
+    """A fold (mine, new, at) -> (mine, gone).
+
+    Args:
+        budget, window, kernel, average: as in the pool.
+        logits_of: (at, place of the query, token, queries) -> a logit for each head of the group.
+    """
+
+    def scores(tokens: list[Any], at: Any) -> dict[int, tuple[float, float]]:
+        votes = votes_of(tokens, window, logits_of, at)
+        return {
+            t.position: (pooled_at(t.position, votes, kernel, average), votes[t.position])
+            if t.position in votes
+            else (math.inf, 0.0)
+            for t in tokens
+        }
+
+    def fold(mine: list[Any], new: list[Any], at: Any) -> tuple[list[Any], list[Any]]:
+        tokens = sorted([*mine, *new], key=lambda t: t.position)
+        if len(tokens) <= budget:
+            return tokens, []
+        score = scores(tokens, at)
+        best = sorted(tokens, key=lambda t: (*(-x for x in score[t.position]), t.position))
+        kept = {t.position for t in best[:budget]}
+        gone = [t for t in tokens if t.position not in kept]
+        return [t for t in tokens if t.position in kept], gone
+
+    fold.scores = scores  # type: ignore[attr-defined]
+    return fold
