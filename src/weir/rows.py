@@ -73,10 +73,11 @@ class Rows:
         """The rows `index`, in that order; a row may come more than once."""
         return Rows(
             self.columns,
-            *(
-                [held[row] for row in index]
-                for held in (self.seen, self.waiting, self.claimed, self.last, self.ended)
-            ),
+            [self.seen[row] for row in index],
+            [self.waiting[row] for row in index],
+            [self.claimed[row] for row in index],
+            [self.last[row] for row in index],
+            [self.ended[row] for row in index],
         )
 
     def take(
