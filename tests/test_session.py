@@ -40,20 +40,19 @@ def saved(llama, ids, tmp_path) -> Path:
 
 
 def same(one: weir.Stream, other: weir.Stream, more: Tensor) -> bool:
-    """Whether two streams go on alike to the last bit."""
-    logits = torch.equal(
-        one.feed(more[:, :40], all_logits=True), other.feed(more[:, :40], all_logits=True)
-    )
-    scores = torch.equal(one.score(more[:, 40:]), other.score(more[:, 40:]))
+    """Whether two streams go on alike to the last bit, from the very next token on."""
+    last = one.last == other.last
     drawn = True
     if more.shape[0] == 1:
         drawn = list(one.generate(30, temperature=2.0)) == list(other.generate(30, temperature=2.0))
-    held = (one.slots(0), other.slots(0))
+    scores = [stream.score(more[:, :40]) for stream in (one, other)]
+    logits = [stream.feed(more[:, 40:], all_logits=True) for stream in (one, other)]
+    held = [stream.slots(0) for stream in (one, other)]
     slots = all(
-        torch.equal(getattr(held[0], name), getattr(held[1], name))
+        torch.equal(*(getattr(it, name) for it in held))
         for name in ("position", "keys", "values", "a", "b", "pool")
     )
-    return logits and scores and drawn and slots and one.last == other.last
+    return last and drawn and torch.equal(*scores) and torch.equal(*logits) and slots
 
 
 # --- going on

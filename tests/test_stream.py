@@ -340,6 +340,16 @@ def test_what_is_no_row_of_token_ids_is_refused_and_nothing_is_lost(fed, llama, 
     assert torch.equal(fed.feed(more), undisturbed.feed(more))
 
 
+@pytest.mark.parametrize("wrong", [[3, -1, 5], [3, 61]])
+def test_recompute_refuses_ids_out_of_range_as_every_stream_does(llama, ids, wrong):
+    stream, undisturbed = (weir.Stream(llama, "recompute(24)") for _ in range(2))
+    for it in (stream, undisturbed):
+        it.feed(ids(1, 40))
+    with pytest.raises(WeirError, match="out of range; the model knows 0 to 60"):
+        stream.feed(wrong)
+    assert torch.equal(stream.feed([5]), undisturbed.feed([5]))
+
+
 NOT_SAMPLING = {
     "a negative number of tokens": ({"max_new_tokens": -1}, "max_new_tokens"),
     "half a token": ({"max_new_tokens": 1.5}, "max_new_tokens"),

@@ -86,7 +86,7 @@ def _check_weights(name: str, found: dict[str, Any]) -> None:
     if found["mismatched_keys"]:
         wrong = sorted(str(key[0]) for key in found["mismatched_keys"])
         raise WeirError(
-            f"{len(wrong)} weights of {name} do not have the shapes its config.json says, "
+            f"{name} has weights of other shapes than its config.json says: {len(wrong)} of them, "
             f"{wrong[0]} for one"
         )
 

@@ -71,7 +71,8 @@ class Conversation:
             if self.tokenizer.chat_template is None and "\n" in new:
                 yield new[: new.index("\n")]
                 return
-            yield new
+            if new:
+                yield new
 
     def turn(self, text: str) -> list[int]:
         """The ids of one turn of the user, and of what makes the model answer.

@@ -40,7 +40,7 @@ class Reading:
             predicts the first token of a stream: it counts for nothing in its block.
         kv_bytes: bytes of the cache at the end.
         bytes_by_block: bytes of the cache after each block.
-        memory_growth: how far the process's memory has risen above what it was at token 5,000, in
+        memory_growth: how far the process's memory has risen above its most up to token 5,000, in
             bytes; None before, and where the system does not say.
         seconds: spent reading.
         pace: seconds per token, for each `STEP` tokens.
@@ -122,7 +122,7 @@ def encode(
             break
         size *= 4
     if len(ids) < 2:
-        raise WeirError(f"the text makes {len(ids)} tokens; at least 2 are needed")
+        raise WeirError("the text makes fewer than 2 tokens, so there is nothing to predict")
     return torch.tensor(ids[:most], dtype=torch.int64)
 
 
@@ -143,7 +143,7 @@ class Reader:
         # Of the block that is open.
         self._nll = 0.0
         self._scored = 0
-        self._early_memory: int | None = None
+        self._early_memory = 0
 
     def take(self, piece: Tensor) -> None:
         """Read the next tokens [n]; `STEP` of them, but for the last piece of a text."""
@@ -165,8 +165,12 @@ class Reader:
             if reading.tokens % reading.block == 0:
                 self.close()
         reading.kv_bytes = self.stream.nbytes
-        if reading.tokens >= 5000 and (memory := _memory()) is not None:
-            self._early_memory = self._early_memory or memory
+        if (memory := _memory()) is None:
+            return
+        if reading.tokens <= 5000:
+            # Buffers come and go, so one look would be a matter of luck: the most so far counts.
+            self._early_memory = max(self._early_memory, memory)
+        if reading.tokens >= 5000:
             grown = memory - self._early_memory
             reading.memory_growth = max(grown, reading.memory_growth or 0)
 
