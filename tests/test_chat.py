@@ -24,6 +24,9 @@ CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 KIND = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
 INST = """<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content | trim }} [/INST]\
 {% else %} {{ m.content | trim }} </s>{% endif %}{% endfor %}"""
+USER_END = """<s>{% for m in messages %}{{ m.role }}: {{ m.content }}\
+{{ '</s>' if m.role == 'user' else '\n' }}{% endfor %}{% if add_generation_prompt %}assistant: \
+{% endif %}"""
 NO_END = """<s>{% for m in messages %}{{ m.role }}: {{ m.content }}
 {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
 
@@ -35,9 +38,8 @@ def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(SPECIAL)
-    if template is None:
-        start = [("<s>", backend.token_to_id("<s>"))]
-        backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=start)
+    start = [("<s>", backend.token_to_id("<s>"))]
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=start)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
     tokenizer.chat_template = template
     return tokenizer
@@ -155,6 +157,14 @@ def test_a_template_that_ends_answers_without_a_token_is_fed_whole(model):
         tell(talk, answer)
         list(talk.say("So?"))
         assert talk.tokenizer.decode(talk.turn("And?")) == "\nuser: And?\nassistant: "
+
+
+def test_an_end_that_is_the_users_is_not_taken_for_the_answers(model):
+    talk = talk_of(model, USER_END, "</s>")
+    for answer in ("Yes.", "No.</s>"):
+        tell(talk, answer)
+        list(talk.say("So?"))
+        assert talk.tokenizer.decode(talk.turn("And?")) == "\nuser: And?</s>assistant: "
 
 
 def test_a_template_that_hides_earlier_answers_begins_anew(model):

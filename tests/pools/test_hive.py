@@ -334,15 +334,17 @@ def test_a_restored_stream_goes_on_bit_for_bit(llama, ids, tmp_path, count):
 
 
 def test_rows_that_change_places_take_their_hives_along(llama, ids):
-    text = ids(3, 100)
+    text, order = ids(3, 100), torch.tensor([2, 0, 0])
+    mask = torch.ones_like(text)
+    for row, pads in enumerate(PADDING):
+        mask[row, :pads] = 0
     one, other = (weir.StreamingCache(llama, "buzz(budget=20, stride=3)", chunk=5) for _ in "ab")
-    order = torch.tensor([2, 0, 0])
     with torch.no_grad():
-        llama(text[:, :57], past_key_values=one)
-        llama(text[order, :57], past_key_values=other)
+        llama(text[:, :57], attention_mask=mask[:, :57], past_key_values=one)
+        llama(text[order, :57], attention_mask=mask[order, :57], past_key_values=other)
         one.batch_select_indices(order)
-        got = llama(text[order, 57:], past_key_values=one).logits
-        wanted = llama(text[order, 57:], past_key_values=other).logits
+        got = llama(text[order, 57:], attention_mask=mask[order], past_key_values=one).logits
+        wanted = llama(text[order, 57:], attention_mask=mask[order], past_key_values=other).logits
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
 
 

@@ -69,6 +69,8 @@ def chat(
                     return
             except WeirError as error:
                 say(f"weir: {error}")
+            except KeyboardInterrupt:
+                say("interrupted; nothing has changed")
         elif line.strip():
             _answer(talk, line, most, temperature, top_p)
 
@@ -106,6 +108,9 @@ def _answer(talk: Conversation, line: str, most: int, temperature: float, top_p:
                     break
         except WeirError as error:
             say(f"weir: {error}")
+            return
+        except KeyboardInterrupt:
+            say("interrupted")  # twice, perhaps within a fold: then the stream says so itself
             return
     sys.stdout.write("\n")
     sys.stdout.flush()
