@@ -163,3 +163,9 @@ def test_a_dtype_that_weights_cannot_have_is_refused(dtype):
 
 def test_a_device_that_is_not_there_is_refused():
     refused("nano", "cannot be put on the device 'nosuch'", device="nosuch")
+
+
+def test_a_name_in_place_of_a_model_is_refused_in_a_sentence() -> None:
+    for make in (weir.StreamingCache, weir.Stream):
+        with pytest.raises(weir.WeirError, match=r"not a str; weir\.load gives one"):
+            make("nano")

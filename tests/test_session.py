@@ -341,3 +341,24 @@ def test_an_interrupted_save_leaves_the_old_file_whole_and_nothing_beside_it(
     stream.save(saved)
     assert weir.Stream.restore(llama, saved).seen == PARTLY_FULL + 30
     assert list(saved.parent.iterdir()) == [saved]
+
+
+def test_only_files_are_replaced(llama, tmp_path):
+    stream = weir.Stream(llama)
+    stream.feed([1, 2, 3])
+    with pytest.raises(weir.WeirError, match="not a file to be replaced"):
+        stream.save("/dev/null")
+    assert not Path("/dev/null").is_file()
+
+
+def test_a_model_that_places_tokens_elsewhere_is_another_model(llama, tmp_path):
+    stream = weir.Stream(llama, seed=2**70)
+    stream.feed([1, 2, 3])
+    stream.save(tmp_path / "s.safetensors")
+    before = llama.config.rope_parameters
+    llama.config.rope_parameters = {**before, "rope_theta": 5e5}
+    try:
+        with pytest.raises(weir.WeirError, match="another model"):
+            weir.Stream.restore(llama, tmp_path / "s.safetensors")
+    finally:
+        llama.config.rope_parameters = before

@@ -88,7 +88,9 @@ def describe(model: PreTrainedModel, reach: int | None = None) -> ModelFacts:
         WeirError: the model is of a kind weir cannot serve; the sentence says why.
     """
     if not isinstance(model, PreTrainedModel):
-        raise WeirError(f"weir serves transformers models, not a {type(model).__name__}")
+        raise WeirError(
+            f"weir serves transformers models, not a {type(model).__name__}; weir.load gives one"
+        )
     config = model.config.get_text_config(decoder=True)
     _refuse(model, config)
     decoder = model.get_decoder()

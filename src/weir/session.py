@@ -30,7 +30,8 @@ CHECKSUM = "sha256"
 def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
     """What tells one model from another: its shape and a checksum over some of all its weights."""
     config = model.config.get_text_config(decoder=True)
-    digest = hashlib.sha256()
+    # Positions are no weights, but a model that places tokens elsewhere is another model.
+    digest = hashlib.sha256(repr(getattr(config, "rope_parameters", None)).encode())
     for name, parameter in sorted(model.named_parameters()):
         some = parameter.detach().flatten()[:64].to("cpu", torch.float32)
         digest.update(name.encode() + some.numpy().tobytes())
@@ -56,6 +57,9 @@ def write(path: str | Path, facts: dict[str, Any], tensors: dict[str, Tensor]) -
     metadata = {KEY: written, CHECKSUM: _checksum(written, kept)}
     temporary = None
     try:
+        # A folder is refused by the system; a device would be replaced by a file of its name.
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise WeirError(f"cannot write the session {path}: that is not a file to be replaced")
         handle, temporary = tempfile.mkstemp(prefix=path.name, suffix=".part", dir=path.parent)
         os.close(handle)
         save_file(kept, temporary, metadata=metadata)

@@ -86,7 +86,7 @@ class Stream:
         self._last: list[int] = []
         self._seen = 0
         # On the CPU whatever the model's device: a saved stream may go on elsewhere.
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(seed % 2**63)
 
     @property
     def seen(self) -> int:
