@@ -74,11 +74,12 @@ def test_wrong_usage_has_exit_code_2() -> None:
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 def test_ctrl_c_reports_what_was_read_so_far() -> None:
-    words = ["stream", "--text", str(BOOK), "--tokens", "30000", "--policy", "dense", "--json"]
+    slow = "recompute(budget=256)"
+    words = ["stream", "--text", str(BOOK), "--tokens", "30000", "--policy", slow, "--json"]
     process = subprocess.Popen(
         [*RUN, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    time.sleep(12)  # past loading, and far from the end
+    time.sleep(15)  # past loading, and far from the end
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     facts = json.loads(out)
