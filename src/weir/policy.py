@@ -10,6 +10,7 @@ from weir.errors import WeirError
 from weir.grammar import PolicyError, read
 from weir.pipe import NAMED, Named, Pipe, Policy, Pyramid, Recompute, named
 from weir.pools import (
+    Balance,
     Heavy,
     Hive,
     KCenter,
@@ -216,6 +217,42 @@ def subgen(
         )
     first = (*([Sink(sinks)] if sinks else []), Recent(recent))
     return Pipe((*first, SubGen(samples, clusters, per_cluster, delta, exact)))
+
+
+@named(
+    "Kochetkova et al. 2025, BalanceKV: Streaming Attention Approximation via Discrepancy Theory"
+)
+def balancekv(
+    budget: int = 256,
+    sinks: int | None = None,
+    recent: int | None = None,
+    block: int | None = None,
+    halves: str = "pairs",
+    gamma: float | None = 4.0,
+    temperature: float = 0.1,
+    constant: float = 0.025,
+    sets: str = "shared",
+    precision: float = 0.1,
+    eager: bool = False,
+) -> Policy:
+    """Keep the first tokens, the newest, and balanced halves of all between, weighted for the rest.
+
+    Sinks and recent tokens are an eighth of the budget each unless they are given: 32 and 32 of 256
+    as in the authors' code, 256 and 256 of 2,048 as in the paper. The other parameters are the
+    pool's.
+    """
+    eighth = max(1, budget // 8)
+    sinks = eighth if sinks is None else sinks
+    recent = eighth if recent is None else recent
+    n = budget - sinks - recent
+    if n < 4:
+        raise WeirError(
+            f"a budget of {budget} leaves no room for 4 slots or more of balance beside "
+            f"sink({sinks}) and recent({recent})"
+        )
+    first = (*([Sink(sinks)] if sinks else []), Recent(recent))
+    pool = Balance(n, block, halves, gamma, temperature, constant, sets, precision, eager)
+    return Pipe((*first, pool))
 
 
 @named("Cai et al. 2024, PyramidKV, its budgets around any pipe")

@@ -1,5 +1,6 @@
 """The pools a policy can be made of, one file each."""
 
+from weir.pools.balance import Balance
 from weir.pools.base import POOLS, Fold, Pool, pool
 from weir.pools.heavy import Heavy
 from weir.pools.hive import Hive
@@ -13,6 +14,7 @@ from weir.pools.uniform import Uniform
 
 __all__ = [
     "POOLS",
+    "Balance",
     "Fold",
     "Heavy",
     "Hive",

@@ -66,7 +66,6 @@ class Pool(ABC):
         name: its name in a policy.
         needs_mass: it reads `Slots.mass`, the attention each token received.
         needs_queries: how many of the last queries it reads.
-        two_weights: it sets a and b apart.
         keeps_run: its slots are the newest tokens, without a gap, whenever its arrivals are.
         in_order: it keeps the first that arrive, or the newest; all others flow on, in order and
             without a gap.
@@ -74,7 +73,6 @@ class Pool(ABC):
 
     name: ClassVar[str]
     needs_mass: ClassVar[bool] = False
-    two_weights: ClassVar[bool] = False
     keeps_run: ClassVar[bool] = False
     in_order: ClassVar[bool] = False
 
@@ -89,6 +87,11 @@ class Pool(ABC):
     def needs_queries(self) -> int:
         """How many of the last queries the pool reads when it folds."""
         return 0
+
+    @property
+    def two_weights(self) -> bool:
+        """Whether it sets a and b apart."""
+        return False
 
     @property
     def log_n(self) -> bool:

@@ -1,0 +1,118 @@
+"""When which level is halved: merge-and-reduce over a stream without end, in whole numbers.
+
+BalanceKV (Kochetkova et al. 2025), section 3.2 and Algorithm 4: tokens enter level 0, a block of a
+level is halved into the next, and there every token stands for twice as many. The paper's levels
+grow in number with the length of the stream, which it has to know; here they share a fixed number
+of slots, and low levels make room for high ones. Knows nothing of tokens but how many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+LEVELS = 64
+"""More than the logarithm of the length of any stream."""
+
+
+@lru_cache(maxsize=1024)
+def thresholds(slots: int, block: int, levels: int) -> tuple[int, ...]:
+    """How many tokens each level has to have before it may be halved, level 0 first.
+
+    A whole block for every level, as in the paper, as long as such levels fit. Then fewer from each
+    level to the one below, by the largest ratio (in steps of a 64th) that lets them fit, but at
+    least 2: a block of level l is one of 2^l times as many tokens, so blocks of low levels weigh
+    little. Fitting means that whenever there is a token too many, some level can be halved.
+    """
+    block = max(2, min(block, slots // 2 // 2 * 2))
+    each = [block] * levels
+    for steps in range(63, -1, -1):
+        if sum(each) - levels <= slots:
+            break
+        each = [max(2, int(block * (steps / 64) ** down) // 2 * 2) for down in range(levels)]
+    return tuple(reversed(each))
+
+
+@dataclass
+class Group:
+    """The levels of one merge-and-reduce.
+
+    Attributes:
+        sizes: tokens of each level now, level 0 first.
+        halved: for each level the sizes of the blocks that were halved, in order. Of an odd block
+            the last token rises alone, as it is.
+    """
+
+    sizes: list[int] = field(default_factory=lambda: [0] * LEVELS)
+    halved: list[list[int]] = field(default_factory=lambda: [[] for _ in range(LEVELS)])
+
+    @property
+    def levels(self) -> int:
+        """How many levels are in use."""
+        return max((level for level, size in enumerate(self.sizes) if size), default=-1) + 1
+
+    def halve(self, level: int, block: int) -> None:
+        """Halve the oldest tokens of a level: an even number, at most a block; or one rises."""
+        size = min(block, max(1, self.sizes[level] // 2 * 2))
+        self.halved[level].append(size)
+        self.sizes[level] -= size
+        self.sizes[min(level + 1, LEVELS - 1)] += (size + 1) // 2
+
+
+def make_room(groups: Sequence[Group], slots: int, block: int, eager: bool = False) -> None:
+    """Halve until nothing is too much: the lightest that can be halved first, the oldest of that.
+
+    While there are more tokens than slots (`eager`: or any level has its threshold), the lowest
+    level that has its threshold is halved; of groups, which share the slots evenly, the first. If
+    none has, the lowest level that has tokens gives what it has.
+    """
+    used = [group for group in groups if group.levels]
+    while (crowded := sum(sum(group.sizes) for group in used) > slots) or eager:
+        levels = max((group.levels for group in used), default=0)
+        enough = thresholds(slots // max(1, len(used)), block, levels)
+        found = _first(used, enough)
+        if found is None and crowded:
+            found = _first(used, (1,) * levels)
+        if found is None:
+            return
+        group, level = found
+        group.halve(level, block)
+
+
+def _first(groups: list[Group], enough: tuple[int, ...]) -> tuple[Group, int] | None:
+    for level, least in enumerate(enough):
+        for group in groups:
+            if group.sizes[level] >= least:
+                return group, level
+    return None
+
+
+@lru_cache(maxsize=4096)
+def schedule(
+    slots: int, block: int, eager: bool, held: tuple[int, ...], arrivals: int
+) -> tuple[tuple[int, ...], ...]:
+    """The halvings that arrivals lead to, as if each made room for itself.
+
+    Args:
+        slots: how many tokens there may be.
+        block: the most tokens that are halved at once.
+        eager: whether a level that has its threshold is halved while there is room.
+        held: tokens of each level before, level 0 first.
+        arrivals: how many tokens enter level 0, one after the other.
+
+    Returns:
+        `Group.halved`.
+    """
+    group = Group([*held, *[0] * (LEVELS - len(held))])
+    while arrivals:
+        # Nothing can happen before there is one too many, or level 0 has its threshold.
+        step = slots + 1 - sum(group.sizes)
+        if eager:
+            enough = thresholds(slots, block, max(1, group.levels))[0]
+            step = min(step, max(1, enough - group.sizes[0]))
+        step = min(step, arrivals)
+        group.sizes[0] += step
+        arrivals -= step
+        make_room([group], slots, block, eager)
+    return tuple(map(tuple, group.halved))

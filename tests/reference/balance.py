@@ -1,0 +1,289 @@
+"""BalanceKV token by token, from the paper alone: what `balance` is checked against.
+
+Kochetkova et al. 2025, "Streaming Attention Approximation via Discrepancy Theory": Algorithms 1, 2
+and 4. Algorithm 4 needs to know the length of the stream; how its levels share a fixed number of
+slots is said in docs/methods/balancekv.md, and written out in `Levels.make_room`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token, for e^a of them in the numerator and e^b in the denominator."""
+
+    position: int
+    key: tuple[float, ...]
+    value: tuple[float, ...]
+    a: float = 0.0
+    b: float = 0.0
+
+
+Place = Token | None
+"""A half may be shorter than half: then some of its places are empty."""
+
+Coin = Callable[[int, int], float]
+"""From a level and a position to a uniform number."""
+
+
+def dot(x: Iterable[float], y: Iterable[float]) -> float:
+    return sum(p * q for p, q in zip(x, y, strict=True))
+
+
+def close(x: float, y: float) -> bool:
+    """Equal but for rounding."""
+    return x == y or abs(x - y) < 1e-5
+
+
+@dataclass
+class SoftmaxBalance:
+    """Algorithm 2, and the two ways of keeping exactly half."""
+
+    halves: str
+    gamma: float | None
+    temperature: float
+    constant: float
+    scale: float
+    flat: bool = False
+
+    def __call__(self, places: list[Place], luck: Callable[[Token], float]) -> list[Place]:
+        """What stays of a block: half as many places, rounded up."""
+        tokens = [t for t in places if t is not None]
+        half = (len(places) + 1) // 2
+        if len(tokens) < 2:
+            stays = tokens
+        elif self.halves == "pairs":
+            stays = self.pairs(places, luck)
+        else:
+            numbers = [luck(t) for t in tokens]
+            if self.halves == "authors":
+                numbers[0] = -math.inf
+            signs = self.walk(tokens, [[(t, 1)] for t in tokens], numbers)
+            choose = self.authors if self.halves == "authors" else self.paper
+            stays = choose(tokens, signs)
+        return [*stays, *[None] * (half - len(stays))]
+
+    def walk(
+        self, everyone: list[Token], vectors: list[list[tuple[Token, int]]], luck: list[float]
+    ) -> list[int]:
+        """Signs of vectors, each a sum of tokens with signs, in a block of tokens."""
+        tokens = [t for vector in vectors for t, _ in vector]
+        mean = [sum(x) / len(everyone) for x in zip(*(t.key for t in everyone), strict=True)]
+        most_a, most_b = (max(getattr(t, x) for t in everyone) for x in "ab")
+
+        def shifted(t: Token) -> list[float]:
+            return [x - m for x, m in zip(t.key, mean, strict=True)]
+
+        def weight(of: float, most: float) -> float:
+            return math.exp(of - most) if most > -math.inf else 0.0
+
+        def product(t: Token, u: Token) -> float:
+            kernel = math.exp(self.temperature * self.scale * dot(shifted(t), shifted(u)))
+            above = weight(t.a, most_a) * weight(u.a, most_a) * dot(t.value, u.value)
+            return kernel * (above + self.constant * weight(t.b, most_b) * weight(u.b, most_b))
+
+        gain = self.gamma
+        if gain is None:
+            r_key = max(dot(shifted(t), shifted(t)) for t in everyone)
+            r_value = max(weight(t.a, most_a) ** 2 * dot(t.value, t.value) for t in everyone)
+            r_value += self.constant * max(weight(t.b, most_b) for t in everyone) ** 2
+            radius = math.exp(self.temperature * self.scale * r_key) * r_value
+            n = len(everyone)
+            if self.halves == "pairs":
+                n, radius = n // 2, 4 * radius
+            c = 30 * math.log(max(n, 2) / (1 / max(n, 2)))
+            gain = 1 / (2 * c * radius)
+        known = {(i, j): product(t, u) for i, t in enumerate(tokens) for j, u in enumerate(tokens)}
+        numbered = []
+        for vector in vectors:
+            numbered.append(
+                [(len(numbered) * len(vector) + i, s) for i, (_, s) in enumerate(vector)]
+            )
+        signs: list[int] = []
+        for mine, u in zip(numbered, luck, strict=True):
+            total = sum(
+                sign * s * r * known[i, j]
+                for other, sign in zip(numbered, signs, strict=False)
+                for i, s in mine
+                for j, r in other
+            )
+            signs.append(1 if u < 0.5 - gain * total else -1)
+        return signs
+
+    def pairs(self, places: list[Place], luck: Callable[[Token], float]) -> list[Token]:
+        """One of each two neighbours, for both."""
+        couples = [tuple(places[i : i + 2]) for i in range(0, len(places) - 1, 2)]
+        alike = [
+            c
+            for c in couples
+            if None not in c and all(close(getattr(c[0], x), getattr(c[1], x)) for x in "ab")
+        ]
+        apart = [[(one, 1), (other, -1)] for one, other in alike]
+        numbers = [luck(one) for one, _ in alike]
+        signs = iter(self.walk([t for t in places if t is not None], apart, numbers))
+        stays = []
+        for couple in couples:
+            first, second = couple
+            if None in couple:
+                stays += [t for t in couple if t is not None]
+            elif couple in alike:
+                t = first if next(signs) > 0 else second
+                stays.append(replace(t, a=t.a + math.log(2), b=t.b + math.log(2)))
+            else:
+                one, other = (math.exp(max(t.a, t.b)) for t in couple)
+                chance = one / (one + other)
+                t, chance = (first, chance) if luck(first) < chance else (second, 1 - chance)
+                stays.append(replace(t, a=t.a - math.log(chance), b=t.b - math.log(chance)))
+        return stays + [t for t in places[len(couples) * 2 :] if t is not None]
+
+    def paper(self, tokens: list[Token], signs: list[int]) -> list[Token]:
+        """Lines 12 to 16."""
+        plus = [t for t, s in zip(tokens, signs, strict=True) if s > 0]
+        minus = [t for t, s in zip(tokens, signs, strict=True) if s < 0]
+        fewer = plus if len(plus) <= len(minus) else minus
+        return [replace(t, a=t.a + math.log(2), b=t.b + math.log(2)) for t in fewer]
+
+    def authors(self, tokens: list[Token], signs: list[int]) -> list[Token]:
+        """The released rule: see algorithms.md, 4.3."""
+        half = len(tokens) // 2
+        seen, reached = {1: 0, -1: 0}, {}
+        for step, sign in enumerate(signs):
+            seen[sign] += 1
+            if seen[sign] == half:
+                reached[sign] = step
+        side = max(reached, key=lambda sign: reached[sign])
+        stays = []
+        for step, (t, sign) in enumerate(zip(tokens, signs, strict=True)):
+            early = step <= reached[side]
+            if not early or sign != side:
+                more = math.log(2) if early else 0.0
+                below = math.log(2) if early or self.flat else 0.0
+                stays.append(replace(t, a=t.a + more, b=t.b + below))
+        return stays
+
+
+def thresholds(slots: int, block: int, levels: int) -> list[int]:
+    """How many tokens let a level be halved, level 0 first."""
+    block = max(2, min(block, slots // 2 - slots // 2 % 2))
+    for ratio in (1.0, *(i / 64 for i in range(63, -1, -1))):
+        wanted = [block * ratio**down for down in range(levels)]
+        even = [max(2, math.floor(x) - math.floor(x) % 2) for x in wanted]
+        if sum(x - 1 for x in even) <= slots:
+            break
+    return even[::-1]
+
+
+@dataclass
+class Tower:
+    """The sets C^0, C^1, ... of Algorithm 4."""
+
+    coin: Coin
+    sets: list[list[Place]] = field(default_factory=lambda: [[]])
+
+    def count(self) -> int:
+        return sum(map(len, self.sets))
+
+    def halve(self, level: int, block: int, balance: SoftmaxBalance) -> None:
+        """Line 13, for the oldest block of a level."""
+        mine = self.sets[level]
+        size = min(block, max(1, len(mine) - len(mine) % 2))
+        self.sets[level] = mine[size:]
+        if level + 1 == len(self.sets):
+            self.sets.append([])
+        self.sets[level + 1] += balance(mine[:size], lambda token: self.coin(level, token.position))
+
+
+@dataclass
+class Balance:
+    """One head of one row.
+
+    Attributes:
+        n, block, eager: of the pool.
+        balance: how blocks are halved.
+        coin: of the one set, or of the denominator's.
+        above: of the numerator's sets, where they are separate; otherwise None.
+        precision: epsilon of Algorithm 1.
+    """
+
+    n: int
+    block: int
+    balance: SoftmaxBalance
+    coin: Coin
+    above: Coin | None = None
+    precision: float = 0.1
+    eager: bool = False
+    came: int = 0
+    longest: float = 0.0
+    erased: int = 0
+
+    def __post_init__(self) -> None:
+        self.main = Tower(self.coin)
+        self.buckets: dict[int, Tower] = {}
+
+    def take(self, token: Token) -> None:
+        """One token comes."""
+        self.came += 1
+        if self.above is None:
+            self.main.sets[0].append(token)
+        else:
+            length = math.sqrt(dot(token.value, token.value))
+            self.longest = max(self.longest, length)
+            if token.b > -math.inf:
+                self.main.sets[0].append(replace(token, a=-math.inf))
+            if length > 0 and token.a > -math.inf:
+                i = next(i for i in range(-1100, 1100) if 2.0**i >= length)
+                tower = self.buckets.setdefault(i, Tower(self.above))
+                tower.sets[0].append(replace(token, b=-math.inf))
+        if self.count() > self.n:
+            least = self.precision / math.sqrt(self.came) * self.longest
+            for i in [i for i in self.buckets if 2.0**i <= least]:
+                self.erased += self.buckets.pop(i).count()
+        self.make_room()
+
+    def count(self) -> int:
+        return sum(tower.count() for tower in self.towers())
+
+    def towers(self) -> list[Tower]:
+        """The denominator's, and then those of the longest values."""
+        return [self.main, *(self.buckets[i] for i in sorted(self.buckets, reverse=True))]
+
+    def make_room(self) -> None:
+        """Halve while there is a token too many; eager, while any level has its threshold."""
+        while True:
+            crowded = self.count() > self.n
+            used = [tower for tower in self.towers() if tower.count()]
+            high = max((k + 1 for t in used for k, s in enumerate(t.sets) if s), default=0)
+            enough = thresholds(self.n // max(1, len(used)), self.block, high)
+            ready = [
+                (level, place)
+                for place, tower in enumerate(used)
+                for level, least in enumerate(enough)
+                if level < len(tower.sets) and len(tower.sets[level]) >= least
+            ]
+            if not ready and crowded:
+                ready = [
+                    (level, place)
+                    for place, tower in enumerate(used)
+                    for level, tokens in enumerate(tower.sets)
+                    if tokens
+                ]
+            if not ready or not (crowded or self.eager):
+                return
+            level, place = min(ready)
+            used[place].halve(level, self.block, self.balance)
+
+    def holds(self) -> list[Token]:
+        """All tokens that stay, by position; of two alike, the denominator's first."""
+        places = [t for tower in self.towers() for tokens in tower.sets for t in tokens]
+        return sorted((t for t in places if t is not None), key=lambda t: (t.position, t.a))
+
+    def sizes(self) -> list[int]:
+        """Places of each level of the main sets, without the empty levels on top."""
+        sizes = [len(tokens) for tokens in self.main.sets]
+        while sizes and not sizes[-1]:
+            sizes.pop()
+        return sizes
