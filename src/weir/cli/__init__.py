@@ -62,7 +62,7 @@ def main() -> None:
     except OSError as error:
         # If the reader of our output has gone, as `head` does, nothing is left to say.
         code = 1 if isinstance(error, BrokenPipeError) else _fail(str(error), 1)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
     if code == 130:
         _fail("interrupted", code)
     sys.exit(code)
@@ -74,6 +74,11 @@ def _run(arguments: list[str]) -> int:
 
     code = app(arguments, prog_name="weir", standalone_mode=False)
     return code if isinstance(code, int) else 0
+
+
+def _drop_output() -> None:
+    """What is still to be written goes nowhere, so that Python does not try again when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(problem: str, code: int) -> int:

@@ -82,7 +82,7 @@ def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def progress() -> Progress:
-    """A progress bar on standard error."""
+    """A progress bar on standard error, if that is a terminal."""
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -91,6 +91,7 @@ def progress() -> Progress:
         TimeRemainingColumn(),
         console=messages,
         transient=True,
+        disable=not messages.is_interactive,
     )
 
 

@@ -1,0 +1,135 @@
+"""The command line as its tests use it: in this process where that will do, else in its own."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import weir
+from weir.cli import main
+
+CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+SOURCE = str(Path(weir.__file__).parents[1])
+
+
+def make_model(folder: Path, template: str | None = None) -> str:
+    """A small random Llama in which every byte is a token; its answers never end by themselves."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "<|im_start|>", "<|im_end|>"])
+    start = [("<s>", backend.token_to_id("<s>"))]
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=start)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@dataclass
+class Ended:
+    """A command that has come to its end."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> Ended:
+    """`weir WORDS` in this process."""
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["weir", *map(str, words)])
+        patch.setenv("COLUMNS", "100")
+        with pytest.raises(SystemExit) as ended:
+            main()
+    out, err = capsys.readouterr()
+    return Ended(int(ended.value.code or 0), out, err)
+
+
+class Process:
+    """`weir WORDS` in a process of its own; standard error is a terminal, so progress is shown."""
+
+    def __init__(self, *words: object, **env: str) -> None:
+        self._terminal, theirs = pty.openpty()
+        self.err = ""
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from weir.cli import main; main()", *map(str, words)],
+            env={**os.environ, "PYTHONPATH": SOURCE, "COLUMNS": "200", "TERM": "xterm", **env},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+        )
+        os.close(theirs)
+
+    def tell(self, line: str) -> None:
+        """A line on its standard input."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n".encode())
+        self.process.stdin.flush()
+
+    def wait_for(self, words: str, times: int = 1, seconds: float = 90) -> None:
+        """Read standard error until it has said `words` so many times."""
+        end = time.monotonic() + seconds
+        while self.err.count(words) < times:
+            assert time.monotonic() < end, f"it never said {words!r}: {self.err}"
+            assert self._read(0.1) or self.process.poll() is None, self.err
+
+    def wait_for_more(self) -> None:
+        """Read standard error until it has said anything more."""
+        said = len(self.err)
+        while len(self.err) == said:
+            assert self._read(90), self.err
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        self.process.send_signal(signal.SIGINT)
+
+    def end(self) -> Ended:
+        """No more input; wait for its end."""
+        out, _ = self.process.communicate(timeout=90)
+        while self._read(0):
+            pass
+        os.close(self._terminal)
+        return Ended(self.process.returncode, out.decode(), self.err)
+
+    def _read(self, seconds: float) -> bool:
+        if not select.select([self._terminal], [], [], seconds)[0]:
+            return False
+        try:
+            found = os.read(self._terminal, 65536)
+        except OSError:  # the other side is closed
+            return False
+        self.err += found.decode(errors="replace")
+        return bool(found)

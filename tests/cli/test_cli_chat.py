@@ -1,0 +1,196 @@
+"""`weir chat`: answers on standard output, all that is about them beside it."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+
+import pytest
+from terminal import CHATML, Ended, Process, make_model, run
+
+from weir import session
+
+FEW = ("--policy", "sink(4) | recent(20)", "--chunk", 8, "--max-tokens", 12)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """With a chat template."""
+    return make_model(tmp_path_factory.mktemp("model"), CHATML)
+
+
+@pytest.fixture
+def chat(capsys, monkeypatch, model):
+    """Says some lines, and what it then finds on both outputs."""
+
+    def talk(*lines: str | bytes, words: tuple[object, ...] = (), of: str = model) -> Ended:
+        typed = b"".join(
+            line if isinstance(line, bytes) else line.encode() + b"\n" for line in lines
+        )
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed), "utf-8"))
+        return run(capsys, "chat", "--model", of, *FEW, *words)
+
+    return talk
+
+
+def test_each_line_gets_an_answer_and_a_line_of_figures(chat):
+    ended = chat("Hello", "And you?")
+    assert ended.code == 0
+    assert ended.out.strip()
+    figures = re.findall(r"(\d+) tokens seen, (\d+) slots, ([\d.]+) kB, [\d,]+ tokens/s", ended.err)
+    assert len(figures) == 2
+    seen = [int(each[0]) for each in figures]
+    hello = len("<") + len("user\nHello<\n<assistant\n")
+    assert seen[0] == hello + 12
+    assert seen[1] == seen[0] + len("<\n<user\nAnd you?<\n<assistant\n") + 12
+    assert all(24 <= int(each[1]) < 24 + 8 for each in figures)
+    assert figures[0][2] == figures[1][2]
+
+
+def test_the_same_seed_says_the_same_and_another_says_something_else(chat):
+    said = [chat("Hello", words=("--seed", seed)).out for seed in (1, 1, 2)]
+    assert said[0] == said[1] != said[2]
+
+
+def test_without_a_template_it_says_that_it_continues_the_text(chat, tmp_path):
+    ended = chat("Hello", of=make_model(tmp_path))
+    assert "no chat template and continues your text. /help for help." in ended.err
+    assert "no chat template" not in chat().err
+
+
+def test_input_that_ends_ends_it(chat):
+    assert chat().code == 0
+    assert chat("").out == ""
+    assert chat(b"Hello").err.count("tokens seen") == 1  # a last line without an end
+
+
+@pytest.mark.parametrize("word", ["/quit", "/exit", " /quit ".strip()])
+def test_it_can_be_left(chat, word):
+    ended = chat("Hello", word, "Are you there?")
+    assert (ended.code, ended.err.count("tokens seen")) == (0, 1)
+
+
+def test_help_names_every_command(chat):
+    ended = chat("/help")
+    for word in ("/save FILE", "/load FILE", "/report", "/help", "/quit", "Ctrl-C"):
+        assert word in ended.err
+    assert ended.out == ""
+
+
+def test_a_report_says_what_every_layer_holds(chat):
+    ended = chat("Hello", "/report")
+    assert re.search(r"sink\(4\) \| recent\(20\): \d+ tokens seen, [\d.]+ kB", ended.err)
+    assert re.search(r"layer 0: sink 4, recent 20, new \d; [\d.]+ kB", ended.err)
+
+
+def test_a_saved_conversation_goes_on_elsewhere(chat, tmp_path):
+    path = tmp_path / "a talk.safetensors"
+    whole = chat("Hello", "And you?", "/report")
+    first = chat("Hello", f"/save {path}")
+    assert f"saved to {path}" in first.err
+    for ended in (
+        chat(f"/load {path}", "And you?", "/report"),
+        chat("And you?", "/report", words=("--session", path, "--policy", "window(9)")),
+    ):
+        assert "tokens seen before" in ended.err
+        assert first.out + ended.out == whole.out
+        assert ended.err.splitlines()[-1] == whole.err.splitlines()[-1]
+
+
+COMPLAINTS = {
+    "/sav x": "there is no command /sav; /help lists them",
+    "/": "there is no command /; /help lists them",
+    "/save": "/save needs a file: /save FILE",
+    "/load  ": "/load needs a file: /load FILE",
+    "/load nowhere.safetensors": "there is no session file nowhere.safetensors",
+    "/load .": ". is a folder; a session is a file",
+    "/save /nowhere/talk": "cannot write the session /nowhere/talk: No such file or directory",
+}
+
+
+@pytest.mark.parametrize("line", COMPLAINTS)
+def test_a_command_that_fails_is_one_line_and_the_conversation_goes_on(chat, line):
+    ended = chat("Hello", line, "And you?")
+    assert ended.code == 0
+    complaints = [said for said in ended.err.splitlines() if said.startswith("weir: ")]
+    assert complaints == [f"weir: {COMPLAINTS[line]}"]
+    assert ended.err.count("tokens seen,") == 2
+    assert ended.out == chat("Hello", "And you?").out
+
+
+def test_a_line_that_is_not_utf8_spoils_no_other(chat):
+    ended = chat("Hello", b"M\xe1rya\n", "And you?")
+    assert "weir: that line is not UTF-8" in ended.err
+    assert ended.out == chat("Hello", "And you?").out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--session", "nowhere"), "there is no session file nowhere"),
+        (("--policy", "window(0)"), "at least 1 token"),
+        (("--model", "./nowhere"), "there is no model folder"),
+    ],
+)
+def test_what_is_wrong_from_the_start_ends_it(chat, words, says):
+    ended = chat("Hello", words=words)
+    assert (ended.code, ended.out, ended.err.count("\n")) == (1, "", 1)
+    assert ended.err.startswith("weir: ")
+    assert says in ended.err
+
+
+def test_an_interrupted_command_changes_nothing_and_the_conversation_goes_on(
+    chat, monkeypatch, tmp_path
+):
+    path = tmp_path / "talk"
+    chat("Hello", f"/save {path}")
+    before = path.read_bytes()
+
+    def pressed(*words: object, **more: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "save_file", pressed)
+    ended = chat("Another", f"/save {path}", "And you?")
+    assert ended.code == 0
+    assert "interrupted; nothing has changed" in ended.err
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+    assert ended.out == chat("Another", "And you?").out
+
+
+def test_a_conversation_without_a_cache_can_be_held_but_not_saved(chat, tmp_path):
+    words = ("--policy", "recompute(24)")
+    ended = chat("Hello", "/report", f"/save {tmp_path / 'talk'}", words=words)
+    assert re.search(r"\d+ tokens seen, 192 B, [\d,]+ tokens/s", ended.err)
+    assert "weir: recompute caches nothing" in ended.err
+
+
+def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(model, tmp_path):
+    """Answers of this model never end by themselves."""
+    path = tmp_path / "talk.safetensors"
+    process = Process("chat", "--model", model, "--max-tokens", 10_000_000, "--temperature", 1)
+    process.wait_for("/help for help")
+    process.tell("Hello")
+    assert process.process.stdout is not None
+    assert process.process.stdout.read(20)
+    process.interrupt()
+    process.wait_for("tokens seen, ")
+    process.tell("And you?")
+    assert process.process.stdout.read(20)
+    process.interrupt()
+    process.wait_for("tokens seen, ", times=2)
+    process.wait_for("tokens/s", times=2)
+    process.interrupt()  # with no answer under way it starts a new line
+    process.wait_for_more()
+    process.tell(f"/save {path}")
+    process.wait_for("saved to")
+    ended = process.end()
+    assert ended.code == 0
+    assert "Traceback" not in ended.err
+    seen = [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) tokens seen, ", ended.err)]
+    assert seen[1] > seen[0] > 20
+    facts, _ = session.read(path)
+    assert facts["tokens"] == seen[1]
+    json.dumps(facts)

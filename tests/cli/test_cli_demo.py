@@ -1,0 +1,115 @@
+"""`weir demo`: figures and a page in a folder, a table on the way there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+
+import pytest
+from terminal import run
+
+from weir.demo import POLICIES
+from weir.evals.reading import Reader
+
+KEYS = {"policy", "ppl", "ppl_by_block", "kv_bytes", "bytes_by_block", "tokens_per_s", "slots"}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    return tmp_path_factory.mktemp("demo") / "deep" / "out [1]"
+
+
+def is_whole(facts: dict, tokens: int) -> bool:
+    policies = facts["policies"]
+    return (
+        facts["tokens"] == tokens
+        and facts["model_window"] == 512
+        and [policy["policy"] for policy in policies] == list(POLICIES)
+        and all(set(policy) >= KEYS for policy in policies)
+        and all(len(policy["ppl_by_block"]) == -(-tokens // 500) for policy in policies)
+        and all(1 < policy["ppl"] < 10_000 for policy in policies)
+    )
+
+
+def test_it_writes_figures_and_a_page_and_prints_the_figures(capsys, out):
+    ended = run(capsys, "demo", "--out", out, "--tokens", 1200, "--json")
+    assert ended.code == 0
+    assert ended.out.count("\n") == 1
+    facts = json.loads(ended.out)
+    assert is_whole(facts, 1200)
+    assert facts["interrupted"] is False
+    assert json.loads((out / "result.json").read_text("utf-8")) == facts
+    page = (out / "report.html").read_text("utf-8")
+    assert page.startswith("<!doctype html>")
+    assert "1,200 tokens" in " ".join(page.split())
+    assert "1,200 tokens read: 2.3 times the window" in ended.err
+    assert f"{out / 'report.html'}\n" in ended.err
+
+
+@pytest.mark.parametrize("columns", ["80", "200"])
+def test_for_people_it_is_a_table_that_fits_the_terminal(
+    capsys, monkeypatch, tmp_path, out, columns
+):
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr("weir.demo.report._plot", lambda *words, **more: "")
+    words = ["weir", "demo", "--out", str(tmp_path), "--tokens", "1000"]
+    monkeypatch.setattr(sys, "argv", words)
+    from weir.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+    shown = capsys.readouterr()
+    assert (ended.value.code, shown.err) == (0, "")
+    table = [line for line in shown.out.splitlines() if "│" in line or "┃" in line]
+    assert len(table) == 1 + len(POLICIES)
+    assert max(map(len, table)) <= 80
+    for policy, line in zip(POLICIES, table[1:], strict=True):
+        assert policy in line  # in full
+    for head in ("policy", "perplexity", "last block", "cache", "tokens/s"):
+        assert head in table[0]
+    assert shown.out.splitlines()[-1] == str(tmp_path / "report.html")
+
+
+def test_ctrl_c_ends_it_with_what_was_read_so_far(capsys, monkeypatch, tmp_path):
+    take, count = Reader.take, 0
+
+    def pressed(self, piece):
+        nonlocal count
+        count += 1
+        if count == 6:  # the second policy's second step
+            os.kill(os.getpid(), signal.SIGINT)
+        take(self, piece)
+
+    monkeypatch.setattr(Reader, "take", pressed)
+    ended = run(capsys, "demo", "--out", tmp_path, "--tokens", 2000, "--json")
+    facts = json.loads(ended.out)
+    assert ended.code == 0
+    assert facts["interrupted"] is True
+    assert is_whole(facts, 400)
+    assert (tmp_path / "report.html").exists()
+
+
+def test_a_book_shorter_than_asked_for_is_said_so(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        sys.modules["weir.demo.run"], "read_text", lambda path: "Well, Prince. " * 200
+    )
+    ended = run(capsys, "demo", "--out", tmp_path, "--tokens", 9000, "--json")
+    tokens = json.loads(ended.out)["tokens"]
+    assert tokens < 2000
+    assert f"the packaged excerpt has {tokens:,} tokens, not 9,000" in ended.err
+
+
+def test_a_folder_that_cannot_be_made_is_named_before_anything_is_read(capsys, tmp_path):
+    (tmp_path / "file").write_text("here")
+    ended = run(capsys, "demo", "--out", tmp_path / "file" / "out")
+    assert (ended.code, ended.out, ended.err.count("\n")) == (1, "", 1)
+    assert ended.err.startswith(f"weir: cannot make the folder {tmp_path / 'file' / 'out'}: ")
+
+
+def test_a_file_that_cannot_be_written_is_named(capsys, tmp_path):
+    (tmp_path / "report.html").mkdir()
+    ended = run(capsys, "demo", "--out", tmp_path, "--tokens", 1000, "--json")
+    assert (ended.code, ended.out) == (1, "")
+    assert f"weir: cannot write to {tmp_path}: Is a directory\n" in ended.err

@@ -1,0 +1,149 @@
+"""`weir stream` and `weir policies`: figures on standard output, everything else beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from terminal import Process, make_model, run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import weir
+from weir.evals.reading import encode, read
+
+SMALL = "sink(4) | recent(20)"
+WORDS = "The prince was silent, but she looked at him significantly, awaiting a reply. "
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "book.txt"
+    path.write_text(WORDS * 20)
+    return path
+
+
+def test_json_is_one_object_with_every_figure_and_nothing_else(capsys, model, text):
+    ended = run(
+        capsys, "stream", "--text", text, "--model", model, "--policy", SMALL, "--tokens", 900,
+        "--chunk", 8, "--block", 250, "--seed", 3, "--json",
+    )  # fmt: skip
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.endswith("}\n")
+    assert ended.out.count("\n") == 1
+    facts = json.loads(ended.out)
+    assert {"model", "policy", "tokens", "ppl", "ppl_by_block", "kv_bytes", "tokens_per_s"} <= set(
+        facts
+    )
+    assert (facts["model"], facts["policy"], facts["tokens"]) == (model, SMALL, 900)
+    assert (facts["chunk"], facts["seed"], facts["positions"]) == (8, 3, "rolling")
+    assert facts["interrupted"] is False
+
+    reader = AutoModelForCausalLM.from_pretrained(model)
+    ids = encode(AutoTokenizer.from_pretrained(model), text.read_text(), 900)
+    expected = read(weir.Stream(reader, SMALL, chunk=8, seed=3), ids, block=250)
+    assert facts["ppl"] == pytest.approx(expected.ppl)
+    assert facts["ppl_by_block"] == pytest.approx(expected.ppl_by_block)
+    assert facts["kv_bytes"] == expected.kv_bytes > 0
+
+
+@pytest.mark.parametrize("policy", ["dense", "window(24)", "recompute(24)", "streaming_llm(24)"])
+@pytest.mark.parametrize("positions", ["rolling", "original"])
+def test_it_reads_under_every_policy_with_either_positions(capsys, model, text, policy, positions):
+    words = ("--policy", policy, "--positions", positions, "--tokens", 300, "--json")
+    facts = json.loads(run(capsys, "stream", "--text", text, "--model", model, *words).out)
+    assert (facts["policy"], facts["positions"], facts["tokens"]) == (policy, positions, 300)
+    assert 1 < facts["ppl"] < 1000
+
+
+def test_for_people_it_is_a_table_and_a_sentence(capsys, model, text):
+    ended = run(capsys, "stream", "--text", text, "--model", model, "--tokens", 900, "--block", 400)
+    assert (ended.code, ended.err) == (0, "")
+    for words in ("1 to 400", "401 to 800", "801 to 900", "perplexity", " of cache", "tokens/s"):
+        assert words in ended.out
+    assert f"{model} under streaming_llm(budget=256): perplexity " in ended.out
+
+
+def test_a_text_shorter_than_asked_for_is_read_to_its_end_and_that_is_said(capsys, model, text):
+    length = len(WORDS) * 20 + 1
+    words = ("--tokens", 5000, "--policy", SMALL, "--json")
+    ended = run(capsys, "stream", "--text", text, "--model", model, *words)
+    assert ended.code == 0
+    assert json.loads(ended.out)["tokens"] == length
+    assert ended.err == f"{text} has {length:,} tokens, not 5,000; all of them are read\n"
+
+
+def test_text_in_front_takes_the_place_of_the_start_token(capsys, model, text):
+    words = ("--text", text, "--model", model, "--policy", SMALL, "--tokens", 300, "--json")
+    plain, front = (
+        json.loads(run(capsys, "stream", *words, *more).out) for more in ((), ("--start", "\n\n"))
+    )
+    assert (plain["start"], front["start"]) == (None, "\n\n")
+    reader = AutoModelForCausalLM.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = tokenizer("\n\n" + text.read_text(), add_special_tokens=False)["input_ids"][:300]
+    expected = read(weir.Stream(reader, SMALL), torch.tensor(ids))
+    assert front["ppl"] == pytest.approx(expected.ppl)
+    assert front["ppl"] != pytest.approx(plain["ppl"])
+
+
+def test_a_perplexity_that_is_no_number_is_null_in_json(capsys, tmp_path, text):
+    model = make_model(tmp_path)
+    broken = AutoModelForCausalLM.from_pretrained(model)
+    torch.nn.init.constant_(broken.lm_head.weight, float("nan"))
+    broken.save_pretrained(model)
+    ended = run(capsys, "stream", "--text", text, "--model", model, "--tokens", 300, "--json")
+    assert json.loads(ended.out, parse_constant=pytest.fail)["ppl"] is None
+    assert "nan" in run(capsys, "stream", "--text", text, "--model", model, "--tokens", 300).out
+
+
+def test_ctrl_c_reports_what_was_read_so_far(model, tmp_path):
+    (tmp_path / "long.txt").write_text(WORDS * 20_000)  # minutes of reading
+    words = ("--text", tmp_path / "long.txt", "--model", model, "--policy", SMALL, "--json")
+    process = Process("stream", *words)
+    process.wait_for("tokens/s", times=3)  # progress is shown, so it is reading
+    process.interrupt()
+    ended = process.end()
+    facts = json.loads(ended.out)
+    assert ended.code == 0
+    assert facts["interrupted"] is True
+    assert 200 <= facts["tokens"] < 1_000_000
+    assert len(facts["ppl_by_block"]) == -(-facts["tokens"] // 1000)
+    assert facts["ppl"] > 1
+    total = len(WORDS) * 20_000 + 1
+    assert f"interrupted after {facts['tokens']:,} of {total:,} tokens" in ended.err
+    assert "Traceback" not in ended.err
+
+
+# --- policies
+
+
+def test_policies_are_listed_with_parameters_pipes_and_papers(capsys):
+    ended = run(capsys, "policies")
+    assert (ended.code, ended.err) == (0, "")
+    assert "streaming_llm(budget=256, sinks=4)" in ended.out
+    assert "= sink(4) | recent(252)" in ended.out
+    assert "Xiao et al. 2024" in ended.out
+    assert "recent(n)" in ended.out
+
+
+def test_policies_as_json_read_back_as_policies(capsys):
+    ended = run(capsys, "policies", "--json")
+    facts = json.loads(ended.out)
+    assert (ended.code, ended.err, ended.out.count("\n")) == (0, "", 1)
+    names = {row["name"] for row in facts["policies"]}
+    assert {"dense", "window", "streaming_llm", "recompute"} <= names
+    assert {"sink", "recent"} <= {row["name"] for row in facts["pools"]}
+    for row in facts["policies"]:
+        assert row["about"]
+        assert row["paper"]
+        made = weir.policy(row["name"])
+        # As they are listed, parameters can be written into a policy again.
+        assert weir.policy(f"{row['name']}({row['parameters']})") == made
+        assert row["pipe"] is None or weir.policy(row["pipe"]) == made

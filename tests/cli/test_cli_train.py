@@ -1,0 +1,110 @@
+"""`weir train`: from a text to a folder that the other commands can use."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from terminal import run
+
+import weir
+from weir.load import ASSETS
+from weir.text import BOOK_SEPARATOR, read_text
+from weir.train.exercises import NAMES
+
+SIZE = ("--width", 32, "--layers", 1, "--length", 192, "--rows", 2, "--vocabulary", 640)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """Two books, with the names and numbers that exercises are about."""
+    draw = random.Random(0)
+    gossip = "\n".join(
+        f"Then {name} has {draw.randrange(1000)}." for name in draw.choices(NAMES[:24], k=1500)
+    )
+    path = tmp_path_factory.mktemp("books") / "books.txt"
+    book = read_text(ASSETS / "war-and-peace.txt.xz")[:40_000]
+    path.write_text(book + BOOK_SEPARATOR + gossip, "utf-8")
+    return path
+
+
+@pytest.fixture
+def steps(monkeypatch) -> list[int]:
+    """The steps of the runs that follow; each run has few, and looks at few exercises."""
+    from weir.train import loop
+
+    figures, taken = loop.figures, []
+    monkeypatch.setattr(loop, "figures", lambda *given: figures(*given, questions=16))
+    batch = loop.batch
+    monkeypatch.setattr(loop, "batch", lambda *given: taken.append(given[-1]) or batch(*given))
+    return taken
+
+
+def test_a_trained_folder_is_a_model_for_every_other_command(capsys, text, tmp_path, steps):
+    out = tmp_path / "model"
+    words = ("--text", text, "--out", out, "--tokens", 10_000, "--no-compiled", *SIZE)
+    ended = run(capsys, "train", *words, "--json")
+    assert ended.code == 0, ended.err
+    facts = json.loads(ended.out)
+    assert ended.out.count("\n") == 1
+    assert facts["out"] == str(out)
+    assert (facts["recipe"]["width"], facts["recipe"]["length"]) == (32, 192)
+    assert facts["parameters"] > 0
+    assert 1 < facts["book_ppl"] < 640
+    assert 0 <= facts["recall"] <= 1
+    assert "step 26: 9,984 tokens, book loss" in ended.err
+    assert steps == list(range(26))
+
+    model, tokenizer = weir.load(str(out), device="cpu")
+    assert model.config.max_position_embeddings == 192
+    assert sum(p.numel() for p in model.parameters()) == facts["parameters"]
+    assert tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
+
+    words = ("--model", out, "--policy", "streaming_llm(64)", "--tokens", 1000, "--json")
+    read = json.loads(run(capsys, "stream", "--text", text, *words).out)
+    assert read["tokens"] == 1000
+    assert 1 < read["ppl"] < 640  # better than guessing
+
+
+def test_a_run_that_was_interrupted_says_so_and_goes_on(capsys, text, tmp_path, steps, monkeypatch):
+    from weir.train import loop
+
+    out = tmp_path / "model"
+    words = ("--text", text, "--out", out, "--tokens", 10_000, "--no-compiled", *SIZE, "--json")
+    train = loop.train
+
+    def pressed(*given, **more):
+        def on_step(step, steps, facts):
+            if step == 9:
+                raise KeyboardInterrupt
+
+        return train(*given, **{**more, "look_every": 4, "on_step": on_step})
+
+    monkeypatch.setattr(loop, "train", pressed)
+    ended = run(capsys, "train", *words)
+    assert (ended.code, ended.out) == (130, "")
+    assert "the same command goes on from the last checkpoint" in ended.err
+    assert ended.err.endswith("weir: interrupted\n")
+    monkeypatch.setattr(loop, "train", train)
+    steps.clear()
+    assert run(capsys, "train", *words).code == 0
+    assert steps == list(range(8, 26))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (("--text", "nowhere.txt"), "cannot read nowhere.txt"),
+        (("--out", "/dev/null/model"), "/dev/null/model"),
+        (("--width", 33), "33"),
+        (("--rows", 500), "500"),
+    ],
+)
+def test_what_cannot_be_trained_is_one_line(capsys, text, tmp_path, changes, says):
+    words = ("--text", text, "--out", tmp_path / "model", "--tokens", 10_000, *SIZE)
+    ended = run(capsys, "train", *words, *changes)
+    assert (ended.code, ended.out, ended.err.count("\n")) == (1, "", 1), ended
+    assert ended.err.startswith("weir: ")
+    assert says in ended.err
