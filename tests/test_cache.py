@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import weir
 from weir.errors import WeirError
+from weir.pools import Recent
 
 
 @torch.no_grad()
@@ -437,28 +438,51 @@ ERRORS = pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardIn
 
 
 @ERRORS
-def test_a_call_that_failed_while_it_folded_is_remembered_until_reset(llama, ids, half_way, error):
-    tokens = ids(2, 30)
+@pytest.mark.parametrize("width", [1, 3, 6, 10])
+@pytest.mark.parametrize(
+    "policy",
+    ["sink(3) | recent(8)", "sink(2) | recent(4) | heavy(6)", "recent(6) | balance(8, block=4)"],
+)
+def test_a_call_that_failed_loses_nothing(llama, ids, error, width, policy):
+    tokens, wrong = ids(2, 30), ids(2, 10, seed=1)
+    cache, whole = (weir.StreamingCache(llama, policy, chunk=4) for _ in range(2))
+    wanted = fed(llama, whole, tokens)
+    fed(llama, cache, tokens[:, :22])
     with failing(llama, error):
-        llama(tokens[:, 20:26], past_key_values=half_way)
-    for _ in range(2):
-        with pytest.raises(WeirError, match="interrupted while it folded; reset"):
-            llama(tokens[:, 20:21], past_key_values=half_way)
-    with pytest.raises(WeirError, match="interrupted"):
-        half_way.state()
-    half_way.reset()
-    whole = weir.StreamingCache(llama, "sink(3) | recent(8)", chunk=4)
-    close(fed(llama, half_way, tokens), fed(llama, whole, tokens))
+        llama(wrong[:, :width], past_key_values=cache)
+    close(fed(llama, cache, tokens[:, 22:]), wanted[:, 22:])
+    for layer in range(2):
+        mine, other = cache.slots(layer), whole.slots(layer)
+        assert torch.equal(mine.position, other.position)
+        close(mine.a, other.a)
+        close(mine.b, other.b)
 
 
 @ERRORS
-def test_a_call_that_failed_between_folds_loses_nothing(llama, ids, half_way, error):
-    tokens = ids(2, 30)
-    with failing(llama, error):
-        llama(tokens[:, 5:8], past_key_values=half_way)
-    whole = weir.StreamingCache(llama, "sink(3) | recent(8)", chunk=4)
+def test_a_call_of_a_snap_pool_that_failed_keeps_the_last_queries(llama, ids, error):
+    tokens, wrong = ids(1, 40), ids(1, 6, seed=1)
+    policy = "snap(16, 4, 5)"
+    cache, whole = (weir.StreamingCache(llama, policy, chunk=4) for _ in range(2))
     wanted = fed(llama, whole, tokens)
-    close(fed(llama, half_way, tokens[:, 20:]), wanted[:, 20:])
+    fed(llama, cache, tokens[:, :22])
+    for width in (1, 6):
+        with failing(llama, error):
+            llama(wrong[:, :width], past_key_values=cache)
+    close(fed(llama, cache, tokens[:, 22:]), wanted[:, 22:])
+
+
+def test_a_fold_that_failed_is_remembered_until_reset(llama, ids, half_way, monkeypatch):
+    tokens = ids(2, 30)
+    with monkeypatch.context() as patch:
+        patch.setattr(Recent, "fold", lambda *given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llama(tokens[:, 20:24], past_key_values=half_way)
+    for call in (half_way.state, half_way.slots, half_way.report):
+        with pytest.raises(WeirError, match="interrupted while it folded; reset"):
+            call()
+    half_way.reset()
+    whole = weir.StreamingCache(llama, "sink(3) | recent(8)", chunk=4)
+    close(fed(llama, half_way, tokens), fed(llama, whole, tokens))
 
 
 @ERRORS

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weir.draws import Draws
-from weir.layer import Layer, Place
+from weir.folding import Folding
 from weir.policy import policy
-from weir.positions import Rotary, rolled
+from weir.positions import Place, Rotary, rolled
 from weir.slab import Slab
 
 FAR = 4_000_000
@@ -138,7 +138,7 @@ def test_an_unbroken_stream_stays_where_it_is():
 def test_a_thousand_folds_cost_a_survivor_no_more_precision_than_one(dtype):
     # What attention reads is made anew from the master at each fold, so after any number of folds a
     # sink is its master rotated once: to the bit what one move of that length gives.
-    layer = Layer(policy("sink(2) | recent(3)"), Place(rotary()), 4, Draws(0), 0, 1)
+    folding = Folding(policy("sink(2) | recent(3)"), Place(rotary()), 4, Draws(0), 0, 1)
     like = torch.zeros(1, 1, 1, DIM, dtype=dtype)
     slab = Slab(like, like, 9, masters=2)
     sinks = normal(1, 1, 2, DIM).to(dtype)
@@ -146,7 +146,7 @@ def test_a_thousand_folds_cost_a_survivor_no_more_precision_than_one(dtype):
     slab.position[..., :2] = torch.tensor([0, 1])
     for folds in range(1, 1001):
         run = 2 + 4 * folds
-        layer._roll(slab, 2, 5, torch.tensor([run + 3]))
+        folding.roll(slab, 2, 5, torch.tensor([run + 3]))
     assert torch.equal(slab.masters, sinks)
     by = torch.tensor([[[run - 2, run - 2]]])
     assert torch.equal(slab.keys[:, :, :2], rotary().move(sinks, by))

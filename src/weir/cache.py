@@ -17,13 +17,14 @@ from transformers.cache_utils import Cache
 from weir.attach import attach, detach
 from weir.attention import Form
 from weir.draws import Draws
-from weir.errors import WeirError
+from weir.errors import NotFiniteError, WeirError
 from weir.held import Held, look
-from weir.layer import Layer, Place
+from weir.layer import Layer
 from weir.models import LayerFacts, describe
 from weir.plan import Plan
 from weir.policy import Pipe, Policy, policy_of
 from weir.pools import Recent
+from weir.positions import Place
 from weir.rows import Endings, Rows
 
 Positions = Literal["rolling", "original"]
@@ -237,11 +238,9 @@ class StreamingCache(Cache):
     def reset(self) -> None:
         """Forget everything; the next call starts a new stream."""
         for layer in self.stack:
-            layer.slab = None
-            layer.queries = None
+            layer.reset()
         self.rows = Rows()
         self._running: tuple[Plan, Rows] | None = None
-        self._touched = False
         self._broken = False
 
     def detach(self) -> None:
@@ -273,12 +272,14 @@ class StreamingCache(Cache):
         Raises:
             WeirError: there is no such layer, or nothing was fed yet.
         """
+        self._check_whole()
         if not 0 <= layer < len(self.stack):
             raise WeirError(f"layer {layer} does not exist; the model has {len(self.stack)}")
         return look(self.stack[layer], self.rows.waiting)
 
     def report(self) -> dict[str, Any]:
         """Bytes, tokens seen, and per layer its bytes and the slots of every pool (row 0)."""
+        self._check_whole()
         layers = []
         for layer in self.stack:
             lengths = layer.lengths[0] if layer.slab is not None else [0] * len(layer.pipe.pools)
@@ -334,8 +335,6 @@ class StreamingCache(Cache):
         Raises:
             WeirError: the forward does not continue this stream.
         """
-        if self._running is not None:
-            self.weir_end(finished=False)  # a call that Ctrl-C ended never reached its own end
         self._check_whole()
         model = self._model()
         self._running = self.rows.take(
@@ -346,26 +345,43 @@ class StreamingCache(Cache):
             full=self.prefill == "full",
             origin=self.origin,
         )
-        self._touched = False
 
     def weir_end(self, *, finished: bool) -> None:
-        """A forward has ended; if not `finished`, it failed somewhere on its way."""
+        """A forward has ended; if not `finished`, it failed somewhere and never happened.
+
+        Raises:
+            NotFiniteError: keys or values of the forward are not finite; it never happened.
+        """
         running, self._running = self._running, None
         if running is None:
             return
-        plan, after = running
-        if finished:
-            self.rows = after
-        elif not self.rows.columns:
-            self.reset()
-        else:
-            # Without a fold, all that was written are slots of the tail that wait for a token.
-            folds = any(piece.full for piece in plan.pieces)
-            counts = any(layer.pipe.needs_mass or layer.pipe.needs_queries for layer in self.stack)
-            self._broken = self._touched and (folds or counts)
+        refused = self._refusal() if finished else None
+        if not finished or refused is not None:
+            for layer in self.stack:
+                layer.take_back()
+            if refused is not None:
+                raise refused
+            return
+        self._broken = True
+        for layer in self.stack:
+            layer.settle()
+        self._broken = False
+        self.rows = running[1]
+
+    def _refusal(self) -> NotFiniteError | None:
+        """What is to be said of the forward under way, if it is one of which no token may stay."""
+        waiting = [layer.finite for layer in self.stack if isinstance(layer.finite, Tensor)]
+        if waiting:
+            device = waiting[0].device
+            finite = torch.stack([flag.to(device) for flag in waiting]).tolist()
+            if not all(finite):
+                return NotFiniteError(finite.index(False))
+        return None
 
     def _check_whole(self) -> None:
-        if self._running is not None or self._broken:
+        if self._running is not None:
+            self.weir_end(finished=False)  # a call that Ctrl-C ended never reached its own end
+        if self._broken:
             raise WeirError(
                 "a call with this cache was interrupted while it folded; reset() it or restore a "
                 "saved session"
@@ -377,7 +393,6 @@ class StreamingCache(Cache):
     ) -> Tensor:
         """One layer's attention in the forward under way; shapes as in `Layer.attend`."""
         assert self._running is not None
-        self._touched = True
         plan = self._running[0].on(queries.device)
         return self.stack[layer].attend(queries, keys, values, form, plan)
 

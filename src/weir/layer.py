@@ -1,8 +1,14 @@
-"""One layer's stream: append, attend, fold.
+"""One layer's stream: append, attend, and what is to be settled when a forward has succeeded.
 
 Between folds a token is written into the tail and attention reads the slab; when the tail is full
-the pipe decides who stays and the slab is packed. Knows nothing about models beyond a `Form` per
-call and the layer's positions.
+the layer folds (`weir.folding`). Knows nothing about models beyond a `Form` per call and the
+layer's positions.
+
+A forward that fails in a later layer, or makes keys that are not finite, must leave no trace. What
+it writes into the tail are slots that wait for a token anyway; all else (attention received, last
+queries, the fold) waits in `Layer._open` until the forward has succeeded. Of a forward that is
+longer than the tail has room, all but the last piece must be settled on the way; then the slots as
+they were are kept until its end.
 """
 
 from __future__ import annotations
@@ -22,33 +28,42 @@ from weir.attention import (
     two_weight_attention,
 )
 from weir.draws import Draws
-from weir.errors import WeirError
+from weir.errors import NotFiniteError, WeirError
+from weir.folding import Folding
+from weir.pipe import Pipe
 from weir.plan import Piece, Plan
-from weir.policy import Pipe
-from weir.pools import Fold
-from weir.positions import Alibi, Rotary, rolled
-from weir.slab import Slab, Slots, longer
+from weir.positions import Alibi, Place, Rotary
+from weir.slab import Slab, Slots
 
 QUERY_BLOCK = 256
 """Queries handled at once where logits have to be written out."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """What a layer knows about positions.
+class Open:
+    """A piece that was answered and is not settled yet.
 
     Attributes:
-        rotary: its rotary embedding; None for none.
-        alibi: its linear biases; None for none.
-        window: it sees only this many newest tokens (a sliding layer that keeps its own window);
-            None for all.
-        rolling: positions inside the cache, not in the stream.
+        piece, form: the piece, and how the layer attends.
+        mass: attention that slots received from it [batch, kv_heads, slots so far].
+        queries: the last queries after it.
+        arrivals: a whole prompt that is to be folded in place of the tail.
     """
 
-    rotary: Rotary | None = None
-    alibi: Alibi | None = None
-    window: int | None = None
-    rolling: bool = True
+    piece: Piece
+    form: Form
+    mass: Tensor | None = None
+    queries: Tensor | None = None
+    arrivals: Slots | None = None
+
+
+@dataclass(frozen=True)
+class Before:
+    """A layer as it was before the forward under way; a slab of None for one without tokens."""
+
+    slab: Slab | None
+    lengths: list[list[int]]
+    queries: Tensor | None
 
 
 class Layer:
@@ -58,6 +73,9 @@ class Layer:
         pipe: who holds slots.
         slab: the slots; None before the first token.
         lengths: per row and per pool of the pipe, slots in use.
+        queries: the last queries [batch, kv_heads, group, n, key_dim], for pools that ask for them.
+        finite: whether the keys and values of the last forward were. On an accelerator that is a
+            tensor [], bool, and nobody has looked yet, since looking means waiting.
     """
 
     def __init__(
@@ -66,19 +84,24 @@ class Layer:
         self.pipe = pipe
         self.place = place
         self.chunk = chunk
-        self.draws = draws
-        self.index = index
-        self.layers = layers
+        self.folding = Folding(pipe, place, chunk, draws, index, layers)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
         self.slab: Slab | None = None
         self.lengths: list[list[int]] = []
         self.queries: Tensor | None = None
+        self.finite: bool | Tensor = True
         # Nothing but exact tokens, no empty slot: then attention needs no mask.
         self._plain = True
+        self._open: Open | None = None
+        self._before: Before | None = None
 
     def attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, form: Form, plan: Plan
     ) -> Tensor:
-        """Take in new tokens and answer their queries.
+        """Take in new tokens and answer their queries; `settle` or `take_back` comes next.
 
         Args:
             queries: unrotated [batch, heads, length, key_dim].
@@ -89,12 +112,19 @@ class Layer:
 
         Returns:
             [batch, heads, length, value_dim].
+
+        Raises:
+            NotFiniteError: a key or value is infinite or not a number.
         """
+        self.finite = _finite(keys, values)
+        if self.finite is False:
+            raise NotFiniteError(self.folding.layer)
         kv_heads = keys.shape[1]
         queries = queries.unflatten(1, (kv_heads, -1))
         if not plan.pieces:
             return values.new_zeros((*queries.shape[:4], values.shape[3])).flatten(1, 2)
         if self.slab is None:
+            self._before = Before(None, [], None)
             self.slab = self._make_slab(keys, values)
             self.slab.open_tail(0, plan.pieces[0].start, self.chunk)
         take = self._attend_exactly if plan.full else self._attend_piece
@@ -104,15 +134,49 @@ class Layer:
                 columns = slice(done, done + piece.width)
                 done += piece.width
                 q, k, v = queries[..., columns, :], keys[..., columns, :], values[..., columns, :]
-                parts.append(take(self.slab, q, k, v, form, piece))
+                parts.append(take(q, k, v, form, piece))
             return torch.cat(parts, dim=3).flatten(1, 2)
         out = values.new_zeros((*queries.shape[:4], values.shape[3]))
         for piece in plan.pieces:
             q, k, v = (_columns(t, piece.columns) for t in (queries, keys, values))
-            part = take(self.slab, q, k, v, form, piece)
+            part = take(q, k, v, form, piece)
             rows, places, columns_of = piece.entries
             out[rows, :, :, columns_of] = part[rows, :, :, places]
         return out.flatten(1, 2)
+
+    def settle(self) -> None:
+        """The forward has succeeded: count its attention, keep its queries, fold what is full."""
+        self._settle()
+        self._before = None
+
+    def _settle(self) -> None:
+        left, self._open = self._open, None
+        if left is None or self.slab is None:
+            return
+        if left.mass is not None and self.slab.mass is not None:
+            self.slab.mass[:, :, : left.mass.shape[2]] += left.mass
+        if left.queries is not None:
+            self.queries = left.queries
+        if left.piece.full:
+            self.folding.fold(
+                self.slab, self.lengths, left.piece, left.form, self.queries, left.arrivals
+            )
+            self._plain = self._is_plain(self.slab)
+
+    def _settle_early(self) -> None:
+        """Settle a piece while the forward is still under way."""
+        if self._before is None and self.slab is not None:
+            lengths = [list(row) for row in self.lengths]
+            self._before = Before(self.slab.copy(), lengths, self.queries)
+        self._settle()
+
+    def take_back(self) -> None:
+        """The forward has failed: be as it was before."""
+        self._open = None
+        before, self._before = self._before, None
+        if before is not None:
+            self.slab, self.lengths, self.queries = before.slab, before.lengths, before.queries
+            self._plain = self.slab is None or self._is_plain(self.slab)
 
     def ends(self, waiting: list[int]) -> list[int]:
         """Per row, the number of slots in use."""
@@ -160,9 +224,13 @@ class Layer:
         return slab
 
     def _attend_piece(
-        self, slab: Slab, queries: Tensor, keys: Tensor, values: Tensor, form: Form, piece: Piece
+        self, queries: Tensor, keys: Tensor, values: Tensor, form: Form, piece: Piece
     ) -> Tensor:
-        """One piece: into the tail, attend, fold what is full."""
+        """One piece: into the tail, and attend."""
+        if self._open is not None:
+            self._settle_early()
+        slab = self.slab
+        assert slab is not None
         if self.place.rotary is not None:
             queries = self._rotate(self.place.rotary, queries, piece.positions)
             keys = self.place.rotary.rotate(keys, piece.positions)
@@ -177,10 +245,12 @@ class Layer:
             prefix = torch.tensor([sum(row) for row in self.lengths], device=keys.device)
             slab.append_at(keys, values, rows, prefix[rows] + piece.tail_places, places)
         stop = max(end + n for end, n in zip(ends, piece.counts, strict=True))
-        out = self._read(slab, queries, form, piece, stop, even)
-        self._remember(queries, piece)
-        self._fold_rows(slab, piece, form)
-        return out
+        bias = self._bias(slab, queries, piece, stop, even)
+        mass = None
+        if self.pipe.needs_mass:
+            mass = attention_mass(queries, slab.keys[:, :, :stop], slab.b[:, :, :stop], form, bias)
+        self._open = Open(piece, form, mass, self._last_queries(queries, piece))
+        return self._read(slab, queries, form, bias, stop, even)
 
     @staticmethod
     def _rotate(rotary: Rotary, queries: Tensor, positions: Tensor) -> Tensor:
@@ -196,13 +266,10 @@ class Layer:
         return (queries * factor[:, :, None, :, None]).to(queries.dtype)
 
     def _read(
-        self, slab: Slab, queries: Tensor, form: Form, piece: Piece, stop: int, even: bool
+        self, slab: Slab, queries: Tensor, form: Form, bias: Tensor | None, stop: int, even: bool
     ) -> Tensor:
         """Attention over the first `stop` slots."""
         keys = slab.keys[:, :, :stop]
-        bias = self._bias(slab, queries, piece, stop, even)
-        if self.pipe.needs_mass and slab.mass is not None:
-            slab.mass[:, :, :stop] += attention_mass(queries, keys, slab.b[:, :, :stop], form, bias)
         if not fuses(form) or (self.pipe.two_weights and slab.weighted is None):
             return two_weight_attention(
                 queries,
@@ -249,150 +316,33 @@ class Layer:
             first = frame.masked_fill(position < 0, far).amin(dim=2, keepdim=True)
         return alibi.bias(frame, frame.shape[1], first, piece.start[:, None, None])
 
-    def _remember(self, queries: Tensor, piece: Piece) -> None:
-        """Keep the last queries, rotated, for pools that ask for them."""
+    def _last_queries(self, queries: Tensor, piece: Piece) -> Tensor | None:
+        """The last queries after a piece, rotated, for pools that ask for them."""
         wanted = self.pipe.needs_queries
         if not wanted:
-            return
-        if self.queries is None:
-            self.queries = queries.new_zeros((*queries.shape[:3], wanted, queries.shape[4]))
-        both = torch.cat([self.queries, queries], dim=3)
+            return None
+        before = self.queries
+        if before is None:
+            before = queries.new_zeros((*queries.shape[:3], wanted, queries.shape[4]))
+        both = torch.cat([before, queries], dim=3)
         counts = torch.tensor(piece.counts, device=queries.device)
         index = counts[:, None] + torch.arange(wanted, device=queries.device)
         shape = (*both.shape[:3], -1, both.shape[4])
-        self.queries = both.gather(3, index[:, None, None, :, None].expand(shape))
-
-    def _fold_rows(
-        self, slab: Slab, piece: Piece, form: Form, arrivals: Slots | None = None
-    ) -> None:
-        """Fold the rows that are due, rows of the same layout together.
-
-        `arrivals`, if given, are folded in place of the tail: a whole prompt [batch, ...].
-        """
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for row in piece.full:
-            arrived = piece.waiting[row] + piece.counts[row]
-            groups.setdefault((*self.lengths[row], arrived), []).append(row)
-        everyone = len(piece.counts)
-        for (*lengths, arrived), rows in groups.items():
-            index = torch.tensor(rows, device=slab.keys.device)
-            part = slab if len(rows) == everyone else slab.rows(index)
-            queries = None if self.queries is None else self.queries.index_select(0, index)
-            new = part.run(sum(lengths), sum(lengths) + arrived)
-            if arrivals is not None:
-                new = arrivals.map(lambda t, i=index, n=arrived: t.index_select(0, i)[:, :, :n])
-            fold = Fold(
-                draws=self.draws,
-                layer=self.index,
-                layers=self.layers,
-                seen=piece.after[index] - piece.origin,
-                scale=form.scale,
-                queries=queries,
-                prompt=arrivals is not None,
-                origin=piece.origin,
-                form=form,
-                alibi=self.place.alibi,
-            )
-            kept = self._fold(part, lengths, new, fold, piece.after[index])
-            if part is not slab:
-                slab.grow(len(part), 0 if part.masters is None else part.masters.shape[2])
-                slab.put_rows(index, part)
-            for row in rows:
-                self.lengths[row] = kept
-        if groups:
-            self._plain = self._is_plain(slab)
-
-    def _fold(
-        self, slab: Slab, lengths: list[int], new: Slots, fold: Fold, ahead: Tensor
-    ) -> list[int]:
-        """Fold a slab whose rows all lie alike; returns the new lengths.
-
-        `ahead` [batch] is each row's next place in the stream.
-        """
-        pipe = self.pipe
-        order = (*pipe.front, *pipe.run)
-        held: list[Slots] = [new] * len(order)
-        places: dict[int, int] = {}
-        start = 0
-        for pool in order:
-            view = slab.front if pool in pipe.front else slab.run
-            held[pool] = view(start, start + lengths[pool])
-            places[pool] = start
-            start += lengths[pool]
-        states = self._states(slab)
-        kept = pipe.fold(held, new, fold, states)
-        self._remember_states(slab, states)
-        start, moves = 0, []
-        for pool in order:
-            slots = kept[pool]
-            most = pipe.pools[pool].slots()
-            if most is not None and len(slots) > most:
-                name = pipe.pools[pool].name
-                raise WeirError(f"the pool {name} kept {len(slots)} slots and may hold {most}")
-            stays = slots is held[pool] or (slots.slab is slab and pool in pipe.run)
-            was = slots.place if slots.slab is slab else places[pool]
-            if not (stays and was == start) and len(slots):
-                # A copy first: what is written here may be what the next pool still has to read.
-                moves.append((start, slots.map(torch.clone), pool in pipe.front))
-            start += len(slots)
-        in_front = sum(len(kept[pool]) for pool in pipe.front)
-        if start + self.chunk > len(slab):
-            slab.grow(2 * (start + self.chunk))
-        if slab.masters is not None and in_front > slab.masters.shape[2]:
-            slab.grow(0, masters=2 * in_front)
-        for place, slots, to_front in moves:
-            slab.write(place, slots, front=to_front)
-        self._roll(slab, in_front, start, ahead)
-        slab.open_tail(start, ahead, self.chunk)
-        return [len(slots) for slots in kept]
-
-    def _states(self, slab: Slab) -> list[dict[str, Tensor]]:
-        """What each pool remembers, by its own names."""
-        states: list[dict[str, Tensor]] = [{} for _ in self.pipe.pools]
-        for name, t in slab.state.items():
-            index, _, own = name.partition(".")
-            states[int(index)][own] = t
-        return states
-
-    def _remember_states(self, slab: Slab, states: list[dict[str, Tensor]]) -> None:
-        """Write what each pool is to remember into the slab."""
-        for name, t in slab.state.items():
-            index, _, own = name.partition(".")
-            after = states[int(index)][own]
-            pool = self.pipe.pools[int(index)]
-            if after.shape == t.shape:
-                if after is not t:
-                    t.copy_(after)
-            elif pool.slots() is None and longer(after, t):
-                with torch.inference_mode(False):
-                    slab.state[name] = after.clone()
-            else:
-                raise WeirError(
-                    f"the pool {pool.name} remembers {own} of shape {list(after.shape)} instead of "
-                    f"{list(t.shape)}"
-                )
-
-    def _roll(self, slab: Slab, front: int, used: int, ahead: Tensor) -> None:
-        """Move the front up to the run, in the frame."""
-        position = slab.position[:, :, :front]
-        frame = position
-        if self.place.rolling and front:
-            frame = rolled(position, ahead - (used - front))
-            if slab.masters is not None and self.place.rotary is not None:
-                masters = slab.masters[:, :, :front]
-                slab.keys[:, :, :front] = self.place.rotary.move(masters, frame - position)
-        if slab.frame is not None:
-            slab.frame[:, :, :front] = frame
-            slab.frame[:, :, front:used] = slab.position[:, :, front:used]
+        return both.gather(3, index[:, None, None, :, None].expand(shape))
 
     def _is_plain(self, slab: Slab) -> bool:
         used = min(sum(row) for row in self.lengths)
         return bool((slab.a[:, :, :used] == 0).all() and (slab.b[:, :, :used] == 0).all())
 
     def _attend_exactly(
-        self, slab: Slab, queries: Tensor, keys: Tensor, values: Tensor, form: Form, piece: Piece
+        self, queries: Tensor, keys: Tensor, values: Tensor, form: Form, piece: Piece
     ) -> Tensor:
-        """A whole prompt: plain causal attention over it, then one fold."""
+        """A whole prompt: plain causal attention over it, then one fold.
+
+        At once, so that no more than one layer holds the prompt.
+        """
+        slab = self.slab
+        assert slab is not None
         kv_heads, width = keys.shape[1], piece.width
         if self.place.rotary is not None:
             queries = self._rotate(self.place.rotary, queries, piece.positions)
@@ -418,9 +368,9 @@ class Layer:
             else:
                 weights = zeros[..., :stop]
                 outs.append(two_weight_attention(block, k, v, weights, weights, form, bias))
-        self._remember(queries, piece)
         arrivals = Slots(keys, values, zeros, zeros.clone(), position, mass)
-        self._fold_rows(slab, piece, form, arrivals)
+        self._open = Open(piece, form, None, self._last_queries(queries, piece), arrivals)
+        self._settle_early()
         return torch.cat(outs, dim=3)
 
 
@@ -443,3 +393,11 @@ def band(
 
 
 _kept_band = lru_cache(maxsize=8)(band)
+
+
+def _finite(keys: Tensor, values: Tensor) -> bool | Tensor:
+    """Whether all numbers are finite. The least and the greatest tell: NaN makes NaN of both."""
+    extremes = [extreme for t in (keys, values) if t.numel() for extreme in t.aminmax()]
+    if keys.device.type == "cpu":
+        return all(map(math.isfinite, extremes))
+    return torch.stack(extremes).isfinite().all() if extremes else True

@@ -123,3 +123,21 @@ def rolled(positions: Tensor, first_of_run: Tensor) -> Tensor:
     rank = new.cumsum(dim=2)
     frame = first_of_run[:, None, None] - 1 - (rank[:, :, -1:] - rank)
     return torch.empty_like(frame).scatter_(2, order, frame)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a layer knows about positions.
+
+    Attributes:
+        rotary: its rotary embedding; None for none.
+        alibi: its linear biases; None for none.
+        window: it sees only this many newest tokens (a sliding layer that keeps its own window);
+            None for all.
+        rolling: positions inside the cache, not in the stream.
+    """
+
+    rotary: Rotary | None = None
+    alibi: Alibi | None = None
+    window: int | None = None
+    rolling: bool = True

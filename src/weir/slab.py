@@ -272,6 +272,11 @@ class Slab:
         if self.mass is not None:
             self.mass[:, :, start:] = 0.0
 
+    def copy(self) -> Slab:
+        """A slab of its own with the same content."""
+        with torch.inference_mode(False):
+            return Slab.of({name: t.clone() for name, t in self.tensors().items()})
+
     def rows(self, index: Tensor) -> Slab:
         """A slab that holds copies of the rows `index` [n]."""
         with torch.inference_mode(False):

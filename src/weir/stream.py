@@ -23,7 +23,7 @@ from transformers import (
 
 from weir import session
 from weir.cache import Positions, Prefill, StreamingCache
-from weir.errors import WeirError
+from weir.errors import NotFiniteError, WeirError
 from weir.held import Held
 from weir.policy import Policy, PolicyError, Recompute, policy_of
 from weir.recompute import Recomputation
@@ -119,6 +119,8 @@ class Stream:
 
         Raises:
             WeirError: there are no tokens, one is out of range, or the batch is not the stream's.
+            NotFiniteError: the model makes keys or values of a token that are not finite numbers;
+                the stream holds the tokens before it, as `seen` says, and goes on from there.
         """
         kept = [
             logits if all_logits else logits[:, -1:]
@@ -344,15 +346,32 @@ class Stream:
             size = ids.shape[1]
         for start in range(0, ids.shape[1], size):
             piece = ids[:, start : start + size]
-            with torch.no_grad():
-                if self._recomputation is not None:
-                    logits = self._recomputation.forward(piece, all_logits)
-                else:
-                    logits = self._model_logits(piece, all_logits)
-            self._logits = logits[:, -1].clone()
-            self._last = piece[:, -1].tolist()
-            self._seen += piece.shape[1]
-            yield logits
+            try:
+                yield self._step(piece, all_logits)
+            except NotFiniteError:
+                yield from self._one_by_one(piece, all_logits, start)
+
+    def _one_by_one(self, piece: Tensor, all_logits: bool, start: int) -> Iterator[Tensor]:
+        """Feed a piece up to the token that is to be refused; `start` of the call stand before."""
+        for place, token in enumerate(piece.split(1, dim=1), start + 1):
+            try:
+                yield self._step(token, all_logits)
+            except NotFiniteError as refusal:
+                ids = ", ".join(map(str, token.flatten().tolist()))
+                what = f"token {place} of this call (id {ids}) and what comes after it"
+                raise NotFiniteError(refusal.layer, what) from None
+
+    def _step(self, piece: Tensor, all_logits: bool) -> Tensor:
+        """One forward; logits [batch, piece, vocabulary], or of the last token only."""
+        with torch.no_grad():
+            if self._recomputation is not None:
+                logits = self._recomputation.forward(piece, all_logits)
+            else:
+                logits = self._model_logits(piece, all_logits)
+        self._logits = logits[:, -1].clone()
+        self._last = piece[:, -1].tolist()
+        self._seen += piece.shape[1]
+        return logits
 
     def _model_logits(self, piece: Tensor, all_logits: bool) -> Tensor:
         keep = {} if all_logits or piece.shape[1] == 1 else {"logits_to_keep": 1}

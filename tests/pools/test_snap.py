@@ -19,12 +19,12 @@ import weir
 from weir.attention import Form
 from weir.draws import Draws
 from weir.errors import WeirError
-from weir.layer import Layer, Place
+from weir.layer import Layer
 from weir.plan import cut
 from weir.policy import Pipe
 from weir.pools import Fold, Recent, Sink, Snap
 from weir.pools.snap import pooled
-from weir.positions import Alibi
+from weir.positions import Alibi, Place
 from weir.slab import Slots
 
 HEADS, GROUP, DIM = 2, 2, 4
@@ -88,6 +88,7 @@ class Stream:
         )
         q, k = self.queries[:, :, part], self.keys[:, :, part]
         self.layer.attend(q, k, k, self.form, plan)
+        self.layer.settle()
         self.at += columns
         for piece in plan.pieces:
             for row, count in enumerate(piece.counts):

@@ -1,0 +1,138 @@
+"""Keys and values that are not finite numbers: the token is refused, and nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import weir
+from weir.errors import NotFiniteError
+
+BAD = 7
+"""The id of the token that a model goes wrong with."""
+POLICIES = [
+    "sink(2) | recent(8)",
+    "dense",
+    "sink(2) | recent(6) | heavy(6)",
+    "recent(4) | reservoir(8, weighted=true)",
+    "snap(16, 4, 5)",
+    "sink(2) | recent(4) | balance(8, block=4)",
+    "sink(2) | recent(4) | subgen(8, 4, 2)",
+]
+
+
+@contextmanager
+def poisoned(
+    model: PreTrainedModel, value: float, layer: int, part: str = "k_proj"
+) -> Iterator[None]:
+    """In one layer, one number of the keys or values of each token `BAD` is `value`."""
+    now: list[Tensor] = []
+
+    def remember(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        now[:] = [kwargs["input_ids"]]
+
+    def spoil(module: Any, args: Any, out: Tensor) -> Tensor:
+        out = out.clone()
+        out[..., 3] = out[..., 3].masked_fill(now[0] == BAD, value)
+        return out
+
+    module = getattr(model.model.layers[layer].self_attn, part)
+    handles = [
+        model.model.register_forward_pre_hook(remember, with_kwargs=True),
+        module.register_forward_hook(spoil),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def good(ids: Any, length: int, seed: int = 0) -> Tensor:
+    tokens = ids(1, length, seed=seed)
+    return torch.where(tokens == BAD, BAD + 1, tokens)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("layer", [0, 1])
+def test_the_token_is_refused_and_the_stream_goes_on(llama, ids, policy, layer):
+    tokens = good(ids, 60)
+    stream, other = (weir.Stream(llama, policy, chunk=4) for _ in range(2))
+    other.feed(tokens[:, :35])
+    wanted = other.feed(tokens[:, 35:], all_logits=True)
+    with poisoned(llama, torch.nan, layer):
+        stream.feed(tokens[:, :35])
+        for _ in range(2):
+            with pytest.raises(NotFiniteError, match=rf"\(id {BAD}\).*layer {layer} of the model"):
+                stream.feed([BAD])
+        assert stream.seen == 35
+        got = stream.feed(tokens[:, 35:], all_logits=True)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+    assert torch.equal(stream.slots(1).position, other.slots(1).position)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("part", ["k_proj", "v_proj"])
+def test_no_kind_of_it_gets_in(llama, value, part):
+    stream = weir.Stream(llama, "sink(2) | recent(8)", chunk=4)
+    stream.feed([1, 2, 3])
+    with poisoned(llama, value, 1, part), pytest.raises(NotFiniteError):
+        stream.feed([BAD])
+    assert stream.seen == 3
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_came_before_it_in_the_same_call_stays(llama, ids, policy):
+    tokens = good(ids, 60)
+    stream, other = (weir.Stream(llama, policy, chunk=4) for _ in range(2))
+    wanted = other.feed(tokens)
+    wrong = torch.cat([tokens[:, :41], torch.tensor([[BAD]]), tokens[:, 50:]], dim=1)
+    with poisoned(llama, torch.nan, 1):
+        with pytest.raises(NotFiniteError, match=rf"token 42 of this call \(id {BAD}\)"):
+            stream.feed(wrong)
+        assert stream.seen == 41
+        got = stream.feed(tokens[:, 41:])
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
+
+
+def test_a_first_token_that_is_refused_leaves_a_new_stream(llama, ids):
+    stream = weir.Stream(llama, "sink(2) | recent(8)", chunk=4)
+    with poisoned(llama, torch.nan, 1), pytest.raises(NotFiniteError, match="token 1 of this call"):
+        stream.feed([BAD, 1, 2])
+    assert stream.seen == 0
+    tokens = good(ids, 30)
+    other = weir.Stream(llama, "sink(2) | recent(8)", chunk=4)
+    assert torch.equal(stream.feed(tokens), other.feed(tokens))
+
+
+def test_the_whole_batch_waits_for_its_worst_row(llama, ids):
+    tokens = torch.cat([good(ids, 20), good(ids, 20, seed=1)])
+    stream, other = (weir.Stream(llama, "sink(2) | recent(8)", chunk=4) for _ in range(2))
+    other.feed(tokens)
+    with poisoned(llama, torch.nan, 0):
+        stream.feed(tokens)
+        with pytest.raises(NotFiniteError, match=rf"token 1 of this call \(id 3, {BAD}\)"):
+            stream.feed([[3], [BAD]])
+        more = torch.tensor([[3], [4]])
+        torch.testing.assert_close(stream.feed(more), other.feed(more), rtol=0, atol=1e-5)
+
+
+def test_generate_of_transformers_is_told_and_the_cache_is_as_it_was(llama, ids):
+    tokens = good(ids, 30)
+    cache = weir.StreamingCache(llama, "sink(2) | recent(8)", chunk=4)
+    with torch.no_grad(), poisoned(llama, torch.inf, 1):
+        llama(tokens[:, :20], past_key_values=cache)
+        wrong = torch.cat([tokens[:, 20:29], torch.tensor([[BAD]])], dim=1)
+        with pytest.raises(NotFiniteError, match="the tokens of this call were refused"):
+            llama(wrong, past_key_values=cache)
+        got = llama(tokens[:, 20:], past_key_values=cache).logits
+    whole = weir.StreamingCache(llama, "sink(2) | recent(8)", chunk=4)
+    with torch.no_grad():
+        wanted = llama(tokens, past_key_values=whole).logits[:, 20:]
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
