@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from weir.errors import WeirError
 from weir.pipe import NAMED, Pipe, Policy, check_place
@@ -41,7 +41,7 @@ def read(text: str) -> Policy:
     Raises:
         PolicyError: it cannot be read or makes no sense.
     """
-    return _Reader(text).policy()
+    return Reader(text).policy()
 
 
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -51,15 +51,15 @@ _VALUES = {"true": True, "false": False, "none": None}
 
 
 @dataclass
-class _Call:
+class Call:
     """`name(arguments)` as it was read, with the places of its parts."""
 
     name: str
     at: int
-    arguments: list[_Argument]
+    arguments: list[Argument]
 
 
-class _Argument(typing.NamedTuple):
+class Argument(typing.NamedTuple):
     """`name=value`, or a value alone; where it begins, and where its value does."""
 
     name: str | None
@@ -68,8 +68,18 @@ class _Argument(typing.NamedTuple):
     value_at: int
 
 
-class _Reader:
-    """A recursive-descent reader of one policy."""
+class Reader:
+    """A recursive-descent reader of one policy, and of whatever else is written as calls are.
+
+    Attributes:
+        text: all of it.
+        at: the character to be read next.
+        name: what a call may be called.
+        kind: what a call stands for, in words.
+    """
+
+    name: ClassVar[re.Pattern[str]] = _WORD
+    kind: ClassVar[str] = "a pool or a policy"
 
     def __init__(self, text: str, at: int = 0) -> None:
         self.text = text
@@ -77,20 +87,21 @@ class _Reader:
         self.inside = False
 
     def policy(self) -> Policy:
+        """The policy that is all of the text."""
         made = self.part()
         if self.at < len(self.text):
-            raise self._wrong("expected '|' or the end")
+            raise self.wrong("expected '|' or the end")
         return made
 
     def part(self) -> Policy:
         """The policy that begins here, up to where it ends."""
         start = self.at
-        calls = [self._call()]
-        while self._take("|"):
-            calls.append(self._call())
+        calls = [self.call()]
+        while self.take("|"):
+            calls.append(self.call())
         written = self.text[start : self.at].strip()
         if len(calls) == 1 and _is_named(calls[0]):
-            made = self._make(calls[0], NAMED[calls[0].name].make)
+            made = self.make(calls[0], NAMED[calls[0].name].make)
             object.__setattr__(made, "text", written)
             return typing.cast(Policy, made)
         pools: list[Pool] = []
@@ -98,20 +109,20 @@ class _Reader:
             pools.append(self._pool(call, tuple(pools)))
         return Pipe(tuple(pools), written)
 
-    def _pool(self, call: _Call, before: tuple[Pool, ...]) -> Pool:
+    def _pool(self, call: Call, before: tuple[Pool, ...]) -> Pool:
         if call.name in NAMED and call.name not in POOLS:
-            raise self._wrong(f"{call.name} is a whole policy, not a pool of a pipe", call.at)
+            raise self.wrong(f"{call.name} is a whole policy, not a pool of a pipe", call.at)
         if call.name not in POOLS:
             names = [*POOLS, *NAMED]
-            raise self._wrong(f"no pool or policy is called {call.name!r}", call.at, names)
-        made: Pool = self._make(call, POOLS[call.name])
+            raise self.wrong(f"no pool or policy is called {call.name!r}", call.at, names)
+        made: Pool = self.make(call, POOLS[call.name])
         try:
             check_place(made, before)
         except WeirError as error:
-            raise self._wrong(str(error), call.at) from None
+            raise self.wrong(str(error), call.at) from None
         return made
 
-    def _make(self, call: _Call, make: Callable[..., Any]) -> Any:
+    def make(self, call: Call, make: Callable[..., Any]) -> Any:
         """Call `make` with the arguments, once they fit its signature."""
         parameters = inspect.signature(make).parameters
         made_by = make.__init__ if isinstance(make, type) else make  # type: ignore[misc]
@@ -120,52 +131,54 @@ class _Reader:
         for place, (name, value, at, value_at) in enumerate(call.arguments):
             if name is None:
                 if any(earlier.name for earlier in call.arguments[:place]):
-                    raise self._wrong("a value without a name cannot follow one with a name", at)
+                    raise self.wrong("a value without a name cannot follow one with a name", at)
                 if place >= len(parameters):
                     takes = ", ".join(parameters) or "none"
-                    raise self._wrong(f"{call.name} has no such parameter (it takes {takes})", at)
+                    raise self.wrong(f"{call.name} has no such parameter (it takes {takes})", at)
                 name = list(parameters)[place]
             elif name not in parameters:
-                raise self._wrong(f"{call.name} has no parameter {name!r}", at, list(parameters))
+                raise self.wrong(f"{call.name} has no parameter {name!r}", at, list(parameters))
             if name in given:
-                raise self._wrong(f"{call.name} is given {name!r} twice", at)
+                raise self.wrong(f"{call.name} is given {name!r} twice", at)
             if isinstance(value, str) and Policy in typing.get_args(hints[name]):
-                value = _Reader(self.text, value_at).part()
+                value = Reader(self.text, value_at).part()
             if not _fits(value, hints[name]):
-                raise self._wrong(f"{name} must be {_kind(hints[name])}", value_at)
+                raise self.wrong(f"{name} must be {_kind(hints[name])}", value_at)
             given[name] = float(value) if hints[name] is float else value
         for name, parameter in parameters.items():
             if parameter.default is parameter.empty and name not in given:
-                raise self._wrong(f"{call.name} needs {name!r}", call.at)
+                raise self.wrong(f"{call.name} needs {name!r}", call.at)
         try:
             return make(**given)
         except PolicyError:
             raise
         except WeirError as error:
-            raise self._wrong(str(error), call.at) from None
+            raise self.wrong(str(error), call.at) from None
 
-    def _call(self) -> _Call:
-        name, at = self._word("a pool or a policy")
-        arguments: list[_Argument] = []
-        if self._take("("):
-            while not self._take(")"):
-                if arguments and not self._take(","):
-                    raise self._wrong("expected ',' or ')'")
+    def call(self) -> Call:
+        """The call that begins here."""
+        name, at = self._word(self.kind)
+        arguments: list[Argument] = []
+        if self.take("("):
+            while not self.take(")"):
+                if arguments and not self.take(","):
+                    raise self.wrong("expected ',' or ')'")
                 arguments.append(self._argument())
-        return _Call(name, at, arguments)
+        return Call(name, at, arguments)
 
-    def _argument(self) -> _Argument:
+    def _argument(self) -> Argument:
         self._skip()
         at = self.at
         if (word := _WORD.match(self.text, at)) is not None:
             self.at = word.end()
-            if self._take("="):
+            if self.take("="):
                 value_at = self.at
-                return _Argument(word.group(), self._value(), at, value_at)
+                return Argument(word.group(), self.value(), at, value_at)
             self.at = at
-        return _Argument(None, self._value(), at, at)
+        return Argument(None, self.value(), at, at)
 
-    def _value(self) -> Any:
+    def value(self) -> Any:
+        """The value that begins here: a number, true, false, none, a word or a policy."""
         self._skip()
         at = self.at
         if (word := _WORD.match(self.text, at)) is not None:
@@ -177,17 +190,17 @@ class _Reader:
             self.at = word.end()
             return _VALUES.get(word.group().lower(), word.group())
         if (number := _NUMBER.match(self.text, self.at)) is None:
-            raise self._wrong("expected a value")
+            raise self.wrong("expected a value")
         value = float(number.group())
         if abs(value) > 2**53:
-            raise self._wrong("no number here can be this large")
+            raise self.wrong("no number here can be this large")
         self.at = number.end()
         return value if re.search(r"[.eE]", number.group()) else int(value)
 
     def _inner(self) -> Policy:
         """A policy that is the value of an argument."""
         if self.inside:
-            raise self._wrong("a policy inside another one takes no policy itself")
+            raise self.wrong("a policy inside another one takes no policy itself")
         self.inside = True
         made = self.part()
         self.inside = False
@@ -195,13 +208,14 @@ class _Reader:
 
     def _word(self, what: str) -> tuple[str, int]:
         self._skip()
-        word = _WORD.match(self.text, self.at)
+        word = self.name.match(self.text, self.at)
         if word is None:
-            raise self._wrong(f"expected {what}")
+            raise self.wrong(f"expected {what}")
         at, self.at = self.at, word.end()
         return word.group(), at
 
-    def _take(self, mark: str) -> bool:
+    def take(self, mark: str) -> bool:
+        """Whether `mark` comes next; then it has been read."""
         self._skip()
         if not self.text.startswith(mark, self.at):
             return False
@@ -213,11 +227,12 @@ class _Reader:
         space = _SPACE.match(self.text, self.at)
         self.at = space.end() if space else self.at
 
-    def _wrong(
+    def wrong(
         self, problem: str, at: int | None = None, names: list[str] | None = None
     ) -> PolicyError:
+        """The error to raise about a character, with the nearest of the `names` there are."""
         at = self.at if at is None else at
-        word = _WORD.match(self.text, at)
+        word = self.name.match(self.text, at)
         near = difflib.get_close_matches(word.group(), names or [], 1) if word else []
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return PolicyError(problem + hint, self.text, at)
@@ -245,7 +260,7 @@ def _kind(hint: Any) -> str:
     return "none" if hint is types.NoneType else words.get(hint, str(hint))
 
 
-def _is_named(call: _Call) -> bool:
+def _is_named(call: Call) -> bool:
     """Whether a policy of one word is the policy of that name, and not the pool.
 
     Where both have it, it is the policy, unless it is given what only the pool takes.

@@ -1,0 +1,157 @@
+"""What a task is: something that is measured of a model under a policy, in a register of such.
+
+A task is a dataclass of its parameters, written like a pool: `ppl(tokens=20000)`. How lists of
+tasks are written is the business of `writing`; who runs them, of `runner`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, TypeVar, cast
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from weir.cache import Positions, Prefill
+from weir.errors import WeirError
+from weir.evals.writing import with_budget
+from weir.policy import Policy, policy_of
+from weir.stream import Stream
+
+Better = Literal["higher", "lower"]
+Progress = Callable[[float], None]
+"""Told how much of a task is done, from 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured: a model under a policy, and how it is to read.
+
+    Attributes:
+        name: the model as it was named.
+        model: the model.
+        tokenizer: its tokenizer.
+        policy: the policy; where `rate` is given, without a budget of its own.
+        seed: of all random draws, the task's own too.
+        chunk: tokens between two folds.
+        positions: as for `Stream`.
+        prefill: as for `Stream`; "full" reads a prompt whole and compresses it once.
+        rate: the budget is this share of the prompt; None takes the policy as it is.
+        keeps_answers: tokens that follow a prompt are all kept, none is folded away.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    policy: Policy
+    seed: int = 0
+    chunk: int = 64
+    positions: Positions = "rolling"
+    prefill: Prefill = "chunked"
+    rate: float | None = None
+    keeps_answers: bool = False
+
+    def stream(self, prompt: int | None = None, answer: int = 0) -> Stream:
+        """A new stream.
+
+        Args:
+            prompt: tokens of the prompt that will be fed in the first call; None for a stream that
+                has no prompt to tell from what follows.
+            answer: at most so many tokens will follow it.
+
+        Raises:
+            WeirError: the model cannot be served so, or a share of the prompt is to be kept and
+                there is no prompt, or the policy has no budget to make that share.
+        """
+        policy, chunk = self.policy, self.chunk
+        if self.rate is not None:
+            if prompt is None:
+                raise WeirError(
+                    f"a rate of {self.rate} is a share of a prompt, and this task streams without "
+                    "one; give a budget and leave out the protocol"
+                )
+            policy = policy_of(with_budget(str(policy), max(1, round(prompt * self.rate))))
+        if self.keeps_answers and prompt is not None:
+            # The tail folds when it is full, so it is made as long as what follows, and one more.
+            chunk = max(chunk, answer + 1)
+        return Stream(
+            self.model,
+            policy,
+            chunk=chunk,
+            seed=self.seed,
+            positions=self.positions,
+            prefill=self.prefill,
+        )
+
+
+class Task(ABC):
+    """Something to measure. Subclasses are frozen dataclasses of their parameters.
+
+    Attributes:
+        name: what it is called.
+        metrics: of what `run` returns, the figures to compare by and which way is better, the one
+            that counts most first.
+    """
+
+    name: ClassVar[str]
+    metrics: ClassVar[Mapping[str, Better]]
+
+    def settings(self) -> Sequence[Task]:
+        """The tasks that this one stands for, each run and recorded by itself; of a sweep several.
+
+        Raises:
+            WeirError: the parameters make no sense together.
+        """
+        return (self,)
+
+    @abstractmethod
+    def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
+        """Measure.
+
+        Args:
+            subject: what is measured.
+            progress: to be told now and then how much is done.
+
+        Returns:
+            Figures by name, as JSON holds them: those of `metrics` (None where nothing was
+            measured), "kv_bytes" (the cache at its largest, of one stream), and whatever else a
+            report can use: counts, lists by position, the cells of a heat map.
+
+        Raises:
+            WeirError: it cannot be measured; the message is the reason that is recorded.
+        """
+
+    def __str__(self) -> str:
+        """The task as it is written, with every parameter."""
+        values = {f.name: getattr(self, f.name) for f in fields(cast(Any, self))}
+        inner = ", ".join(f"{name}={_written(value)}" for name, value in values.items())
+        return f"{self.name}({inner})" if inner else self.name
+
+
+TASKS: dict[str, type[Task]] = {}
+"""Every task, by name."""
+
+AnyTask = TypeVar("AnyTask", bound=type[Task])
+
+
+def task(name: str) -> Callable[[AnyTask], AnyTask]:
+    """Make a class of tasks known under a name."""
+
+    def register(kind: AnyTask) -> AnyTask:
+        kind.name = name
+        TASKS[name] = kind
+        return kind
+
+    return register
+
+
+def _written(value: Any) -> str:
+    """A value as it stands in a task: texts in quotes where they need them."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, str):
+        return str(value)
+    if value.isidentifier() and value.lower() not in ("true", "false", "none"):
+        return value
+    return f'"{value}"'

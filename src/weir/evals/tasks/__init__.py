@@ -1,0 +1,1 @@
+"""The tasks, one file each; importing this makes all of them known."""
