@@ -1,0 +1,26 @@
+"""`weir-lm-eval`: the command line of lm-evaluation-harness with weir among its models.
+
+Releases of the harness that look for plug-ins find weir by themselves. For those that do not, this
+makes it known first; everything else is the harness's own.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from weir.cli.common import say
+from weir.errors import WeirError
+from weir.evals.extras import needed
+
+
+def main() -> None:
+    """Run the harness with the arguments of the process; exit code 1 for an error of weir's."""
+    try:
+        registry = needed("lm_eval.api.registry", "weir-lm-eval")
+        command = needed("lm_eval.__main__", "weir-lm-eval")
+        harness = needed("weir.evals.harness", "weir-lm-eval")
+        registry.register_model("weir")(harness.WeirLM)
+        command.cli_evaluate()
+    except WeirError as error:
+        say(f"weir: {error}")
+        sys.exit(1)

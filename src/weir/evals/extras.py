@@ -1,0 +1,28 @@
+"""Packages that only some measurements need, asked for where they are."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from weir.errors import WeirError
+
+
+def needed(module: str, what: str) -> Any:
+    """A module of an optional package.
+
+    Args:
+        module: its name, as in an import.
+        what: what needs it, as an error begins.
+
+    Raises:
+        WeirError: it is not installed, or cannot be imported.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        reason = "" if error.name == module.partition(".")[0] else f" ({error})"
+        raise WeirError(
+            f"{what} needs the package {module.partition('.')[0]}, which is not there{reason}: "
+            'pip install "weir[eval]"'
+        ) from None

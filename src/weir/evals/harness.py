@@ -1,0 +1,236 @@
+"""weir as a model of lm-evaluation-harness: any of its tasks under any cache policy.
+
+Tasks, prompts and metrics are the harness's; here are only its three questions to a model, answered
+from a cache of fixed size. Nothing is ever truncated: what does not fit, the policy forgets.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from weir.cache import Positions, Prefill, StreamingCache
+from weir.errors import WeirError
+from weir.evals.answers import answer, cut
+from weir.evals.likelihood import likelihoods, padded
+from weir.load import load
+from weir.policy import Policy, Recompute, policy_of
+from weir.stream import Stream
+
+
+class WeirLM(TemplateLM):
+    """A model under a cache policy, as the harness wants it.
+
+    Args:
+        pretrained: `nano`, a folder, a Hub id, or a model that is loaded already.
+        policy: a pipe or a named policy.
+        chunk, seed, positions, prefill: as for `StreamingCache`.
+        dtype, device: as for `weir.load`; without a GPU, "cuda" is the CPU.
+        tokenizer: of a model that is loaded already.
+        batch_size: requests at once.
+        max_batch_size: the harness passes it on; it counts for its automatic batch sizes only.
+        max_gen_toks: tokens of an answer where the task does not say.
+        unknown: anything else, which is refused.
+
+    Raises:
+        WeirError: an argument is unknown or makes no sense, or the model cannot be had.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | PreTrainedModel = "nano",
+        policy: str | Policy = "streaming_llm(budget=256)",
+        *,
+        chunk: int = 64,
+        seed: int = 0,
+        positions: Positions = "rolling",
+        prefill: Prefill = "chunked",
+        dtype: str = "auto",
+        device: str | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
+        max_gen_toks: int = 256,
+        **unknown: Any,
+    ) -> None:
+        super().__init__()
+        if unknown:
+            raise WeirError(
+                f"weir has no model argument {next(iter(unknown))!r}; it takes pretrained, policy, "
+                "chunk, seed, positions, prefill, dtype, device, batch_size and max_gen_toks"
+            )
+        if not str(batch_size).isdigit() or int(batch_size) < 1:
+            raise WeirError(f"batch_size must be a whole number from 1 on, not {batch_size!r}")
+        self.policy = policy_of(policy)
+        if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+            device = None  # the harness asks for a GPU unless it is told otherwise
+        if isinstance(pretrained, str):
+            self.model, self.tokenizer = load(pretrained, dtype=dtype, device=device)
+        elif tokenizer is not None:
+            self.model, self.tokenizer = pretrained, tokenizer
+        else:
+            raise WeirError("a model that is loaded already needs its tokenizer beside it")
+        self.options: dict[str, Any] = {
+            "chunk": chunk,
+            "seed": seed,
+            "positions": positions,
+            "prefill": prefill,
+        }
+        self.batch_size = int(batch_size)
+        self.max_gen_toks = max_gen_toks
+        self._device = self.model.device
+
+    def stream(self) -> Stream:
+        """A new stream under the policy."""
+        return Stream(self.model, self.policy, **self.options)
+
+    # --- what the harness asks about the tokenizer
+
+    @property
+    def eot_token_id(self) -> int | None:
+        """The token that ends a text; some models have none."""
+        found: int | None = self.tokenizer.eos_token_id
+        return found
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that stands in front of a text without context.
+
+        Raises:
+            WeirError: the tokenizer has neither a start nor an end token.
+        """
+        for found in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
+            if found is not None:
+                return int(found)
+        raise WeirError("this tokenizer has no start token to put in front of a text")
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The name of the tokenizer, for the harness's cache of requests."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Ids of a text, behind the start token unless the text has it or that is refused."""
+        start = self.tokenizer.bos_token
+        if add_special_tokens is None:
+            add_special_tokens = not (start and string.startswith(str(start)))
+        options = {"add_special_tokens": add_special_tokens, "verbose": False}
+        return list(self.tokenizer(string, **options)["input_ids"])
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation, as the model's template writes it.
+
+        Raises:
+            WeirError: the model has no template.
+        """
+        if self.tokenizer.chat_template is None:
+            raise WeirError("this model has no chat template; leave out --apply_chat_template")
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    # --- the three questions
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
+    ) -> list[tuple[float, bool]]:
+        """Log-likelihood of each continuation, and whether it is the likeliest."""
+        lengths = [len(context) + len(asked) for _, context, asked in requests]
+        found: dict[int, tuple[float, bool]] = {}
+        for batch in self._batches(lengths, "loglikelihood", disable_tqdm):
+            _, contexts, asked = zip(*(requests[i] for i in batch), strict=True)
+            said = likelihoods(self.stream, contexts, asked)
+            for i, one in zip(batch, said, strict=True):
+                found[i] = (one.total, one.greedy)
+                self.cache_hook.add_partial("loglikelihood", requests[i][0], found[i])
+        return [found[i] for i in range(len(requests))]
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log-likelihood of each whole text, read as one stream from its first token on."""
+        texts = [str(request.args[0]) for request in requests]
+        tokens = [self.tok_encode(text) for text in texts]
+        found: dict[int, float] = {}
+        lengths = [len(row) for row in tokens]
+        for batch in self._batches(lengths, "loglikelihood_rolling", disable_tqdm):
+            asked = [tokens[i] for i in batch]
+            said = likelihoods(self.stream, [[self.prefix_token_id]] * len(batch), asked)
+            for i, one in zip(batch, said, strict=True):
+                found[i] = one.total
+                self.cache_hook.add_partial("loglikelihood_rolling", (texts[i],), one.total)
+        return [found[i] for i in range(len(requests))]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """What the model writes after each context, up to the first of the task's stops."""
+        found: dict[int, str] = {}
+        ways: dict[str, list[int]] = {}
+        for i, request in enumerate(requests):
+            ways.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
+        for places in ways.values():
+            contexts = [self.tok_encode(str(requests[i].args[0])) for i in places]
+            lengths = [len(row) for row in contexts]
+            for batch in self._batches(lengths, "generate_until", disable_tqdm):
+                way = dict(requests[places[0]].args[1])
+                written = self._generate([contexts[j] for j in batch], way)
+                for j, text in zip(batch, written, strict=True):
+                    found[places[j]] = text
+                    self.cache_hook.add_partial("generate_until", requests[places[j]].args, text)
+        return [found[i] for i in range(len(requests))]
+
+    def _generate(self, contexts: list[list[int]], way: dict[str, Any]) -> list[str]:
+        options: dict[str, Any] = dict(normalize_gen_kwargs(way, self.max_gen_toks))
+        most, stops = options.pop("max_gen_toks"), list(options.pop("until"))
+        if not options["do_sample"]:
+            options.pop("temperature", None)
+        if isinstance(self.policy, Recompute):
+            known = {name: options[name] for name in SAMPLING if name in options}
+            return [
+                answer(self.stream(), self.tokenizer, row, most, stops, **known).text
+                for row in contexts
+            ]
+        pad = self.tokenizer.pad_token_id
+        pad = self.prefix_token_id if pad is None else pad
+        ids, mask = padded(contexts, pad, left=True)
+        written = self.model.generate(  # type: ignore[operator]
+            input_ids=ids.to(self.model.device),
+            attention_mask=mask.to(self.model.device),
+            past_key_values=StreamingCache(self.model, self.policy, **self.options),
+            max_new_tokens=most,
+            pad_token_id=pad,
+            **({"stop_strings": stops, "tokenizer": self.tokenizer} if any(stops) else {}),
+            **options,
+        )
+        new = written[:, ids.shape[1] :]
+        texts = self.tokenizer.batch_decode(new, skip_special_tokens=True)
+        return [cut(text, stops) for text in texts]
+
+    def _batches(self, lengths: list[int], what: str, quiet: bool) -> list[list[int]]:
+        """Places of the requests, those of like length together, the longest first."""
+        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        size = self.batch_size
+        batches = [order[i : i + size] for i in range(0, len(order), size)]
+        return tqdm(batches, desc=what, disable=quiet)
+
+
+SAMPLING = ("temperature", "top_k", "top_p")
+"""How `recompute`, which has no cache for `generate`, can draw its answers."""

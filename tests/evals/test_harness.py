@@ -1,0 +1,175 @@
+"""Tasks of lm-evaluation-harness through weir: the harness's own model is what they must equal."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import weir
+from weir.cli.lm_eval import main
+from weir.errors import WeirError
+
+pytest.importorskip("lm_eval", reason='lm-evaluation-harness is not installed: "weir[eval]"')
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+from lm_eval import simple_evaluate  # noqa: E402
+from lm_eval.api.model import LM  # noqa: E402
+from lm_eval.api.registry import get_model  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+from weir.evals.harness import WeirLM  # noqa: E402
+
+DATA = Path(__file__).parents[1] / "data" / "harness" / "rows.json"
+BASE = {
+    "dataset_path": "json",
+    "dataset_kwargs": {"data_files": str(DATA)},
+    "test_split": "train",
+}
+TASKS: list[dict[str, Any]] = [
+    {
+        **BASE,
+        "task": "choosing",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "label",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}],
+    },
+    {
+        **BASE,
+        "task": "reading",
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}],
+    },
+    {
+        **BASE,
+        "task": "writing",
+        "output_type": "generate_until",
+        "doc_to_text": "{{text}} {{question}}",
+        "doc_to_target": "{{choices[0]}}",
+        "generation_kwargs": {"until": ["."], "max_gen_toks": 24, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def nano() -> tuple[Any, Any]:
+    """nano, with an end token: the harness's own model cannot do without one."""
+    model, tokenizer = weir.load("nano", device="cpu")
+    tokenizer.eos_token = tokenizer.pad_token
+    return model, tokenizer
+
+
+def answers(model: Any, tasks: list[dict[str, Any]] = TASKS) -> dict[str, list[Any]]:
+    """What a model answered each request of each task, in order."""
+    # Without the harness's own tasks, whose thousands of files take seconds to list.
+    only = TaskManager(include_defaults=False)
+    found = simple_evaluate(model=model, tasks=tasks, bootstrap_iters=0, task_manager=only)
+    return {
+        name: [sample["resps"] for sample in samples] for name, samples in found["samples"].items()
+    }
+
+
+def test_dense_answers_as_the_harness_s_own_model(nano: tuple[Any, Any]) -> None:
+    pytest.importorskip("peft", reason="the harness's own model needs lm_eval[hf]")
+    from lm_eval.models.huggingface import HFLM
+
+    model, tokenizer = nano
+    theirs = answers(HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1))
+    for size in (1, 4):
+        mine = answers(WeirLM(model, "dense", tokenizer=tokenizer, batch_size=size))
+        assert mine["writing"] == theirs["writing"]
+        for name in ("choosing", "reading"):
+            assert len(mine[name]) == len(theirs[name]) == 4
+            for a, b in zip(_numbers(mine[name]), _numbers(theirs[name]), strict=True):
+                assert a == pytest.approx(b, abs=1e-3)
+
+
+@pytest.mark.parametrize("policy", ["sink(4) | recent(8)", "recompute(budget=12, sinks=1)"])
+def test_a_batch_gives_what_its_rows_give_alone(nano: tuple[Any, Any], policy: str) -> None:
+    model, tokenizer = nano
+    alone, together = (
+        answers(WeirLM(model, policy, tokenizer=tokenizer, chunk=4, batch_size=size))
+        for size in (1, 3)
+    )
+    dense = answers(WeirLM(model, "dense", tokenizer=tokenizer))
+    assert alone["writing"] == together["writing"] != dense["writing"]
+    for name in ("choosing", "reading"):
+        assert _numbers(alone[name]) == pytest.approx(_numbers(together[name]), abs=1e-3)
+        assert _numbers(alone[name]) != pytest.approx(_numbers(dense[name]), abs=1e-3)
+
+
+def test_the_whole_text_is_one_stream(nano: tuple[Any, Any]) -> None:
+    """Rolling likelihood under a policy is the streaming score, however long the text."""
+    model, tokenizer = nano
+    lm = WeirLM(model, "sink(4) | recent(12)", tokenizer=tokenizer, chunk=4)
+    said = answers(lm, [TASKS[1]])["reading"]
+    for row, one in zip(json.loads(DATA.read_text()), said, strict=True):
+        ids = [tokenizer.bos_token_id, *tokenizer(row["text"])["input_ids"]]
+        nll = weir.Stream(model, "sink(4) | recent(12)", chunk=4).score(ids)[0, 1:].sum()
+        assert _numbers(one) == pytest.approx([-float(nll)], abs=1e-3)
+
+
+def test_the_entry_point_the_harness_looks_for_leads_to_the_model() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    group = "lm_eval.models"
+    value = project["entry-points"][group]["weir"]
+    assert metadata.EntryPoint("weir", value, group).load() is WeirLM
+    assert issubclass(WeirLM, LM)
+
+
+def test_the_command_runs_a_task_from_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "choosing.yaml").write_text(json.dumps(TASKS[0]))  # JSON is YAML
+    policy = "streaming_llm(budget=12, sinks=2)"
+    command = f"weir-lm-eval run --model weir --tasks choosing --include_path {tmp_path}"
+    given = ["--model_args", f"pretrained=nano,policy={policy},chunk=4", "--device", "cpu"]
+    out = ["--output_path", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", [*command.split(), *given, *out])
+    main()
+    (result,) = (tmp_path / "out").rglob("results_*.json")
+    facts = json.loads(result.read_text())
+    assert facts["results"]["choosing"]["acc,none"] in (0.25, 0.5, 0.75)
+    assert facts["config"]["model_args"]["policy"] == policy
+    assert get_model("weir") is WeirLM
+
+
+def test_what_cannot_be_is_one_clear_line(nano: tuple[Any, Any]) -> None:
+    model, tokenizer = nano
+    for said, given in [
+        ("no model argument 'budget'", {"budget": 3}),
+        ("batch_size must be a whole number from 1 on, not 'auto'", {"batch_size": "auto"}),
+        ("needs its tokenizer", {"tokenizer": None}),
+    ]:
+        with pytest.raises(WeirError, match=said):
+            WeirLM(model, **{"tokenizer": tokenizer, **given})
+    with pytest.raises(WeirError, match="no chat template; leave out --apply_chat_template"):
+        WeirLM(model, tokenizer=tokenizer).apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_the_command_ends_with_one_line_where_weir_refuses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = {"policy": "sync(4)"}
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: get_model("weir")(**asked))
+    with pytest.raises(SystemExit, match="1"):
+        main()
+    assert capsys.readouterr().err.startswith("weir: no pool or policy is called 'sync'")
+
+
+def _numbers(resps: list[Any]) -> list[float]:
+    """Every number in nested answers, truth values as 0 and 1."""
+    if isinstance(resps, list | tuple):
+        return [number for inner in resps for number in _numbers(inner)]
+    return [float(resps)]
