@@ -135,7 +135,7 @@ class Layer:
                 done += piece.width
                 q, k, v = queries[..., columns, :], keys[..., columns, :], values[..., columns, :]
                 parts.append(take(q, k, v, form, piece))
-            return torch.cat(parts, dim=3).flatten(1, 2)
+            return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)).flatten(1, 2)
         out = values.new_zeros((*queries.shape[:4], values.shape[3]))
         for piece in plan.pieces:
             q, k, v = (_columns(t, piece.columns) for t in (queries, keys, values))
@@ -232,8 +232,7 @@ class Layer:
         slab = self.slab
         assert slab is not None
         if self.place.rotary is not None:
-            queries = self._rotate(self.place.rotary, queries, piece.positions)
-            keys = self.place.rotary.rotate(keys, piece.positions)
+            queries, keys = _rotated(self.place.rotary, queries, keys, piece.positions)
         if self.pipe.log_n:
             queries = self._sharpened(slab, queries, piece)
         ends = self.ends(piece.waiting)
@@ -251,10 +250,6 @@ class Layer:
             mass = attention_mass(queries, slab.keys[:, :, :stop], slab.b[:, :, :stop], form, bias)
         self._open = Open(piece, form, mass, self._last_queries(queries, piece))
         return self._read(slab, queries, form, bias, stop, even)
-
-    @staticmethod
-    def _rotate(rotary: Rotary, queries: Tensor, positions: Tensor) -> Tensor:
-        return rotary.rotate(queries.flatten(1, 2), positions).unflatten(1, queries.shape[1:3])
 
     @staticmethod
     def _sharpened(slab: Slab, queries: Tensor, piece: Piece) -> Tensor:
@@ -345,8 +340,7 @@ class Layer:
         assert slab is not None
         kv_heads, width = keys.shape[1], piece.width
         if self.place.rotary is not None:
-            queries = self._rotate(self.place.rotary, queries, piece.positions)
-            keys = self.place.rotary.rotate(keys, piece.positions)
+            queries, keys = _rotated(self.place.rotary, queries, keys, piece.positions)
         if self.pipe.log_n:
             queries = self._sharpened(slab, queries, piece)
         zeros = torch.zeros(keys.shape[:3], device=keys.device)
@@ -374,6 +368,16 @@ class Layer:
         return torch.cat(outs, dim=3)
 
 
+def _rotated(
+    rotary: Rotary, queries: Tensor, keys: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys of a piece at its positions, in one go."""
+    kv_heads, group = queries.shape[1:3]
+    both = rotary.rotate(torch.cat([queries.flatten(1, 2), keys], dim=1), positions)
+    queries, keys = both.split([kv_heads * group, kv_heads], dim=1)
+    return queries.unflatten(1, (kv_heads, group)), keys
+
+
 def _columns(t: Tensor, index: Tensor) -> Tensor:
     """The columns `index` [batch, n] of `t` [batch, ..., length, dim]."""
     pick = index.view(index.shape[0], *(1,) * (t.ndim - 3), -1, 1)
@@ -397,7 +401,9 @@ _kept_band = lru_cache(maxsize=8)(band)
 
 def _finite(keys: Tensor, values: Tensor) -> bool | Tensor:
     """Whether all numbers are finite. The least and the greatest tell: NaN makes NaN of both."""
-    extremes = [extreme for t in (keys, values) if t.numel() for extreme in t.aminmax()]
+    if not keys.numel():
+        return True
+    (k1, k2), (v1, v2) = keys.aminmax(), values.aminmax()
     if keys.device.type == "cpu":
-        return all(map(math.isfinite, extremes))
-    return torch.stack(extremes).isfinite().all() if extremes else True
+        return all(map(math.isfinite, (k1, k2, v1, v2)))
+    return torch.stack([k1, k2, v1, v2]).isfinite().all()

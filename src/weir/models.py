@@ -98,11 +98,14 @@ def describe(model: PreTrainedModel, reach: int | None = None) -> ModelFacts:
     alibi = read_alibi(config, decoder) if _has_alibi(config) else None
     rotary_module = getattr(decoder, "rotary_emb", None)
     layers = []
+    known: dict[str | None, Rotary] = {}  # shared, so that layers share what it works out
     for index, module in enumerate(modules):
         kind = _layer_type(config, index)
         rotary = None
         if rotary_module is not None and _rotates(config, module):
-            rotary = read_rotary(rotary_module, kind, reach)
+            if kind not in known:
+                known[kind] = read_rotary(rotary_module, kind, reach)
+            rotary = known[kind]
         layers.append(LayerFacts(rotary, alibi, _window(config, kind)))
     return ModelFacts(
         kind=config.model_type,

@@ -14,7 +14,8 @@ first.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,37 +32,56 @@ class Rotary:
 
     frequencies: Tensor
     scaling: float = 1.0
+    _memo: list[tuple[Tensor, Turn]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of the angles at `positions` [...]; each [..., rotary_dim / 2], float32."""
+    def turns(self, positions: Tensor) -> Turn:
+        """The rotations to `positions` [...]."""
         turns = positions.to(torch.float64)[..., None] * self.frequencies.to(positions.device)
         # Reduced in float64, the sine itself may be taken in float32: no digits are lost far out.
         reduced = turns.remainder_(2 * math.pi).to(torch.float32)
-        return reduced.cos(), reduced.sin()
+        cos, sin = reduced.cos(), reduced.sin()
+        return Turn(torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1))
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Queries or keys [batch, heads, n, dim] at `positions` [batch, 1 or heads, n], scaled."""
-        cos, sin = self.angles(positions)
-        return turn(x, cos * self.scaling, sin * self.scaling)
+        """Queries or keys [batch, heads, n, dim] at `positions` [batch, 1 or heads, n], scaled.
+
+        All layers of a forward ask for the same positions, the very same tensor: what they need is
+        worked out once.
+        """
+        for known, turn in self._memo:
+            if known is positions:
+                return turn.of(x)
+        turn = self.turns(positions)
+        if self.scaling != 1:
+            turn = Turn(turn.cos * self.scaling, turn.sin * self.scaling)
+        self._memo[:] = [(positions, turn)]
+        return turn.of(x)
 
     def move(self, keys: Tensor, by: Tensor) -> Tensor:
         """Rotated keys [batch, heads, n, dim] moved on by `by` [batch, heads, n] positions."""
-        return turn(keys, *self.angles(by))
+        return self.turns(by).of(keys)
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + half) of the first 2 * half dimensions, in float32.
+class Turn(NamedTuple):
+    """Rotations of the pairs (i, i + half) of a head's first dimensions.
 
-    Args:
-        x: [batch, heads, n, dim].
-        cos, sin: [batch, 1 or heads, n, half].
+    Attributes:
+        cos: of both of a pair [batch, 1 or heads, n, rotary_dim], float32.
+        sin: with the sign of its share in the first and in the second of a pair, same shape.
     """
-    half = cos.shape[-1]
-    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
-    if 2 * half == x.shape[-1]:
-        return turned
-    return torch.cat([turned, x[..., 2 * half :]], dim=-1)
+
+    cos: Tensor
+    sin: Tensor
+
+    def of(self, x: Tensor) -> Tensor:
+        """Queries or keys [batch, heads, n, dim], turned in float32."""
+        width = self.cos.shape[-1]
+        whole = width == x.shape[-1]
+        pairs = (x if whole else x[..., :width]).float()
+        turned = torch.addcmul(pairs * self.cos, pairs.roll(width // 2, -1), self.sin).to(x.dtype)
+        return turned if whole else torch.cat([turned, x[..., width:]], dim=-1)
 
 
 @dataclass(frozen=True)
