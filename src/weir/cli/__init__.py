@@ -70,7 +70,14 @@ def main() -> None:
 
 def _run(arguments: list[str]) -> int:
     """Carry out a command; its exit code."""
-    from weir.cli import chat, demo, policies, stream, train  # noqa: F401  (they register)
+    from weir.cli import (  # noqa: F401  (they register)
+        chat,
+        demo,
+        evaluate,
+        policies,
+        stream,
+        train,
+    )
 
     code = app(arguments, prog_name="weir", standalone_mode=False)
     return code if isinstance(code, int) else 0

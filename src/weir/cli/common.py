@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import signal
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from weir.plain import plain as plain
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -37,17 +38,6 @@ output = Console()
 def print_json(facts: Any) -> None:
     """One JSON object on standard output; numbers that JSON does not have become null."""
     sys.stdout.write(json.dumps(plain(facts), ensure_ascii=False) + "\n")
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON can hold it: numbers that JSON does not have become null."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return value
 
 
 def say(text: str) -> None:

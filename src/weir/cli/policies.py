@@ -21,11 +21,11 @@ def policies(as_json: AsJson = False) -> None:
     named: list[dict[str, Any]] = []
     for name, it in NAMED.items():
         made = it.make()
-        facts = {"name": name, "parameters": _parameters(it.make), "about": _about(it.make)}
+        facts = {"name": name, "parameters": parameters(it.make), "about": about(it.make)}
         pipe = str(made) if isinstance(made, Pipe | Pyramid) else None
         named.append({**facts, "pipe": pipe, "paper": it.paper})
     pools = [
-        {"name": name, "parameters": _parameters(kind), "about": _about(kind)}
+        {"name": name, "parameters": parameters(kind), "about": about(kind)}
         for name, kind in POOLS.items()
     ]
     if as_json:
@@ -47,7 +47,8 @@ def _entry(row: dict[str, Any], *lines: str) -> None:
         output.print(Padding(Text(line), (0, 0, 0, 6), expand=False))
 
 
-def _parameters(make: Any) -> str:
+def parameters(make: Any) -> str:
+    """Its parameters with their defaults, as they are written in a policy."""
     parts = []
     for name, parameter in inspect.signature(make).parameters.items():
         default = parameter.default
@@ -61,6 +62,6 @@ def _written(value: Any) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-def _about(it: Any) -> str:
+def about(it: Any) -> str:
     """The first sentence of a docstring."""
     return " ".join((inspect.getdoc(it) or "").split("\n\n")[0].split())

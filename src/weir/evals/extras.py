@@ -8,12 +8,13 @@ from typing import Any
 from weir.errors import WeirError
 
 
-def needed(module: str, what: str) -> Any:
+def needed(module: str, what: str, extra: str = "eval") -> Any:
     """A module of an optional package.
 
     Args:
         module: its name, as in an import.
         what: what needs it, as an error begins.
+        extra: of weir's extras, the one that brings it.
 
     Raises:
         WeirError: it is not installed, or cannot be imported.
@@ -24,5 +25,5 @@ def needed(module: str, what: str) -> Any:
         reason = "" if error.name == module.partition(".")[0] else f" ({error})"
         raise WeirError(
             f"{what} needs the package {module.partition('.')[0]}, which is not there{reason}: "
-            'pip install "weir[eval]"'
+            f'pip install "weir[{extra}]"'
         ) from None

@@ -154,4 +154,4 @@ def _written(value: Any) -> str:
         return str(value)
     if value.isidentifier() and value.lower() not in ("true", "false", "none"):
         return value
-    return f'"{value}"'
+    return f"'{value}'" if '"' in value else f'"{value}"'

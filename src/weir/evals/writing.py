@@ -7,9 +7,10 @@ parenthesis or a space.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from weir.errors import WeirError
@@ -114,6 +115,12 @@ def with_budget(policy: str, budget: int) -> str:
     inner = rest.rstrip().removesuffix(")").strip().rstrip(",") if bracket else ""
     made = f"{name.strip()}({inner}{', ' if inner else ''}budget={budget})"
     return str(policy_of(made))
+
+
+def near(word: str, words: Iterable[str]) -> str:
+    """A hint at the nearest of some words, for the middle of a sentence; empty if none is near."""
+    found = difflib.get_close_matches(word, list(words), 1)
+    return f", did you mean {found[0]!r}?" if found else ""
 
 
 def _only_call(policy: str) -> Call | None:

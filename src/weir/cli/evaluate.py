@@ -1,0 +1,195 @@
+"""`weir eval`: a grid of models, policies, budgets, tasks and seeds, cell by cell, resumable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from weir.cli import app
+from weir.cli.common import AsJson, output, print_json, progress, say
+from weir.cli.stream import Positions
+
+if TYPE_CHECKING:
+    from weir.evals.grid import Grid
+    from weir.evals.results import Record
+    from weir.evals.runner import Worker
+
+
+@app.command("eval")
+def evaluate(
+    tasks: Annotated[
+        str, typer.Option(help="Tasks with commas between them: 'ppl(tokens=5000), recall'.")
+    ] = "ppl, recall, streameval",
+    policies: Annotated[
+        str, typer.Option(help="Policies with commas between them; all for every named one.")
+    ] = "all",
+    model: Annotated[
+        str, typer.Option(help="nano, folders or Hub ids, with commas between them.")
+    ] = "nano",
+    budgets: Annotated[
+        str, typer.Option(help="Put into policies that take one and were written without: 128,256.")
+    ] = "",
+    seeds: Annotated[str, typer.Option(help="Seeds of all random draws: 0,1,2.")] = "0",
+    out: Annotated[Path, typer.Option(help="The results file: JSON lines.")] = Path(
+        "results.jsonl"
+    ),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the results file that is there.")
+    ] = False,
+    protocol: Annotated[
+        str | None, typer.Option(help="Read as a paper's experiments did; see --list.")
+    ] = None,
+    chunk: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens between two folds; 64, or the protocol's."),
+    ] = None,
+    positions: Annotated[
+        Positions, typer.Option(help="Inside the cache, or in the stream.")
+    ] = Positions.rolling,
+    cluster: Annotated[
+        str | None, typer.Option(help="Run on Ray: local, or a cluster's address.")
+    ] = None,
+    show: Annotated[
+        bool, typer.Option("--list", help="List tasks, parameters and protocols, and leave.")
+    ] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Measure policies on tasks, cell by cell, into a file that survives a crash.
+
+    Cells that fail are reported at the end, with exit code 1, and stop nothing.
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    from weir.evals.grid import make_grid
+    from weir.evals.runner import failures, one_by_one, run
+
+    disable_progress_bar()  # there is one bar already
+    if show:
+        _list(as_json)
+        return 0
+    grid = make_grid(
+        [name.strip() for name in model.split(",") if name.strip()],
+        tasks,
+        policies,
+        budgets=_numbers("--budgets", budgets, 1),
+        seeds=_numbers("--seeds", seeds, 0),
+        paper=protocol,
+        chunk=chunk,
+        positions=positions.value,
+    )
+    work: Worker = one_by_one
+    if cluster is not None:
+        from weir.evals.cluster import on_ray
+
+        work = on_ray(cluster)
+    with progress() as bar:
+        # Cells differ by far in what they take: only a long look back foretells anything.
+        bar.speed_estimate_period = 24 * 3600
+        shown = _Progress(bar, grid)
+        records = run(
+            grid,
+            out,
+            resume=resume,
+            work=work,
+            on_progress=shown.running,
+            on_record=shown.ended,
+        )
+    failed = failures(records)
+    if as_json:
+        print_json(
+            {"out": str(out), "cells": len(records), "failed": len(failed), "records": records}
+        )
+    else:
+        _print(records)
+        output.print(str(out), markup=False, highlight=False, soft_wrap=True)
+    if failed:
+        say(f"weir: {len(failed)} of {len(records)} cells failed; --resume tries them again")
+    return 1 if failed else 0
+
+
+class _Progress:
+    """The bar, and a line for each cell that failed."""
+
+    def __init__(self, bar: Any, grid: Grid) -> None:
+        self.bar = bar
+        self.grid = grid
+        self.done: set[int] = set()
+        self.shares: dict[int, float] = {}
+        self.row = bar.add_task("cells", total=len(grid.cells), note="")
+
+    def running(self, number: int, share: float) -> None:
+        self.shares[number] = share
+        self._show(number)
+
+    def ended(self, record: Record) -> None:
+        self.done.add(record["cell"])
+        self.shares.pop(record["cell"], None)
+        if record["status"] == "failed":
+            where = f"{record['setting']} of {record['model']} under {record['policy']}"
+            say(f"failed: {where}, seed {record['seed']}: {record['reason']}")
+        self._show(record["cell"])
+
+    def _show(self, number: int) -> None:
+        cell = self.grid.cells[number]
+        note = f"{cell.task.partition('(')[0]} under {cell.policy}"
+        self.bar.update(self.row, completed=len(self.done) + sum(self.shares.values()), note=note)
+
+
+def _numbers(option: str, text: str, least: int) -> list[int]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isdecimal() and int(word) >= least for word in words):
+        raise typer.BadParameter(
+            f"{option} takes whole numbers from {least} on with commas between them, not {text!r}"
+        )
+    return [int(word) for word in words]
+
+
+def _print(records: list[Record]) -> None:
+    from weir.evals.summary import by_distance, overviews
+
+    for found in [*overviews(records), *by_distance(records)]:
+        table = Table(title=found.title, title_justify="left")
+        table.add_column("policy", no_wrap=True)
+        for column in found.columns:
+            table.add_column(column.head, justify="right")
+        places = [column.places() for column in found.columns]
+        styles = {None: "", 1: "bold", 2: "underline"}
+        for row, policy in enumerate(found.rows):
+            cells = [
+                Text(column.written(row, group=","), styles[place.get(row)])
+                for column, place in zip(found.columns, places, strict=True)
+            ]
+            table.add_row(Text(policy), *cells)
+        output.print(table)
+
+
+def _list(as_json: bool) -> None:
+    from weir.cli.policies import about, parameters
+    from weir.evals.protocols import PROTOCOLS
+    from weir.evals.tasks import TASKS
+
+    found: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "parameters": parameters(kind),
+            "about": about(kind),
+            "metrics": dict(kind.metrics),
+        }
+        for name, kind in sorted(TASKS.items())
+    ]
+    papers = [{"name": name, "about": rules.about} for name, rules in PROTOCOLS.items()]
+    if as_json:
+        print_json({"tasks": found, "protocols": papers})
+        return
+    output.print(Text("Tasks", style="bold"))
+    for row in found:
+        output.print(Text(f"  {row['name']}({row['parameters']})", "cyan"), soft_wrap=True)
+        output.print(Text(f"      {row['about']}"), soft_wrap=True)
+    output.print(Text("\nProtocols", style="bold"))
+    for row in papers:
+        output.print(Text(f"  {row['name']}", "cyan"))
+        output.print(Text(f"      {row['about']}"), soft_wrap=True)

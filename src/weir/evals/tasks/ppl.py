@@ -1,0 +1,75 @@
+"""`ppl`: streaming perplexity over concatenated books, by position and by book.
+
+StreamingLLM (Xiao et al. 2024), section 4.1 and Tables 1, 2 and 6: every token of one long stream
+is predicted from whatever the policy still holds. Which cache configurations its tables compare is
+said by policies: `window(2048)` is 0+2048, `streaming_llm(2048, sinks=4)` is 4+2044.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from weir.errors import WeirError
+from weir.evals.reading import STEP, Reader
+from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.evals.texts import read_stream
+
+
+@task("ppl")
+@dataclass(frozen=True)
+class Perplexity(Task):
+    """Streaming perplexity of books, one after the other, on one cache.
+
+    Attributes:
+        tokens: read so many; none reads all.
+        text: a file of books, UTF-8, plain or .xz; none takes the packaged one.
+        block: tokens in a block of `ppl_by_block`.
+        start: a text to stand in front in place of the tokenizer's start token.
+    """
+
+    tokens: int | None = 20_000
+    text: str | None = None
+    block: int = 1000
+    start: str | None = None
+
+    metrics: ClassVar[dict[str, Better]] = {"ppl": "lower"}
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None and self.tokens < 2:
+            raise WeirError(f"ppl reads 2 tokens or more, not {self.tokens}")
+        if self.block < 1:
+            raise WeirError(f"a block is 1 token or more, not {self.block}")
+
+    def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
+        """Read the stream once and say how surprising it was.
+
+        Returns:
+            "ppl", "tokens", "nll" (mean, nats), "block", "ppl_by_block", "by_book" (of each book
+            its "tokens" and "ppl"; the first token of the stream is predicted by nothing and counts
+            nowhere), "kv_bytes".
+        """
+        books = read_stream(subject.tokenizer, self.text, self.tokens, self.start)
+        reader = Reader(subject.stream(), self.block)
+        reading = reader.reading
+        by_book: list[dict[str, Any]] = []
+        nll, scored, begun, largest = 0.0, 0, 0, 0
+        for piece in books.pieces(STEP):
+            reader.take(piece)
+            largest = max(largest, reading.kv_bytes)
+            progress(reading.tokens / len(books.ids))
+            if reading.tokens in books.edges:
+                mean = (reading.nll - nll) / max(1, reading.scored - scored)
+                by_book.append({"tokens": reading.tokens - begun, "ppl": math.exp(min(mean, 700))})
+                nll, scored, begun = reading.nll, reading.scored, reading.tokens
+        reader.close()
+        return {
+            "ppl": reading.ppl,
+            "tokens": reading.tokens,
+            "nll": reading.nll / reading.scored,
+            "block": self.block,
+            "ppl_by_block": reading.ppl_by_block,
+            "by_book": by_book,
+            "kv_bytes": largest,
+        }
