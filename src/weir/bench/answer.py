@@ -1,0 +1,72 @@
+"""Figures of a long prompt and its answer: `balancekv` at a quarter of it beside exact attention.
+
+Kochetkova et al. 2025 report 1.21 times the exact prefill and 1.01 times the exact decoding for
+16,384 tokens and 1,024 generated (BalanceKV, Table 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from statistics import median
+
+import torch
+from transformers import DynamicCache
+
+from weir.bench.caches import Decoding, Weir
+from weir.bench.figure import Row, Setting, figure
+from weir.bench.model import model_of, walk_path
+from weir.bench.timing import in_turns, seconds, undisturbed
+from weir.stream import PIECE
+
+STEPS = 32
+"""Decode steps timed in one turn, spread over the tokens that are generated."""
+
+
+@figure("answer", "balancekv at rate 1/4 beside exact attention: a long prompt and its answer")
+def answer(setting: Setting) -> Iterator[Row]:
+    """Prefill and decode of balancekv, chunked and as the paper's protocol, against exact ones."""
+    sizes, model = setting.sizes, model_of(setting)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(sizes.vocabulary, (1, sizes.prompt), generator=generator)
+    budget = sizes.prompt // 4
+    policy = f"balancekv(budget={budget})"
+    ours = Weir(model, policy, sizes.chunk)
+    exact = Decoding(model, DynamicCache(config=model.config))
+    setting.say(f"prefill of {sizes.prompt:,} tokens")
+    with undisturbed():
+        fed = sum(seconds(partial(ours.feed, piece)) for piece in ids.split(PIECE, dim=1))
+        exactly = seconds(lambda: exact.feed(ids))
+    what = f"`{policy}`, {sizes.prompt:,} tokens, {sizes.generated:,} generated"
+    note = f"walk: {walk_path()}"
+    yield Row(f"{what}: prefill ÷ exact prefill", fed, exactly, "s", fed / exactly, 1.05, note=note)
+    own, peer = _generate(ours, exact, sizes.generated)
+    yield Row(
+        f"{what}: decode ÷ exact decode, folds included",
+        own * 1e3,
+        peer * 1e3,
+        "ms",
+        own / peer,
+        0.6,
+        note=note,
+    )
+
+
+def _generate(ours: Weir, exact: Decoding, tokens: int) -> tuple[float, float]:
+    """Seconds per token of either while `tokens` are generated."""
+    between: dict[str, list[float]] = {"ours": [], "exact": []}
+    ours.folds.clear()
+    done = 0
+    skipped = max(1, tokens // STEPS)
+    both = {"ours": ours, "exact": exact}
+    while done < tokens:
+        for name, taken in in_turns(both, 1, warm=0).items():
+            between[name] += taken
+        more = torch.ones(1, min(skipped, tokens - done) - 1, dtype=torch.int64)
+        with torch.no_grad():
+            for each in both.values():
+                if more.numel():
+                    each.feed(more)
+        done += 1 + more.shape[1]
+    folds = sum(ours.folds) / tokens
+    return median(between["ours"]) + folds, median(between["exact"])

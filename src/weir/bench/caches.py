@@ -1,0 +1,130 @@
+"""Decode steps with a cache of weir, and with those of transformers, as contenders."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import StaticLayer
+
+from weir.bench.timing import Contender
+from weir.cache import StreamingCache
+from weir.stream import PIECE
+
+
+class Decoding(Contender):
+    """One token through a model, with a cache.
+
+    Attributes:
+        model: the model.
+        cache: the cache.
+        token: what is fed at every step [1, 1].
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: object) -> None:
+        self.model = model
+        self.cache = cache
+        self.token = torch.ones(1, 1, dtype=torch.int64)
+
+    def step(self) -> None:
+        """One forward of one token."""
+        self.feed(self.token)
+
+    def feed(self, ids: Tensor) -> None:
+        """A forward of `ids` [1, n]."""
+        self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+
+
+class Dynamic(Decoding):
+    """A step with `DynamicCache` that holds `tokens`, the new one among them."""
+
+    cache: DynamicCache
+
+    def __init__(self, model: PreTrainedModel, tokens: int) -> None:
+        super().__init__(model, DynamicCache(config=model.config))
+        _fill(model, self.cache, tokens - 1)
+
+    def rewind(self) -> None:
+        """Take the token out again."""
+        self.cache.crop(-1)
+
+
+class Static(Decoding):
+    """A step with `StaticCache` that holds `tokens` and is full then."""
+
+    cache: StaticCache
+
+    def __init__(self, model: PreTrainedModel, tokens: int) -> None:
+        super().__init__(model, StaticCache(config=model.config, max_cache_len=tokens))
+        _fill(model, self.cache, tokens - 1)
+
+    def rewind(self) -> None:
+        """The next token takes the place of this one."""
+        for layer in self.cache.layers:
+            assert isinstance(layer, StaticLayer)
+            layer.cumulative_length.sub_(1)
+
+
+class Weir(Decoding):
+    """A step with a `StreamingCache`, past its budget, and how long its folds took.
+
+    Attributes:
+        folds: seconds of each fold since the start, all layers together.
+    """
+
+    cache: StreamingCache
+
+    def __init__(self, model: PreTrainedModel, policy: str, chunk: int = 64) -> None:
+        super().__init__(model, StreamingCache(model, policy, chunk=chunk))
+        self.folds: list[float] = []
+        self._end = self.cache.weir_end
+        self.cache.weir_end = self._timed  # type: ignore[method-assign]
+
+    def fill(self, tokens: int) -> None:
+        """Feed so many random tokens."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self.model.config.vocab_size, (1, tokens), generator=generator)
+        with torch.no_grad():
+            for piece in ids.split(PIECE, dim=1):
+                self.feed(piece)
+
+    def start_afresh(self) -> None:
+        """Feed tokens until the tail is empty, and forget the folds so far."""
+        if self.waiting:
+            self.fill(self.cache.chunk - self.waiting)
+        self.folds.clear()
+
+    @property
+    def waiting(self) -> int:
+        """Tokens in the tail."""
+        return sum(self.cache.rows.waiting)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of keys and values that a step reads, the tail half full."""
+        total = 0
+        for layer in self.cache.stack:
+            assert layer.slab is not None
+            slots = sum(layer.lengths[0]) + self.cache.chunk // 2
+            for t in (layer.slab.keys, layer.slab.values):
+                total += t[:, :, :slots].nbytes
+        return total
+
+    def _timed(self, *, finished: bool) -> None:
+        before = self.waiting
+        start = time.perf_counter()
+        self._end(finished=finished)
+        if before and self.waiting == 0:
+            self.folds.append(time.perf_counter() - start)
+
+
+def _fill(model: PreTrainedModel, cache: DynamicCache | StaticCache, tokens: int) -> None:
+    """Put random keys and values of so many tokens into every layer."""
+    config = model.config
+    shape = (1, config.num_key_value_heads, tokens, config.head_dim)
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(config.num_hidden_layers):
+        keys, values = (torch.randn(shape, generator=generator).to(model.dtype) for _ in range(2))
+        cache.update(keys, values, layer)

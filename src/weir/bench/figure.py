@@ -1,0 +1,183 @@
+"""What a figure is: a name, something that measures it, and rows of ours beside a peer's.
+
+Knows nothing about what is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from weir.errors import WeirError
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large what is measured is; the defaults are those of the figures.
+
+    Attributes:
+        layers, width, inner, vocabulary: of the model; the defaults are SmolLM2-135M's shape.
+        slots: of a policy, and of its peers' caches.
+        many_slots: of a policy in comparison with re-computation.
+        dense: tokens of the long dense caches.
+        prompt, generated: tokens of the long answer.
+        fed: tokens of the prompt whose memory is measured.
+        halved: tokens of the keys and values that are halved.
+        chunk: tokens between two folds.
+        steps: decode steps of each contender where steps are timed.
+        folds: folds of each policy where folds are timed.
+        slow: times that something slow is done.
+        copied: bytes that are copied to measure the bandwidth.
+    """
+
+    layers: int = 30
+    width: int = 576
+    inner: int = 1536
+    vocabulary: int = 49152
+    slots: int = 1024
+    many_slots: int = 4096
+    dense: tuple[int, ...] = (8192, 16384)
+    prompt: int = 16384
+    generated: int = 1024
+    fed: int = 32768
+    halved: int = 16384
+    chunk: int = 64
+    steps: int = 96
+    folds: int = 16
+    slow: int = 5
+    copied: int = 1 << 28
+
+
+QUICK = Sizes(
+    layers=2,
+    width=192,
+    inner=256,
+    vocabulary=512,
+    slots=128,
+    many_slots=256,
+    dense=(512,),
+    prompt=1024,
+    generated=64,
+    fed=2048,
+    halved=1024,
+    chunk=16,
+    steps=4,
+    folds=2,
+    slow=1,
+    copied=1 << 24,
+)
+"""A model and caches so small that everything has run in a minute; the figures say nothing."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How figures are measured.
+
+    Attributes:
+        sizes: how large things are.
+        dtype: of models and caches.
+        flat: tokens of the long stream.
+        kvpress: the Python of an environment that has kvpress; None for none.
+        say: told what is under way.
+        on_mark: told what the long stream has shown, at every mark, so that it can be kept.
+    """
+
+    sizes: Sizes = field(default_factory=Sizes)
+    dtype: torch.dtype = torch.float32
+    flat: int = 1_000_000
+    kvpress: str | None = None
+    say: Callable[[str], None] = lambda what: None
+    on_mark: Callable[[list[dict[str, Any]]], None] = lambda marks: None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure.
+
+    Attributes:
+        what: ours ÷ the peer's, or the peer's ÷ ours, in words.
+        ours, peer: what was measured, in `unit`.
+        unit: of both.
+        ratio: of the two, as `what` says.
+        target: what the ratio is to reach; None where nobody asked.
+        least: whether the ratio is to be at least the target; at most otherwise.
+        share: of the roofline, where ours moves a number of bytes that is known: the time that
+            moving them would take at the bandwidth of a plain copy, over the time it took.
+        note: which path ran, or what is to be known beside.
+    """
+
+    what: str
+    ours: float
+    peer: float
+    unit: str
+    ratio: float
+    target: float | None = None
+    least: bool = False
+    share: float | None = None
+    note: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target was met; None where there is none."""
+        if self.target is None:
+            return None
+        return self.ratio >= self.target if self.least else self.ratio <= self.target
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, as JSON can hold it."""
+        return {**vars(self), "met": self.met}
+
+
+class Skipped(Exception):
+    """A figure cannot be measured here; the message says why."""
+
+
+Measure = Callable[[Setting], Iterator[Row]]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A group of rows that are measured together.
+
+    Attributes:
+        measure: makes the rows.
+        about: what they are about, in a line.
+        by_dtype: measured once for each dtype; otherwise once.
+        asked: only measured if asked for by name.
+    """
+
+    measure: Measure
+    about: str
+    by_dtype: bool = True
+    asked: bool = False
+
+
+FIGURES: dict[str, Figure] = {}
+"""Every figure by its name, in the order of the table."""
+
+
+def figure(
+    name: str, about: str, *, by_dtype: bool = True, asked: bool = False
+) -> Callable[[Measure], Measure]:
+    """Make what measures a figure known under a name; parameters as in `Figure`."""
+
+    def register(measure: Measure) -> Measure:
+        FIGURES[name] = Figure(measure, about, by_dtype, asked)
+        return measure
+
+    return register
+
+
+def chosen(names: list[str]) -> list[str]:
+    """The figures that are meant; without names, all that need not be asked for.
+
+    Raises:
+        WeirError: there is no figure of such a name.
+    """
+    for name in names:
+        if name not in FIGURES:
+            raise WeirError(f"there is no figure {name!r}; there are {', '.join(FIGURES)}")
+    return names or [name for name, figure in FIGURES.items() if not figure.asked]

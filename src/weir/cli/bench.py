@@ -1,0 +1,127 @@
+"""`weir bench`: figures of speed and memory, each beside a peer in the same run."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from weir.cli import app
+from weir.cli.common import AsJson, messages, output, plain, print_json, say
+from weir.errors import WeirError
+
+if TYPE_CHECKING:
+    from weir.bench import Bench
+
+
+class Dtype(StrEnum):
+    """What `--dtype` may be."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    both = "both"
+
+
+@app.command()
+def bench(
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only this figure; may be given again.")
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of models and caches.")] = Dtype.both,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Of PyTorch; all cores unless given.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A tiny model: only whether everything runs.")
+    ] = False,
+    flat: Annotated[
+        bool, typer.Option("--flat", help="A long stream through nano, instead of the others.")
+    ] = False,
+    tokens: Annotated[int, typer.Option(min=20_000, help="Of the long stream.")] = 1_000_000,
+    kvpress: Annotated[
+        str | None, typer.Option(help="The Python of an environment that has kvpress.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for bench.json, bench.md and bench.svg.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time weir and its peers in turns, and print ratios beside their targets.
+
+    With --out, what there is is written after every row.
+    """
+    import torch
+
+    from weir.bench import Setting, measure
+    from weir.bench.figure import QUICK, Sizes
+
+    if flat and only:
+        raise WeirError("--flat is a figure of its own; give it without --only")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if out is not None:
+        _make_folder(out)
+    names = ["float32", "bfloat16"] if dtype is Dtype.both else [dtype.value]
+    setting = Setting(
+        QUICK if quick else Sizes(),
+        flat=tokens,
+        kvpress=kvpress,
+        say=lambda what: say(f"measuring {what}") if messages.is_terminal else None,
+    )
+    made = measure(
+        setting,
+        ["flat"] if flat else only or [],
+        [getattr(torch, name) for name in names],
+        on_row=lambda so_far: None if out is None else _write(so_far, out),
+    )
+    if as_json:
+        print_json({"quick": quick, **made.as_json()})
+        return
+    _print(made, quick)
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WeirError(f"cannot make the folder {out}: {error.strerror}") from None
+
+
+def _write(made: Bench, out: Path) -> None:
+    from weir.bench.report import markdown, plot
+
+    try:
+        (out / "bench.json").write_text(
+            json.dumps(plain(made.as_json()), indent=1, ensure_ascii=False) + "\n", "utf-8"
+        )
+        (out / "bench.md").write_text(markdown(made), "utf-8")
+        (out / "bench.svg").write_text(plot(made) + "\n", "utf-8")
+    except OSError as error:
+        raise WeirError(f"cannot write to {out}: {error.strerror}") from None
+
+
+def _print(made: Bench, quick: bool) -> None:
+    from weir.bench.report import machine_line, number, target
+
+    table = Table(title="a tiny model: these figures say nothing" if quick else None)
+    table.add_column("figure")
+    for head in ("dtype", "weir", "peer", "ratio", "target", "met"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for _, dtype, row in made.rows:
+        table.add_row(
+            row.what,
+            dtype,
+            f"{number(row.ours)} {row.unit}",
+            f"{number(row.peer)} {row.unit}",
+            number(row.ratio),
+            target(row),
+            {True: "yes", False: "no", None: ""}[row.met],
+        )
+    output.print(table, width=max(output.width, 120), crop=False)
+    for name, dtype, why in made.skipped:
+        say(f"not measured: {name} {dtype}: {why}")
+    output.print(machine_line(made), markup=False, highlight=False, soft_wrap=True)
