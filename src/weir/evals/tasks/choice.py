@@ -1,0 +1,137 @@
+"""`choice`: multiple-choice questions, one after the other on one stream, answered in place.
+
+StreamingLLM (Xiao et al. 2024), section 4.3 and Table 5: the questions of ARC with their answers
+are concatenated into one stream, as in a chat that never ends, and the model's completion is
+compared at each answer. Beside it one-shot: each question alone, on a stream of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from weir.chat.conversation import Conversation
+from weir.errors import WeirError
+from weir.evals.asking import check_template
+from weir.evals.intervals import counted
+from weir.evals.records import Record, read_records
+from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.stream import Stream
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, its choices as (label, text), and the label of the right one."""
+
+    stem: str
+    choices: tuple[tuple[str, str], ...]
+    right: str
+
+    def __str__(self) -> str:
+        """The question with its choices, one a line."""
+        choices = "\n".join(f"{label}. {text}" for label, text in self.choices)
+        return f"Question: {self.stem}\n{choices}"
+
+
+@task("choice")
+@dataclass(frozen=True)
+class Choice(Task):
+    """Multiple-choice questions streamed, exact match of the label, against one-shot.
+
+    Attributes:
+        file: questions in ARC's JSON lines, `ARC-Easy-Test.jsonl`.
+        samples: the first so many of the file; none takes all.
+        chat: ask in turns of the model's chat template. Without, the stream is text: "Answer: B".
+    """
+
+    file: str
+    samples: int | None = None
+    chat: bool = False
+
+    metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher", "one_shot": "higher"}
+
+    def __post_init__(self) -> None:
+        if self.samples is not None and self.samples < 1:
+            raise WeirError(f"choice takes 1 sample or more, not {self.samples}")
+
+    def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
+        """Ask everything on one stream, then everything one by one.
+
+        The right answer is fed after each question, as the paper concatenates them; a completion is
+        right exactly if greedy decoding would have given the label.
+
+        Returns:
+            "accuracy" on the stream with "right", "asked", "low" and "high" (95 %); "answers", 1 or
+            0 for each question in order; "one_shot" and "one_shot_answers" likewise; "tokens" of
+            the stream and "kv_bytes".
+        """
+        questions = [question_of(record) for record in read_records(self.file, self.samples)]
+        if self.chat:
+            check_template(subject.tokenizer)
+        stream = subject.stream()
+        turns = self._turns(stream, subject.tokenizer)
+        streamed, alone = [], []
+        for question in questions:
+            streamed.append(answered(stream, *turns(question)))
+            progress(len(streamed) / (2 * len(questions)))
+        for question in questions:
+            fresh = subject.stream()
+            alone.append(answered(fresh, *self._turns(fresh, subject.tokenizer)(question)))
+            progress((len(questions) + len(alone)) / (2 * len(questions)))
+        return {
+            **counted(sum(streamed), len(questions)),
+            "one_shot": sum(alone) / len(questions),
+            "answers": streamed,
+            "one_shot_answers": alone,
+            "tokens": stream.seen,
+            "kv_bytes": stream.nbytes,
+        }
+
+    def _turns(
+        self, stream: Stream, tokenizer: PreTrainedTokenizerBase
+    ) -> Callable[[Question], tuple[list[int], list[int]]]:
+        """What makes the ids of a question and of its answer, as they follow in the stream."""
+
+        def ids(text: str, start: bool = False) -> list[int]:
+            return list(tokenizer(text, add_special_tokens=start)["input_ids"])
+
+        conversation = Conversation(stream, tokenizer)
+
+        def turn(question: Question) -> tuple[list[int], list[int]]:
+            if self.chat:
+                asked = f"{question}\nAnswer with the letter of the right choice alone."
+                return conversation.turn(asked), ids(question.right)
+            before = "" if stream.seen == 0 else "\n\n"
+            asked = f"{before}{question}\nAnswer:"
+            return ids(asked, start=stream.seen == 0), ids(f" {question.right}")
+
+        return turn
+
+
+def answered(stream: Stream, question: Sequence[int], right: Sequence[int]) -> int:
+    """Feed a question and its answer; 1 if each token of the answer was the likeliest, else 0."""
+    wanted = torch.tensor(right)
+    first = stream.feed(question)[:, None]
+    rest = stream.feed(wanted, all_logits=True)[:, :-1]
+    return int(bool((torch.cat([first, rest], dim=1).argmax(-1).cpu()[0] == wanted).all()))
+
+
+def question_of(record: Record) -> Question:
+    """A question in ARC's format.
+
+    Raises:
+        WeirError: a field is missing or of another kind, or the answer is none of the choices.
+    """
+    asked = record.record("question")
+    choices = tuple(
+        (choice.text("label"), choice.text("text")) for choice in asked.records("choices", least=2)
+    )
+    right = record.text("answerKey")
+    labels = [label for label, _ in choices]
+    if right not in labels:
+        raise record.wrong("answerKey", f"must be one of {', '.join(labels)}, not {right!r}")
+    return Question(asked.text("stem"), choices, right)

@@ -1,0 +1,153 @@
+"""`docqa`: questions over k documents, with the answer in a chosen one of them.
+
+BUZZ (Zhao et al. 2024), section 4.2.2 and Figure 6, on the data of Liu et al. 2023, Lost in the
+Middle: ten documents, the one with the answer at place 0, 4 or 9, exact match by place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from weir.errors import WeirError
+from weir.evals.asking import ask, taken
+from weir.evals.intervals import counted
+from weir.evals.records import Record, read_records
+from weir.evals.squad import contains, is_exact
+from weir.evals.task import Better, Progress, Subject, Task, task
+
+MOST = 100
+"""Tokens of an answer, as in Lost in the Middle."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A question, its documents as (title, text) in order, and the right answers."""
+
+    question: str
+    documents: tuple[tuple[str, str], ...]
+    answers: tuple[str, ...]
+
+    @property
+    def prompt(self) -> str:
+        """The documents, then the question."""
+        shown = "\n".join(
+            f"Document [{i}] (Title: {title}) {text}"
+            for i, (title, text) in enumerate(self.documents, 1)
+        )
+        return (
+            "Answer the question from these documents, of which only some are relevant. Give the "
+            f"answer alone, in as few words as it takes.\n\n{shown}\n\nQuestion: {self.question}\n"
+            "Answer:"
+        )
+
+
+@task("docqa")
+@dataclass(frozen=True)
+class DocumentQA(Task):
+    """Questions over several documents, exact match by the place of the one with the answer.
+
+    Attributes:
+        file: an official file, `nq-open-10_total_documents_gold_at_0.jsonl.gz`, packed or not.
+        gold: put the document with the answer at this place, from 0; several with spaces between
+            (`"0 4 9"`) are run one by one; none leaves it where the file has it.
+        documents: so many of each question, the one with the answer among them; none takes all.
+        samples: the first so many questions of the file; none takes all.
+        chat: put the prompt into the model's chat template.
+    """
+
+    file: str
+    gold: int | str | None = None
+    documents: int | None = None
+    samples: int | None = None
+    chat: bool = False
+
+    metrics: ClassVar[dict[str, Better]] = {"exact_match": "higher", "contains": "higher"}
+
+    def __post_init__(self) -> None:
+        if self.documents is not None and self.documents < 1:
+            raise WeirError(f"docqa takes 1 document or more, not {self.documents}")
+        if self.samples is not None and self.samples < 1:
+            raise WeirError(f"docqa takes 1 sample or more, not {self.samples}")
+        for place in self.places():
+            if place < 0 or (self.documents is not None and place >= self.documents):
+                raise WeirError(f"there is no place {place} among the documents of docqa")
+
+    def places(self) -> list[int]:
+        """The places of `gold`; none where it is left as the file has it.
+
+        Raises:
+            WeirError: one is no whole number.
+        """
+        words = [] if self.gold is None else str(self.gold).split()
+        if not all(word.isdigit() for word in words):
+            raise WeirError(f'gold must be places like 4 or "0 4 9", not {self.gold!r}')
+        return [int(word) for word in words]
+
+    def settings(self) -> Sequence[Task]:
+        """One task for each place."""
+        return [replace(self, gold=place) for place in self.places()] or [self]
+
+    def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
+        """Ask every question on a stream of its own.
+
+        An answer is what stands up to the end of its first line.
+
+        Returns:
+            "exact_match" and "contains" (a right answer stands in it, the metric of Lost in the
+            Middle), both in SQuAD's normal form; "right", "asked", "low" and "high" (95 %) of the
+            exact matches; "answers"; and what `taken` says of the caches.
+        """
+        cases = self.cases()
+        answers, texts = [], []
+        for case in cases:
+            answers.append(ask(subject, case.prompt, MOST, () if self.chat else ("\n",), self.chat))
+            texts.append(answers[-1].text.strip().partition("\n")[0].strip())
+            progress(len(texts) / len(cases))
+        pairs = list(zip(texts, cases, strict=True))
+        exact = counted(sum(is_exact(text, case.answers) for text, case in pairs), len(cases))
+        return {
+            "exact_match": exact.pop("accuracy"),
+            **exact,
+            "contains": sum(contains(text, case.answers) for text, case in pairs) / len(cases),
+            "answers": texts,
+            **taken(answers),
+        }
+
+    def cases(self) -> list[Case]:
+        """The questions, their documents in order.
+
+        Raises:
+            WeirError: the file is missing or is not in the format, or `gold` stands for several
+                places.
+        """
+        places = self.places()
+        if len(places) > 1:
+            raise WeirError("docqa runs one place of gold at a time; see its settings")
+        return [self._case(record, places) for record in read_records(self.file, self.samples)]
+
+    def _case(self, record: Record, places: list[int]) -> Case:
+        documents = record.records("ctxs", least=1)
+        is_gold = [document.flag("isgold") for document in documents]
+        if is_gold.count(True) != 1:
+            raise record.wrong(
+                "ctxs", f"must have one document with isgold true, not {is_gold.count(True)}"
+            )
+        at = is_gold.index(True)
+        gold = documents.pop(at)
+        if self.documents is not None:
+            if len(documents) + 1 < self.documents:
+                raise record.wrong(
+                    "ctxs", f"has {len(documents) + 1} documents of {self.documents}"
+                )
+            documents = documents[: self.documents - 1]
+        place = places[0] if places else min(at, len(documents))
+        if place > len(documents):
+            raise record.wrong("ctxs", f"has {len(documents) + 1} documents and no place {place}")
+        documents.insert(place, gold)
+        return Case(
+            record.text("question"),
+            tuple((document.text("title"), document.text("text")) for document in documents),
+            tuple(record.texts("answers", least=1)),
+        )

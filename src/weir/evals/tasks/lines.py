@@ -1,0 +1,158 @@
+"""`lines`: LongEval's line retrieval, from its official files or made in their format.
+
+SubGen (Zandieh et al. 2024), section 3.2 and Table 1: a record of lines "line torpid-kid:
+REGISTER_CONTENT is <2416>", then a question for the number of one of them; accuracy beside the size
+of the cache. A model without a chat template cannot be asked in words; it is given the beginning of
+the line once more, as LongEval does it for such models.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from weir.errors import WeirError
+from weir.evals.answers import Answer
+from weir.evals.asking import ask, taken
+from weir.evals.intervals import counted
+from weir.evals.records import read_records
+from weir.evals.task import Better, Progress, Subject, Task, task
+
+SAMPLES = 50
+"""Questions, where nothing else is said; as many as an official file has."""
+LARGEST = 50_000
+"""Numbers of made lines are from 1 to this, as the official ones."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question: the record of lines with the question, the line's name, and its number."""
+
+    prompt: str
+    name: str
+    number: int
+
+
+@task("lines")
+@dataclass(frozen=True)
+class Lines(Task):
+    """LongEval line retrieval; the format is beyond nano.
+
+    Attributes:
+        file: an official file, `200_lines.jsonl`; none makes cases in that format.
+        lines: lines of each case that is made.
+        samples: so many questions; of a file, the first.
+        chat: ask in words through the model's chat template. Without, the model is to complete the
+            line that is asked for.
+    """
+
+    file: str | None = None
+    lines: int = 20
+    samples: int = SAMPLES
+    chat: bool = False
+
+    metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise WeirError(f"lines takes 1 sample or more, not {self.samples}")
+        if not 1 <= self.lines <= len(ADJECTIVES) * len(NOUNS):
+            raise WeirError(
+                f"a case can be made of 1 to {len(ADJECTIVES) * len(NOUNS):,} lines, not of "
+                f"{self.lines}"
+            )
+
+    def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
+        """Ask every question on a stream of its own.
+
+        Returns:
+            "accuracy" with "right", "asked", "low" and "high" (95 %); the "answers"; and what
+            `taken` says of the caches.
+        """
+        cases = self.cases(subject.seed)
+        answers: list[Answer] = []
+        right = 0
+        for case in cases:
+            answers.append(self._ask(subject, case))
+            right += number_in(answers[-1].text, last=self.chat) == case.number
+            progress(len(answers) / len(cases))
+        texts = [one.text for one in answers]
+        return {**counted(right, len(cases)), "answers": texts, **taken(answers)}
+
+    def _ask(self, subject: Subject, case: Case) -> Answer:
+        if self.chat:
+            return ask(subject, case.prompt, most=100, chat=True)
+        return ask(subject, f"{case.prompt}\n{beginning(case.name)}", most=15, stops=(">",))
+
+    def cases(self, seed: int) -> list[Case]:
+        """The questions.
+
+        Raises:
+            WeirError: the file is missing or is not in LongEval's format.
+        """
+        if self.file is None:
+            draw = random.Random(seed)
+            return [made(self.lines, draw) for _ in range(self.samples)]
+        found = []
+        for record in read_records(self.file, self.samples):
+            number = record.count("expected_number")
+            line = record.text("correct_line")
+            match = LINE.match(line)
+            if match is None or int(match["number"]) != number:
+                raise record.wrong(
+                    "correct_line", f"must be a line with the number {number}, not {line!r}"
+                )
+            found.append(Case(record.text("prompt"), match["name"], number))
+        return found
+
+
+LINE = re.compile(r"line (?P<name>\S+): REGISTER_CONTENT is <(?P<number>\d+)>")
+
+
+def beginning(name: str) -> str:
+    """A line, up to its number."""
+    return f"line {name}: REGISTER_CONTENT is <"
+
+
+def number_in(text: str, last: bool) -> int | None:
+    """The last number in a text, as LongEval takes it from an answer in words, or the first."""
+    found = re.findall(r"[0-9]+", text)
+    return int(found[-1 if last else 0]) if found else None
+
+
+def made(lines: int, draw: random.Random) -> Case:
+    """A case in LongEval's format, its words and numbers drawn."""
+    places = draw.sample(range(len(ADJECTIVES) * len(NOUNS)), lines)
+    names = [f"{ADJECTIVES[i // len(NOUNS)]}-{NOUNS[i % len(NOUNS)]}" for i in places]
+    numbers = [draw.randint(1, LARGEST) for _ in names]
+    asked = draw.randrange(lines)
+    record = "\n".join(f"{beginning(n)}{x}>" for n, x in zip(names, numbers, strict=True))
+    prompt = (
+        "Remember the following lines. Each of them has a name and, at its end, a number between "
+        f"angle brackets.\n\n{record}\n\nThese were the lines. Which number is the "
+        f"<REGISTER_CONTENT> of the line {names[asked]}? Answer with the number alone."
+    )
+    return Case(prompt, names[asked], numbers[asked])
+
+
+ADJECTIVES = """able amber ample ancient arid autumn bold brave brief bright brisk broad calm candid
+    careful cheerful clean clear clever cold cool cosy crisp curious daring deep dim distant dusty
+    eager early easy elder empty even fair faint famous fine firm fond frank fresh gentle glad
+    golden grand green grey happy hardy hollow honest humble idle keen kind large late light lively
+    lonely loud loyal lucky mellow merry mild misty modest narrow neat noble odd old open pale
+    patient plain proud quick quiet rapid rare ready rich ripe round royal sharp shy silent silver
+    simple slow small smooth sober soft solid steady stern still stout strange sunny sweet swift
+    tall tame tender thick thin tidy tiny true vast vivid warm wary wide wild wise young""".split()
+NOUNS = """acorn anchor apple arrow badger barn basket beacon beaver bell birch blanket boat bottle
+    branch bridge brook brush bucket button cabin candle canoe carpet castle cedar chair cherry
+    chimney clock cloud coast compass copper corner cottage crane cradle cricket crow curtain
+    daisy dawn desert door drum eagle engine falcon feather fence ferry field finch flame flute
+    forest fountain fox garden gate glacier glove goose grove hammer harbour hare harvest hedge
+    heron hill horse island jacket jar kettle key kite ladder lake lamp lantern lark leaf lemon
+    letter lily lion lizard maple market meadow mill mirror moon moss mountain needle nest oak
+    orchard otter owl paper parrot path pebble pencil pepper pigeon pine plum pond poplar prairie
+    quill rabbit raven ribbon river robin rocket rope saddle salmon shell ship spoon squirrel
+    stable star stone stork stream swan table thistle tower train tulip turtle valley violin
+    wagon walnut wheel willow window winter wolf wren""".split()

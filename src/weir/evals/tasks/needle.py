@@ -1,0 +1,187 @@
+"""`needle`: a needle in a haystack, by the length of the hay and the depth of the needle.
+
+BalanceKV (Kochetkova et al. 2025), section 4.3 and Figure 4, after Kamradt 2023 and Fu et al. 2024:
+one sentence is hidden in a long text and asked for at its end; a heat map says where it was found.
+In words that takes a model that answers questions. For nano the needle is a name with a number in
+the form of its own exercises, "Anna has 482.", and the question is "Anna has".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from weir.errors import WeirError
+from weir.evals.asking import ask
+from weir.evals.squad import words_found
+from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.evals.texts import read_stream
+from weir.train.exercises import DIGITS, Words, passage
+
+FORMATS = ("exercises", "text")
+SHORTEST = 64
+MOST = 50
+"""Tokens of an answer in words."""
+BOOK = 200_000
+"""Tokens of the text from which hay is taken, more where the longest hay needs more."""
+
+
+@task("needle")
+@dataclass(frozen=True)
+class Needle(Task):
+    """A needle in a haystack: lengths up to `longest`, each at depths from 0 to 1.
+
+    Attributes:
+        longest: tokens of the longest prompt; the others are equal steps below.
+        lengths: how many lengths; 1 is the longest alone.
+        depths: how many depths, from the beginning to the end; 2 or more.
+        samples: prompts of each length and depth, in different hay.
+        format: `exercises`, nano's own; `text`, in words; none takes exercises for nano and text
+            for others.
+        needle, question, answer: in words, for `format=text`.
+        text: a file of books for hay; none takes the packaged one.
+        chat: put the prompt into the model's chat template, for `format=text`.
+    """
+
+    longest: int = 1024
+    lengths: int = 4
+    depths: int = 5
+    samples: int = 8
+    format: str | None = None
+    needle: str = "The miller's secret is a spoonful of chestnut honey in the dough."
+    question: str = "What is the miller's secret?"
+    answer: str = "a spoonful of chestnut honey in the dough"
+    text: str | None = None
+    chat: bool = False
+
+    metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
+
+    def __post_init__(self) -> None:
+        if self.format is not None and self.format not in FORMATS:
+            raise WeirError(f"format of needle is {' or '.join(FORMATS)}, not {self.format!r}")
+        if self.lengths < 1 or self.depths < 2 or self.samples < 1:
+            raise WeirError("needle takes 1 length, 2 depths and 1 sample or more")
+        if self.longest // self.lengths < SHORTEST:
+            raise WeirError(
+                f"the shortest of {self.lengths} lengths up to {self.longest} would be "
+                f"{self.longest // self.lengths} tokens; hay begins at {SHORTEST}"
+            )
+
+    def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
+        """Hide and ask, at every length and depth.
+
+        Returns:
+            "accuracy", the mean of all "cells": of each "length" and "depth" the share of needles
+            found (in words: of the answer's words) and how many were "asked"; "kv_bytes", "format".
+        """
+        form = self.format or ("exercises" if subject.name == "nano" else "text")
+        seek = self._exercises if form == "exercises" else self._words
+        lengths = [self.longest * (i + 1) // self.lengths for i in range(self.lengths)]
+        size = max(BOOK, 2 * self.longest)
+        hay = read_stream(subject.tokenizer, self.text, size).ids
+        if len(hay) <= self.longest:
+            raise WeirError(f"hay of {self.longest:,} tokens takes a longer text than {len(hay):,}")
+        rng = np.random.default_rng(subject.seed)
+        cells, largest = [], 0
+        for length in lengths:
+            for depth in np.linspace(0, 1, self.depths):
+                found, kv_bytes = seek(subject, hay, length, float(depth), rng)
+                largest = max(largest, kv_bytes)
+                cells.append(
+                    {
+                        "length": length,
+                        "depth": float(depth),
+                        "accuracy": mean(found),
+                        "asked": len(found),
+                    }
+                )
+                progress(len(cells) / (len(lengths) * self.depths))
+        return {
+            "accuracy": mean(cell["accuracy"] for cell in cells),
+            "cells": cells,
+            "kv_bytes": largest,
+            "format": form,
+        }
+
+    def _exercises(
+        self, subject: Subject, hay: Tensor, length: int, depth: float, rng: np.random.Generator
+    ) -> tuple[Sequence[float], int]:
+        """Whether each number was given digit by digit, all samples side by side."""
+        words = words_of(subject.tokenizer)
+        rows, numbers = zip(
+            *(exercise(words, hay.numpy(), length, depth, rng) for _ in range(self.samples)),
+            strict=True,
+        )
+        wanted = torch.from_numpy(np.stack(numbers))
+        stream = subject.stream(length, DIGITS)
+        first = stream.feed(torch.from_numpy(np.stack(rows)))[:, None]
+        # Greedy decoding gives all digits exactly if each is the likeliest after the right ones.
+        rest = stream.feed(wanted[:, :-1], all_logits=True)
+        said = torch.cat([first, rest], dim=1).argmax(-1).cpu()
+        return (said == wanted).all(1).float().tolist(), stream.nbytes // self.samples
+
+    def _words(
+        self, subject: Subject, hay: Tensor, length: int, depth: float, rng: np.random.Generator
+    ) -> tuple[Sequence[float], int]:
+        """The share of the answer's words in each answer."""
+        found, kv_bytes = [], 0
+        for _ in range(self.samples):
+            place = int(rng.integers(0, len(hay) - length))
+            context = hidden(
+                subject.tokenizer, hay[place : place + length].tolist(), self.needle, depth
+            )
+            prompt = (
+                f"Read the following book.\n\n{context}\n\nAnswer from what the book says.\n"
+                f"Question: {self.question}\nAnswer:"
+            )
+            stops = () if self.chat else ("\n",)
+            answer = ask(subject, prompt, MOST, stops, self.chat)
+            found.append(words_found(answer.text, self.answer))
+            kv_bytes = max(kv_bytes, answer.kv_bytes)
+        return found, kv_bytes
+
+
+def words_of(tokenizer: PreTrainedTokenizerBase) -> Words:
+    """The tokens of the exercises.
+
+    Raises:
+        WeirError: the tokenizer does not have them.
+    """
+    try:
+        return Words.of(tokenizer)
+    except WeirError as error:
+        raise WeirError(f"{error}; format=text hides a needle in words") from None
+
+
+def exercise(
+    words: Words, hay: np.ndarray, length: int, depth: float, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """A prompt [length] that ends with a question, and its number [digits]."""
+    name = int(rng.choice(words.names))
+    number = rng.choice(words.digits, size=DIGITS)
+    said, asked = words.statement(name, number), words.question(name)
+    row = np.concatenate([[words.start], passage(hay, length - 1, rng)])
+    place = 1 + round(depth * (length - 1 - len(said) - len(asked)))
+    row[place : place + len(said)] = said
+    row[length - len(asked) :] = asked
+    return row, number
+
+
+def hidden(
+    tokenizer: PreTrainedTokenizerBase, hay: Sequence[int], needle: str, depth: float
+) -> str:
+    """Hay as text, with the needle after the last sentence that ends above its depth."""
+    texts = [str(tokenizer.decode([token])) for token in hay]
+    place = round(depth * len(hay))
+    while 0 < place < len(hay) and not texts[place - 1].rstrip().endswith((".", "!", "?")):
+        place -= 1
+    before = str(tokenizer.decode(list(hay[:place]), skip_special_tokens=True)).strip()
+    after = str(tokenizer.decode(list(hay[place:]), skip_special_tokens=True)).strip()
+    return " ".join(part for part in (before, needle, after) if part)

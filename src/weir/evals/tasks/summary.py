@@ -1,0 +1,92 @@
+"""`summary`: summaries of articles, by ROUGE against their own, and how alike they are.
+
+BUZZ (Zhao et al. 2024), section 4.2.1 with Table 2 and Figure 5 (XSUM, budgets of 10 to 60 % of the
+full cache), Table A (CNN/DailyMail), and section 4.2.3 with Figure 7: Self-BLEU, to be compared
+with that of `dense`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from weir.errors import WeirError
+from weir.evals.asking import ask, taken
+from weir.evals.records import Record, read_records
+from weir.evals.rouge import rouge, self_bleu
+from weir.evals.task import Better, Progress, Subject, Task, task
+
+FIELDS = (("document", "summary"), ("article", "highlights"))
+"""What XSUM and CNN/DailyMail call a text and its summary."""
+
+
+@task("summary")
+@dataclass(frozen=True)
+class Summary(Task):
+    """Summaries: ROUGE-1, ROUGE-2, ROUGE-L, their geometric mean, and Self-BLEU.
+
+    Attributes:
+        file: JSON lines with `document` and `summary` (XSUM) or `article` and `highlights`
+            (CNN/DailyMail).
+        samples: the first so many articles; none takes all.
+        most: tokens of a summary.
+        chat: put the prompt into the model's chat template.
+    """
+
+    file: str
+    samples: int | None = None
+    most: int = 64
+    chat: bool = False
+
+    metrics: ClassVar[dict[str, Better]] = {
+        "rouge": "higher",
+        "rouge1": "higher",
+        "rouge2": "higher",
+        "rougeL": "higher",
+    }
+
+    def __post_init__(self) -> None:
+        if self.most < 1 or (self.samples is not None and self.samples < 1):
+            raise WeirError("summary takes 1 sample and 1 token or more")
+
+    def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
+        """Have every article summarised on a stream of its own.
+
+        Returns:
+            "rouge" (the geometric mean), "rouge1", "rouge2", "rougeL" and "self_bleu", all from 0
+            to 1; "asked"; "answers"; and what `taken` says of the caches, "share" being the cache's
+            budget as the paper counts it.
+        """
+        rouge(["ready"], ["ready"])  # rather no package now than after hours of summaries
+        self_bleu(["ready", "ready"])
+        pairs = [texts_of(record) for record in read_records(self.file, self.samples)]
+        answers, texts = [], []
+        for article, _ in pairs:
+            prompt = (
+                f"Article: {article.strip()}\n\nSummarise the article above in one sentence.\n"
+                "Summary:"
+            )
+            stops = () if self.chat else ("\n",)
+            answers.append(ask(subject, prompt, self.most, stops, self.chat))
+            texts.append(answers[-1].text.strip())
+            progress(len(texts) / len(pairs))
+        return {
+            **rouge(texts, [right for _, right in pairs]),
+            "self_bleu": self_bleu(texts),
+            "asked": len(pairs),
+            "answers": texts,
+            **taken(answers),
+        }
+
+
+def texts_of(record: Record) -> tuple[str, str]:
+    """The text and the summary of a record.
+
+    Raises:
+        WeirError: it has the fields of neither data set, or they are no texts.
+    """
+    for text, summary in FIELDS:
+        if text in record:
+            return record.text(text), record.text(summary)
+    known = " or ".join(f"'{text}'" for text, _ in FIELDS)
+    raise WeirError(f"{record.place}: there is no field {known}")
