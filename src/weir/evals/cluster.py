@@ -60,9 +60,11 @@ def _run(ray: Any, address: str, cells: list[Numbered], told: Told) -> Iterator[
             number, cell = waiting.pop(ended)
             try:
                 yield ray.get(ended)
+            except ray.exceptions.WorkerCrashedError:
+                yield failed(number, cell, f"its worker died {TRIES} times")
             except ray.exceptions.RayError as error:
-                kind = type(error).__name__
-                yield failed(number, cell, f"its worker died {TRIES} times ({kind})")
+                said = str(error).strip().splitlines() or [type(error).__name__]
+                yield failed(number, cell, f"its worker could not run it: {said[-1].strip()}")
     finally:
         if ours:
             ray.shutdown()

@@ -1,0 +1,143 @@
+"""`efficiency`: seconds of prefill and decoding, and bytes, beside exact attention and recompute.
+
+StreamingLLM (Xiao et al. 2024), Figure 10: latency per token by cache size against a sliding window
+with re-computation; BalanceKV (Kochetkova et al. 2025), Table 2: a prompt and an answer against
+exact attention. All rivals are timed in turns, a step of each, so what else the machine does hits
+them alike; the ratios of their medians are what to compare.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from weir.errors import WeirError
+from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.policy import policy_of
+from weir.stream import Stream
+
+EXACT, RECOMPUTE = "exact", "recompute"
+
+
+@task("efficiency")
+@dataclass(frozen=True)
+class Efficiency(Task):
+    """Seconds for a prompt and for each token after it, and bytes of the cache.
+
+    The one task whose figures differ from run to run.
+
+    Attributes:
+        prompt: tokens of the prompt; random ones, as only their number matters.
+        tokens: decoded after it, one at a time.
+        repeats: the prompt is read so often.
+    """
+
+    prompt: int = 1024
+    tokens: int = 64
+    repeats: int = 3
+
+    metrics: ClassVar[dict[str, Better]] = {
+        "decode_over_exact": "lower",
+        "decode_over_recompute": "lower",
+        "prefill_over_exact": "lower",
+    }
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise WeirError(f"{name} of efficiency is 1 or more, not {getattr(self, name)}")
+
+    def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
+        """Read the prompt and decode, all rivals in turns.
+
+        Returns:
+            The three ratios (None where the model cannot recompute as many tokens as the policy
+            holds); "rivals", of each the medians "prefill_s" and "decode_s" (a token) and its
+            "kv_bytes"; "prompt", "tokens", "threads", "device"; "kv_bytes".
+        """
+        rivals = self._rivals(subject)
+        vocabulary = subject.model.config.get_text_config(decoder=True).vocab_size
+        generator = torch.Generator().manual_seed(subject.seed)
+        ids = torch.randint(0, vocabulary, (1, self.prompt + self.tokens), generator=generator)
+        ids = ids.to(subject.model.device)
+        prefill: dict[str, list[float]] = {name: [] for name in rivals}
+        decode: dict[str, list[float]] = {name: [] for name in rivals}
+        streams: dict[str, Stream] = {}
+        for turn in range(self.repeats):
+            for name, make in rivals.items():
+                streams[name] = make()
+                prefill[name].append(_seconds(streams[name], ids[:, : self.prompt]))
+            progress((turn + 1) / (2 * self.repeats))
+        for step in range(self.prompt, self.prompt + self.tokens):
+            for name, stream in streams.items():
+                decode[name].append(_seconds(stream, ids[:, step : step + 1]))
+            progress(0.5 + (step + 1 - self.prompt) / (2 * self.tokens))
+        rows = {
+            name: {
+                "rival": name,
+                "prefill_s": median(prefill[name]),
+                "decode_s": median(decode[name]),
+                "kv_bytes": streams[name].nbytes,
+            }
+            for name in rivals
+        }
+        mine = rows[str(subject.policy)]
+        return {
+            "decode_over_exact": _ratio(mine, rows[EXACT], "decode_s"),
+            "decode_over_recompute": _ratio(mine, rows.get(RECOMPUTE), "decode_s"),
+            "prefill_over_exact": _ratio(mine, rows[EXACT], "prefill_s"),
+            "rivals": list(rows.values()),
+            "prompt": self.prompt,
+            "tokens": self.tokens,
+            "threads": torch.get_num_threads(),
+            "device": str(subject.model.device),
+            "kv_bytes": mine["kv_bytes"],
+        }
+
+    def _rivals(self, subject: Subject) -> dict[str, Callable[[], Stream]]:
+        """What is timed, by name: new streams of the policy, of exact attention, of recompute."""
+        stream = subject.stream(self.prompt, self.tokens)
+        exact = replace(subject, policy=policy_of("dense"), rate=None)
+        rivals: dict[str, Callable[[], Stream]] = {
+            str(subject.policy): lambda: subject.stream(self.prompt, self.tokens),
+            EXACT: lambda: exact.stream(self.prompt, self.tokens),
+        }
+        held = _slots(stream)
+        limit = subject.model.config.get_text_config(decoder=True).max_position_embeddings
+        if held is not None and held <= limit:
+            again = replace(subject, policy=policy_of(f"recompute(budget={held})"), rate=None)
+            rivals[RECOMPUTE] = again.stream
+        return rivals
+
+
+def _slots(stream: Stream) -> int | None:
+    """Slots of the largest layer, without the tail; None where there is no limit or no cache."""
+    if stream.cache is None:
+        return None
+    each = [layer.pipe.slots for layer in stream.cache.stack]
+    return None if None in each else max(n for n in each if n is not None)
+
+
+def _seconds(stream: Stream, ids: Tensor) -> float:
+    """How long a stream takes for some tokens."""
+    _wait(ids)
+    begun = time.perf_counter()
+    stream.feed(ids)
+    _wait(ids)
+    return time.perf_counter() - begun
+
+
+def _wait(ids: Tensor) -> None:
+    """What the accelerator was given is done."""
+    if ids.is_cuda:
+        torch.cuda.synchronize(ids.device)
+
+
+def _ratio(mine: dict[str, Any], other: dict[str, Any] | None, field: str) -> float | None:
+    return None if other is None else mine[field] / other[field]

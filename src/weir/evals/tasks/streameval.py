@@ -1,0 +1,279 @@
+"""`streameval`: lines with numbers on one endless stream, and a query every ten lines.
+
+StreamingLLM (Xiao et al. 2024), section 4.3, Figures 8 and 9, and Table 7: what is asked for stood
+so many lines back; nothing is ever reset, and the model's own answers stay in the stream.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from weir.errors import WeirError
+from weir.evals.intervals import counted
+from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.evals.tasks.lines import ADJECTIVES, LARGEST, NOUNS, beginning
+from weir.stream import Stream
+from weir.train.exercises import DIGITS, Words
+
+DISTANCES = (20, 40, 60, 80, 100, 150, 200, 400, 600, 800, 1000)
+"""Table 7's, in lines."""
+FORMATS = ("exercises", "text")
+
+Query = tuple[int, int]
+"""After how many lines it comes, and how many lines back it asks."""
+
+
+@task("streameval")
+@dataclass(frozen=True)
+class StreamEval(Task):
+    """Lines with numbers on one stream, and after every few a question for one some lines back.
+
+    Attributes:
+        distance: of the questions, in lines; none asks at each of Table 7's, 20 to 1,000, in random
+            order on the same stream.
+        samples: streams; the paper has 100.
+        queries: per stream and distance; the paper has 100.
+        every: lines between two queries.
+        format: `exercises` has lines as nano knows them, "table has 482." for any word; `text` has
+            those of the paper, "line quiet-lamp: REGISTER_CONTENT is <24169>"; none takes
+            exercises for nano and text for others.
+    """
+
+    distance: int | None = None
+    samples: int = 8
+    queries: int = 10
+    every: int = 10
+    format: str | None = None
+
+    metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "queries", "every"):
+            if getattr(self, name) < 1:
+                raise WeirError(f"{name} of streameval is 1 or more, not {getattr(self, name)}")
+        if self.distance is not None and self.distance < 1:
+            raise WeirError(f"streameval asks 1 line back or more, not {self.distance}")
+        if self.format is not None and self.format not in FORMATS:
+            raise WeirError(f"format of streameval is {' or '.join(FORMATS)}, not {self.format!r}")
+
+    def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
+        """Ask every question.
+
+        Returns:
+            "accuracy" with "right", "asked", "low" and "high" (95 %), and the same "by_distance"
+            (in lines, with the "tokens" that is on average); "tokens" of one stream, "kv_bytes" of
+            one, "format".
+        """
+        rng = np.random.default_rng(subject.seed)
+        form = self.format or ("exercises" if subject.name == "nano" else "text")
+        kind = Exercises if form == "exercises" else Text
+        distances = DISTANCES if self.distance is None else (self.distance,)
+        schedule = make_schedule(distances, self.queries, self.every, rng)
+        hits = dict.fromkeys(distances, 0)
+        per_line: list[float] = []
+        kv_bytes = tokens = done = 0
+        while done < self.samples:
+            rows = min(kind.at_once, self.samples - done)
+            lines = kind(subject.tokenizer, rows, schedule[-1][0], rng)
+            stream = subject.stream()
+            for query, right in _ask_all(stream, lines, schedule):
+                hits[query[1]] += right
+                share = query[0] / schedule[-1][0]
+                progress((done + rows * share) / self.samples)
+            done += rows
+            per_line.append(lines.per_line)
+            kv_bytes, tokens = max(kv_bytes, stream.nbytes // rows), stream.seen
+        asked = self.samples * self.queries
+        return {
+            **counted(sum(hits.values()), asked * len(distances)),
+            "by_distance": [
+                {"distance": d, "tokens": round(d * float(np.mean(per_line))), **counted(n, asked)}
+                for d, n in hits.items()
+            ],
+            "tokens": tokens,
+            "kv_bytes": kv_bytes,
+            "format": form,
+        }
+
+
+def make_schedule(
+    distances: tuple[int, ...], queries: int, every: int, rng: np.random.Generator
+) -> list[Query]:
+    """When to ask how far back: each distance so often, in random order, and no line twice.
+
+    The first query comes when there are lines enough for the farthest.
+    """
+    left = dict.fromkeys(distances, queries)
+    place = -(-max(distances) // every) * every
+    asked: set[int] = set()
+    schedule = []
+    while any(left.values()):
+        open_ = [d for d, n in left.items() if n and place - d not in asked]
+        if open_:
+            distance = int(rng.choice(open_))
+            left[distance] -= 1
+            asked.add(place - distance)
+            schedule.append((place, distance))
+        place += every
+    return schedule
+
+
+def _ask_all(stream: Stream, lines: Lines, schedule: list[Query]) -> Iterator[tuple[Query, int]]:
+    """Feed lines and questions; yields each query with how many rows answered it right."""
+    fed = 0
+    after: Tensor | None = None
+    for query in schedule:
+        place, distance = query
+        new = [lines.line(number) for number in range(fed, place)]
+        new.append(lines.question(place - distance))
+        logits = stream.feed(torch.cat([*([] if after is None else [after]), *new], dim=1))
+        answer = []
+        for _ in range(lines.answer_length(place - distance)):
+            answer.append(logits.argmax(-1, keepdim=True).cpu())
+            logits = stream.feed(answer[-1])
+        yield query, lines.right(place - distance, torch.cat(answer, dim=1))
+        after, fed = lines.after, place
+
+
+class Lines(ABC):
+    """The lines of some streams side by side, each with a name and a number.
+
+    Attributes:
+        at_once: how many streams can be read side by side.
+        after: tokens after an answer [rows, n].
+        per_line: tokens of a line, on average.
+    """
+
+    at_once: ClassVar[int]
+    after: Tensor
+    per_line: float
+
+    @abstractmethod
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, rows: int, count: int, rng: np.random.Generator
+    ) -> None:
+        """`count` lines for each of some rows."""
+
+    @abstractmethod
+    def line(self, number: int) -> Tensor:
+        """A line [rows, n]."""
+
+    @abstractmethod
+    def question(self, number: int) -> Tensor:
+        """The question for a line's number, up to where it begins [rows, n]."""
+
+    @abstractmethod
+    def answer_length(self, number: int) -> int:
+        """Tokens of a right answer."""
+
+    @abstractmethod
+    def right(self, number: int, answer: Tensor) -> int:
+        """How many of the answers [rows, n] are right."""
+
+
+class Exercises(Lines):
+    """Lines as nano's exercises have them, 7 tokens each; any word may be a name.
+
+    All lines have one length, so many streams are read side by side.
+    """
+
+    at_once = 32
+    per_line = 4.0 + DIGITS
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, rows: int, count: int, rng: np.random.Generator
+    ) -> None:
+        self.words = Words.of(tokenizer)
+        used = [*self.words.digits, self.words.verb, self.words.space, self.words.stop]
+        names = np.setdiff1d(self.words.plain, used)
+        # A name comes back when all others were used: the last line of that name is meant.
+        rounds = -(-count // len(names))
+        drawn = [
+            np.concatenate([rng.permutation(names) for _ in range(rounds)]) for _ in range(rows)
+        ]
+        self.names = np.stack(drawn)[:, :count]
+        self.numbers = rng.choice(self.words.digits, size=(rows, count, DIGITS))
+        self.after = torch.full((rows, 1), self.words.stop)
+
+    def line(self, number: int) -> Tensor:
+        """A statement, "table has 482."; the start token stands in front of the first."""
+        said = torch.from_numpy(
+            np.stack(
+                [
+                    self.words.statement(name, digits)
+                    for name, digits in zip(
+                        self.names[:, number], self.numbers[:, number], strict=True
+                    )
+                ]
+            )
+        )
+        if number:
+            return said
+        return torch.cat([torch.full((len(said), 1), self.words.start), said], dim=1)
+
+    def question(self, number: int) -> Tensor:
+        """The beginning of the statement, "table has "."""
+        asked = [self.words.question(name) for name in self.names[:, number]]
+        return torch.from_numpy(np.stack(asked))
+
+    def answer_length(self, number: int) -> int:
+        """Its digits."""
+        return DIGITS
+
+    def right(self, number: int, answer: Tensor) -> int:
+        """All digits are."""
+        return int((answer.numpy() == self.numbers[:, number]).all(axis=1).sum())
+
+
+class Text(Lines):
+    """Lines as the paper has them; they differ in length, so a stream is read by itself."""
+
+    at_once = 1
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, rows: int, count: int, rng: np.random.Generator
+    ) -> None:
+        self.tokenizer = tokenizer
+        every = len(ADJECTIVES) * len(NOUNS)
+        places = np.concatenate([rng.permutation(every) for _ in range(-(-count // every))])
+        self.names = [f"{ADJECTIVES[i // len(NOUNS)]}-{NOUNS[i % len(NOUNS)]}" for i in places]
+        self.numbers = rng.integers(1, LARGEST, endpoint=True, size=count).tolist()
+        self.after = self._ids("\n")
+        # The first line has the start token.
+        sizes = [self._ids(self._said(number)).shape[1] for number in range(min(count, 50))]
+        self.per_line = float(np.mean(sizes))
+
+    def line(self, number: int) -> Tensor:
+        """A line like "line quiet-lamp: REGISTER_CONTENT is <24169>"."""
+        return self._ids(self._said(number), special=number == 0)
+
+    def question(self, number: int) -> Tensor:
+        """The line in words, and its beginning once more."""
+        name = self.names[number]
+        return self._ids(
+            f"Which number is the REGISTER_CONTENT of the line {name}?\n{beginning(name)}"
+        )
+
+    def answer_length(self, number: int) -> int:
+        """Its tokens, and those of the bracket behind it."""
+        return self._ids(f"{self.numbers[number]}>").shape[1]
+
+    def right(self, number: int, answer: Tensor) -> int:
+        """It is written out, and ends where it ends."""
+        text = str(self.tokenizer.decode(answer[0].tolist())).strip()
+        return int(text.startswith(f"{self.numbers[number]}>"))
+
+    def _said(self, number: int) -> str:
+        return f"{beginning(self.names[number])}{self.numbers[number]}>\n"
+
+    def _ids(self, text: str, special: bool = False) -> Tensor:
+        ids = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        return torch.tensor([ids])
