@@ -10,19 +10,21 @@ e^<k, q> is an inner product of features of k and of q. The walk needs only the 
 
     y_ij = e^(t <k_i, k_j> scale) * (e^(a_i + a_j) <v_i, v_j> + constant * e^(b_i + b_j)),
 
-with t the temperature, and keys shifted by the mean of their block, which no softmax notices.
+with t the temperature, and keys shifted by the mean of their block, which no softmax notices
+(`weir.gram`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from weir import kernels
 from weir.errors import WeirError
+from weir.gram import Gram, gram, held
 from weir.slab import EMPTY
 
 LOG_2 = math.log(2)
@@ -58,10 +60,6 @@ class Sets:
     def tensors(self) -> tuple[Tensor, ...]:
         """In the order of the fields."""
         return self.keys, self.values, self.a, self.b, self.luck
-
-    def split(self, sets: int) -> Iterator[Sets]:
-        """So many sets at a time."""
-        return map(Sets, *(t.split(sets) for t in self.tensors()))
 
     def even(self) -> Sets:
         """With one more empty place in each block, if the number of places is odd."""
@@ -122,84 +120,108 @@ class Halving:
             (index, a, b): who stays, as places in the whole set, in order, and -1 for nobody
             [sets, blocks * ceil(tokens / 2)]; and what they weigh from now on.
         """
-        _, blocks, tokens = sets.a.shape
-        each = max(1, _AT_ONCE // (blocks * tokens**2))
-        parts = [self._halve(part.even(), scale) for part in sets.split(each)]
-        return (
-            torch.cat([index for index, _, _ in parts]),
-            torch.cat([a for _, a, _ in parts]),
-            torch.cat([b for _, _, b in parts]),
-        )
-
-    def _halve(self, sets: Sets, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        half = sets.a.shape[1] * sets.a.shape[2] // 2
-        products, gain = self._products(sets, scale)
+        sets = sets.even()
         if self.halves == "pairs":
-            stays, more = _one_of_each_pair(products, gain, sets)
+            stays, more = self._one_of_each_pair(sets, scale)
             below = more
         else:
             luck, there = sets.luck, sets.held
             if self.halves == "authors":
                 luck = luck.index_fill(2, luck.new_zeros(1, dtype=torch.int64), -1.0)
-            signs = walk(products, gain, luck, there)
+            signs = self._signs(sets, scale, luck, there)
             stays, more = _authors(signs) if self.halves == "authors" else _smaller(signs)
             alone = there.sum(dim=(1, 2), keepdim=True) == 1
             stays = torch.where(alone, there, stays)
             below = torch.full_like(more, LOG_2) if self.flat else more
             more, below = more.masked_fill(alone, 0.0), below.masked_fill(alone, 0.0)
+        half = sets.a.shape[1] * sets.a.shape[2] // 2
         stays, a, b = (t.flatten(1) for t in (stays, sets.a + more, sets.b + below))
         order = (~stays).to(torch.uint8).argsort(dim=1, stable=True)[:, :half]
         nobody = ~stays.gather(1, order)
         a, b = (t.gather(1, order).masked_fill(nobody, -torch.inf) for t in (a, b))
         return order.masked_fill(nobody, EMPTY), a, b
 
-    def _products(self, sets: Sets, scale: float) -> tuple[Tensor, Tensor]:
-        """(inner products [sets, blocks, tokens, tokens], the gain of the walk [sets, blocks]).
+    def _signs(self, sets: Sets, scale: float, luck: Tensor, free: Tensor) -> Tensor:
+        """The signs of tokens, or of pairs, by a walk through each block [sets, blocks, n].
 
-        So that nothing overflows, they are divided by the largest e^(t <k, k> scale) of a block and
-        the weights by their largest.
+        Args:
+            sets: the tokens.
+            scale: the factor of the logits.
+            luck: uniform numbers, for tokens or for pairs [sets, blocks, n].
+            free: which take part, bool.
         """
-        there = sets.held[..., None]
-        keys = sets.keys.float().masked_fill(~there, 0.0)
-        keys = keys - keys.sum(dim=2, keepdim=True) / there.sum(dim=2, keepdim=True).clamp_min(1)
-        keys = keys.masked_fill(~there, 0.0)
-        logits = keys @ keys.mT * (scale * self.temperature)
-        top = logits.diagonal(dim1=2, dim2=3).amax(dim=2)
-        above = sets.values.float().masked_fill(~there, 0.0) * _relative(sets.a)[..., None]
-        below = _relative(sets.b)[..., None] * math.sqrt(self.constant)
-        products = (logits - top[..., None, None]).exp_()
-        products *= above @ above.mT + below @ below.mT
+        fastest = kernels.walk(luck.device) or walk
+        parts = (sets.keys, sets.values, sets.a, sets.b, luck, free)
+        at_once = max(1, _AT_ONCE // sets.a.shape[2] ** 2)
+        signs = []
+        for *tokens, odds, there in zip(
+            *(t.flatten(0, 1).split(at_once) for t in parts), strict=True
+        ):
+            products = gram(
+                *tokens,
+                rate=scale * self.temperature,
+                constant=self.constant,
+                pairs=self.halves == "pairs",
+            )
+            gain = self._gain(products, held(*tokens[2:]).sum(dim=1))
+            signs.append(fastest(products.products, gain, odds, there))
+        return torch.cat(signs).view(free.shape)
+
+    def _gain(self, products: Gram, count: Tensor) -> Tensor:
+        """The gain of the walk in blocks of so many tokens [blocks]."""
         if self.gamma is not None:
-            return products, self.gamma * top.clamp_max(_STEEPEST).exp()
-        count = there.sum(dim=(2, 3)).clamp_min(2)
-        radius = (above**2).sum(dim=3).amax(dim=2) + (below**2).amax(dim=(2, 3))
+            return self.gamma * products.top.clamp_max(_STEEPEST).exp()
+        count, radius = count.clamp_min(2), products.radius
         if self.halves == "pairs":
             # Half as many vectors, and a difference is at most twice as long.
             count, radius = (count // 2).clamp_min(2), 4 * radius
         c = 60 * count.log()
-        return products, 1 / (2 * c * radius).clamp_min(torch.finfo(torch.float32).tiny)
+        return 1 / (2 * c * radius).clamp_min(torch.finfo(torch.float32).tiny)
+
+    def _one_of_each_pair(self, sets: Sets, scale: float) -> tuple[Tensor, Tensor]:
+        """(who stays, what is added to log-weights) [sets, blocks, tokens]: of each pair one, for
+        both.
+
+        Pairs of unlike weight are not in the walk, whose mirror image would not be as likely. There
+        a coin decides, with probabilities in proportion to the weights, which is unbiased too.
+        """
+        (a1, a2), (b1, b2), (mine, other) = (
+            (t[..., 0::2], t[..., 1::2]) for t in (sets.a, sets.b, sets.held)
+        )
+        alike = _close(a1, a2) & _close(b1, b2) & mine & other
+        luck = sets.luck[..., 0::2]
+        signs = self._signs(sets, scale, luck, alike)
+        one, two = torch.maximum(a1, b1).double(), torch.maximum(a2, b2).double()
+        share = (one - torch.logaddexp(one, two)).exp()
+        first = torch.where(alike, signs > 0, luck < share)
+        more = -torch.where(first, share, 1 - share).log().float()
+        more = torch.where(alike, LOG_2, more).repeat_interleave(2, dim=-1).nan_to_num(0.0)
+        return torch.stack([first & mine, ~first & other], dim=-1).flatten(-2), more
 
 
 def walk(products: Tensor, gain: Tensor, luck: Tensor, free: Tensor) -> Tensor:
     """The self-balancing walk (lines 5 to 11 of Algorithm 2), over many blocks at once.
 
     Where the paper's walk fails, because a sum went beyond its bound, the sign is certain. This is
-    what kernels are checked against: a loop over the tokens of a block.
+    what kernels are checked against, a loop over the tokens of a block; so that they can make the
+    same signs, each product is added by itself, in the order of the walk.
 
     Args:
-        products: inner products [..., n, n].
-        gain: + has probability 1/2 - gain * sum [...].
+        products: inner products [..., n, n], float32; only those above the diagonal are read.
+        gain: + has probability 1/2 - gain * sum [...], float32.
         luck: uniform numbers [..., n].
         free: which tokens take part [..., n], bool.
 
     Returns:
-        Signs [..., n]: 1, -1, and 0 for those that take no part.
+        Signs [..., n], float32: 1, -1, and 0 for those that take no part.
     """
-    signs = torch.zeros_like(products[..., 0])
+    signs = torch.zeros_like(luck, dtype=torch.float32)
+    total = torch.zeros_like(signs)
+    gain = gain.double()
     for j in range(signs.shape[-1]):
-        total = (products[..., j, :j] * signs[..., :j]).sum(dim=-1)
-        plus = luck[..., j] < 0.5 - gain * total
+        plus = luck[..., j] < 0.5 - gain * total[..., j]
         signs[..., j] = torch.where(plus, 1.0, -1.0) * free[..., j]
+        total[..., j + 1 :] += signs[..., j, None] * products[..., j, j + 1 :]
     return signs
 
 
@@ -212,33 +234,6 @@ def check_block(block: int, most: int | None = None) -> None:
     if block < 2 or block % 2 or (most is not None and block > most):
         upward = "on" if most is None else f"to {most - most % 2}"
         raise WeirError(f"a block is an even number of tokens from 2 {upward}, not {block}")
-
-
-def held(a: Tensor, b: Tensor) -> Tensor:
-    """Where log-weights are those of a token, bool."""
-    return ~(a.isneginf() & b.isneginf())
-
-
-def _one_of_each_pair(products: Tensor, gain: Tensor, sets: Sets) -> tuple[Tensor, Tensor]:
-    """(who stays, what is added to log-weights) [..., tokens]: of each pair one, for both.
-
-    Pairs of unlike weight are not in the walk, whose mirror image would not be as likely. There a
-    coin decides, with probabilities in proportion to the weights, which is unbiased too.
-    """
-    apart = products[..., 0::2, :] - products[..., 1::2, :]
-    apart = apart[..., 0::2] - apart[..., 1::2]
-    (a1, a2), (b1, b2), (mine, other) = (
-        (t[..., 0::2], t[..., 1::2]) for t in (sets.a, sets.b, sets.held)
-    )
-    alike = _close(a1, a2) & _close(b1, b2) & mine & other
-    luck = sets.luck[..., 0::2]
-    signs = walk(apart, gain, luck, alike)
-    one, two = torch.maximum(a1, b1).double(), torch.maximum(a2, b2).double()
-    share = (one - torch.logaddexp(one, two)).exp()
-    first = torch.where(alike, signs > 0, luck < share)
-    more = -torch.where(first, share, 1 - share).log().float()
-    more = torch.where(alike, LOG_2, more).repeat_interleave(2, dim=-1).nan_to_num(0.0)
-    return torch.stack([first & mine, ~first & other], dim=-1).flatten(-2), more
 
 
 def _close(one: Tensor, other: Tensor) -> Tensor:
@@ -271,9 +266,3 @@ def _authors(signs: Tensor) -> tuple[Tensor, Tensor]:
     until = steps <= torch.maximum(plus, minus)
     stays = torch.where(until, line == torch.where(plus > minus, -1.0, 1.0), line != 0)
     return stays.view_as(signs), torch.where(until, LOG_2, 0.0).view_as(signs)
-
-
-def _relative(weight: Tensor) -> Tensor:
-    """e^weight over the largest of its block; 0 where there is no weight."""
-    top = weight.amax(dim=-1, keepdim=True)
-    return (weight - top.masked_fill(top.isneginf(), 0.0)).exp()

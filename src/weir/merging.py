@@ -194,9 +194,11 @@ def compress(
     batch, heads, _ = slots.position.shape
     for number in range(rounds):
         blocks = -(-len(slots) // block)
-        place = torch.arange(blocks * block, device=slots.position.device)
-        place = place.where(place < len(slots), EMPTY).expand(batch, heads, -1)
-        whole = slots.take(place)
+        whole = slots
+        if len(slots) % block:
+            place = torch.arange(blocks * block, device=slots.position.device)
+            place = place.where(place < len(slots), EMPTY).expand(batch, heads, -1)
+            whole = slots.take(place)
         luck = draws.uniform(number, whole.position)
         parts = (whole.keys, whole.values, whole.a, whole.b, luck)
         shape = (batch * heads, blocks, block)

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weir.picking import pick
+
 EMPTY = -1
 
 
@@ -83,7 +85,7 @@ class Slots:
         def gather(t: Tensor) -> Tensor:
             if t.ndim == 3:
                 return t.gather(2, index)
-            return t.gather(2, index[..., None].expand(-1, -1, -1, t.shape[3]))
+            return pick(t, index)
 
         taken = self.map(gather)
         taken.a = taken.a.masked_fill(nowhere, -torch.inf)
@@ -113,6 +115,8 @@ class Slots:
         but those of heads that have fewer tokens than the fullest.
         """
         mask = mask & self.held
+        if bool(mask.all()):
+            return self
         width = int(mask.sum(dim=2).max()) if mask.numel() else 0
         order = (~mask).to(torch.uint8).argsort(dim=2, stable=True)[:, :, :width]
         return self.take(torch.where(mask.gather(2, order), order, EMPTY))

@@ -1,0 +1,75 @@
+"""The self-balancing walk on the CPU, blocks in parallel: `weir.halving.walk`, sign for sign.
+
+Both add the rows of the inner products to the sums of all later tokens, in the order of the walk,
+in float32; times a sign that is exact, so there is one answer. Roofline: each inner product above
+the diagonal is read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+_WORTH_A_THREAD = 2**20
+"""Inner products below which a thread of their own costs more than it saves."""
+
+
+def _signs(
+    products: np.ndarray, gain: np.ndarray, luck: np.ndarray, free: np.ndarray, signs: np.ndarray
+) -> None:
+    blocks, tokens = luck.shape
+    total = np.empty(tokens, np.float32)
+    for block in range(blocks):
+        total[:] = 0.0
+        lean = np.float64(gain[block])
+        for j in range(tokens):
+            if not free[block, j]:
+                continue
+            row = products[block, j]
+            if luck[block, j] < 0.5 - lean * np.float64(total[j]):
+                signs[block, j] = 1.0
+                for i in range(j + 1, tokens):
+                    total[i] += row[i]
+            else:
+                signs[block, j] = -1.0
+                for i in range(j + 1, tokens):
+                    total[i] -= row[i]
+
+
+def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+    try:
+        return numba.njit(function, nogil=True, cache=True)
+    except RuntimeError:  # nowhere to keep it: neither beside this file nor in the user's cache
+        return numba.njit(function, nogil=True)
+
+
+_compiled_signs = _compiled(_signs)
+
+
+def walk(products: Tensor, gain: Tensor, luck: Tensor, free: Tensor) -> Tensor:
+    """Signs [..., n]; arguments as in `weir.halving.walk`, on the CPU.
+
+    Threads of Python's, not numba's: those would change how many PyTorch uses.
+    """
+    n = luck.shape[-1]
+    signs = torch.zeros(luck.shape)
+    if signs.numel():
+        parts = (products.float(), gain.float(), luck.double(), free, signs)
+        shapes = ((-1, n, n), (-1,), (-1, n), (-1, n), (-1, n))
+        arrays = [t.contiguous().view(s).numpy() for t, s in zip(parts, shapes, strict=True)]
+        blocks = arrays[1].shape[0]
+        threads = min(torch.get_num_threads(), blocks, 1 + blocks * n * n // _WORTH_A_THREAD)
+        cuts = [blocks * thread // threads for thread in range(threads + 1)]
+        spans = [[array[start:stop] for array in arrays] for start, stop in pairwise(cuts)]
+        if threads == 1:
+            _compiled_signs(*arrays)
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(lambda span: _compiled_signs(*span), spans))
+    return signs
