@@ -1,6 +1,7 @@
 """Data sets of JSON lines: one record a line, and every fault named by file, line and field.
 
-Plain, `.gz` or `.xz`, UTF-8. Knows nothing about what the records mean.
+Plain, `.gz` or `.xz`, UTF-8; or the rows of a data set of the Hub (`weir.evals.hub`). Knows nothing
+about what the records mean.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from weir.errors import WeirError
+from weir.evals.hub import HUB, rows_of
 
 
 class Record:
@@ -93,9 +95,23 @@ class Record:
 def read_records(path: str | Path, most: int | None = None) -> list[Record]:
     """The records of a file, the first `most` of them; lines that hold nothing are passed over.
 
+    `hub:ID:SPLIT` and `hub:ID:CONFIGURATION:SPLIT` are read from the Hub.
+
     Raises:
-        WeirError: the file is missing, damaged, not UTF-8 or empty, or a line is no JSON object.
+        WeirError: the file is missing, damaged, not UTF-8 or empty, or a line is no JSON object; or
+            the data set cannot be had.
     """
+    if str(path).startswith(HUB):
+        rows = enumerate(rows_of(str(path), most), 1)
+        found = [Record(f"{path}, row {number}", row) for number, row in rows]
+    else:
+        found = _from_file(path, most)
+    if not found:
+        raise WeirError(f"{path} holds no records")
+    return found
+
+
+def _from_file(path: str | Path, most: int | None) -> list[Record]:
     found: list[Record] = []
     for number, line in _lines(Path(path).expanduser()):
         if not line.strip():
@@ -112,8 +128,6 @@ def read_records(path: str | Path, most: int | None = None) -> list[Record]:
         found.append(Record(place, values))
         if len(found) == most:
             break
-    if not found:
-        raise WeirError(f"{path} holds no records")
     return found
 
 

@@ -43,7 +43,7 @@ class Choice(Task):
     """Multiple-choice questions streamed, exact match of the label, against one-shot.
 
     Attributes:
-        file: questions in ARC's JSON lines, `ARC-Easy-Test.jsonl`.
+        file: questions in ARC's JSON lines, `ARC-Easy-Test.jsonl`; or `hub:...`.
         samples: the first so many of the file; none takes all.
         chat: ask in turns of the model's chat template. Without, the stream is text: "Answer: B".
     """
@@ -121,17 +121,29 @@ def answered(stream: Stream, question: Sequence[int], right: Sequence[int]) -> i
 
 
 def question_of(record: Record) -> Question:
-    """A question in ARC's format.
+    """A question in ARC's format, that of its files or that of the Hub.
+
+    The files have an object `question` with `stem` and a list `choices`; on the Hub, `question` is
+    the stem, and `choices` an object of the lists `label` and `text`.
 
     Raises:
         WeirError: a field is missing or of another kind, or the answer is none of the choices.
     """
-    asked = record.record("question")
-    choices = tuple(
-        (choice.text("label"), choice.text("text")) for choice in asked.records("choices", least=2)
-    )
+    if "choices" in record:
+        stem, both = record.text("question"), record.record("choices")
+        labels, texts = both.texts("label", least=2), both.texts("text", least=2)
+        if len(labels) != len(texts):
+            raise record.wrong("choices", f"has {len(labels)} labels and {len(texts)} texts")
+        choices = tuple(zip(labels, texts, strict=True))
+    else:
+        asked = record.record("question")
+        stem = asked.text("stem")
+        choices = tuple(
+            (choice.text("label"), choice.text("text"))
+            for choice in asked.records("choices", least=2)
+        )
     right = record.text("answerKey")
     labels = [label for label, _ in choices]
     if right not in labels:
         raise record.wrong("answerKey", f"must be one of {', '.join(labels)}, not {right!r}")
-    return Question(asked.text("stem"), choices, right)
+    return Question(stem, choices, right)

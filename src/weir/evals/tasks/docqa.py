@@ -49,7 +49,8 @@ class DocumentQA(Task):
     """Questions over several documents, exact match by the place of the one with the answer.
 
     Attributes:
-        file: an official file, `nq-open-10_total_documents_gold_at_0.jsonl.gz`, packed or not.
+        file: an official file, `nq-open-10_total_documents_gold_at_0.jsonl.gz`, packed or not; or
+            `hub:...`.
         gold: put the document with the answer at this place, from 0; several with spaces between
             (`"0 4 9"`) are run one by one; none leaves it where the file has it.
         documents: so many of each question, the one with the answer among them; none takes all.

@@ -41,7 +41,7 @@ class Lines(Task):
     """LongEval line retrieval; the format is beyond nano.
 
     Attributes:
-        file: an official file, `200_lines.jsonl`; none makes cases in that format.
+        file: an official file, `200_lines.jsonl`, or `hub:...`; none makes cases in that format.
         lines: lines of each case that is made.
         samples: so many questions; of a file, the first.
         chat: ask in words through the model's chat template. Without, the model is to complete the

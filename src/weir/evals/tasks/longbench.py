@@ -32,7 +32,7 @@ class LongBench(Task):
     """A file of LongBench or LongBench-E.
 
     Attributes:
-        file: an official file, `multi_news.jsonl` or `qasper_e.jsonl`.
+        file: an official file, `multi_news.jsonl` or `qasper_e.jsonl`; or `hub:...`.
         samples: the first so many of its records; none takes all.
         truncate: cut longer prompts to so many tokens by leaving out their middle; none feeds them
             whole.
@@ -85,6 +85,8 @@ class LongBench(Task):
 def fields_of(record: Record, name: str) -> dict[str, Any]:
     """The fields of a record, by the names the harness's prompts know them under.
 
+    On the Hub there are copies with `question` in place of `input`.
+
     Raises:
         WeirError: a field is missing or of another kind, or the record is of another data set.
     """
@@ -93,7 +95,7 @@ def fields_of(record: Record, name: str) -> dict[str, Any]:
     classes = record.values.get("all_classes")
     return {
         "context": record.text("context"),
-        "question": record.text("input"),
+        "question": record.text("question" if "question" in record else "input"),
         "answers": record.texts("answers", least=1),
         "all_classes": None if classes is None else record.texts("all_classes"),
         "length": record.count("length"),
