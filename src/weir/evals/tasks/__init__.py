@@ -1,7 +1,27 @@
 """The tasks, one file each; importing this makes all of them known."""
 
 from weir.evals.task import TASKS
+from weir.evals.tasks.choice import Choice
+from weir.evals.tasks.docqa import DocumentQA
+from weir.evals.tasks.efficiency import Efficiency
+from weir.evals.tasks.lines import Lines
+from weir.evals.tasks.longbench import LongBench
+from weir.evals.tasks.needle import Needle
 from weir.evals.tasks.ppl import Perplexity
 from weir.evals.tasks.recall import Recall
+from weir.evals.tasks.streameval import StreamEval
+from weir.evals.tasks.summary import Summary
 
-__all__ = ["TASKS", "Perplexity", "Recall"]
+__all__ = [
+    "TASKS",
+    "Choice",
+    "DocumentQA",
+    "Efficiency",
+    "Lines",
+    "LongBench",
+    "Needle",
+    "Perplexity",
+    "Recall",
+    "StreamEval",
+    "Summary",
+]
