@@ -50,6 +50,18 @@ def test_a_rotation_is_exact_however_far_out(start, seed, scaling):
     np.testing.assert_allclose(got.numpy(), wanted, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("pairs", [1, 2])
+def test_tables_are_for_models_that_rotate_by_themselves(pairs):
+    x, its = normal(2, 3, 5, DIM), rotary(scaling=1.25)
+    places = torch.tensor([[0, 3, 511, 4096, FAR]]).expand(2, -1)
+    cos, sin = its.tables(places, pairs * DIM // 2)
+    assert cos.shape == sin.shape == (2, 5, pairs * DIM // 2)
+    cos, sin = (t[:, None].repeat(1, 1, 1, 2 // pairs) for t in (cos, sin))
+    one, two = x.chunk(2, dim=-1)
+    got = x * cos + torch.cat([-two, one], dim=-1) * sin
+    torch.testing.assert_close(got, its.rotate(x, places[:, None]), rtol=0, atol=1e-6)
+
+
 def test_logits_at_four_million_are_those_at_zero():
     queries, keys = normal(1, 4, 64, DIM), normal(1, 4, 64, DIM, seed=1)
     places = torch.arange(64)[None, None]

@@ -5,8 +5,8 @@ During a call with one:
 
 - the attention implementation of its configuration is `weir`, or, for families that have attention
   of their own, their attention modules pass it on to weir (`families`);
-- its rotary embedding returns cosines of one and sines of zero, so that queries and keys arrive
-  unrotated and weir can place them with its own positions;
+- its rotary embedding returns cosines and sines of weir's own positions, exact however far out, so
+  that queries and keys arrive where weir wants them;
 - its decoder gets no attention mask and small positions: weir has read the real ones, and nothing
   is built from them that grows with the stream.
 
@@ -53,7 +53,10 @@ class Attachment:
         before = facts.decoder.register_forward_pre_hook(self._before, with_kwargs=True)
         after = facts.decoder.register_forward_hook(self._after, always_call=True)
         self._handles = [before, after]
-        self._handles += [m.register_forward_hook(self._unrotated) for m in facts.rotaries]
+        self._handles += [
+            module.register_forward_hook(self._placed, with_kwargs=True)
+            for module in facts.rotaries
+        ]
         self._uninstall = install(facts.kind, facts.decoder, facts.attentions, self)
 
     def attend(
@@ -124,11 +127,16 @@ class Attachment:
         # A name alone would be set in every configuration inside this one as well (MPT has one).
         self.facts.config._attn_implementation = {"": name}
 
-    def _unrotated(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _placed(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        """Cosines and sines [batch or 1, length, as wide as the model's], float32.
+
+        In float32 in any model, so that what is rounded to half precision is the rotated key.
+        """
         if self.running is None:
             return None
-        cos, sin = output
-        return torch.ones_like(cos), torch.zeros_like(sin)
+        # Models that rotate their types of layers differently say which type they ask for.
+        kind = args[2] if len(args) > 2 else kwargs.get("layer_type")
+        return self.running.rotations(kind, output[0].shape[-1], output[0].device)
 
 
 def _refuse_images(given: dict[str, Any]) -> None:
@@ -184,7 +192,7 @@ def weir_attention(
     """transformers' attention function for calls with a cache of weir.
 
     Args:
-        query: unrotated [batch, heads, length, key_dim].
+        query: at its place in the stream [batch, heads, length, key_dim].
         key, value: of the new tokens only [batch, kv_heads, length, dim], with the mark that
             `StreamingCache.update` left on `key`.
 
@@ -199,8 +207,10 @@ def weir_attention(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         softcap=softcap,
         sinks=None if s_aux is None else s_aux.float().view(key.shape[1], -1),
+        placed=True,
     )
-    out = cache.attend(layer, query, key, value, form)
+    # Rotation has made float32 of half precision.
+    out = cache.attend(layer, query.to(value.dtype), key.to(value.dtype), value, form)
     return out.transpose(1, 2).contiguous(), None
 
 

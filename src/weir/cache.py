@@ -99,6 +99,7 @@ class StreamingCache(Cache):
         most = max((pipe.slots or 0) for pipe in pipes) + self.chunk
         limited = all(pipe.slots is not None for pipe in pipes)
         facts = describe(model, reach=most if limited and self.positions == "rolling" else None)
+        self._rotations = facts.rotations
         everywhere = facts.sliding is not None and limited
         if everywhere and facts.sliding is not None and most > facts.sliding:
             raise WeirError(
@@ -387,13 +388,34 @@ class StreamingCache(Cache):
                 "saved session"
             )
 
-    @torch.no_grad()
+    def rotations(
+        self, kind: str | None, width: int, device: torch.device
+    ) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines at the places of the forward under way.
+
+        Args:
+            kind: the type of layers; None where the model does not tell them apart.
+            width: as many as the model wants for a head.
+            device: where.
+
+        Returns:
+            Twice [batch or 1, length, width], float32; None where no layer rotates.
+        """
+        assert self._running is not None
+        if not self._rotations:
+            return None
+        rotary = self._rotations.get(kind) or next(iter(self._rotations.values()))
+        return rotary.tables(self._running[0].positions.to(device), width)
+
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form
     ) -> Tensor:
         """One layer's attention in the forward under way; shapes as in `Layer.attend`."""
         assert self._running is not None
         plan = self._running[0].on(queries.device)
+        if torch.is_grad_enabled():  # asked first: to switch it costs more than to ask
+            with torch.no_grad():
+                return self.stack[layer].attend(queries, keys, values, form, plan)
         return self.stack[layer].attend(queries, keys, values, form, plan)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -32,7 +31,8 @@ from weir.errors import NotFiniteError, WeirError
 from weir.folding import Folding
 from weir.pipe import Pipe
 from weir.plan import Piece, Plan
-from weir.positions import Alibi, Place, Rotary
+from weir.positions import Place, Rotary
+from weir.sight import band, sight
 from weir.slab import Slab, Slots
 
 QUERY_BLOCK = 256
@@ -104,8 +104,8 @@ class Layer:
         """Take in new tokens and answer their queries; `settle` or `take_back` comes next.
 
         Args:
-            queries: unrotated [batch, heads, length, key_dim].
-            keys: unrotated [batch, kv_heads, length, key_dim].
+            queries: [batch, heads, length, key_dim], unrotated unless `form.placed`.
+            keys: [batch, kv_heads, length, key_dim], the same.
             values: [batch, kv_heads, length, value_dim].
             form: how the layer attends.
             plan: how the forward is cut.
@@ -231,10 +231,7 @@ class Layer:
             self._settle_early()
         slab = self.slab
         assert slab is not None
-        if self.place.rotary is not None:
-            queries, keys = _rotated(self.place.rotary, queries, keys, piece.positions)
-        if self.pipe.log_n:
-            queries = self._sharpened(slab, queries, piece)
+        queries, keys = self._placed(queries, keys, form, piece)
         ends = self.ends(piece.waiting)
         even = piece.even and len(set(ends)) == 1
         if even:
@@ -244,12 +241,23 @@ class Layer:
             prefix = torch.tensor([sum(row) for row in self.lengths], device=keys.device)
             slab.append_at(keys, values, rows, prefix[rows] + piece.tail_places, places)
         stop = max(end + n for end, n in zip(ends, piece.counts, strict=True))
-        bias = self._bias(slab, queries, piece, stop, even)
+        bias = sight(self.place, slab, piece, stop, queries.dtype, even=even)
         mass = None
         if self.pipe.needs_mass:
             mass = attention_mass(queries, slab.keys[:, :, :stop], slab.b[:, :, :stop], form, bias)
         self._open = Open(piece, form, mass, self._last_queries(queries, piece))
         return self._read(slab, queries, form, bias, stop, even)
+
+    def _placed(
+        self, queries: Tensor, keys: Tensor, form: Form, piece: Piece
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys at their places in the stream, as attention is to see them."""
+        if self.place.rotary is not None and not form.placed:
+            queries, keys = _rotated(self.place.rotary, queries, keys, piece.positions)
+        if self.pipe.log_n:
+            assert self.slab is not None
+            queries = self._sharpened(self.slab, queries, piece)
+        return queries, keys
 
     @staticmethod
     def _sharpened(slab: Slab, queries: Tensor, piece: Piece) -> Tensor:
@@ -282,35 +290,6 @@ class Layer:
             bias = below if bias is None else bias + below
         return fused_attention(queries, keys, values[:, :, :stop], form, bias)
 
-    def _bias(
-        self, slab: Slab, queries: Tensor, piece: Piece, stop: int, even: bool
-    ) -> Tensor | None:
-        """What is added to the logits: -inf for what a query must not see, and ALiBi."""
-        width, window = piece.width, self.place.window
-        bias: Tensor | None = None
-        if not even:
-            # A slot that waits for its token carries a position in the future.
-            ahead = piece.positions[:, :, None, :, None] - slab.position[:, :, None, None, :stop]
-            seen = (ahead >= 0) & piece.real[:, None, None, :, None]
-            if window is not None:
-                seen &= ahead < window
-            bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
-        elif width > 1 or (window is not None and stop > window):
-            bias = _kept_band(width, stop, window, queries.dtype, queries.device)
-        if self.place.alibi is not None and slab.frame is not None:
-            frame, position = slab.frame[:, :, :stop], slab.position[:, :, :stop]
-            tilt = self._tilt(self.place.alibi, frame, position, piece)
-            bias = tilt if bias is None else bias + tilt
-        return bias
-
-    def _tilt(self, alibi: Alibi, frame: Tensor, position: Tensor, piece: Piece) -> Tensor:
-        """ALiBi of slots at the places that the frame gives them [batch, kv_heads, slots]."""
-        first: Tensor | int = 0
-        if self.place.rolling and alibi.rounding is not None:
-            far = torch.iinfo(frame.dtype).max
-            first = frame.masked_fill(position < 0, far).amin(dim=2, keepdim=True)
-        return alibi.bias(frame, frame.shape[1], first, piece.start[:, None, None])
-
     def _last_queries(self, queries: Tensor, piece: Piece) -> Tensor | None:
         """The last queries after a piece, rotated, for pools that ask for them."""
         wanted = self.pipe.needs_queries
@@ -339,10 +318,7 @@ class Layer:
         slab = self.slab
         assert slab is not None
         kv_heads, width = keys.shape[1], piece.width
-        if self.place.rotary is not None:
-            queries, keys = _rotated(self.place.rotary, queries, keys, piece.positions)
-        if self.pipe.log_n:
-            queries = self._sharpened(slab, queries, piece)
+        queries, keys = self._placed(queries, keys, form, piece)
         zeros = torch.zeros(keys.shape[:3], device=keys.device)
         position = piece.positions.expand(-1, kv_heads, -1)
         mass = zeros.clone() if self.pipe.needs_mass else None
@@ -382,21 +358,6 @@ def _columns(t: Tensor, index: Tensor) -> Tensor:
     """The columns `index` [batch, n] of `t` [batch, ..., length, dim]."""
     pick = index.view(index.shape[0], *(1,) * (t.ndim - 3), -1, 1)
     return t.gather(t.ndim - 2, pick.expand(*t.shape[:-2], -1, t.shape[-1]))
-
-
-def band(
-    width: int, stop: int, window: int | None, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """The mask of the last `width` of `stop` tokens in a row [1, 1, 1, width, stop]."""
-    with torch.inference_mode(False):
-        query = torch.arange(stop - width, stop, device=device)[:, None]
-        ahead = query - torch.arange(stop, device=device)
-        seen = ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
-        mask = torch.zeros(seen.shape, dtype=dtype, device=device)
-        return mask.masked_fill_(~seen, -torch.inf)[None, None, None]
-
-
-_kept_band = lru_cache(maxsize=8)(band)
 
 
 def _finite(keys: Tensor, values: Tensor) -> bool | Tensor:

@@ -57,6 +57,8 @@ class ModelFacts:
         layers: each layer's facts.
         attentions: each layer's attention module.
         rotaries: modules that make cosines and sines.
+        rotations: the rotary embedding of each type of layers that has one; of the type None where
+            a model does not tell its layers apart.
         config: the configuration that says which attention is used.
         vocabulary: token ids run from 0 to this, exclusive.
     """
@@ -66,6 +68,7 @@ class ModelFacts:
     layers: tuple[LayerFacts, ...]
     attentions: tuple[nn.Module, ...]
     rotaries: tuple[nn.Module, ...]
+    rotations: dict[str | None, Rotary]
     config: Any
     vocabulary: int
 
@@ -114,6 +117,7 @@ def describe(model: PreTrainedModel, reach: int | None = None) -> ModelFacts:
         layers=tuple(layers),
         attentions=tuple(modules),
         rotaries=() if rotary_module is None else (rotary_module,),
+        rotations=known,
         config=config,
         vocabulary=config.vocab_size,
     )

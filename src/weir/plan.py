@@ -87,12 +87,15 @@ class Plan:
 
     Attributes:
         whole: the columns are all real and every piece is even, so that pieces are plain slices.
+        positions: each column's place in the stream [batch or 1, length], int64; where a column is
+            not real it means nothing.
         full: fold the prompt once, after exact attention (`prefill="full"`): one piece.
     """
 
     pieces: list[Piece]
     length: int
     whole: bool
+    positions: Tensor
     full: bool = False
 
     def on(self, device: torch.device) -> Plan:
@@ -100,7 +103,7 @@ class Plan:
         if all(piece.device == device for piece in self.pieces):
             return self
         moved = [replace(p, columns=p.columns.to(device), device=device) for p in self.pieces]
-        return replace(self, pieces=moved)
+        return replace(self, pieces=moved, positions=self.positions.to(device))
 
 
 def cut(
@@ -130,6 +133,7 @@ def cut(
         # A stable sort brings each row's tokens to the left and keeps their order.
         columns = (~real).to(torch.uint8).argsort(dim=1, stable=True)
         left = real.sum(dim=1).tolist()
+    places = _places(real, length, [origin + n for n in seen], device)
     done = [0] * batch
     seen, waiting = list(seen), list(waiting)
     pieces: list[Piece] = []
@@ -150,4 +154,14 @@ def cut(
         seen = [s + n for s, n in zip(seen, counts, strict=True)]
         waiting = [0 if r in ready else w for r, w in enumerate(after)]
     even = all(piece.even for piece in pieces)
-    return Plan(pieces, length, whole=even and (real is None or bool(real.all())), full=full)
+    whole = even and (real is None or bool(real.all()))
+    return Plan(pieces, length, whole, places, full)
+
+
+def _places(real: Tensor | None, length: int, begin: list[int], device: torch.device) -> Tensor:
+    """`Plan.positions`, for rows that begin at the places `begin`."""
+    if real is not None:
+        return torch.tensor(begin, device=device)[:, None] + real.cumsum(dim=1) - 1
+    # Mostly all rows are at one place; what is made of it is then made once.
+    first = begin[:1] if len(set(begin)) == 1 else begin
+    return torch.tensor(first, device=device)[:, None] + torch.arange(length, device=device)

@@ -38,11 +38,31 @@ class Rotary:
 
     def turns(self, positions: Tensor) -> Turn:
         """The rotations to `positions` [...]."""
+        angles = self._angles(positions)
+        cos, sin = angles.cos(), angles.sin()
+        return Turn(torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1))
+
+    def tables(self, positions: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for a model that rotates by itself, scaled.
+
+        Args:
+            positions: [...].
+            width: one for each pair of a head's dimensions, or two, as transformers mostly has it.
+
+        Returns:
+            Twice [..., width], float32.
+        """
+        angles = self._angles(positions)
+        cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
+        if width == cos.shape[-1]:
+            return cos, sin
+        return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
+
+    def _angles(self, positions: Tensor) -> Tensor:
+        """The angles of `positions` [...], one for each pair [..., rotary_dim / 2], float32."""
         turns = positions.to(torch.float64)[..., None] * self.frequencies.to(positions.device)
         # Reduced in float64, the sine itself may be taken in float32: no digits are lost far out.
-        reduced = turns.remainder_(2 * math.pi).to(torch.float32)
-        cos, sin = reduced.cos(), reduced.sin()
-        return Turn(torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1))
+        return turns.remainder_(2 * math.pi).to(torch.float32)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Queries or keys [batch, heads, n, dim] at `positions` [batch, 1 or heads, n], scaled.
