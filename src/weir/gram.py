@@ -1,7 +1,6 @@
 """The inner products a walk needs, of tokens taken as vectors: see `weir.halving`.
 
-Only those above the diagonal are made, some blocks at a time and panel by panel, so that what one
-step writes is still in the processor's cache when the next one reads it. Knows nothing about signs.
+Only those above the diagonal are made, panel by panel. Knows nothing about signs.
 """
 
 from __future__ import annotations
@@ -16,80 +15,20 @@ _PANEL = 128
 """Rows multiplied at once, an even number: more make products below the diagonal for nothing, fewer
 take longer for each.
 """
-_IN_CACHE = 2**19
-"""Inner products made at once on the CPU: 2 MB."""
 
 
 @dataclass(frozen=True)
 class Gram:
-    """Inner products of each block, and how long its vectors are.
+    """The tokens of some blocks, ready to be multiplied.
 
-    So that nothing overflows, both are divided by e^top, and by the square of the largest weight.
-
-    Attributes:
-        products: of vectors i < j [blocks, n, n], float32; what stands elsewhere means nothing.
-        top: the largest <k, k> times the rate [blocks].
-        radius: the largest squared length of a token's vector, or more [blocks].
-    """
-
-    products: Tensor
-    top: Tensor
-    radius: Tensor
-
-
-def gram(
-    keys: Tensor,
-    values: Tensor,
-    a: Tensor,
-    b: Tensor,
-    *,
-    rate: float,
-    constant: float,
-    pairs: bool,
-) -> Gram:
-    """The inner products of the tokens of each block.
-
-    Args:
-        keys: [blocks, tokens, key_dim]; a block's are shifted by their mean.
-        values: [blocks, tokens, value_dim].
-        a, b: log-weights [blocks, tokens]; both -inf where there is no token.
-        rate: the factor of <k_i, k_j>.
-        constant: how much the denominator counts.
-        pairs: the vectors are not the tokens, but the differences of neighbours, of which there are
-            half as many; the number of tokens must be even.
-    """
-    blocks, tokens = a.shape
-    n = tokens // 2 if pairs else tokens
-    products = keys.new_empty((blocks, n, n), dtype=torch.float32)
-    at_once = max(1, _IN_CACHE // max(1, tokens**2)) if keys.device.type == "cpu" else blocks
-    tops, radii = [], []
-    parts = (t.split(at_once) for t in (products, keys, values, a, b))
-    for out, key, value, above, below in zip(*parts, strict=True):
-        features = _Features.of(key, value, above, below, rate, constant)
-        if pairs:
-            features.differences(out)
-        else:
-            features.products(out)
-        tops.append(features.top)
-        radii.append(features.radius())
-    return Gram(products, torch.cat(tops), torch.cat(radii))
-
-
-def held(a: Tensor, b: Tensor) -> Tensor:
-    """Where log-weights are those of a token, bool."""
-    return ~(a.isneginf() & b.isneginf())
-
-
-@dataclass(frozen=True)
-class _Features:
-    """Tokens of some blocks, ready to be multiplied.
+    So that nothing overflows, products are divided by e^top, and weights by the largest of a block.
 
     Attributes:
-        keys: less their mean [blocks, tokens, key_dim], float32.
+        keys: less the mean of their block [blocks, tokens, key_dim], float32.
         sums: what tokens add to both sums: e^a v over the largest e^a, and e^b over the largest,
             times the root of the constant [blocks, tokens, value_dim + 1], float32.
-        rate: as in `gram`.
-        top: as in `Gram`.
+        rate: the factor of <k_i, k_j>.
+        top: the largest <k, k> times the rate [blocks].
     """
 
     keys: Tensor
@@ -100,8 +39,16 @@ class _Features:
     @classmethod
     def of(
         cls, keys: Tensor, values: Tensor, a: Tensor, b: Tensor, rate: float, constant: float
-    ) -> _Features:
-        """Features of tokens; arguments as in `gram`."""
+    ) -> Gram:
+        """From tokens.
+
+        Args:
+            keys: [blocks, tokens, key_dim].
+            values: [blocks, tokens, value_dim].
+            a, b: log-weights [blocks, tokens]; both -inf where there is no token.
+            rate: the factor of <k_i, k_j>.
+            constant: how much the denominator counts.
+        """
         there = held(a, b)[..., None]
         keys, values = keys.float(), values.float()
         full = bool(there.all())
@@ -116,23 +63,31 @@ class _Features:
         return cls(keys, sums, rate, rate * _longest(keys))
 
     def radius(self) -> Tensor:
-        """As in `Gram`."""
+        """The largest squared length of a token's vector, or more, over e^top [blocks]."""
         return _longest(self.sums[..., :-1]) + _longest(self.sums[..., -1:])
 
-    def products(self, out: Tensor) -> None:
-        """Those of tokens, into `out` [blocks, tokens, tokens]."""
-        for start in range(0, out.shape[1], _PANEL):
+    def products(self) -> Tensor:
+        """Of tokens i < j [blocks, tokens, tokens]; what stands elsewhere means nothing."""
+        blocks, tokens, _ = self.keys.shape
+        out = self.keys.new_empty((blocks, tokens, tokens))
+        for start in range(0, tokens, _PANEL):
             rows = slice(start, start + _PANEL)
             out[:, rows, start:] = self._panel(rows, slice(start, None))
+        return out
 
-    def differences(self, out: Tensor) -> None:
-        """Those of first less second of each two, into `out` [blocks, tokens / 2, tokens / 2]."""
-        for start in range(0, 2 * out.shape[1], _PANEL):
+    def differences(self) -> Tensor:
+        """Of the differences of neighbours, first less second, for pairs i < j
+        [blocks, tokens / 2, tokens / 2]; what stands elsewhere means nothing.
+        """
+        blocks, tokens, _ = self.keys.shape
+        out = self.keys.new_empty((blocks, tokens // 2, tokens // 2))
+        for start in range(0, tokens, _PANEL):
             rows = slice(start, start + _PANEL)
             change = self._panel(rows, slice(start, None, 2))
             change -= self._panel(rows, slice(start + 1, None, 2))
             part = out[:, start // 2 : (start + _PANEL) // 2, start // 2 :]
             torch.sub(change[:, 0::2], change[:, 1::2], out=part)
+        return out
 
     def _panel(self, rows: slice, columns: slice) -> Tensor:
         """Of some tokens with others [blocks, rows, columns]:
@@ -142,6 +97,11 @@ class _Features:
         top = self.top[:, None, None]
         logits = torch.baddbmm(top, keys[:, rows], keys[:, columns].mT, beta=-1, alpha=self.rate)
         return logits.exp_().mul_(sums[:, rows] @ sums[:, columns].mT)
+
+
+def held(a: Tensor, b: Tensor) -> Tensor:
+    """Where log-weights are those of a token, bool."""
+    return ~(a.isneginf() & b.isneginf())
 
 
 def _longest(vectors: Tensor) -> Tensor:
