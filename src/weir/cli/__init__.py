@@ -71,6 +71,7 @@ def main() -> None:
 def _run(arguments: list[str]) -> int:
     """Carry out a command; its exit code."""
     from weir.cli import (  # noqa: F401  (they register)
+        attention_error,
         bench,
         chat,
         demo,

@@ -204,7 +204,7 @@ def attention_error(
     *,
     layers: Sequence[int] | None = None,
     seeds: Sequence[int] = (0,),
-    progress: Callable[[float], None] = lambda share: None,
+    on_step: Callable[[int, int], bool] | None = None,
 ) -> list[Row]:
     """The error of every layer under every policy.
 
@@ -215,7 +215,7 @@ def attention_error(
         setup: what is exact and what is asked.
         layers: which layers; None for all that see the whole text.
         seeds: of all random draws; each is measured.
-        progress: told how much is done, from 0 to 1.
+        on_step: told after each row how many are done, and of how many; true ends it there.
 
     Returns:
         Rows by policy, rate and layer.
@@ -234,7 +234,8 @@ def attention_error(
             seconds = median(answer.seconds for answer in answers)
             kept = fmean(answer.kept for answer in answers)
             rows.append(Row(str(one.policy), one.name, one.rate, it.layer, errors, kept, seconds))
-            progress(len(rows) / (len(asked) * len(heard)))
+            if on_step is not None and on_step(len(rows), len(asked) * len(heard)):
+                return rows
     return rows
 
 

@@ -1,0 +1,184 @@
+"""`weir attention-error`: how far the answers of a layer move under a policy."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from weir.cli import app
+from weir.cli.common import (
+    AsJson,
+    Chunk,
+    Model,
+    interruptible,
+    load_model,
+    output,
+    print_json,
+    progress,
+    say,
+    waiting,
+)
+
+if TYPE_CHECKING:
+    from weir.evals.attention_error import Row
+
+RATES = "1/2,1/4,1/8,1/16"
+MOST_SHOWN = 6
+"""Layers that have a column of their own."""
+
+
+@app.command("attention-error")
+def attention_error(
+    text: Annotated[Path, typer.Option(help="The text: UTF-8, plain or .xz.")],
+    model: Model = "nano",
+    policy: Annotated[
+        str, typer.Option(help="Policies with commas between them: 'uniform, balancekv'.")
+    ] = "uniform, balancekv",
+    rates: Annotated[
+        str | None,
+        typer.Option(
+            help="Shares of the middle to keep, for policies written without a budget "
+            f"[default: {RATES}, if all are]"
+        ),
+    ] = None,
+    blocks: Annotated[
+        str, typer.Option(help="Also balancekv with blocks of these sizes: 64,128,256.")
+    ] = "",
+    layers: Annotated[str, typer.Option(help="Which layers: 0,1. By default all.")] = "",
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=2, help="Length of the text [default: the model's window, at most 4096]"),
+    ] = None,
+    queries: Annotated[
+        int | None,
+        typer.Option(min=1, help="The last queries asked [default: 256, at most a quarter]"),
+    ] = None,
+    exact: Annotated[
+        int | None,
+        typer.Option(min=0, help="First tokens kept exact [default: 256, at most an eighth]"),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds.")] = 10,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Fold chunk by chunk, not the whole text at once.")
+    ] = False,
+    chunk: Chunk = 64,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot: .svg, .png or .pdf.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare attention under a policy with exact attention, layer by layer.
+
+    As in BalanceKV's section 4.1: each layer gets the exact model's queries, keys and values; the
+    first tokens stay exact, a share of the others is kept, and the last queries are asked.
+    """
+    from weir.evals.attention_error import ask, mean_rows, set_up
+    from weir.evals.attention_error import attention_error as measure
+    from weir.evals.attention_plot import check_plot, write_plot
+    from weir.evals.reading import encode
+    from weir.evals.writing import read_policies, takes_budget
+    from weir.text import read_text
+
+    if plot is not None:
+        check_plot(plot)
+    names = read_policies(policy)
+    names += [f"balancekv(block={size})" for size in _numbers("--blocks", blocks)]
+    wanted = _rates(rates if rates is not None else RATES if all(map(takes_budget, names)) else "")
+    words = read_text(text)
+    reader, tokenizer = load_model(model)
+    with waiting(f"tokenising {text}"):
+        ids = encode(tokenizer, words, None if tokens is None else tokens)
+    setup = set_up(reader, len(ids), tokens, queries, exact, whole=not stream, chunk=chunk)
+    asked, missing = ask(names, setup, wanted)
+    for reason in missing:
+        say(f"weir: {reason}")
+    chosen = _numbers("--layers", layers) or None
+    with interruptible() as interrupt, progress() as bar:
+        task = bar.add_task("attention error", total=None, note="")
+
+        def show(done: int, total: int) -> bool:
+            bar.update(task, completed=done, total=total)
+            return bool(interrupt)
+
+        rows = measure(reader, ids, asked, setup, layers=chosen, seeds=range(seeds), on_step=show)
+    if interrupt:
+        say(f"interrupted; {len(rows)} measurements were made")
+    facts: dict[str, Any] = {
+        "model": model,
+        "text": str(text),
+        "tokens": setup.tokens,
+        "queries": setup.queries,
+        "exact": setup.exact,
+        "stream": stream,
+        "chunk": chunk if stream else None,
+        "seeds": seeds,
+        "rows": [row.as_json() for row in rows],
+        "means": mean_rows(rows),
+        "left_out": missing,
+        "interrupted": bool(interrupt),
+    }
+    if plot is not None and rows:
+        write_plot(rows, plot)
+    if as_json:
+        print_json(facts)
+    else:
+        _print(rows, facts)
+
+
+def _print(rows: list[Row], facts: dict[str, Any]) -> None:
+    layers = sorted({row.layer for row in rows})
+    # Of a deep model the mean has to do; --json has every layer.
+    shown = layers if len(layers) <= MOST_SHOWN else []
+    by_place = {(row.name, row.rate, row.layer): row for row in rows}
+    for name in dict.fromkeys(row.name for row in rows):
+        table = Table(title=Text(name), title_justify="left", title_style="bold")
+        heads = ("rate", *(f"layer {layer}" for layer in shown), "mean", "±", "kept", "pools")
+        for head in heads:
+            table.add_column(head, justify="right", no_wrap=True)
+        for mean in (mean for mean in facts["means"] if mean["name"] == name):
+            rate = mean["rate"]
+            found = [by_place.get((name, rate, layer)) for layer in shown]
+            table.add_row(
+                "" if rate is None else str(Fraction(rate).limit_denominator(1000)),
+                *("" if row is None else f"{row.error:.3f}" for row in found),
+                f"{mean['error']:.3f}",
+                f"{mean['deviation']:.3f}",
+                f"{mean['kept']:.0%}",
+                f"{1000 * mean['seconds']:.0f} ms",
+            )
+        output.print(table)
+    how = f"a stream in chunks of {facts['chunk']}" if facts["stream"] else "one prompt"
+    line = (
+        f"{facts['model']}: relative error of the answers to the last {facts['queries']} of "
+        f"{facts['tokens']} tokens, the first {facts['exact']} exact, the text before them "
+        f"as {how}, {facts['seeds']} seeds"
+    )
+    output.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isdecimal() for word in words):
+        raise typer.BadParameter(
+            f"{option} takes whole numbers with commas between them, not {text!r}"
+        )
+    return [int(word) for word in words]
+
+
+def _rates(text: str) -> list[float]:
+    found = []
+    for word in (word.strip() for word in text.split(",") if word.strip()):
+        try:
+            rate = float(Fraction(word))
+        except (ValueError, ZeroDivisionError):
+            rate = 0.0
+        if not 0 < rate < 1:
+            raise typer.BadParameter(
+                f"--rates takes shares between 0 and 1 with commas between them, as 1/2,0.1; "
+                f"not {word!r}"
+            )
+        found.append(rate)
+    return found
