@@ -8,6 +8,7 @@ same to the last bit; to run more cells side by side, start with OMP_NUM_THREADS
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -37,6 +38,8 @@ def on_ray(address: str) -> Worker:
     Raises:
         WeirError: Ray is not installed, or nothing answers at this address.
     """
+    # Ray's own log says at length, on standard error, what is told in one line here.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     ray = needed("ray", "--cluster", extra="ray")
     if address != LOCAL:
         _check_reachable(address)
