@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import get_args
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import weir
+from weir.arguments import hints, written
+from weir.cli.policies import policies as list_policies
 from weir.errors import WeirError
-from weir.policy import NAMED, Pipe, Policy, PolicyError, Recompute, dense, policy, recompute
-from weir.pools import POOLS, Fold, Pool, Recent, Sink, pool
+from weir.policy import (
+    NAMED,
+    Pipe,
+    Policy,
+    PolicyError,
+    Recompute,
+    buzz,
+    dense,
+    h2o,
+    policy,
+    pyramid,
+    pyramidkv,
+    recompute,
+    streaming_llm,
+    uniform,
+    window,
+)
+from weir.pools import POOLS, Fold, Pool, Recent, Sink, SubGen, pool
 from weir.slab import Slots
 
 
@@ -121,6 +143,53 @@ def test_every_pipe_survives_being_written_and_read(pools, sinks):
     assert str(policy(str(pipe))) == str(pipe)
 
 
+OF_KIND = {
+    int: st.integers(0, 400),
+    bool: st.booleans(),
+    float: st.floats(0, 9, allow_nan=False),
+    str: st.sampled_from(["auto", "pairs", "authors", "paper", "shared", "flat", "separate"]),
+    type(None): st.none(),
+    Policy: st.sampled_from([window(300), h2o(300), uniform(300), Pipe((SubGen(9, 9),))]),
+}
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> Policy:
+    """A named policy, or a pipe of one pool, with some of its parameters and any that fit."""
+    name, make = draw(st.sampled_from([*POOLS.items(), *((n, it.make) for n, it in NAMED.items())]))
+    wanted = {key: hint for key, hint in hints(make).items() if key != "return"}
+    given = {}
+    for key in draw(st.sets(st.sampled_from(sorted(wanted)))) if wanted else ():
+        given[key] = draw(
+            st.one_of([OF_KIND[kind] for kind in get_args(wanted[key]) or [wanted[key]]])
+        )
+    try:
+        made = make(**given)
+        return Pipe((made,)) if isinstance(made, Pool) else made
+    except (WeirError, TypeError):  # parameters that contradict each other, or lack one
+        assume(False)
+        raise
+
+
+@settings(max_examples=400, suppress_health_check=list(HealthCheck))
+@given(calls())
+def test_whatever_policy_is_printed_is_read_as_the_same(made):
+    again = policy(str(made))
+    assert again == made
+    assert str(again) == str(made)
+    assert not re.search("True|False|None", str(made))
+
+
+def test_weir_policies_prints_what_can_be_read(capsys):
+    list_policies(as_json=True)
+    listed = json.loads(capsys.readouterr().out)["policies"]
+    assert {row["name"] for row in listed} == set(NAMED)
+    for row in listed:
+        made = NAMED[row["name"]].make()
+        assert policy(f"{row['name']}({row['parameters'].replace('pipe=none, ', '')})") == made
+        assert row["pipe"] is None or policy(row["pipe"]) == made
+
+
 def test_a_policy_is_passed_through():
     made = dense()
     assert policy(made) is made
@@ -161,14 +230,20 @@ MISTAKES = {
     "a parameter by name twice": ("sink(n=4, »n=5)", "is given 'n' twice"),
     "a place after a name": ("every(n=3, »0.5)", "cannot follow one with a name"),
     "a parameter missing": ("sink(4) | »recent", "recent needs 'n'"),
-    "a number with a point for a whole one": ("recent(»8.)", "a whole number or none"),
-    "true for a whole number": ("sink(»true)", "n must be a whole number"),
-    "true for a number": ("every(3, »true)", "rate must be a number"),
-    "none where a number must be": ("sink(»none)", "n must be a whole number"),
-    "a word for a number": ("recent(n=»many)", "n must be a whole number or none"),
-    "a number for a word by place": ("every(3, 1, true, »7)", "kind must be a word"),
-    "a number for a word": ("every(3, kind=»7)", "kind must be a word"),
-    "one for true": ("every(3, fair=»1)", "fair must be true or false"),
+    "a number with a point for a whole one": ("recent(»8.)", "a whole number or none, not 8.0"),
+    "true for a whole number": ("sink(»true)", "n of sink must be a whole number, not true"),
+    "true for a number": ("every(3, »true)", "rate of every must be a number, not true"),
+    "none where a number must be": ("sink(»none)", "n of sink must be a whole number, not none"),
+    "a word for a number": (
+        "recent(n=»many)",
+        "n of recent must be a whole number or none, not 'many'",
+    ),
+    "a number for a word by place": (
+        "every(3, 1, true, »7)",
+        "kind of every must be a word, not 7",
+    ),
+    "a number for a word": ("every(3, kind=»7)", "kind of every must be a word, not 7"),
+    "one for true": ("every(3, fair=»1)", "fair of every must be true or false, not 1"),
     "a policy inside a pipe": ("sink(4) | »window(8)", "window is a whole policy"),
     "a policy before a pipe": ("»window(8) | recent(4)", "window is a whole policy"),
     "no room": ("»recent(0)", "at least 1 token, not 0"),
@@ -184,6 +259,8 @@ MISTAKES = {
     "a sink after others": ("recent(4) | »sink(4)", "stands first in a pipe"),
     "two sinks": ("sink(4) | »sink(4)", "stands first in a pipe"),
     "no limit after a choice": ("every(3) | »recent(none)", "recent(none) can only follow"),
+    "a pool after one that keeps all": ("recent(none) | »recent(5)", "recent would get no tokens"),
+    "a pool after a share of one": ("uniform(rate=1) | »heavy(5)", "heavy would get no tokens"),
     "a line break in what is wrong": ("sink(4)\n| »riddle(9)", "no pool or policy is called"),
 }
 
@@ -206,6 +283,9 @@ def test_a_mistake_is_pointed_at_in_one_line(mistake):
     [
         ("snk(4) | recent(9)", "sink"),
         ("Sink(4) | recent(9)", "sink"),
+        ("sink(4) | RECENT(9)", "recent"),
+        ("STREAMING_LM(9)", "streaming_llm"),
+        ("window(BUDGET=9)", "budget"),
         ("sink(4) | recnet(9)", "recent"),
         ("streaming_lm(9)", "streaming_llm"),
         ("streaming_llm(bugdet=9)", "budget"),
@@ -222,6 +302,71 @@ def test_nothing_is_suggested_where_nothing_is_near():
     with pytest.raises(PolicyError) as caught:
         policy("xyzzy(4)")
     assert "did you mean" not in str(caught.value)
+
+
+def test_a_text_of_any_length_gets_an_error_of_one_line_that_shows_where():
+    with pytest.raises(PolicyError) as caught:
+        policy("recent(5) | " * 2000 + "nonsense" + " | recent(5)" * 2000)
+    assert caught.value.at == 24000
+    assert "character 24001: …" in str(caught.value)
+    assert "recent(5) | »nonsense | recent(5)" in str(caught.value)
+    with pytest.raises(PolicyError) as long_name:
+        policy("x" * 9000 + "(" + "y" * 9000)
+    assert all(len(str(error.value)) < 300 for error in (caught, long_name))
+
+
+# --- what a policy or a pool is given in Python
+
+NO_SUCH_THINGS = [
+    (
+        streaming_llm,
+        {"budget": "many"},
+        "budget of streaming_llm must be a whole number, not 'many'",
+    ),
+    (streaming_llm, {"sinks": 4.0}, "sinks of streaming_llm must be a whole number, not 4.0"),
+    (window, {"budget": True}, "budget of window must be a whole number, not true"),
+    (h2o, {"budget": None}, "budget of h2o must be a whole number, not none"),
+    (pyramidkv, {"beta": "steep"}, "beta of pyramidkv must be a number, not 'steep'"),
+    (buzz, {"local_max": 1}, "local_max of buzz must be true or false, not 1"),
+    (uniform, {"rate": "half"}, "rate of uniform must be a number or none, not 'half'"),
+    (pyramid, {"pipe": 5}, "pipe of pyramid must be a policy or none, not 5"),
+    (Sink, {"n": 2.5}, "n of sink must be a whole number, not 2.5"),
+    (Recent, {"n": "many"}, "n of recent must be a whole number or none, not 'many'"),
+    (Every, {"n": 3, "kind": 7}, "kind of every must be a word, not 7"),
+]
+
+
+@pytest.mark.parametrize(("make", "given", "sentence"), NO_SUCH_THINGS)
+def test_python_and_text_refuse_what_is_no_such_thing_with_the_same_sentence(make, given, sentence):
+    with pytest.raises(WeirError) as python:
+        make(**given)
+    assert str(python.value) == sentence
+    name = make.name if isinstance(make, type) else make.__name__
+    values = ", ".join(f"{key}={written(value)}" for key, value in given.items())
+    with pytest.raises(PolicyError) as text:
+        policy(f"{name}({values})")
+    assert str(text.value).startswith(f"{sentence} (character ")
+
+
+def test_what_cannot_be_written_in_a_policy_is_refused_in_python_in_one_short_line():
+    with pytest.raises(WeirError, match="budget of window must be a whole number, not '256'"):
+        window("256")
+    with pytest.raises(WeirError) as caught:
+        Sink([[7] * 50] * 50)
+    assert len(str(caught.value)) < 150 and len(str(caught.value).splitlines()) == 1
+
+
+def test_numbers_of_other_libraries_become_numbers_of_python():
+    sink = Sink(np.int64(4))
+    assert sink == Sink(4) and type(sink.n) is int
+    assert type(pyramidkv(beta=np.float32(2)).beta) is float
+    assert type(uniform(rate=1).pools[-1].rate) is float
+
+
+def test_a_pipe_of_nothing_or_of_other_things_is_refused():
+    for pools in ((), ("sink(4)",), (Sink(4), None)):
+        with pytest.raises(WeirError, match="a pipe is made of one pool or more"):
+            Pipe(pools)
 
 
 WORDS = [*"(),|=+-._ \n\t»", "sink", "recent", "every", "dense", "window", "streaming_llm", "n"]

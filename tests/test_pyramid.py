@@ -142,8 +142,8 @@ MISTAKES = {
     "»pyramid(buzz(budget=60), beta=20)": "less than one segment",
     "»pyramid(recent(9) | subgen(9, 1, 4), beta=5)": "clusters of 4 cannot do with 2 slots",
     "»pyramid(recent(9) | heavy(9) | reservoir(9))": "each of its pools needs one",
-    "pyramid(»4)": "pipe must be a policy or none",
-    "pyramid(»true)": "pipe must be a policy or none",
+    "pyramid(»4)": "pipe of pyramid must be a policy or none",
+    "pyramid(»true)": "pipe of pyramid must be a policy or none",
     "pyramid(»snpkv)": "did you mean 'snapkv'",
     "pyramid(»snpkv(9))": "did you mean 'snapkv'",
     "pyramid(recent(9) | »hevy(9))": "did you mean 'heavy'",
@@ -152,7 +152,7 @@ MISTAKES = {
     "pyramid(snapkv(budget=50)»": "expected ',' or ')'",
     "pyramid(recent(9) | »)": "expected a pool or a policy",
     "pyramid(recent(9) »heavy(9))": "expected ',' or ')'",
-    "sink(»recent(3))": "n must be a whole number",
+    "sink(»recent(3))": "n of sink must be a whole number",
     "pyramid(sink(»recent(4)))": "a policy inside another one takes no policy",
 }
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from weir.arguments import LONGEST, hints, shown, taken
 from weir.errors import WeirError
 from weir.pipe import NAMED, Pipe, Policy, check_place
 from weir.pools import POOLS, Pool
@@ -30,7 +30,12 @@ class PolicyError(WeirError):
 
     def __init__(self, problem: str, text: str, at: int) -> None:
         line = "".join(c if c.isprintable() else " " for c in text)
-        super().__init__(f"{problem} (character {at + 1}: {line[:at]}»{line[at:]})")
+        before, after = line[:at], line[at:]
+        if len(before) > LONGEST:
+            before = f"…{before[-LONGEST:]}"
+        if len(after) > LONGEST:
+            after = f"{after[:LONGEST]}…"
+        super().__init__(f"{problem} (character {at + 1}: {before}»{after})")
         self.text = text
         self.at = at
 
@@ -114,7 +119,7 @@ class Reader:
             raise self.wrong(f"{call.name} is a whole policy, not a pool of a pipe", call.at)
         if call.name not in POOLS:
             names = [*POOLS, *NAMED]
-            raise self.wrong(f"no pool or policy is called {call.name!r}", call.at, names)
+            raise self.wrong(f"no pool or policy is called {shown(call.name)}", call.at, names)
         made: Pool = self.make(call, POOLS[call.name])
         try:
             check_place(made, before)
@@ -125,8 +130,7 @@ class Reader:
     def make(self, call: Call, make: Callable[..., Any]) -> Any:
         """Call `make` with the arguments, once they fit its signature."""
         parameters = inspect.signature(make).parameters
-        made_by = make.__init__ if isinstance(make, type) else make  # type: ignore[misc]
-        hints = typing.get_type_hints(made_by)
+        wanted = hints(make)
         given: dict[str, Any] = {}
         for place, (name, value, at, value_at) in enumerate(call.arguments):
             if name is None:
@@ -137,14 +141,16 @@ class Reader:
                     raise self.wrong(f"{call.name} has no such parameter (it takes {takes})", at)
                 name = list(parameters)[place]
             elif name not in parameters:
-                raise self.wrong(f"{call.name} has no parameter {name!r}", at, list(parameters))
+                problem = f"{call.name} has no parameter {shown(name)}"
+                raise self.wrong(problem, at, list(parameters))
             if name in given:
                 raise self.wrong(f"{call.name} is given {name!r} twice", at)
-            if isinstance(value, str) and Policy in typing.get_args(hints[name]):
+            if isinstance(value, str) and Policy in typing.get_args(wanted[name]):
                 value = Reader(self.text, value_at).part()
-            if not _fits(value, hints[name]):
-                raise self.wrong(f"{name} must be {_kind(hints[name])}", value_at)
-            given[name] = float(value) if hints[name] is float else value
+            try:
+                given[name] = taken(call.name, name, value, wanted[name])
+            except WeirError as error:
+                raise self.wrong(str(error), value_at) from None
         for name, parameter in parameters.items():
             if parameter.default is parameter.empty and name not in given:
                 raise self.wrong(f"{call.name} needs {name!r}", call.at)
@@ -233,31 +239,10 @@ class Reader:
         """The error to raise about a character, with the nearest of the `names` there are."""
         at = self.at if at is None else at
         word = self.name.match(self.text, at)
-        near = difflib.get_close_matches(word.group(), names or [], 1) if word else []
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        known = {name.lower(): name for name in names or []}
+        near = difflib.get_close_matches(word.group().lower(), known, 1) if word else []
+        hint = f"; did you mean {known[near[0]]!r}?" if near else ""
         return PolicyError(problem + hint, self.text, at)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value read from a policy can be passed for an annotation."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return any(_fits(value, part) for part in typing.get_args(hint))
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if hint is types.NoneType:
-        return value is None
-    return isinstance(value, hint)
-
-
-def _kind(hint: Any) -> str:
-    """An annotation in words."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return " or ".join(_kind(part) for part in typing.get_args(hint))
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
-    words[Policy] = "a policy"
-    return "none" if hint is types.NoneType else words.get(hint, str(hint))
 
 
 def _is_named(call: Call) -> bool:

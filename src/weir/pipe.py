@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from weir.arguments import checked, written
 from weir.errors import WeirError
 from weir.pools import Fold, Pool
 from weir.pyramid import of_layer
@@ -47,6 +48,10 @@ class Pipe(Policy):
     text: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
+        if not self.pools or not all(isinstance(pool, Pool) for pool in self.pools):
+            raise WeirError(
+                "a pipe is made of one pool or more, as in Pipe((Sink(4), Recent(252)))"
+            )
         for place, pool in enumerate(self.pools):
             check_place(pool, self.pools[:place])
         if not self.text:
@@ -133,8 +138,8 @@ def check_place(pool: Pool, before: tuple[Pool, ...]) -> None:
     for earlier in before:
         if earlier.ends_pipe:
             raise WeirError(
-                f"{pool.name} would get no tokens: what {earlier.name} keeps stands for all that "
-                f"came, so nothing flows on and {earlier.name} stands last in a pipe"
+                f"{pool.name} would get no tokens: what {earlier.name} keeps is all that came, or "
+                f"stands for it, so nothing flows on and {earlier.name} stands last in a pipe"
             )
     pool.check(before)
 
@@ -232,17 +237,23 @@ def named(paper: str) -> Callable[[Callable[..., Policy]], Callable[..., Policy]
     """Make a policy known under the name of the function that returns it."""
 
     def register(make: Callable[..., Policy]) -> Callable[..., Policy]:
-        NAMED[make.__name__] = Named(make, paper)
-        return make
+        careful = checked(make, make.__name__)
+        NAMED[make.__name__] = Named(careful, paper)
+        return careful
 
     return register
 
 
 def _written(pool: Pool, alone: bool = False) -> str:
-    """A pool the way it is written in a policy; `alone` in its pipe."""
-    values = {f.name: getattr(pool, f.name) for f in fields(cast(Any, pool))}
-    words = {name: "none" if v is None else str(v) for name, v in values.items()}
-    if alone and pool.name in NAMED:
-        # By names, which tell it from the policy that is called the same.
-        return f"{pool.name}({', '.join(f'{name}={word}' for name, word in words.items())})"
-    return f"{pool.name}({', '.join(words.values())})"
+    """A pool the way it is written in a policy: its first parameter, and what is not the default.
+
+    Where it stands `alone` in its pipe, the name of a parameter tells it from the policy that is
+    called the same.
+    """
+    first, *others = fields(cast(Any, pool))
+    name = f"{first.name}=" if alone and pool.name in NAMED else ""
+    words = [f"{name}{written(getattr(pool, first.name))}"]
+    for f in others:
+        if (value := getattr(pool, f.name)) != f.default:
+            words.append(f"{f.name}={written(value)}")
+    return f"{pool.name}({', '.join(words)})"

@@ -8,6 +8,7 @@ from typing import Any
 from rich.padding import Padding
 from rich.text import Text
 
+from weir.arguments import written
 from weir.cli import app
 from weir.cli.common import AsJson, output, print_json
 
@@ -53,13 +54,8 @@ def parameters(make: Any) -> str:
     for name, parameter in inspect.signature(make).parameters.items():
         default = parameter.default
         known = default is not parameter.empty
-        parts.append(f"{name}={_written(default)}" if known else name)
+        parts.append(f"{name}={written(default)}" if known else name)
     return ", ".join(parts)
-
-
-def _written(value: Any) -> str:
-    """A value as it stands in a policy."""
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def about(it: Any) -> str:

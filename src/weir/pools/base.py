@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from torch import Tensor
 
+from weir.arguments import checked
 from weir.attention import Form
 from weir.draws import Draws
 from weir.errors import WeirError
@@ -100,7 +101,7 @@ class Pool(ABC):
 
     @property
     def ends_pipe(self) -> bool:
-        """Whether nothing flows on, because what it keeps stands for all that came."""
+        """Whether nothing flows on, because what it keeps is all that came, or stands for it."""
         return False
 
     def state(self, like: Slots) -> dict[str, Tensor]:
@@ -147,11 +148,11 @@ Kind = TypeVar("Kind", bound=type[Pool])
 
 
 def pool(name: str) -> Callable[[Kind], Kind]:
-    """Make a pool known under `name` in policies."""
+    """Make a pool known under `name` in policies, and refuse parameters that are no such things."""
 
     def register(kind: Kind) -> Kind:
         kind.name = name
-        POOLS[name] = kind
+        POOLS[name] = checked(kind, name)
         return kind
 
     return register

@@ -36,6 +36,11 @@ class Recent(Pool):
         if self.n is None and not all(pool.in_order for pool in before):
             raise WeirError("recent(none) can only follow pools that pass all tokens on in order")
 
+    @property
+    def ends_pipe(self) -> bool:
+        """Without a limit nothing flows on."""
+        return self.n is None
+
     def slots(self) -> int | None:
         """As many slots as tokens are kept."""
         return self.n

@@ -51,6 +51,11 @@ class Uniform(Sample):
         if self.rate is not None and not 0 < self.rate <= 1:
             raise WeirError(f"the rate of uniform lies above 0 and is at most 1, not {self.rate}")
 
+    @property
+    def ends_pipe(self) -> bool:
+        """With weights, as every sample; so does a rate of 1, which keeps all."""
+        return super().ends_pipe or self.rate == 1
+
     def slots(self) -> int | None:
         """As many slots as tokens are kept; no limit by rate."""
         return self.n
