@@ -126,6 +126,7 @@ class Naive:
     held: dict[tuple[int, int], Held] = field(default_factory=dict)
     new: dict[tuple[int, int], list[Token]] = field(default_factory=dict)
     queries: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    tallies: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)
 
     def feed(self, tokens: Iterable[int], at_once: bool = False) -> Tensor:
         """Logits after each token [tokens, vocabulary]; `at_once` folds only after the last."""
@@ -144,6 +145,11 @@ class Naive:
         held = self.held.get((layer, head), [[] for _ in range(self.pools)])
         return [t for pool in held for t in pool] + self.new.get((layer, head), [])
 
+    def received(self, layer: int, head: int) -> dict[int, float]:
+        """The attention of every slot of a head up to the last fold, by place in the stream."""
+        new = {t.position: 0.0 for t in self.new.get((layer, head), [])}
+        return {**self.tallies.get((layer, head), {}), **new}
+
     def rotate(self, x: Tensor, places: int | list[int]) -> Tensor:
         """`x` [n, dim] rotated to its places, or to one place, in float64."""
         frequencies = self.model.model.rotary_emb.inv_freq.double()
@@ -158,6 +164,8 @@ class Naive:
             at = Where(layer, head, self.seen, self.queries[layer, head], self.rotate)
             self.held[layer, head] = self.fold(held, new, at)
             self.new[layer, head] = []
+            tally = {t.position: t.mass for t in self.slots(layer, head)}
+            self.tallies[layer, head] = tally
         self.waiting = 0
 
     @torch.no_grad()

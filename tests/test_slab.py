@@ -310,7 +310,7 @@ def test_original_positions_serve_a_new_pool_too(llama, naive, twins, ids):
 
 
 @pytest.mark.parametrize("prefill", ["chunked", "full"])
-def test_accumulated_attention_is_the_sum_of_softmax_since_arrival(
+def test_accumulated_attention_is_the_sum_of_softmax_from_arrival_to_the_last_fold(
     llama, naive, twins, ids, prefill
 ):
     tokens, mask, rows = batch(ids)
@@ -326,7 +326,7 @@ def test_accumulated_attention_is_the_sum_of_softmax_since_arrival(
                 places = held.position[row, head].tolist()
                 mass = held.mass[row, head].tolist()
                 got = {p: m for p, m in zip(places, mass, strict=True) if p >= 0}
-                wanted = {t.position: t.mass for t in loop.slots(layer, head)}
+                wanted = loop.received(layer, head)
                 assert got == pytest.approx(wanted, abs=1e-4)
 
 

@@ -222,7 +222,6 @@ class StreamingCache(Cache):
             if mine.slab is not None:
                 everyone = torch.arange(len(self.rows.seen), device=mine.slab.keys.device)
                 other.load_slab(mine.slab.rows(everyone))
-                other.queries = mine.queries
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -246,9 +245,7 @@ class StreamingCache(Cache):
 
     def detach(self) -> None:
         """Take weir out of the model; the cache cannot be used any more."""
-        model = self._model()
-        if model is not None:
-            detach(model, self)
+        detach(self)
 
     # --- what the stream and the command line ask
 

@@ -23,7 +23,8 @@ class Held:
         pool: which of `pools` holds each slot [batch, kv_heads, slots], int64; -1 for none.
         pools: the pools' names in the order of the pipe, and last "new" for tokens that wait for
             the next fold.
-        mass: attention received [batch, kv_heads, slots], float32, where a pool asks for it.
+        mass: attention received up to the last fold [batch, kv_heads, slots], float32, where a
+            pool asks for it.
     """
 
     position: Tensor

@@ -5,8 +5,8 @@ the layer folds (`weir.folding`). Knows nothing about models beyond a `Form` per
 layer's positions.
 
 A forward that fails in a later layer, or makes keys that are not finite, must leave no trace. What
-it writes into the tail are slots that wait for a token anyway; all else (attention received, last
-queries, the fold) waits in `Layer._open` until the forward has succeeded. Of a forward that is
+it writes into the tail are slots that wait for a token anyway; all else (attention received, the
+fold) waits in `Layer._open` until the forward has succeeded. Of a forward that is
 longer than the tail has room, all but the last piece must be settled on the way; then the slots as
 they were are kept until its end.
 """
@@ -33,7 +33,8 @@ from weir.pipe import Pipe
 from weir.plan import Piece, Plan
 from weir.positions import Place, Rotary
 from weir.sight import band, sight
-from weir.slab import Slab, Slots
+from weir.slab import Slab, Slots, lined
+from weir.tally import received, tail_of
 
 QUERY_BLOCK = 256
 """Queries handled at once where logits have to be written out."""
@@ -45,15 +46,11 @@ class Open:
 
     Attributes:
         piece, form: the piece, and how the layer attends.
-        mass: attention that slots received from it [batch, kv_heads, slots so far].
-        queries: the last queries after it.
         arrivals: a whole prompt that is to be folded in place of the tail.
     """
 
     piece: Piece
     form: Form
-    mass: Tensor | None = None
-    queries: Tensor | None = None
     arrivals: Slots | None = None
 
 
@@ -63,7 +60,6 @@ class Before:
 
     slab: Slab | None
     lengths: list[list[int]]
-    queries: Tensor | None
 
 
 class Layer:
@@ -73,7 +69,6 @@ class Layer:
         pipe: who holds slots.
         slab: the slots; None before the first token.
         lengths: per row and per pool of the pipe, slots in use.
-        queries: the last queries [batch, kv_heads, group, n, key_dim], for pools that ask for them.
         finite: whether the keys and values of the last forward were. On an accelerator that is a
             tensor [], bool, and nobody has looked yet, since looking means waiting.
     """
@@ -91,7 +86,6 @@ class Layer:
         """Forget everything."""
         self.slab: Slab | None = None
         self.lengths: list[list[int]] = []
-        self.queries: Tensor | None = None
         self.finite: bool | Tensor = True
         # Nothing but exact tokens, no empty slot: then attention needs no mask.
         self._plain = True
@@ -124,8 +118,8 @@ class Layer:
         if not plan.pieces:
             return values.new_zeros((*queries.shape[:4], values.shape[3])).flatten(1, 2)
         if self.slab is None:
-            self._before = Before(None, [], None)
-            self.slab = self._make_slab(keys, values)
+            self._before = Before(None, [])
+            self.slab = self._make_slab(keys, values, queries.shape[2])
             self.slab.open_tail(0, plan.pieces[0].start, self.chunk)
         take = self._attend_exactly if plan.full else self._attend_piece
         if plan.whole:
@@ -153,21 +147,29 @@ class Layer:
         left, self._open = self._open, None
         if left is None or self.slab is None:
             return
-        if left.mass is not None and self.slab.mass is not None:
-            self.slab.mass[:, :, : left.mass.shape[2]] += left.mass
-        if left.queries is not None:
-            self.queries = left.queries
         if left.piece.full:
-            self.folding.fold(
-                self.slab, self.lengths, left.piece, left.form, self.queries, left.arrivals
-            )
+            self._fold(self.slab, left)
             self._plain = self._is_plain(self.slab)
+
+    def _fold(self, slab: Slab, left: Open) -> None:
+        piece, wanted = left.piece, self.pipe.needs_queries
+        if left.arrivals is None and slab.mass is not None:
+            tail = tail_of(piece, self.chunk)
+            ends = self.ends(tail.counts)
+            mass = received(slab, self.place, left.form, tail, ends, wanted)
+            slab.mass[:, :, : mass.shape[2]] += mass
+        # What was asked last lies at the end of the tail; after a whole prompt, in front of it.
+        queries = self._last_queries(self.chunk if left.arrivals is None else 0)
+        self.folding.fold(slab, self.lengths, piece, left.form, queries, left.arrivals)
+        if queries is not None and slab.queries is not None and left.arrivals is None:
+            rows = torch.tensor(piece.full, device=queries.device)
+            slab.queries[rows, :, :wanted] = lined(queries)[rows]
 
     def _settle_early(self) -> None:
         """Settle a piece while the forward is still under way."""
         if self._before is None and self.slab is not None:
             lengths = [list(row) for row in self.lengths]
-            self._before = Before(self.slab.copy(), lengths, self.queries)
+            self._before = Before(self.slab.copy(), lengths)
         self._settle()
 
     def take_back(self) -> None:
@@ -175,7 +177,7 @@ class Layer:
         self._open = None
         before, self._before = self._before, None
         if before is not None:
-            self.slab, self.lengths, self.queries = before.slab, before.lengths, before.queries
+            self.slab, self.lengths = before.slab, before.lengths
             self._plain = self.slab is None or self._is_plain(self.slab)
 
     def ends(self, waiting: list[int]) -> list[int]:
@@ -188,16 +190,15 @@ class Layer:
             return
         self.slab = self.slab.rows(index)
         self.lengths = [list(self.lengths[row]) for row in index.tolist()]
-        if self.queries is not None:
-            self.queries = self.queries.index_select(0, index)
 
     def load_slab(self, slab: Slab) -> None:
         """Take over a slab that was saved; `lengths` must be set."""
         self.slab = slab
         self._plain = self._is_plain(slab)
 
-    def _make_slab(self, keys: Tensor, values: Tensor) -> Slab:
+    def _make_slab(self, keys: Tensor, values: Tensor, group: int) -> Slab:
         pipe, place = self.pipe, self.place
+        asked = pipe.needs_mass or pipe.needs_queries > 0
         moves = place.rolling and bool(pipe.front)
         slots = (4 * self.chunk if pipe.slots is None else pipe.slots) + self.chunk
         masters = pipe.front_slots or self.chunk  # a front without a limit grows as it fills
@@ -211,6 +212,8 @@ class Layer:
                 # Half precision ends at 65504, too soon for values times e^(a-b).
                 folded_weights=pipe.two_weights and values.dtype != torch.float16,
                 frames=place.alibi is not None,
+                queries=pipe.needs_queries + self.chunk if asked else 0,
+                group=group,
             )
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
@@ -242,10 +245,8 @@ class Layer:
             slab.append_at(keys, values, rows, prefix[rows] + piece.tail_places, places)
         stop = max(end + n for end, n in zip(ends, piece.counts, strict=True))
         bias = sight(self.place, slab, piece, stop, queries.dtype, even=even)
-        mass = None
-        if self.pipe.needs_mass:
-            mass = attention_mass(queries, slab.keys[:, :, :stop], slab.b[:, :, :stop], form, bias)
-        self._open = Open(piece, form, mass, self._last_queries(queries, piece))
+        self._remember(queries, piece, even)
+        self._open = Open(piece, form)
         return self._read(slab, queries, form, bias, stop, even)
 
     def _placed(
@@ -290,19 +291,33 @@ class Layer:
             bias = below if bias is None else bias + below
         return fused_attention(queries, keys, values[:, :, :stop], form, bias)
 
-    def _last_queries(self, queries: Tensor, piece: Piece) -> Tensor | None:
-        """The last queries after a piece, rotated, for pools that ask for them."""
-        wanted = self.pipe.needs_queries
-        if not wanted:
+    def _remember(self, queries: Tensor, piece: Piece, even: bool) -> None:
+        """Put a piece's queries behind those of the tail, if a pool is going to ask for them."""
+        slab, wanted = self.slab, self.pipe.needs_queries
+        if slab is None or slab.queries is None:
+            return
+        if even:
+            slab.ask(queries, wanted + piece.waiting[0])
+        else:
+            rows, places, _ = piece.entries
+            slab.ask_at(queries, rows, wanted + piece.tail_places, places)
+
+    def _remember_last(self, queries: Tensor, piece: Piece) -> None:
+        """Of a whole prompt, put the last queries in front of those of the tail."""
+        slab, wanted = self.slab, self.pipe.needs_queries
+        if slab is None or slab.queries is None:
+            return
+        for row, count in enumerate(piece.counts):
+            last = queries[row : row + 1, :, :, max(0, count - wanted) : count]
+            slab.queries[row, :, wanted - last.shape[3] : wanted] = lined(last)[0]
+
+    def _last_queries(self, start: int) -> Tensor | None:
+        """The queries that pools ask for [batch, kv_heads, group, n, key_dim], from a place on."""
+        slab, wanted = self.slab, self.pipe.needs_queries
+        if slab is None or slab.queries is None or not wanted:
             return None
-        before = self.queries
-        if before is None:
-            before = queries.new_zeros((*queries.shape[:3], wanted, queries.shape[4]))
-        both = torch.cat([before, queries], dim=3)
-        counts = torch.tensor(piece.counts, device=queries.device)
-        index = counts[:, None] + torch.arange(wanted, device=queries.device)
-        shape = (*both.shape[:3], -1, both.shape[4])
-        return both.gather(3, index[:, None, None, :, None].expand(shape))
+        last = slab.queries[:, :, start : start + wanted]
+        return last.unflatten(3, (-1, slab.keys.shape[3])).transpose(2, 3)
 
     def _is_plain(self, slab: Slab) -> bool:
         used = min(sum(row) for row in self.lengths)
@@ -339,7 +354,8 @@ class Layer:
                 weights = zeros[..., :stop]
                 outs.append(two_weight_attention(block, k, v, weights, weights, form, bias))
         arrivals = Slots(keys, values, zeros, zeros.clone(), position, mass)
-        self._open = Open(piece, form, None, self._last_queries(queries, piece), arrivals)
+        self._remember_last(queries, piece)
+        self._open = Open(piece, form, arrivals)
         self._settle_early()
         return torch.cat(outs, dim=3)
 

@@ -37,8 +37,8 @@ class Slots:
         b: log-weights in the denominator [batch, kv_heads, slots], float32; both are -inf where a
             slot is empty.
         position: places in the stream [batch, kv_heads, slots], int64; -1 where a slot is empty.
-        mass: attention received so far [batch, kv_heads, slots], float32; None unless a pool of the
-            pipe asks for it.
+        mass: attention received so far, up to the last fold where it lies in a slab [batch,
+            kv_heads, slots], float32; None unless a pool of the pipe asks for it.
         slab: the slab this is a view of, and
         place: the first slot of that view; both None for slots that lie elsewhere, or whose tensors
             were replaced (`dataclasses.replace`, which is how a pool sets weights).
@@ -130,7 +130,10 @@ class Slots:
         return self.take(torch.where(self.position.gather(2, order) < 0, EMPTY, order))
 
 
-_BUFFERS = ("keys", "values", "a", "b", "position", "mass", "masters", "weighted", "mask", "frame")
+_BUFFERS = (
+    *("keys", "values", "a", "b", "position", "mass"),
+    *("masters", "weighted", "mask", "frame", "queries"),
+)
 _STATE = "state."
 
 
@@ -146,6 +149,9 @@ class Slab:
             two weights; None otherwise.
         frame: the positions attention pretends [batch, kv_heads, slots], int64, where its bias
             needs them (ALiBi); None otherwise.
+        queries: the last queries, and behind them those of the tail, as attention saw them
+            [batch, kv_heads, queries, group * key_dim]; None unless a pool asks for them or for the
+            attention received.
         state: what pools remember beside their slots, by a name [batch, kv_heads, ...].
         a, b, position, mass: as in `Slots`.
     """
@@ -160,6 +166,8 @@ class Slab:
         mass: bool = False,
         folded_weights: bool = False,
         frames: bool = False,
+        queries: int = 0,
+        group: int = 1,
     ) -> None:
         """Buffers for `slots` slots of the batch, heads, sizes, dtype and device of the tensors."""
         # Never inference tensors: the same slab is written in and outside inference mode.
@@ -178,6 +186,8 @@ class Slab:
             self.weighted = torch.zeros_like(self.values) if folded_weights else None
             self.mask = torch.full_like(self.b, -torch.inf) if folded_weights else None
             self.frame = torch.zeros_like(self.position) if frames else None
+            asked = (*shape[:2], queries, group * like_keys.shape[3])
+            self.queries = like_keys.new_zeros(asked) if queries else None
         self.state: dict[str, Tensor] = {}
 
     @classmethod
@@ -229,11 +239,22 @@ class Slab:
 
     def append(self, keys: Tensor, values: Tensor, start: int) -> None:
         """Put keys and values [batch, kv_heads, n, dim] into the tail from slot `start` on."""
-        stop = start + keys.shape[2]
-        self.keys[:, :, start:stop] = keys
-        self.values[:, :, start:stop] = values
+        # In every step of every layer: a narrowed copy costs half of what an index does.
+        count = keys.shape[2]
+        self.keys.narrow(2, start, count).copy_(keys)
+        self.values.narrow(2, start, count).copy_(values)
         if self.weighted is not None:
-            self.weighted[:, :, start:stop] = values
+            self.weighted.narrow(2, start, count).copy_(values)
+
+    def ask(self, queries: Tensor, start: int) -> None:
+        """Remember queries [batch, kv_heads, group, n, key_dim] from place `start` on."""
+        assert self.queries is not None
+        self.queries.narrow(2, start, queries.shape[3]).copy_(lined(queries))
+
+    def ask_at(self, queries: Tensor, rows: Tensor, places: Tensor, columns: Tensor) -> None:
+        """Remember the query of column `columns[i]` of row `rows[i]` at `places[i]`, for all i."""
+        assert self.queries is not None
+        self.queries[rows, :, places] = lined(queries)[rows, :, columns]
 
     def append_at(
         self, keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor, columns: Tensor
@@ -302,6 +323,8 @@ class Slab:
         """Replace the buffers that are smaller by larger ones; for pipes without a limit only."""
         with torch.inference_mode(False):
             for name, t in self._buffers().items():
+                if name == "queries":
+                    continue
                 size = masters if name == "masters" else slots
                 if size <= t.shape[2]:
                     continue
@@ -314,6 +337,11 @@ class Slab:
                 larger = t.new_full((*t.shape[:2], size, *t.shape[3:]), fill)
                 larger[:, :, : t.shape[2]] = t
                 setattr(self, name, larger)
+
+
+def lined(queries: Tensor) -> Tensor:
+    """[batch, kv_heads, group, n, key_dim] to [batch, kv_heads, n, group * key_dim]."""
+    return queries.transpose(2, 3).flatten(3)
 
 
 def longer(t: Tensor, than: Tensor) -> bool:

@@ -249,8 +249,6 @@ class Stream:
         if self._logits is not None:
             tensors["logits"] = self._logits
         for index, layer in enumerate(cache.stack):
-            if layer.queries is not None:
-                tensors[f"{index}.queries"] = layer.queries
             if layer.slab is not None:
                 for name, t in layer.slab.tensors().items():
                     tensors[f"{index}.{name}"] = t
@@ -294,7 +292,6 @@ class Stream:
                 for name, t in tensors.items()
                 if name.startswith(f"{index}.")
             }
-            layer.queries = mine.pop("queries", None)
             if mine:
                 layer.load_slab(Slab.of(mine))
         return stream

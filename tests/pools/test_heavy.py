@@ -92,7 +92,7 @@ def test_a_model_with_it_gives_what_the_naive_loop_gives(llama, naive, twins, id
         for layer in range(2):
             held = cache.slots(layer)
             for head in range(2):
-                received = {t.position: t.mass for t in loop.slots(layer, head)}
+                received = loop.received(layer, head)
                 where = held.position[row, head].tolist()
                 mine = dict(zip(where, held.mass[row, head].tolist(), strict=True))
                 mine.pop(-1, None)

@@ -1,0 +1,69 @@
+"""Attention that slots receive: counted once for all queries of a tail, when it is folded.
+
+H2O and its kin rank tokens by the attention they have received. Nobody asks before the next fold,
+and until then no slot moves; so the queries wait in the slab, and a fold makes one matrix product
+of them in place of one in every step. Knows nothing about who reads the sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from weir.attention import Form, attention_mass
+from weir.plan import Piece
+from weir.positions import Place
+from weir.sight import sight
+from weir.slab import Slab
+
+_AT_ONCE = 1 << 24
+"""Logits held at once."""
+
+
+def tail_of(piece: Piece, chunk: int) -> Piece:
+    """The whole tails of the rows that are full after a piece; no token of the others."""
+    full = set(piece.full)
+    rows = range(len(piece.counts))
+    counts = [chunk if row in full else 0 for row in rows]
+    after = [seen + count for seen, count in zip(piece.seen, piece.counts, strict=True)]
+    return replace(
+        piece,
+        columns=piece.columns.new_zeros(len(counts), chunk),
+        counts=counts,
+        seen=[seen - count for seen, count in zip(after, counts, strict=True)],
+        waiting=[0 for _ in rows],
+    )
+
+
+def received(
+    slab: Slab, place: Place, form: Form, tail: Piece, ends: list[int], wanted: int
+) -> Tensor:
+    """The attention that slots receive from the queries of the tail.
+
+    Args:
+        slab: the slots; `queries` holds those of the tail after `wanted` older ones.
+        place: what the layer knows about positions.
+        form: how it attends.
+        tail: the tokens of the tail (`tail_of`).
+        ends: where each row's slots end.
+        wanted: queries in front of the tail's.
+
+    Returns:
+        [batch, kv_heads, slots of the longest row], float32; zero in rows without a token here.
+    """
+    assert slab.queries is not None
+    even = tail.even and len(set(ends)) == 1
+    stop, dim = max(ends), slab.keys.shape[3]
+    asked = slab.queries[:, :, wanted : wanted + tail.width].unflatten(3, (-1, dim))
+    queries = asked.transpose(2, 3)
+    bias = sight(place, slab, tail, stop, torch.float32, even=even)
+    keys, b = slab.keys[:, :, :stop], slab.b[:, :, :stop]
+    mass = torch.zeros_like(b)
+    step = max(1, _AT_ONCE // (stop * queries.shape[:3].numel()))
+    for start in range(0, tail.width, step):
+        these = slice(start, start + step)
+        its = bias if bias is None or bias.shape[3] == 1 else bias[:, :, :, these]
+        mass += attention_mass(queries[:, :, :, these], keys, b, form, its)
+    return mass
