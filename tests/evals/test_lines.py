@@ -68,16 +68,29 @@ def test_numbers_are_read_from_answers(text: str, first: int | None, last: int |
     assert (number_in(text, last=False), number_in(text, last=True)) == (first, last)
 
 
-def test_accuracy_counts_right_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = iter(["4022> is", " 8>", "it is 60000"])
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_first_number_counts_and_in_a_chat_the_last(
+    monkeypatch: pytest.MonkeyPatch, chat: bool
+) -> None:
+    answers = ["4022, not 17", " 8", "it is 60000"]
+    if chat:
+        answers[0] = "line 17 has 4022"
+    said, asked = iter(answers), []
 
-    def told(*args: object, **kwargs: object) -> Answer:
+    def told(subject: Subject, prompt: str, **how: object) -> Answer:
+        asked.append((prompt, how))
         return Answer(next(said), kv_bytes=64, held=8.0, seen=16)
 
     monkeypatch.setattr(lines, "ask", told)
-    found = Lines(file=str(OFFICIAL)).run(subject(), quiet)
-    assert (found["right"], found["asked"]) == (2, 3)
-    assert found["answers"] == ["4022> is", " 8>", "it is 60000"]
+    task = Lines(file=str(OFFICIAL), chat=chat)
+    found = task.run(subject(), quiet)
+    assert (found["right"], found["asked"], found["answers"]) == (2, 3, answers)
+    prompt = task.cases(seed=0)[0].prompt
+    if chat:
+        assert asked[0] == (prompt, {"most": 100, "chat": True})
+    else:
+        begun = f"{prompt}\nline red-kite: REGISTER_CONTENT is <"
+        assert asked[0] == (begun, {"most": 15, "stops": (">",)})
     assert found["accuracy"] == pytest.approx(2 / 3)
     assert (found["kv_bytes"], found["share"]) == (64, 0.5)
 
