@@ -25,6 +25,7 @@ def without_times(path: Path) -> list[dict[str, object]]:
 def local():
     """A cluster of this machine's own, started once for all tests."""
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'weir[ray]'")
+    on_ray("local")  # settles how Ray's workers run
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield ray
     ray.shutdown()

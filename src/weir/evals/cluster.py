@@ -40,6 +40,8 @@ def on_ray(address: str) -> Worker:
     """
     # Ray's own log says at length, on standard error, what is told in one line here.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    # Its workers would step back behind everything else on the machine.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     ray = needed("ray", "--cluster", extra="ray")
     if address != LOCAL:
         _check_reachable(address)
