@@ -1,6 +1,7 @@
 """The tasks, one file each; importing this makes all of them known."""
 
 from weir.evals.task import TASKS
+from weir.evals.tasks.attention_error import AttentionError
 from weir.evals.tasks.choice import Choice
 from weir.evals.tasks.docqa import DocumentQA
 from weir.evals.tasks.efficiency import Efficiency
@@ -14,6 +15,7 @@ from weir.evals.tasks.summary import Summary
 
 __all__ = [
     "TASKS",
+    "AttentionError",
     "Choice",
     "DocumentQA",
     "Efficiency",

@@ -1,0 +1,74 @@
+"""`attention-error`: how far the attention of each layer moves under a policy, on one text.
+
+BalanceKV (Kochetkova et al. 2025), section 4.1; `weir.evals.attention_error` measures it, this puts
+it on the grid, with one seed a cell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from weir.errors import WeirError
+from weir.evals.attention_error import MOST_TOKENS, ask, attention_error, mean_rows, set_up
+from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.evals.texts import read_stream
+
+
+@task("attention-error")
+@dataclass(frozen=True)
+class AttentionError(Task):
+    """Relative error of single layers' attention over the last queries of a text.
+
+    Attributes:
+        rate: the budget is made for this share of the tokens between the exact ones, for policies
+            written without one; none takes each policy with the budget it has.
+        tokens: of the text; none takes what the model's window holds, 4,096 at most.
+        queries: the last so many are asked; none takes 256, or a quarter of the tokens.
+        exact: first tokens that are exact beside a rate; none takes 256, or an eighth.
+        text: a file, UTF-8, plain or .xz; none takes the packaged book.
+    """
+
+    rate: float | None = None
+    tokens: int | None = None
+    queries: int | None = None
+    exact: int | None = None
+    text: str | None = None
+
+    metrics: ClassVar[dict[str, Better]] = {"error": "lower"}
+
+    def __post_init__(self) -> None:
+        if self.rate is not None and not 0 < self.rate < 1:
+            raise WeirError(f"rate of attention-error is between 0 and 1, not {self.rate:g}")
+
+    def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
+        """Compress the keys and values of every layer, and compare what the last queries get.
+
+        Returns:
+            "error", the mean over the layers; "by_layer", of each its "error" and the share of
+            tokens "kept"; "kept", "tokens", "queries". No stream is read, so there are no
+            "kv_bytes".
+        """
+        ids = read_stream(subject.tokenizer, self.text, self.tokens or MOST_TOKENS).ids
+        setup = set_up(subject.model, len(ids), self.tokens, self.queries, self.exact)
+        rates = () if self.rate is None else (self.rate,)
+        asked, _ = ask([str(subject.policy)], setup, rates)
+
+        def told(done: int, rows: int) -> bool:
+            progress(done / rows)
+            return False
+
+        rows = attention_error(
+            subject.model, ids, asked, setup, seeds=(subject.seed,), on_step=told
+        )
+        (mean,) = mean_rows(rows)
+        return {
+            "error": mean["error"],
+            "by_layer": [
+                {"layer": row.layer, "error": row.error, "kept": row.kept} for row in rows
+            ],
+            "kept": mean["kept"],
+            "tokens": setup.tokens,
+            "queries": setup.queries,
+            "kv_bytes": None,
+        }

@@ -1,0 +1,176 @@
+"""`weir eval`: a file that survives SIGKILL, tables, one JSON object, and clear refusals."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from terminal import Process, make_model, run
+
+WORDS = "The prince was silent, but she looked at him significantly, awaiting a reply. "
+TASKS = "ppl(tokens=250, text={text}), ppl(tokens=400, text={text}, block=100)"
+POLICIES = "dense, h2o, sink(4) | recent(20), reservoir(sinks=2)"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "book.txt"
+    path.write_text(WORDS * 20)
+    return path
+
+
+@pytest.fixture
+def words(model, text, tmp_path) -> list[object]:
+    """The options of a grid of 2 tasks and 6 policies of a budget or without."""
+    return [
+        "eval", "--model", model, "--tasks", TASKS.format(text=text), "--policies", POLICIES,
+        "--budgets", "24,48", "--chunk", 8, "--out", tmp_path / "r.jsonl",
+    ]  # fmt: skip
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in found]
+
+
+def test_json_is_one_object_and_the_file_has_every_cell(capsys, words, tmp_path):
+    ended = run(capsys, *words, "--json")
+    assert (ended.code, ended.err) == (0, "")
+    facts = json.loads(ended.out)
+    assert (facts["cells"], facts["failed"]) == (12, 0)
+    records = lines(tmp_path / "r.jsonl")
+    assert [{k: v for k, v in r.items() if k != "seconds"} for r in facts["records"]] == records[1:]
+    assert [(r["policy"], r["budget"], r["chunk"]) for r in records[1:7]] == [
+        ("dense", None, 8),
+        ("h2o(budget=24)", 24, 8),
+        ("h2o(budget=48)", 48, 8),
+        ("sink(4) | recent(20)", None, 8),
+        ("reservoir(sinks=2, budget=24)", 24, 8),
+        ("reservoir(sinks=2, budget=48)", 48, 8),
+    ]
+    assert len(records[0]["cells"]) == 12
+
+
+def test_the_same_grid_twice_gives_the_same_numbers(capsys, words, tmp_path):
+    run(capsys, *words)
+    again = [tmp_path / "again.jsonl" if word == tmp_path / "r.jsonl" else word for word in words]
+    run(capsys, *again)
+    assert lines(tmp_path / "r.jsonl") == lines(tmp_path / "again.jsonl")
+
+
+def test_for_people_it_is_a_table_with_the_best_marked(capsys, words, tmp_path):
+    ended = run(capsys, *words)
+    assert (ended.code, ended.err) == (0, "")
+    for word in ("policy", "ppl(tokens=250", "cache, MB", "h2o(budget=24)", "r.jsonl"):
+        assert word in ended.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_a_random_moment_and_resumed_the_file_is_the_same(capsys, words, tmp_path, seed):
+    path = tmp_path / "r.jsonl"
+    run(capsys, *words)
+    whole = lines(path)
+    path.unlink()
+    # A moment after so many cells, in the middle of another one.
+    draw = random.Random(seed)
+    killed = Process(*words)
+    wanted = draw.randrange(1, 11)
+    while not path.exists() or path.read_bytes().count(b"\n") < wanted:
+        assert killed.process.poll() is None, "it ended by itself"
+        time.sleep(0.002)
+    time.sleep(draw.random() * 0.02)
+    killed.process.kill()
+    killed.end()
+    done = path.read_bytes().count(b"\n")
+    assert wanted <= done < len(whole)
+    ended = run(capsys, *words, "--resume")
+    assert (ended.code, ended.err) == (0, "")
+    assert lines(path) == whole
+
+
+def test_cells_that_fail_are_listed_with_the_reason_and_the_exit_code_is_1(
+    capsys, model, text, tmp_path
+):
+    out = tmp_path / "r.jsonl"
+    words = [
+        "eval", "--model", f"{model},./none", "--tasks", f"ppl(tokens=250, text={text})",
+        "--policies", "h2o(24), recompute(4096)", "--out", out,
+    ]  # fmt: skip
+    ended = run(capsys, *words)
+    assert ended.code == 1
+    assert "h2o(24)" in ended.out
+    failed = [line for line in ended.err.splitlines() if line.startswith("failed: ")]
+    assert len(failed) == 3
+    assert "recompute(4096), seed 0: recompute cannot read 4096 tokens at once" in failed[0]
+    assert "of ./none under h2o(24), seed 0: there is no model folder './none'" in failed[1]
+    assert ended.err.splitlines()[-1] == "weir: 3 of 4 cells failed; --resume tries them again"
+    assert [record["status"] for record in lines(out)[1:]] == ["done"] + ["failed"] * 3
+    facts = json.loads(run(capsys, *words, "--resume", "--json").out)
+    assert (facts["cells"], facts["failed"]) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "said"),
+    [
+        ({"--tasks": "pll"}, 1, "no task is called 'pll'; did you mean 'ppl'?"),
+        ({"--policies": "h2o, desne"}, 1, "'desne'; did you mean 'dense'?"),
+        ({"--protocol": "buz"}, 1, "no protocol is called 'buz', did you mean 'buzz'?"),
+        ({"--budgets": "4"}, 1, "a budget of 4 leaves no room"),
+        ({"--budgets": "12,x"}, 2, "--budgets takes whole numbers from 1 on"),
+        ({"--seeds": "-1"}, 2, "--seeds takes whole numbers from 0 on"),
+        ({"--cluster": "here"}, 1, "--cluster takes 'local', 'host:port'"),
+        ({"--model": " , "}, 1, "an evaluation needs at least one model"),
+    ],
+)
+def test_what_is_wrong_is_one_line(capsys, words, changes, code, said, tmp_path):
+    if "--cluster" in changes:
+        pytest.importorskip("ray", reason="Ray is not installed: pip install 'weir[ray]'")
+    if "--budgets" in changes and code == 1:
+        changes = {**changes, "--policies": "streaming_llm"}
+    ended = run(capsys, *words, *(word for pair in changes.items() for word in pair))
+    assert ended.code == code
+    assert said in ended.err
+    assert ended.err.count("\n") == 1
+    assert ended.out == ""
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+def test_a_file_that_is_there_is_kept(capsys, words, tmp_path):
+    run(capsys, *words)
+    before = (tmp_path / "r.jsonl").read_bytes()
+    ended = run(capsys, *words)
+    assert (ended.code, ended.err.count("\n")) == (1, 1)
+    assert "is there already; go on with --resume" in ended.err
+    ended = run(capsys, *words, "--seeds", "9", "--resume")
+    assert ended.code == 1
+    assert "holds the results of another grid" in ended.err
+    assert (tmp_path / "r.jsonl").read_bytes() == before
+
+
+def test_list_says_what_there_is(capsys):
+    ended = run(capsys, "eval", "--list")
+    assert ended.code == 0
+    for word in ("ppl(tokens=20000", "recall(", "streameval(", "efficiency(", "balancekv"):
+        assert word in ended.out
+    facts = json.loads(run(capsys, "eval", "--list", "--json").out)
+    (ppl,) = (row for row in facts["tasks"] if row["name"] == "ppl")
+    assert ppl["metrics"] == {"ppl": "lower"}
+    assert {row["name"] for row in facts["protocols"]} >= {"streaming_llm", "balancekv", "buzz"}
+
+
+def test_progress_is_on_a_terminal_and_says_how_long(words):
+    process = Process(*words)
+    process.wait_for("cells")
+    ended = process.end()
+    assert ended.code == 0
+    assert "0:00:0" in ended.err or "-:--:--" in ended.err
