@@ -368,13 +368,14 @@ class StreamingCache(Cache):
 
     def _refusal(self) -> NotFiniteError | None:
         """What is to be said of the forward under way, if it is one of which no token may stay."""
-        waiting = [layer.finite for layer in self.stack if isinstance(layer.finite, Tensor)]
-        if waiting:
-            device = waiting[0].device
-            finite = torch.stack([flag.to(device) for flag in waiting]).tolist()
-            if not all(finite):
-                return NotFiniteError(finite.index(False))
-        return None
+        unseen = [numbers for layer in self.stack for numbers in layer.unseen]
+        if not unseen:
+            return None
+        device = unseen[0].device
+        if bool(torch.cat([numbers.to(device) for numbers in unseen]).isfinite().all()):
+            return None
+        wrong = [not all(bool(t.isfinite().all()) for t in layer.unseen) for layer in self.stack]
+        return NotFiniteError(wrong.index(True))
 
     def _check_whole(self) -> None:
         if self._running is not None:

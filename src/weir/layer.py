@@ -69,8 +69,9 @@ class Layer:
         pipe: who holds slots.
         slab: the slots; None before the first token.
         lengths: per row and per pool of the pipe, slots in use.
-        finite: whether the keys and values of the last forward were. On an accelerator that is a
-            tensor [], bool, and nobody has looked yet, since looking means waiting.
+        unseen: numbers of the last forward that nobody has looked at yet, and that are to be
+            finite [numbers]: looking means waiting for an accelerator, and costs a step on a CPU
+            more than all layers together at its end.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Layer:
         """Forget everything."""
         self.slab: Slab | None = None
         self.lengths: list[list[int]] = []
-        self.finite: bool | Tensor = True
+        self.unseen: list[Tensor] = []
         # Nothing but exact tokens, no empty slot: then attention needs no mask.
         self._plain = True
         self._open: Open | None = None
@@ -110,18 +111,19 @@ class Layer:
         Raises:
             NotFiniteError: a key or value is infinite or not a number.
         """
-        self.finite = _finite(keys, values)
-        if self.finite is False:
-            raise NotFiniteError(self.folding.layer)
+        self._check_finite(keys, values)
+        batch, heads, length, _ = queries.shape
         kv_heads = keys.shape[1]
-        queries = queries.unflatten(1, (kv_heads, -1))
+        queries = queries.view(batch, kv_heads, heads // kv_heads, length, -1)
         if not plan.pieces:
-            return values.new_zeros((*queries.shape[:4], values.shape[3])).flatten(1, 2)
+            return values.new_zeros((batch, heads, length, values.shape[3]))
         if self.slab is None:
             self._before = Before(None, [])
             self.slab = self._make_slab(keys, values, queries.shape[2])
             self.slab.open_tail(0, plan.pieces[0].start, self.chunk)
         take = self._attend_exactly if plan.full else self._attend_piece
+        if plan.whole and len(plan.pieces) == 1:
+            return take(queries, keys, values, form, plan.pieces[0]).flatten(1, 2)
         if plan.whole:
             parts, done = [], 0
             for piece in plan.pieces:
@@ -129,7 +131,7 @@ class Layer:
                 done += piece.width
                 q, k, v = queries[..., columns, :], keys[..., columns, :], values[..., columns, :]
                 parts.append(take(q, k, v, form, piece))
-            return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)).flatten(1, 2)
+            return torch.cat(parts, dim=3).flatten(1, 2)
         out = values.new_zeros((*queries.shape[:4], values.shape[3]))
         for piece in plan.pieces:
             q, k, v = (_columns(t, piece.columns) for t in (queries, keys, values))
@@ -137,6 +139,20 @@ class Layer:
             rows, places, columns_of = piece.entries
             out[rows, :, :, columns_of] = part[rows, :, :, places]
         return out.flatten(1, 2)
+
+    def _check_finite(self, keys: Tensor, values: Tensor) -> None:
+        if keys.shape[2] == 1:
+            self.unseen = [keys.flatten(), values.flatten()]
+            return
+        self.unseen = []
+        if not keys.numel():
+            return
+        # The least and the greatest tell: NaN makes NaN of both.
+        ends = [*keys.aminmax(), *values.aminmax()]
+        if keys.device.type != "cpu":
+            self.unseen = [torch.stack(ends)]
+        elif not all(map(math.isfinite, ends)):
+            raise NotFiniteError(self.folding.layer)
 
     def settle(self) -> None:
         """The forward has succeeded: count its attention, keep its queries, fold what is full."""
@@ -273,7 +289,7 @@ class Layer:
         self, slab: Slab, queries: Tensor, form: Form, bias: Tensor | None, stop: int, even: bool
     ) -> Tensor:
         """Attention over the first `stop` slots."""
-        keys = slab.keys[:, :, :stop]
+        keys = slab.keys.narrow(2, 0, stop)
         if not fuses(form) or (self.pipe.two_weights and slab.weighted is None):
             return two_weight_attention(
                 queries,
@@ -289,7 +305,7 @@ class Layer:
             below = slab.b if slab.mask is None else slab.mask
             below = below[:, :, None, None, :stop]
             bias = below if bias is None else bias + below
-        return fused_attention(queries, keys, values[:, :, :stop], form, bias)
+        return fused_attention(queries, keys, values.narrow(2, 0, stop), form, bias)
 
     def _remember(self, queries: Tensor, piece: Piece, even: bool) -> None:
         """Put a piece's queries behind those of the tail, if a pool is going to ask for them."""
@@ -374,13 +390,3 @@ def _columns(t: Tensor, index: Tensor) -> Tensor:
     """The columns `index` [batch, n] of `t` [batch, ..., length, dim]."""
     pick = index.view(index.shape[0], *(1,) * (t.ndim - 3), -1, 1)
     return t.gather(t.ndim - 2, pick.expand(*t.shape[:-2], -1, t.shape[-1]))
-
-
-def _finite(keys: Tensor, values: Tensor) -> bool | Tensor:
-    """Whether all numbers are finite. The least and the greatest tell: NaN makes NaN of both."""
-    if not keys.numel():
-        return True
-    (k1, k2), (v1, v2) = keys.aminmax(), values.aminmax()
-    if keys.device.type == "cpu":
-        return all(map(math.isfinite, (k1, k2, v1, v2)))
-    return torch.stack([k1, k2, v1, v2]).isfinite().all()
