@@ -1,0 +1,282 @@
+"""Attention of one query a head over slots with two log-weights, on a GPU.
+
+What `weir.attention.two_weight_attention` answers for queries of length 1, in one pass over the
+slots; where there are few rows and heads the slots are split among several programs, whose sums a
+second, small kernel brings together. Sums are float32 whatever the inputs are. Roofline: every key
+and value is read once, for all query heads of its group.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weir.attention import Form
+
+_AT_LEAST = 16
+"""Rows of the smallest tile that tensor cores multiply; a group of fewer heads is filled up."""
+_PROGRAMS_PER_CORE = 4
+"""So many programs keep each multiprocessor reading."""
+
+
+@triton.jit
+def _dot(x, y, WIDEN: tl.constexpr):
+    """x @ y, summed in float32; `WIDEN` for Triton's interpreter, which has no bfloat16."""
+    if WIDEN:
+        return tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="ieee")
+    return tl.dot(x, y, input_precision="ieee")
+
+
+@triton.jit
+def _shared(weights, values, WIDEN: tl.constexpr):
+    """weights @ values, where the weights, float32, lose nothing that counts."""
+    if values.dtype == tl.bfloat16:
+        # Two halves of 8 bits each, as good as float32 to 2^-16, on bfloat16's tensor cores.
+        high = weights.to(tl.bfloat16)
+        low = (weights - high.to(tl.float32)).to(tl.bfloat16)
+        return _dot(high, values, WIDEN) + _dot(low, values, WIDEN)
+    # float16 ends at 6e-8, too soon for weights: so those and the values are float32.
+    return _dot(weights, values.to(tl.float32), WIDEN)
+
+
+@triton.jit(do_not_specialize=["slots", "per_split"])
+def _read(
+    queries, keys, values, a, b, bias, sinks, out, tops, totals, below_logits,
+    query_row, query_head, query_group,
+    key_row, key_head, key_slot,
+    value_row, value_head, value_slot,
+    a_row, a_head, a_slot,
+    b_row, b_head, b_slot,
+    bias_row, bias_head, bias_group, bias_slot,
+    kv_heads, slots, per_split, scale, softcap,
+    GROUP: tl.constexpr, GROUP_TILE: tl.constexpr,
+    KEY_DIM: tl.constexpr, KEY_TILE: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr,
+    SLOTS_TILE: tl.constexpr, SPLITS: tl.constexpr,
+    CAPPED: tl.constexpr, BIASED: tl.constexpr, SUNK: tl.constexpr, KEEP: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """The sums of one head's queries over one part of its slots."""
+    head_of_all = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    row, head = head_of_all // kv_heads, head_of_all % kv_heads
+    group = tl.arange(0, GROUP_TILE)
+    key_dim = tl.arange(0, KEY_TILE)
+    value_dim = tl.arange(0, VALUE_TILE)
+    real = group < GROUP
+
+    query = tl.load(
+        queries + row * query_row + head * query_head
+        + group[:, None] * query_group + key_dim[None, :],
+        mask=real[:, None] & (key_dim < KEY_DIM)[None, :],
+        other=0.0,
+    )  # fmt: skip
+    top = tl.full([GROUP_TILE], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_TILE], tl.float32)
+    sums = tl.zeros([GROUP_TILE, VALUE_TILE], tl.float32)
+    if SUNK:
+        # A sink logit is one more slot of the denominator, in the first part.
+        sink = tl.load(sinks + head * GROUP + group, mask=real, other=float("-inf"))
+        sink = tl.where(split == 0, sink, float("-inf"))
+        top = sink
+        total = tl.where(sink == float("-inf"), 0.0, 1.0)
+
+    start = split * per_split
+    for first in range(start, tl.minimum(start + per_split, slots), SLOTS_TILE):
+        slot = (first + tl.arange(0, SLOTS_TILE)).to(tl.int64)
+        there = slot < tl.minimum(start + per_split, slots)
+        key = tl.load(
+            keys + row * key_row + head * key_head + slot[None, :] * key_slot + key_dim[:, None],
+            mask=there[None, :] & (key_dim < KEY_DIM)[:, None],
+            other=0.0,
+        )
+        value = tl.load(
+            values + row * value_row + head * value_head
+            + slot[:, None] * value_slot + value_dim[None, :],
+            mask=there[:, None] & (value_dim < VALUE_DIM)[None, :],
+            other=0.0,
+        )  # fmt: skip
+        above = tl.load(
+            a + row * a_row + head * a_head + slot * a_slot, mask=there, other=float("-inf")
+        )
+        below = tl.load(
+            b + row * b_row + head * b_head + slot * b_slot, mask=there, other=float("-inf")
+        )
+        logits = _dot(query, key, WIDEN) * scale
+        if CAPPED:
+            # softcap * tanh(logits / softcap)
+            logits = softcap - 2.0 * softcap / (tl.exp(logits * (2.0 / softcap)) + 1.0)
+        if BIASED:
+            logits += tl.load(
+                bias + row * bias_row + head * bias_head
+                + group[:, None] * bias_group + slot[None, :] * bias_slot,
+                mask=real[:, None] & there[None, :],
+                other=0.0,
+            ).to(tl.float32)  # fmt: skip
+        upper = logits + above[None, :]
+        lower = logits + below[None, :]
+        if KEEP:
+            tl.store(
+                below_logits + (head_of_all * GROUP + group[:, None]) * slots + slot[None, :],
+                lower,
+                mask=real[:, None] & there[None, :],
+            )
+        new_top = tl.maximum(top, tl.max(tl.maximum(upper, lower), axis=1))
+        level = tl.where(new_top == float("-inf"), 0.0, new_top)
+        shrink = tl.exp(top - level)
+        total = total * shrink + tl.sum(tl.exp(lower - level[:, None]), axis=1)
+        sums = sums * shrink[:, None] + _shared(tl.exp(upper - level[:, None]), value, WIDEN)
+        top = new_top
+
+    line = (head_of_all * SPLITS + split) * GROUP + group
+    tl.store(tops + line, top, mask=real)
+    tl.store(totals + line, total, mask=real)
+    if SPLITS == 1:
+        sums = tl.where((total == 0.0)[:, None], 0.0, sums / total[:, None])
+    tl.store(
+        out + line[:, None] * VALUE_DIM + value_dim[None, :],
+        sums,
+        mask=real[:, None] & (value_dim < VALUE_DIM)[None, :],
+    )
+
+
+@triton.jit
+def _gather(
+    parts, tops, totals, out,
+    GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr, SPLITS: tl.constexpr,
+    SPLITS_TILE: tl.constexpr,
+):  # fmt: skip
+    """The answer of one query, from the sums over each part of the slots."""
+    query = tl.program_id(0).to(tl.int64)
+    head_of_all, member = query // GROUP, query % GROUP
+    split = tl.arange(0, SPLITS_TILE)
+    value_dim = tl.arange(0, VALUE_TILE)
+    line = (head_of_all * SPLITS + split) * GROUP + member
+    top = tl.load(tops + line, mask=split < SPLITS, other=float("-inf"))
+    most = tl.max(top, axis=0)
+    factor = tl.exp(top - tl.where(most == float("-inf"), 0.0, most))
+    total = tl.sum(tl.load(totals + line, mask=split < SPLITS, other=0.0) * factor, axis=0)
+    part = tl.load(
+        parts + line[:, None] * VALUE_DIM + value_dim[None, :],
+        mask=(split < SPLITS)[:, None] & (value_dim < VALUE_DIM)[None, :],
+        other=0.0,
+    )
+    sums = tl.sum(part * factor[:, None], axis=0)
+    tl.store(
+        out + query * VALUE_DIM + value_dim,
+        tl.where(total == 0.0, 0.0, sums / total),
+        mask=value_dim < VALUE_DIM,
+    )
+
+
+def decode(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    a: Tensor,
+    b: Tensor,
+    form: Form,
+    bias: Tensor | None = None,
+    *,
+    splits: int | None = None,
+) -> Tensor:
+    """The answers [batch, kv_heads, group, 1, value_dim]; zero for a query that sees nothing.
+
+    Args:
+        queries: [batch, kv_heads, group, 1, key_dim], in the dtype of the keys.
+        keys: [batch, kv_heads, slots, key_dim], bfloat16, float16 or float32.
+        values: [batch, kv_heads, slots, value_dim].
+        a, b, form, bias: as in `weir.attention.two_weight_attention`.
+        splits: into how many parts the slots are split, a power of two; None for as many as keep
+            the device busy.
+    """
+    return _launch(queries, keys, values, a, b, form, bias, splits, mass=False)[0]
+
+
+def decode_with_mass(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    a: Tensor,
+    b: Tensor,
+    form: Form,
+    bias: Tensor | None = None,
+    *,
+    splits: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(what `decode` returns, the attention each slot received [batch, kv_heads, slots], float32).
+
+    The latter as `weir.attention.attention_mass` has it, at the price of one more pass over the
+    logits, which are far fewer than the keys. Arguments as in `decode`.
+    """
+    out, mass = _launch(queries, keys, values, a, b, form, bias, splits, mass=True)
+    assert mass is not None
+    return out, mass
+
+
+def _launch(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    a: Tensor,
+    b: Tensor,
+    form: Form,
+    bias: Tensor | None,
+    splits: int | None,
+    *,
+    mass: bool,
+) -> tuple[Tensor, Tensor | None]:
+    batch, kv_heads, group, _, key_dim = queries.shape
+    slots, value_dim = values.shape[2:]
+    heads = batch * kv_heads
+    queries, keys, values = (
+        t if t.stride(-1) == 1 else t.contiguous() for t in (queries[:, :, :, 0], keys, values)
+    )
+    key_tile, value_tile = (max(_AT_LEAST, triton.next_power_of_2(d)) for d in (key_dim, value_dim))
+    slots_tile = 64 if max(key_tile, value_tile) <= 128 else 32
+    parts = splits or _splits(heads, triton.cdiv(slots, slots_tile), keys.device)
+    per_split = triton.cdiv(triton.cdiv(slots, parts), slots_tile) * slots_tile
+    looks = None if bias is None else bias.expand(batch, kv_heads, group, 1, slots)[:, :, :, 0]
+    sinks = None if form.sinks is None else form.sinks.float().contiguous()
+
+    def made(*shape: int) -> Tensor:
+        return torch.empty(shape, device=keys.device)
+
+    out = keys.new_empty((batch, kv_heads, group, 1, value_dim), dtype=values.dtype)
+    sums = out if parts == 1 else made(heads, parts, group, value_dim)
+    tops, totals = made(heads, parts, group), made(heads, parts, group)
+    below = made(heads, group, slots) if mass else None
+    _read[(heads, parts)](
+        queries, keys, values, a, b, looks, sinks, sums, tops, totals, below,
+        *queries.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
+        *a.stride(), *b.stride(), *((0, 0, 0, 0) if looks is None else looks.stride()),
+        kv_heads, slots, per_split, form.scale, form.softcap or 0.0,
+        GROUP=group, GROUP_TILE=max(_AT_LEAST, triton.next_power_of_2(group)),
+        KEY_DIM=key_dim, KEY_TILE=key_tile,
+        VALUE_DIM=value_dim, VALUE_TILE=value_tile,
+        SLOTS_TILE=slots_tile, SPLITS=parts,
+        CAPPED=form.softcap is not None, BIASED=looks is not None, SUNK=sinks is not None,
+        KEEP=mass, WIDEN=triton.knobs.runtime.interpret,
+    )  # fmt: skip
+    if parts > 1:
+        _gather[(heads * group,)](
+            sums, tops, totals, out,
+            GROUP=group, VALUE_DIM=value_dim, VALUE_TILE=value_tile, SPLITS=parts,
+            SPLITS_TILE=triton.next_power_of_2(parts),
+        )  # fmt: skip
+    if below is None:
+        return out, None
+    whole = (tops + totals.log()).logsumexp(dim=1)
+    share = (below - whole[..., None]).exp().nan_to_num(0.0)
+    return out, share.sum(dim=1).view(batch, kv_heads, slots)
+
+
+def _splits(heads: int, tiles: int, device: torch.device) -> int:
+    """A power of two, so that few variants of the kernel are compiled as the slots grow."""
+    if device.type != "cuda":
+        return 1
+    cores = torch.cuda.get_device_properties(device).multi_processor_count
+    wanted = triton.next_power_of_2(triton.cdiv(_PROGRAMS_PER_CORE * cores, heads))
+    return min(wanted, triton.next_power_of_2(tiles))

@@ -1,0 +1,54 @@
+"""The self-balancing walk on a GPU, one program a block: `weir.halving.walk`, sign for sign.
+
+Both add the rows of the inner products to the sums of all later tokens, in the order of the walk,
+in float32; times a sign that is exact, so there is one answer. The comparison is in float64, where
+the product of two float32 numbers is exact too, fused or not. Roofline: each inner product above
+the diagonal is read once; the chain of tokens, each waiting for the one before, is longer.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _signs(products, gain, luck, free, signs, tokens, PLACES: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, PLACES)
+    lean = tl.load(gain + block).to(tl.float64)
+    total = tl.zeros([PLACES], tl.float32)
+    row = products + block * tokens * tokens
+    for j in range(tokens):
+        # A sum of one number and zeros, to get at it: exact.
+        so_far = tl.sum(tl.where(place == j, total, 0.0), axis=0)
+        chance = 0.5 - lean * so_far.to(tl.float64)
+        plus = tl.load(luck + block * tokens + j) < chance
+        sign = tl.where(plus, 1.0, -1.0)
+        sign = tl.where(tl.load(free + block * tokens + j) != 0, sign, 0.0)
+        tl.store(signs + block * tokens + j, sign)
+        later = tl.load(row + place, mask=(place > j) & (place < tokens), other=0.0)
+        total += sign * later
+        row += tokens
+
+
+def walk(products: Tensor, gain: Tensor, luck: Tensor, free: Tensor) -> Tensor:
+    """Signs [..., n]; arguments as in `weir.halving.walk`."""
+    n = luck.shape[-1]
+    signs = torch.zeros(luck.shape, device=luck.device)
+    if signs.numel():
+        blocks = signs.numel() // n
+        places = triton.next_power_of_2(n)
+        _signs[(blocks,)](
+            products.float().contiguous(),
+            gain.float().contiguous(),
+            luck.double().contiguous(),
+            free.to(torch.uint8).contiguous(),
+            signs,
+            n,
+            PLACES=places,
+            num_warps=min(8, max(1, places // 256)),
+        )
+    return signs
