@@ -32,7 +32,7 @@ def by_depth(found: dict[str, Any], length: int) -> list[float]:
 
 
 def test_dense_finds_every_needle_inside_the_window() -> None:
-    found = Needle(longest=480, lengths=2, depths=5, samples=4).run(subject(), quiet)
+    found = Needle(longest=480, lengths=2, depths=5, samples=2).run(subject(), quiet)
     assert found["accuracy"] == 1.0 and found["format"] == "exercises"
     assert [(cell["length"], cell["depth"]) for cell in found["cells"]] == [
         (length, depth) for length in (240, 480) for depth in (0, 0.25, 0.5, 0.75, 1)
@@ -40,7 +40,7 @@ def test_dense_finds_every_needle_inside_the_window() -> None:
 
 
 def test_a_window_finds_what_is_near_and_loses_what_has_left() -> None:
-    task = Needle(longest=480, lengths=2, depths=5, samples=4)
+    task = Needle(longest=480, lengths=2, depths=5, samples=2)
     found = task.run(subject("streaming_llm(budget=200, sinks=1)", chunk=1), quiet)
     assert by_depth(found, 240)[1:] == [1, 1, 1, 1]
     assert by_depth(found, 480) == [0, 0, 0, 1, 1]
