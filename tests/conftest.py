@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor
+
+if not torch.cuda.is_available():
+    # Before anything imports Triton, which transformers does: kernels for a GPU are tested on the
+    # CPU, in its interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 settings.register_profile(

@@ -25,6 +25,7 @@ from weir.attention import (
     fused_attention,
     fuses,
     two_weight_attention,
+    two_weight_kernel,
 )
 from weir.draws import Draws
 from weir.errors import NotFiniteError, WeirError
@@ -290,8 +291,9 @@ class Layer:
     ) -> Tensor:
         """Attention over the first `stop` slots."""
         keys = slab.keys.narrow(2, 0, stop)
-        if not fuses(form) or (self.pipe.two_weights and slab.weighted is None):
-            return two_weight_attention(
+        kernel = two_weight_kernel(queries)
+        if kernel or not fuses(form) or (self.pipe.two_weights and slab.weighted is None):
+            return (kernel or two_weight_attention)(
                 queries,
                 keys,
                 slab.values[:, :, :stop],

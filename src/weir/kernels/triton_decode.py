@@ -8,12 +8,15 @@ and value is read once, for all query heads of its group.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from weir.attention import Form
+if TYPE_CHECKING:
+    from weir.attention import Form
 
 _AT_LEAST = 16
 """Rows of the smallest tile that tensor cores multiply; a group of fewer heads is filled up."""
@@ -235,7 +238,7 @@ def _launch(
         t if t.stride(-1) == 1 else t.contiguous() for t in (queries[:, :, :, 0], keys, values)
     )
     key_tile, value_tile = (max(_AT_LEAST, triton.next_power_of_2(d)) for d in (key_dim, value_dim))
-    slots_tile = 64 if max(key_tile, value_tile) <= 128 else 32
+    slots_tile = 64 if keys.element_size() * max(key_tile, value_tile) <= 256 else 32
     parts = splits or _splits(heads, triton.cdiv(slots, slots_tile), keys.device)
     per_split = triton.cdiv(triton.cdiv(slots, parts), slots_tile) * slots_tile
     looks = None if bias is None else bias.expand(batch, kv_heads, group, 1, slots)[:, :, :, 0]
