@@ -79,12 +79,18 @@ def attention_mass(
     The softmax of the denominator, summed over the queries and over the query heads of the group.
     Arguments as in `two_weight_attention`.
     """
-    below = _logits(queries, keys, form, bias) + _per_slot(b)
+    below = _logits(queries, keys, form, _per_slot(b) if bias is None else bias + _per_slot(b))
+    # In place, and weighed and summed by one product: at a fold this is the largest of all tensors.
+    top = below.amax(dim=-1, keepdim=True)
     if form.sinks is not None:
-        sinks = form.sinks[:, :, None, None].expand(*below.shape[:-1], 1)
-        below = torch.cat([below, sinks], dim=-1)
-    share = below.softmax(dim=-1).nan_to_num(0.0)
-    return share[..., : keys.shape[2]].sum(dim=(2, 3))
+        top = torch.maximum(top, form.sinks[:, :, None, None])
+    top = top.masked_fill(top.isneginf(), 0.0)
+    below = below.sub_(top).exp_()
+    total = below.sum(dim=-1, keepdim=True)
+    if form.sinks is not None:
+        total = total + (form.sinks[:, :, None, None] - top).exp()
+    share = (1 / total).masked_fill(total == 0, 0.0)
+    return (share.flatten(2)[:, :, None] @ below.flatten(2, 3))[:, :, 0]
 
 
 def fused_attention(
@@ -140,10 +146,12 @@ def fuses(form: Form) -> bool:
 
 
 def _logits(queries: Tensor, keys: Tensor, form: Form, bias: Tensor | None) -> Tensor:
-    logits = torch.einsum("bhgld,bhnd->bhgln", queries.float(), keys.float()) * form.scale
+    """A new tensor [batch, kv_heads, group, length, slots], float32."""
+    lined = (queries.float() * form.scale).flatten(2, 3)
+    logits = (lined @ keys.float().mT).unflatten(2, queries.shape[2:4])
     if form.softcap is not None:
         logits = (logits / form.softcap).tanh() * form.softcap
-    return logits if bias is None else logits + bias
+    return logits if bias is None else logits.add_(bias)
 
 
 def _per_slot(weight: Tensor) -> Tensor:
