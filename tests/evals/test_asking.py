@@ -6,35 +6,29 @@ from typing import Any
 
 import pytest
 from reference.answers import plain_answer
+from reference.subjects import nano
 
-import weir
 from weir.errors import WeirError
 from weir.evals.answers import cut
 from weir.evals.asking import ask, prompt_ids, taken
-from weir.evals.task import Subject
 
 PROMPT = "It was late, and the old prince had gone to bed. In the house"
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
 
 
-def subject(policy: str = "dense", **options: Any) -> Subject:
-    model, tokenizer = weir.load("nano", device="cpu")
-    return Subject("nano", model, tokenizer, weir.policy(policy), **options)
-
-
 def test_an_answer_is_what_a_plain_loop_writes() -> None:
-    nano = subject()
-    plain = plain_answer(nano.model, nano.tokenizer, PROMPT, 40)
-    assert ask(nano, PROMPT, 40).text == plain
+    one = nano()
+    plain = plain_answer(one.model, one.tokenizer, PROMPT, 40)
+    assert ask(one, PROMPT, 40).text == plain
     assert " man" in plain
-    stopped = ask(nano, PROMPT, 40, stops=(" man",))
+    stopped = ask(one, PROMPT, 40, stops=(" man",))
     assert stopped.text == plain.split(" man")[0]
     # It ended there and did not write on.
-    assert stopped.seen == len(nano.tokenizer(f"{PROMPT}{stopped.text} man")["input_ids"])
+    assert stopped.seen == len(one.tokenizer(f"{PROMPT}{stopped.text} man")["input_ids"])
 
 
 def test_a_prompt_in_a_template_has_the_template_and_no_second_start_token() -> None:
-    tokenizer = subject().tokenizer
+    tokenizer = nano().tokenizer
     plain = prompt_ids(tokenizer, PROMPT, chat=False)
     assert plain[0] == tokenizer.bos_token_id and tokenizer.decode(plain[1:]) == PROMPT
     with pytest.raises(WeirError, match="no chat template, which chat=true needs"):
@@ -46,20 +40,20 @@ def test_a_prompt_in_a_template_has_the_template_and_no_second_start_token() -> 
 
 
 def test_what_was_taken_is_counted_in_slots_and_bytes() -> None:
-    short, long = ask(subject(), PROMPT, 4), ask(subject(), PROMPT * 8, 4)
+    short, long = ask(nano(), PROMPT, 4), ask(nano(), PROMPT * 8, 4)
     both = taken([short, long])
     assert (both["share"], both["kv_bytes"]) == (1.0, long.kv_bytes)
     assert both["tokens"] == (short.seen + long.seen) / 2
-    small = ask(subject("sink(4) | recent(12)", chunk=4), PROMPT * 8, 4)
+    small = ask(nano("sink(4) | recent(12)", chunk=4), PROMPT * 8, 4)
     assert small.held is not None and 16 <= small.held < 20 < small.seen
     assert taken([small])["share"] == small.held / small.seen
-    assert taken([ask(subject("recompute(budget=64)"), PROMPT, 4)])["share"] is None
+    assert taken([ask(nano("recompute(budget=64)"), PROMPT, 4)])["share"] is None
 
 
 def test_a_protocol_keeps_the_answer_and_compresses_the_prompt_once() -> None:
     options: dict[str, Any] = {"prefill": "full", "rate": 0.25, "keeps_answers": True}
-    one = ask(subject("snapkv(window=4)", **options), PROMPT * 8, 30)
-    prompt = len(subject().tokenizer(PROMPT * 8)["input_ids"])
+    one = ask(nano("snapkv(window=4)", **options), PROMPT * 8, 30)
+    prompt = len(nano().tokenizer(PROMPT * 8)["input_ids"])
     assert one.held == round(prompt / 4) + 30
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from reference.models import make
+from reference.subjects import nano, quiet
 
 import weir
 from weir.errors import WeirError
@@ -22,15 +23,6 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-
-
-def subject(policy: str = "dense", **options: Any) -> Subject:
-    model, tokenizer = weir.load("nano", device="cpu")
-    return Subject("nano", model, tokenizer, weir.policy(policy), **options)
-
-
-def quiet(done: float) -> None:
-    assert 0 < done <= 1
 
 
 def question(row: dict[str, Any]) -> str:
@@ -53,7 +45,7 @@ def likeliest(subject: Subject, parts: list[tuple[str, str]]) -> list[int]:
 
 def yielding(labels: list[str]) -> Subject:
     """A model whose likeliest next token is one of these labels, wherever it stands."""
-    one = subject()
+    one = nano()
     model = make("llama", vocab_size=4096, max_position_embeddings=1024)
     with torch.no_grad():
         # Whatever comes before, the logits of these ids are the largest: which of them varies.
@@ -131,4 +123,4 @@ def test_what_is_not_in_the_format_is_named(tmp_path: Path, wrong: dict, said: s
     path = tmp_path / "arc.jsonl"
     path.write_text(f"{json.dumps(ROWS[0])}\n{json.dumps({**ROWS[0], **wrong})}\n")
     with pytest.raises(WeirError, match=f"line 2: .*{said}"):
-        Choice(file=str(path)).run(subject(), quiet)
+        Choice(file=str(path)).run(nano(), quiet)

@@ -10,28 +10,17 @@ from pathlib import Path
 
 import pytest
 from reference.answers import plain_answer
-from reference.models import make
+from reference.subjects import quiet, stranger
 
 import weir
 from weir.errors import WeirError
 from weir.evals.answers import Answer
 from weir.evals.squad import contains, is_exact, normal
-from weir.evals.task import Subject
 from weir.evals.tasks import docqa
 from weir.evals.tasks.docqa import DocumentQA
 
 OFFICIAL = Path(__file__).parents[1] / "data" / "evals" / "documents.jsonl.gz"
 ROWS = [json.loads(line) for line in gzip.decompress(OFFICIAL.read_bytes()).splitlines()]
-
-
-def subject() -> Subject:
-    _, tokenizer = weir.load("nano", device="cpu")
-    model = make("llama", vocab_size=4096, max_position_embeddings=512)
-    return Subject("random", model, tokenizer, weir.policy("dense"))
-
-
-def quiet(done: float) -> None:
-    assert 0 < done <= 1
 
 
 def titles(prompt: str) -> list[str]:
@@ -86,13 +75,13 @@ def test_exact_matches_are_counted_on_the_first_line(monkeypatch: pytest.MonkeyP
         return Answer(next(said), kv_bytes=8, held=None, seen=4)
 
     monkeypatch.setattr(docqa, "ask", told)
-    found = DocumentQA(file=str(OFFICIAL), chat=True).run(subject(), quiet)
+    found = DocumentQA(file=str(OFFICIAL), chat=True).run(stranger(), quiet)
     assert found["answers"] == ["The Holm.", "It is green"]
     assert (found["exact_match"], found["contains"], found["right"]) == (0.5, 1.0, 1)
 
 
 def test_dense_answers_as_a_plain_loop() -> None:
-    one = subject()
+    one = stranger()
     task = DocumentQA(file=str(OFFICIAL))
     plain = [
         plain_answer(one.model, one.tokenizer, case.prompt, 100, stop="\n").strip()
@@ -115,13 +104,13 @@ def test_what_is_not_in_the_format_is_named(tmp_path: Path) -> None:
     ]:
         path.write_text(f"{json.dumps(ROWS[0])}\n{json.dumps({**ROWS[0], **wrong})}\n")
         with pytest.raises(WeirError, match=said):
-            DocumentQA(file=str(path)).run(subject(), quiet)
+            DocumentQA(file=str(path)).run(stranger(), quiet)
     for options, said in [
         ({"gold": 4}, "has 4 documents and no place 4"),
         ({"documents": 5}, "has 4 documents of 5"),
     ]:
         with pytest.raises(WeirError, match=f"line 1: the field 'ctxs' {said}"):
-            DocumentQA(file=str(OFFICIAL), **options).run(subject(), quiet)
+            DocumentQA(file=str(OFFICIAL), **options).run(stranger(), quiet)
     for options in ({"gold": "first"}, {"gold": 2, "documents": 2}, {"samples": 0}):
         with pytest.raises(WeirError):
             DocumentQA(file=str(OFFICIAL), **options)

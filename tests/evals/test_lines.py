@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from reference.answers import plain_answer
-from reference.models import make
+from reference.subjects import nano, quiet, stranger
 
 import weir
 from weir.errors import WeirError
@@ -20,15 +20,6 @@ from weir.evals.tasks import lines
 from weir.evals.tasks.lines import Lines, made, number_in
 
 OFFICIAL = Path(__file__).parents[1] / "data" / "evals" / "lines.jsonl"
-
-
-def subject(policy: str = "dense") -> Subject:
-    model, tokenizer = weir.load("nano", device="cpu")
-    return Subject("nano", model, tokenizer, weir.policy(policy))
-
-
-def quiet(done: float) -> None:
-    assert 0 < done <= 1
 
 
 def test_an_official_file_is_read_as_it_is() -> None:
@@ -83,7 +74,7 @@ def test_the_first_number_counts_and_in_a_chat_the_last(
 
     monkeypatch.setattr(lines, "ask", told)
     task = Lines(file=str(OFFICIAL), chat=chat)
-    found = task.run(subject(), quiet)
+    found = task.run(nano(), quiet)
     assert (found["right"], found["asked"], found["answers"]) == (2, 3, answers)
     prompt = task.cases(seed=0)[0].prompt
     if chat:
@@ -96,21 +87,21 @@ def test_the_first_number_counts_and_in_a_chat_the_last(
 
 
 def test_dense_answers_as_a_plain_loop() -> None:
-    nano = replace(subject(), model=make("llama", vocab_size=4096, max_position_embeddings=512))
+    one = stranger()
     task = Lines(lines=4, samples=6)
     plain = [
         plain_answer(
-            nano.model,
-            nano.tokenizer,
+            one.model,
+            one.tokenizer,
             f"{case.prompt}\nline {case.name}: REGISTER_CONTENT is <",
             most=15,
             stop=">",
         )
         for case in task.cases(seed=0)
     ]
-    found = task.run(nano, quiet)
+    found = task.run(one, quiet)
     assert found["answers"] == plain and len(set(plain)) == 6 and found["share"] == 1.0
-    small = task.run(replace(nano, policy=weir.policy("streaming_llm(budget=32)")), quiet)
+    small = task.run(replace(one, policy=weir.policy("streaming_llm(budget=32)")), quiet)
     assert small["answers"] != plain and small["kv_bytes"] < found["kv_bytes"]
 
 
@@ -124,9 +115,9 @@ def test_what_is_not_in_the_format_is_named_by_line_and_field(tmp_path: Path) ->
     ]:
         path.write_text(f"{json.dumps(row)}\n{json.dumps({**row, **wrong})}\n")
         with pytest.raises(WeirError, match=said):
-            Lines(file=str(path)).run(subject(), quiet)
+            Lines(file=str(path)).run(nano(), quiet)
     with pytest.raises(WeirError, match="no chat template"):
-        Lines(samples=1, chat=True).run(subject(), quiet)
+        Lines(samples=1, chat=True).run(nano(), quiet)
     for options in ({"samples": 0}, {"lines": 0}, {"lines": 10**6}):
         with pytest.raises(WeirError):
             Lines(**options)

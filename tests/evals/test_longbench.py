@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from reference.answers import plain_answer
-from reference.models import make
+from reference.subjects import quiet, stranger
 
 import weir
 from weir.errors import WeirError
@@ -23,16 +23,6 @@ for package in ("lm_eval", "jieba", "fuzzywuzzy", "rouge"):
 DATA = Path(__file__).parents[1] / "data" / "evals"
 HOTPOT, TREC = DATA / "hotpotqa_e.jsonl", DATA / "trec.jsonl"
 ROWS = [json.loads(line) for line in HOTPOT.read_text().splitlines()]
-
-
-def subject() -> Subject:
-    _, tokenizer = weir.load("nano", device="cpu")
-    model = make("llama", vocab_size=4096, max_position_embeddings=512)
-    return Subject("random", model, tokenizer, weir.policy("dense"))
-
-
-def quiet(done: float) -> None:
-    assert 0 < done <= 1
 
 
 def hotpot_prompt(row: dict[str, str]) -> str:
@@ -53,7 +43,7 @@ def test_scores_are_longbench_s_by_hand(monkeypatch: pytest.MonkeyPatch) -> None
         return Answer(next(said), kv_bytes=8, held=2.0, seen=8)
 
     monkeypatch.setattr(longbench, "ask", told)
-    found = LongBench(file=str(HOTPOT)).run(subject(), quiet)
+    found = LongBench(file=str(HOTPOT)).run(stranger(), quiet)
     assert prompts[1] == (hotpot_prompt(ROWS[1]), 32, (), False)
     # F1 over words: all of "Anna", all of "green", none of "in spring".
     assert found["score"] == pytest.approx(2 / 3)
@@ -75,13 +65,13 @@ def test_few_shot_prompts_end_at_a_line_and_are_never_put_into_a_chat(
         return Answer("Person", kv_bytes=8, held=2.0, seen=8)
 
     monkeypatch.setattr(longbench, "ask", told)
-    assert LongBench(file=str(TREC), chat=True).run(subject(), quiet)["score"] == 1.0
-    LongBench(file=str(HOTPOT), samples=1, chat=True).run(subject(), quiet)
+    assert LongBench(file=str(TREC), chat=True).run(stranger(), quiet)["score"] == 1.0
+    LongBench(file=str(HOTPOT), samples=1, chat=True).run(stranger(), quiet)
     assert how == [(64, ("\n",), False), (32, (), True)]
 
 
 def test_dense_answers_as_a_plain_loop() -> None:
-    one = subject()
+    one = stranger()
     plain = [plain_answer(one.model, one.tokenizer, hotpot_prompt(row), 32) for row in ROWS]
     found = LongBench(file=str(HOTPOT)).run(one, quiet)
     assert found["answers"] == plain and len(set(plain)) == 3
@@ -90,7 +80,7 @@ def test_dense_answers_as_a_plain_loop() -> None:
 
 
 def test_a_long_prompt_loses_its_middle(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = subject().tokenizer
+    tokenizer = stranger().tokenizer
     text = "one two three four five six seven eight"
     assert without_middle(tokenizer, text, 8) == text
     assert without_middle(tokenizer, text, 4) == "one two seven eight"
@@ -102,7 +92,7 @@ def test_a_long_prompt_loses_its_middle(monkeypatch: pytest.MonkeyPatch) -> None
         return Answer("", kv_bytes=8, held=2.0, seen=8)
 
     monkeypatch.setattr(longbench, "ask", told)
-    LongBench(file=str(HOTPOT), samples=1, truncate=20).run(subject(), quiet)
+    LongBench(file=str(HOTPOT), samples=1, truncate=20).run(stranger(), quiet)
     ids = [
         tokenizer(text, add_special_tokens=False)["input_ids"]
         for text in (prompts[0], hotpot_prompt(ROWS[0]))
@@ -120,10 +110,10 @@ def test_what_is_not_in_the_format_is_named(tmp_path: Path) -> None:
     ]:
         path.write_text(f"{json.dumps(ROWS[0])}\n{json.dumps({**ROWS[0], **wrong})}\n")
         with pytest.raises(WeirError, match=said):
-            LongBench(file=str(path)).run(subject(), quiet)
+            LongBench(file=str(path)).run(stranger(), quiet)
     path.write_text(json.dumps({**ROWS[0], "dataset": "hotpot"}))
     with pytest.raises(WeirError, match="no data set 'hotpot', did you mean 'hotpotqa'"):
-        LongBench(file=str(path)).run(subject(), quiet)
+        LongBench(file=str(path)).run(stranger(), quiet)
     with pytest.raises(WeirError, match="2 tokens or more"):
         LongBench(file=str(path), truncate=1)
 
@@ -131,4 +121,4 @@ def test_what_is_not_in_the_format_is_named(tmp_path: Path) -> None:
 def test_a_missing_package_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "jieba", None)
     with pytest.raises(WeirError, match=r'needs the package jieba.*pip install "weir\[eval\]"'):
-        LongBench(file=str(HOTPOT)).run(subject(), quiet)
+        LongBench(file=str(HOTPOT)).run(stranger(), quiet)

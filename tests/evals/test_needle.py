@@ -8,23 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from reference.answers import plain_answer
+from reference.subjects import nano, quiet
 
-import weir
 from weir.errors import WeirError
 from weir.evals.squad import words_found
-from weir.evals.task import Subject
 from weir.evals.tasks.needle import Needle, exercise, hidden
 from weir.evals.texts import read_stream
 from weir.train.exercises import Words
-
-
-def subject(policy: str = "dense", **options: Any) -> Subject:
-    model, tokenizer = weir.load("nano", device="cpu")
-    return Subject("nano", model, tokenizer, weir.policy(policy), **options)
-
-
-def quiet(done: float) -> None:
-    assert 0 < done <= 1
 
 
 def by_depth(found: dict[str, Any], length: int) -> list[float]:
@@ -32,7 +22,7 @@ def by_depth(found: dict[str, Any], length: int) -> list[float]:
 
 
 def test_dense_finds_every_needle_inside_the_window() -> None:
-    found = Needle(longest=480, lengths=2, depths=5, samples=2).run(subject(), quiet)
+    found = Needle(longest=480, lengths=2, depths=5, samples=2).run(nano(), quiet)
     assert found["accuracy"] == 1.0 and found["format"] == "exercises"
     assert [(cell["length"], cell["depth"]) for cell in found["cells"]] == [
         (length, depth) for length in (240, 480) for depth in (0, 0.25, 0.5, 0.75, 1)
@@ -41,14 +31,14 @@ def test_dense_finds_every_needle_inside_the_window() -> None:
 
 def test_a_window_finds_what_is_near_and_loses_what_has_left() -> None:
     task = Needle(longest=480, lengths=2, depths=5, samples=2)
-    found = task.run(subject("streaming_llm(budget=200, sinks=1)", chunk=1), quiet)
+    found = task.run(nano("streaming_llm(budget=200, sinks=1)", chunk=1), quiet)
     assert by_depth(found, 240)[1:] == [1, 1, 1, 1]
     assert by_depth(found, 480) == [0, 0, 0, 1, 1]
     assert found["accuracy"] == pytest.approx(np.mean([c["accuracy"] for c in found["cells"]]))
 
 
 def test_the_needle_stands_at_its_depth_and_the_question_at_the_end() -> None:
-    words = Words.of(subject().tokenizer)
+    words = Words.of(nano().tokenizer)
     hay = np.full(500, words.plain[7])
     for depth, place in [(0.0, 1), (0.5, 45), (1.0, 90)]:
         row, number = exercise(words, hay, 100, depth, np.random.default_rng(0))
@@ -60,7 +50,7 @@ def test_the_needle_stands_at_its_depth_and_the_question_at_the_end() -> None:
 
 
 def test_in_words_the_needle_follows_the_sentence_above_its_depth() -> None:
-    tokenizer = subject().tokenizer
+    tokenizer = nano().tokenizer
     hay = tokenizer("One is here. Two is here too! Three", add_special_tokens=False)["input_ids"]
     for depth, right in [
         (0.0, "NEEDLE One is here. Two is here too! Three"),
@@ -80,21 +70,21 @@ def test_an_answer_in_words_is_scored_by_the_words_it_has(said: str, share: floa
 
 
 def test_in_words_dense_answers_as_a_plain_loop() -> None:
-    nano = subject()
+    one = nano()
     task = Needle(longest=200, lengths=1, depths=2, samples=2, format="text")
-    found = task.run(nano, quiet)
-    hay = read_stream(nano.tokenizer, None, 200_000).ids
+    found = task.run(one, quiet)
+    hay = read_stream(one.tokenizer, None, 200_000).ids
     rng = np.random.default_rng(0)
     scores = []
     for depth in (0.0, 1.0):
         for _ in range(2):
             place = int(rng.integers(0, len(hay) - 200))
-            context = hidden(nano.tokenizer, hay[place : place + 200].tolist(), task.needle, depth)
+            context = hidden(one.tokenizer, hay[place : place + 200].tolist(), task.needle, depth)
             prompt = (
                 f"Read the following book.\n\n{context}\n\nAnswer from what the book says.\n"
                 f"Question: {task.question}\nAnswer:"
             )
-            text = plain_answer(nano.model, nano.tokenizer, prompt, 50, stop="\n")
+            text = plain_answer(one.model, one.tokenizer, prompt, 50, stop="\n")
             scores.append(words_found(text, task.answer))
     assert found["accuracy"] == pytest.approx(np.mean(scores)) and found["format"] == "text"
 
@@ -110,6 +100,6 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     book = tmp_path / "short.txt"
     book.write_text("A short book. " * 9)
     with pytest.raises(WeirError, match="takes a longer text"):
-        Needle(longest=64, lengths=1, text=str(book)).run(subject(), quiet)
+        Needle(longest=64, lengths=1, text=str(book)).run(nano(), quiet)
     with pytest.raises(WeirError, match="no chat template"):
-        Needle(longest=64, lengths=1, format="text", chat=True).run(subject(), quiet)
+        Needle(longest=64, lengths=1, format="text", chat=True).run(nano(), quiet)

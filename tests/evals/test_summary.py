@@ -9,33 +9,22 @@ from pathlib import Path
 
 import pytest
 from reference.answers import plain_answer
-from reference.models import make
+from reference.subjects import quiet, stranger
 
 import weir
 from weir.errors import WeirError
 from weir.evals.answers import Answer
-from weir.evals.task import Subject
 from weir.evals.tasks import summary
 from weir.evals.tasks.summary import Summary
 
 pytest.importorskip("rouge_score", reason='rouge-score is not installed: "weir[eval]"')
 pytest.importorskip("sacrebleu", reason='sacrebleu is not installed: "weir[eval]"')
 
-from weir.evals.rouge import rouge, self_bleu  # noqa: E402
+from weir.evals.rouge import rouge, self_bleu
 
 DATA = Path(__file__).parents[1] / "data" / "evals"
 XSUM = DATA / "xsum.jsonl"
 ROWS = [json.loads(line) for line in XSUM.read_text().splitlines()]
-
-
-def subject() -> Subject:
-    _, tokenizer = weir.load("nano", device="cpu")
-    model = make("llama", vocab_size=4096, max_position_embeddings=512)
-    return Subject("random", model, tokenizer, weir.policy("dense"))
-
-
-def quiet(done: float) -> None:
-    assert 0 < done <= 1
 
 
 def test_rouge_by_hand() -> None:
@@ -71,14 +60,14 @@ def test_the_figures_are_those_of_the_answers(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         summary, "ask", lambda *args: Answer(next(told), kv_bytes=8, held=5.0, seen=20)
     )
-    found = Summary(file=str(XSUM)).run(subject(), quiet)
+    found = Summary(file=str(XSUM)).run(stranger(), quiet)
     assert found["rouge1"] == pytest.approx(2 / 3) and found["share"] == 0.25
     assert found["answers"] == [*said[:2], "Nothing of that sort"]
     assert found["self_bleu"] == self_bleu(found["answers"])
 
 
 def test_dense_answers_as_a_plain_loop() -> None:
-    one = subject()
+    one = stranger()
     prompts = [
         f"Article: {row['document']}\n\nSummarise the article above in one sentence.\nSummary:"
         for row in ROWS
@@ -92,7 +81,7 @@ def test_dense_answers_as_a_plain_loop() -> None:
 
 
 def test_both_data_sets_are_read_and_others_named(tmp_path: Path) -> None:
-    found = Summary(file=str(DATA / "cnn.jsonl"), most=4).run(subject(), quiet)
+    found = Summary(file=str(DATA / "cnn.jsonl"), most=4).run(stranger(), quiet)
     assert found["asked"] == 1
     path = tmp_path / "news.jsonl"
     for row, said in [
@@ -101,6 +90,6 @@ def test_both_data_sets_are_read_and_others_named(tmp_path: Path) -> None:
     ]:
         path.write_text(f"{json.dumps(ROWS[0])}\n{json.dumps(row)}\n")
         with pytest.raises(WeirError, match=said):
-            Summary(file=str(path), most=4).run(subject(), quiet)
+            Summary(file=str(path), most=4).run(stranger(), quiet)
     with pytest.raises(WeirError):
         Summary(file=str(path), most=0)
