@@ -410,7 +410,7 @@ def test_cropping_and_rolling_back_are_refused(half_way):
 
 
 def test_layers_that_do_not_exist_hold_nothing(llama, half_way):
-    with pytest.raises(WeirError, match="layer 2 does not exist; the model has 2"):
+    with pytest.raises(WeirError, match="layer 2 does not exist; the model's layers are 0 to 1"):
         half_way.slots(2)
     with pytest.raises(WeirError, match="nothing was fed"):
         weir.StreamingCache(llama, "recent(8)").slots()
@@ -691,3 +691,54 @@ def test_transformers_is_told_the_truth(llama, ids):
     assert cache.get_query_offset() == 30 and cache.get_mask_sizes(5) == (5, 0)
     assert cache.get_max_length() == -1
     assert not cache.is_compileable and not cache.is_croppable
+
+
+# --- what a cache says of itself
+
+
+def test_a_new_cache_is_true_and_has_as_many_layers_as_the_model(llama):
+    cache = weir.StreamingCache(llama)
+    assert cache and len(cache) == 2
+
+
+def test_a_cache_says_in_one_line_what_it_is(llama, ids):
+    cache = weir.StreamingCache(llama, "sink(4)\n| recent(12)", chunk=5)
+    new = "<weir.StreamingCache sink(4) | recent(12), chunk 5: 0 tokens seen, 0 bytes>"
+    assert repr(cache) == new
+    mask = torch.ones(6, 1200, dtype=torch.int64)
+    mask[1, :3] = 0
+    fed(llama, cache, ids(6, 1200), mask=mask)
+    seen = "1,200 and 1,197 and 1,200 and 1,200 and 2 rows more tokens seen"
+    assert f"chunk 5: {seen}, {cache.nbytes:,} bytes>" in repr(cache)
+    many = weir.StreamingCache(llama, " | ".join(["recent(4)"] * 30))
+    assert len(repr(many)) < 150
+
+
+# --- the base model inside a model
+
+
+def test_caches_of_a_model_and_of_its_base_model_do_not_disturb_each_other(fresh_llama, ids):
+    model = fresh_llama()
+    base, text = model.base_model, ids(1, 40)
+    with torch.no_grad():
+        plain = model(text).logits
+        alone = weir.StreamingCache(model, "sink(2) | recent(12)", chunk=4)
+        expected = model(text, past_key_values=alone, output_hidden_states=True)
+        whole, inner = (
+            weir.StreamingCache(it, "sink(2) | recent(12)", chunk=4) for it in (model, base)
+        )
+        found = base(text[:, :20], past_key_values=inner).last_hidden_state
+        logits = model(text, past_key_values=whole).logits
+        rest = base(text[:, 20:], past_key_values=inner).last_hidden_state
+        assert torch.equal(logits, expected.logits)
+        both = torch.cat([found, rest], dim=1)
+        assert (both - expected.hidden_states[-1]).abs().max() <= 1e-5
+        assert not torch.equal(logits, plain)
+        del alone, whole, expected
+        assert model.config._attn_implementation != "weir"
+        again = weir.StreamingCache(base, "sink(2) | recent(12)", chunk=4)
+        assert torch.equal(model(text, past_key_values=again).logits, logits)
+        inner.detach()
+        del again
+        assert not base._forward_pre_hooks
+        assert torch.equal(model(text).logits, plain)

@@ -190,6 +190,17 @@ def test_left_padded_rows_give_what_they_would_give_alone(llama, ids):
         close(got.logits[n], logits[0])
 
 
+def test_padding_on_the_right_is_refused_with_the_word_left_before_anything_is_fed(llama, ids):
+    cache = cache_of(llama)
+    mask = torch.ones(2, 12, dtype=torch.int64)
+    mask[1, 9:] = 0
+    with pytest.raises(WeirError, match=r"row 1 is padded on the right.*padding_side = 'left'"):
+        generated(llama, cache, ids(2, 12), attention_mask=mask)
+    assert not cache.is_initialized
+    generated(llama, cache, ids(2, 12), attention_mask=mask.flip(1))
+    assert cache.seen[0] == cache.seen[1] + 3
+
+
 def test_several_sequences_of_one_prompt_are_rows(llama, ids):
     def sample(cache: Any, tokens: Tensor, **options: Any) -> Tensor:
         torch.manual_seed(3)

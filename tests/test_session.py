@@ -165,6 +165,20 @@ def test_a_stream_that_was_killed_goes_on_bit_for_bit_in_a_new_process(fresh_lla
 # --- damaged and foreign files
 
 
+@pytest.mark.parametrize("path", [None, 5, b"session"])
+def test_what_is_no_name_of_a_file_is_refused(llama, ids, path):
+    stream = weir.Stream(llama, POLICY)
+    stream.feed(ids(1, 5))
+    for call in (stream.save, lambda path: weir.Stream.restore(llama, path)):
+        with pytest.raises(WeirError, match="a session is a file, and its name is text, not "):
+            call(path)
+
+
+def test_a_session_is_restored_into_a_model_only(saved):
+    with pytest.raises(WeirError, match="into a transformers model, not a str"):
+        weir.Stream.restore("nano", saved)
+
+
 def refused(model, path: Path, sentence: str | None = None, **more: str) -> str:
     with pytest.raises(WeirError, match=sentence) as error:
         weir.Stream.restore(model, path, **more)

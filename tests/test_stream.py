@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import BatchEncoding
 
 import weir
 from weir import stream as module
@@ -317,9 +318,12 @@ NOT_IDS = {
     "ragged rows": ([[1, 2, 3], [1, 2]], "in rows of one length"),
     "one number": (7, "whole numbers"),
     "three dimensions": ([[[1, 2]]], r"\[1, 1, 2\]"),
-    "text": ("hello", "whole numbers"),
+    "text": ("hello", r"write tokenizer\(text\)\.input_ids"),
     "a list of words": (["hello", "you"], "whole numbers"),
-    "what a tokenizer returns": ({"input_ids": [1, 2]}, "whole numbers"),
+    "what has no ids": ({"ids": [1, 2]}, r"looked for in 'input_ids', and \['ids'\] has none"),
+    "padding": ({"input_ids": [[0, 1]], "attention_mask": [[0, 1]]}, "takes no padding"),
+    "rows of a tokenizer": ({"input_ids": [[0, 1], [2]]}, "in rows of one length"),
+    "an array of objects": (np.array([object()]), "whole numbers"),
     "nothing": (None, "whole numbers"),
     "two rows": ([[1, 2], [3, 4]], "this stream has 1 rows, 2 were fed"),
 }
@@ -338,6 +342,64 @@ def test_what_is_no_row_of_token_ids_is_refused_and_nothing_is_lost(fed, llama, 
     undisturbed.feed(ids(1, 61))
     more = ids(1, 30, seed=1)
     assert torch.equal(fed.feed(more), undisturbed.feed(more))
+
+
+READ_ONLY = np.array([3, 1, 4])
+READ_ONLY.flags.writeable = False
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        (3, 1, 4),
+        [[3, 1, 4]],
+        [torch.tensor(3), 1, 4],
+        np.array([3, 1, 4], dtype=np.uint16),
+        READ_ONLY,
+        torch.tensor([3, 1, 4], dtype=torch.int32),
+        {"input_ids": [3, 1, 4], "attention_mask": [1, 1, 1]},
+        BatchEncoding({"input_ids": torch.tensor([[3, 1, 4]])}),
+        BatchEncoding({"input_ids": [[3, 1, 4]], "attention_mask": [[1, 1, 1]]}),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_ids_may_come_in_any_form_that_says_what_they_are(llama, given):
+    expected = weir.Stream(llama, SMALL).feed([3, 1, 4])
+    assert torch.equal(weir.Stream(llama, SMALL).feed(given), expected)
+
+
+def test_rows_of_a_tokenizer_are_streams_in_step(llama):
+    stream = weir.Stream(llama, SMALL)
+    stream.feed(BatchEncoding({"input_ids": [[3, 1, 4], [1, 5, 9]]}))
+    assert stream.last == [4, 9]
+
+
+def test_generate_stops_at_one_token_or_at_several(fed, llama, ids):
+    text = list(fed.generate(20))
+    end = text[7]
+    for stop in (end, [end], (end, 1000), {end}, np.int64(end)):
+        again = weir.Stream(llama, SMALL, chunk=8, seed=5)
+        again.feed(ids(1, 61))
+        assert list(again.generate(20, stop=stop)) == text[: text.index(end) + 1]
+
+
+@pytest.mark.parametrize("stop", ["end", 5.0, [5.0], -1, [3, -1], True, object()])
+def test_what_is_no_token_cannot_end_an_answer(fed, stop):
+    with pytest.raises(WeirError, match="stop must be a token id or several, not "):
+        fed.generate(5, stop=stop)
+
+
+def test_a_stream_says_in_one_line_what_it_is(fed, llama):
+    assert repr(fed) == f"<weir.Stream {SMALL}, chunk 8: 61 tokens seen, {fed.nbytes:,} bytes>"
+    recompute = weir.Stream(llama, "recompute(24)")
+    recompute.feed([1, 2, 3])
+    assert repr(recompute) == "<weir.Stream recompute(24): 3 tokens seen, 24 bytes>"
+
+
+def test_a_model_without_logits_is_refused(llama):
+    for policy in (SMALL, "recompute(24)"):
+        with pytest.raises(WeirError, match="a LlamaModel makes no logits; take the causal"):
+            weir.Stream(llama.base_model, policy)
 
 
 @pytest.mark.parametrize("wrong", [[3, -1, 5], [3, 61]])
@@ -454,10 +516,13 @@ def test_recompute_has_nothing_to_show_or_to_save(llama, ids, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_layers_that_are_not_there_are_not_shown(fed, llama):
-    for layer in (-1, 2):
-        with pytest.raises(WeirError, match="the model has 2"):
-            fed.slots(layer)
+@pytest.mark.parametrize("layer", ["x", None, 1.0, -1, 2, True])
+def test_layers_that_are_not_there_are_not_shown(fed, layer):
+    with pytest.raises(WeirError, match=r"layer .* does not exist; .* are 0 to 1"):
+        fed.slots(layer)
+
+
+def test_before_the_first_token_there_is_nothing_to_show(llama):
     with pytest.raises(WeirError, match="nothing was fed"):
         weir.Stream(llama, SMALL).slots(0)
 

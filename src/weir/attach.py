@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from weir.cache import StreamingCache
 
 _ATTACHED: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
+"""By decoder."""
 
 
 class Attachment:
@@ -43,7 +44,7 @@ class Attachment:
         running: the cache of the call that is under way; None between calls.
     """
 
-    def __init__(self, model: PreTrainedModel, facts: ModelFacts) -> None:
+    def __init__(self, facts: ModelFacts) -> None:
         self.facts = facts
         self.caches: weakref.WeakSet[StreamingCache] = weakref.WeakSet()
         self.running: StreamingCache | None = None
@@ -81,6 +82,8 @@ class Attachment:
         cache: Any = given.get("past_key_values")
         if not hasattr(cache, "weir_begin"):
             return None
+        if cache.attachment.running is cache:
+            return None  # a module around this one has armed it
         if cache.attachment is not self:
             raise WeirError("this cache was made for another model; a cache serves one model only")
         _refuse_images(given)
@@ -146,36 +149,38 @@ def _refuse_images(given: dict[str, Any]) -> None:
 
 
 def attach(model: PreTrainedModel, cache: StreamingCache) -> Attachment:
-    """The attachment of a model, made with its first cache; `cache` is one more of them."""
-    held = _ATTACHED.get(model)
+    """The attachment of a model, made with its first cache; `cache` is one more of them.
+
+    A model and the base model inside it have one decoder, and one attachment.
+    """
+    decoder = model.base_model
+    held = _ATTACHED.get(decoder)
     if held is None:
-        held = Attachment(model, describe(model))
-        _ATTACHED[model] = held
+        held = Attachment(describe(model))
+        _ATTACHED[decoder] = held
     held.caches.add(cache)
-    weakref.finalize(cache, _release, weakref.ref(model))
+    weakref.finalize(cache, _release, weakref.ref(decoder))
     return held
 
 
-def detach(model: PreTrainedModel, cache: StreamingCache) -> None:
+def detach(cache: StreamingCache) -> None:
     """Give up one cache of a model; with the last one the hooks go."""
-    held = _ATTACHED.get(model)
-    if held is not None:
-        held.caches.discard(cache)
-        _leave_unused(model)
+    cache.attachment.caches.discard(cache)
+    _leave_unused(cache.attachment.facts.decoder)
 
 
-def _release(reference: weakref.ref[PreTrainedModel]) -> None:
-    model = reference()
-    if model is not None:
-        _leave_unused(model)
+def _release(reference: weakref.ref[nn.Module]) -> None:
+    decoder = reference()
+    if decoder is not None:
+        _leave_unused(decoder)
 
 
-def _leave_unused(model: PreTrainedModel) -> None:
-    held = _ATTACHED.get(model)
+def _leave_unused(decoder: nn.Module) -> None:
+    held = _ATTACHED.get(decoder)
     # Not `not held.caches`: while a cache is going the set still counts it, but lists it no more.
     if held is not None and not list(held.caches):
         held.leave()
-        del _ATTACHED[model]
+        del _ATTACHED[decoder]
 
 
 def weir_attention(

@@ -14,11 +14,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from weir.arguments import shortened, shown
 from weir.attach import attach, detach
 from weir.attention import Form
 from weir.draws import Draws
 from weir.errors import NotFiniteError, WeirError
 from weir.held import Held, look
+from weir.ids import is_count
 from weir.layer import Layer
 from weir.models import LayerFacts, describe
 from weir.plan import Plan
@@ -154,6 +156,10 @@ class StreamingCache(Cache):
         """No limit on what can be fed: -1."""
         return -1
 
+    def __len__(self) -> int:
+        """Layers of the model, as for every cache of transformers; so a new cache is not false."""
+        return len(self.stack)
+
     @property
     def is_compileable(self) -> bool:
         """False: `generate` is not to compile the forward."""
@@ -247,7 +253,17 @@ class StreamingCache(Cache):
         """Take weir out of the model; the cache cannot be used any more."""
         detach(self)
 
-    # --- what the stream and the command line ask
+    # --- what people, the stream and the command line ask
+
+    def __repr__(self) -> str:
+        return f"<weir.StreamingCache {self.summary()}>"
+
+    def summary(self) -> str:
+        """One line: the policy, the chunk, tokens seen (of each row) and bytes."""
+        seen = " and ".join(f"{n:,}" for n in self.seen[:4]) or "0"
+        more = f" and {len(self.seen) - 4} rows more" if len(self.seen) > 4 else ""
+        policy = shortened(" ".join(str(self.policy).split()))
+        return f"{policy}, chunk {self.chunk}: {seen}{more} tokens seen, {self.nbytes:,} bytes"
 
     @property
     def batch(self) -> int | None:
@@ -271,8 +287,11 @@ class StreamingCache(Cache):
             WeirError: there is no such layer, or nothing was fed yet.
         """
         self._check_whole()
-        if not 0 <= layer < len(self.stack):
-            raise WeirError(f"layer {layer} does not exist; the model has {len(self.stack)}")
+        if not is_count(layer) or layer >= len(self.stack):
+            last = len(self.stack) - 1
+            raise WeirError(
+                f"layer {shown(layer)} does not exist; the model's layers are 0 to {last}"
+            )
         return look(self.stack[layer], self.rows.waiting)
 
     def report(self) -> dict[str, Any]:
@@ -334,10 +353,9 @@ class StreamingCache(Cache):
             WeirError: the forward does not continue this stream.
         """
         self._check_whole()
-        model = self._model()
         self._running = self.rows.take(
             given,
-            Endings((), None) if model is None else Endings.of(model.generation_config),
+            Endings.of(getattr(self._model(), "generation_config", None)),
             vocabulary=self.attachment.facts.vocabulary,
             chunk=self.chunk,
             full=self.prefill == "full",

@@ -32,7 +32,9 @@ class Endings:
 
     @classmethod
     def of(cls, config: Any) -> Endings:
-        """As a generation configuration names them."""
+        """As a generation configuration names them; none without one, as base models have it."""
+        if config is None:
+            return cls((), None)
         stops = config.eos_token_id
         stops = (stops,) if isinstance(stops, int) else tuple(stops or ())
         # Where no padding token is named, generate() takes the first of those that end a row.
@@ -117,6 +119,8 @@ class Rows:
             _check_ids(ids, vocabulary)
         before = self if self.columns else _fresh(batch)
         claimed = before._claim(given.get("attention_mask"), batch, length)
+        if given.get("position_ids") is not None:
+            _refuse_right_padding(claimed)
         before._check_positions(given.get("position_ids"), claimed, batch)
         ended = before._ended(ids, endings, stepping=given.get("position_ids") is not None)
         real = claimed
@@ -229,6 +233,22 @@ def _tokens(given: Mapping[str, Any]) -> Tensor:
     if tokens.ndim < 2:
         raise WeirError(f"input_ids must be [batch, tokens], not {list(tokens.shape)}")
     return tokens
+
+
+def _refuse_right_padding(real: Tensor | None) -> None:
+    """Refuse padding behind tokens where, as in `generate`, the last column is what goes on.
+
+    Raises:
+        WeirError: a row of `real` [batch, length] ends with padding.
+    """
+    if real is None:
+        return
+    wrong = (real.any(dim=1) & ~real[:, -1]).nonzero()[:, 0].tolist()
+    if wrong:
+        raise WeirError(
+            f"row {wrong[0]} is padded on the right, so its last column is no token to go on from; "
+            "pad on the left: tokenizer.padding_side = 'left'"
+        )
 
 
 def _check_ids(ids: Tensor, vocabulary: int) -> None:

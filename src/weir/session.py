@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from weir.arguments import shown
 from weir.errors import WeirError
 
 FORMAT = 1
@@ -51,7 +52,7 @@ def write(path: str | Path, facts: dict[str, Any], tensors: dict[str, Tensor]) -
     Raises:
         WeirError: the file cannot be written.
     """
-    path = Path(path)
+    path = _path(path)
     written = json.dumps({"format": FORMAT, **facts})
     kept = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     metadata = {KEY: written, CHECKSUM: _checksum(written, kept)}
@@ -80,7 +81,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     Raises:
         WeirError: it is missing, damaged, not a session of weir, or of a newer weir.
     """
-    path = Path(path)
+    path = _path(path)
     if path.is_dir():
         raise WeirError(f"{path} is a folder; a session is a file")
     if not path.is_file():
@@ -107,13 +108,22 @@ def check_model(path: str | Path, facts: dict[str, Any], model: PreTrainedModel)
     """Refuse a session of another model.
 
     Raises:
-        WeirError: naming what differs.
+        WeirError: naming what differs; or it is no model at all.
     """
+    if not isinstance(model, PreTrainedModel):
+        kind = type(model).__name__
+        raise WeirError(f"a session is restored into a transformers model, not a {kind}")
     mine, theirs = fingerprint(model), facts["model"]
     differ = [name for name, value in mine.items() if theirs.get(name) != value]
     if differ:
         what = ", ".join(f"{name} {theirs.get(name)}, here {mine[name]}" for name in differ)
         raise WeirError(f"{path} is a session of another model ({what})")
+
+
+def _path(path: object) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise WeirError(f"a session is a file, and its name is text, not {shown(path)}")
+    return Path(path)
 
 
 def _checksum(facts: str, tensors: dict[str, Tensor]) -> str:

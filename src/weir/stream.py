@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from weir import session
 from weir.cache import Positions, Prefill, StreamingCache
 from weir.errors import NotFiniteError, WeirError
 from weir.held import Held
+from weir.ids import Tokens, is_count, read_ids, read_stops
 from weir.policy import Policy, PolicyError, Recompute, policy_of
 from weir.recompute import Recomputation
 from weir.slab import Slab
@@ -33,8 +34,6 @@ PIECE = 512
 """Tokens of a forward; more would not be faster and would hold more activations."""
 MOST_LOGITS = 1 << 25
 """Logits written out at once, 128 MB in float32."""
-
-Tokens = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
 
 class Stream:
@@ -65,6 +64,7 @@ class Stream:
         prefill: Prefill = "chunked",
         origin: int = 0,
     ) -> None:
+        _check_head(model)
         self.model = model
         self.policy = policy_of(policy)
         self.seed = seed
@@ -88,6 +88,11 @@ class Stream:
         # On the CPU whatever the model's device: a saved stream may go on elsewhere.
         self._generator = torch.Generator().manual_seed(seed % 2**63)
 
+    def __repr__(self) -> str:
+        if self.cache is not None:
+            return f"<weir.Stream {self.cache.summary()}>"
+        return f"<weir.Stream {self.policy}: {self._seen:,} tokens seen, {self.nbytes:,} bytes>"
+
     @property
     def seen(self) -> int:
         """Tokens of the stream so far (of each row, in a batch)."""
@@ -101,15 +106,15 @@ class Stream:
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and what belongs to them; fixed from the first token on."""
-        # Not `self.cache or ...`: to transformers a cache without layers of its own is false.
-        held = self._recomputation if self.cache is None else self.cache
+        held = self.cache or self._recomputation
         return 0 if held is None else held.nbytes
 
     def feed(self, token_ids: Tokens, *, all_logits: bool = False) -> Tensor:
         """Feed tokens, any number, in bounded memory.
 
         Args:
-            token_ids: [length], or [batch, length] for several streams in step.
+            token_ids: [length], or [batch, length] for several streams in step; what a tokenizer
+                returned will do, as long as it has no padding.
             all_logits: also return the logits before the last; that takes length * vocabulary
                 numbers.
 
@@ -132,7 +137,7 @@ class Stream:
         """Feed tokens and say how surprising each was.
 
         Args:
-            token_ids: [length] or [batch, length].
+            token_ids: as for `feed`.
 
         Returns:
             The negative log-likelihood of each token given everything before it, in nats
@@ -162,7 +167,7 @@ class Stream:
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
-        stop: Sequence[int] | None = None,
+        stop: int | Sequence[int] | None = None,
     ) -> Iterator[int]:
         """Continue the stream.
 
@@ -174,7 +179,8 @@ class Stream:
             temperature: 0 takes the likeliest token; otherwise logits are divided by it.
             top_k: draw from the likeliest k only.
             top_p: draw from the likeliest tokens that make up this probability.
-            stop: ids of tokens that end it; by default the model's end tokens, none with `[]`.
+            stop: the id of a token that ends it, or several; by default the model's end tokens,
+                none with `[]`.
 
         Raises:
             WeirError: nothing was fed yet, the stream is a batch, or an argument makes no sense.
@@ -186,7 +192,7 @@ class Stream:
                 f"generate continues one stream and this is a batch of {self._logits.shape[0]}; "
                 "use model.generate(..., past_key_values=weir.StreamingCache(...)) for batches"
             )
-        if not _is_count(max_new_tokens):
+        if not is_count(max_new_tokens):
             raise WeirError(f"max_new_tokens must be 0 or more, not {max_new_tokens!r}")
         warpers = _warpers(temperature, top_k, top_p)
         return self._generate(max_new_tokens, temperature == 0, warpers, self._ends(stop))
@@ -208,13 +214,11 @@ class Stream:
             if token in ends:
                 return
 
-    def _ends(self, stop: Sequence[int] | None) -> set[int]:
+    def _ends(self, stop: int | Sequence[int] | None) -> set[int]:
         if stop is None:
             found = self.model.generation_config.eos_token_id
             return {found} if isinstance(found, int) else set(found or ())
-        if isinstance(stop, str) or not all(_is_count(token) for token in stop):
-            raise WeirError(f"stop must be token ids, not {stop!r}")
-        return set(stop)
+        return read_stops(stop)
 
     def slots(self, layer: int = 0) -> Held:
         """What one layer holds now; see `Held`.
@@ -303,30 +307,7 @@ class Stream:
 
     def _ids(self, token_ids: Tokens) -> Tensor:
         """Checked token ids [batch, length], int64, on the model's device."""
-        try:
-            ids = torch.as_tensor(token_ids)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise WeirError(
-                "token ids must be whole numbers [length] or, in rows of one length, "
-                f"[batch, length] ({error})"
-            ) from None
-        if ids.numel() == 0:
-            raise WeirError("zero tokens were fed; a stream needs at least one")
-        whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-        if not whole or ids.ndim not in (1, 2):
-            raise WeirError(
-                f"token ids must be whole numbers [length] or [batch, length], not {ids.dtype} "
-                f"{list(ids.shape)}"
-            )
-        ids = ids.to(torch.int64)
-        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= vocabulary:
-            wrong = low if low < 0 else high
-            raise WeirError(
-                f"token id {wrong} is out of range; the model knows 0 to {vocabulary - 1}"
-            )
-        ids = ids[None] if ids.ndim == 1 else ids
+        ids = read_ids(token_ids, self.model.config.get_text_config(decoder=True).vocab_size)
         if self._logits is not None and self._logits.shape[0] != ids.shape[0]:
             raise WeirError(
                 f"this stream has {self._logits.shape[0]} rows, {ids.shape[0]} were fed"
@@ -378,8 +359,15 @@ class Stream:
         return logits
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+def _check_head(model: object) -> None:
+    """Refuse a base model: a stream answers with logits.
+
+    Raises:
+        WeirError: the model makes none.
+    """
+    if isinstance(model, PreTrainedModel) and model.get_output_embeddings() is None:
+        kind = type(model).__name__
+        raise WeirError(f"a {kind} makes no logits; take the causal language model around it")
 
 
 def _nll(logits: Tensor, ids: Tensor) -> Tensor:
@@ -392,7 +380,7 @@ def _warpers(temperature: float, top_k: int | None, top_p: float | None) -> Logi
     """Those of transformers, in its usual order."""
     if not (isinstance(temperature, Real) and 0 <= temperature < math.inf):
         raise WeirError(f"temperature must be a number from 0 on, not {temperature!r}")
-    if top_k is not None and not (_is_count(top_k) and top_k):
+    if top_k is not None and not (is_count(top_k) and top_k):
         raise WeirError(f"top_k must be a whole number from 1 on, not {top_k!r}")
     if top_p is not None and not (isinstance(top_p, Real) and 0 <= top_p <= 1):
         raise WeirError(f"top_p must be a number from 0 to 1, not {top_p!r}")

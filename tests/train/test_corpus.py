@@ -42,6 +42,13 @@ def test_the_start_token_stands_in_front_and_nowhere_else(tokenizer, reloaded, t
         assert reader.decode(ids[1:]) == text
 
 
+def test_rows_are_padded_on_the_left_as_generate_wants_them(tokenizer, reloaded):
+    for it in (tokenizer, reloaded):
+        rows = it(["One day", "It was a very fine day"], padding=True).input_ids
+        assert rows[0][0] == it.pad_token_id
+        assert rows[0][-1] != it.pad_token_id
+
+
 def test_the_ids_of_books_hold_no_start_token(tokenizer, books, tokens):
     assert tokens.dtype == np.uint16
     assert not (tokens == tokenizer.bos_token_id).any()

@@ -45,6 +45,7 @@ def train_tokenizer(books: list[str], vocabulary: int = 4096) -> PreTrainedToken
         tokenizer_object=backend,
         bos_token=START,
         pad_token=PAD,
+        padding_side="left",  # `generate` goes on from the last column
         clean_up_tokenization_spaces=False,
         split_special_tokens=True,
     )
