@@ -116,3 +116,32 @@ def schedule(
         arrivals -= step
         make_room([group], slots, block, eager)
     return tuple(map(tuple, group.halved))
+
+
+@lru_cache(maxsize=4096)
+def at_once(slots: int, block: int, tokens: int) -> tuple[tuple[int, ...], ...]:
+    """The halvings that bring a whole prompt into the slots (Appendix B).
+
+    Round after round all blocks are halved. In the last round only as many tokens, the oldest, as
+    have to be, so that weights lie close together and no slot is left empty; where little is
+    compressed that is the form of Table 5: twice the excess is halved, and the rest stays exact.
+
+    Args:
+        slots: how many tokens there may be.
+        block: the most tokens that are halved together.
+        tokens: of the prompt.
+
+    Returns:
+        `Group.halved`.
+    """
+    group = Group([tokens, *[0] * (LEVELS - 1)])
+    for level in range(LEVELS):
+        excess = sum(group.sizes) - slots
+        left = min(2 * excess, group.sizes[level] // 2 * 2)
+        while left > 0:
+            size = min(block, left)
+            group.halve(level, size)
+            left -= size
+    # What is odd stays behind, one token a level; of few slots that may be too many.
+    make_room([group], slots, block)
+    return tuple(map(tuple, group.halved))

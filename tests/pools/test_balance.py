@@ -125,7 +125,7 @@ def reference_of(pool: Balance, draws: Draws, head: int, length: int, scale: flo
         pool.sets == "flat",
     )
     one, others = coins(draws, head, length)
-    block = pool.block or min(256, pool.n // 2 - pool.n // 2 % 2)
+    block = pool.block or min(256, max(2, pool.n // 16 - pool.n // 16 % 2))
     above = others if separate else None
     return Reference(pool.n, block, balance, one, above, pool.precision, pool.eager)
 
@@ -249,6 +249,54 @@ def test_a_stream_of_any_length_keeps_its_slots_and_its_whole_weight():
     assert min(sizes) > 24 - 5
     assert stream.held.a.double().exp().sum().item() == pytest.approx(60_000)
     assert stream.held.a.max() > 8 * math.log(2)
+
+
+PROMPTS = [
+    (Balance(48, 16), 300),
+    (Balance(48, 8), 96),
+    (Balance(48, 8), 97),
+    (Balance(48), 60),
+    (Balance(48), 1000),
+    (Balance(4), 77),
+    (Balance(20, 4, "pairs", None, 1.0), 333),
+    (Balance(48, 16, "authors", 4.0, 1.0), 200),
+    (Balance(40, 8, "authors", 0.5, 1.0, sets="flat"), 190),
+    (Balance(32, 16, "paper", None, 1.0), 250),
+]
+
+
+@pytest.mark.parametrize(("pool", "length"), PROMPTS)
+def test_a_whole_prompt_is_halved_as_a_naive_loop_halves_it(pool, length):
+    flow = lumps(2, 2, length)
+    place = torch.arange(length).expand(2, 2, -1)
+    stream = Stream(pool, flow, length, draws=Draws(3))
+    none = flow.at(place[:, :, :0])
+    fold = replace(FOLD, draws=stream.draws, state=pool.state(none), prompt=True)
+    stream.held, rest = pool.fold(none, flow.at(place), fold)
+    assert len(rest) == 0
+    assert len(stream.held) <= pool.slots()
+    lists = {name: t.tolist() for name, t in flow.at(place).tensors().items()}
+    for row, head in itertools.product(range(2), range(2)):
+        loop = reference_of(pool, stream.draws, head, length, FOLD.scale)
+        mine = [lists[name][row][head] for name in ("keys", "values", "a", "b")]
+        tokens = [Token(p, *values) for p, values in enumerate(zip(*mine, strict=True))]
+        loop.take_prompt(tokens, pool.block or 256)
+        agree(stream, row, head, loop)
+
+
+def test_a_prompt_that_is_little_too_long_stays_exact_but_for_twice_the_excess():
+    # The paper's Table 5: to keep a share 1 - alpha, a share 2 alpha is halved.
+    pool, length = Balance(900, 50), 1000
+    flow = lumps(1, 1, length)
+    place = torch.arange(length)[None, None]
+    none = flow.at(place[:, :, :0])
+    for prompt in (True, False):
+        state = pool.state(none)
+        held, _ = pool.fold(none, flow.at(place), replace(FOLD, state=state, prompt=prompt))
+        weights = held.b[0, 0].exp().round().int()
+        assert len(held) == 900
+        assert weights.bincount().tolist() == [0, 800, 100]
+        assert held.position[0, 0, weights == 2].max() < 200
 
 
 # --- what is unusual
@@ -410,17 +458,16 @@ def test_below_its_budget_it_is_dense(llama, ids, budget, length):
 
 
 @pytest.mark.parametrize("text", [SMALL, FLAT])
-def test_a_whole_prompt_at_once_is_halved_as_one_that_came_in_chunks(shallow, ids, text):
-    tokens = ids(1, 150)
-    slots = []
-    for prefill in ("chunked", "full"):
-        cache = weir.StreamingCache(shallow, text, chunk=5, prefill=prefill)
-        fed(shallow, cache, tokens, [150])
-        slots.append(cache.slots(0))
-    one, other = slots
-    assert torch.equal(one.position, other.position)
-    torch.testing.assert_close(one.a, other.a)
-    torch.testing.assert_close(one.b, other.b)
+def test_a_prompt_that_a_model_reads_whole_is_halved_in_rounds(shallow, ids, text):
+    cache = weir.StreamingCache(shallow, text, chunk=5, prefill="full")
+    fed(shallow, cache, ids(1, 150), [150])
+    held = cache.slots(0)
+    mine = (held.pool == held.pools.index("balance")) & (held.position >= 0)
+    for head in range(2):
+        weights = held.b[0, head][mine[0, head]].exp().round().int().bincount()
+        # 142 tokens make 71, 35 and 17; then 3 are one too many, so 6 are halved once more.
+        found = {weight: count for weight, count in enumerate(weights.tolist()) if count}
+        assert found == {2: 1, 4: 1, 8: 11, 16: 3}
 
 
 @pytest.mark.parametrize("text", [SMALL, FLAT, APART])

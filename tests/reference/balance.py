@@ -244,6 +244,24 @@ class Balance:
                 self.erased += self.buckets.pop(i).count()
         self.make_room()
 
+    def take_prompt(self, tokens: list[Token], block: int) -> None:
+        """All tokens of a prompt come at once (Appendix B), for one shared set."""
+        left: list[Place] = list(tokens)
+        for level in range(64):
+            total = self.main.count() + len(left)
+            even = len(left) - len(left) % 2
+            halved = min(even, 2 * max(0, total - self.n))
+            self.main.sets[level] += left[halved:]
+            blocks = [left[i : min(i + block, halved)] for i in range(0, halved, block)]
+            left = []
+            for part in blocks:
+                left += self.balance(part, lambda token, at=level: self.coin(at, token.position))
+            if not left:
+                break
+            self.main.sets.append([])
+        self.came += len(tokens)
+        self.make_room()
+
     def count(self) -> int:
         return sum(tower.count() for tower in self.towers())
 

@@ -17,14 +17,17 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.halving import Halving, check_block
-from weir.levels import LEVELS, schedule
+from weir.levels import LEVELS, at_once, schedule
 from weir.merging import Merging
 from weir.pools.apart import NO_BUCKET, Head, bucket, doubled, plan
 from weir.pools.base import Fold, Pool, pool
 from weir.slab import EMPTY, Slots
 
 BLOCK = 256
-"""The paper's."""
+"""The paper's, for a whole prompt."""
+PARTS = 16
+"""Blocks of a stream are this part of the slots: with larger ones the oldest tokens, each for very
+many, are few (`weir attention-error --stream --blocks ...`)."""
 
 
 @pool("balance")
@@ -33,12 +36,14 @@ class Balance(Pool):
     """Keep halves of halves of all that arrives, balanced, and weighted for what they stand for.
 
     While there is room everything stays as it is. Then blocks are halved, the lightest tokens first
-    and of those the oldest, so the newest tokens stay exact longest.
+    and of those the oldest, so the newest tokens stay exact longest. A prompt that is folded whole
+    is halved round by round, as in the paper's experiments.
 
     Attributes:
         n: how many slots.
-        block: the most tokens that are halved at once, an even number, at most half of the slots;
-            `none` for the paper's 256, or half of the slots where that is less.
+        block: the most tokens that are halved at once, an even number, at most half of the slots.
+            `none` for the paper's 256 in a prompt that is folded whole, and a 16th of the slots in
+            a stream.
         halves: who stays of a block. pairs: one of each two neighbours, for both; exactly half, and
             both sums are unbiased. authors: the rule of the authors' code, exactly half. paper: the
             smaller side of the walk, at most half.
@@ -88,7 +93,7 @@ class Balance(Pool):
     @property
     def most(self) -> int:
         """The most tokens that are halved at once."""
-        return self.block or min(BLOCK, self.n // 4 * 2)
+        return self.block or min(BLOCK, max(2, self.n // PARTS // 2 * 2))
 
     @property
     def two_weights(self) -> bool:
@@ -128,10 +133,13 @@ class Balance(Pool):
             return self._fold_apart(held, new, fold), new.part(0, 0)
         level = fold.state["level"][:, :, : len(held)]
         came = new.held.sum(dim=2).flatten().tolist()
-        plans = [
-            schedule(self.n, self.most, self.eager, sizes, arrivals)
-            for sizes, arrivals in zip(_sizes(level), came, strict=True)
-        ]
+        if fold.prompt and not self.eager:
+            plans = [at_once(self.n, self.block or BLOCK, arrivals) for arrivals in came]
+        else:
+            plans = [
+                schedule(self.n, self.most, self.eager, sizes, arrivals)
+                for sizes, arrivals in zip(_sizes(level), came, strict=True)
+            ]
         kept, level = held.join(new), _with(level, new)
         if len(kept) > self.n or any(map(any, plans)):
             merging = Merging(kept, level)
