@@ -21,6 +21,8 @@ from weir.errors import WeirError
 
 VARIABLE = "WEIR_KERNELS"
 _BY_DEVICE = {"cpu": "numba", "cuda": "triton"}
+_EXTRAS = {"numba": "fast", "triton": "gpu"}
+"""Which of weir's extras brings a library."""
 _MADE = {
     ("numba", "walk"): ("weir.kernels.numba_walk", "walk"),
     ("triton", "walk"): ("weir.kernels.triton_walk", "walk"),
@@ -57,11 +59,12 @@ def _library(device: torch.device) -> str:
     wanted = os.environ.get(VARIABLE, "")
     if not wanted:
         return _BY_DEVICE.get(device.type, "reference")
-    if wanted not in ("reference", "numba", "triton"):
+    if wanted != "reference" and wanted not in _EXTRAS:
         raise WeirError(f"{VARIABLE} is reference, numba or triton, not {wanted!r}")
-    if wanted != "reference" and find_spec(wanted) is None:
+    if wanted in _EXTRAS and find_spec(wanted) is None:
         raise WeirError(
-            f"{VARIABLE} asks for {wanted}, which is not installed: pip install {wanted}"
+            f"{VARIABLE} asks for {wanted}, which is not installed: "
+            f"pip install 'weir[{_EXTRAS[wanted]}]'"
         )
     return wanted
 
@@ -71,4 +74,7 @@ def _kernel(library: str, name: str) -> Callable[..., Any] | None:
     if (library, name) not in _MADE or find_spec(library) is None:
         return None
     module, function = _MADE[library, name]
-    return getattr(import_module(module), function)
+    try:
+        return getattr(import_module(module), function)
+    except ImportError:  # installed, but not for this Python, NumPy or PyTorch
+        return None

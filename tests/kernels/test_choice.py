@@ -1,0 +1,92 @@
+"""Which way is taken: by the device, by what is installed, and by what the environment asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import weir
+from weir import kernels
+from weir.errors import WeirError
+
+CPU, GPU, OTHER = (torch.device(kind) for kind in ("cpu", "cuda", "mps"))
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is asked for, and nothing is remembered from other tests."""
+    monkeypatch.delenv(kernels.VARIABLE, raising=False)
+    kernels._kernel.cache_clear()
+    yield
+    kernels._kernel.cache_clear()
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is installed, to be changed."""
+    names = ["numba", "triton"]
+    monkeypatch.setattr(kernels, "find_spec", lambda name: name if name in names else None)
+    return names
+
+
+def test_the_device_decides(installed: list[str]) -> None:
+    assert kernels.paths(CPU) == {"walk": "numba", "decode": "reference"}
+    assert kernels.paths(GPU) == {"walk": "triton", "decode": "triton"}
+    assert kernels.paths(OTHER) == {"walk": "reference", "decode": "reference"}
+
+
+def test_what_is_not_installed_is_not_used(installed: list[str]) -> None:
+    installed.clear()
+    for device in (CPU, GPU):
+        assert kernels.paths(device) == {"walk": "reference", "decode": "reference"}
+        assert kernels.walk(device) is None
+        assert kernels.decode(device) is None
+
+
+def test_a_library_that_cannot_be_imported_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, installed: list[str]
+) -> None:
+    def broken(name: str) -> None:
+        raise ImportError("numba needs NumPy 1.0 or less")
+
+    monkeypatch.setattr(kernels, "import_module", broken)
+    assert kernels.paths(CPU) == {"walk": "reference", "decode": "reference"}
+
+
+def test_the_environment_may_ask_for_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kernels.VARIABLE, "reference")
+    for device in (CPU, GPU):
+        assert set(kernels.paths(device).values()) == {"reference"}
+
+
+def test_the_environment_may_ask_for_a_library(
+    monkeypatch: pytest.MonkeyPatch, installed: list[str]
+) -> None:
+    monkeypatch.setenv(kernels.VARIABLE, "triton")
+    assert kernels.paths(CPU) == {"walk": "triton", "decode": "triton"}
+    installed.remove("triton")
+    kernels._kernel.cache_clear()
+    with pytest.raises(WeirError, match=r"WEIR_KERNELS.*triton.*not installed.*weir\[gpu\]"):
+        kernels.paths(CPU)
+
+
+def test_the_environment_may_not_ask_for_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kernels.VARIABLE, "numpy")
+    with pytest.raises(WeirError, match="WEIR_KERNELS is reference, numba or triton, not 'numpy'"):
+        kernels.walk(CPU)
+
+
+def test_a_stream_is_the_same_with_and_without_kernels(
+    llama, ids, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("numba", reason="numba is not installed: pip install 'weir[fast]'")
+    text = ids(2, 90)
+    found = {}
+    for wanted in ("reference", "numba"):
+        monkeypatch.setenv(kernels.VARIABLE, wanted)
+        stream = weir.Stream(llama, "sink(2) | recent(8) | balance(16, block=6)", chunk=4)
+        found[wanted] = stream.feed(text, all_logits=True), stream.slots(0).position
+    assert torch.equal(found["reference"][0], found["numba"][0])
+    assert torch.equal(found["reference"][1], found["numba"][1])
