@@ -132,3 +132,11 @@ def test_draws_of_one_token_are_told_apart_by_their_index():
     many = [Draws(0).uniform(0, place, int(i)) for i in index.flatten()]
     table = Draws(0).uniform(0, place.repeat_interleave(4, dim=2), index.repeat(1, 1, 100))
     assert torch.equal(table.view(1, 1, 100, 4), torch.stack(many, dim=-1))
+
+
+def test_several_draws_for_a_token_are_those_of_each_index():
+    at = places(batch=2, heads=3, n=5) + torch.tensor([[[0]], [[1000]]])
+    draws = Draws(seed=7, layer=1, pool=2)
+    got = draws.several(4, at, 6)
+    for index in range(6):
+        assert torch.equal(got[..., index], draws.uniform(4, at, index))

@@ -8,6 +8,7 @@ a session was saved and restored; there is no state to keep.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,19 +16,32 @@ from torch import Tensor
 
 def _mix(x: Tensor) -> Tensor:
     """The finaliser of SplitMix64 (Steele, Lea and Flood 2014), on int64 that wraps around."""
-    x = (x ^ _shift(x, 30)) * -0x40A7B892E31B1A47
-    x = (x ^ _shift(x, 27)) * -0x6B2FB644ECCEEE15
+    x = (x ^ _shift(x, 30)).mul_(-0x40A7B892E31B1A47)
+    x = (x ^ _shift(x, 27)).mul_(-0x6B2FB644ECCEEE15)
     return x ^ _shift(x, 31)
 
 
 def _shift(x: Tensor, by: int) -> Tensor:
     """A right shift that fills with zeros, as for unsigned numbers."""
-    return (x >> by) & ((1 << (64 - by)) - 1)
+    return (x >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def _wrapped(x: int) -> int:
     """Modulo 2^64, as the signed number an int64 holds."""
     return (x + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _step(x: Tensor, part: int | Tensor) -> Tensor:
+    """`x`, and what a part of a draw's name makes of it."""
+    step = part * -0x61C8864680B583EB + 0x632BE59BD9B4E019
+    return _mix(x + (_wrapped(step) if isinstance(step, int) else step))
+
+
+@lru_cache(maxsize=4096)
+def _begin(seed: int, layer: int, pool: int, purpose: int) -> int:
+    """What the parts of a draw's name that are the same for all tokens make of a seed."""
+    x = torch.tensor([_wrapped(seed)])
+    return int(_step(_step(x, layer + (pool << 32)), purpose))
 
 
 @dataclass(frozen=True)
@@ -54,9 +68,20 @@ class Draws:
             index: a number, or a tensor that broadcasts with `position`, that tells several draws
                 for one token apart.
         """
+        return _uniform(_step(self._of_tokens(purpose, position), index))
+
+    def several(self, purpose: int, position: Tensor, count: int) -> Tensor:
+        """`uniform` with every index from 0 to `count` [batch, kv_heads or 1, n, count]."""
+        of_tokens = self._of_tokens(purpose, position)[..., None]
+        return _uniform(_step(of_tokens, torch.arange(count, device=position.device)))
+
+    def _of_tokens(self, purpose: int, position: Tensor) -> Tensor:
+        """What all parts of a draw's name but the index make of the seed [batch, kv_heads, n]."""
         heads = torch.arange(position.shape[1], device=position.device)[None, :, None]
-        x = position.new_full((1,), _wrapped(self.seed))
-        for part in (self.layer + (self.pool << 32), purpose, heads, position, index):
-            step = part * -0x61C8864680B583EB + 0x632BE59BD9B4E019
-            x = _mix(x + (_wrapped(step) if isinstance(step, int) else step))
-        return _shift(x, 11).to(torch.float64) * 2.0**-53
+        x = position.new_full((1,), _begin(self.seed, self.layer, self.pool, purpose))
+        return _step(_step(x, heads), position)
+
+
+def _uniform(x: Tensor) -> Tensor:
+    """The upper 53 bits as a number in [0, 1), float64."""
+    return _shift(x, 11).to(torch.float64).mul_(2.0**-53)

@@ -200,6 +200,4 @@ def _squared_lengths(slots: Slots) -> Tensor:
 
 def _luck(fold: Fold, purpose: int, position: Tensor, entries: int) -> Tensor:
     """Luck in [0, 1) of each token for each entry [batch, kv_heads, n, entries], float64."""
-    index = torch.arange(entries, device=position.device).repeat(position.shape[2])
-    places = position.repeat_interleave(entries, dim=2)
-    return fold.draws.uniform(purpose, places, index).view(*position.shape, entries)
+    return fold.draws.several(purpose, position, entries)
