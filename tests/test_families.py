@@ -245,6 +245,18 @@ def test_mpt_has_to_be_told_to_use_its_cache() -> None:
         model.generate(ids, past_key_values=StreamingCache(model, "window(20)"), max_new_tokens=2)
 
 
+def test_a_cache_of_a_module_deep_inside_leaves_those_of_the_model_alone() -> None:
+    model, ids = make("gemma3-multimodal"), tokens(1, 40)
+    inside = model.base_model.language_model
+    alone = logits(model, ids, past_key_values=StreamingCache(model, "window(12)", chunk=4))
+    deep = StreamingCache(inside, "window(12)", chunk=4)
+    cache = StreamingCache(model, "window(12)", chunk=4)
+    with torch.no_grad():
+        inside(ids[:, :20], past_key_values=deep)
+    assert torch.equal(logits(model, ids, past_key_values=cache), alone)
+    assert deep.seen == [20] and cache.seen == [40]
+
+
 def test_mpt_streams_past_its_table_of_biases() -> None:
     model, ids = make("mpt", max_seq_len=40), tokens(1, 200)
     longer = shared("mpt")

@@ -20,6 +20,20 @@ def test_plain_and_compressed_text_read_alike(tmp_path, name, mark):
     assert read_text(tmp_path / name) == read_text(str(tmp_path / name)) == BOOK
 
 
+def test_a_text_written_on_windows_is_the_same_text(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + BOOK.replace("\n", "\r\n").encode())
+    assert read_text(path) == BOOK
+    path.write_bytes(b"one\r\n\0\r\ntwo\r\n")
+    assert read_books(path) == ["one", "two"]
+
+
+def test_marks_inside_a_text_and_lone_carriage_returns_stay(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_bytes("a\ufeffb\rc\n".encode())
+    assert read_text(path) == "a\ufeffb\rc\n"
+
+
 def test_books_are_parted_by_lines_that_hold_a_nul_byte(tmp_path):
     path = tmp_path / "books.txt"
     path.write_text("zero\0\none\n\ntwo\n\0\nthree\n\0\n\n\0\nfour\n", "utf-8")

@@ -1,5 +1,7 @@
 """Reading text files: plain or xz-compressed UTF-8, one or many books to a file.
 
+A byte order mark is dropped and lines end with a line feed, whatever editor wrote the file: what a
+model reads, and what it costs, are the text's and not the editor's.
 Knows nothing about tokens or models.
 """
 
@@ -14,7 +16,7 @@ BOOK_SEPARATOR = "\n\0\n"
 
 
 def read_text(path: str | Path) -> str:
-    """The whole text of a file, plain or `.xz`, as UTF-8.
+    """The whole text of a file, plain or `.xz`, as UTF-8; without a mark, lines ending with LF.
 
     Raises:
         WeirError: the file is missing, is not UTF-8 (the byte is named), is damaged or is empty.
@@ -33,7 +35,7 @@ def read_text(path: str | Path) -> str:
         raise WeirError(f"cannot read {path}: {error.strerror}") from None
     if not text.strip("\0 \t\r\n\ufeff"):
         raise WeirError(f"{path} holds no text")
-    return text.removeprefix("\ufeff")
+    return text.removeprefix("\ufeff").replace("\r\n", "\n")
 
 
 def read_books(path: str | Path) -> list[str]:

@@ -164,6 +164,22 @@ def test_every_answer_that_was_stated_before_has_weight(words, blank):
         assert len(known) >= 3
 
 
+def test_book_text_that_has_a_name_and_the_verb_states_nothing(words):
+    # "Anna has Anna has Boris has ..." without one number: only the exercise states any.
+    said = np.stack([np.tile(words.names, 40), np.full(40 * len(words.names), words.verb)], axis=1)
+    book = np.random.default_rng(0).permutation(said).ravel()
+    for seed in range(50):
+        rng = np.random.default_rng(seed)
+        row, weight = exercises.recall_sample(words, book, LENGTH, 1.0, rng)
+        whole, known = np.zeros(LENGTH), set()
+        statements = stated(words, row)
+        for place, name, _ in statements:
+            whole[place + 3 : place + 6] = float(name in known)
+            known.add(name)
+        end = max(place for place, _, _ in statements) + 7  # what is cut off after it is not judged
+        assert weight[:end].tolist() == whole[:end].tolist(), f"seed {seed}"
+
+
 def test_no_name_has_two_numbers(words, blank):
     for seed in range(50):
         rng = np.random.default_rng(seed)

@@ -142,7 +142,7 @@ def recall_sample(
     numbers = rng.choice(words.digits, size=(count, digits))
     ids: list[np.ndarray] = [np.array([words.start])]
     weights: list[np.ndarray] = [np.zeros(1)]
-    held, order = 1, list[int]()
+    held, order, told = 1, list[int](), set[int]()
     while held < length:
         order = order or rng.permutation(np.repeat(np.arange(count), 2)).tolist()
         # The first round says each fact for the first time somewhere; later ones only ask again.
@@ -150,32 +150,19 @@ def recall_sample(
         gap = int(rng.integers(*filler))
         said = words.statement(names[fact], numbers[fact], verb)
         ids += [passage(book, gap, rng), said]
-        weights += [np.zeros(gap), _answer_weight(len(said), digits)]
+        # Nobody can know a number that was never said before.
+        answer = _answer_weight(len(said), digits if fact in told else 0)
+        weights += [np.zeros(gap), answer]
+        told.add(fact)
         held += gap + len(said)
-    row, weight = np.concatenate(ids), np.concatenate(weights)
-    _forget_first(row, weight, names, digits, verb)
-    return row[:length], weight[:length]
+    return np.concatenate(ids)[:length], np.concatenate(weights)[:length]
 
 
 def _answer_weight(length: int, digits: int) -> np.ndarray:
+    """Weights of a statement [length]: its last `digits` tokens but for the full stop count."""
     weight = np.zeros(length)
-    weight[-digits - 1 : -1] = 1.0
+    weight[length - digits - 1 : length - 1] = 1.0
     return weight
-
-
-def _forget_first(
-    row: np.ndarray, weight: np.ndarray, names: np.ndarray, digits: int, verb: int
-) -> None:
-    """No weight for a number that was never said before: nobody can know it.
-
-    Where book text itself has a name and then the verb, that is taken for the first time; of the
-    answers of a run, one in tens of thousands is weighted wrongly for that.
-    """
-    for name in names:
-        said = np.flatnonzero((row[:-1] == name) & (row[1:] == verb))
-        if len(said):
-            first = said[0]
-            weight[first : first + 3 + digits] = 0.0
 
 
 def recall_exercise(
