@@ -1,0 +1,64 @@
+"""Compiles weir's Triton kernels for an NVIDIA GPU, which takes none: `compiling.py 90` for sm_90.
+
+A program of its own, because Triton either interprets or compiles, as of its import.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from weir.kernels import triton_decode, triton_walk
+
+
+def size(
+    kernel: Any, kind: Callable[[str], str], constants: dict[str, Any], target: GPUTarget
+) -> int:
+    """Bytes of machine code of a kernel whose arguments are of the kinds that `kind` names."""
+    names = kernel.arg_names
+    source = ASTSource(
+        fn=kernel,
+        signature={n: "constexpr" if n in constants else kind(n) for n in names},
+        constexprs={(names.index(n),): value for n, value in constants.items()},
+    )
+    return len(triton.compile(source, target=target).asm["cubin"])
+
+
+def walk(target: GPUTarget) -> int:
+    kinds = {"luck": "*fp64", "free": "*u8", "tokens": "i32"}
+    return size(triton_walk._signs, lambda name: kinds.get(name, "*fp32"), {"PLACES": 256}, target)
+
+
+def read(target: GPUTarget, dtype: str, everything: bool) -> int:
+    """The kernel as a plain model in one part has it, or with all there is, in several."""
+    tensors = dict.fromkeys(["queries", "keys", "values"], f"*{dtype}")
+    others = ["a", "b", "bias", "sinks", "tops", "totals", "below_logits"]
+    kinds = {**tensors, **dict.fromkeys(others, "*fp32"), "scale": "fp32", "softcap": "fp32"}
+    kinds["out"] = "*fp32" if everything else f"*{dtype}"
+    constants: dict[str, Any] = {"GROUP": 4, "GROUP_TILE": 16, "WIDEN": False}
+    constants |= {"KEY_DIM": 80, "KEY_TILE": 128, "VALUE_DIM": 64, "VALUE_TILE": 64}
+    constants |= {"SLOTS_TILE": 32 if dtype == "fp32" else 64, "SPLITS": 8 if everything else 1}
+    constants |= dict.fromkeys(["CAPPED", "BIASED", "SUNK", "KEEP"], everything)
+    if not everything:
+        constants |= dict.fromkeys(["bias", "sinks", "below_logits"])
+    return size(triton_decode._read, lambda name: kinds.get(name, "i32"), constants, target)
+
+
+def gather(target: GPUTarget) -> int:
+    constants = {"GROUP": 4, "VALUE_DIM": 80, "VALUE_TILE": 128, "SPLITS": 8, "SPLITS_TILE": 8}
+    kinds = {"out": "*bf16"}
+    return size(triton_decode._gather, lambda name: kinds.get(name, "*fp32"), constants, target)
+
+
+if __name__ == "__main__":
+    target = GPUTarget("cuda", int(sys.argv[1]), 32)
+    print("walk", walk(target))
+    print("gather", gather(target))
+    for dtype in ("bf16", "fp16", "fp32"):
+        print("read", dtype, read(target, dtype, everything=False))
+    print("read everything", read(target, "bf16", everything=True))

@@ -1,0 +1,192 @@
+"""The decode kernel equals two-weight attention, as closely as its arithmetic lets it.
+
+Bound: both compute in float32, with eps = 2^-24 a rounding. A logit is a sum of d products, so it
+is off by at most (d + 2) eps |q| |k| scale; capping, bias, weight and the shift by the largest add
+a few eps of what they add to. Whatever the exponents are off by, and the n + 8 roundings of a sum
+over n slots, come in as a relative error of each sum of positive terms: the denominator, and the
+numerator with |values|. bfloat16 values meet weights of two times 8 bits instead of 24. Last comes
+the rounding to the dtype of the values. Where a GPU rounds to the nearest bfloat16, Triton's
+interpreter cuts off, so each of the two is counted twice.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import weir
+from weir import kernels
+from weir.attention import Form, attention_mass, two_weight_attention
+
+pytest.importorskip("triton", reason="not installed: pip install 'weir[gpu]'")
+
+from weir.kernels.triton_decode import decode, decode_with_mass
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LOG_MILLION = 20 * math.log(2)
+WEIGHTS = [0.0, 0.0, -math.inf, LOG_MILLION, -3.0]
+EPS = 2.0**-24
+
+
+@dataclass
+class Case:
+    """Arguments of a decode step."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    a: Tensor
+    b: Tensor
+    form: Form
+    bias: Tensor | None
+
+    def arguments(self) -> tuple:
+        return tuple(vars(self).values())
+
+    def wide(self) -> Case:
+        """The same numbers as float32, so that the reference does not round its answers."""
+        return replace(
+            self,
+            queries=self.queries.float(),
+            keys=self.keys.float(),
+            values=self.values.float(),
+        )
+
+
+@st.composite
+def cases(draw) -> Case:
+    """Decode steps over slots of a longer slab, on one of all kinds of shapes."""
+    batch, kv_heads = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    group = draw(st.sampled_from([1, 2, 3, 8, 17]))
+    slots = draw(st.integers(1, 200))
+    key_dim, value_dim = (draw(st.sampled_from([32, 40, 64, 128, 256])) for _ in range(2))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def weights() -> Tensor:
+        which = torch.randint(len(WEIGHTS), (batch, kv_heads, slots + 7), generator=generator)
+        return torch.tensor(WEIGHTS)[which]
+
+    a = weights()
+    b = weights() if draw(st.booleans()) else a.clone()
+    if draw(st.booleans()):  # all slots empty but one
+        others = torch.arange(slots + 7) != draw(st.integers(0, slots - 1)) + 3
+        a, b = a.masked_fill(others, -math.inf), b.masked_fill(others, -math.inf)
+    bias = None
+    if draw(st.booleans()):  # rows of different length, or a slope for each head
+        lengths = torch.randint(0, slots + 1, (batch, 1, 1, 1, 1), generator=generator)
+        unseen = torch.arange(slots) >= lengths
+        bias = normal(1, *((kv_heads, group) if draw(st.booleans()) else (1, 1)), 1, slots)
+        bias = bias.expand(batch, -1, -1, -1, -1).masked_fill(unseen, -math.inf)
+    sinks = normal(kv_heads, group) * 3 if draw(st.booleans()) else None
+    form = Form(key_dim**-0.5, draw(st.sampled_from([None, None, 2.0, 30.0])), sinks)
+    case = Case(
+        queries=(normal(batch, kv_heads, group, 1, key_dim) * 2).to(dtype),
+        keys=normal(batch, kv_heads, slots + 7, key_dim).to(dtype)[:, :, 3:-4],
+        values=normal(batch, kv_heads, slots + 7, value_dim).to(dtype)[:, :, 3:-4],
+        a=a[:, :, 3:-4],
+        b=b[:, :, 3:-4],
+        form=form,
+        bias=bias,
+    )
+    return on(case, DEVICE)
+
+
+def on(case: Case, device: str) -> Case:
+    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(case).items()}
+    if case.form.sinks is not None:
+        moved["form"] = replace(case.form, sinks=case.form.sinks.to(device))
+    return Case(**moved)
+
+
+def off(case: Case) -> float:
+    """By how much a term of a sum may be off, relative to itself, in either program."""
+    dim, slots = case.queries.shape[-1], case.keys.shape[2]
+    length = float(case.queries.float().norm(dim=-1).max() * case.keys.float().norm(dim=-1).max())
+    largest = length * case.form.scale + LOG_MILLION + (case.form.softcap or 0.0) + 10.0
+    logit = (dim + 2) * EPS * length * case.form.scale + 8 * EPS * largest
+    weight = 2.0**-14 if case.values.dtype == torch.bfloat16 else 0.0
+    return 2 * logit + (slots + 8) * EPS + weight
+
+
+def roundoff(dtype: torch.dtype) -> float:
+    eps = torch.finfo(dtype).eps
+    return eps if dtype == torch.bfloat16 else eps / 2
+
+
+@settings(max_examples=40)
+@given(case=cases(), splits=st.sampled_from([1, 2, 4]))
+def test_answers_are_those_of_the_reference(case: Case, splits: int) -> None:
+    found = decode(*case.arguments(), splits=splits)
+    expected = two_weight_attention(*case.wide().arguments())
+    size = two_weight_attention(*replace(case.wide(), values=case.values.float().abs()).arguments())
+    assert found.dtype == case.values.dtype
+    assert found.shape == expected.shape
+    bound = 4 * off(case) * size + roundoff(found.dtype) * expected.abs() + 1e-30
+    if found.dtype == torch.float16:  # its smallest number
+        bound = bound + 2.0**-25
+        near_the_end = expected.abs() > torch.finfo(torch.float16).max / 2
+        found, expected = (t.masked_fill(near_the_end, 0.0) for t in (found, expected))
+    assert bool(((found.float() - expected).abs() <= bound).all())
+
+
+@settings(max_examples=15)
+@given(case=cases(), splits=st.sampled_from([1, 4]))
+def test_mass_is_that_of_the_reference(case: Case, splits: int) -> None:
+    answers, mass = decode_with_mass(*case.arguments(), splits=splits)
+    assert torch.equal(answers, decode(*case.arguments(), splits=splits))
+    wide = case.wide()
+    expected = attention_mass(wide.queries, wide.keys, wide.b, wide.form, wide.bias)
+    # The sums are taken by a logarithm and back, which is some roundings of that logarithm more.
+    bound = (4 * off(case) + 100 * EPS) * expected + 1e-30
+    assert bool(((mass - expected).abs() <= bound).all())
+
+
+def test_a_query_that_sees_nothing_answers_zero() -> None:
+    ones = torch.ones(1, 2, 5, 32, device=DEVICE)
+    nothing = torch.full((1, 2, 5), -math.inf, device=DEVICE)
+    queries = torch.ones(1, 2, 3, 1, 32, device=DEVICE)
+    for splits in (1, 2):
+        answers, mass = decode_with_mass(
+            queries, ones, ones, nothing, nothing, Form(1.0), splits=splits
+        )
+        assert not answers.any()
+        assert not mass.any()
+
+
+def test_tensors_may_lie_in_memory_in_any_way() -> None:
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = (
+        torch.randn(2, 3, 32, n, generator=generator).to(DEVICE).mT for n in (2, 9, 9)
+    )
+    weights = torch.randn(9, 3, 2, generator=generator).to(DEVICE).permute(2, 1, 0)
+    arguments = (queries[:, :, :, None], keys, values, weights, weights / 2, Form(0.2))
+    expected = two_weight_attention(*arguments)
+    torch.testing.assert_close(decode(*arguments), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["sink(2) | recent(14)", "recent(6) | heavy(6)", "sink(2) | recent(6) | subgen(16, 4, 2)"],
+)
+def test_a_stream_says_the_same_through_the_kernel(
+    llama, ids, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, text = llama.to(DEVICE), ids(2, 60).to(DEVICE)
+    found = []
+    for wanted in ("reference", "triton"):
+        monkeypatch.setenv(kernels.VARIABLE, wanted)
+        stream = weir.Stream(model, policy, chunk=4)
+        steps = [stream.feed(text[:, :40])]
+        steps += [stream.feed(token) for token in text[:, 40:].split(1, dim=1)]
+        found.append(torch.stack(steps))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
