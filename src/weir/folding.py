@@ -117,8 +117,7 @@ class Folding:
             stays = slots is held[pool] or (slots.slab is slab and pool in pipe.run)
             was = slots.place if slots.slab is slab else places[pool]
             if not (stays and was == start) and len(slots):
-                # A copy first: what is written here may be what the next pool still has to read.
-                moves.append((start, slots.map(torch.clone), pool in pipe.front))
+                moves.append((start, slab.apart(slots), pool in pipe.front))
             start += len(slots)
         in_front = sum(len(kept[pool]) for pool in pipe.front)
         if start + self.chunk > len(slab):

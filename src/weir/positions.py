@@ -164,6 +164,10 @@ def rolled(positions: Tensor, first_of_run: Tensor) -> Tensor:
         one just before the run. Slots that hold the same token share a position; empty slots get
         one that means nothing.
     """
+    if bool((positions[:, :, 1:] > positions[:, :, :-1]).all()):
+        # As most pools leave them, and several times as fast.
+        before_last = torch.arange(positions.shape[2] - 1, -1, -1, device=positions.device)
+        return (first_of_run[:, None, None] - 1 - before_last).expand_as(positions)
     ordered, order = positions.sort(dim=2)
     new = torch.ones_like(ordered)
     new[:, :, 1:] = (ordered[:, :, 1:] != ordered[:, :, :-1]).long()

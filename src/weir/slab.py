@@ -117,9 +117,13 @@ class Slots:
         mask = mask & self.held
         if bool(mask.all()):
             return self
-        width = int(mask.sum(dim=2).max()) if mask.numel() else 0
-        order = (~mask).to(torch.uint8).argsort(dim=2, stable=True)[:, :, :width]
-        return self.take(torch.where(mask.gather(2, order), order, EMPTY))
+        count = mask.cumsum(dim=2)
+        width = int(count[:, :, -1].max()) if mask.numel() else 0
+        # Where each goes; all others to a place beyond the last.
+        place = (count - 1).where(mask, width)
+        order = place.new_full((*place.shape[:2], width + 1), EMPTY)
+        steps = torch.arange(len(self), device=place.device).expand_as(place)
+        return self.take(order.scatter_(2, place, steps)[:, :, :width])
 
     def by_position(self) -> Slots:
         """Sorted from the oldest token to the newest, empty slots first."""
@@ -228,6 +232,14 @@ class Slab:
         )
         view.slab, view.place = self, start
         return view
+
+    def apart(self, slots: Slots) -> Slots:
+        """The same slots, in memory of their own where they lie in this slab.
+
+        What is to be written somewhere in the slab may be what has to be read elsewhere.
+        """
+        mine = {t.untyped_storage().data_ptr() for t in self._buffers().values()}
+        return slots.map(lambda t: t.clone() if t.untyped_storage().data_ptr() in mine else t)
 
     def front(self, start: int, stop: int) -> Slots:
         """Slots of the front, with their master keys, as a view."""
