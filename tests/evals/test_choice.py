@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from reference.models import make
+from reference.models import make, tokens
 from reference.subjects import nano, quiet
 
 import weir
 from weir.errors import WeirError
 from weir.evals.task import Subject
-from weir.evals.tasks.choice import Choice
+from weir.evals.tasks.choice import Choice, answered
 
 OFFICIAL = Path(__file__).parents[1] / "data" / "evals" / "arc.jsonl"
 ROWS = [json.loads(line) for line in OFFICIAL.read_text().splitlines()]
@@ -67,9 +67,25 @@ def test_dense_answers_as_one_forward_over_the_whole_stream() -> None:
     assert found["one_shot_answers"] == [
         likeliest(one, [(question(row), f" {row['answerKey']}")])[0] for row in ROWS
     ]
+    assert found["tokens"] == 1 + sum(
+        len(one.tokenizer(part, add_special_tokens=False)["input_ids"])
+        for both in parts
+        for part in both
+    )
     assert 0 < found["right"] < found["asked"] == 5
     assert found["accuracy"] == sum(found["answers"]) / 5
     assert found["one_shot"] == sum(found["one_shot_answers"]) / 5
+
+
+def test_an_answer_of_several_tokens_is_right_if_each_of_them_is() -> None:
+    model = make("llama")
+    asked = tokens(1, 9)
+    right = model.generate(asked, max_new_tokens=3, do_sample=False)[0, 9:].tolist()
+    assert answered(weir.Stream(model, "dense"), asked[0].tolist(), right) == 1
+    for place in range(3):
+        wrong = [*right]
+        wrong[place] = (wrong[place] + 1) % 90
+        assert answered(weir.Stream(model, "dense"), asked[0].tolist(), wrong) == 0
 
 
 def test_only_the_stream_outgrows_the_cache() -> None:
@@ -99,12 +115,12 @@ def test_in_a_chat_each_question_is_a_turn() -> None:
         )
         for i, row in enumerate(ROWS[:3])
     ]
-    tokens = sum(
+    length = sum(
         len(one.tokenizer(part, add_special_tokens=False)["input_ids"])
         for two in parts
         for part in two
     )
-    assert (found["tokens"], found["asked"]) == (tokens, 3)
+    assert (found["tokens"], found["asked"]) == (length, 3)
 
 
 @pytest.mark.parametrize(
