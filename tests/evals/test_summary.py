@@ -1,95 +1,75 @@
-"""`summary`: ROUGE and Self-BLEU by hand and by their packages, over XSUM's and CNN's files."""
+"""Records as tables: which figure stands where, and which is marked."""
 
 from __future__ import annotations
 
-import json
-import math
-from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
-import pytest
-from reference.answers import plain_answer
-from reference.subjects import quiet, stranger
-
-import weir
-from weir.errors import WeirError
-from weir.evals.answers import Answer
-from weir.evals.tasks import summary
-from weir.evals.tasks.summary import Summary
-
-pytest.importorskip("rouge_score", reason='rouge-score is not installed: "weir[eval]"')
-pytest.importorskip("sacrebleu", reason='sacrebleu is not installed: "weir[eval]"')
-
-from weir.evals.rouge import rouge, self_bleu
-
-DATA = Path(__file__).parents[1] / "data" / "evals"
-XSUM = DATA / "xsum.jsonl"
-ROWS = [json.loads(line) for line in XSUM.read_text().splitlines()]
+from weir.evals.summary import Column, by_distance, heads, overviews
 
 
-def test_rouge_by_hand() -> None:
-    # The pairs of words: "the cat", "cat sat" against "the cat", "cat slept", "slept here".
-    found = rouge(["the cat sat"], ["the cat slept here"])
-    one, two, longest = 2 * 2 / 7, 2 * 1 / 5, 2 * 2 / 7
-    assert found == pytest.approx(
-        {
-            "rouge1": one,
-            "rouge2": two,
-            "rougeL": longest,
-            "rouge": (one * two * longest) ** (1 / 3),
-        }
-    )
-    both = rouge(["the cat sat", "dogs"], ["the cat slept here", "dog"])
-    assert both["rouge1"] == pytest.approx((one + 1) / 2)  # stems: dogs is dog
-    assert both["rouge"] == pytest.approx(
-        math.prod(both[kind] for kind in ("rouge1", "rouge2", "rougeL")) ** (1 / 3)
-    )
+def record(policy: str, value: float | None, **more: Any) -> dict[str, Any]:
+    return {
+        "cell": 0, "status": "done", "model": "m", "protocol": None, "setting": "ppl(tokens=9)",
+        "policy": policy, "seed": 0, "value": value, "metric": "ppl", "better": "lower",
+        "kv_bytes": 2_000_000, "result": {}, **more,
+    }  # fmt: skip
 
 
-def test_self_bleu_by_hand() -> None:
-    texts = ["a b c d e", "a b c d f", "a b c d e"]
-    # Two are alike: 1. Of the other, 4 of 5 words, 3 of 4 pairs, 2 of 3 and 1 of 2 are found.
-    other = (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** (1 / 4)
-    assert self_bleu(texts) == pytest.approx((1 + other + 1) / 3)
-    assert self_bleu(["a b", "", " "]) is None
+def test_best_and_second_best_are_told_by_what_is_written_and_the_worst_never_is():
+    lower = Column("ppl", (9.0, 3.141, 7.0, None, 3.1415), "lower", digits=2)
+    assert lower.places() == {1: 1, 4: 1, 2: 2}
+    assert Column("x", (0.5, 0.9, 0.7), "higher").places() == {1: 1, 2: 2}
+    assert Column("x", (0.0, 1.0, 1.0), "higher").places() == {1: 1, 2: 1}
+    assert Column("x", (1.0, 1.0), "higher").places() == {}
+    assert Column("x", (2.0, 1.0), None).places() == {}
 
 
-def test_the_figures_are_those_of_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = [row["summary"] for row in ROWS]
-    told = iter(f" {text} " for text in [*said[:2], "Nothing of that sort"])
-    monkeypatch.setattr(
-        summary, "ask", lambda *args: Answer(next(told), kv_bytes=8, held=5.0, seen=20)
-    )
-    found = Summary(file=str(XSUM)).run(stranger(), quiet)
-    assert found["rouge1"] == pytest.approx(2 / 3) and found["share"] == 0.25
-    assert found["answers"] == [*said[:2], "Nothing of that sort"]
-    assert found["self_bleu"] == self_bleu(found["answers"])
+def test_figures_are_written_as_wide_as_they_need():
+    assert Column("x", (1234.567,), None, digits=1).written(0, group=",") == "1,234.6"
+    assert Column("x", (2_345_678.0,), None, megabytes=True).written(0) == "2.35"
+    assert Column("x", (None,), None).written(0) == "–"
 
 
-def test_dense_answers_as_a_plain_loop() -> None:
-    one = stranger()
-    prompts = [
-        f"Article: {row['document']}\n\nSummarise the article above in one sentence.\nSummary:"
-        for row in ROWS
+def test_an_overview_has_a_row_per_policy_and_a_column_per_setting():
+    records = [
+        record("dense", 10.0, kv_bytes=9_000_000),
+        record("h2o(8)", 20.0),
+        record("h2o(8)", 40.0, seed=1),
+        record("dense", 0.5, setting="recall(n=1)", better="higher", kv_bytes=None),
+        record("h2o(8)", None, setting="recall(n=1)", better="higher", kv_bytes=3_000_000),
+        record("buzz", 1.0, status="failed"),
+        record("dense", 11.0, model="other"),
     ]
-    plain = [plain_answer(one.model, one.tokenizer, p, 20, stop="\n").strip() for p in prompts]
-    found = Summary(file=str(XSUM), most=20).run(one, quiet)
-    assert found["answers"] == plain and len(set(plain)) == 3
-    assert found["rouge1"] == rouge(plain, [row["summary"] for row in ROWS])["rouge1"]
-    small = replace(one, policy=weir.policy("streaming_llm(budget=16)"), chunk=8)
-    assert Summary(file=str(XSUM), most=20).run(small, quiet)["answers"] != plain
+    table, other = overviews(records)
+    assert (table.title, table.rows) == ("m", ("dense", "h2o(8)"))
+    assert [column.head for column in table.columns] == ["ppl", "recall", "cache, MB"]
+    assert [column.values for column in table.columns] == [
+        (10.0, 30.0), (0.5, None), (9_000_000, 3_000_000),
+    ]  # fmt: skip
+    assert [column.better for column in table.columns] == ["lower", "higher", None]
+    assert other.title == "other"
+    assert overviews([record("a", 1.0, protocol="buzz")])[0].title == "m, protocol buzz"
 
 
-def test_both_data_sets_are_read_and_others_named(tmp_path: Path) -> None:
-    found = Summary(file=str(DATA / "cnn.jsonl"), most=4).run(stranger(), quiet)
-    assert found["asked"] == 1
-    path = tmp_path / "news.jsonl"
-    for row, said in [
-        ({"text": "x", "summary": "y"}, "line 2: there is no field 'document' or 'article'"),
-        ({"article": "x"}, "line 2: the field 'highlights' is missing"),
-    ]:
-        path.write_text(f"{json.dumps(ROWS[0])}\n{json.dumps(row)}\n")
-        with pytest.raises(WeirError, match=said):
-            Summary(file=str(path), most=4).run(stranger(), quiet)
-    with pytest.raises(WeirError):
-        Summary(file=str(path), most=0)
+def test_heads_say_what_tells_settings_of_one_task_apart():
+    settings = ["ppl(tokens=9, text=none)", "ppl(tokens=5, text=none)", "recall(n=3)"]
+    assert list(heads(settings).values()) == ["ppl(tokens=9)", "ppl(tokens=5)", "recall"]
+
+
+def test_answers_by_distance_are_counted_over_the_seeds():
+    def rows(near: int, far: int) -> dict[str, Any]:
+        hits = {20: near, 1000: far}
+        return {"by_distance": [{"distance": d, "right": n, "asked": 4} for d, n in hits.items()]}
+
+    records = [
+        record("a", 0.5, setting="recall", result=rows(4, 0)),
+        record("a", 0.5, setting="recall", seed=1, result=rows(1, 2)),
+        record("b", 0.5, setting="recall", result=rows(2, 1)),
+        record("b", 0.5),
+    ]
+    (table,) = by_distance(records)
+    assert table.rows == ("a", "b")
+    assert [(c.head, c.values) for c in table.columns] == [
+        ("20", (5 / 8, 0.5)),
+        ("1,000", (2 / 8, 0.25)),
+    ]

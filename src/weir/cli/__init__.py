@@ -71,12 +71,14 @@ def main() -> None:
 def _run(arguments: list[str]) -> int:
     """Carry out a command; its exit code."""
     from weir.cli import (  # noqa: F401  (they register)
+        advise,
         attention_error,
         bench,
         chat,
         demo,
         evaluate,
         policies,
+        report,
         stream,
         train,
     )

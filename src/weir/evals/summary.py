@@ -30,23 +30,17 @@ class Column:
     megabytes: bool = False
 
     def places(self) -> dict[int, int]:
-        """Of the rows that are best and second best, which they are: 1 or 2. Ties share a place."""
+        """Of the rows that are best and second best, which they are: 1 or 2.
+
+        Figures that are written alike share a place. What is worst in a column is never marked.
+        """
         if self.better is None:
             return {}
-        written = [
-            None if value is None else float(self.written(row, ""))
-            for row, value in enumerate(self.values)
-        ]
-        known = sorted(
-            {value for value in written if value is not None}, reverse=self.better == "higher"
-        )
-        if len(known) < 2:
-            return {}
-        return {
-            row: known.index(value) + 1
-            for row, value in enumerate(written)
-            if value is not None and value in known[:2]
+        written = {
+            row: float(self.written(row)) for row, v in enumerate(self.values) if v is not None
         }
+        known = sorted(set(written.values()), reverse=self.better == "higher")[:-1]
+        return {row: known.index(v) + 1 for row, v in written.items() if v in known[:2]}
 
     def written(self, row: int, unknown: str = "–", group: str = "") -> str:
         """The figure of a row as it stands in a table."""

@@ -1,0 +1,103 @@
+"""`weir advise`: which policy, and how large, for a model, a text and so much memory."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from weir.cli import app
+from weir.cli.common import (
+    AsJson,
+    Chunk,
+    Model,
+    Seed,
+    load_model,
+    output,
+    print_json,
+    progress,
+    size,
+)
+
+if TYPE_CHECKING:
+    from weir.evals.advice import Advice
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kKMGT]?)(i?)B?")
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+@app.command()
+def advise(
+    text: Annotated[Path, typer.Option(help="The text it is for: UTF-8, plain or .xz.")],
+    memory: Annotated[str, typer.Option(help="What the cache of one stream may have: 2GB, 500MB.")],
+    model: Model = "nano",
+    tokens: Annotated[int | None, typer.Option(min=2, help="Tokens to try on.")] = None,
+    chunk: Chunk = 64,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Try policies on the beginning of a text, within so much memory, and name one."""
+    from weir.evals.advice import advise as ask
+
+    allowed = _bytes(memory)
+    reader, tokenizer = load_model(model)
+    with progress() as bar:
+        row = bar.add_task("trying", total=1, note="")
+
+        def show(policy: str, share: float) -> None:
+            bar.update(row, completed=share, note=policy)
+
+        found = ask(
+            reader,
+            tokenizer,
+            str(text),
+            allowed,
+            tokens=tokens,
+            chunk=chunk,
+            seed=seed,
+            on_step=show,
+        )
+    if as_json:
+        print_json({"model": model, "memory": allowed, "best": found.best.policy, **asdict(found)})
+        return
+    _print(model, found)
+
+
+def _bytes(text: str) -> int:
+    """Bytes, from 2GB, 500 MB or 1.5GiB.
+
+    Raises:
+        typer.BadParameter: it is no such size.
+    """
+    if (match := _SIZE.fullmatch(text.strip())) is None or float(match.group(1)) == 0:
+        raise typer.BadParameter(f"--memory is a size like 2GB, 500MB or 1.5GiB, not {text!r}")
+    base = 1024 if match.group(3) else 1000
+    return int(float(match.group(1)) * base ** _POWERS[match.group(2).upper()])
+
+
+def _print(model: str, found: Advice) -> None:
+    best = found.best
+    if found.everything:
+        line = (
+            f"all {found.available:,} tokens of the text fit the window of {model} and the memory "
+            f"({size(best.kv_bytes)}): take dense, nothing need go"
+        )
+        output.print(line, markup=False, highlight=False, soft_wrap=True)
+        return
+    table = Table()
+    table.add_column("policy", no_wrap=True)
+    for head in ("perplexity", "cache", "tokens/s"):
+        table.add_column(head, justify="right")
+    for one in found.tries:
+        row = (f"{one.ppl:.2f}", size(one.kv_bytes), f"{one.tokens_per_s:,.0f}")
+        table.add_row(one.policy, *row)
+    output.print(table)
+    line = (
+        f"take {best.policy}: perplexity {best.ppl:.2f} on the first {found.tokens:,} of "
+        f"{found.available:,} tokens, {size(best.kv_bytes)} of cache for one stream"
+    )
+    output.print(line, markup=False, highlight=False, soft_wrap=True)

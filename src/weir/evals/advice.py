@@ -1,0 +1,181 @@
+"""Which policy, and how large: tried on the user's own text within the user's own memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from weir.errors import WeirError
+from weir.evals.reading import STEP, Reader
+from weir.evals.texts import read_stream
+from weir.evals.writing import with_budget
+from weir.stream import Stream
+
+CANDIDATES = (
+    "streaming_llm",
+    "reservoir",
+    "h2o",
+    "buzz",
+    "kcenter",
+    "snapkv",
+    "pyramidkv",
+    "uniform",
+    "subgen",
+    "balancekv",
+    "window",
+)
+"""What is tried."""
+PROBES = (96, 160)
+"""Budgets from which the bytes of a slot are found; every candidate can be made with them."""
+TIMES = 4
+"""A sample is so many times as long as the largest budget, so that something has to go."""
+LEAST = 4096
+
+
+@dataclass(frozen=True)
+class Try:
+    """What one policy came to on the sample.
+
+    Attributes:
+        policy: with its budget.
+        budget: slots per KV head.
+        kv_bytes: of its cache.
+        ppl: perplexity of the sample.
+        tokens_per_s: of reading it.
+    """
+
+    policy: str
+    budget: int
+    kv_bytes: int
+    ppl: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What was tried, the best first.
+
+    Attributes:
+        tries: by perplexity; `dense` alone where everything fits.
+        tokens: of the sample.
+        available: tokens of the text.
+        window: tokens the model was trained with; None where it does not say.
+        everything: whether the whole text fits the window and the memory, so nothing need go.
+    """
+
+    tries: tuple[Try, ...]
+    tokens: int
+    available: int
+    window: int | None
+    everything: bool
+
+    @property
+    def best(self) -> Try:
+        """The policy to take."""
+        return self.tries[0]
+
+
+def advise(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    memory: int,
+    *,
+    tokens: int | None = None,
+    chunk: int = 64,
+    seed: int = 0,
+    on_step: Callable[[str, float], None] = lambda policy, share: None,
+) -> Advice:
+    """Try policies with all the slots that fit a memory on the beginning of a text.
+
+    A budget and a chunk together stay within the model's window, however much memory there is.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        text: a file, UTF-8, plain or .xz.
+        memory: bytes that the cache of one stream may have.
+        tokens: of the sample; by default four times the largest budget, 4,096 at least.
+        chunk: tokens between two folds.
+        seed: of all random draws.
+        on_step: told which policy is tried, and how much of everything is done.
+
+    Raises:
+        WeirError: the text cannot be read, the model cannot be served, or the memory is too small.
+    """
+    ids = read_stream(tokenizer, text).ids
+    window = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if window is None or len(ids) <= window:
+        whole = _try(model, "dense", len(ids), ids, chunk, seed, lambda share: None)
+        if whole.kv_bytes <= memory:
+            return Advice((whole,), len(ids), len(ids), window, everything=True)
+    most = None if window is None else window - chunk
+    budgets = {name: budget_in(model, name, memory, chunk, most) for name in CANDIDATES}
+    fits = {name: budget for name, budget in budgets.items() if budget is not None}
+    if not fits:
+        raise WeirError(
+            f"{memory:,} bytes are too few for a cache of this model: the smallest that is tried, "
+            f"window(budget={PROBES[0]}), takes {_bytes(model, 'window', PROBES[0], chunk):,}"
+        )
+    length = max(LEAST, TIMES * max(fits.values())) if tokens is None else tokens
+    sample = ids[:length]
+    tries = []
+    for number, (name, budget) in enumerate(fits.items()):
+        policy = with_budget(name, budget)
+
+        def told(share: float, policy: str = policy, number: int = number) -> None:
+            on_step(policy, (number + share) / len(fits))
+
+        tries.append(_try(model, policy, budget, sample, chunk, seed, told))
+    tries.sort(key=lambda one: one.ppl)
+    return Advice(tuple(tries), len(sample), len(ids), window, everything=False)
+
+
+def budget_in(
+    model: PreTrainedModel, name: str, memory: int, chunk: int = 64, most: int | None = None
+) -> int | None:
+    """The largest budget of a named policy whose cache fits a memory; None if it has no room.
+
+    Args:
+        model: the model.
+        name: the policy, without a budget.
+        memory: bytes.
+        chunk: tokens between two folds.
+        most: no budget is larger than this.
+    """
+    low, high = (_bytes(model, name, probe, chunk) for probe in PROBES)
+    per_slot = (high - low) / (PROBES[1] - PROBES[0])
+    budget = PROBES[0] + int((memory - low) // per_slot)
+    budget = budget if most is None else min(budget, most)
+    # Pools round as they share out a budget, so the line is not exact.
+    while budget >= PROBES[0] and _bytes(model, name, budget, chunk) > memory:
+        budget -= 1
+    return budget if budget >= PROBES[0] else None
+
+
+def _bytes(model: PreTrainedModel, name: str, budget: int, chunk: int) -> int:
+    """Of a cache, which has all it will ever have from the first token on."""
+    stream = Stream(model, with_budget(name, budget), chunk=chunk)
+    stream.feed(torch.zeros(1, 1, dtype=torch.int64))
+    return stream.nbytes
+
+
+def _try(
+    model: PreTrainedModel,
+    policy: str,
+    budget: int,
+    sample: Tensor,
+    chunk: int,
+    seed: int,
+    told: Callable[[float], None],
+) -> Try:
+    reader = Reader(Stream(model, policy, chunk=chunk, seed=seed))
+    for piece in sample.split(STEP):
+        reader.take(piece)
+        told(reader.reading.tokens / len(sample))
+    found = reader.reading
+    return Try(policy, budget, found.kv_bytes, found.ppl, found.tokens_per_s)

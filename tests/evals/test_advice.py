@@ -1,0 +1,75 @@
+"""Advice: budgets that just fit the memory, tried on the text, the best first."""
+
+from __future__ import annotations
+
+import pytest
+
+import weir
+from weir.errors import WeirError
+from weir.evals import advice
+from weir.evals.advice import advise, budget_in
+from weir.evals.reading import encode, read
+from weir.evals.texts import PACKAGED
+from weir.text import read_text
+
+
+@pytest.fixture(scope="module")
+def nano():
+    return weir.load("nano")
+
+
+@pytest.mark.parametrize("name", advice.CANDIDATES)
+@pytest.mark.parametrize("memory", [900_000, 1_234_567])
+def test_a_budget_fills_the_memory_and_no_more(nano, name, memory):
+    model = nano[0]
+    budget = budget_in(model, name, memory)
+
+    def nbytes(size: int) -> int:
+        stream = weir.Stream(model, f"{name}(budget={size})")
+        stream.feed([1, 2, 3])
+        return stream.nbytes
+
+    if budget is None:
+        assert nbytes(advice.PROBES[0]) > memory
+        return
+    assert nbytes(budget) <= memory
+    assert nbytes(budget + 4) > memory  # pools share out a budget in steps of a few slots
+    assert budget_in(model, name, memory, most=100) == 100
+
+
+def test_the_policies_are_tried_on_the_text_and_the_best_is_named(nano, monkeypatch):
+    model, tokenizer = nano
+    monkeypatch.setattr(advice, "CANDIDATES", ("window", "streaming_llm", "subgen"))
+    told: list[tuple[str, float]] = []
+    found = advise(
+        model, tokenizer, str(PACKAGED), 1_000_000, tokens=900,
+        on_step=lambda policy, share: told.append((policy, share)),
+    )  # fmt: skip
+    assert found.best.policy.startswith("streaming_llm(")
+    assert [one.ppl for one in found.tries] == sorted(one.ppl for one in found.tries)
+    assert all(one.kv_bytes <= 1_000_000 for one in found.tries)
+    ids = encode(tokenizer, read_text(PACKAGED), 900)
+    assert found.best.ppl == pytest.approx(read(weir.Stream(model, found.best.policy), ids).ppl)
+    assert (found.tokens, found.window, found.everything) == (900, 512, False)
+    assert told[-1][1] == 1.0
+    assert [share for _, share in told] == sorted(share for _, share in told)
+
+
+def test_more_memory_than_the_window_needs_is_left(nano, monkeypatch):
+    monkeypatch.setattr(advice, "CANDIDATES", ("streaming_llm",))
+    found = advise(*nano, str(PACKAGED), 10**9, tokens=600)
+    assert found.best.budget == 512 - 64
+
+
+def test_a_text_that_fits_needs_no_policy(nano, tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("It was a bright morning, and they walked on. " * 5)
+    found = advise(*nano, str(path), 10**7)
+    assert found.everything
+    assert found.best.policy == "dense"
+    assert not advise(*nano, str(path), 700_000).everything
+
+
+def test_too_little_memory_is_refused_with_what_it_takes(nano):
+    with pytest.raises(WeirError, match=r"10,000 bytes are too few .* takes 675,840"):
+        advise(*nano, str(PACKAGED), 10_000)
