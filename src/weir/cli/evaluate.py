@@ -18,12 +18,15 @@ if TYPE_CHECKING:
     from weir.evals.results import Record
     from weir.evals.runner import Worker
 
+USUAL = (128, 256, 384)
+"""Budgets that suit nano: the largest leaves room for a chunk within its window of 512."""
+
 
 @app.command("eval")
 def evaluate(
     tasks: Annotated[
         str, typer.Option(help="Tasks with commas between them: 'ppl(tokens=5000), recall'.")
-    ] = "ppl, recall, streameval",
+    ] = "ppl, recall, streameval, attention-error",
     policies: Annotated[
         str, typer.Option(help="Policies with commas between them; all for every named one.")
     ] = "all",
@@ -31,8 +34,12 @@ def evaluate(
         str, typer.Option(help="nano, folders or Hub ids, with commas between them.")
     ] = "nano",
     budgets: Annotated[
-        str, typer.Option(help="Put into policies that take one and were written without: 128,256.")
-    ] = "",
+        str | None,
+        typer.Option(
+            help="Put into policies that take one and were written without; 128,256,384 unless "
+            "the protocol says."
+        ),
+    ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds of all random draws: 0,1,2.")] = "0",
     out: Annotated[Path, typer.Option(help="The results file: JSON lines.")] = Path(
         "results.jsonl"
@@ -75,7 +82,7 @@ def evaluate(
         [name.strip() for name in model.split(",") if name.strip()],
         tasks,
         policies,
-        budgets=_numbers("--budgets", budgets, 1),
+        budgets=_budgets(budgets, protocol),
         seeds=_numbers("--seeds", seeds, 0),
         paper=protocol,
         chunk=chunk,
@@ -137,6 +144,15 @@ class _Progress:
         cell = self.grid.cells[number]
         note = f"{cell.task.partition('(')[0]} under {cell.policy}"
         self.bar.update(self.row, completed=len(self.done) + sum(self.shares.values()), note=note)
+
+
+def _budgets(text: str | None, paper: str | None) -> list[int]:
+    """The budgets that were given, or the usual ones where the protocol needs any."""
+    from weir.evals.protocols import protocol
+
+    if text is not None:
+        return _numbers("--budgets", text, 1)
+    return [] if paper is not None and protocol(paper).rate is not None else list(USUAL)
 
 
 def _numbers(option: str, text: str, least: int) -> list[int]:
