@@ -25,6 +25,7 @@ _EXTRAS = {"numba": "fast", "triton": "gpu"}
 """Which of weir's extras brings a library."""
 _MADE = {
     ("numba", "walk"): ("weir.kernels.numba_walk", "walk"),
+    ("numba", "farthest_first"): ("weir.kernels.numba_centres", "farthest_first"),
     ("triton", "walk"): ("weir.kernels.triton_walk", "walk"),
     ("triton", "decode"): ("weir.kernels.triton_decode", "decode"),
 }
@@ -41,6 +42,13 @@ def decode(device: torch.device) -> Callable[..., Any] | None:
     None for PyTorch.
     """
     return _kernel(_library(device), "decode")
+
+
+def farthest_first(device: torch.device) -> Callable[..., Any] | None:
+    """What does the same as `weir.pools.kcenter.farthest_first` on a device; None for the
+    reference.
+    """
+    return _kernel(_library(device), "farthest_first")
 
 
 def paths(device: torch.device) -> dict[str, str]:

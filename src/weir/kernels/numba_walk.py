@@ -7,14 +7,11 @@ the diagonal is read once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
-
-import numba
 import numpy as np
 import torch
 from torch import Tensor
+
+from weir.kernels.numba_tools import compiled, spread
 
 _WORTH_A_THREAD = 2**20
 """Inner products below which a thread of their own costs more than it saves."""
@@ -42,34 +39,16 @@ def _signs(
                     total[i] -= row[i]
 
 
-def _compiled(function: Callable[..., None]) -> Callable[..., None]:
-    try:
-        return numba.njit(function, nogil=True, cache=True)
-    except RuntimeError:  # nowhere to keep it: neither beside this file nor in the user's cache
-        return numba.njit(function, nogil=True)
-
-
-_compiled_signs = _compiled(_signs)
+_compiled_signs = compiled(_signs)
 
 
 def walk(products: Tensor, gain: Tensor, luck: Tensor, free: Tensor) -> Tensor:
-    """Signs [..., n]; arguments as in `weir.halving.walk`, on the CPU.
-
-    Threads of Python's, not numba's: those would change how many PyTorch uses.
-    """
+    """Signs [..., n]; arguments as in `weir.halving.walk`, on the CPU."""
     n = luck.shape[-1]
     signs = torch.zeros(luck.shape)
     if signs.numel():
         parts = (products.float(), gain.float(), luck.double(), free, signs)
         shapes = ((-1, n, n), (-1,), (-1, n), (-1, n), (-1, n))
         arrays = [t.contiguous().view(s).numpy() for t, s in zip(parts, shapes, strict=True)]
-        blocks = arrays[1].shape[0]
-        threads = min(torch.get_num_threads(), blocks, 1 + blocks * n * n // _WORTH_A_THREAD)
-        cuts = [blocks * thread // threads for thread in range(threads + 1)]
-        spans = [[array[start:stop] for array in arrays] for start, stop in pairwise(cuts)]
-        if threads == 1:
-            _compiled_signs(*arrays)
-        else:
-            with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(lambda span: _compiled_signs(*span), spans))
+        spread(_compiled_signs, arrays, 1 + arrays[0].size // _WORTH_A_THREAD)
     return signs

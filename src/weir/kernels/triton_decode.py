@@ -238,7 +238,8 @@ def _launch(
         t if t.stride(-1) == 1 else t.contiguous() for t in (queries[:, :, :, 0], keys, values)
     )
     key_tile, value_tile = (max(_AT_LEAST, triton.next_power_of_2(d)) for d in (key_dim, value_dim))
-    slots_tile = 64 if keys.element_size() * max(key_tile, value_tile) <= 256 else 32
+    narrow = values.dtype == torch.bfloat16 and max(key_tile, value_tile) <= 128
+    slots_tile = 64 if narrow else 32  # as many as registers hold
     parts = splits or _splits(heads, triton.cdiv(slots, slots_tile), keys.device)
     per_split = triton.cdiv(triton.cdiv(slots, parts), slots_tile) * slots_tile
     looks = None if bias is None else bias.expand(batch, kv_heads, group, 1, slots)[:, :, :, 0]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weir import kernels
 from weir.errors import WeirError
 from weir.pools.base import Fold, Pool, pool
 from weir.slab import Slots
@@ -51,7 +52,8 @@ class KCenter(Pool):
             both = both.by_position()
         stays = both.held
         if len(both) > self.k:
-            stays = farthest_first(both.keys, both.held, self.k)
+            pick = kernels.farthest_first(both.keys.device) or farthest_first
+            stays = pick(both.keys, both.held, self.k)
         return both.only(stays), both.only(~stays)
 
 
@@ -59,6 +61,7 @@ def farthest_first(keys: Tensor, among: Tensor, k: int) -> Tensor:
     """Which keys greedy k-center picks, starting from the first [batch, kv_heads, n], bool.
 
     Each pick needs the one before it, so this is a loop over k; all heads and rows go together.
+    This is what the kernel must equal.
     Where there are no more than k keys, all of them are picked.
 
     Args:

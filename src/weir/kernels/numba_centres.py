@@ -1,0 +1,85 @@
+"""Greedy k-center on the CPU: `weir.pools.kcenter.farthest_first`, pick for pick.
+
+Each pick asks for the distance of all keys that are left to one of them, so keys lie with their
+slots side by side, and a pick goes through them once. Roofline: at most k times the keys of a head,
+read from the cache of the processor. Sums run over the dimensions of a key in another order than
+PyTorch's, so a distance may differ by roundings.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weir.kernels.numba_tools import compiled, spread
+
+_WORTH_A_THREAD = 2**22
+"""Differences below which a thread of their own costs more than it saves."""
+_BETWEEN = 64
+"""Picks after which the keys that are left move together."""
+
+
+def _pick(keys: np.ndarray, far: np.ndarray, wanted: np.ndarray, picked: np.ndarray) -> None:
+    heads, dim, slots = keys.shape
+    square = np.empty(slots, np.float32)
+    places = np.empty(slots, np.int64)
+    for head in range(heads):
+        reach = far[head]
+        left = slots
+        for place in range(slots):
+            places[place] = place
+        for done in range(wanted[head]):
+            if done % _BETWEEN == 0:
+                # Those that were picked, or are none, make room for the others, in order.
+                stays = 0
+                for place in range(left):
+                    if reach[place] >= 0.0:
+                        reach[stays] = reach[place]
+                        places[stays] = places[place]
+                        for part in range(dim):
+                            keys[head, part, stays] = keys[head, part, place]
+                        stays += 1
+                left = stays
+                if left == 0:
+                    break
+            at = 0
+            for place in range(1, left):
+                if reach[place] > reach[at]:
+                    at = place
+            if reach[at] < 0.0:
+                break
+            picked[head, places[at]] = True
+            square[:left] = 0.0
+            # Four dimensions at a time: the sums are read and written that much less often.
+            for part in range(0, dim, 4):
+                k0, k1 = keys[head, part], keys[head, part + 1]
+                k2, k3 = keys[head, part + 2], keys[head, part + 3]
+                c0, c1, c2, c3 = k0[at], k1[at], k2[at], k3[at]
+                for place in range(left):
+                    d0, d1 = k0[place] - c0, k1[place] - c1
+                    d2, d3 = k2[place] - c2, k3[place] - c3
+                    square[place] += (d0 * d0 + d1 * d1) + (d2 * d2 + d3 * d3)
+            for place in range(left):
+                reach[place] = min(reach[place], np.sqrt(square[place]))
+            reach[at] = -1.0
+
+
+_compiled_pick = compiled(_pick)
+
+
+def farthest_first(keys: Tensor, among: Tensor, k: int) -> Tensor:
+    """Which keys are picked [batch, kv_heads, n], bool; arguments as in the reference.
+
+    Dimensions of zero that make their number divisible change no distance.
+    """
+    far = torch.where(among, torch.inf, -1.0).flatten(0, 1)
+    picked = torch.zeros_like(far, dtype=torch.bool)
+    if far.numel():
+        whole = F.pad(keys.float(), (0, -keys.shape[3] % 4))
+        lined = whole.flatten(0, 1).mT.clone(memory_format=torch.contiguous_format)
+        wanted = torch.full((lined.shape[0],), k)
+        arrays = [t.numpy() for t in (lined, far, wanted, picked)]
+        spread(_compiled_pick, arrays, 1 + k * lined.numel() // _WORTH_A_THREAD)
+    return picked.view_as(among)
