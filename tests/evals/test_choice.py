@@ -79,8 +79,9 @@ def test_dense_answers_as_one_forward_over_the_whole_stream() -> None:
 
 def test_an_answer_of_several_tokens_is_right_if_each_of_them_is() -> None:
     model = make("llama")
-    asked = tokens(1, 9)
+    asked = tokens(1, 9, seed=4)
     right = model.generate(asked, max_new_tokens=3, do_sample=False)[0, 9:].tolist()
+    assert len(set(right)) == 3
     assert answered(weir.Stream(model, "dense"), asked[0].tolist(), right) == 1
     for place in range(3):
         wrong = [*right]
