@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -153,6 +155,20 @@ def test_a_model_that_cannot_be_had_fails_its_cells_only(tmp_path, monkeypatch, 
 )
 def test_a_reason_is_one_line(error, said):
     assert reason(error) == said
+
+
+def test_the_task_of_the_documentation_is_measured(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "evals.md").read_text("utf-8")
+    (code,) = re.findall(r"^```python\n(from dataclasses.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    before = dict(TASKS)
+    try:
+        exec(compile(code, "evals.md", "exec", dont_inherit=True), {"__name__": "example"})
+    finally:
+        TASKS.clear()
+        TASKS.update(before)
+    short, long = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines())
+    assert long < short  # with 64 slots the text is still there
 
 
 def test_ctrl_c_is_no_failure_of_a_cell(tmp_path, toys):
