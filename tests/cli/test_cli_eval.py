@@ -98,6 +98,21 @@ def test_killed_at_a_random_moment_and_resumed_the_file_is_the_same(capsys, word
     assert lines(path) == whole
 
 
+def test_ctrl_c_says_what_is_done_and_how_to_go_on(words, tmp_path):
+    path = tmp_path / "r.jsonl"
+    process = Process(*words)
+    while not path.exists() or path.read_bytes().count(b"\n") < 2:
+        assert process.process.poll() is None, "it ended by itself"
+        time.sleep(0.002)
+    process.interrupt()
+    ended = process.end()
+    assert ended.code == 130
+    done = len(lines(path)) - 1
+    assert 1 <= done < 12
+    assert f"{done} of 12 cells are in {path}; --resume goes on" in ended.err
+    assert ended.err.rstrip().endswith("weir: interrupted")
+
+
 def test_cells_that_fail_are_listed_with_the_reason_and_the_exit_code_is_1(
     capsys, model, text, tmp_path
 ):

@@ -72,6 +72,7 @@ def evaluate(
     from transformers.utils.logging import disable_progress_bar
 
     from weir.evals.grid import make_grid
+    from weir.evals.results import read_results
     from weir.evals.runner import failures, one_by_one, run
 
     disable_progress_bar()  # there is one bar already
@@ -97,14 +98,19 @@ def evaluate(
         # Cells differ by far in what they take: only a long look back foretells anything.
         bar.speed_estimate_period = 24 * 3600
         shown = _Progress(bar, grid)
-        records = run(
-            grid,
-            out,
-            resume=resume,
-            work=work,
-            on_progress=shown.running,
-            on_record=shown.ended,
-        )
+        try:
+            records = run(
+                grid,
+                out,
+                resume=resume,
+                work=work,
+                on_progress=shown.running,
+                on_record=shown.ended,
+            )
+        except KeyboardInterrupt:
+            done = len(read_results(out)[1])
+            say(f"{done} of {len(grid.cells)} cells are in {out}; --resume goes on")
+            raise
     failed = failures(records)
     if as_json:
         print_json(
