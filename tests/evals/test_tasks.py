@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from weir.evals.grid import make_grid
 from weir.evals.tasks import TASKS
-from weir.evals.writing import read_policies, read_tasks
+from weir.evals.writing import read_tasks
 
 DOCS = Path(__file__).parents[2] / "docs"
 COMMAND = re.compile(r"^weir eval (?:.*\\\n)*.*$", re.MULTILINE)
@@ -40,7 +41,12 @@ def test_the_commands_of_the_documentation_can_be_read() -> None:
     for page, command in commands():
         words = shlex.split(command.replace("\\\n", " "), comments=True)
         given = dict(zip(words, [*words[1:], ""], strict=True))
-        if "--tasks" in given:
-            assert read_tasks(given["--tasks"], TASKS), page
-        if given.get("--policies", "all") != "all":
-            assert read_policies(given["--policies"]), page
+        grid = make_grid(
+            ["nano"],
+            given.get("--tasks", "ppl"),
+            given.get("--policies", "all"),
+            budgets=[int(budget) for budget in given.get("--budgets", "").split(",") if budget],
+            seeds=[0],
+            paper=given.get("--protocol"),
+        )
+        assert grid.cells, page
