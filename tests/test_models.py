@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from reference.models import CONFIGS, make, randomized, tokens
+from reference.streaming import streaming_logits
 
 from weir import StreamingCache, WeirError
 from weir.models import describe
@@ -102,6 +103,19 @@ def test_a_family_that_rotates_otherwise_would_be_noticed(
     with pytest.raises(WeirError, match="does not know how"):
         StreamingCache(model, "dense")
     monkeypatch.setattr("weir.models.INTERFACE_FAMILIES", frozenset({config.model_type}))
-    cache = StreamingCache(model, "dense")
+    cache = StreamingCache(model, "streaming_llm(budget=24, sinks=4)", chunk=1)
     ours = model(input_ids=ids, past_key_values=cache).logits
-    assert (ours - model(input_ids=ids).logits).abs().max() > 1e-2, reason
+    assert (ours - streaming_logits(model, ids, 4, 24)).abs().max() > 1e-2, reason
+
+
+def test_attention_that_would_not_ask_for_weirs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("llama")
+    StreamingCache(model)
+    monkeypatch.delattr("transformers.models.llama.modeling_llama.ALL_ATTENTION_FUNCTIONS")
+    with pytest.raises(WeirError, match="the attention of this llama cannot be replaced"):
+        StreamingCache(model)
+
+
+def test_only_caches_that_generate_would_drop_are_false() -> None:
+    assert StreamingCache(make("llama"))
+    assert not StreamingCache(make("phi3"))

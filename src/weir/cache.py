@@ -22,7 +22,7 @@ from weir.errors import NotFiniteError, WeirError
 from weir.held import Held, look
 from weir.ids import is_count
 from weir.layer import Layer
-from weir.models import LayerFacts, describe
+from weir.models import DROPPING, LayerFacts, describe
 from weir.plan import Plan
 from weir.policy import Pipe, Policy, policy_of
 from weir.pools import Recent
@@ -157,8 +157,12 @@ class StreamingCache(Cache):
         return -1
 
     def __len__(self) -> int:
-        """Layers of the model, as for every cache of transformers; so a new cache is not false."""
+        """Layers of the model, as for every cache of transformers."""
         return len(self.stack)
+
+    def __bool__(self) -> bool:
+        """True, from the first token on and before; but see `models.DROPPING`."""
+        return self.attachment.facts.kind not in DROPPING
 
     @property
     def is_compileable(self) -> bool:

@@ -154,8 +154,9 @@ def unmasked(kind: str, alibi: bool, tokens: Tensor) -> Tensor | None:
     """The attention mask to pass to a decoder so that it builds nothing as long as the stream.
 
     weir has read the real one and does its own masking. Most decoders ask their attention
-    implementation for a mask and get none. MPT must have one, and takes a 4D one as it is. Falcon
-    makes biases for the columns of its mask, and for those of the whole stream if it gets none.
+    implementation for a mask and get none. MPT must have one, and takes a 4D one as it is. Falcon,
+    and Bloom in older versions of transformers, make biases for the columns of their mask, and for
+    those of the whole stream if they get none.
 
     Args:
         kind: the model type.
@@ -164,7 +165,7 @@ def unmasked(kind: str, alibi: bool, tokens: Tensor) -> Tensor | None:
     """
     if kind == "mpt":
         return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
-    if kind == "falcon" and alibi:
+    if kind in ("falcon", "bloom") and alibi:
         return torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
     return None
 

@@ -7,10 +7,12 @@ embeddings are half-split. Anything else is refused in one sentence.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -30,6 +32,10 @@ OWN_FAMILIES = frozenset({"falcon", "mpt", "bloom"})
 
 MULTIMODAL = frozenset({"gemma3"})
 """Model types around a decoder of another type; weir streams their text."""
+
+DROPPING = frozenset({"phi3"})
+"""Model types whose `generate` drops a cache that is true once the text is as long as the original
+window. Their frequencies change there, and weir's do not: caches of these models are false."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,7 @@ def describe(model: PreTrainedModel, reach: int | None = None) -> ModelFacts:
     _refuse(model, config)
     decoder = model.get_decoder()
     modules = attention_modules(decoder)
+    _refuse_closed(config.model_type, modules)
     alibi = read_alibi(config, decoder) if _has_alibi(config) else None
     rotary_module = getattr(decoder, "rotary_emb", None)
     layers = []
@@ -153,6 +160,22 @@ def _refuse(model: PreTrainedModel, config: Any) -> None:
         raise WeirError(f"weir does not know how {outer} attends; it serves {known}")
     if not hasattr(model, "get_decoder"):
         raise WeirError(f"{type(model).__name__} has no decoder that takes token ids")
+
+
+def _refuse_closed(kind: str, modules: list[nn.Module]) -> None:
+    """Refuse attention that would not ask for weir's, as Nemotron's in transformers 5.12.
+
+    Raises:
+        WeirError: the file it is written in does not use transformers' attention interface.
+    """
+    if kind in OWN_FAMILIES:
+        return
+    written_in = (sys.modules[part.__module__] for part in type(modules[0]).__mro__)
+    if not any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in written_in):
+        raise WeirError(
+            f"the attention of this {kind} cannot be replaced: its code does not use transformers' "
+            f"attention interface (transformers {transformers.__version__}; a newer one may)"
+        )
 
 
 def _layer_type(config: Any, index: int) -> str | None:

@@ -106,7 +106,7 @@ class Stream:
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and what belongs to them; fixed from the first token on."""
-        held = self.cache or self._recomputation
+        held = self._recomputation if self.cache is None else self.cache
         return 0 if held is None else held.nbytes
 
     def feed(self, token_ids: Tokens, *, all_logits: bool = False) -> Tensor:

@@ -45,7 +45,13 @@ def streaming_logits(
         [batch, length, vocabulary].
     """
     kept = Kept(model, sinks, budget, unrotated)
-    extra = {"position_ids": torch.zeros(1, 1, dtype=torch.int64)} if kept.rotary else {}
+    extra: dict[str, Any] = {}
+    if kept.rotary is not None:
+        extra["position_ids"] = torch.zeros(1, 1, dtype=torch.int64)
+    if any(kept.is_own):
+        # Nothing is to be hidden; older transformers would make one mask for layers that keep
+        # different numbers of tokens.
+        extra["attention_mask"] = dict.fromkeys(kept.types)
     logits = []
     with torch.no_grad():
         for place in range(ids.shape[1]):
