@@ -42,7 +42,7 @@ def read(target: GPUTarget, dtype: str, everything: bool) -> int:
     kinds["out"] = "*fp32" if everything else f"*{dtype}"
     constants: dict[str, Any] = {"GROUP": 4, "GROUP_TILE": 16, "WIDEN": False}
     constants |= {"KEY_DIM": 80, "KEY_TILE": 128, "VALUE_DIM": 64, "VALUE_TILE": 64}
-    constants |= {"SLOTS_TILE": 32 if dtype == "fp32" else 64, "SPLITS": 8 if everything else 1}
+    constants |= {"SLOTS_TILE": 64 if dtype == "bf16" else 32, "SPLITS": 8 if everything else 1}
     constants |= dict.fromkeys(["CAPPED", "BIASED", "SUNK", "KEEP"], everything)
     if not everything:
         constants |= dict.fromkeys(["bias", "sinks", "below_logits"])

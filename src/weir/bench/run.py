@@ -11,11 +11,12 @@ import torch
 import transformers
 
 import weir
-from weir.bench import answer, decode, flat, halves, memory, oracle, policies, presses
+from weir.bench import answer, decode, flat, halves, kernel, memory, oracle, policies, presses
 from weir.bench.figure import FIGURES, Row, Setting, Skipped, chosen
 from weir.kernels import paths
 
-_MEASURE = (decode, policies, oracle, answer, halves, memory, presses, flat)  # they register
+# They register.
+_MEASURE = (decode, policies, oracle, answer, halves, memory, presses, kernel, flat)
 
 
 @dataclass
@@ -93,7 +94,16 @@ def machine() -> dict[str, Any]:
         "transformers": transformers.__version__,
         "weir": weir.__version__,
         "kernels": paths(torch.device("cpu")),
+        **_accelerator(),
     }
+
+
+def _accelerator() -> dict[str, Any]:
+    """A GPU's name and which way kernels go there, where there is one."""
+    if not torch.cuda.is_available():
+        return {}
+    device = torch.device("cuda")
+    return {"gpu": torch.cuda.get_device_name(device), "gpu_kernels": paths(device)}
 
 
 def _processor() -> str:
