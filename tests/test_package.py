@@ -66,6 +66,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: zipfile.ZipFile) -> No
     inside = set(wheel.namelist())
     mine = [p for p in SOURCE.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     assert {f"weir/{p.relative_to(SOURCE).as_posix()}" for p in mine} <= inside
+    assert "weir_command.py" in inside
     assert any(name.endswith("/licenses/NOTICE") for name in inside)
 
 

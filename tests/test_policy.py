@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 
 import weir
 from weir.arguments import hints, written
-from weir.cli.policies import policies as list_policies
 from weir.errors import WeirError
 from weir.policy import (
     NAMED,
@@ -178,16 +176,6 @@ def test_whatever_policy_is_printed_is_read_as_the_same(made):
     assert again == made
     assert str(again) == str(made)
     assert not re.search("True|False|None", str(made))
-
-
-def test_weir_policies_prints_what_can_be_read(capsys):
-    list_policies(as_json=True)
-    listed = json.loads(capsys.readouterr().out)["policies"]
-    assert {row["name"] for row in listed} == set(NAMED)
-    for row in listed:
-        made = NAMED[row["name"]].make()
-        assert policy(f"{row['name']}({row['parameters'].replace('pipe=none, ', '')})") == made
-        assert row["pipe"] is None or policy(row["pipe"]) == made
 
 
 def test_a_policy_is_passed_through():

@@ -11,8 +11,6 @@ import huggingface_hub.constants
 import pytest
 from terminal import SOURCE, Ended, make_model, run
 
-from weir.cli import main
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
@@ -148,9 +146,20 @@ def test_ctrl_c_before_there_is_anything_to_report_is_one_line(capsys, monkeypat
     assert (ended.code, ended.out, ended.err) == (130, "", "weir: interrupted\n")
 
 
+def test_ctrl_c_in_the_imports_is_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    done = subprocess.run(
+        [sys.executable, "-c", "from weir_command import main; main()", "policies"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{SOURCE}"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "weir: interrupted\n")
+
+
 def test_the_installed_command_and_a_full_disk():
     """In a process of its own: what no test within this one can see."""
-    command = [sys.executable, "-c", "from weir.cli import main; main()", "policies", "--json"]
+    command = [sys.executable, "-c", "from weir_command import main; main()", "policies", "--json"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             command,
@@ -163,4 +172,3 @@ def test_the_installed_command_and_a_full_disk():
     assert done.stderr.startswith("weir: ")
     assert "No space left" in done.stderr
     assert done.stderr.count("\n") == 1
-    assert callable(main)

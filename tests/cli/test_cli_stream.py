@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from terminal import Process, make_model, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import weir
-from weir.evals.reading import encode, read
+from weir.evals.reading import Reader, encode, read
 
 SMALL = "sink(4) | recent(20)"
 WORDS = "The prince was silent, but she looked at him significantly, awaiting a reply. "
@@ -119,6 +121,29 @@ def test_ctrl_c_reports_what_was_read_so_far(model, tmp_path):
     total = len(WORDS) * 20_000 + 1
     assert f"interrupted after {facts['tokens']:,} of {total:,} tokens" in ended.err
     assert "Traceback" not in ended.err
+
+
+def test_a_table_says_where_ctrl_c_ended_it(capsys, model, text, monkeypatch):
+    taken = []
+
+    def take(self: Reader, piece: torch.Tensor) -> None:
+        take_it(self, piece)
+        taken.append(len(piece))
+        if sum(taken) > 1000:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    take_it = Reader.take
+    monkeypatch.setattr(Reader, "take", take)
+    words = ("--text", text, "--model", model, "--policy", SMALL, "--block", 1000)
+    ended = run(capsys, "stream", *words)
+    assert ended.code == 0
+    read = f"{sum(taken):,}"
+    assert f"1,001 to {read}, interrupted" in ended.out
+    assert "1 to 1,000 " in ended.out
+    assert f"interrupted after {read} of " in ended.out
+    taken.clear()
+    monkeypatch.setattr(Reader, "take", take_it)
+    assert "interrupted" not in run(capsys, "stream", *words, "--tokens", 1100).out
 
 
 # --- policies

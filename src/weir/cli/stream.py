@@ -80,9 +80,10 @@ def stream(
             return bool(interrupt)
 
         reading = read(it, ids, block=block, on_step=show)
-    if interrupt:
-        say(f"interrupted after {reading.tokens:,} of {len(ids):,} tokens")
+    ended = f"interrupted after {reading.tokens:,} of {len(ids):,} tokens" if interrupt else None
     if as_json:
+        if ended:
+            say(ended)
         settings = {
             "chunk": chunk,
             "positions": positions.value,
@@ -93,10 +94,11 @@ def stream(
             {"model": model, **reading.as_json(), **settings, "interrupted": bool(interrupt)}
         )
         return
-    _print(model, reading)
+    _print(model, reading, ended)
 
 
-def _print(model: str, reading: Reading) -> None:
+def _print(model: str, reading: Reading, ended: str | None) -> None:
+    """A table of the blocks, and what there is to say of all; `ended` is why it stops early."""
     table = Table()
     for head in ("tokens", "perplexity", "cache"):
         table.add_column(head, justify="right")
@@ -105,11 +107,13 @@ def _print(model: str, reading: Reading) -> None:
     ):
         first = number * reading.block
         last = min(first + reading.block, reading.tokens)
-        table.add_row(f"{first + 1:,} to {last:,}", f"{ppl:.2f}", size(held))
+        mark = ", interrupted" if ended and last == reading.tokens else ""
+        table.add_row(f"{first + 1:,} to {last:,}{mark}", f"{ppl:.2f}", size(held))
     output.print(table)
     lines = [
+        *([ended] if ended else []),
         f"{model} under {reading.policy}: perplexity {reading.ppl:.3f} over {reading.tokens:,} "
-        f"tokens, {size(reading.kv_bytes)} of cache, {reading.tokens_per_s:,.0f} tokens/s"
+        f"tokens, {size(reading.kv_bytes)} of cache, {reading.tokens_per_s:,.0f} tokens/s",
     ]
     if reading.slowdown is not None:
         lines.append(f"time per token, last thousand over second thousand: {reading.slowdown:.3f}")
