@@ -59,8 +59,8 @@ QUICK = Sizes(
     slots=128,
     many_slots=256,
     dense=(512,),
-    prompt=1024,
-    generated=64,
+    prompt=512,
+    generated=32,
     fed=2048,
     halved=1024,
     chunk=16,
@@ -155,8 +155,13 @@ class Figure:
     asked: bool = False
 
 
+ORDER = (
+    *("decode", "dense", "recompute", "policies", "folds"),
+    *("answer", "halvings", "prefill", "kvpress"),
+)
+"""The table begins with these."""
 FIGURES: dict[str, Figure] = {}
-"""Every figure by its name, in the order of the table."""
+"""Every figure by its name."""
 
 
 def figure(
@@ -179,5 +184,12 @@ def chosen(names: list[str]) -> list[str]:
     """
     for name in names:
         if name not in FIGURES:
-            raise WeirError(f"there is no figure {name!r}; there are {', '.join(FIGURES)}")
-    return names or [name for name, figure in FIGURES.items() if not figure.asked]
+            raise WeirError(
+                f"there is no figure {name!r}; there are {', '.join(sorted(FIGURES, key=_place))}"
+            )
+    return names or [name for name in sorted(FIGURES, key=_place) if not FIGURES[name].asked]
+
+
+def _place(name: str) -> int:
+    """Where a figure stands in the table; those that nobody has given a place stand last."""
+    return ORDER.index(name) if name in ORDER else len(ORDER)

@@ -56,19 +56,28 @@ def twice(rule: Halving, keys: Tensor, values: Tensor, luck: Tensor) -> tuple[Te
 
 
 def plainly(held: tuple[Tensor, Tensor], luck: Tensor) -> tuple[Tensor, Tensor]:
-    """One halving of (keys, values) as one would write it down: a loop over the tokens of a block.
+    """One halving of (keys, values) [heads, tokens, dim] as one would write it down.
 
-    All blocks and heads go side by side; the smaller side of each block stays, or the first half of
-    a side where that is larger (Algorithm 2 and its use in the authors' code, without weights).
+    All blocks and heads go side by side. Half of each block stays: the tokens of one side, and
+    where they are too few the first of the other.
     """
     keys, values = (t.unflatten(1, (-1, BLOCK)) for t in held)
-    logits = keys @ keys.mT * (SCALE * 0.1)
-    products = logits.exp() * (values @ values.mT + 0.025)
-    products = products / logits.diagonal(dim1=2, dim2=3).amax(-1)[..., None, None].exp()
-    luck = luck[:, : held[0].shape[1]].unflatten(1, (-1, BLOCK))
-    signs = torch.zeros_like(luck)
-    for place in range(BLOCK):
-        total = (products[:, :, place, :] * signs).sum(dim=-1)
-        signs[:, :, place] = torch.where(luck[:, :, place] < 0.5 - 4.0 * total, 1.0, -1.0)
+    signs = walk_plainly(keys, values, luck[:, : held[0].shape[1]].unflatten(1, (-1, BLOCK)))
     half = signs.argsort(dim=2, stable=True)[:, :, : BLOCK // 2, None].expand(-1, -1, -1, DIM)
     return keys.gather(2, half).flatten(1, 2), values.gather(2, half).flatten(1, 2)
+
+
+def walk_plainly(keys: Tensor, values: Tensor, luck: Tensor) -> Tensor:
+    """The signs of a walk with the authors' constants: a loop over the tokens of a block.
+
+    Args:
+        keys, values: [heads, blocks, tokens, dim].
+        luck: [heads, blocks, tokens].
+    """
+    keys = keys - keys.mean(dim=2, keepdim=True)
+    products = (keys @ keys.mT * (SCALE * 0.1)).exp() * (values @ values.mT + 0.025)
+    signs = torch.zeros_like(luck)
+    for place in range(luck.shape[2]):
+        total = (products[:, :, place, :] * signs).sum(dim=-1)
+        signs[:, :, place] = torch.where(luck[:, :, place] < 0.5 - 4.0 * total, 1.0, -1.0)
+    return signs

@@ -121,7 +121,7 @@ def _print(made: Bench, quick: bool) -> None:
             target(row),
             {True: "yes", False: "no", None: ""}[row.met],
         )
-    output.print(table, width=max(output.width, 120), crop=False)
+    output.print(table)
     for name, dtype, why in made.skipped:
         say(f"not measured: {name} {dtype}: {why}")
     output.print(machine_line(made), markup=False, highlight=False, soft_wrap=True)

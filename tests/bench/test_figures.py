@@ -1,0 +1,157 @@
+"""Figures: what they are called, what is met, what is left out, and that all of them run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from weir.bench import flat, halves, measure, memory, presses
+from weir.bench.figure import FIGURES, QUICK, Row, Setting, Skipped, chosen, figure
+from weir.bench.report import markdown, plot
+from weir.errors import WeirError
+from weir.halving import Halving, Sets
+
+SETTING = Setting(QUICK)
+
+
+def row(ratio: float, target: float | None, least: bool = False) -> Row:
+    return Row("this ÷ that", 1.0, 2.0, "ms", ratio, target, least)
+
+
+def test_a_target_is_a_bound_from_the_side_it_says():
+    assert row(0.9, 0.95).met
+    assert not row(0.96, 0.95).met
+    assert row(33, 32, least=True).met
+    assert not row(31, 32, least=True).met
+    assert row(1.0, None).met is None
+
+
+def test_without_names_all_are_meant_that_need_not_be_asked_for():
+    assert "flat" in FIGURES
+    assert {name for name in FIGURES if FIGURES[name].asked} >= {"flat"}
+    assert set(chosen([])) == {name for name in FIGURES if not FIGURES[name].asked}
+    assert chosen([])[:2] == ["decode", "dense"]
+    assert chosen(["flat", "decode"]) == ["flat", "decode"]
+    with pytest.raises(WeirError, match="no figure 'speed'; there are decode, "):
+        chosen(["speed"])
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Figures that measure nothing."""
+    monkeypatch.setattr("weir.bench.figure.FIGURES", {})
+    monkeypatch.setattr("weir.bench.run.FIGURES", figures := {})
+    monkeypatch.setattr("weir.bench.figure.FIGURES", figures)
+
+    @figure("both", "of each dtype")
+    def both(setting):
+        yield row(0.5, 1.0)
+        yield row(2.0 if setting.dtype == torch.bfloat16 else 0.7, 1.0)
+
+    @figure("one", "of none", by_dtype=False)
+    def one(setting):
+        yield row(9.0, 8.0, least=True)
+
+    @figure("none", "cannot be measured")
+    def none(setting):
+        raise Skipped("there is no peer")
+        yield
+
+    return figures
+
+
+def test_rows_are_kept_as_they_come_and_what_is_left_out_is_told(made):
+    lengths = []
+    dtypes = [torch.float32, torch.bfloat16]
+    bench = measure(SETTING, [], dtypes, on_row=lambda so_far: lengths.append(len(so_far.rows)))
+    assert lengths == [1, 2, 3, 4, 5, 5, 5]
+    assert [(name, dtype, row.met) for name, dtype, row in bench.rows] == [
+        ("both", "float32", True),
+        ("both", "float32", True),
+        ("both", "bfloat16", True),
+        ("both", "bfloat16", False),
+        ("one", "", True),
+    ]
+    assert bench.skipped == [
+        ("none", "float32", "there is no peer"),
+        ("none", "bfloat16", "there is no peer"),
+    ]
+    facts = json.loads(json.dumps(bench.as_json()))
+    assert [each["met"] for each in facts["rows"]] == [True, True, True, False, True]
+    assert facts["machine"]["threads"] == torch.get_num_threads()
+
+
+def test_the_table_shows_what_missed_and_the_plot_every_target(made):
+    bench = measure(SETTING, [], [torch.float32, torch.bfloat16])
+    lines = markdown(bench).splitlines()
+    assert len([line for line in lines if line.startswith("| this ÷ that")]) == 5
+    assert [line for line in lines if "**2**" in line and "≤ 1" in line]
+    assert [line for line in lines if line.startswith("- Not measured: none float32: there is no")]
+    assert plot(bench).count("this ÷ that") == 5
+
+
+def test_the_plain_loop_makes_the_signs_of_the_walk():
+    """The peer of the walk's figure does the same thing."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, 2, halves.BLOCK)
+    keys, values = (torch.randn(*shape, halves.DIM, generator=generator) for _ in range(2))
+    luck, weight = torch.rand(shape, generator=generator), torch.zeros(shape)
+    signs = halves.walk_plainly(keys, values, luck)
+    rule = Halving(halves="paper")
+    index, _, _ = rule.halve(Sets(keys, values, weight, weight, luck), halves.SCALE)
+    for head, mine in enumerate(signs):
+        smaller = [
+            block.eq(1.0 if block.gt(0).sum() <= block.lt(0).sum() else -1.0) for block in mine
+        ]
+        wanted = torch.cat(smaller).nonzero()[:, 0]
+        assert torch.equal(index[head][index[head] >= 0], wanted)
+
+
+def test_both_halvings_leave_a_quarter():
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(2, 1024, halves.DIM, generator=generator) for _ in range(2))
+    luck = torch.rand(2, 1024, generator=generator)
+    plain = halves.plainly(halves.plainly((keys, values), luck), luck)
+    ours = halves.twice(Halving(halves="authors"), keys, values, luck)
+    for kept in (*plain, *ours):
+        assert kept.shape == (2, 256, halves.DIM)
+
+
+@pytest.mark.parametrize("name", ["decode", "policies", "recompute", "answer", "halvings"])
+def test_every_figure_runs(name):
+    rows = list(FIGURES[name].measure(SETTING))
+    assert rows
+    for each in rows:
+        assert each.ours > 0
+        assert each.peer > 0
+        assert each.ratio == pytest.approx(
+            each.peer / each.ours if each.least else each.ours / each.peer
+        )
+
+
+@pytest.mark.skipif(not memory.STATUS.exists(), reason="peak memory is read from Linux's /proc")
+def test_the_peak_of_a_prompt_fed_whole_is_higher():
+    (each,) = FIGURES["prefill"].measure(SETTING)
+    assert each.ours < each.peer
+    # Nothing but the feeding counts: the weights are many times this.
+    assert each.ours * 1e6 < 40e6
+
+
+def test_without_its_environment_kvpress_is_left_out():
+    with pytest.raises(Skipped, match="--kvpress"):
+        list(FIGURES["kvpress"].measure(SETTING))
+
+
+def test_compression_is_shared_out_among_the_tokens_between():
+    steps = [1.0, 1.0, 5.0, 1.0, 2.0, 7.0]
+    assert presses._per_token(steps, 3) == pytest.approx(1.0 + (6.0 - 1.0) / 3)
+
+
+def test_a_long_stream_is_looked_at_by_the_decade():
+    assert flat._marks(1_000_000) == [
+        *(10_000, 20_000, 50_000, 100_000, 200_000, 500_000),
+        1_000_000,
+    ]
+    assert flat._marks(30_000) == [10_000, 20_000, 30_000]

@@ -1,0 +1,73 @@
+"""`weir bench`: a table, one JSON object, and files that are written as figures come."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from terminal import run
+
+QUICK = ("bench", "--quick", "--only", "decode", "--dtype", "float32", "--threads", 1)
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    """A command that sets them leaves the other tests theirs."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_figure_stands_beside_its_peer_and_its_target(capsys):
+    ended = run(capsys, *QUICK)
+    assert ended.code == 0, ended.err
+    words = " ".join(ended.out.split())
+    for word in ("figure", "peer", "ratio", "target", "≤ 0.95", "≥ 0.7", "1 threads", "kernels:"):
+        assert word in words
+    assert "these figures say nothing" in words
+
+
+def test_json_is_one_object_and_nothing_else(capsys):
+    ended = run(capsys, *QUICK, "--json")
+    assert ended.code == 0, ended.err
+    facts = json.loads(ended.out)
+    assert [row["figure"] for row in facts["rows"]] == ["decode"] * 3
+    assert [row["dtype"] for row in facts["rows"]] == ["float32"] * 3
+    assert facts["quick"] is True
+    assert facts["machine"]["threads"] == 1
+    share = facts["rows"][2]
+    assert share["share"] == share["ratio"] == pytest.approx(share["peer"] / share["ours"])
+
+
+def test_what_was_asked_for_and_cannot_be_measured_is_told(capsys):
+    ended = run(capsys, "bench", "--quick", "--only", "kvpress", "--dtype", "float32")
+    assert ended.code == 0
+    assert "not measured: kvpress float32: kvpress needs an environment" in ended.err
+
+
+def test_table_and_plot_are_written_beside_the_figures(capsys, tmp_path):
+    out = tmp_path / "here" / "it goes"
+    ended = run(capsys, *QUICK, "--out", out)
+    assert ended.code == 0, ended.err
+    facts = json.loads((out / "bench.json").read_text("utf-8"))
+    table = (out / "bench.md").read_text("utf-8")
+    for row in facts["rows"]:
+        assert row["what"] in table
+    assert (out / "bench.svg").read_text("utf-8").startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--only", "speed"), "there is no figure 'speed'; there are decode, dense"),
+        (("--flat", "--only", "decode"), "--flat is a figure of its own"),
+        (("--only", "kvpress", "--kvpress", "/nowhere/python"), "cannot be run: No such file"),
+    ],
+)
+def test_what_cannot_be_is_one_line(capsys, words, problem):
+    ended = run(capsys, "bench", "--quick", "--dtype", "float32", *words)
+    assert ended.code == 1
+    assert ended.err.startswith("weir: ")
+    assert problem in ended.err
+    assert ended.err.count("\n") == 1
