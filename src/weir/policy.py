@@ -14,6 +14,7 @@ from weir.pools import (
     Heavy,
     Hive,
     KCenter,
+    Outliers,
     Recent,
     Reservoir,
     Sink,
@@ -234,23 +235,26 @@ def balancekv(
     sets: str = "shared",
     precision: float = 0.1,
     eager: bool = False,
+    outliers: int = 0,
 ) -> Policy:
     """Keep the first tokens, the newest, and balanced halves of all between, weighted for the rest.
 
     Sinks and recent tokens are an eighth of the budget each unless they are given: 32 and 32 of 256
-    as in the authors' code, 256 and 256 of 2,048 as in the paper. The other parameters are the
-    pool's.
+    as in the authors' code, 256 and 256 of 2,048 as in the paper. `outliers` slots of the budget
+    keep tokens whose keys point away from those around them, the variant for needles. The other
+    parameters are the pool's.
     """
     eighth = max(1, budget // 8)
     sinks = eighth if sinks is None else sinks
     recent = eighth if recent is None else recent
-    n = budget - sinks - recent
+    n = budget - sinks - recent - outliers
     if n < 4:
         raise WeirError(
             f"a budget of {budget} leaves no room for 4 slots or more of balance beside "
-            f"sink({sinks}) and recent({recent})"
+            f"sink({sinks}), recent({recent}) and outliers({outliers})"
         )
-    first = (*([Sink(sinks)] if sinks else []), Recent(recent))
+    exact = [Outliers(outliers)] if outliers else []
+    first = (*([Sink(sinks)] if sinks else []), Recent(recent), *exact)
     pool = Balance(n, block, halves, gamma, temperature, constant, sets, precision, eager)
     return Pipe((*first, pool))
 

@@ -5,6 +5,7 @@ from weir.pools.base import POOLS, Fold, Pool, pool
 from weir.pools.heavy import Heavy
 from weir.pools.hive import Hive
 from weir.pools.kcenter import KCenter
+from weir.pools.outliers import Outliers
 from weir.pools.recent import Recent
 from weir.pools.reservoir import Reservoir
 from weir.pools.sink import Sink
@@ -19,6 +20,7 @@ __all__ = [
     "Heavy",
     "Hive",
     "KCenter",
+    "Outliers",
     "Pool",
     "Recent",
     "Reservoir",
