@@ -63,7 +63,7 @@ def test_a_text_may_be_a_path_and_stands_in_quotes_where_it_must(written, path):
     [
         ("any1", "no task is called 'any1'; did you mean 'any-1'? (character 1: »any1)"),
         ("any-1(m=3)", "any-1 has no parameter 'm'"),
-        ("any-1(n=3.5)", "n of any-1 must be a whole number or none, not 3.5 (character 9: any-1(n=»3.5))"),
+        ("any-1(n=3.5)", "none, not 3.5 (character 9: any-1(n=»3.5))"),
         ("any-1(n=3", "expected ',' or ')'"),
         ("any-1(n=)", "expected a value"),
         ("any-1 any-1", "expected ',' or the end"),
