@@ -9,7 +9,8 @@ from weir.evals.summary import Column, by_distance, heads, overviews
 
 def record(policy: str, value: float | None, **more: Any) -> dict[str, Any]:
     return {
-        "cell": 0, "status": "done", "model": "m", "protocol": None, "setting": "ppl(tokens=9)",
+        "cell": 0, "status": "done", "model": "m", "protocol": None, "task": "ppl",
+        "setting": "ppl(tokens=9)",
         "policy": policy, "seed": 0, "value": value, "metric": "ppl", "better": "lower",
         "kv_bytes": 2_000_000, "result": {}, **more,
     }  # fmt: skip
@@ -35,14 +36,32 @@ def test_an_overview_has_a_row_per_policy_and_a_column_per_setting():
         record("dense", 10.0, kv_bytes=9_000_000),
         record("h2o(8)", 20.0),
         record("h2o(8)", 40.0, seed=1),
-        record("dense", 0.5, setting="recall(n=1)", better="higher", kv_bytes=None),
-        record("h2o(8)", None, setting="recall(n=1)", better="higher", kv_bytes=3_000_000),
+        record(
+            "dense",
+            0.5,
+            setting="efficiency(n=1)",
+            better="higher",
+            kv_bytes=None,
+            metric="decode_over_exact",
+        ),
+        record(
+            "h2o(8)",
+            None,
+            setting="efficiency(n=1)",
+            better="higher",
+            kv_bytes=3_000_000,
+            metric="decode_over_exact",
+        ),
         record("buzz", 1.0, status="failed"),
         record("dense", 11.0, model="other"),
     ]
     table, other = overviews(records)
     assert (table.title, table.rows) == ("m", ("dense", "h2o(8)"))
-    assert [column.head for column in table.columns] == ["ppl", "recall", "cache, MB"]
+    assert [column.head for column in table.columns] == [
+        "ppl",
+        "efficiency: decode over exact",
+        "cache, MB",
+    ]
     assert [column.values for column in table.columns] == [
         (10.0, 30.0), (0.5, None), (9_000_000, 3_000_000),
     ]  # fmt: skip

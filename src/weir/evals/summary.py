@@ -74,7 +74,7 @@ def overviews(records: Sequence[Record]) -> list[Table]:
         settings = grouped(mine, "setting")
         short = heads(list(unique(record["setting"] for record in mine)))
         columns = [
-            _column(short[setting], rows, policies, "value", rows[0]["better"])
+            _column(_head(short[setting], rows[0]), rows, policies, "value", rows[0]["better"])
             for (setting,), rows in settings.items()
         ]
         columns.append(_column("cache, MB", mine, policies, "kv_bytes", None, largest=True))
@@ -106,6 +106,13 @@ def by_distance(records: Sequence[Record]) -> list[Table]:
             columns.append(Column(f"{distance:,}", tuple(values), "higher", digits=2))
         tables.append(Table(f"{model}: {setting}, by distance", policies, tuple(columns)))
     return tables
+
+
+def _head(setting: str, record: Record) -> str:
+    """The setting, and what is measured where the task has another name."""
+    metric = record["metric"]
+    named = metric == record["task"] or metric in ("accuracy", "error")
+    return setting if named else f"{setting}: {metric.replace('_', ' ')}"
 
 
 def heads(settings: list[str]) -> dict[str, str]:
