@@ -8,6 +8,7 @@ BOOK := src/weir/assets/war-and-peace.txt.xz
 
 # What a target passes on: make test TESTS="tests/test_policy.py -k typo", make bench TOKENS=100000.
 TESTS ?=
+WORKERS ?= 2
 TOKENS ?= 20000
 POLICIES ?= window(budget=256) streaming_llm(budget=256)
 
@@ -31,7 +32,7 @@ demo: $(VENV)/.installed ## a model reads a book far past its window; figures an
 
 test: lint types docs ## everything that must hold: ruff, mypy, the documentation, pytest
 	$(call stage,tests (pytest))
-	$(BIN)/python -m pytest $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
 
 lint: $(VENV)/.installed-dev ## ruff: lint and format
 	$(call stage,lint (ruff))
