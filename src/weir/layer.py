@@ -6,9 +6,9 @@ layer's positions.
 
 A forward that fails in a later layer, or makes keys that are not finite, must leave no trace. What
 it writes into the tail are slots that wait for a token anyway; all else (attention received, the
-fold) waits in `Layer._open` until the forward has succeeded. Of a forward that is
-longer than the tail has room, all but the last piece must be settled on the way; then the slots as
-they were are kept until its end.
+fold) waits in `Layer._open` until the forward has succeeded. Of a forward that is longer than the
+tail has room, all but the last piece must be settled on the way; then the slots as they were are
+kept until its end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from weir.attention import (
     Form,
-    attention_mass,
     fused_attention,
     fuses,
     two_weight_attention,
@@ -33,12 +32,10 @@ from weir.folding import Folding
 from weir.pipe import Pipe
 from weir.plan import Piece, Plan
 from weir.positions import Place, Rotary
-from weir.sight import band, sight
+from weir.prompt import exactly
+from weir.sight import sight
 from weir.slab import Slab, Slots, lined
-from weir.tally import received, tail_of
-
-QUERY_BLOCK = 256
-"""Queries handled at once where logits have to be written out."""
+from weir.tally import last_queries, received, remember, remember_last, tail_of
 
 
 @dataclass(frozen=True)
@@ -176,7 +173,8 @@ class Layer:
             mass = received(slab, self.place, left.form, tail, ends, wanted)
             slab.mass[:, :, : mass.shape[2]] += mass
         # What was asked last lies at the end of the tail; after a whole prompt, in front of it.
-        queries = self._last_queries(self.chunk if left.arrivals is None else 0)
+        start = self.chunk if left.arrivals is None else 0
+        queries = last_queries(slab, start, wanted)
         self.folding.fold(slab, self.lengths, piece, left.form, queries, left.arrivals)
         if queries is not None and slab.queries is not None and left.arrivals is None:
             rows = torch.tensor(piece.full, device=queries.device)
@@ -262,7 +260,7 @@ class Layer:
             slab.append_at(keys, values, rows, prefix[rows] + piece.tail_places, places)
         stop = max(end + n for end, n in zip(ends, piece.counts, strict=True))
         bias = sight(self.place, slab, piece, stop, queries.dtype, even=even)
-        self._remember(queries, piece, even)
+        remember(slab, queries, piece, self.pipe.needs_queries, even=even)
         self._open = Open(piece, form)
         return self._read(slab, queries, form, bias, stop, even)
 
@@ -309,34 +307,6 @@ class Layer:
             bias = below if bias is None else bias + below
         return fused_attention(queries, keys, values.narrow(2, 0, stop), form, bias)
 
-    def _remember(self, queries: Tensor, piece: Piece, even: bool) -> None:
-        """Put a piece's queries behind those of the tail, if a pool is going to ask for them."""
-        slab, wanted = self.slab, self.pipe.needs_queries
-        if slab is None or slab.queries is None:
-            return
-        if even:
-            slab.ask(queries, wanted + piece.waiting[0])
-        else:
-            rows, places, _ = piece.entries
-            slab.ask_at(queries, rows, wanted + piece.tail_places, places)
-
-    def _remember_last(self, queries: Tensor, piece: Piece) -> None:
-        """Of a whole prompt, put the last queries in front of those of the tail."""
-        slab, wanted = self.slab, self.pipe.needs_queries
-        if slab is None or slab.queries is None:
-            return
-        for row, count in enumerate(piece.counts):
-            last = queries[row : row + 1, :, :, max(0, count - wanted) : count]
-            slab.queries[row, :, wanted - last.shape[3] : wanted] = lined(last)[0]
-
-    def _last_queries(self, start: int) -> Tensor | None:
-        """The queries that pools ask for [batch, kv_heads, group, n, key_dim], from a place on."""
-        slab, wanted = self.slab, self.pipe.needs_queries
-        if slab is None or slab.queries is None or not wanted:
-            return None
-        last = slab.queries[:, :, start : start + wanted]
-        return last.unflatten(3, (-1, slab.keys.shape[3])).transpose(2, 3)
-
     def _is_plain(self, slab: Slab) -> bool:
         used = min(sum(row) for row in self.lengths)
         return bool((slab.a[:, :, :used] == 0).all() and (slab.b[:, :, :used] == 0).all())
@@ -348,34 +318,14 @@ class Layer:
 
         At once, so that no more than one layer holds the prompt.
         """
-        slab = self.slab
-        assert slab is not None
-        kv_heads, width = keys.shape[1], piece.width
+        assert self.slab is not None
         queries, keys = self._placed(queries, keys, form, piece)
-        zeros = torch.zeros(keys.shape[:3], device=keys.device)
-        position = piece.positions.expand(-1, kv_heads, -1)
-        mass = zeros.clone() if self.pipe.needs_mass else None
-        steps = torch.arange(width, device=keys.device)[None, None]
-        outs = []
-        for start in range(0, width, QUERY_BLOCK):
-            stop = min(start + QUERY_BLOCK, width)
-            bias = band(stop - start, stop, self.place.window, queries.dtype, keys.device)
-            if self.place.alibi is not None:
-                bias = bias + self.place.alibi.bias(steps[..., :stop], kv_heads, 0, stop - 1)
-            block, k, v = queries[:, :, :, start:stop], keys[:, :, :stop], values[:, :, :stop]
-            if mass is not None:
-                real = torch.where(piece.real[:, None, None, start:stop, None], 0.0, -torch.inf)
-                mass[:, :, :stop] += attention_mass(block, k, zeros[..., :stop], form, bias + real)
-            if fuses(form):
-                outs.append(fused_attention(block, k, v, form, bias))
-            else:
-                weights = zeros[..., :stop]
-                outs.append(two_weight_attention(block, k, v, weights, weights, form, bias))
-        arrivals = Slots(keys, values, zeros, zeros.clone(), position, mass)
-        self._remember_last(queries, piece)
+        mass = self.pipe.needs_mass
+        out, arrivals = exactly(queries, keys, values, form, piece, self.place, mass=mass)
+        remember_last(self.slab, queries, piece, self.pipe.needs_queries)
         self._open = Open(piece, form, arrivals)
         self._settle_early()
-        return torch.cat(outs, dim=3)
+        return out
 
 
 def _rotated(

@@ -1,8 +1,9 @@
-"""Attention that slots receive: counted once for all queries of a tail, when it is folded.
+"""Queries that wait in the slab, and the attention that slots receive from them.
 
-H2O and its kin rank tokens by the attention they have received. Nobody asks before the next fold,
-and until then no slot moves; so the queries wait in the slab, and a fold makes one matrix product
-of them in place of one in every step. Knows nothing about who reads the sums.
+Some pools look at the last queries when they fold; others rank tokens by the attention they have
+received, H2O and its kin. Nobody asks before the next fold, and until then no slot moves; so the
+queries wait in the slab, and a fold makes one matrix product of them in place of one in every step.
+Knows nothing about who reads the sums.
 """
 
 from __future__ import annotations
@@ -16,10 +17,46 @@ from weir.attention import Form, attention_mass
 from weir.plan import Piece
 from weir.positions import Place
 from weir.sight import sight
-from weir.slab import Slab
+from weir.slab import Slab, lined
 
 _AT_ONCE = 1 << 24
 """Logits held at once."""
+
+
+def remember(slab: Slab, queries: Tensor, piece: Piece, wanted: int, *, even: bool) -> None:
+    """Put a piece's queries behind those of the tail, where a pool is going to ask for them.
+
+    Args:
+        slab: `queries` has `wanted` places, and behind them those of the tail.
+        queries: [batch, kv_heads, group, width, key_dim].
+        piece: their tokens.
+        wanted: how many of the last queries pools look at.
+        even: all rows lie alike.
+    """
+    if slab.queries is None:
+        return
+    if even:
+        slab.ask(queries, wanted + piece.waiting[0])
+    else:
+        rows, places, _ = piece.entries
+        slab.ask_at(queries, rows, wanted + piece.tail_places, places)
+
+
+def remember_last(slab: Slab, queries: Tensor, piece: Piece, wanted: int) -> None:
+    """Of a whole prompt, put the last queries in front of those of the tail; as `remember`."""
+    if slab.queries is None:
+        return
+    for row, count in enumerate(piece.counts):
+        last = queries[row : row + 1, :, :, max(0, count - wanted) : count]
+        slab.queries[row, :, wanted - last.shape[3] : wanted] = lined(last)[0]
+
+
+def last_queries(slab: Slab, start: int, wanted: int) -> Tensor | None:
+    """So many queries [batch, kv_heads, group, n, key_dim], from place `start` on; None for 0."""
+    if slab.queries is None or not wanted:
+        return None
+    last = slab.queries[:, :, start : start + wanted]
+    return last.unflatten(3, (-1, slab.keys.shape[3])).transpose(2, 3)
 
 
 def tail_of(piece: Piece, chunk: int) -> Piece:
