@@ -51,3 +51,17 @@ def test_a_batch_that_was_cut_differently_has_the_same_sums(llama, ids):
     mine, theirs = one.slots(1), other.slots(1)
     assert torch.equal(mine.position, theirs.position)
     torch.testing.assert_close(mine.mass, theirs.mass, rtol=0, atol=1e-5)
+
+
+def test_older_queries_that_a_pool_looks_at_are_not_counted_again(llama, ids):
+    # Nothing leaves the first two pools, so the third changes nothing but what is remembered.
+    text = "recent(6) | heavy(40)"
+    masses = []
+    for policy in (text, f"{text} | snap(9, 4, 3)"):
+        cache = weir.StreamingCache(llama, policy, chunk=8)
+        with torch.no_grad():
+            for seed in range(5):
+                llama(ids(1, 8, seed=seed), past_key_values=cache)
+        masses.append(cache.slots(1).mass[:, :, :40])
+    assert masses[0].min() > 0
+    torch.testing.assert_close(masses[1], masses[0], rtol=0, atol=1e-6)
