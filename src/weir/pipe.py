@@ -250,10 +250,12 @@ def _written(pool: Pool, alone: bool = False) -> str:
     Where it stands `alone` in its pipe, the name of a parameter tells it from the policy that is
     called the same.
     """
-    first, *others = fields(cast(Any, pool))
-    name = f"{first.name}=" if alone and pool.name in NAMED else ""
-    words = [f"{name}{written(getattr(pool, first.name))}"]
-    for f in others:
-        if (value := getattr(pool, f.name)) != f.default:
+    words = []
+    for place, f in enumerate(fields(cast(Any, pool))):
+        value = getattr(pool, f.name)
+        if place == 0:
+            name = f"{f.name}=" if alone and pool.name in NAMED else ""
+            words.append(f"{name}{written(value)}")
+        elif value != f.default:
             words.append(f"{f.name}={written(value)}")
     return f"{pool.name}({', '.join(words)})"
