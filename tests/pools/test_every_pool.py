@@ -1,0 +1,237 @@
+"""What every pool must bear: strange keys and values, odd sizes, too little room.
+
+A layer by itself, so that head dimensions can be what no model here has. Whatever `POOLS` holds is
+tested; a pool that is not among the pipes below is missing, and a test says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import Tensor
+
+import weir
+from weir.attention import Form
+from weir.draws import Draws
+from weir.layer import Layer
+from weir.load import ASSETS
+from weir.plan import cut
+from weir.policy import NAMED, Pipe, PolicyError, policy
+from weir.pools import POOLS
+from weir.positions import Place
+
+PIPES = {
+    "sink": ["sink(3) | recent(6)"],
+    "recent": ["recent(8)", "recent(3) | recent(5)", "recent(none)"],
+    "reservoir": ["recent(4) | reservoir(6)", "recent(4) | reservoir(6, weighted=true)"],
+    "uniform": [
+        "recent(4) | uniform(6)",
+        "recent(4) | uniform(6, weighted=true)",
+        "recent(4) | uniform(rate=0.3, weighted=true)",
+    ],
+    "heavy": ["recent(4) | heavy(6)"],
+    "hive": ["sink(2) | recent(4) | hive(9, stride=3)", "recent(4) | hive(9, local_max=false)"],
+    "kcenter": ["recent(4) | kcenter(6)", "kcenter(k=6)"],
+    "subgen": [
+        "recent(4) | subgen(8, clusters=4, per_cluster=2)",
+        "recent(4) | subgen(8, clusters=none, per_cluster=2, delta=1.5)",
+        "recent(4) | subgen(8, clusters=4, per_cluster=2, exact=false)",
+    ],
+    "balance": [
+        "sink(2) | recent(2) | balance(8)",
+        "recent(2) | balance(8, halves=authors, sets=flat)",
+        "recent(2) | balance(8, halves=paper, gamma=none)",
+        "recent(2) | balance(16, sets=separate)",
+    ],
+    "outliers": ["recent(4) | outliers(6, block=4, dilate=1)"],
+    "snap": ["snap(12, window=4, kernel=3)", "snap(12, window=4, average=true)"],
+}
+EVERY = [text for texts in PIPES.values() for text in texts]
+SHARED = [text for text in EVERY if not policy(text).two_weights]
+"""Pipes whose slots weigh the same in both sums, so that an answer lies among the values."""
+
+LENGTH, CHUNK = 90, 4
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def fed(text: str, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Layer]:
+    """Answers [batch, heads, LENGTH, value_dim] in forwards of several lengths, and the layer.
+
+    After each forward the slab is as large as before, and holds whole tokens of the stream.
+    """
+    pipe = policy(text).for_layer(0, 1)
+    layer = Layer(pipe, Place(), CHUNK, Draws(0), 0, 1)
+    batch, seen, answers, sizes = keys.shape[0], 0, [], set()
+    for width in (1, 1, 13, 2, 40, 33):
+        span = slice(seen, seen + width)
+        waiting = [seen % CHUNK] * batch
+        plan = cut(None, batch, width, [seen] * batch, waiting, CHUNK, torch.device("cpu"))
+        q, k, v = (t[:, :, span] for t in (queries, keys, values))
+        answers.append(layer.attend(q, k, v, Form(scale=0.4), plan))
+        layer.settle()
+        seen += width
+        assert layer.slab is not None
+        sizes.add(layer.slab.nbytes)
+        held = layer.slab.run(0, sum(layer.lengths[0]))
+        assert pipe.slots is None or len(held) <= pipe.slots
+        assert (held.position < seen).all()
+        assert not held.a.isnan().any() and not held.b.isnan().any()
+        assert len(held) == 0 or held.held.any(dim=2).all()
+    assert seen == LENGTH
+    assert pipe.slots is None or len(sizes) == 1
+    out = torch.cat(answers, dim=2)
+    assert out.isfinite().all()
+    return out, layer
+
+
+def exactly(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Causal softmax attention over everything, in float64."""
+    group = queries.shape[1] // keys.shape[1]
+    k, v = (t.double().repeat_interleave(group, dim=1) for t in (keys, values))
+    logits = queries.double() @ k.transpose(2, 3) * 0.4
+    hidden = torch.ones(keys.shape[2], keys.shape[2], dtype=torch.bool).triu(1)
+    return (logits.masked_fill(hidden, -torch.inf).softmax(dim=-1) @ v).float()
+
+
+def test_every_pool_is_tested_here():
+    assert set(PIPES) == set(POOLS) - {"every", "loud"}  # which other tests register for a while
+    for name, texts in PIPES.items():
+        assert all(name in {pool.name for pool in policy(text).pools} for text in texts)
+
+
+@pytest.mark.parametrize("dims", [(7, 5), (5, 8), (1, 1), (16, 3)])
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2)])
+@pytest.mark.parametrize("text", EVERY)
+def test_head_dimensions_may_be_odd_and_differ_and_there_may_be_one_head(text, heads, dims):
+    queries, keys = random(2, heads[0], LENGTH, dims[0]), random(2, heads[1], LENGTH, dims[0])
+    values = random(2, heads[1], LENGTH, dims[1])
+    out, layer = fed(text, queries, keys, values)
+    assert out.shape == (2, heads[0], LENGTH, dims[1])
+    if "exact=false" not in text:  # which draws from the first token on
+        first = min(sum(pool.slots() or 99 for pool in policy(text).pools), 6)
+        torch.testing.assert_close(
+            out[:, :, :first], exactly(queries, keys, values)[:, :, :first], atol=1e-5, rtol=0
+        )
+    # What a slot holds is a token of the stream, whole, with its own key and value.
+    held = layer.slab.run(0, sum(layer.lengths[0]))
+    for row in range(2):
+        for head in range(heads[1]):
+            place = held.position[row, head]
+            real = place >= 0
+            assert torch.equal(held.values[row, head][real], values[row, head][place[real]])
+
+
+@pytest.mark.parametrize("text", EVERY)
+def test_equal_keys_give_an_average_of_values(text):
+    queries, values = random(1, 2, LENGTH, 7), random(1, 2, LENGTH, 5)
+    keys = random(1, 2, 1, 7).expand(-1, -1, LENGTH, -1)
+    out, _ = fed(text, queries, keys, values)
+    if text in SHARED:
+        assert (out <= values.amax(dim=2, keepdim=True) + 1e-5).all()
+        assert (out >= values.amin(dim=2, keepdim=True) - 1e-5).all()
+
+
+@pytest.mark.parametrize("text", SHARED)
+def test_equal_tokens_give_their_value(text):
+    queries = random(1, 2, LENGTH, 7)
+    keys, values = (random(1, 2, 1, n).expand(-1, -1, LENGTH, -1) for n in (7, 5))
+    out, _ = fed(text, queries, keys, values)
+    torch.testing.assert_close(out, values.expand_as(out), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("keys_too", [False, True])
+@pytest.mark.parametrize("text", EVERY)
+def test_zero_values_give_zero(text, keys_too):
+    keys = random(1, 2, LENGTH, 7) * (not keys_too)
+    out, _ = fed(text, random(1, 2, LENGTH, 7), keys, torch.zeros(1, 2, LENGTH, 5))
+    assert out.eq(0).all()
+
+
+@pytest.mark.parametrize("text", EVERY)
+def test_enormous_keys_are_borne(text):
+    keys = random(1, 2, LENGTH, 7) * 1e4
+    values = random(1, 2, LENGTH, 5)
+    out, _ = fed(text, random(1, 2, LENGTH, 7) * 10, keys, values)
+    if text in SHARED:  # sums over different tokens may be of any two sizes
+        assert out.abs().max() <= values.abs().max() + 1e-5
+
+
+# --- too little room
+
+TOO_SMALL = {
+    "sink": "sink(0) | recent(4)",
+    "recent": "recent(0)",
+    "reservoir": "recent(4) | reservoir(0)",
+    "uniform": "recent(4) | uniform(0)",
+    "heavy": "recent(4) | heavy(0)",
+    "hive": "recent(4) | hive(4, stride=5)",
+    "kcenter": "recent(4) | kcenter(0)",
+    "subgen": "recent(4) | subgen(0, clusters=4)",
+    "balance": "recent(4) | balance(3)",
+    "outliers": "recent(4) | outliers(0)",
+    "snap": "snap(32, window=32)",
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_a_pool_without_room_is_refused_where_it_stands(name):
+    text = TOO_SMALL[name]
+    with pytest.raises(PolicyError) as refusal:
+        policy(text)
+    assert refusal.value.at == (0 if text.startswith(name) else text.index("| ") + 2)
+    assert "\n" not in str(refusal.value)
+
+
+BUDGETED = [n for n, it in NAMED.items() if "budget" in inspect.signature(it.make).parameters]
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+def test_a_budget_is_kept_or_refused_with_a_reason(name):
+    kept = []
+    for budget in range(-3, 90):
+        try:
+            made = policy(f"{name}(budget={budget})")
+        except PolicyError as refusal:
+            assert refusal.at == 0
+            assert str(refusal).count("\n") == 0
+            continue
+        kept.append(budget)
+        if isinstance(made, Pipe):
+            assert 1 <= made.slots <= budget
+    # Once there is room there is room for every larger budget.
+    assert kept == list(range(kept[0], 90))
+    assert kept[0] >= 1
+
+
+# --- what is announced is what is held
+
+
+@pytest.fixture(scope="module")
+def nano():
+    return weir.load("nano")[0]
+
+
+@pytest.mark.skipif(not (ASSETS / "nano").exists(), reason="nano is not packaged here")
+@pytest.mark.parametrize("name", sorted(set(NAMED) - {"dense", "recompute"}))
+def test_a_slab_has_the_slots_that_are_announced_and_keeps_its_bytes(nano, name):
+    text = f"{name}(budget=96)" if name in BUDGETED else f"{name}(snap(96))"
+    stream = weir.Stream(nano, text, chunk=16)
+    stream.feed([1])
+    first = stream.nbytes
+    ids = torch.randint(2, 4096, (300,), generator=torch.Generator().manual_seed(0))
+    for piece in ids.split(100):
+        stream.feed(piece)
+        assert stream.nbytes == first
+    layers = stream.cache.stack
+    announced = [stream.policy.for_layer(n, len(layers)).slots for n in range(len(layers))]
+    assert [len(layer.slab) - 16 for layer in layers] == announced
+    assert sum(announced) <= 96 * len(layers)
+    slabs = [layer.slab.tensors() for layer in layers]
+    states = [layer.slab.state for layer in layers]
+    buffers = [t for found in (*slabs, *states) for t in found.values()]
+    assert first == sum({t.data_ptr(): t.untyped_storage().nbytes() for t in buffers}.values())
