@@ -187,12 +187,13 @@ def test_layers_that_slide_are_left_out_and_not_to_be_had():
             capture(model, tokens(1, 20)[0], [layer])
 
 
-def test_a_model_is_as_it_was_after_it_was_listened_to(llama, ids):
+def test_a_model_is_as_it_was_after_it_was_listened_to(fresh_llama, ids):
+    model = fresh_llama()
     with torch.no_grad():
-        before = llama(ids(1, 20)).logits
-        capture(llama, ids(1, 20)[0])
-        assert torch.equal(llama(ids(1, 20)).logits, before)
-    assert not llama.model._forward_hooks and not llama.model._forward_pre_hooks
+        before = model(ids(1, 20)).logits
+        capture(model, ids(1, 20)[0])
+        assert torch.equal(model(ids(1, 20)).logits, before)
+    assert not model.model._forward_hooks and not model.model._forward_pre_hooks
 
 
 # --- what is asked
