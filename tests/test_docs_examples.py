@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation import stopping_criteria
 
 import weir
 from weir.load import ASSETS
@@ -78,8 +80,12 @@ def test_the_examples_of_a_page_run_one_after_the_other(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     space: dict[str, Any] = {"__name__": "example"}
+    warned: list[str] = []
+    for logger in (stopping_criteria.logger, transformers.generation.utils.logger):
+        monkeypatch.setattr(logger, "warning_once", lambda text, *more: warned.append(text))
     for code in blocks(page, "python"):
         run(code, page, space)
+    assert not warned  # of a window that examples of weir are about to leave, for one
 
 
 def test_the_errors_of_a_policy_are_the_ones_shown() -> None:
