@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
 
@@ -177,6 +178,11 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(model, tmp_path):
     assert process.process.stdout.read(20)
     process.interrupt()
     process.wait_for("tokens seen, ")
+    # What is left of the first answer is not to be taken for the second.
+    os.set_blocking(process.process.stdout.fileno(), False)
+    while process.process.stdout.read(4096):
+        pass
+    os.set_blocking(process.process.stdout.fileno(), True)
     process.tell("And you?")
     assert process.process.stdout.read(20)
     process.interrupt()
