@@ -66,12 +66,12 @@ class Ended:
     err: str
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: object) -> Ended:
-    """`weir WORDS` in this process."""
+def run(capsys: pytest.CaptureFixture[str], *words: object, columns: int = 100) -> Ended:
+    """`weir WORDS` in this process, on a terminal of so many columns."""
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["weir", *map(str, words)])
-        patch.setenv("COLUMNS", "100")
+        patch.setenv("COLUMNS", str(columns))
         with pytest.raises(SystemExit) as ended:
             main()
     out, err = capsys.readouterr()
