@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import weir
-from weir.cli import main
+from weir.cli import common, main
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
@@ -72,6 +72,9 @@ def run(capsys: pytest.CaptureFixture[str], *words: object, columns: int = 100) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["weir", *map(str, words)])
         patch.setenv("COLUMNS", str(columns))
+        for console in (common.output, common.messages):
+            # A console made while COLUMNS was set keeps that width for good.
+            patch.setattr(console, "_width", columns)
         with pytest.raises(SystemExit) as ended:
             main()
     out, err = capsys.readouterr()
@@ -106,15 +109,22 @@ class Process:
             assert time.monotonic() < end, f"it never said {words!r}: {self.err}"
             assert self._read(0.1) or self.process.poll() is None, self.err
 
-    def wait_for_more(self) -> None:
-        """Read standard error until it has said anything more."""
-        said = len(self.err)
-        while len(self.err) == said:
-            assert self._read(90), self.err
-
     def interrupt(self) -> None:
         """Ctrl-C."""
         self.process.send_signal(signal.SIGINT)
+
+    def interrupt_until_a_line(self) -> None:
+        """Ctrl-C, and again while standard error has not said one more line.
+
+        Python looks for signals between its own instructions: one that comes after the last of
+        these and before the system waits for input is only seen together with the next.
+        """
+        end = time.monotonic() + 90
+        lines = self.err.count("\n")
+        while self.err.count("\n") == lines:
+            assert time.monotonic() < end, self.err
+            self.interrupt()
+            self._read(1)
 
     def end(self) -> Ended:
         """No more input; wait for its end."""

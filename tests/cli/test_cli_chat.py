@@ -187,9 +187,9 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(model, tmp_path):
     assert process.process.stdout.read(20)
     process.interrupt()
     process.wait_for("tokens seen, ", times=2)
-    process.wait_for("tokens/s", times=2)
-    process.interrupt()  # with no answer under way it starts a new line
-    process.wait_for_more()
+    process.wait_for("tokens/s\x1b[0m\r\n", times=2)
+    for _ in range(10):
+        process.interrupt_until_a_line()  # with no answer under way it starts one
     process.tell(f"/save {path}")
     process.wait_for("saved to")
     ended = process.end()

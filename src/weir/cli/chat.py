@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +14,7 @@ import typer
 from weir.cli import app
 from weir.cli.common import (
     Chunk,
+    Interrupt,
     Model,
     PolicyText,
     Seed,
@@ -62,20 +65,26 @@ def chat(
     say(f"{model} under {talk.stream.policy}{kind}. /help for help.")
     if session is not None:
         say(f"{talk.stream.seen:,} tokens seen before")
-    while (line := _ask()) is not None:
-        if line.startswith("/"):
+    with interruptible(noted=math.inf) as interrupt:
+        while (line := _ask(interrupt)) is not None:
             try:
-                if not _command(talk, line.strip()):
-                    return
+                if line.startswith("/"):
+                    with interrupt.noting(0):
+                        if not _command(talk, line.strip()):
+                            return
+                elif line.strip():
+                    answer = talk.say(line, most=most, temperature=temperature, top_p=top_p)
+                    with interrupt.noting(1):
+                        _write(answer, interrupt)
+                    _tell_state(talk)
             except WeirError as error:
                 say(f"weir: {error}")
             except KeyboardInterrupt:
-                say("interrupted; nothing has changed")
-        elif line.strip():
-            _answer(talk, line, most, temperature, top_p)
+                # Within a fold, perhaps: then the stream says so itself.
+                say(f"interrupted{'; nothing has changed' if line.startswith('/') else ''}")
 
 
-def _ask() -> str | None:
+def _ask(interrupt: Interrupt) -> str | None:
     """The next line; None at the end of the input. Ctrl-C at the prompt starts a new line."""
     terminal = sys.stdin.isatty()
     if terminal:
@@ -83,10 +92,11 @@ def _ask() -> str | None:
             import readline  # noqa: F401  (input() then edits lines and remembers them)
     while True:
         try:
-            if terminal:
-                return input("> ")
-            # Bytes, so that a line that is not UTF-8 spoils no other.
-            read = sys.stdin.buffer.readline()
+            with interrupt.noting(0):
+                if terminal:
+                    return input("> ")
+                # Bytes, so that a line that is not UTF-8 spoils no other.
+                read = sys.stdin.buffer.readline()
             return read.decode("utf-8").rstrip("\r\n") if read else None
         except EOFError:
             say("")
@@ -97,23 +107,18 @@ def _ask() -> str | None:
             say("weir: that line is not UTF-8")
 
 
-def _answer(talk: Conversation, line: str, most: int, temperature: float, top_p: float) -> None:
-    with interruptible() as interrupt:
-        answer = talk.say(line, most=most, temperature=temperature, top_p=top_p)
-        try:
-            for piece in answer:
-                sys.stdout.write(piece)
-                sys.stdout.flush()
-                if interrupt:
-                    break
-        except WeirError as error:
-            say(f"weir: {error}")
-            return
-        except KeyboardInterrupt:
-            say("interrupted")  # twice, perhaps within a fold: then the stream says so itself
-            return
+def _write(answer: Iterator[str], interrupt: Interrupt) -> None:
+    """Each piece as it comes, until it ends or is interrupted."""
+    for piece in answer:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+        if interrupt:
+            break
     sys.stdout.write("\n")
     sys.stdout.flush()
+
+
+def _tell_state(talk: Conversation) -> None:
     report = talk.stream.report()
     held = [sum(layer["slots"].values()) for layer in report.get("layers", ())]
     slots = f"{max(held):,} slots, " if held else ""

@@ -86,29 +86,44 @@ def progress() -> Progress:
 
 
 class Interrupt:
-    """Whether Ctrl-C was pressed."""
+    """How often Ctrl-C was pressed, and from which press on it breaks off."""
 
-    def __init__(self) -> None:
-        self.asked = False
+    def __init__(self, noted: float) -> None:
+        self._outside = self._noted = noted
+        self._pressed = 0
 
     def __bool__(self) -> bool:
-        return self.asked
+        return self._pressed > 0
+
+    def press(self, number: int, frame: FrameType | None) -> None:
+        """The handler of the signal."""
+        self._pressed += 1
+        if self._pressed > self._noted:
+            # Here and not only where a block ends: it may be one that has hardly begun.
+            self._noted = self._outside
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def noting(self, presses: float) -> Iterator[None]:
+        """In this block so many presses are only noted, those just before it among them."""
+        try:
+            self._noted = presses  # before the look back, so that none falls between the two
+            if self._pressed > presses:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._noted = self._outside
+            self._pressed = 0
 
 
 @contextmanager
-def interruptible() -> Iterator[Interrupt]:
-    """Ctrl-C sets a flag instead of breaking off, so that no forward is left half way.
+def interruptible(noted: float = 1) -> Iterator[Interrupt]:
+    """Ctrl-C is noted instead of breaking off, so that no forward is left half way.
 
-    A second Ctrl-C breaks off after all.
+    A second one breaks off after all, or the one after so many as are to be `noted`.
     """
-    interrupt = Interrupt()
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        if interrupt.asked:
-            raise KeyboardInterrupt
-        interrupt.asked = True
-
-    before = signal.signal(signal.SIGINT, ask)
+    interrupt = Interrupt(noted)
+    before = signal.signal(signal.SIGINT, interrupt.press)
     try:
         yield interrupt
     finally:
