@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,12 +25,16 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from weir.attention import Form
+from weir.compiled import Compiled, Step
 from weir.errors import WeirError
 from weir.families import install, unmasked
 from weir.models import ModelFacts, describe
 
 if TYPE_CHECKING:
     from weir.cache import StreamingCache
+
+_COMPILED: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""Decoders whose steps are to be compiled, and the options of `torch.compile`."""
 
 _ATTACHED: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
 """By decoder."""
@@ -47,7 +52,7 @@ class Attachment:
     def __init__(self, facts: ModelFacts) -> None:
         self.facts = facts
         self.caches: weakref.WeakSet[StreamingCache] = weakref.WeakSet()
-        self.running: StreamingCache | None = None
+        self.running: StreamingCache | Step | None = None
         self._switched = False
         self._previous: str | None = None
         self._signature = inspect.signature(facts.decoder.forward)
@@ -58,6 +63,9 @@ class Attachment:
             module.register_forward_hook(self._placed, with_kwargs=True)
             for module in facts.rotaries
         ]
+        self._compiled: Compiled | None = None
+        self._replaced_forward: dict[str, Any] = {}
+        self.compile(_COMPILED.get(facts.decoder))
         self._uninstall = install(facts.kind, facts.decoder, facts.attentions, self)
 
     def attend(
@@ -67,9 +75,48 @@ class Attachment:
         assert self.running is not None
         return self.running.attend(layer, queries, keys, values, form)
 
+    def compile(self, options: Mapping[str, Any] | None) -> None:
+        """Compile decode steps from now on, with options of `torch.compile`; None: do not."""
+        decoder = vars(self.facts.decoder)
+        if self._compiled is not None:
+            decoder.pop("forward")
+            decoder.update(self._replaced_forward)
+            self._compiled = None
+        if options is not None:
+            self._replaced_forward = {k: v for k, v in decoder.items() if k == "forward"}
+            self._compiled = Compiled(self.facts.decoder, options)
+            decoder["forward"] = self._forward
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The decoder's forward while its steps are compiled."""
+        cache, compiled = self.running, self._compiled
+        assert compiled is not None
+        plain = any(kwargs.get(name) for name in _MORE) or kwargs.get("return_dict") is False
+        if not isinstance(cache, Step) and cache is not None and not args and not plain:
+            output = self._step(cache, compiled, kwargs)
+            if output is not None:
+                return output
+        return compiled.own(*args, **kwargs)
+
+    def _step(self, cache: StreamingCache, compiled: Compiled, given: dict[str, Any]) -> Any:
+        """The decoder's output for a token by a compiled step; None if there cannot be one."""
+        step = cache.step()
+        if step is None:
+            return None
+        self.running = step
+        try:
+            output = compiled(step, given)
+        finally:
+            self.running = cache
+        if output is not None:
+            cache.stepped(step)
+            output.past_key_values = cache
+        return output
+
     def leave(self) -> None:
         """Take the hooks off; the model is as it was."""
         self._disarm()
+        self.compile(None)
         self._uninstall()
         for handle in self._handles:
             handle.remove()
@@ -117,7 +164,7 @@ class Attachment:
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         cache = self.running
         self._disarm()
-        if cache is not None:
+        if cache is not None and not isinstance(cache, Step):
             cache.weir_end(finished=output is not None)
 
     def _disarm(self) -> None:
@@ -142,6 +189,10 @@ class Attachment:
         return self.running.rotations(kind, output[0].shape[-1], output[0].device)
 
 
+_MORE = ("output_hidden_states", "output_attentions")
+"""What a compiled step does not return."""
+
+
 def _refuse_images(given: dict[str, Any]) -> None:
     kinds = given.get("token_type_ids")
     if given.get("pixel_values") is not None or (kinds is not None and bool(kinds.any())):
@@ -161,6 +212,27 @@ def attach(model: PreTrainedModel, cache: StreamingCache) -> Attachment:
     held.caches.add(cache)
     weakref.finalize(cache, _release, weakref.ref(decoder))
     return held
+
+
+def compile_steps(model: PreTrainedModel, *, on: bool = True, **options: Any) -> None:
+    """Compile decode steps of a model with caches of weir, those that live and those to come.
+
+    A step is one token for each row. The first one after a prompt compiles, which takes as long as
+    `torch.compile` takes for the model, and needs a C++ compiler; each size of batch and of cache
+    is compiled by itself. Answers differ by rounding only.
+
+    Args:
+        model: the causal language model.
+        on: False to do so no longer.
+        options: for `torch.compile`: `mode`, `backend`, `options`.
+    """
+    decoder = model.base_model
+    _COMPILED.pop(decoder, None)
+    if on:
+        _COMPILED[decoder] = options
+    held = _ATTACHED.get(decoder)
+    if held is not None:
+        held.compile(_COMPILED.get(decoder))
 
 
 def detach(cache: StreamingCache) -> None:
@@ -199,15 +271,18 @@ def weir_attention(
     Args:
         query: at its place in the stream [batch, heads, length, key_dim].
         key, value: of the new tokens only [batch, kv_heads, length, dim], with the mark that
-            `StreamingCache.update` left on `key`.
+            `StreamingCache.update` left on `key`, or in a tuple with it (`Step.update`).
 
     Returns:
         ([batch, length, heads, value_dim], None).
     """
-    mark = getattr(key, "weir", None)
-    if mark is None:
-        raise WeirError("weir attention was chosen for a call without a StreamingCache")
-    cache, layer = mark
+    if isinstance(key, tuple):  # a compiled step, which cannot mark a tensor
+        cache, layer, key = key
+    else:
+        mark = getattr(key, "weir", None)
+        if mark is None:
+            raise WeirError("weir attention was chosen for a call without a StreamingCache")
+        cache, layer = mark
     form = Form(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         softcap=softcap,

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from weir.arguments import shortened, shown
 from weir.attach import attach, detach
 from weir.attention import Form
+from weir.compiled import Step
 from weir.draws import Draws
 from weir.errors import NotFiniteError, WeirError
 from weir.held import Held, look
@@ -250,6 +251,7 @@ class StreamingCache(Cache):
         for layer in self.stack:
             layer.reset()
         self.rows = Rows()
+        self._asked: set[tuple[str | None, int]] = set()
         self._running: tuple[Plan, Rows] | None = None
         self._broken = False
 
@@ -422,10 +424,39 @@ class StreamingCache(Cache):
             Twice [batch or 1, length, width], float32; None where no layer rotates.
         """
         assert self._running is not None
+        self._asked.add((kind, width))
         if not self._rotations:
             return None
         rotary = self._rotations.get(kind) or next(iter(self._rotations.values()))
         return rotary.tables(self._running[0].positions.to(device), width)
+
+    def step(self) -> Step | None:
+        """The forward under way as a compiled step; None if it has to go the usual way."""
+        assert self._running is not None
+        plan = self._running[0]
+        piece = plan.pieces[0] if len(plan.pieces) == 1 else None
+        if piece is None or plan.full or not (plan.whole and piece.even and piece.width == 1):
+            return None
+        spots = [layer.spot() for layer in self.stack]
+        ends = [layer.ends(piece.waiting) for layer in self.stack]
+        if torch.is_grad_enabled() or any(len(set(rows)) > 1 for rows in ends):
+            return None
+        whole = [spot for spot in spots if spot is not None and spot.b.device == piece.device]
+        if len(whole) < len(spots):
+            return None
+        return Step(
+            whole,
+            torch.tensor([rows[0] for rows in ends], device=piece.device),
+            torch.tensor(piece.waiting[:1], device=piece.device),
+            {key: self.rotations(*key, piece.device) for key in tuple(self._asked)},
+        )
+
+    def stepped(self, step: Step) -> None:
+        """A compiled step of the forward under way has been made."""
+        assert self._running is not None
+        (piece,) = self._running[0].pieces
+        for layer, largest in zip(self.stack, step.largest.split(1), strict=True):
+            layer.stepped(piece, largest)
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form

@@ -26,6 +26,7 @@ from weir.attention import (
     two_weight_attention,
     two_weight_kernel,
 )
+from weir.compiled import Spot
 from weir.draws import Draws
 from weir.errors import NotFiniteError, WeirError
 from weir.folding import Folding
@@ -90,6 +91,7 @@ class Layer:
         self._plain = True
         self._open: Open | None = None
         self._before: Before | None = None
+        self._form: Form | None = None
 
     def attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, form: Form, plan: Plan
@@ -109,6 +111,7 @@ class Layer:
         Raises:
             NotFiniteError: a key or value is infinite or not a number.
         """
+        self._form = form
         self._check_finite(keys, values)
         batch, heads, length, _ = queries.shape
         kv_heads = keys.shape[1]
@@ -151,6 +154,23 @@ class Layer:
             self.unseen = [torch.stack(ends)]
         elif not all(map(math.isfinite, ends)):
             raise NotFiniteError(self.folding.layer)
+
+    def spot(self) -> Spot | None:
+        """Where the next token of all rows goes, for a compiled step; None for the usual way."""
+        if self.slab is None or self._form is None:
+            return None
+        return Spot.of(self.slab, self.pipe, self.place, self._form)
+
+    def stepped(self, piece: Piece, largest: Tensor) -> None:
+        """A compiled step has written the token of a piece and answered it; as after `attend`.
+
+        Args:
+            piece: one token of each row.
+            largest: the largest absolute number among its keys and values [1].
+        """
+        assert self._form is not None
+        self.unseen = [largest]
+        self._open = Open(piece, self._form)
 
     def settle(self) -> None:
         """The forward has succeeded: count its attention, keep its queries, fold what is full."""
