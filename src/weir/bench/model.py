@@ -38,10 +38,17 @@ def config(sizes: Sizes) -> LlamaConfig:
     )
 
 
-@lru_cache(maxsize=2)
-def _made(sizes: Sizes, dtype: torch.dtype) -> PreTrainedModel:
+def twin_of(setting: Setting) -> PreTrainedModel:
+    """Another object with the same weights, for what is done to one of them only."""
+    return _make(setting.sizes, setting.dtype)
+
+
+def _make(sizes: Sizes, dtype: torch.dtype) -> PreTrainedModel:
     torch.manual_seed(0)
     return LlamaForCausalLM(config(sizes)).eval().to(dtype)
+
+
+_made = lru_cache(maxsize=2)(_make)
 
 
 def model_of(setting: Setting) -> PreTrainedModel:
