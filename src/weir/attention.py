@@ -116,6 +116,18 @@ def fused_attention(
             queries[:, :, :, 0], keys, values, bias, scale=form.scale
         )
         return out[:, :, :, None]
+    if bias is not None and bias.shape[2] == 1 and bias.shape[1] > 1:
+        # Weights of slots, the same for all heads of a group: so each KV head is a row of its own,
+        # and nothing as large as queries times slots is copied for every query head.
+        out = F.scaled_dot_product_attention(
+            queries.flatten(0, 1),
+            keys.flatten(0, 1)[:, None],
+            values.flatten(0, 1)[:, None],
+            bias.expand(batch, -1, -1, -1, -1).flatten(0, 1),
+            scale=form.scale,
+            enable_gqa=group > 1,
+        )
+        return out.unflatten(0, (batch, kv_heads))
     if bias is not None:
         heads = bias.shape[1] * bias.shape[2]
         if heads != 1:
