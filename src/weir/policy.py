@@ -235,25 +235,33 @@ def balancekv(
     sets: str = "shared",
     precision: float = 0.1,
     eager: bool = False,
-    outliers: int = 0,
+    outliers: float = 0.0,
 ) -> Policy:
     """Keep the first tokens, the newest, and balanced halves of all between, weighted for the rest.
 
     Sinks and recent tokens are an eighth of the budget each unless they are given: 32 and 32 of 256
-    as in the authors' code, 256 and 256 of 2,048 as in the paper. `outliers` slots of the budget
-    keep tokens whose keys point away from those around them, the variant for needles. The other
-    parameters are the pool's.
+    as in the authors' code, 256 and 256 of 2,048 as in the paper. Of the slots between, a share of
+    `outliers` keeps tokens whose keys point away from the others, the variant for needles. The
+    other parameters are the pool's.
     """
+    if not 0 <= outliers < 1:
+        raise WeirError(
+            f"outliers of balancekv are a share of the slots between sinks and recent tokens, from "
+            f"0 to less than 1, not {outliers:g}; in a pipe, outliers(64) has so many slots"
+        )
     eighth = max(1, budget // 8)
     sinks = eighth if sinks is None else sinks
     recent = eighth if recent is None else recent
-    n = budget - sinks - recent - outliers
+    away = max(0, int(outliers * (budget - sinks - recent)))
+    n = budget - sinks - recent - away
     if n < 4:
+        beside = f"sink({sinks}) and recent({recent})"
+        if away:
+            beside = f"sink({sinks}), recent({recent}) and outliers({away})"
         raise WeirError(
-            f"a budget of {budget} leaves no room for 4 slots or more of balance beside "
-            f"sink({sinks}), recent({recent}) and outliers({outliers})"
+            f"a budget of {budget} leaves no room for 4 slots or more of balance beside {beside}"
         )
-    exact = [Outliers(outliers)] if outliers else []
+    exact = [Outliers(away)] if away else []
     first = (*([Sink(sinks)] if sinks else []), Recent(recent), *exact)
     pool = Balance(n, block, halves, gamma, temperature, constant, sets, precision, eager)
     return Pipe((*first, pool))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 import pytest
 
 import weir
@@ -26,6 +28,25 @@ def errors():
     return measure
 
 
+@pytest.fixture(scope="module")
+def pieces():
+    """What `pieces(names, rates)` measures: the mean error over six texts, by name, rate, layer."""
+    model, tokenizer = weir.load("nano")
+    book = read_text("src/weir/assets/war-and-peace.txt.xz")
+    texts = [encode(tokenizer, book[start:], 512) for start in range(5000, 125_000, 20_000)]
+
+    def measure(names, rates):
+        found = {}
+        for ids in texts:
+            setup = set_up(model, len(ids), 512)
+            asked = ask(names, setup, rates)[0]
+            for row in attention_error(model, ids, asked, setup, seeds=range(3)):
+                found.setdefault((row.name, row.rate, row.layer), []).append(row.error)
+        return {place: fmean(errors) for place, errors in found.items()}
+
+    return measure
+
+
 def test_errors_are_below_those_of_uniform_samples(errors):
     rows, means = errors([UNIFORM, "balancekv", AUTHORS], RATES, 2048, 10)
     by_place = {(row.name, row.rate, row.layer): row for row in rows}
@@ -45,3 +66,14 @@ def test_errors_fall_with_the_size_of_blocks(errors):
     _, means = errors(names, (1 / 4,), 4096, 3)
     small, middle, large = (means[name, 1 / 4] for name in names)
     assert small > middle > large
+
+
+def test_keeping_what_points_away_lowers_errors_within_the_window(pieces):
+    # Texts of 512 tokens, as long as nano's window, as in docs/methods/balancekv.md.
+    away = "balancekv(outliers=0.33)"
+    error = pieces([UNIFORM, "balancekv", AUTHORS, away], (1 / 2, 1 / 4, 1 / 8))
+    for rate in (1 / 2, 1 / 4, 1 / 8):
+        for layer in range(4):
+            assert error["balancekv", rate, layer] < error[UNIFORM, rate, layer]
+            assert error[away, rate, layer] < 0.95 * error[UNIFORM, rate, layer]
+            assert error[away, rate, layer] < error[AUTHORS, rate, layer]

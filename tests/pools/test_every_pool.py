@@ -45,7 +45,7 @@ PIPES = {
         "recent(2) | balance(8, halves=paper, gamma=none)",
         "recent(2) | balance(16, sets=separate)",
     ],
-    "outliers": ["recent(4) | outliers(6, block=4, dilate=1)"],
+    "outliers": ["recent(4) | outliers(6, over=4, dilate=1)"],
     "snap": ["snap(12, window=4, kernel=3)", "snap(12, window=4, average=true)"],
 }
 EVERY = [text for texts in PIPES.values() for text in texts]

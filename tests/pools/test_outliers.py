@@ -1,4 +1,4 @@
-"""Keys that point away from their block: the pool holds what a naive loop holds."""
+"""Keys that point away from the others: the pool holds what a naive loop holds."""
 
 from __future__ import annotations
 
@@ -26,70 +26,95 @@ def stream(length: int, seed: int = 0) -> Tensor:
 
 
 def at(keys: Tensor, places: Tensor) -> Slots:
-    """The tokens at places [2, 2, n], -1 for none."""
-    index = places.clamp_min(0)[..., None].expand(-1, -1, -1, 4)
-    weight = torch.zeros(places.shape).masked_fill(places < 0, -torch.inf)
+    """The tokens at places [batch, kv_heads, n], -1 for none; weights follow from the places."""
+    index = places.clamp_min(0)[..., None].expand(-1, -1, -1, keys.shape[3])
+    weight = (places % 5 * 0.25).masked_fill(places < 0, -torch.inf)
     return Slots(keys.gather(2, index), keys.gather(2, index), weight, weight.clone(), places)
+
+
+def once(pool: Outliers, keys: Tensor) -> tuple[list[int], list[int]]:
+    """Who stays and who flows on, of keys [length, key_dim] that arrive at once."""
+    new = at(keys[None, None], torch.arange(len(keys))[None, None])
+    none = new.part(0, 0)
+    held, rest = pool.fold(none, new, replace(FOLD, state=pool.state(none)))
+    return held.position[0, 0].tolist(), rest.position[0, 0].tolist()
 
 
 @pytest.mark.parametrize(
     ("pool", "chunk", "share"),
     [
-        (Outliers(12, 256, 2), 16, 1.0),
-        (Outliers(12, 8, 1), 20, 1.0),
-        (Outliers(40, 16, 0), 7, 0.7),
-        (Outliers(5, 256, 25), 64, 0.9),
-        (Outliers(9, 4, 1), 3, 1.0),
+        (Outliers(12, 64), 1, 1.0),
+        (Outliers(12, 1024, 2), 16, 1.0),
+        (Outliers(40, 2, 0, 0.0), 7, 0.7),
+        (Outliers(60, 256, 25, 0.0), 150, 0.9),
+        (Outliers(9, 16, 3, -0.9), 3, 1.0),
     ],
 )
 def test_it_holds_what_a_naive_loop_holds(pool, chunk, share):
-    length, generator = 2000, torch.Generator().manual_seed(1)
+    length, generator = 1200, torch.Generator().manual_seed(1)
     keys = stream(length)
     held = at(keys, torch.empty(2, 2, 0, dtype=torch.int64))
     state = pool.state(held)
-    loops = [[Reference(pool.n, pool.block, pool.dilate) for _ in range(2)] for _ in range(2)]
-    crowded = 0
+    parameters = (pool.n, pool.over, pool.dilate, pool.below)
+    loops = [[Reference(*parameters) for _ in range(2)] for _ in range(2)]
     for start in range(0, length, chunk):
         places = torch.arange(start, min(start + chunk, length)).expand(2, 2, -1)
-        coins = torch.rand(places.shape, generator=generator) < share
-        # Arrivals of a head lie side by side, as they do behind a pool whose heads differ.
-        places = places.where(coins, length).sort(dim=2).values
-        places = places.where(places < length, -1)
+        places = places.where(torch.rand(places.shape, generator=generator) < share, -1)
         fold = replace(FOLD, state=dict(state), unbroken=share == 1)
         held, rest = pool.fold(held, at(keys, places), fold)
+        assert {name: t.shape for name, t in fold.state.items()} == {
+            name: t.shape for name, t in state.items()
+        }
         state = fold.state
-        assert state["score"].shape == (2, 2, pool.n)
         assert len(held) <= pool.slots()
+        assert bool(held.held.any(dim=0).any(dim=0).all()), "a column is empty in every head"
+        for slots in (held, rest):
+            assert torch.equal(slots.a, at(keys, slots.position).a)
         for row in range(2):
             for head in range(2):
-                came = [p for p in places[row, head].tolist() if p >= 0]
-                gone = loops[row][head].take(keys[row, head, came].double().tolist(), came)
+                gone = []
+                for p in places[row, head].tolist():
+                    if p >= 0:
+                        gone += loops[row][head].take(keys[row, head, p].double().tolist(), p)
                 mine = [p for p in held.position[row, head].tolist() if p >= 0]
-                assert mine == [p for _, p in loops[row][head].held]
-                assert sorted(p for p in rest.position[row, head].tolist() if p >= 0) == gone
-        crowded += len(held) == pool.n
-    assert crowded > 10
+                assert mine == sorted(loops[row][head].held)
+                assert [p for p in rest.position[row, head].tolist() if p >= 0] == sorted(gone)
 
 
 def test_what_points_away_is_kept_with_its_neighbours():
-    keys = torch.ones(1, 1, 40, 4)
-    keys[0, 0, 17] = -1.0
-    places = torch.arange(40)[None, None]
-    pool = Outliers(16, dilate=3)
-    weight = torch.zeros(1, 1, 40)
-    new = Slots(keys, keys, weight, weight.clone(), places)
-    fold = replace(FOLD, state=pool.state(new.part(0, 0)))
-    held, rest = pool.fold(new.part(0, 0), new, fold)
-    assert held.position[0, 0].tolist() == list(range(14, 21))
-    assert rest.position[0, 0].tolist() == [*range(14), *range(21, 40)]
+    keys = torch.ones(40, 4)
+    keys[17] = -1.0
+    stays, rest = once(Outliers(10, dilate=3, below=0.0), keys)
+    assert stays == [*range(14, 21), 37, 38, 39]  # the newest wait for their neighbours
+    assert rest == [*range(14), *range(21, 37)]
+    assert 17 in once(Outliers(1), keys)[0]
+
+
+def test_who_points_away_most_stays_and_of_equals_the_older():
+    keys = torch.ones(30, 2)
+    keys[11], keys[20] = torch.tensor([1.0, 0.5]), torch.tensor([1.0, -0.5])
+    assert once(Outliers(1), keys)[0] == [20]
+    assert once(Outliers(2), keys)[0] == [11, 20]
+    assert once(Outliers(4), torch.ones(30, 2))[0] == [0, 1, 2, 3]
+
+
+def test_the_mean_forgets():
+    # A key like those of long ago points away from those of late.
+    keys = torch.tensor([1.0, 0.0]).repeat(120, 1)
+    keys[60:] = torch.tensor([0.0, 1.0])
+    keys[119] = torch.tensor([1.0, 0.0])
+    assert once(Outliers(1, over=8), keys[100:])[0] == [19]
+    assert once(Outliers(61, over=8), keys)[0][-1] == 119
 
 
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
         ({"n": 0}, "n of outliers is 1 or more, not 0"),
-        ({"block": 1}, "block of outliers is 2 or more, not 1"),
+        ({"over": 1}, "over of outliers is 2 or more, not 1"),
         ({"dilate": -1}, "dilate of outliers is 0 or more, not -1"),
+        ({"dilate": 8}, "needs 9 slots or more, not 8"),
+        ({"below": 1.5}, "a cosine, from -1 to 1, not 1.5"),
     ],
 )
 def test_parameters_that_make_no_sense_are_refused(given, reason):
@@ -98,18 +123,24 @@ def test_parameters_that_make_no_sense_are_refused(given, reason):
 
 
 def test_the_policy_gives_it_slots():
-    pools = weir.policy("balancekv(256, outliers=64)").pools
-    assert pools == (Sink(32), Recent(32), Outliers(64), Balance(128))
-    with pytest.raises(WeirError, match="leaves no room"):
-        weir.policy("balancekv(64, outliers=60)")
+    pools = weir.policy("balancekv(256, outliers=0.34)").pools
+    assert pools == (Sink(32), Recent(32), Outliers(65), Balance(127))
+    assert weir.policy("balancekv(budget=20, outliers=0.05)").slots == 20
+    with pytest.raises(
+        WeirError, match=r"no room .* beside sink\(8\), recent\(8\) and outliers\(45"
+    ):
+        weir.policy("balancekv(64, outliers=0.95)")
+    with pytest.raises(WeirError, match="from 0 to less than 1, not 64; in a pipe, outliers"):
+        weir.policy("balancekv(outliers=64)")
 
 
 PIPE = "sink(2) | recent(6) | outliers(8, dilate=1) | balance(16, block=4)"
 
 
-def test_below_its_budget_it_is_dense(llama, ids):
-    tokens = ids(1, 24)
-    stream = weir.Stream(llama, PIPE, chunk=4)
+@pytest.mark.parametrize(("pipe", "length"), [(PIPE, 32), ("recent(6) | outliers(8)", 14)])
+def test_below_its_budget_it_is_dense(llama, ids, pipe, length):
+    tokens = ids(1, length)
+    stream = weir.Stream(llama, pipe, chunk=4)
     with torch.no_grad():
         wanted = llama(tokens).logits
     torch.testing.assert_close(stream.feed(tokens, all_logits=True), wanted, atol=1e-4, rtol=0)

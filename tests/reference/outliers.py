@@ -1,4 +1,4 @@
-"""BalanceKV's tokens kept for needles, one head: lists and loops."""
+"""BalanceKV's tokens kept for needles, one head, one token at a time: lists and loops."""
 
 from __future__ import annotations
 
@@ -6,27 +6,37 @@ import math
 from dataclasses import dataclass, field
 
 
+def dot(x: list[float], y: list[float]) -> float:
+    return sum(p * q for p, q in zip(x, y, strict=True))
+
+
 @dataclass
 class Outliers:
-    """What one head keeps, as (score, position), by position."""
+    """What one head keeps, by position: how far its key points away from the mean."""
 
     n: int
-    block: int
+    over: int
     dilate: int
-    held: list[tuple[float, int]] = field(default_factory=list)
+    below: float | None
+    held: dict[int, float] = field(default_factory=dict)
+    mean: list[float] = field(default_factory=list)
 
-    def take(self, keys: list[list[float]], positions: list[int]) -> list[int]:
-        """Tokens arrive; returns the positions of those that flow on."""
-        raw: list[float] = []
-        for start in range(0, len(keys), self.block):
-            part = keys[start : start + self.block]
-            for key in part:
-                products = [sum(a * b for a, b in zip(key, k, strict=True)) for k in part]
-                mean = sum(products) / len(products)
-                raw.append(mean if mean <= 0 else math.inf)
-        scores = [min(raw[max(0, i - self.dilate) : i + self.dilate + 1]) for i in range(len(raw))]
-        everyone = self.held + list(zip(scores, positions, strict=True))
-        wanted = sorted((it for it in everyone if it[0] < math.inf), key=lambda it: it[0])
-        kept = wanted[: self.n]
-        self.held = sorted(kept, key=lambda it: it[1])
-        return sorted(it[1] for it in everyone if it not in kept)
+    def take(self, key: list[float], position: int) -> list[int]:
+        """A token arrives; returns the positions of those that flow on."""
+        mean = self.mean or [0.0] * len(key)
+        self.mean = [m + (k - m) / self.over for m, k in zip(mean, key, strict=True)]
+        lengths = math.sqrt(dot(key, key)) * math.sqrt(dot(self.mean, self.mean))
+        self.held[position] = round(1 - dot(key, self.mean) / lengths, 9)
+        newest = sorted(self.held)[max(0, len(self.held) - self.dilate) :]
+        decided = [p for p in self.held if p not in newest]
+        if self.below is not None:
+            decided = [p for p in decided if self.score(p) >= 1 - self.below]
+        decided.sort(key=lambda p: (-self.score(p), -self.held[p], p))
+        stays = {*newest, *decided[: self.n - len(newest)]}
+        gone = [p for p in self.held if p not in stays]
+        self.held = {p: away for p, away in self.held.items() if p in stays}
+        return gone
+
+    def score(self, position: int) -> float:
+        """How far a token, or one that it stands beside, points away."""
+        return max(a for p, a in self.held.items() if abs(p - position) <= self.dilate)

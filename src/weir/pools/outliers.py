@@ -1,9 +1,11 @@
-"""Keys that point away from their block stay: what BalanceKV keeps exactly for needles.
+"""Keys that point away from the others stay, exactly: what BalanceKV keeps for needles.
 
 BalanceKV's needle variant (Kochetkova et al. 2025, section 4.2 and its released code): before
-anything is balanced, tokens whose key has a mean inner product of zero or less with the keys of its
-block are kept, and so are their neighbours. In the released code one layer chooses for all that
-follow it; here each KV head of each layer chooses for itself.
+anything is balanced, tokens whose keys point away from those around them are kept as they are. A
+half holds such a token or does not, and no other speaks for it; the rest are alike, and halves of
+them answer alike. Who stays is no matter of chance, so what is unbiased behind this pool remains
+so. In the released code one layer chooses for all that follow it; here each KV head of each layer
+chooses for itself.
 """
 
 from __future__ import annotations
@@ -16,68 +18,111 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold, Pool, pool
+from weir.pools.snap import pooled
 from weir.slab import EMPTY, Slots
+
+PIECE = 64
+"""Arrivals looked at together; a whole prompt comes in pieces."""
 
 
 @pool("outliers")
 @dataclass(frozen=True)
 class Outliers(Pool):
-    """Keep tokens whose keys point away from those around them, and their neighbours.
+    """Keep the tokens whose keys point away most from the keys that came before them.
 
-    Where more qualify than there is room for, those stay that point away most, and of equal ones
-    the older; a neighbour counts as much as what it stands beside.
+    How far a key points away is said by its cosine with the mean of the latest keys, its own among
+    them, as it arrives. Where it is the same, the older token stays. Weights stay as they came.
 
     Attributes:
         n: how many slots.
-        block: tokens that are compared with each other; no more than arrive at once, so behind a
-            chunk of 1 nothing ever points away.
-        dilate: so many neighbours on each side stay too; 25 in the authors' code.
+        over: the mean is over about so many keys: each counts 1 / over less than the next. The
+            authors' code compares a token with a block of 256.
+        dilate: so many neighbours of a token on each side stay as if they pointed away as far; 25
+            in the authors' code. The newest `dilate` tokens wait in the pool for theirs to come.
+        below: who has a larger cosine does not stay, though there may be room; 0 in the authors'
+            code. None to keep as many as there are slots.
     """
 
     n: int
-    block: int = 256
-    dilate: int = 25
+    over: int = 1024
+    dilate: int = 0
+    below: float | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("n", 1), ("block", 2), ("dilate", 0)):
+        for name, least in (("n", 1), ("over", 2), ("dilate", 0)):
             if getattr(self, name) < least:
                 raise WeirError(f"{name} of outliers is {least} or more, not {getattr(self, name)}")
+        if self.dilate >= self.n:
+            raise WeirError(
+                f"the newest {self.dilate} tokens wait for their neighbours in outliers, so it "
+                f"needs {self.dilate + 1} slots or more, not {self.n}, or a smaller dilate"
+            )
+        if self.below is not None and not -1 <= self.below <= 1:
+            raise WeirError(f"below of outliers is a cosine, from -1 to 1, not {self.below}")
 
     def slots(self) -> int:
         """As many as it was given."""
         return self.n
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """`score`, how far each slot's token points away from its block: its mean inner product, or
-        that of what it stands beside [batch, kv_heads, n], float32; inf where there is none.
+        """`sum`, the sum of all keys that came, the older the fainter [batch, kv_heads, key_dim],
+        and `away`, 1 less the cosine of each slot's token [batch, kv_heads, n]; both float64.
         """
-        shape = (*like.position.shape[:2], self.n)
-        return {"score": torch.full(shape, torch.inf, device=like.position.device)}
+        batch, heads, _, dim = like.keys.shape
+        nothing = like.keys.new_zeros((batch, heads, dim), dtype=torch.float64)
+        return {"sum": nothing, "away": nothing.new_zeros((batch, heads, self.n))}
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Compare arrivals with their block; who does not qualify or finds no room flows on."""
+        """Compare arrivals with the mean; both what stays and what flows on lie by age."""
         if len(new) == 0:
             return held, new
-        score = torch.cat([fold.state["score"][:, :, : len(held)], self._scores(new)], dim=2)
-        both = held.join(new)
-        best = score.argsort(dim=2, stable=True)[:, :, : self.n]
-        stays = torch.zeros_like(both.held).scatter_(2, best, True) & score.isfinite() & both.held
-        width = int(stays.sum(dim=2).max())
-        order = (~stays).to(torch.uint8).argsort(dim=2, stable=True)[:, :, :width]
+        known = fold.state["away"][:, :, : len(held)]
+        fold.state["sum"], away = pointing_away(new, fold.state["sum"], 1 - 1 / self.over)
+        both, away = held.join(new), torch.cat([known, away], dim=2)
+        order = both.position.argsort(dim=2, stable=True)
+        both, away = both.take_sorted(order), away.gather(2, order)
+        stays = self._stays(both, away)
+        order = (~stays).to(torch.uint8).argsort(dim=2, stable=True)
+        order = order[:, :, : int(stays.sum(dim=2).max())]
         there = stays.gather(2, order)
-        score = score.gather(2, order).masked_fill(~there, torch.inf)
-        fold.state["score"] = F.pad(score, (0, self.n - width), value=torch.inf)
+        away = away.gather(2, order).masked_fill(~there, 0.0)
+        fold.state["away"] = F.pad(away, (0, self.n - away.shape[2]))
         return both.take(order.where(there, EMPTY)), both.only(~stays)
 
-    def _scores(self, new: Slots) -> Tensor:
-        """The score of each arrival [batch, kv_heads, arrivals]; inf for those to pass on."""
-        parts = []
-        blocks = (t.split(self.block, dim=2) for t in (new.keys.float(), new.held))
-        for keys, there in zip(*blocks, strict=True):
-            keys = keys.masked_fill(~there[..., None], 0.0)
-            mean = keys.sum(dim=2, keepdim=True) / there.sum(dim=2)[..., None, None].clamp_min(1)
-            product = (keys * mean).sum(dim=3)
-            parts.append(product.masked_fill(~there | (product > 0), torch.inf))
-        score = torch.cat(parts, dim=2)
-        reach = 2 * self.dilate + 1
-        return -F.max_pool1d(-score, reach, stride=1, padding=self.dilate)
+    def _stays(self, slots: Slots, away: Tensor) -> Tensor:
+        """Who stays of tokens that lie by age [batch, kv_heads, slots], bool."""
+        score = pooled(away, slots.position, 2 * self.dilate + 1, average=False)
+        if self.below is not None:
+            score = score.masked_fill(score < 1 - self.below, -1.0)
+        newest = slots.held.flip(2).cumsum(dim=2).flip(2) <= self.dilate
+        score = score.masked_fill(newest, torch.inf).masked_fill(~slots.held, -1.0)
+        # Both sorts are stable: by the neighbourhood, then by a token's own key, then by age.
+        order = away.argsort(dim=2, descending=True, stable=True)
+        by_score = score.gather(2, order).argsort(dim=2, descending=True, stable=True)
+        best = order.gather(2, by_score[:, :, : self.n])
+        return torch.zeros_like(slots.held).scatter_(2, best, True) & (score >= 0)
+
+
+def pointing_away(new: Slots, total: Tensor, fade: float) -> tuple[Tensor, Tensor]:
+    """How far each key points away from those before it, taken one after the other.
+
+    Args:
+        new: the tokens.
+        total: the sum of the keys so far [batch, kv_heads, key_dim], float64.
+        fade: what is left of it when the next key comes.
+
+    Returns:
+        (the sum from now on; 1 less the cosine of each key with the sum as it came
+        [batch, kv_heads, slots], between 0 and 2), float64.
+    """
+    parts = []
+    for start in range(0, len(new), PIECE):
+        piece = new.part(start, start + PIECE)
+        keys = piece.keys.double().masked_fill(~piece.held[..., None], 0.0)
+        left = fade ** piece.held.cumsum(dim=2)[..., None].double()
+        sums = left * (total[:, :, None] + (keys / left).cumsum(dim=2))
+        total = sums[:, :, -1]
+        cosine = F.cosine_similarity(keys, sums, dim=3, eps=1e-30)
+        # What is equal but for rounding is to be equal.
+        parts.append((1 - cosine).clamp(0, 2).round(decimals=9))
+    return total, torch.cat(parts, dim=2)
