@@ -527,3 +527,19 @@ def test_folded_weights_leave_a_slot_of_the_numerator_alone_in_the_mask():
     assert mask[0, 0].tolist() == [3.0, 4.0, -28.0, -math.inf]
     wanted = [math.exp(-2), 0.0, math.exp(30), 0.0]
     assert weighted[0, 0, :, 0].tolist() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_tokens_are_finite_whatever_their_sum_and_empty_slots_do():
+    position = torch.tensor([[[0, 1, -1]]])
+    weight = torch.zeros(1, 1, 3)
+
+    def slots(*numbers: float) -> Slots:
+        keys = torch.tensor(numbers)[None, None, :, None]
+        return Slots(keys, torch.ones_like(keys), weight, weight, position)
+
+    assert slots(1.0, 2.0, 3.0).finite
+    assert slots(3e38, 3e38, 3.0).finite
+    assert slots(1.0, 2.0, math.nan).finite
+    assert not slots(1.0, math.inf, 3.0).finite
+    assert not slots(math.nan, 2.0, 3.0).finite
+    assert not slots(math.inf, -math.inf, 3.0).finite

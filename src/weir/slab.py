@@ -14,6 +14,7 @@ adds up.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -60,6 +61,15 @@ class Slots:
     def held(self) -> Tensor:
         """Which slots hold a token [batch, kv_heads, slots], bool."""
         return self.position >= 0
+
+    @property
+    def finite(self) -> bool:
+        """Whether the keys and values of all tokens are finite."""
+        # A sum says so at once, unless it overflows or an empty slot has something else.
+        if math.isfinite(self.keys.sum() + self.values.sum()):
+            return True
+        there = self.keys.isfinite().all(dim=3) & self.values.isfinite().all(dim=3)
+        return bool((there | ~self.held).all())
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name; `mass` only where it is kept."""

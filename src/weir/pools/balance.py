@@ -127,7 +127,7 @@ class Balance(Pool):
         """Let arrivals in one after the other, halving where there is no room."""
         if len(new) == 0:
             return held, new
-        if not bool((new.keys.isfinite().all(-1) & new.values.isfinite().all(-1))[new.held].all()):
+        if not new.finite:
             raise WeirError("balance was given a key or value that is not finite; it has no sum")
         if self.sets == "separate":
             return self._fold_apart(held, new, fold), new.part(0, 0)

@@ -123,8 +123,8 @@ class SubGen(Pool):
         """Let arrivals in one after the other, then keep the tokens that were drawn."""
         if len(new) == 0:
             return held, new
-        if not bool(new.keys[new.held].isfinite().all()):
-            raise WeirError("subgen was given a key that is not finite, which is near no cluster")
+        if not new.finite:
+            raise WeirError("subgen was given a key or value that is not finite, near no cluster")
         names = Clusters.__dataclass_fields__
         clusters = Clusters(**{name: fold.state[name] for name in names})
         for start in range(0, len(new), PIECE):
