@@ -9,8 +9,12 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 
+from weir.attach import compile_steps
+from weir.bench.figure import Setting
+from weir.bench.model import model_of, twin_of
 from weir.bench.timing import Contender
 from weir.cache import StreamingCache
+from weir.errors import WeirError
 from weir.stream import PIECE
 
 
@@ -118,6 +122,44 @@ class Weir(Decoding):
         self._end(finished=finished)
         if before and self.waiting == 0:
             self.folds.append(time.perf_counter() - start)
+
+
+def full(setting: Setting, model: PreTrainedModel, policy: str, slots: int, more: str = "") -> Weir:
+    """A cache of a policy with so many slots, full, and its tail empty.
+
+    Args:
+        setting: whose chunk is meant.
+        model: of that setting.
+        policy: a named policy.
+        slots: its budget.
+        more: other parameters, written behind the budget.
+    """
+    cache = Weir(model, f"{policy}(budget={slots}{more})", setting.sizes.chunk)
+    cache.fill(slots + setting.sizes.chunk)
+    cache.start_afresh()
+    return cache
+
+
+def as_it_is_and_compiled(
+    setting: Setting, policy: str, slots: int, more: str = ""
+) -> dict[str, Weir]:
+    """A `full` cache, and the same with compiled steps where they can be compiled; what to add to
+    the name of a row for each.
+    """
+    caches = {"": full(setting, model_of(setting), policy, slots, more)}
+    setting.say(f"compiling a step of {policy}")
+    twin = twin_of(setting)
+    compile_steps(twin, backend=setting.sizes.backend)
+    compiled = full(setting, twin, policy, slots, more)
+    try:
+        with torch.no_grad():
+            compiled.step()
+    except WeirError as error:
+        setting.say(str(error))
+    else:
+        compiled.start_afresh()
+        caches[", compiled"] = compiled
+    return caches
 
 
 def _fill(model: PreTrainedModel, cache: DynamicCache | StaticCache, tokens: int) -> None:

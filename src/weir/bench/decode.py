@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import mean
 
-import torch
-from transformers import PreTrainedModel
-
-from weir.attach import compile_steps
-from weir.bench.caches import Dynamic, Static, Weir
+from weir.bench.caches import Dynamic, Static, as_it_is_and_compiled, full
 from weir.bench.figure import Row, Setting, figure
-from weir.bench.model import bandwidth, model_of, twin_of, weight_bytes
+from weir.bench.model import bandwidth, model_of, weight_bytes
 from weir.bench.timing import Contender, in_turns, middle
-from weir.errors import WeirError
 
 PLAIN = "streaming_llm"
 
@@ -22,10 +17,7 @@ PLAIN = "streaming_llm"
 def decode(setting: Setting) -> Iterator[Row]:
     """`streaming_llm`, also compiled, against DynamicCache and StaticCache; the roofline."""
     sizes, model = setting.sizes, model_of(setting)
-    ours = {"": _filled(model, setting)}
-    compiled = _compiled(setting)
-    if compiled is not None:
-        ours[", compiled"] = compiled
+    ours = as_it_is_and_compiled(setting, PLAIN, sizes.slots)
     peers: dict[str, Contender] = {
         "DynamicCache": Dynamic(model, sizes.slots),
         "StaticCache": Static(model, sizes.slots),
@@ -61,33 +53,11 @@ def decode(setting: Setting) -> Iterator[Row]:
         )
 
 
-def _filled(model: PreTrainedModel, setting: Setting) -> Weir:
-    """A full cache of `streaming_llm`."""
-    cache = Weir(model, f"{PLAIN}({setting.sizes.slots})", setting.sizes.chunk)
-    cache.fill(setting.sizes.slots + setting.sizes.chunk)
-    return cache
-
-
-def _compiled(setting: Setting) -> Weir | None:
-    """The same with compiled steps; None where they cannot be compiled."""
-    setting.say("compiling a step")
-    twin = twin_of(setting)
-    compile_steps(twin)
-    cache = _filled(twin, setting)
-    try:
-        with torch.no_grad():
-            cache.step()
-    except WeirError as error:
-        setting.say(str(error))
-        return None
-    return cache
-
-
 @figure("dense", "a decode step beside dense attention over a long stream")
 def dense(setting: Setting) -> Iterator[Row]:
     """`streaming_llm` against DynamicCache that holds all of a stream."""
     sizes, model = setting.sizes, model_of(setting)
-    ours = _filled(model, setting)
+    ours = full(setting, model, PLAIN, sizes.slots)
     for tokens in sizes.dense:
         peer = Dynamic(model, tokens)
         times = middle(in_turns({PLAIN: ours, "dense": peer}, 2 * sizes.slow, warm=1))

@@ -31,6 +31,7 @@ class Sizes:
         folds: folds of each policy where folds are timed.
         slow: times that something slow is done.
         copied: bytes that are copied to measure the bandwidth.
+        backend: what `torch.compile` compiles steps with.
     """
 
     layers: int = 30
@@ -49,6 +50,7 @@ class Sizes:
     folds: int = 16
     slow: int = 5
     copied: int = 1 << 28
+    backend: str = "inductor"
 
 
 QUICK = Sizes(
@@ -68,6 +70,7 @@ QUICK = Sizes(
     folds=2,
     slow=1,
     copied=1 << 24,
+    backend="eager",
 )
 """A model and caches so small that everything has run in a minute; the figures say nothing."""
 

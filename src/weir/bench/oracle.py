@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from weir.bench.caches import Weir, as_it_is_and_compiled
 from weir.bench.figure import Row, Setting, figure
 from weir.bench.model import model_of
 from weir.bench.timing import Doing, in_turns, middle
@@ -25,29 +26,27 @@ def recompute(setting: Setting) -> Iterator[Row]:
     for slots, target in ((sizes.slots, 32.0), (sizes.many_slots, 80.0)):
         setting.say(f"re-computation of {slots:,} tokens")
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(sizes.vocabulary, (slots + sizes.chunk,), generator=generator)
-        ours = Stream(model, f"streaming_llm({slots})", chunk=sizes.chunk)
-        ours.feed(ids)
+        ids = torch.randint(sizes.vocabulary, (slots,), generator=generator)
         peer = Stream(model, f"recompute({slots})")
-        peer.feed(ids[-slots:])
+        peer.feed(ids)
+        ours = as_it_is_and_compiled(setting, "streaming_llm", slots)
         # A round of ours is all tokens between two folds, and the fold.
-        both = {
-            "ours": Doing(partial(_one_by_one, ours, ids[: sizes.chunk])),
-            "peer": Doing(partial(peer.feed, ids[:1])),
-        }
-        times = middle(in_turns(both, sizes.slow, warm=1))
-        own = times["ours"] / sizes.chunk
-        yield Row(
-            f"`recompute` ÷ `streaming_llm`, per token at {slots:,} slots",
-            own * 1e3,
-            times["peer"] * 1e3,
-            "ms",
-            times["peer"] / own,
-            target if asked else None,
-            least=True,
-        )
+        rounds = {name: Doing(partial(_steps, each, sizes.chunk)) for name, each in ours.items()}
+        feeding = Doing(partial(peer.feed, ids[:1]))
+        times = middle(in_turns({**rounds, "peer": feeding}, sizes.slow, warm=1))
+        for name in ours:
+            own = times[name] / sizes.chunk
+            yield Row(
+                f"`recompute` ÷ `streaming_llm`{name}, per token at {slots:,} slots",
+                own * 1e3,
+                times["peer"] * 1e3,
+                "ms",
+                times["peer"] / own,
+                target if asked else None,
+                least=True,
+            )
 
 
-def _one_by_one(stream: Stream, ids: torch.Tensor) -> None:
-    for token in ids.split(1):
-        stream.feed(token)
+def _steps(cache: Weir, count: int) -> None:
+    for _ in range(count):
+        cache.step()

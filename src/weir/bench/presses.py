@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from weir.bench.caches import Weir
+from weir.bench.caches import as_it_is_and_compiled
 from weir.bench.figure import Row, Setting, Skipped, figure
-from weir.bench.model import config, model_of
+from weir.bench.model import config
 from weir.bench.timing import seconds, undisturbed
 from weir.errors import WeirError
 
@@ -37,33 +37,34 @@ def kvpress(setting: Setting) -> Iterator[Row]:
     """kvpress's DecodingPress against weir, a token, compression and folds included."""
     if setting.kvpress is None:
         raise Skipped("kvpress needs an environment of its own; name its Python with --kvpress")
-    sizes, model = setting.sizes, model_of(setting)
+    sizes = setting.sizes
     for press, name in METHODS.items():
         setting.say(f"kvpress {press} beside {name}")
         window = f", window={sizes.chunk // 2}" if press == "SnapKV" else ""
-        ours = Weir(model, f"{name}(budget={sizes.slots}{window})", sizes.chunk)
-        ours.fill(sizes.slots + sizes.chunk)
-        ours.start_afresh()
-        own: list[float] = []
+        ours = as_it_is_and_compiled(setting, name, sizes.slots, window)
+        own: dict[str, list[float]] = {kind: [] for kind in ours}
         theirs: list[float] = []
         with _peer(setting, press) as peer, undisturbed():
             for _ in range(CYCLES * sizes.chunk // TURN):
                 theirs += peer.steps(TURN)
                 time.sleep(REST)
-                own += [seconds(ours.step) for _ in range(TURN)]
+                for kind, cache in ours.items():
+                    own[kind] += [seconds(cache.step) for _ in range(TURN)]
                 time.sleep(REST)
-        mine, its = _per_token(own, sizes.chunk), _per_token(theirs, sizes.chunk)
-        yield Row(
-            f"decode, kvpress {press} ÷ `{name}`, {sizes.slots:,} slots, every "
-            f"{sizes.chunk} tokens",
-            mine * 1e3,
-            its * 1e3,
-            "ms",
-            its / mine,
-            1.5,
-            least=True,
-            note="not the same method: weir has no norms" if press == "Knorm" else "",
-        )
+        its = _per_token(theirs, sizes.chunk)
+        for kind, taken in own.items():
+            mine = _per_token(taken, sizes.chunk)
+            yield Row(
+                f"decode, kvpress {press} ÷ `{name}`{kind}, {sizes.slots:,} slots, every "
+                f"{sizes.chunk} tokens",
+                mine * 1e3,
+                its * 1e3,
+                "ms",
+                its / mine,
+                1.5,
+                least=True,
+                note="not the same method: weir has no norms" if press == "Knorm" else "",
+            )
 
 
 def _per_token(taken: list[float], chunk: int) -> float:
