@@ -15,52 +15,68 @@ from torch import Tensor
 
 from weir.kernels.numba_tools import compiled, spread
 
-_WORTH_A_THREAD = 2**22
+_WORTH_A_THREAD = 2**26
 """Differences below which a thread of their own costs more than it saves."""
 _BETWEEN = 64
 """Picks after which the keys that are left move together."""
+_TOGETHER = 8
+"""Dimensions whose differences are summed in one go."""
 
 
 def _pick(keys: np.ndarray, far: np.ndarray, wanted: np.ndarray, picked: np.ndarray) -> None:
     heads, dim, slots = keys.shape
     square = np.empty(slots, np.float32)
-    places = np.empty(slots, np.int64)
+    places, stays = np.empty(slots, np.int64), np.empty(slots, np.int64)
     for head in range(heads):
         reach = far[head]
+        # Floats that are not negative are in the order of their bits, and only the largest of
+        # whole numbers is looked for many at a time.
+        bits = reach.view(np.int32)
         left = slots
         for place in range(slots):
             places[place] = place
         for done in range(wanted[head]):
             if done % _BETWEEN == 0:
                 # Those that were picked, or are none, make room for the others, in order.
-                stays = 0
+                count = 0
                 for place in range(left):
-                    if reach[place] >= 0.0:
-                        reach[stays] = reach[place]
-                        places[stays] = places[place]
-                        for part in range(dim):
-                            keys[head, part, stays] = keys[head, part, place]
-                        stays += 1
-                left = stays
+                    stays[count] = place
+                    count += reach[place] >= 0.0
+                left = count
                 if left == 0:
                     break
-            at = 0
-            for place in range(1, left):
-                if reach[place] > reach[at]:
-                    at = place
-            if reach[at] < 0.0:
+                for place in range(left):
+                    reach[place] = reach[stays[place]]
+                    places[place] = places[stays[place]]
+                for part in range(dim):
+                    line = keys[head, part]
+                    for place in range(left):
+                        line[place] = line[stays[place]]
+            largest = bits[0]
+            for place in range(left):
+                largest = max(largest, bits[place])
+            if largest < 0:
                 break
+            at = 0
+            while bits[at] != largest:
+                at += 1
             picked[head, places[at]] = True
             square[:left] = 0.0
-            # Four dimensions at a time: the sums are read and written that much less often.
-            for part in range(0, dim, 4):
+            # Eight dimensions at a time: the sums are read and written that much less often.
+            for part in range(0, dim, _TOGETHER):
                 k0, k1 = keys[head, part], keys[head, part + 1]
                 k2, k3 = keys[head, part + 2], keys[head, part + 3]
+                k4, k5 = keys[head, part + 4], keys[head, part + 5]
+                k6, k7 = keys[head, part + 6], keys[head, part + 7]
                 c0, c1, c2, c3 = k0[at], k1[at], k2[at], k3[at]
+                c4, c5, c6, c7 = k4[at], k5[at], k6[at], k7[at]
                 for place in range(left):
                     d0, d1 = k0[place] - c0, k1[place] - c1
                     d2, d3 = k2[place] - c2, k3[place] - c3
-                    square[place] += (d0 * d0 + d1 * d1) + (d2 * d2 + d3 * d3)
+                    d4, d5 = k4[place] - c4, k5[place] - c5
+                    d6, d7 = k6[place] - c6, k7[place] - c7
+                    half = (d0 * d0 + d1 * d1) + (d2 * d2 + d3 * d3)
+                    square[place] += half + ((d4 * d4 + d5 * d5) + (d6 * d6 + d7 * d7))
             for place in range(left):
                 reach[place] = min(reach[place], np.sqrt(square[place]))
             reach[at] = -1.0
@@ -77,7 +93,7 @@ def farthest_first(keys: Tensor, among: Tensor, k: int) -> Tensor:
     far = torch.where(among, torch.inf, -1.0).flatten(0, 1)
     picked = torch.zeros_like(far, dtype=torch.bool)
     if far.numel():
-        whole = F.pad(keys.float(), (0, -keys.shape[3] % 4))
+        whole = F.pad(keys.float(), (0, -keys.shape[3] % _TOGETHER))
         lined = whole.flatten(0, 1).mT.clone(memory_format=torch.contiguous_format)
         wanted = torch.full((lined.shape[0],), k)
         arrays = [t.numpy() for t in (lined, far, wanted, picked)]
