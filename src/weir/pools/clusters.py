@@ -115,8 +115,9 @@ class Clusters:
         step = torch.arange(n, device=keys.device)
         opened = torch.zeros_like(weight, dtype=torch.bool)
         done = torch.zeros_like(self.used)
+        apart = self._distances(keys)
         while True:
-            near, nearest = self._distances(keys).min(dim=3)
+            near, nearest = apart.min(dim=3)
             waits = (step >= done) & (weight > 0)
             alone = waits & (near > self.delta[..., None])
             stop = step.where(alone, n).amin(dim=2, keepdim=True)
@@ -125,10 +126,12 @@ class Clusters:
             if not bool(stuck.any()):
                 return opened
             at = stop.clamp_max(n - 1)
+            room = self.count.shape[2]
             if most is None:
                 self._make_room(stuck)
             full = stuck & (self.used == most) if most is not None else torch.zeros_like(stuck)
-            if bool(full.any()):
+            merges = bool(full.any())
+            if merges:
                 self._merge(full, near.gather(2, at), merge_luck)
             opens = stuck & ~full
             opened |= opens & (step == at)
@@ -139,12 +142,14 @@ class Clusters:
             self.centre = torch.where(here[..., None], key, self.centre)
             self.samples = torch.where(here[..., None], first + at[..., None], self.samples)
             done = stop + opens.long()
+            if merges or self.count.shape[2] > room:
+                apart = self._distances(keys)
+            else:
+                apart = torch.where(here[:, :, None], _apart(keys, key), apart)
 
     def _distances(self, keys: Tensor) -> Tensor:
         """From keys to centres [batch, kv_heads, n, clusters]; infinite where there is none."""
-        exact = "donot_use_mm_for_euclid_dist"
-        apart = torch.cdist(keys.double(), self.centre.double(), compute_mode=exact)
-        return apart.masked_fill(self.count[:, :, None] == 0, torch.inf)
+        return _apart(keys, self.centre).masked_fill(self.count[:, :, None] == 0, torch.inf)
 
     def _join(self, weight: Tensor, into: Tensor, luck: Tensor, first: int) -> None:
         """Lines 14 to 18: keys of a weight above zero join clusters."""
@@ -193,3 +198,9 @@ class Clusters:
         self.count, self.born = self.count.gather(2, order), self.born.gather(2, order)
         self.centre = self.centre.gather(2, order[..., None].expand(self.centre.shape))
         self.samples = self.samples.gather(2, order[..., None].expand(self.samples.shape))
+
+
+def _apart(keys: Tensor, others: Tensor) -> Tensor:
+    """Euclidean distances, float64, from differences: equal keys are at a distance of zero."""
+    exact = "donot_use_mm_for_euclid_dist"
+    return torch.cdist(keys.double(), others.double(), compute_mode=exact)
