@@ -213,10 +213,54 @@ def test_a_model_that_cannot_be_compiled_says_why_and_loses_nothing(
     assert cache.seen == [14]
 
 
-def test_more_sizes_than_the_compiler_allows_go_the_usual_way(
-    llama, ids, taken, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("policy", ["sink(2) | recent(14)", "recent(8) | heavy(8)"])
+def test_the_first_of_all_tokens_may_come_alone(llama, ids, taken, policy: str) -> None:
+    def step_by_step() -> Tensor:
+        stream = weir.Stream(llama, policy, chunk=CHUNK)
+        return torch.stack([stream.feed(token) for token in ids(1, STEPS).split(1, dim=1)])
+
+    usual = step_by_step()
+    compile_steps(llama, backend="eager")
+    compiled = step_by_step()
+    compile_steps(llama, on=False)
+    torch.testing.assert_close(compiled, usual, rtol=1e-5, atol=1e-5)
+    assert taken == [1] * (STEPS - 1)
+
+
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_sizes_of_one_model_do_not_count_for_another(llama, fresh_llama, ids, taken) -> None:
+    for model in (llama, fresh_llama(layers=3)):
+        compile_steps(model, backend="eager")
+        read(model, "window(8)", ids(1, PROMPT + 3))
+        compile_steps(model, on=False)
+    assert taken == [1] * 6
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"mode": "nonsense"}, "does not take these options: .*nonsense"),
+        ({"colour": "red"}, "does not take these options: .*colour"),
+        ({"backend": "nobody"}, "does not take these options: .*nobody"),
+    ],
+)
+def test_options_that_there_are_not_are_refused_at_once(
+    fresh_llama, options: dict[str, Any], sentence: str
 ) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    model = fresh_llama()
+    with pytest.raises(WeirError, match=sentence):
+        compile_steps(model, **options)
+    weir.Stream(model, "window(8)").feed([1, 2, 3])
+
+
+@pytest.mark.parametrize("model", ["nano", nn.Linear(2, 2)])
+def test_what_is_no_decoder_is_refused(model: Any) -> None:
+    with pytest.raises(WeirError, match="weir serves transformers models, not a"):
+        compile_steps(model)
+
+
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_more_sizes_than_the_compiler_allows_go_the_usual_way(llama, ids, taken) -> None:
     compile_steps(llama, backend="eager")
     for budget in (8, 9):
         read(llama, f"window({budget})", ids(1, PROMPT + 3))

@@ -211,6 +211,8 @@ MISTAKES = {
     "a number beyond use": ("recent(»" + "9" * 5000 + ")", "this large"),
     "an infinite number": ("every(3, »1e999)", "this large"),
     "an unknown pool": ("sink(4) | »riddle(9)", "no pool or policy is called 'riddle'"),
+    "a name with accents": ("sink(4) | »résumé(9)", "no pool or policy is called 'résumé'"),
+    "a reservoir of none": ("»reservoir(256, samples=0)", "a sample of at least 1 token, not 0"),
     "an unknown parameter": ("sink(»m=4)", "sink has no parameter 'm'"),
     "a parameter too many": ("sink(4, »5)", "no such parameter (it takes n)"),
     "a parameter of what takes none": ("dense(»3)", "no such parameter (it takes none)"),

@@ -137,7 +137,7 @@ MISTAKES = {
     "»pyramid(pyramidkv)": "pyramidkv is none",
     "»pyramid(recompute(9))": "recompute(9) is none",
     "»pyramid(snapkv, beta=0.5)": "a number from 1 on, not 0.5",
-    "»pyramidkv(budget=9)": "has 0 slots to share out",
+    "»pyramidkv(budget=9)": "the top layer of this pyramid would have 0 slots",
     "»pyramidkv(budget=8)": "leaves nothing to vote about",
     "»pyramid(buzz(budget=60), beta=20)": "less than one segment",
     "»pyramid(recent(9) | subgen(9, 1, 4), beta=5)": "clusters of 4 cannot do with 2 slots",

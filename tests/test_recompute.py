@@ -8,7 +8,7 @@ from torch import Tensor
 
 import weir
 from weir import recompute as module
-from weir.errors import WeirError
+from weir.errors import NotFiniteError, WeirError
 from weir.policy import PolicyError, Recompute, policy, recompute
 
 BUDGET = 16
@@ -100,6 +100,18 @@ def test_a_window_without_room_for_the_newest_token_is_refused(given, sentence):
             make(*given)
     with pytest.raises(PolicyError, match=sentence):
         policy(f"recompute{given}".replace(",)", ")"))
+
+
+def test_logits_that_are_no_numbers_are_refused_and_the_window_stays(fresh_llama):
+    model = fresh_llama()
+    model.get_input_embeddings().weight.data[7] = torch.nan
+    stream = weir.Stream(model, recompute(16))
+    with pytest.raises(NotFiniteError, match=r"token 3 of this call \(id 7\).*logits that are no"):
+        stream.feed([1, 2, 7, 3])
+    assert stream.seen == 2
+    plain = weir.Stream(model, recompute(16))
+    plain.feed([1, 2])
+    assert torch.equal(stream.feed([4]), plain.feed([4]))
 
 
 @pytest.mark.parametrize("made", [recompute(16), recompute(16, 4), recompute(300, sinks=1)])

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from weir.attention import Form
-from weir.compiled import Compiled, Step
+from weir.compiled import Compiled, Compiling, Step
 from weir.errors import WeirError
 from weir.families import install, unmasked
 from weir.models import ModelFacts, describe
@@ -33,8 +32,8 @@ from weir.models import ModelFacts, describe
 if TYPE_CHECKING:
     from weir.cache import StreamingCache
 
-_COMPILED: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
-"""Decoders whose steps are to be compiled, and the options of `torch.compile`."""
+_COMPILED: weakref.WeakKeyDictionary[nn.Module, Compiling] = weakref.WeakKeyDictionary()
+"""Decoders whose steps are to be compiled."""
 
 _ATTACHED: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
 """By decoder."""
@@ -75,16 +74,16 @@ class Attachment:
         assert self.running is not None
         return self.running.attend(layer, queries, keys, values, form)
 
-    def compile(self, options: Mapping[str, Any] | None) -> None:
-        """Compile decode steps from now on, with options of `torch.compile`; None: do not."""
+    def compile(self, compiling: Compiling | None) -> None:
+        """Compile decode steps from now on; None: do not."""
         decoder = vars(self.facts.decoder)
         if self._compiled is not None:
             decoder.pop("forward")
             decoder.update(self._replaced_forward)
             self._compiled = None
-        if options is not None:
+        if compiling is not None:
             self._replaced_forward = {k: v for k, v in decoder.items() if k == "forward"}
-            self._compiled = Compiled(self.facts.decoder, options)
+            self._compiled = Compiled(self.facts.decoder, compiling)
             decoder["forward"] = self._forward
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -219,20 +218,25 @@ def compile_steps(model: PreTrainedModel, *, on: bool = True, **options: Any) ->
 
     A step is one token for each row. The first one after a prompt compiles, which takes as long as
     `torch.compile` takes for the model, and needs a C++ compiler; each size of batch and of cache
-    is compiled by itself. Answers differ by rounding only.
+    is compiled by itself, and so are policies that keep different things beside keys and values.
+    Answers differ by rounding only.
 
     Args:
         model: the causal language model.
         on: False to do so no longer.
         options: for `torch.compile`: `mode`, `backend`, `options`.
+
+    Raises:
+        WeirError: weir cannot serve the model, or `torch.compile` has no such option.
     """
-    decoder = model.base_model
+    decoder = describe(model).decoder
+    compiling = Compiling(options) if on else None
     _COMPILED.pop(decoder, None)
-    if on:
-        _COMPILED[decoder] = options
+    if compiling is not None:
+        _COMPILED[decoder] = compiling
     held = _ATTACHED.get(decoder)
     if held is not None:
-        held.compile(_COMPILED.get(decoder))
+        held.compile(compiling)
 
 
 def detach(cache: StreamingCache) -> None:

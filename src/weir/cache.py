@@ -438,11 +438,11 @@ class StreamingCache(Cache):
         if piece is None or plan.full or not (plan.whole and piece.even and piece.width == 1):
             return None
         spots = [layer.spot() for layer in self.stack]
-        ends = [layer.ends(piece.waiting) for layer in self.stack]
-        if torch.is_grad_enabled() or any(len(set(rows)) > 1 for rows in ends):
-            return None
         whole = [spot for spot in spots if spot is not None and spot.b.device == piece.device]
-        if len(whole) < len(spots):
+        if torch.is_grad_enabled() or len(whole) < len(spots):
+            return None
+        ends = [layer.ends(piece.waiting) for layer in self.stack]
+        if any(len(set(rows)) > 1 for rows in ends):
             return None
         return Step(
             whole,

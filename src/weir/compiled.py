@@ -12,9 +12,10 @@ constants only: of anything else the compiler would ask at every step whether it
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -141,6 +142,43 @@ class Step(Cache):
         return out.flatten(1, 2)
 
 
+class Compiling:
+    """How the steps of one model are to be compiled, from its first cache to its last.
+
+    What the compiler has made it finds, and counts, by the code of a function. All models of a
+    class share the code of their forward, and the sizes of one would use up the limit of the
+    others; so the compiler is given a function around it, with a code of this model's own.
+
+    Args:
+        options: for `torch.compile`.
+
+    Raises:
+        WeirError: `torch.compile` does not take these options.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = dict(options)
+        self._code = _around(lambda: None).__code__.replace()
+        try:
+            self.of(lambda: None)
+        except (TypeError, RuntimeError, exc.TorchDynamoException) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise WeirError(f"torch.compile does not take these options: {reason}") from None
+
+    def of(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward, compiled; it takes its arguments by name."""
+        closure = _around(forward).__closure__
+        step = FunctionType(self._code, globals(), "step", None, closure)
+        return torch.compile(step, fullgraph=True, dynamic=False, **self._options)
+
+
+def _around(forward: Callable[..., Any]) -> FunctionType:
+    def step(**given: Any) -> Any:
+        return forward(**given)
+
+    return cast(FunctionType, step)
+
+
 class Compiled:
     """A decoder whose steps with caches of weir are compiled.
 
@@ -148,9 +186,9 @@ class Compiled:
         own: the decoder's forward, as it is.
     """
 
-    def __init__(self, decoder: nn.Module, options: Mapping[str, Any]) -> None:
+    def __init__(self, decoder: nn.Module, compiling: Compiling) -> None:
         self.own = decoder.forward
-        self._graph = torch.compile(self.own, fullgraph=True, dynamic=False, **options)
+        self._graph = compiling.of(self.own)
         self._refused: set[tuple[torch.Size, ...]] = set()
 
     def __call__(self, step: Step, given: dict[str, Any]) -> Any:

@@ -8,15 +8,16 @@ class WeirError(Exception):
 
 
 class NotFiniteError(WeirError):
-    """A layer made keys or values that are infinite or not numbers; the forward was taken back.
+    """What a model made of tokens is infinite or no number; the forward was taken back.
 
     Attributes:
-        layer: the layer.
+        layer: the layer that made such keys or values; None where nothing is cached, and it is the
+            logits that are no numbers.
     """
 
-    def __init__(self, layer: int, what: str = "the tokens of this call") -> None:
-        super().__init__(
-            f"{what} were refused: layer {layer} of the model made keys or values that are not "
-            "finite numbers; the stream is as it was before them"
-        )
+    def __init__(self, layer: int | None, what: str = "the tokens of this call") -> None:
+        made = "the model made logits that are no numbers"
+        if layer is not None:
+            made = f"layer {layer} of the model made keys or values that are not finite numbers"
+        super().__init__(f"{what} were refused: {made}; the stream is as it was before them")
         self.layer = layer

@@ -49,7 +49,7 @@ def read(text: str) -> Policy:
     return Reader(text).policy()
 
 
-_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_WORD = re.compile(r"[^\W\d]\w*")
 _NUMBER = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _SPACE = re.compile(r"\s*")
 _VALUES = {"true": True, "false": False, "none": None}

@@ -124,7 +124,12 @@ def reservoir(
     """
     samples = budget // 4 if samples is None else samples
     recent = budget - sinks - samples
-    if recent < 1 or samples < 1:
+    if samples < 1:
+        raise WeirError(
+            f"reservoir keeps a sample of at least 1 token, not {samples}; without one it is "
+            "streaming_llm"
+        )
+    if recent < 1:
         raise WeirError(
             f"a budget of {budget} leaves no room for recent tokens beside sink({sinks}) and "
             f"reservoir({samples})"

@@ -58,7 +58,9 @@ def of_layer(pools: tuple[Pool, ...], layer: int, layers: int, beta: float) -> t
     ]
     free = [size - always for size, always in zip(sizes, fixed, strict=True)]
     slots = budgets(sum(free), layers, beta)[layer]
-    where = f"layer {layer} of {layers} of the pyramid has {slots} slots to share out"
+    which = {0: "lowest", layers - 1: "top"}
+    name = f"{which[layer]} layer" if layer in which else f"layer {layer} of {layers}"
+    where = f"the {name} of this pyramid would have {slots} slots to share out"
     sharers = sum(n > 0 for n in free)
     if slots < sharers:
         raise WeirError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weir.errors import WeirError
+from weir.errors import NotFiniteError, WeirError
 from weir.policy import Recompute
 
 AT_ONCE = 8192
@@ -50,7 +50,11 @@ class Recomputation:
 
     @torch.no_grad()
     def forward(self, ids: Tensor, all_logits: bool) -> Tensor:
-        """Logits after the new tokens `ids` [batch, n]: [batch, n, vocabulary], or the last."""
+        """Logits after the new tokens `ids` [batch, n]: [batch, n, vocabulary], or the last.
+
+        Raises:
+            NotFiniteError: some are no numbers; the window is as it was.
+        """
         before = ids[:, :0] if self.held is None else self.held
         text = torch.cat([before, ids], dim=1)
         total = text.shape[1]
@@ -68,8 +72,11 @@ class Recomputation:
             # Whole logits of many windows would not fit: only the last hidden state is unembedded.
             logits = self.model(windows.flatten(0, 1), use_cache=False, logits_to_keep=1).logits
             parts.append(logits[:, -1].unflatten(0, windows.shape[:2]))
+        found = torch.cat(parts, dim=1)
+        if bool(found.isnan().any()):
+            raise NotFiniteError(None)
         self.held = self._window(text, total).clone()
-        return torch.cat(parts, dim=1)
+        return found
 
     def _window(self, text: Tensor, end: int) -> Tensor:
         """The window that ends before `end`, of a `text` [batch, n] that begins with the sinks."""

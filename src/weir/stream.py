@@ -305,9 +305,14 @@ class Stream:
             raise WeirError("recompute caches nothing, so there is nothing to look at or to save")
         return self.cache
 
+    @property
+    def _vocabulary(self) -> int:
+        """How many token ids the model knows."""
+        return int(self.model.config.get_text_config(decoder=True).vocab_size)
+
     def _ids(self, token_ids: Tokens) -> Tensor:
         """Checked token ids [batch, length], int64, on the model's device."""
-        ids = read_ids(token_ids, self.model.config.get_text_config(decoder=True).vocab_size)
+        ids = read_ids(token_ids, self._vocabulary)
         if self._logits is not None and self._logits.shape[0] != ids.shape[0]:
             raise WeirError(
                 f"this stream has {self._logits.shape[0]} rows, {ids.shape[0]} were fed"
@@ -318,8 +323,7 @@ class Stream:
         """Logits after the tokens, some pieces one after the other [batch, piece, vocabulary]."""
         size = PIECE
         if all_logits:
-            vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
-            size = max(1, min(size, MOST_LOGITS // (vocabulary * ids.shape[0])))
+            size = max(1, min(size, MOST_LOGITS // (self._vocabulary * ids.shape[0])))
         if self.cache is not None and self.cache.prefill == "full" and not self._seen:
             size = ids.shape[1]
         for start in range(0, ids.shape[1], size):

@@ -42,8 +42,8 @@ def test_one_json_object_and_nothing_else(tmp_path):
 
 
 def test_a_table_for_each_policy(tmp_path):
-    out = run("--text", BOOK, "--tokens", "200", "--seeds", "1", "--policy", "h2o, recent(20)")
-    assert out.count("rate") == 2
+    out = run("--text", BOOK, "--tokens", "200", "--seeds", "1", "--policy", "h2o(40), recent(20)")
+    assert out.count("rate") == 2 and "1 seed" in out and "1 seeds" not in out
     assert "recent(20)" in out and "layer 3" in out
     assert "the last 50 of 200 tokens" in out
 
@@ -62,6 +62,12 @@ def test_blocks_stand_beside_the_others():
         (["--layers", "9"], "layer 9 does not exist; the model's layers are 0 to 3"),
         (["--tokens", "90", "--queries", "90"], "90 tokens are too few for 90 queries"),
         (["--policy", "unifrom"], "did you mean 'uniform'"),
+        (
+            ["--policy", "h2o(64), uniform"],
+            r"uniform would get its default budget beside h2o\(64\)",
+        ),
+        (["--blocks", "8,3"], "a block is an even number of tokens from 2 on, not 3"),
+        (["--tokens", "3"], "3 tokens are too few: the last quarter of them is asked"),
         (["--policy", "recent(5)", "--rates", "1/2"], "takes none"),
         (["--plot", "errors.txt"], "a plot is written as .svg, .png, .pdf"),
         (["--plot", "no/such/folder/errors.svg"], "no folder no/such/folder"),

@@ -23,6 +23,7 @@ from weir.cli.common import (
     say,
     waiting,
 )
+from weir.errors import WeirError
 
 if TYPE_CHECKING:
     from weir.evals.attention_error import Row
@@ -64,7 +65,8 @@ def attention_error(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds.")] = 10,
     stream: Annotated[
-        bool, typer.Option("--stream", help="Fold chunk by chunk, not the whole text at once.")
+        bool,
+        typer.Option("--stream", help="Fold chunk by chunk (--chunk), not the whole text at once."),
     ] = False,
     chunk: Chunk = 64,
     plot: Annotated[Path | None, typer.Option(help="Write a plot: .svg, .png or .pdf.")] = None,
@@ -80,13 +82,23 @@ def attention_error(
     from weir.evals.attention_plot import check_plot, write_plot
     from weir.evals.reading import encode
     from weir.evals.writing import read_policies, takes_budget
+    from weir.halving import check_block
     from weir.text import read_text
 
     if plot is not None:
         check_plot(plot)
     names = read_policies(policy)
-    names += [f"balancekv(block={size})" for size in _numbers("--blocks", blocks)]
-    wanted = _rates(rates if rates is not None else RATES if all(map(takes_budget, names)) else "")
+    for size in _numbers("--blocks", blocks):
+        check_block(size)
+        names.append(f"balancekv(block={size})")
+    shared = [name for name in names if takes_budget(name)]
+    if rates is None and 0 < len(shared) < len(names):
+        own = next(name for name in names if name not in shared)
+        raise WeirError(
+            f"{shared[0]} would get its default budget beside {own}; give every policy its own, "
+            "or none of them, for --rates to share out"
+        )
+    wanted = _rates(rates if rates is not None else RATES if shared else "")
     words = read_text(text)
     reader, tokenizer = load_model(model)
     with waiting(f"tokenising {text}"):
@@ -145,7 +157,7 @@ def _print(rows: list[Row], facts: dict[str, Any]) -> None:
                 "" if rate is None else str(Fraction(rate).limit_denominator(1000)),
                 *("" if row is None else f"{row.error:.3f}" for row in found),
                 f"{mean['error']:.3f}",
-                f"{mean['deviation']:.3f}",
+                f"{mean['deviation']:.3f}" if facts["seeds"] > 1 else "",
                 f"{mean['kept']:.0%}",
                 f"{1000 * mean['seconds']:.0f} ms",
             )
@@ -154,7 +166,7 @@ def _print(rows: list[Row], facts: dict[str, Any]) -> None:
     line = (
         f"{facts['model']}: relative error of the answers to the last {facts['queries']} of "
         f"{facts['tokens']} tokens, the first {facts['exact']} exact, the text before them "
-        f"as {how}, {facts['seeds']} seeds"
+        f"as {how}, {facts['seeds']} {'seed' if facts['seeds'] == 1 else 'seeds'}"
     )
     output.print(line, markup=False, highlight=False, soft_wrap=True)
 

@@ -58,6 +58,11 @@ class Setup:
     chunk: int = 64
 
     def __post_init__(self) -> None:
+        if self.tokens < 4 and not self.queries:
+            raise WeirError(
+                f"{self.tokens} tokens are too few: the last quarter of them is asked about those "
+                "before; take a longer text"
+            )
         if not 0 < self.queries < self.tokens:
             raise WeirError(
                 f"{self.tokens} tokens are too few for {self.queries} queries and something before "
