@@ -131,6 +131,10 @@ def test_in_a_chat_each_question_is_a_turn() -> None:
         ({"question": "?"}, "the field 'question' must be an object"),
         ({"question": {"stem": "x", "choices": []}}, "'question.choices' needs 2 or more entries"),
         (
+            {"question": {"stem": "x", "choices": 2 * [{"text": "a", "label": ""}]}},
+            r"the field 'question.choices\[0\].label' is empty",
+        ),
+        (
             {"question": {"stem": "x", "choices": [{"text": "a"}, {"text": "b"}]}},
             r"the field 'question.choices\[0\].label' is missing",
         ),

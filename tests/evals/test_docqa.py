@@ -100,6 +100,7 @@ def test_what_is_not_in_the_format_is_named(tmp_path: Path) -> None:
         ({"ctxs": contexts[1:]}, "line 2: the field 'ctxs' must have one document with isgold"),
         ({"ctxs": [{"title": "x"}]}, r"line 2: the field 'ctxs\[0\].isgold' is missing"),
         ({"answers": []}, "line 2: the field 'answers' needs 1 or more entries"),
+        ({"answers": [" "]}, r"line 2: the field 'answers\[0\]' is empty"),
         ({"question": None}, "line 2: the field 'question' must be a text, not null"),
     ]:
         path.write_text(f"{json.dumps(ROWS[0])}\n{json.dumps({**ROWS[0], **wrong})}\n")

@@ -111,6 +111,11 @@ def test_what_is_not_in_the_format_is_named(tmp_path: Path) -> None:
         path.write_text(f"{json.dumps(ROWS[0])}\n{json.dumps({**ROWS[0], **wrong})}\n")
         with pytest.raises(WeirError, match=said):
             LongBench(file=str(path)).run(stranger(), quiet)
+    classed = json.loads(TREC.read_text().splitlines()[0])
+    for classes, said in [(None, "must be a list, not null"), ([], "needs 1 or more entries")]:
+        path.write_text(json.dumps({**classed, "all_classes": classes}))
+        with pytest.raises(WeirError, match=f"line 1: the field 'all_classes' {said}"):
+            LongBench(file=str(path)).run(stranger(), quiet)
     path.write_text(json.dumps({**ROWS[0], "dataset": "hotpot"}))
     with pytest.raises(WeirError, match="no data set 'hotpot', did you mean 'hotpotqa'"):
         LongBench(file=str(path)).run(stranger(), quiet)

@@ -50,6 +50,8 @@ def test_a_missing_and_a_torn_file_are_named(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(packed[:-9])
         with pytest.raises(WeirError, match=f"{name} is not a whole"):
             read_records(tmp_path / name)
+    with pytest.raises(WeirError, match="no file is named"):
+        read_records("")
     (tmp_path / "b.gz").write_bytes(b"plain text")
     with pytest.raises(WeirError, match=r"b\.gz is not a whole \.gz file"):
         read_records(tmp_path / "b.gz")
@@ -60,6 +62,10 @@ INNER = {
     "yes": True,
     "word": "w",
     "words": ["a", "b"],
+    "blank": " ",
+    "blanks": ["a", ""],
+    "none": None,
+    "numbers": [1, 0.5, None],
     "in": {"deep": [{"x": 1}, {"x": "1"}]},
 }
 
@@ -67,7 +73,9 @@ INNER = {
 def test_fields_are_handed_out_by_kind() -> None:
     record = Record("f, line 7", INNER)
     assert (record.count("n"), record.flag("yes"), record.text("word")) == (3, True, "w")
-    assert record.texts("words", least=2) == ["a", "b"]
+    assert record.texts("words", least=2) == record.several_words("words") == ["a", "b"]
+    assert (record.words("word"), record.number("n"), record.number("none")) == ("w", 3.0, None)
+    assert record.numbers("numbers") == [1.0, 0.5, None]
     assert "n" in record and "m" not in record
     assert [inner.path for inner in record.record("in").records("deep")] == [
         "in.deep[0].",
@@ -82,6 +90,11 @@ def test_fields_are_handed_out_by_kind() -> None:
         (lambda r: r.text("n"), "the field 'n' must be a text, not 3"),
         (lambda r: r.count("yes"), "the field 'yes' must be a whole number, not true"),
         (lambda r: r.flag("n"), "the field 'n' must be true or false, not 3"),
+        (lambda r: r.number("word"), "the field 'word' must be a number or null, not"),
+        (lambda r: r.number("none", known=True), "the field 'none' must be a number, not null"),
+        (lambda r: r.numbers("words"), r"the field 'words\[0\]' must be a number or null"),
+        (lambda r: r.words("blank"), "the field 'blank' is empty"),
+        (lambda r: r.several_words("blanks"), r"the field 'blanks\[1\]' is empty"),
         (lambda r: r.texts("words", least=3), "the field 'words' needs 3 or more entries and has"),
         (lambda r: r.records("words"), r"the field 'words\[0\]' must be an object, not \"a\""),
         (

@@ -61,6 +61,8 @@ def test_books_are_one_stream_with_one_start_token(nano, two_books):
     short = read_stream(tokenizer, two_books, most=middle + 5)
     assert short.edges == (0, middle, middle + 5)
     assert read_stream(tokenizer, two_books, most=middle).edges == (0, middle)
+    with pytest.raises(WeirError, match="no text is named"):
+        read_stream(tokenizer, "")
 
 
 # --- ppl

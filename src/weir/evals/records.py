@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 
 from weir.errors import WeirError
 from weir.evals.hub import HUB, rows_of
+
+LARGEST = sys.float_info.max
 
 
 class Record:
@@ -51,6 +54,26 @@ class Record:
         """The truth value in a field; raises as `text`."""
         return bool(self._get(name, bool, "true or false"))
 
+    def number(self, name: str, known: bool = False) -> float | None:
+        """The number in a field, None for null unless it must be `known`; raises as `text`."""
+        if name not in self.values:
+            raise self.wrong(name, "is missing")
+        return self._number(name, self.values[name], known)
+
+    def numbers(self, name: str) -> list[float | None]:
+        """The list of numbers in a field, None for each null; raises as `text`."""
+        items = enumerate(self._items(name, least=0))
+        return [self._number(f"{name}[{i}]", value, known=False) for i, value in items]
+
+    def words(self, name: str) -> str:
+        """The text in a field, which is not blank; raises as `text`."""
+        return self._words(name, self.text(name))
+
+    def several_words(self, name: str, least: int = 0) -> list[str]:
+        """The list of texts in a field, none of them blank; raises as `text`."""
+        found = enumerate(self.texts(name, least))
+        return [self._words(f"{name}[{i}]", value) for i, value in found]
+
     def texts(self, name: str, least: int = 0) -> list[str]:
         """The list of texts in a field, `least` or more of them; raises as `text`."""
         return [
@@ -82,13 +105,29 @@ class Record:
 
     def _get(self, name: str, kind: type, words: str) -> Any:
         if name not in self.values:
-            raise WeirError(f"{self.place}: the field '{self.path}{name}' is missing")
+            raise self.wrong(name, "is missing")
         return self._check(name, self.values[name], kind, words)
 
     def _check(self, name: str, value: Any, kind: type, words: str) -> Any:
         # To Python a truth value is a whole number too.
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise self.wrong(name, f"must be {words}, not {_shown(value)}")
+        return value
+
+    def _number(self, name: str, value: Any, known: bool) -> float | None:
+        if value is None and not known:
+            return None
+        # NaN is in no range, and neither is a whole number that no float can hold.
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not -LARGEST <= value <= LARGEST:
+            raise self.wrong(
+                name, f"must be a number{'' if known else ' or null'}, not {_shown(value)}"
+            )
+        return float(value)
+
+    def _words(self, name: str, value: str) -> str:
+        if not value.strip():
+            raise self.wrong(name, "is empty")
         return value
 
 
@@ -98,9 +137,11 @@ def read_records(path: str | Path, most: int | None = None) -> list[Record]:
     `hub:ID:SPLIT` and `hub:ID:CONFIGURATION:SPLIT` are read from the Hub.
 
     Raises:
-        WeirError: the file is missing, damaged, not UTF-8 or empty, or a line is no JSON object; or
-            the data set cannot be had.
+        WeirError: no file is named, or it is missing, damaged, not UTF-8 or empty, or a line is no
+            JSON object; or the data set cannot be had.
     """
+    if not str(path):
+        raise WeirError("no file is named: give the path of one, or hub:ID:SPLIT")
     if str(path).startswith(HUB):
         rows = enumerate(rows_of(str(path), most), 1)
         found = [Record(f"{path}, row {number}", row) for number, row in rows]

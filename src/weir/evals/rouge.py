@@ -46,4 +46,4 @@ def self_bleu(texts: Sequence[str]) -> float | None:
         sentence_bleu(text, [*known[:i], *known[i + 1 :]]).score / 100
         for i, text in enumerate(known)
     ]
-    return sum(scores) / len(scores)
+    return min(1.0, sum(scores) / len(scores))  # sacrebleu's 100 % is a little more

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from weir.errors import WeirError
 from weir.evals.reading import encode
 from weir.load import ASSETS
 from weir.text import read_books
@@ -55,8 +56,10 @@ def read_stream(
         start: stands in front in place of the start token.
 
     Raises:
-        WeirError: the file cannot be read, or makes no tokens to predict.
+        WeirError: no file is named, it cannot be read, or makes no tokens to predict.
     """
+    if path == "":
+        raise WeirError("no text is named: give the path of a file, or leave text out")
     parts: list[Tensor] = []
     edges = [0]
     for book in read_books(path or PACKAGED):

@@ -127,11 +127,12 @@ def question_of(record: Record) -> Question:
     the stem, and `choices` an object of the lists `label` and `text`.
 
     Raises:
-        WeirError: a field is missing or of another kind, or the answer is none of the choices.
+        WeirError: a field is missing, of another kind or empty, or the answer is none of the
+            choices.
     """
     if "choices" in record:
         stem, both = record.text("question"), record.record("choices")
-        labels, texts = both.texts("label", least=2), both.texts("text", least=2)
+        labels, texts = both.several_words("label", least=2), both.texts("text", least=2)
         if len(labels) != len(texts):
             raise record.wrong("choices", f"has {len(labels)} labels and {len(texts)} texts")
         choices = tuple(zip(labels, texts, strict=True))
@@ -139,7 +140,7 @@ def question_of(record: Record) -> Question:
         asked = record.record("question")
         stem = asked.text("stem")
         choices = tuple(
-            (choice.text("label"), choice.text("text"))
+            (choice.words("label"), choice.text("text"))
             for choice in asked.records("choices", least=2)
         )
     right = record.text("answerKey")

@@ -150,5 +150,5 @@ class DocumentQA(Task):
         return Case(
             record.text("question"),
             tuple((document.text("title"), document.text("text")) for document in documents),
-            tuple(record.texts("answers", least=1)),
+            tuple(record.several_words("answers", least=1)),
         )

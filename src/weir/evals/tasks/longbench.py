@@ -22,6 +22,8 @@ from weir.evals.task import Better, Progress, Subject, Task, task
 
 PLAIN = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
 """Data sets whose prompts LongBench never puts into a chat template: few-shot, and code."""
+CLASSES = ("trec", "lsht")
+"""Data sets whose answer is one of several classes; the others have null in `all_classes`."""
 LENGTHS = (("0-4k", 0, 4000), ("4-8k", 4000, 8000), ("8k+", 8000, None))
 """Groups of LongBench-E, by the words of a record."""
 
@@ -92,12 +94,11 @@ def fields_of(record: Record, name: str) -> dict[str, Any]:
     """
     if record.text("dataset").removesuffix("_e") != name:
         raise record.wrong("dataset", f"must be {name!r} in the whole file")
-    classes = record.values.get("all_classes")
     return {
         "context": record.text("context"),
         "question": record.text("question" if "question" in record else "input"),
         "answers": record.texts("answers", least=1),
-        "all_classes": None if classes is None else record.texts("all_classes"),
+        "all_classes": record.several_words("all_classes", least=1) if name in CLASSES else None,
         "length": record.count("length"),
     }
 

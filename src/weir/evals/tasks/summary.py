@@ -83,10 +83,10 @@ def texts_of(record: Record) -> tuple[str, str]:
     """The text and the summary of a record.
 
     Raises:
-        WeirError: it has the fields of neither data set, or they are no texts.
+        WeirError: it has the fields of neither data set, or they are no texts, or empty.
     """
     for text, summary in FIELDS:
         if text in record:
-            return record.text(text), record.text(summary)
+            return record.words(text), record.words(summary)
     known = " or ".join(f"'{text}'" for text, _ in FIELDS)
     raise WeirError(f"{record.place}: there is no field {known}")
