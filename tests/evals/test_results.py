@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +17,11 @@ GRID = {"grid": "abc", "cells": [{"policy": "dense"}] * 5}
 
 
 def record(number: int, **more: object) -> dict[str, object]:
-    return {"cell": number, "status": "done", "value": number / 3, **more}
+    return {
+        "cell": number, "model": "m", "task": "t", "setting": "t", "policy": "dense", "seed": 0,
+        "protocol": None, "weir": "0.1.0", "status": "done", "metric": "t", "value": number / 3,
+        "better": "lower", "kv_bytes": 8, "result": {}, **more,
+    }  # fmt: skip
 
 
 def write(path, *numbers: int) -> None:
@@ -75,7 +80,7 @@ def test_a_file_that_is_there_is_never_overwritten(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["hello", "hello\n", '{"a": 1}\n', "[]\n", '{"grid": "abc"}\n{}\n']
+    "text", ["hello", "hello\n", '{"a": 1}\n', "[]\n", '{"grid": "abc", "cells": []}\n{}\n']
 )
 def test_a_file_of_something_else_is_refused_and_kept(tmp_path, text):
     path = tmp_path / "r.jsonl"
@@ -146,3 +151,92 @@ def test_what_is_missing_or_empty_is_named(tmp_path):
         read_results(tmp_path / "r.jsonl")
     with pytest.raises(WeirError, match="cannot write"):
         ResultsFile(tmp_path / "r.jsonl" / "below", GRID)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_what_is_no_regular_file_is_refused_before_anything_is_read(tmp_path, resume):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in ("/dev/full", "/dev/null", pipe):
+        with pytest.raises(WeirError, match=f"{path} is not a regular file but a device or a pipe"):
+            ResultsFile(Path(path), GRID, resume=resume)
+        with pytest.raises(WeirError, match=f"{path} is not a regular file"):
+            read_results(path)
+    with pytest.raises(WeirError, match="is not a regular file but a folder"):
+        ResultsFile(tmp_path, GRID, resume=resume)
+
+
+BLOCKS = {"ppl_by_block": [1.0, None], "block": 1, "tokens": 2}
+WHOLE = {
+    **BLOCKS,
+    "by_distance": [{"distance": 1, "asked": 2, "right": 1}],
+    "cells": [{"length": 1, "depth": 0.5, "accuracy": 1}],
+}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"value": "1.5"}, "the field 'value' must be a number or null, not \"1.5\""),
+        ({"value": True}, "the field 'value' must be a number or null, not true"),
+        ({"kv_bytes": []}, "the field 'kv_bytes' must be a number or null"),
+        ({"policy": None}, "the field 'policy' must be a text, not null"),
+        ({"status": "odd"}, "the field 'status' must be done or failed, not 'odd'"),
+        ({"status": "failed"}, "the field 'reason' is missing"),
+        ({"better": "worse"}, "the field 'better' must be higher or lower, not 'worse'"),
+        ({"protocol": 3}, "the field 'protocol' must be a text"),
+        ({"result": None}, "the field 'result' must be an object, not null"),
+        ({"result": {"ppl_by_block": None}}, "'result.ppl_by_block' must be a list, not null"),
+        ({"result": {**BLOCKS, "block": "x"}}, "'result.block' must be a whole number"),
+        ({"result": {**BLOCKS, "ppl_by_block": ["x"]}}, r"'result.ppl_by_block\[0\]' must be a"),
+        ({"result": {"by_distance": [{}]}}, r"'result.by_distance\[0\].distance' is missing"),
+        (
+            {"result": {"cells": [{"length": 1, "depth": 0, "accuracy": None}]}},
+            r"'result.cells\[0\].accuracy' must be a number, not null",
+        ),
+        ({"cell": 5}, "the field 'cell' must be one of the grid's 5 cells, not 5"),
+        ({"cell": -1}, "the field 'cell' must be one of the grid's 5 cells, not -1"),
+        ({"cell": "1"}, "the field 'cell' must be a whole number"),
+        ({"cell": 0}, "the field 'cell' is that of line 2: 0"),
+    ],
+)
+def test_a_damaged_line_is_named_with_its_field(tmp_path, wrong, said):
+    path = tmp_path / "r.jsonl"
+    rows = [GRID, record(0, result=WHOLE), {**record(1), **wrong}]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with pytest.raises(WeirError, match=f"r.jsonl, line 3: .*{said}"):
+        read_results(path)
+    with pytest.raises(WeirError, match="line 3: "):
+        ResultsFile(path, GRID, resume=True)
+
+
+def test_a_field_under_another_name_is_missing_and_so_are_the_cells_of_a_grid(tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text(f"{json.dumps(GRID)}\n{json.dumps(record(0)).replace('policy', 'polcy')}\n")
+    with pytest.raises(WeirError, match=r"line 2: the field 'policy' is missing"):
+        read_results(path)
+    path.write_text('{"grid": "abc", "cells": 3}\n')
+    with pytest.raises(WeirError, match=r"line 1: the field 'cells' must be a list, not 3"):
+        read_results(path)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "1" + 400 * "0"])
+def test_a_figure_that_is_none_is_named(tmp_path, number):
+    path = tmp_path / "r.jsonl"
+    line = json.dumps(record(0, value="?")).replace('"?"', number)
+    path.write_text(f"{json.dumps(GRID)}\n{line}\n")
+    with pytest.raises(WeirError, match="line 2: the field 'value' must be a number or null"):
+        read_results(path)
+
+
+def test_of_another_grid_it_is_said_what_differs(tmp_path):
+    path = tmp_path / "r.jsonl"
+    there = {"grid": "a", "cells": [{"seed": 0, "policy": p} for p in ("dense", "h2o(8)")]}
+    ResultsFile(path, there).__exit__(None, None, None)
+    here = {"grid": "b", "cells": [{"seed": s, "policy": "dense"} for s in range(6)]}
+    said = r"\(seed: 1, 2, 3 and 2 more new; policy: h2o\(8\) only there\)"
+    with pytest.raises(WeirError, match=f"the results of another grid {said}; name another file"):
+        ResultsFile(path, here, resume=True)
+    turned = {"grid": "c", "cells": there["cells"][::-1]}
+    with pytest.raises(WeirError, match="the same values in another order"):
+        ResultsFile(path, turned, resume=True)

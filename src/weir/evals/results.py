@@ -12,15 +12,20 @@ import fcntl
 import json
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from weir.errors import WeirError
+from weir.evals.checks import check_cell, check_grid
+from weir.evals.records import Record as Fields
 from weir.plain import plain
 
 Record = dict[str, Any]
 """What is known of one cell, with its number in the grid under "cell"."""
+MOST = 3
+"""Values of a field that are named where two grids differ."""
 
 
 class ResultsFile:
@@ -36,16 +41,20 @@ class ResultsFile:
 
     Raises:
         WeirError: there is such a file and `resume` was not asked for, it is of another grid, it is
-            no results file, another process writes it, or it cannot be written.
+            no results file or no regular file at all, another process writes it, or it cannot be
+            written.
     """
 
     def __init__(self, path: Path, grid: Record, *, resume: bool = False) -> None:
         self.path = path
         self.records: dict[int, Record] = {}
         self._grid = grid
-        if path.exists() and path.stat().st_size and not resume:
-            raise WeirError(f"{path} is there already; go on with --resume, or name another file")
         try:
+            _check_kind(path)
+            if not resume and path.exists() and path.stat().st_size:
+                raise WeirError(
+                    f"{path} is there already; go on with --resume, or name another file"
+                )
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
@@ -105,8 +114,9 @@ class ResultsFile:
             return
         if found[0]["grid"] != self._grid["grid"]:
             raise WeirError(
-                f"{self.path} holds the results of another grid; name another file, or ask for the "
-                "same models, tasks, policies, budgets and seeds as before"
+                f"{self.path} holds the results of another grid "
+                f"({_difference(found[0]['cells'], self._grid['cells'])}); name another file, or "
+                "ask for the same models, tasks, policies, budgets and seeds as before"
             )
         self.records = {record["cell"]: record for record in found[1:]}
 
@@ -142,18 +152,48 @@ class ResultsFile:
 
 
 def read_results(path: str | Path) -> tuple[Record, list[Record]]:
-    """The grid and the records of a file, those of one cell once; a last line cut short is left.
+    """The grid and the records of a file; a last line cut short is left.
 
     Raises:
         WeirError: there is no such file, or it is none that `weir eval` has written.
     """
     path = Path(path)
-    if not path.is_file():
+    _check_kind(path)
+    if not path.exists():
         raise WeirError(f"there is no results file {path}")
     found, _ = _read(path)
     if not found:
         raise WeirError(f"{path} holds no results")
-    return found[0], list({record["cell"]: record for record in found[1:]}.values())
+    return found[0], found[1:]
+
+
+def _check_kind(path: Path) -> None:
+    """Raises a `WeirError` for a device, a pipe or a folder: only a file can be read to its end."""
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "a device or a pipe"
+        raise WeirError(f"{path} is not a regular file but {kind}, and results need one")
+
+
+def _difference(there: list[Record], here: list[Record]) -> str:
+    """What tells the cells of two grids apart, field by field."""
+    found = []
+    for name in _unique(key for cell in (*there, *here) for key in cell):
+        old, new = (_unique(str(cell.get(name)) for cell in cells) for cells in (there, here))
+        gone = [value for value in old if value not in new]
+        come = [value for value in new if value not in old]
+        changes = [f"{_few(gone)} only there"] * bool(gone) + [f"{_few(come)} new"] * bool(come)
+        if changes:
+            found.append(f"{name}: {', '.join(changes)}")
+    return "; ".join(found) or "the same values in another order or other combinations"
+
+
+def _unique(values: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(values))
+
+
+def _few(values: list[str]) -> str:
+    more = len(values) - MOST
+    return ", ".join(values[:MOST]) + (f" and {more} more" if more > 0 else "")
 
 
 def _read(path: Path) -> tuple[list[Record], int]:
@@ -168,17 +208,25 @@ def _read(path: Path) -> tuple[list[Record], int]:
         raise WeirError(f"cannot read {path}: {error.strerror}") from None
     whole = raw.rfind(b"\n") + 1
     found: list[Record] = []
+    lines: dict[int, int] = {}  # of each cell, where it stands
     for number, line in enumerate(raw[:whole].splitlines(), 1):
         key = "grid" if number == 1 else "cell"
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict) or key not in record:
             raise WeirError(
                 f"{path}, line {number}: not a line that weir eval writes"
                 + (", so this is no results file" if number == 1 else "")
             )
+        fields = Fields(f"{path}, line {number}", record)
+        if number == 1:
+            cells = check_grid(fields)
+        else:
+            check_cell(fields, cells)
+            if (before := lines.setdefault(record["cell"], number)) != number:
+                raise fields.wrong("cell", f"is that of line {before}: {record['cell']}")
         found.append(record)
     if not found and raw.strip() and not raw.startswith(b'{"grid"'[: len(raw)]):
         raise WeirError(f"{path}, line 1: not a line that weir eval writes")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -132,8 +133,7 @@ def heat(records: Sequence[Record]) -> str | None:
             lengths = sorted(unique(length for length, _ in cells))
             depths = sorted(unique(depth for _, depth in cells))
             found = [
-                [mean(c["accuracy"] for c in cells[length, depth]) for length in lengths]
-                for depth in depths
+                [_share(cells.get((length, depth), [])) for length in lengths] for depth in depths
             ]
             image = axes.imshow(found, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
             axes.set_title(policy, fontsize=8)
@@ -145,6 +145,11 @@ def heat(records: Sequence[Record]) -> str | None:
         if image is not None:
             figure.colorbar(image, ax=panels.tolist(), shrink=0.8, label="found")
     return out[0]
+
+
+def _share(cells: Sequence[Record]) -> float:
+    """Mean accuracy; where nothing was asked NaN, which is drawn as a hole."""
+    return mean(cell["accuracy"] for cell in cells) if cells else math.nan
 
 
 @contextmanager
