@@ -64,6 +64,18 @@ def test_advice_names_one_policy_with_its_figures(capsys, model, text, monkeypat
     assert facts["best"] == min(facts["tries"], key=lambda one: one["ppl"])["policy"]
 
 
+def test_a_trial_in_which_nothing_was_evicted_is_said_to_tell_nothing(
+    capsys, model, text, monkeypatch
+):
+    monkeypatch.setattr(advice, "CANDIDATES", ("window", "streaming_llm"))
+    words = ("advise", "--text", text, "--model", model, "--memory", "1GB", "--tokens")
+    assert "too few to tell" not in run(capsys, *words, 700).out
+    ended = run(capsys, *words, 300)
+    assert "300 tokens are too few to tell: nothing was evicted under " in ended.out
+    facts = json.loads(run(capsys, *words, 300, "--json").out)
+    assert [one["evicted"] for one in facts["tries"]] == [False, False]
+
+
 def test_a_text_that_fits_is_said_to(capsys, model, tmp_path):
     path = tmp_path / "short.txt"
     path.write_text(WORDS)

@@ -71,5 +71,30 @@ def test_a_text_that_fits_needs_no_policy(nano, tmp_path):
 
 
 def test_too_little_memory_is_refused_with_what_it_takes(nano):
-    with pytest.raises(WeirError, match=r"10,000 bytes are too few .* takes 675,840"):
+    with pytest.raises(WeirError, match=r"10,000 bytes are too few .* takes 675,840\. A smaller"):
         advise(*nano, str(PACKAGED), 10_000)
+
+
+def test_a_chunk_that_leaves_no_room_in_the_window_is_named(nano):
+    with pytest.raises(WeirError, match=r"a chunk of 600 .* than the model's window of 512"):
+        advise(*nano, str(PACKAGED), 10**9, chunk=600)
+
+
+def test_a_text_that_is_shorter_than_the_sample_is_refused(nano, tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("It was a bright morning, and they walked on. " * 60)
+    count = len(encode(nano[1], read_text(path)))
+    with pytest.raises(WeirError, match=f"the text has {count} tokens, .* tried on 5,000"):
+        advise(*nano, str(path), 10**6, tokens=5000)
+
+
+def test_it_is_said_whether_anything_was_evicted(nano, monkeypatch):
+    monkeypatch.setattr(advice, "CANDIDATES", ("window", "pyramidkv"))
+    few = advise(*nano, str(PACKAGED), 10**9, tokens=448 + 64 - 1)
+    # Of a pyramid some layers have less than the budget.
+    assert {one.policy.partition("(")[0]: one.evicted for one in few.tries} == {
+        "window": False,
+        "pyramidkv": True,
+    }
+    more = advise(*nano, str(PACKAGED), 10**9, tokens=448 + 64)
+    assert all(one.evicted for one in more.tries)

@@ -101,3 +101,10 @@ def _print(model: str, found: Advice) -> None:
         f"{found.available:,} tokens, {size(best.kv_bytes)} of cache for one stream"
     )
     output.print(line, markup=False, highlight=False, soft_wrap=True)
+    idle = [one.policy for one in found.tries if not one.evicted]
+    if idle:
+        line = (
+            f"{found.tokens:,} tokens are too few to tell: nothing was evicted under "
+            f"{', '.join(idle)}, so the perplexity there is that of dense; try on more text"
+        )
+        output.print(line, markup=False, highlight=False, soft_wrap=True)

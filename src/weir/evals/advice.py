@@ -30,7 +30,10 @@ CANDIDATES = (
 )
 """What is tried."""
 PROBES = (96, 160)
-"""Budgets from which the bytes of a slot are found; every candidate can be made with them."""
+"""Budgets from which the bytes of a slot are found; every candidate can be made with them.
+
+No smaller one is tried than the first.
+"""
 TIMES = 4
 """A sample is so many times as long as the largest budget, so that something has to go."""
 LEAST = 4096
@@ -46,6 +49,8 @@ class Try:
         kv_bytes: of its cache.
         ppl: perplexity of the sample.
         tokens_per_s: of reading it.
+        evicted: whether anything had to go; if not, the perplexity is that of `dense` and says
+            nothing of the policy.
     """
 
     policy: str
@@ -53,6 +58,7 @@ class Try:
     kv_bytes: int
     ppl: float
     tokens_per_s: float
+    evicted: bool
 
 
 @dataclass(frozen=True)
@@ -105,21 +111,31 @@ def advise(
         on_step: told which policy is tried, and how much of everything is done.
 
     Raises:
-        WeirError: the text cannot be read, the model cannot be served, or the memory is too small.
+        WeirError: the text cannot be read or is shorter than the sample, the model cannot be
+            served, or the memory or the window is too small.
     """
     ids = read_stream(tokenizer, text).ids
+    if tokens is not None and tokens > len(ids):
+        raise WeirError(f"the text has {len(ids):,} tokens, so it cannot be tried on {tokens:,}")
     window = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if window is None or len(ids) <= window:
         whole = _try(model, "dense", len(ids), ids, chunk, seed, lambda share: None)
         if whole.kv_bytes <= memory:
             return Advice((whole,), len(ids), len(ids), window, everything=True)
     most = None if window is None else window - chunk
+    if most is not None and most < PROBES[0]:
+        raise WeirError(
+            f"a chunk of {chunk} and a budget of {PROBES[0]}, the smallest that is tried, are more "
+            f"than the model's window of {window}; take a smaller chunk"
+        )
     budgets = {name: budget_in(model, name, memory, chunk, most) for name in CANDIDATES}
     fits = {name: budget for name, budget in budgets.items() if budget is not None}
     if not fits:
+        takes = _bytes(model, "window", PROBES[0], chunk)
         raise WeirError(
-            f"{memory:,} bytes are too few for a cache of this model: the smallest that is tried, "
-            f"window(budget={PROBES[0]}), takes {_bytes(model, 'window', PROBES[0], chunk):,}"
+            f"{memory:,} bytes are too few for the budgets that are tried, of {PROBES[0]} slots or "
+            f"more: window(budget={PROBES[0]}) takes {takes:,}. A smaller cache may fit, with a "
+            "budget and a chunk of your own; see weir eval"
         )
     length = max(LEAST, TIMES * max(fits.values())) if tokens is None else tokens
     sample = ids[:length]
@@ -178,4 +194,6 @@ def _try(
         reader.take(piece)
         told(reader.reading.tokens / len(sample))
     found = reader.reading
-    return Try(policy, budget, found.kv_bytes, found.ppl, found.tokens_per_s)
+    held = [sum(layer["slots"].values()) for layer in reader.stream.report()["layers"]]
+    evicted = min(held) < found.tokens
+    return Try(policy, budget, found.kv_bytes, found.ppl, found.tokens_per_s, evicted)
