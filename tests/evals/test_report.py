@@ -104,6 +104,23 @@ def test_the_markdown_has_the_same_tables_and_its_pictures_beside_it(results, tm
     assert len(re.findall(r"\.svg\)", text)) == 3
 
 
+def test_every_heading_is_another(results, tmp_path):
+    _, page = write_report(results, tmp_path / "out")
+    titles = re.findall(r"^## (.*)", page.read_text("utf-8"), re.MULTILINE)
+    assert len(titles) == len(set(titles)) == 5
+    assert titles[:3] == ["m", "m: ppl, ppl against bytes", "m: ppl, perplexity along the text"]
+
+
+def test_the_page_says_what_its_column_of_bytes_is_and_counts_in_english(results, tmp_path):
+    _, page = write_report(results, tmp_path / "out")
+    assert "cache, MB is a policy's largest cache over all tasks." in page.read_text("utf-8")
+    path = tmp_path / "one.jsonl"
+    with ResultsFile(path, {"grid": "abc", "cells": [{}]}) as file:
+        file.append(RECORDS[0])
+    _, page = write_report(path, tmp_path / "one")
+    assert "Of 1 cell, 1 is done and 0 failed." in page.read_text("utf-8")
+
+
 def test_the_same_results_give_the_same_page(results, tmp_path):
     once, again = (write_report(results, tmp_path / n)[0].read_text() for n in ("a", "b"))
     assert once == again
@@ -131,3 +148,5 @@ def test_results_of_nothing_are_refused(results, tmp_path):
         write_report(tmp_path / "missing.jsonl", tmp_path / "out")
     with pytest.raises(WeirError, match="cannot write to"):
         write_report(results, results / "below")
+    with pytest.raises(WeirError, match=r"r\.jsonl is a file, and --out is the folder of a report"):
+        write_report(results, results)

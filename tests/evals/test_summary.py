@@ -75,6 +75,25 @@ def test_heads_say_what_tells_settings_of_one_task_apart():
     assert list(heads(settings).values()) == ["ppl(tokens=9)", "ppl(tokens=5)", "recall"]
 
 
+def test_files_stand_in_heads_without_their_folders():
+    def short(*settings: str) -> list[str]:
+        return list(heads(list(settings)).values())
+
+    assert short('ppl(tokens=9, text="/a/b/c.txt")', 'ppl(tokens=9, text="d.txt")') == [
+        'ppl(text="c.txt")',
+        'ppl(text="d.txt")',
+    ]
+    assert short('docqa(file="hub:a/b:test")', 'docqa(file="c/d.gz")') == [
+        'docqa(file="hub:a/b:test")',
+        'docqa(file="d.gz")',
+    ]
+    # Two files of one name are told apart, and what is no file is left as it is.
+    both = ['ppl(text="a/c.txt")', 'ppl(text="b/c.txt")']
+    assert short(*both) == both
+    asked = ['needle(answer="a/b")', 'needle(answer="c/b")']
+    assert short(*asked) == asked
+
+
 def test_answers_by_distance_are_counted_over_the_seeds():
     def rows(near: int, far: int) -> dict[str, Any]:
         hits = {20: near, 1000: far}

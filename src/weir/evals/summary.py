@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean
@@ -9,6 +11,11 @@ from typing import Any
 
 from weir.evals.results import Record
 from weir.evals.task import Better
+
+CACHE = "cache, MB"
+"""The head of the column of bytes."""
+FOLDERS = re.compile(r"""\b((?:file|text)=["'])(?!hub:)[^"']*/""")
+"""A task's parameter that names a file, up to the file's own name."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ def overviews(records: Sequence[Record]) -> list[Table]:
             _column(_head(short[setting], rows[0]), rows, policies, "value", rows[0]["better"])
             for (setting,), rows in settings.items()
         ]
-        columns.append(_column("cache, MB", mine, policies, "kv_bytes", None, largest=True))
+        columns.append(_column(CACHE, mine, policies, "kv_bytes", None, largest=True))
         title = model if paper is None else f"{model}, protocol {paper}"
         tables.append(Table(title, policies, tuple(columns)))
     return tables
@@ -86,6 +93,7 @@ def overviews(records: Sequence[Record]) -> list[Table]:
 def by_distance(records: Sequence[Record]) -> list[Table]:
     """For each model and setting whose results are by distance, the share of right answers."""
     done = [r for r in records if r["status"] == "done" and r["result"].get("by_distance")]
+    short = heads(list(unique(record["setting"] for record in done)))
     tables = []
     for (model, setting), mine in grouped(done, "model", "setting").items():
         policies = unique(record["policy"] for record in mine)
@@ -104,7 +112,8 @@ def by_distance(records: Sequence[Record]) -> list[Table]:
                 asked = sum(row["asked"] for row in rows)
                 values.append(sum(row["right"] for row in rows) / asked if asked else None)
             columns.append(Column(f"{distance:,}", tuple(values), "higher", digits=2))
-        tables.append(Table(f"{model}: {setting}, by distance", policies, tuple(columns)))
+        title = f"{model}: {short[setting]}, by distance"
+        tables.append(Table(title, policies, tuple(columns)))
     return tables
 
 
@@ -116,7 +125,10 @@ def _head(setting: str, record: Record) -> str:
 
 
 def heads(settings: list[str]) -> dict[str, str]:
-    """A short head for each setting: the task's name, and in brackets what tells it from others."""
+    """A short head for each setting: the task's name, and in brackets what tells it from others.
+
+    Files stand there by their names, without folders, unless that would make two heads the same.
+    """
     names = {setting: setting.partition("(")[0] for setting in settings}
     found = {}
     for setting, name in names.items():
@@ -124,7 +136,9 @@ def heads(settings: list[str]) -> dict[str, str]:
         mine = _parameters(setting)
         told = [p for p in mine if any(p not in _parameters(other) for other in rivals)]
         found[setting] = f"{name}({', '.join(told)})" if told else name
-    return found
+    short = {setting: FOLDERS.sub(r"\1", head) for setting, head in found.items()}
+    times = Counter(short.values())
+    return {s: short[s] if times[short[s]] == 1 else head for s, head in found.items()}
 
 
 def grouped(records: Iterable[Record], *keys: str) -> dict[tuple[Any, ...], list[Record]]:

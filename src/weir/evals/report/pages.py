@@ -14,7 +14,7 @@ from weir.evals.report.plots import along, heat, pareto
 from weir.evals.report.tables import as_html, as_markdown
 from weir.evals.results import Record, read_results
 from weir.evals.runner import failures
-from weir.evals.summary import Table, by_distance, grouped, heads, overviews, unique
+from weir.evals.summary import CACHE, Table, by_distance, grouped, heads, overviews, unique
 
 MARKS = "Bold is best, underlined second best."
 
@@ -58,6 +58,8 @@ def write_report(results: Path, out: Path) -> list[Path]:
     parts = list(_parts(done))
     facts = _facts(len(grid["cells"]), records)
     pages = [out / "report.html", out / "report.md"]
+    if out.exists() and not out.is_dir():
+        raise WeirError(f"{out} is a file, and --out is the folder of a report; name another")
     try:
         out.mkdir(parents=True, exist_ok=True)
         pages[0].write_text(_html(parts, facts, failures(records), results.name), "utf-8")
@@ -72,7 +74,10 @@ def write_report(results: Path, out: Path) -> list[Path]:
 
 def _parts(done: Sequence[Record]) -> Iterator[Part]:
     for table in overviews(done):
-        words = f"{MARKS} Figures of several seeds are their means."
+        words = (
+            f"{MARKS} Figures of several seeds are their means. {CACHE} is a policy's largest "
+            "cache over all tasks."
+        )
         yield Part(table.title, words, table=table)
     for table in by_distance(done):
         words = f"Share of right answers by distance. {MARKS}"
@@ -80,20 +85,31 @@ def _parts(done: Sequence[Record]) -> Iterator[Part]:
     short = heads(list(unique(record["setting"] for record in done)))
     settings = grouped(done, "model", "protocol", "setting")
     for number, ((model, _, setting), mine) in enumerate(settings.items()):
-        title = f"{model}: {short[setting]}"
         better = mine[0]["better"]
         label = mine[0]["metric"]
-        for kind, picture, words in (
+        for kind, heading, picture, words in (
             (
                 "pareto",
+                f"{label} against bytes",
                 pareto(mine, label),
                 f"{label} against the bytes of the cache; {better} is better. Points of one policy "
                 "with different budgets are joined; those on the grey line no other beats in both.",
             ),
-            ("along", along(mine), "Perplexity of each block of the text; lower is better."),
-            ("heat", heat(mine), "Share of needles found, by length and depth of the haystack."),
+            (
+                "along",
+                "perplexity along the text",
+                along(mine),
+                "Perplexity of each block of the text; lower is better.",
+            ),
+            (
+                "heat",
+                "needles by length and depth",
+                heat(mine),
+                "Share of needles found, by length and depth of the haystack.",
+            ),
         ):
             if picture is not None:
+                title = f"{model}: {short[setting]}, {heading}"
                 yield Part(title, words, picture=picture, name=f"{kind}-{number}")
 
 
@@ -109,10 +125,12 @@ def _facts(cells: int, records: Sequence[Record]) -> str:
     ]
     policies = len(unique(record["policy"] for record in records))
     failed = len(failures(records))
+    done = len(records) - failed
     versions = ", ".join(unique(record["weir"] for record in records))
     return (
-        f"{', '.join(kinds)}, policies and budgets: {policies}. Of {cells} cells, "
-        f"{len(records) - failed} are done and {failed} failed. weir {versions}."
+        f"{', '.join(kinds)}, policies and budgets: {policies}. Of "
+        f"{several('cell', range(cells))}, {done} {'is' if done == 1 else 'are'} done and {failed} "
+        f"failed. weir {versions}."
     )
 
 
