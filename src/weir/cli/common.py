@@ -31,8 +31,9 @@ Chunk = Annotated[int, typer.Option(min=1, help="Tokens taken in between two fol
 Seed = Annotated[int, typer.Option(min=0, help="Seed of all random draws.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
-messages = Console(stderr=True)
-output = Console()
+# Without emoji: rich would make a picture of the `:ID:` in hub:ID:SPLIT.
+messages = Console(stderr=True, emoji=False)
+output = Console(emoji=False)
 
 
 def print_json(facts: Any) -> None:
