@@ -68,10 +68,48 @@ def test_the_same_grid_twice_gives_the_same_numbers(capsys, words, tmp_path):
 
 
 def test_for_people_it_is_a_table_with_the_best_marked(capsys, words, tmp_path):
-    ended = run(capsys, *words, columns=500)  # the tasks' texts lie deep in temporary folders
+    ended = run(capsys, *words, columns=120)
     assert (ended.code, ended.err) == (0, "")
     for word in ("policy", "ppl(tokens=250", "cache, MB", "h2o(budget=24)", "r.jsonl"):
         assert word in ended.out
+    assert "1 of " not in ended.out
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 100])
+def test_a_table_too_wide_for_the_terminal_is_printed_in_parts(
+    capsys, model, text, tmp_path, columns
+):
+    tasks = [f"ppl(tokens={n}, text={text})" for n in range(250, 258)]
+    words = [
+        "eval", "--model", model, "--tasks", ", ".join(tasks), "--policies",
+        "sink(4) | recent(20), h2o(24)", "--chunk", 8, "--out", tmp_path / "r.jsonl",
+    ]  # fmt: skip
+    ended = run(capsys, *words, columns=columns)
+    tables = ended.out.splitlines()[:-1]
+    assert max(len(line) for line in tables) <= columns
+    heads = [line for line in tables if "policy" in line]
+    assert len(heads) > 1
+    assert sum("h2o(24)" in line for line in tables) == len(heads)
+    # Each has as many columns as fit, and every column is there once, in order and whole.
+    shown = [word.strip() for line in heads for word in line.split("┃")[2:-1]]
+    assert shown == [*(f"ppl(tokens={n})" for n in range(250, 258)), "cache, MB"]
+    assert all(len(line) + len("─ ppl(tokens=250) ┃") > columns for line in heads[:-1])
+
+
+def test_names_are_printed_as_they_are(capsys, tmp_path):
+    tasks = "lines(file=''), lines(file='hub:a:id:no:ne')"
+    words = ("eval", "--tasks", tasks, "--policies", "window", "--out", tmp_path / "r.jsonl")
+    ended = run(capsys, *words, columns=500)
+    assert "no file is named: give the path of one, or hub:ID:SPLIT" in ended.err
+    assert '"hub:a:id:no:ne"' in ended.err
+
+
+def test_names_too_long_for_a_terminal_are_broken_and_figures_are_not(capsys, words):
+    run(capsys, *words)
+    ended = run(capsys, *words, "--resume", columns=24)
+    facts = json.loads(run(capsys, *words, "--resume", "--json").out)
+    for record in facts["records"]:
+        assert f"{record['value']:.1f}" in ended.out
 
 
 @pytest.mark.slow

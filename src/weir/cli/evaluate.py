@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,9 +18,14 @@ if TYPE_CHECKING:
     from weir.evals.grid import Grid
     from weir.evals.results import Record
     from weir.evals.runner import Worker
+    from weir.evals.summary import Column
+    from weir.evals.summary import Table as Figures
 
 USUAL = (128, 256, 384)
 """Budgets that suit nano: the largest leaves room for a chunk within its window of 512."""
+
+WIDE = 100_000
+"""Columns of a terminal on which no table is too wide."""
 
 
 @app.command("eval")
@@ -41,9 +47,10 @@ def evaluate(
         ),
     ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds of all random draws: 0,1,2.")] = "0",
-    out: Annotated[Path, typer.Option(help="The results file: JSON lines.")] = Path(
-        "results.jsonl"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(help="The results file: JSON lines. Its folder is made if there is none."),
+    ] = Path("results.jsonl"),
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the results file that is there.")
     ] = False,
@@ -174,19 +181,49 @@ def _print(records: list[Record]) -> None:
     from weir.evals.summary import by_distance, overviews
 
     for found in [*overviews(records), *by_distance(records)]:
-        table = Table(title=found.title, title_justify="left")
-        table.add_column("policy", no_wrap=True)
-        for column in found.columns:
-            table.add_column(column.head, justify="right")
-        places = [column.places() for column in found.columns]
-        styles = {None: "", 1: "bold", 2: "underline"}
-        for row, policy in enumerate(found.rows):
-            cells = [
-                Text(column.written(row, group=","), styles[place.get(row)])
-                for column, place in zip(found.columns, places, strict=True)
-            ]
-            table.add_row(Text(policy), *cells)
-        output.print(table)
+        parts = _fitting(found)
+        for number, columns in enumerate(parts, 1):
+            table = _table(found, columns)
+            if len(parts) > 1:
+                table.title = Text(f"{found.title} ({number} of {len(parts)})")
+            output.print(table)
+
+
+def _fitting(found: Figures) -> list[Sequence[Column]]:
+    """The columns in parts, each as many as the terminal is wide enough for, and one at least."""
+    columns = found.columns
+    parts: list[Sequence[Column]] = []
+    begin = 0
+    for end in range(1, len(columns) + 1):
+        is_last = end == len(columns)
+        if is_last or _width(_table(found, columns[begin : end + 1])) > output.width:
+            parts.append(columns[begin:end])
+            begin = end
+    return parts
+
+
+def _width(table: Table) -> int:
+    """Of a table none of whose lines is broken; its title may be."""
+    return output.measure(table, options=output.options.update(width=WIDE)).maximum
+
+
+def _table(found: Figures, columns: Sequence[Column]) -> Table:
+    """Some of the columns, beside all of the policies."""
+    table = Table(title=Text(found.title), title_justify="left")
+    table.add_column("policy", overflow="fold")
+    for column in columns:
+        # If names are wider than the terminal they are broken, and figures never.
+        widest = max(len(column.written(row, group=",")) for row in range(len(found.rows)))
+        table.add_column(Text(column.head), justify="right", min_width=widest)
+    places = [column.places() for column in columns]
+    styles = {None: "", 1: "bold", 2: "underline"}
+    for row, policy in enumerate(found.rows):
+        cells = [
+            Text(column.written(row, group=","), styles[place.get(row)])
+            for column, place in zip(columns, places, strict=True)
+        ]
+        table.add_row(Text(policy), *cells)
+    return table
 
 
 def _list(as_json: bool) -> None:
