@@ -171,7 +171,7 @@ def _check_kind(path: Path) -> None:
     """Raises a `WeirError` for a device, a pipe or a folder: only a file can be read to its end."""
     if path.exists() and not path.is_file():
         kind = "a folder" if path.is_dir() else "a device or a pipe"
-        raise WeirError(f"{path} is not a regular file but {kind}, and results need one")
+        raise WeirError(f"{path} is not a regular file but {kind}, and results need a file")
 
 
 def _difference(there: list[Record], here: list[Record]) -> str:
