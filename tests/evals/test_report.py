@@ -150,3 +150,11 @@ def test_results_of_nothing_are_refused(results, tmp_path):
         write_report(results, results / "below")
     with pytest.raises(WeirError, match=r"r\.jsonl is a file, and --out is the folder of a report"):
         write_report(results, results)
+
+
+def test_a_figure_that_is_absurd_is_drawn_like_any_other(tmp_path):
+    path = tmp_path / "r.jsonl"
+    cells = [{**CELLS[0], "accuracy": 10**30}, *CELLS[1:]]
+    with ResultsFile(path, {"grid": "abc", "cells": [{}]}) as file:
+        file.append({**RECORDS[4], "cell": 0, "result": {"cells": cells}})
+    assert "<svg" in write_report(path, tmp_path / "out")[0].read_text("utf-8")

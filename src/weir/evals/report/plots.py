@@ -149,7 +149,7 @@ def heat(records: Sequence[Record]) -> str | None:
 
 def _share(cells: Sequence[Record]) -> float:
     """Mean accuracy; where nothing was asked NaN, which is drawn as a hole."""
-    return mean(cell["accuracy"] for cell in cells) if cells else math.nan
+    return float(mean(cell["accuracy"] for cell in cells)) if cells else math.nan
 
 
 @contextmanager
