@@ -167,6 +167,11 @@ def read_results(path: str | Path) -> tuple[Record, list[Record]]:
     return found[0], found[1:]
 
 
+def unique(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Each value once, in the order they first come."""
+    return tuple(dict.fromkeys(values))
+
+
 def _check_kind(path: Path) -> None:
     """Raises a `WeirError` for a device, a pipe or a folder: only a file can be read to its end."""
     if path.exists() and not path.is_file():
@@ -177,18 +182,14 @@ def _check_kind(path: Path) -> None:
 def _difference(there: list[Record], here: list[Record]) -> str:
     """What tells the cells of two grids apart, field by field."""
     found = []
-    for name in _unique(key for cell in (*there, *here) for key in cell):
-        old, new = (_unique(str(cell.get(name)) for cell in cells) for cells in (there, here))
+    for name in unique(key for cell in (*there, *here) for key in cell):
+        old, new = (unique(str(cell.get(name)) for cell in cells) for cells in (there, here))
         gone = [value for value in old if value not in new]
         come = [value for value in new if value not in old]
         changes = [f"{_few(gone)} only there"] * bool(gone) + [f"{_few(come)} new"] * bool(come)
         if changes:
             found.append(f"{name}: {', '.join(changes)}")
     return "; ".join(found) or "the same values in another order or other combinations"
-
-
-def _unique(values: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(values))
 
 
 def _few(values: list[str]) -> str:

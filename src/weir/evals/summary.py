@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
-from weir.evals.results import Record
+from weir.evals.results import Record, unique
 from weir.evals.task import Better
 
 CACHE = "cache, MB"
@@ -147,11 +147,6 @@ def grouped(records: Iterable[Record], *keys: str) -> dict[tuple[Any, ...], list
     for record in records:
         found.setdefault(tuple(record[key] for key in keys), []).append(record)
     return found
-
-
-def unique(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Each value once, in the order they first come."""
-    return tuple(dict.fromkeys(values))
 
 
 def _column(

@@ -12,9 +12,9 @@ from string import Template
 from weir.errors import WeirError
 from weir.evals.report.plots import along, heat, pareto
 from weir.evals.report.tables import as_html, as_markdown
-from weir.evals.results import Record, read_results
+from weir.evals.results import Record, read_results, unique
 from weir.evals.runner import failures
-from weir.evals.summary import CACHE, Table, by_distance, grouped, heads, overviews, unique
+from weir.evals.summary import CACHE, Table, by_distance, grouped, heads, overviews
 
 MARKS = "Bold is best, underlined second best."
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from weir.evals.results import Record
-from weir.evals.summary import grouped, unique
+from weir.evals.results import Record, unique
+from weir.evals.summary import grouped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
