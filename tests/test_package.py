@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 import weir
-from weir.models import INTERFACE_FAMILIES, OWN_FAMILIES
-from weir.policy import NAMED
+from weir.models.facts import INTERFACE_FAMILIES, OWN_FAMILIES
+from weir.policies.registry import NAMED
 from weir.pools import POOLS
 
 ROOT = Path(__file__).parents[1]

@@ -1,10 +1,9 @@
 """weir: any Hugging Face decoder on token streams without end, in a KV cache of fixed size."""
 
-from weir.attach import compile_steps
 from weir.cache import StreamingCache
-from weir.errors import WeirError
-from weir.load import load
-from weir.policy import PolicyError, policy
+from weir.errors import PolicyError, WeirError
+from weir.models import compile_steps, load
+from weir.policies import policy
 from weir.stream import Stream
 
 __version__ = "0.1.0"

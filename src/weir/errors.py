@@ -1,10 +1,35 @@
-"""The errors weir raises on purpose; each is one sentence a user can act on."""
+"""The errors weir raises on purpose: one sentence a user can act on; and how values stand in it."""
 
 from __future__ import annotations
+
+from typing import Any
+
+LONGEST = 60
+"""Characters of a value that an error repeats."""
 
 
 class WeirError(Exception):
     """Something given to weir cannot be used; the message says what, and what to do instead."""
+
+
+class PolicyError(WeirError):
+    """A policy that cannot be read, or makes no sense.
+
+    Attributes:
+        text: the policy as it was given.
+        at: the character the error is about, counted from 0.
+    """
+
+    def __init__(self, problem: str, text: str, at: int) -> None:
+        line = "".join(c if c.isprintable() else " " for c in text)
+        before, after = line[:at], line[at:]
+        if len(before) > LONGEST:
+            before = f"…{before[-LONGEST:]}"
+        if len(after) > LONGEST:
+            after = f"{after[:LONGEST]}…"
+        super().__init__(f"{problem} (character {at + 1}: {before}»{after})")
+        self.text = text
+        self.at = at
 
 
 class NotFiniteError(WeirError):
@@ -21,3 +46,19 @@ class NotFiniteError(WeirError):
             made = f"layer {layer} of the model made keys or values that are not finite numbers"
         super().__init__(f"{what} were refused: {made}; the stream is as it was before them")
         self.layer = layer
+
+
+def written(value: Any) -> str:
+    """A value as it stands in a policy: `false` and `none`, not `False` and `None`."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def shown(value: Any) -> str:
+    """A value as an error repeats it, cut where it is long."""
+    text = repr(value) if isinstance(value, str) else written(value)
+    return shortened(" ".join(text.split()))
+
+
+def shortened(text: str) -> str:
+    """The beginning of a text, with … for what is left out; all of one that is not long."""
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"

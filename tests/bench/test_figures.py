@@ -7,11 +7,14 @@ import json
 import pytest
 import torch
 
-from weir.bench import flat, halves, measure, memory, presses
+from weir.bench import measure
 from weir.bench.figure import FIGURES, QUICK, Row, Setting, Skipped, chosen, figure
+from weir.bench.figures import flat, memory
+from weir.bench.figures import halvings as halves
+from weir.bench.figures import kvpress as presses
 from weir.bench.report import markdown, plot
 from weir.errors import WeirError
-from weir.halving import Halving, Sets
+from weir.pools.balance.halving import Halving, Sets
 
 SETTING = Setting(QUICK)
 

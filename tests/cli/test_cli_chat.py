@@ -11,7 +11,7 @@ import sys
 import pytest
 from terminal import CHATML, Ended, Process, make_model, run
 
-from weir import session
+from weir.stream import session
 
 FEW = ("--policy", "sink(4) | recent(20)", "--chunk", 8, "--max-tokens", 12)
 

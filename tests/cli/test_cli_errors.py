@@ -141,7 +141,7 @@ def test_ctrl_c_before_there_is_anything_to_report_is_one_line(capsys, monkeypat
     def pressed(*words: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("weir.text.read_text", pressed)
+    monkeypatch.setattr("weir.stream.read_text", pressed)
     ended = run(capsys, "stream", "--text", text)
     assert (ended.code, ended.out, ended.err) == (130, "", "weir: interrupted\n")
 

@@ -13,7 +13,8 @@ from terminal import Process, make_model, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import weir
-from weir.evals.reading import Reader, encode, read
+from weir.evals.measures.perplexity import Reader, read
+from weir.stream.text import encode
 
 SMALL = "sink(4) | recent(20)"
 WORDS = "The prince was silent, but she looked at him significantly, awaiting a reply. "

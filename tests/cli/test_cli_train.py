@@ -10,8 +10,8 @@ import pytest
 from terminal import run
 
 import weir
-from weir.load import ASSETS
-from weir.text import BOOK_SEPARATOR, read_text
+from weir.models.load import ASSETS
+from weir.stream.text import BOOK_SEPARATOR, read_text
 from weir.train.exercises import NAMES
 
 SIZE = ("--width", 32, "--layers", 1, "--length", 192, "--rows", 2, "--vocabulary", 640)

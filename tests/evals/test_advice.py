@@ -8,9 +8,8 @@ import weir
 from weir.errors import WeirError
 from weir.evals import advice
 from weir.evals.advice import advise, budget_in
-from weir.evals.reading import encode, read
-from weir.evals.texts import PACKAGED
-from weir.text import read_text
+from weir.evals.measures.perplexity import read
+from weir.stream.text import PACKAGED, encode, read_text
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import weir
 from weir import kernels
-from weir.attention import Form, attention_mass, two_weight_attention
+from weir.slab.attention import Form, attention_mass, two_weight_attention
 
 pytest.importorskip("triton", reason="not installed: pip install 'weir[gpu]'")
 

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weir import halving, kernels
-from weir.halving import Halving, Sets
+from weir import kernels
+from weir.pools.balance import halving
+from weir.pools.balance.halving import Halving, Sets
 
 LIBRARIES = {"numba": "fast", "triton": "gpu"}
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weir.draws import Draws
 from weir.pools import Fold, Pool
-from weir.slab import Slots
+from weir.pools.draws import Draws
+from weir.slab.slots import Slots
 
 
 @dataclass(frozen=True)

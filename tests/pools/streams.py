@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weir.draws import Draws
-from weir.policy import Pipe
+from weir.policies.pipe import Pipe
 from weir.pools import Fold, Pool
-from weir.slab import Slots
+from weir.pools.draws import Draws
+from weir.slab.slots import Slots
 
 
 def appeal(row: Any, head: Any, place: Any) -> tuple[Any, Any]:

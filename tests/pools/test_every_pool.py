@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 
 import weir
-from weir.attention import Form
-from weir.draws import Draws
-from weir.layer import Layer
-from weir.load import ASSETS
-from weir.plan import cut
-from weir.policy import NAMED, Pipe, PolicyError, policy
+from weir.cache.layer.layer import Layer
+from weir.cache.layer.plan import cut
+from weir.errors import PolicyError
+from weir.models.load import ASSETS
+from weir.policies.grammar import policy
+from weir.policies.pipe import Pipe
+from weir.policies.registry import NAMED
 from weir.pools import POOLS
-from weir.positions import Place
+from weir.pools.draws import Draws
+from weir.slab.attention import Form
+from weir.slab.positions import Place
 
 PIPES = {
     "sink": ["sink(3) | recent(6)"],

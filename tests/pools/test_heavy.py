@@ -11,10 +11,11 @@ from streams import NaiveRow, Streams, fed, places, tokens, unharmed
 from transformers import DynamicCache
 
 import weir
-from weir.draws import Draws
-from weir.errors import WeirError
-from weir.policy import PolicyError, h2o, policy
+from weir.errors import PolicyError, WeirError
+from weir.policies.grammar import policy
+from weir.policies.library import h2o
 from weir.pools import Fold, Heavy, Recent
+from weir.pools.draws import Draws
 
 FOLD = Fold(Draws(0), layer=0, layers=1, seen=torch.tensor([0]), scale=1.0)
 PADDING = (0, 3, 9)

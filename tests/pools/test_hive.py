@@ -16,14 +16,15 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import weir
-from weir.attention import Form
-from weir.draws import Draws
-from weir.errors import WeirError
-from weir.layer import Layer
-from weir.plan import cut
-from weir.policy import PolicyError, buzz, policy
+from weir.cache.layer.layer import Layer
+from weir.cache.layer.plan import cut
+from weir.errors import PolicyError, WeirError
+from weir.policies.grammar import policy
+from weir.policies.library import buzz
 from weir.pools import Fold, Hive, Recent, Sink
-from weir.positions import Place
+from weir.pools.draws import Draws
+from weir.slab.attention import Form
+from weir.slab.positions import Place
 
 PADDING = (0, 3, 9)
 PROMPT, MORE = 40, 45

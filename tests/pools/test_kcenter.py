@@ -16,11 +16,11 @@ from reference.kcenter import kcenter_of, squared_distance
 from torch import Tensor
 
 import weir
-from weir.draws import Draws
 from weir.errors import WeirError
 from weir.pools import Fold, KCenter, Recent
+from weir.pools.draws import Draws
 from weir.pools.kcenter import farthest_first
-from weir.slab import Slots
+from weir.slab.slots import Slots
 
 FOLD = Fold(Draws(0), layer=0, layers=1, seen=torch.tensor([0]), scale=1.0)
 BROKEN = replace(FOLD, unbroken=False)

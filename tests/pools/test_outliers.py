@@ -10,10 +10,10 @@ from reference.outliers import Outliers as Reference
 from torch import Tensor
 
 import weir
-from weir.draws import Draws
 from weir.errors import WeirError
 from weir.pools import Balance, Fold, Outliers, Recent, Sink
-from weir.slab import Slots
+from weir.pools.draws import Draws
+from weir.slab.slots import Slots
 
 FOLD = Fold(Draws(0), layer=0, layers=1, seen=torch.tensor([0]), scale=0.5)
 

@@ -11,7 +11,7 @@ from reference.reservoir import Arrivals
 from reference.uniform import by_budget, by_rate
 
 import weir
-from weir.draws import Draws
+from weir.pools.draws import Draws
 
 PROMPT, MORE, CHUNK, SEED = 23, 16, 4, 7
 PADDING = (0, 3, 9)

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weir.draws import Draws
 from weir.errors import WeirError
 from weir.pools import Fold, Recent, Sink
-from weir.slab import Slots
+from weir.pools.draws import Draws
+from weir.slab.slots import Slots
 
 FOLD = Fold(Draws(0), layer=0, layers=1, seen=torch.tensor([0]), scale=1.0)
 

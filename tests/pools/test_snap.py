@@ -16,16 +16,16 @@ from reference.snap import pooled_at, snap_of
 from torch import Tensor
 
 import weir
-from weir.attention import Form
-from weir.draws import Draws
+from weir.cache.layer.layer import Layer
+from weir.cache.layer.plan import cut
 from weir.errors import WeirError
-from weir.layer import Layer
-from weir.plan import cut
-from weir.policy import Pipe
+from weir.policies.pipe import Pipe
 from weir.pools import Fold, Recent, Sink, Snap
+from weir.pools.draws import Draws
 from weir.pools.snap import pooled
-from weir.positions import Alibi, Place
-from weir.slab import Slots
+from weir.slab.attention import Form
+from weir.slab.positions import Alibi, Place
+from weir.slab.slots import Slots
 
 HEADS, GROUP, DIM = 2, 2, 4
 SCALE = 0.5

@@ -16,11 +16,13 @@ from sampling import ManySeeds, arrivals, bias, folds, sums, unevenness, z_of_ch
 from streams import Row, Streams, tokens
 
 import weir
-from weir.draws import Draws
 from weir.errors import WeirError
-from weir.policy import NAMED, Pipe, policy
+from weir.policies.grammar import policy
+from weir.policies.pipe import Pipe
+from weir.policies.registry import NAMED
 from weir.pools import Fold, Heavy, Recent, Sink, Uniform
-from weir.slab import Slots
+from weir.pools.draws import Draws
+from weir.slab.slots import Slots
 
 
 def luck_of(head: int, pool: int, places: int):

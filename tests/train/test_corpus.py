@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from weir.evals.reading import encode
+from weir.stream.text import encode
 from weir.train import corpus
 
 LINES = st.text(st.sampled_from("ab1 \n\n\t\r'.é\x0c\u2028"), max_size=40)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from weir.errors import WeirError
-from weir.load import load
+from weir.models.load import load
 from weir.train import loop
 from weir.train.loop import Recipe
 

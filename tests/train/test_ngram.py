@@ -9,7 +9,7 @@ import pytest
 from reference.kneser_ney import KneserNey
 
 from weir.errors import WeirError
-from weir.evals.reading import encode
+from weir.stream.text import encode
 from weir.train import ngram
 
 

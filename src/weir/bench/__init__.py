@@ -5,7 +5,7 @@ other files measure. A figure is a ratio of things that took turns, so what else
 meets both.
 """
 
-from weir.bench.figure import FIGURES, Row, Setting, Skipped
+from weir.bench.figure import FIGURES, QUICK, Row, Setting, Sizes, Skipped
 from weir.bench.run import Bench, measure
 
-__all__ = ["FIGURES", "Bench", "Row", "Setting", "Skipped", "measure"]
+__all__ = ["FIGURES", "QUICK", "Bench", "Row", "Setting", "Sizes", "Skipped", "measure"]

@@ -9,12 +9,12 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 
-from weir.attach import compile_steps
 from weir.bench.figure import Setting
 from weir.bench.model import model_of, twin_of
 from weir.bench.timing import Contender
 from weir.cache import StreamingCache
 from weir.errors import WeirError
+from weir.models import compile_steps
 from weir.stream import PIECE
 
 

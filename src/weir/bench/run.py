@@ -11,12 +11,22 @@ import torch
 import transformers
 
 import weir
-from weir.bench import answer, decode, flat, halves, kernel, memory, oracle, policies, presses
 from weir.bench.figure import FIGURES, Row, Setting, Skipped, chosen
+from weir.bench.figures import (
+    answer,
+    decode,
+    flat,
+    halvings,
+    kernel,
+    kvpress,
+    memory,
+    policies,
+    recompute,
+)
 from weir.kernels import paths
 
 # They register.
-_MEASURE = (decode, policies, oracle, answer, halves, memory, presses, kernel, flat)
+_MEASURE = (decode, policies, recompute, answer, halvings, memory, kvpress, kernel, flat)
 
 
 @dataclass

@@ -77,13 +77,11 @@ def attention_error(
     As in BalanceKV's section 4.1: each layer gets the exact model's queries, keys and values; the
     first tokens stay exact, a share of the others is kept, and the last queries are asked.
     """
-    from weir.evals.attention_error import ask, mean_rows, set_up
-    from weir.evals.attention_error import attention_error as measure
-    from weir.evals.attention_plot import check_plot, write_plot
-    from weir.evals.reading import encode
-    from weir.evals.writing import read_policies, takes_budget
-    from weir.halving import check_block
-    from weir.text import read_text
+    from weir.evals.attention_error import ask, mean_rows, measure_error, set_up
+    from weir.evals.attention_error.plot import check_plot, write_plot
+    from weir.evals.notation import read_policies, takes_budget
+    from weir.pools.balance import check_block
+    from weir.stream import encode, read_text
 
     if plot is not None:
         check_plot(plot)
@@ -115,7 +113,9 @@ def attention_error(
             bar.update(task, completed=done, total=total)
             return bool(interrupt)
 
-        rows = measure(reader, ids, asked, setup, layers=chosen, seeds=range(seeds), on_step=show)
+        rows = measure_error(
+            reader, ids, asked, setup, layers=chosen, seeds=range(seeds), on_step=show
+        )
     if interrupt:
         say(f"interrupted; {len(rows)} measurements were made")
     facts: dict[str, Any] = {

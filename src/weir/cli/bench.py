@@ -56,8 +56,7 @@ def bench(
     """
     import torch
 
-    from weir.bench import Setting, measure
-    from weir.bench.figure import QUICK, Sizes
+    from weir.bench import QUICK, Setting, Sizes, measure
 
     if flat and only:
         raise WeirError("--flat is a figure of its own; give it without --only")

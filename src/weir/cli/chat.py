@@ -27,7 +27,7 @@ from weir.cli.common import (
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
-    from weir.chat import Conversation
+    from weir.stream import Conversation
 
 HELP = """/report        what the cache holds, layer by layer
 /save FILE     write the conversation to a file
@@ -52,9 +52,8 @@ def chat(
     ] = None,
 ) -> None:
     """Talk to a model for as long as you like; the cache stays as large as it is."""
-    from weir.chat import Conversation
-    from weir.policy import policy_of
-    from weir.stream import Stream
+    from weir.policies import policy_of
+    from weir.stream import Conversation, Stream
 
     wanted = policy_of(policy)
     reader, tokenizer = load_model(model)

@@ -20,7 +20,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from weir.plain import plain as plain
+from weir.evals.results import plain as plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -62,7 +62,7 @@ def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     with waiting(f"loading {name}"):
         from transformers.utils.logging import disable_progress_bar
 
-        from weir.load import is_local, load
+        from weir.models import is_local, load
 
         if is_local(name):
             disable_progress_bar()

@@ -28,7 +28,7 @@ from weir.cli.common import (
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
-    from weir.evals.reading import Reader
+    from weir.evals.measures import Reader
 
 
 @app.command()
@@ -40,7 +40,7 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Read a book far past the model's window, under several policies side by side."""
-    from weir import demo as demonstration
+    from weir.evals import demo as demonstration
 
     _make_folder(out)
     model, tokenizer = load_model("nano")
@@ -86,7 +86,7 @@ def _make_folder(out: Path) -> None:
 
 
 def _write(result: dict[str, Any], out: Path) -> None:
-    from weir.demo import write_report
+    from weir.evals.demo import write_report
 
     try:
         (out / "result.json").write_text(json.dumps(plain(result), indent=1) + "\n", "utf-8")

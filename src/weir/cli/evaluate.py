@@ -15,11 +15,9 @@ from weir.cli.common import AsJson, output, print_json, progress, say
 from weir.cli.stream import Positions
 
 if TYPE_CHECKING:
-    from weir.evals.grid import Grid
-    from weir.evals.results import Record
-    from weir.evals.runner import Worker
-    from weir.evals.summary import Column
-    from weir.evals.summary import Table as Figures
+    from weir.evals.grid import Grid, Worker
+    from weir.evals.results import Column, Record
+    from weir.evals.results import Table as Figures
 
 USUAL = (128, 256, 384)
 """Budgets that suit nano: the largest leaves room for a chunk within its window of 512."""
@@ -78,9 +76,8 @@ def evaluate(
     """
     from transformers.utils.logging import disable_progress_bar
 
-    from weir.evals.grid import make_grid
+    from weir.evals.grid import failures, make_grid, one_by_one, run
     from weir.evals.results import read_results
-    from weir.evals.runner import failures, one_by_one, run
 
     disable_progress_bar()  # there is one bar already
     if show:
@@ -98,7 +95,7 @@ def evaluate(
     )
     work: Worker = one_by_one
     if cluster is not None:
-        from weir.evals.cluster import on_ray
+        from weir.evals.grid.on_ray import on_ray
 
         work = on_ray(cluster)
     with progress() as bar:
@@ -161,7 +158,7 @@ class _Progress:
 
 def _budgets(text: str | None, paper: str | None) -> list[int]:
     """The budgets that were given, or the usual ones where the protocol needs any."""
-    from weir.evals.protocols import protocol
+    from weir.evals.grid import protocol
 
     if text is not None:
         return _numbers("--budgets", text, 1)
@@ -178,7 +175,7 @@ def _numbers(option: str, text: str, least: int) -> list[int]:
 
 
 def _print(records: list[Record]) -> None:
-    from weir.evals.summary import by_distance, overviews
+    from weir.evals.results import by_distance, overviews
 
     for found in [*overviews(records), *by_distance(records)]:
         parts = _fitting(found)
@@ -228,7 +225,7 @@ def _table(found: Figures, columns: Sequence[Column]) -> Table:
 
 def _list(as_json: bool) -> None:
     from weir.cli.policies import about, parameters
-    from weir.evals.protocols import PROTOCOLS
+    from weir.evals.grid import PROTOCOLS
     from weir.evals.tasks import TASKS
 
     found: list[dict[str, Any]] = [

@@ -10,7 +10,7 @@ import sys
 
 from weir.cli.common import say
 from weir.errors import WeirError
-from weir.evals.extras import needed
+from weir.evals.data import needed
 
 
 def main() -> None:

@@ -8,15 +8,15 @@ from typing import Any
 from rich.padding import Padding
 from rich.text import Text
 
-from weir.arguments import written
 from weir.cli import app
 from weir.cli.common import AsJson, output, print_json
+from weir.errors import written
 
 
 @app.command()
 def policies(as_json: AsJson = False) -> None:
     """List the named policies and the pools a pipe can be made of."""
-    from weir.policy import NAMED, Pipe, Pyramid
+    from weir.policies import NAMED, Pipe, Pyramid
     from weir.pools import POOLS
 
     named: list[dict[str, Any]] = []

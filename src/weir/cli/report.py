@@ -20,7 +20,7 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Write results as one HTML page with its plots inside, and as Markdown."""
-    from weir.evals.report import write_report
+    from weir.evals.results.report import write_report
 
     with waiting("drawing the plots"):
         pages = write_report(results, out)

@@ -27,7 +27,7 @@ from weir.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from weir.evals.reading import Reading
+    from weir.evals.measures import Reading
 
 
 class Positions(StrEnum):
@@ -58,10 +58,9 @@ def stream(
 
     Ctrl-C ends the reading and reports what was read.
     """
-    from weir.evals.reading import encode, read
-    from weir.policy import policy_of
-    from weir.stream import Stream
-    from weir.text import read_text
+    from weir.evals.measures import read
+    from weir.policies import policy_of
+    from weir.stream import Stream, encode, read_text
 
     wanted = policy_of(policy)
     words = read_text(text)

@@ -39,7 +39,7 @@ def train(
     """
     from transformers.utils.logging import disable_progress_bar
 
-    from weir.train.loop import Recipe, run
+    from weir.train import Recipe, run
 
     disable_progress_bar()
 

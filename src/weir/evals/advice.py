@@ -10,10 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir.errors import WeirError
-from weir.evals.reading import STEP, Reader
-from weir.evals.texts import read_stream
-from weir.evals.writing import with_budget
-from weir.stream import Stream
+from weir.evals.measures import STEP, Reader
+from weir.evals.notation import with_budget
+from weir.stream import Stream, read_stream
 
 CANDIDATES = (
     "streaming_llm",

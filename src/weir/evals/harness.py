@@ -18,10 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir.cache import Positions, Prefill, StreamingCache
 from weir.errors import WeirError
-from weir.evals.answers import answer, cut
-from weir.evals.likelihood import likelihoods, padded
-from weir.load import load
-from weir.policy import Policy, Recompute, policy_of
+from weir.evals.measures import answer, cut, likelihoods, padded
+from weir.models import load
+from weir.policies import Policy, Recompute, policy_of
 from weir.stream import Stream
 
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir.cache import Positions, Prefill
 from weir.errors import WeirError
-from weir.evals.writing import with_budget
-from weir.policy import Policy, policy_of
+from weir.evals.notation import with_budget
+from weir.policies import Policy, policy_of
 from weir.stream import Stream
 
 Better = Literal["higher", "lower"]

@@ -1,9 +1,10 @@
 """What can be done faster than its reference, and which way is taken; nothing here is needed.
 
 A kernel is chosen by the device of the tensors and by what is installed: numba on the CPU, Triton
-on a GPU, and the reference (`weir.halving.walk`, `weir.attention`) everywhere else. The environment
-variable `WEIR_KERNELS` overrides that: `reference` for no kernel at all, `numba` or `triton` for
-one of them wherever it runs (Triton on the CPU with `TRITON_INTERPRET=1`, to be tested).
+on a GPU, and the reference (`weir.pools.balance.halving.walk`, `weir.slab.attention`) everywhere
+else. The environment variable `WEIR_KERNELS` overrides that: `reference` for no kernel at all,
+`numba` or `triton` for one of them wherever it runs (Triton on the CPU with `TRITON_INTERPRET=1`,
+to be tested).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _EXTRAS = {"numba": "fast", "triton": "gpu"}
 """Which of weir's extras brings a library."""
 _MADE = {
     ("numba", "walk"): ("weir.kernels.numba_walk", "walk"),
-    ("numba", "farthest_first"): ("weir.kernels.numba_centres", "farthest_first"),
+    ("numba", "farthest_first"): ("weir.kernels.numba_farthest_first", "farthest_first"),
     ("triton", "walk"): ("weir.kernels.triton_walk", "walk"),
     ("triton", "decode"): ("weir.kernels.triton_decode", "decode"),
 }
@@ -33,13 +34,13 @@ _MADE = {
 
 
 def walk(device: torch.device) -> Callable[..., Any] | None:
-    """What does the same as `weir.halving.walk` on a device; None for the reference."""
+    """What does as `weir.pools.balance.halving.walk` on a device; None for the reference."""
     return _kernel(_library(device), "walk")
 
 
 def decode(device: torch.device) -> Callable[..., Any] | None:
-    """What does the same as `weir.attention.two_weight_attention` for one query a head on a device;
-    None for PyTorch.
+    """What does as `weir.slab.attention.two_weight_attention` for one query a head on a
+    device; None for PyTorch.
     """
     return _kernel(_library(device), "decode")
 

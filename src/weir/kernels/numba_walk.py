@@ -1,6 +1,7 @@
-"""The self-balancing walk on the CPU, blocks in parallel: `weir.halving.walk`, sign for sign.
+"""The self-balancing walk on the CPU, blocks in parallel, sign for sign.
 
-Both add the rows of the inner products to the sums of all later tokens, in the order of the walk,
+`weir.pools.balance.halving.walk` is what it must equal. Both add the rows of the inner products to
+the sums of all later tokens, in the order of the walk,
 in float32; times a sign that is exact, so there is one answer. Roofline: each inner product above
 the diagonal is read once.
 """
@@ -43,7 +44,7 @@ _compiled_signs = compiled(_signs)
 
 
 def walk(products: Tensor, gain: Tensor, luck: Tensor, free: Tensor) -> Tensor:
-    """Signs [..., n]; arguments as in `weir.halving.walk`, on the CPU."""
+    """Signs [..., n]; arguments as in `weir.pools.balance.halving.walk`, on the CPU."""
     n = luck.shape[-1]
     signs = torch.zeros(luck.shape)
     if signs.numel():

@@ -1,9 +1,9 @@
 """Attention of one query a head over slots with two log-weights, on a GPU.
 
-What `weir.attention.two_weight_attention` answers for queries of length 1, in one pass over the
-slots; where there are few rows and heads the slots are split among several programs, whose sums a
-second, small kernel brings together. Sums are float32 whatever the inputs are. Roofline: every key
-and value is read once, for all query heads of its group.
+What `weir.slab.attention.two_weight_attention` answers for queries of length 1, in one pass over
+the slots; where there are few rows and heads the slots are split among several programs, whose sums
+a second, small kernel brings together. Sums are float32 whatever the inputs are. Roofline: every
+key and value is read once, for all query heads of its group.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from weir.attention import Form
+    from weir.slab import Form
 
 _AT_LEAST = 16
 """Rows of the smallest tile that tensor cores multiply; a group of fewer heads is filled up."""
@@ -191,7 +191,7 @@ def decode(
         queries: [batch, kv_heads, group, 1, key_dim], in the dtype of the keys.
         keys: [batch, kv_heads, slots, key_dim], bfloat16, float16 or float32.
         values: [batch, kv_heads, slots, value_dim].
-        a, b, form, bias: as in `weir.attention.two_weight_attention`.
+        a, b, form, bias: as in `weir.slab.attention.two_weight_attention`.
         splits: into how many parts the slots are split, a power of two; None for as many as keep
             the device busy.
     """
@@ -211,8 +211,8 @@ def decode_with_mass(
 ) -> tuple[Tensor, Tensor]:
     """(what `decode` returns, the attention each slot received [batch, kv_heads, slots], float32).
 
-    The latter as `weir.attention.attention_mass` has it, at the price of one more pass over the
-    logits, which are far fewer than the keys. Arguments as in `decode`.
+    The latter as `weir.slab.attention.attention_mass` has it, at the price of one more pass over
+    the logits, which are far fewer than the keys. Arguments as in `decode`.
     """
     out, mass = _launch(queries, keys, values, a, b, form, bias, splits, mass=True)
     assert mass is not None

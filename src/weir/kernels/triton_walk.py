@@ -1,6 +1,7 @@
-"""The self-balancing walk on a GPU, one program a block: `weir.halving.walk`, sign for sign.
+"""The self-balancing walk on a GPU, one program a block, sign for sign.
 
-Both add the rows of the inner products to the sums of all later tokens, in the order of the walk,
+`weir.pools.balance.halving.walk` is what it must equal. Both add the rows of the inner products to
+the sums of all later tokens, in the order of the walk,
 in float32; times a sign that is exact, so there is one answer. The comparison is in float64, where
 the product of two float32 numbers is exact too, fused or not. Roofline: each inner product above
 the diagonal is read once; the chain of tokens, each waiting for the one before, is longer.
@@ -35,7 +36,7 @@ def _signs(products, gain, luck, free, signs, tokens, PLACES: tl.constexpr):
 
 
 def walk(products: Tensor, gain: Tensor, luck: Tensor, free: Tensor) -> Tensor:
-    """Signs [..., n]; arguments as in `weir.halving.walk`."""
+    """Signs [..., n]; arguments as in `weir.pools.balance.halving.walk`."""
     n = luck.shape[-1]
     signs = torch.zeros(luck.shape, device=luck.device)
     if signs.numel():

@@ -1,11 +1,13 @@
-"""The pools a policy can be made of, one file each."""
+"""Rules for who keeps a slot, one file or one folder each."""
 
 from weir.pools.balance import Balance
 from weir.pools.base import POOLS, Fold, Pool, pool
+from weir.pools.draws import Draws
 from weir.pools.heavy import Heavy
-from weir.pools.hive import Hive
+from weir.pools.hive import Hive, best_window
 from weir.pools.kcenter import KCenter
 from weir.pools.outliers import Outliers
+from weir.pools.parameters import Make, checked, fits, hints, taken
 from weir.pools.recent import Recent
 from weir.pools.reservoir import Reservoir
 from weir.pools.sink import Sink
@@ -16,10 +18,12 @@ from weir.pools.uniform import Uniform
 __all__ = [
     "POOLS",
     "Balance",
+    "Draws",
     "Fold",
     "Heavy",
     "Hive",
     "KCenter",
+    "Make",
     "Outliers",
     "Pool",
     "Recent",
@@ -28,5 +32,10 @@ __all__ = [
     "Snap",
     "SubGen",
     "Uniform",
+    "best_window",
+    "checked",
+    "fits",
+    "hints",
     "pool",
+    "taken",
 ]

@@ -13,12 +13,10 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from torch import Tensor
 
-from weir.arguments import checked
-from weir.attention import Form
-from weir.draws import Draws
 from weir.errors import WeirError
-from weir.positions import Alibi
-from weir.slab import Slots
+from weir.pools.draws import Draws
+from weir.pools.parameters import checked
+from weir.slab import Alibi, Form, Slots
 
 POOLS: dict[str, type[Pool]] = {}
 """Every pool by the name it has in a policy."""

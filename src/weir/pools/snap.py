@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weir.attention import Form, attention_mass
 from weir.errors import WeirError
 from weir.pools.base import Fold, Pool, pool
-from weir.slab import Slots
+from weir.slab import Form, Slots, attention_mass
 
 
 @pool("snap")

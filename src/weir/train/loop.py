@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from weir.errors import WeirError
-from weir.text import read_books
+from weir.stream import read_books
 from weir.train import corpus, exercises
 from weir.train.exercises import Words
 

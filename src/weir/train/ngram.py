@@ -196,8 +196,7 @@ def _measure(given: argparse.Namespace) -> dict[str, Any]:
     from rich.console import Console
     from transformers import AutoTokenizer
 
-    from weir.evals.reading import encode
-    from weir.text import read_books, read_text
+    from weir.stream import encode, read_books, read_text
     from weir.train import corpus
 
     with Console(stderr=True).status("encoding") as status:

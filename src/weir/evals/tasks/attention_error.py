@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weir.errors import WeirError
-from weir.evals.attention_error import MOST_TOKENS, ask, attention_error, mean_rows, set_up
+from weir.evals.attention_error import MOST_TOKENS, ask, mean_rows, measure_error, set_up
 from weir.evals.task import Better, Progress, Subject, Task, task
-from weir.evals.texts import read_stream
+from weir.stream import read_stream
 
 
 @task("attention-error")
@@ -58,9 +58,7 @@ class AttentionError(Task):
             progress(done / rows)
             return False
 
-        rows = attention_error(
-            subject.model, ids, asked, setup, seeds=(subject.seed,), on_step=told
-        )
+        rows = measure_error(subject.model, ids, asked, setup, seeds=(subject.seed,), on_step=told)
         (mean,) = mean_rows(rows)
         return {
             "error": mean["error"],

@@ -14,13 +14,11 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from weir.chat.conversation import Conversation
 from weir.errors import WeirError
-from weir.evals.asking import check_template
-from weir.evals.intervals import counted
-from weir.evals.records import Record, read_records
+from weir.evals.data import Record, read_records
+from weir.evals.measures import check_template, counted
 from weir.evals.task import Better, Progress, Subject, Task, task
-from weir.stream import Stream
+from weir.stream import Conversation, Stream
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from weir.errors import WeirError
-from weir.evals.asking import ask, taken
-from weir.evals.intervals import counted
-from weir.evals.records import Record, read_records
-from weir.evals.squad import contains, is_exact
+from weir.evals.data import Record, read_records
+from weir.evals.measures import ask, contains, counted, is_exact, taken
 from weir.evals.task import Better, Progress, Subject, Task, task
 
 MOST = 100

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.evals.task import Better, Progress, Subject, Task, task
-from weir.policy import policy_of
+from weir.policies import policy_of
 from weir.stream import Stream
 
 EXACT, RECOMPUTE = "exact", "recompute"

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weir.errors import WeirError
-from weir.evals.answers import Answer
-from weir.evals.asking import ask, taken
-from weir.evals.intervals import counted
-from weir.evals.records import read_records
+from weir.evals.data import read_records
+from weir.evals.measures import Answer, ask, counted, taken
 from weir.evals.task import Better, Progress, Subject, Task, task
 
 SAMPLES = 50

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
-from weir.evals.asking import ask, taken
-from weir.evals.recipes import recipe_of
-from weir.evals.records import Record, read_records
+from weir.evals.data import Record, read_records
+from weir.evals.data.recipes import recipe_of
+from weir.evals.measures import ask, taken
 from weir.evals.task import Better, Progress, Subject, Task, task
 
 PLAIN = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")

@@ -19,11 +19,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
-from weir.evals.asking import ask
-from weir.evals.squad import words_found
+from weir.evals.measures import ask, words_found
 from weir.evals.task import Better, Progress, Subject, Task, task
-from weir.evals.texts import read_stream
-from weir.train.exercises import DIGITS, Words, passage
+from weir.stream import read_stream
+from weir.train import DIGITS, Words, passage
 
 FORMATS = ("exercises", "text")
 SHORTEST = 64

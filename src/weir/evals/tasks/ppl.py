@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weir.errors import WeirError
-from weir.evals.reading import STEP, Reader
+from weir.evals.measures import STEP, Reader
 from weir.evals.task import Better, Progress, Subject, Task, task
-from weir.evals.texts import read_stream
+from weir.stream import read_stream
 
 
 @task("ppl")

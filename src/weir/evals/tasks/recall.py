@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from weir.errors import WeirError
-from weir.evals.intervals import counted
+from weir.evals.measures import counted
 from weir.evals.task import Better, Progress, Subject, Task, task
-from weir.evals.texts import read_stream
-from weir.train.exercises import DIGITS, Words, passage
+from weir.stream import read_stream
+from weir.train import DIGITS, Words, passage
 
 SAID = 4 + DIGITS
 """Tokens of a statement: name, verb, space, digits, stop."""

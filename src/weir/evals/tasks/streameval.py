@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
-from weir.evals.intervals import counted
+from weir.evals.measures import counted
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.evals.tasks.lines import ADJECTIVES, LARGEST, NOUNS, beginning
 from weir.stream import Stream
-from weir.train.exercises import DIGITS, Words
+from weir.train import DIGITS, Words
 
 DISTANCES = (20, 40, 60, 80, 100, 150, 200, 400, 600, 800, 1000)
 """Table 7's, in lines."""

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weir.errors import WeirError
-from weir.evals.asking import ask, taken
-from weir.evals.records import Record, read_records
-from weir.evals.rouge import rouge, self_bleu
+from weir.evals.data import Record, read_records
+from weir.evals.measures import ask, rouge, self_bleu, taken
 from weir.evals.task import Better, Progress, Subject, Task, task
 
 FIELDS = (("document", "summary"), ("article", "highlights"))

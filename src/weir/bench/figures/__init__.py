@@ -1,0 +1,1 @@
+"""Each figure of `weir bench`, a file each; to import them registers them."""

@@ -1,0 +1,111 @@
+"""Figures of policies: a decode step of each beside `streaming_llm`, and what its folds cost."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import mean, median
+
+import torch
+
+from weir.bench.caches import Weir
+from weir.bench.figure import Row, Setting, figure
+from weir.bench.figures.decode import PLAIN
+from weir.bench.model import model_of, walk_path
+from weir.bench.timing import in_turns
+from weir.policies import NAMED
+
+TIMED = 4
+"""Steps that are timed between two folds; the others are fed at once."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What tokens take under a policy.
+
+    Attributes:
+        step: seconds of a step that does not fold: the median.
+        fold: seconds of a fold, all layers together: the mean, for some folds do more than others.
+        chunk: tokens between two folds.
+    """
+
+    step: float
+    fold: float
+    chunk: int
+
+    @property
+    def token(self) -> float:
+        """Seconds per token."""
+        return self.step + self.fold / self.chunk
+
+
+@figure("policies", "a decode step by policy, folds included, beside streaming_llm")
+def policies(setting: Setting) -> Iterator[Row]:
+    """Every policy of the same slots against `streaming_llm`."""
+    for name in _comparable():
+        ours, plain, mass = _beside_plain(setting, name)
+        yield Row(
+            f"decode step, `{name}` ÷ `{PLAIN}`, {setting.sizes.slots:,} slots, folds included",
+            ours.token * 1e3,
+            plain.token * 1e3,
+            "ms",
+            ours.token / plain.token,
+            1.10 if mass else 1.05,
+            note="reads attention" if mass else "",
+        )
+
+
+@figure("folds", "what folds cost by policy, per token, beside a decode step")
+def folds(setting: Setting) -> Iterator[Row]:
+    """The time of folds over the tokens between two of them, over that of a step."""
+    for name in (PLAIN, *_comparable()):
+        ours, _, _ = _beside_plain(setting, name)
+        yield Row(
+            f"folds of `{name}` per token ÷ decode step, {setting.sizes.slots:,} slots, "
+            f"chunk {setting.sizes.chunk}",
+            ours.fold / ours.chunk * 1e3,
+            ours.step * 1e3,
+            "ms",
+            ours.fold / ours.chunk / ours.step,
+            0.05,
+            note=f"walk: {walk_path()}" if name == "balancekv" else "",
+        )
+
+
+def _comparable() -> list[str]:
+    """The named policies that are given so many slots, but for the one they are compared with."""
+    return [
+        name
+        for name, policy in NAMED.items()
+        if "budget" in inspect.signature(policy.make).parameters
+        and name not in (PLAIN, "recompute")
+    ]
+
+
+def _beside_plain(setting: Setting, name: str) -> tuple[Pace, Pace, bool]:
+    """(the policy's pace, that of `streaming_llm`, whether the policy reads attention)."""
+    sizes, model = setting.sizes, model_of(setting)
+    setting.say(f"{name} beside {PLAIN}")
+    both = [Weir(model, f"{of}(budget={sizes.slots})", sizes.chunk) for of in (name, PLAIN)]
+    for each in both:
+        each.fill(sizes.slots + sizes.chunk)
+        each.start_afresh()
+    tokens = torch.ones(1, sizes.chunk - TIMED - 1, dtype=torch.int64)
+    taken: list[list[float]] = [[], []]
+    for _ in range(sizes.folds):
+        for each in both:
+            with torch.no_grad():
+                each.feed(tokens)
+        times = in_turns(dict(zip("ab", both, strict=True)), TIMED, warm=0)
+        for mine, more in zip(taken, times.values(), strict=True):
+            mine += more
+        for each in both:
+            with torch.no_grad():
+                each.step()
+    ours, plain = (
+        Pace(median(times), mean(each.folds), sizes.chunk)
+        for times, each in zip(taken, both, strict=True)
+    )
+    pipes = [layer.pipe for layer in both[0].cache.stack]
+    return ours, plain, any(pipe.needs_mass or pipe.needs_queries for pipe in pipes)

@@ -1,0 +1,71 @@
+"""What a layer holds now, to be looked at: by users, tests and pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weir.cache.layer import Layer
+from weir.errors import WeirError
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one layer holds now; slots that are empty have position -1.
+
+    Attributes:
+        position: places in the stream [batch, kv_heads, slots], int64.
+        a, b: log-weights in numerator and denominator [batch, kv_heads, slots], float32.
+        keys: as attention reads them [batch, kv_heads, slots, key_dim].
+        values: [batch, kv_heads, slots, value_dim].
+        pool: which of `pools` holds each slot [batch, kv_heads, slots], int64; -1 for none.
+        pools: the pools' names in the order of the pipe, and last "new" for tokens that wait for
+            the next fold.
+        mass: attention received up to the last fold [batch, kv_heads, slots], float32, where a
+            pool asks for it.
+    """
+
+    position: Tensor
+    a: Tensor
+    b: Tensor
+    keys: Tensor
+    values: Tensor
+    pool: Tensor
+    pools: tuple[str, ...]
+    mass: Tensor | None = None
+
+
+def look(layer: Layer, waiting: list[int]) -> Held:
+    """A copy of what `layer` holds, with `waiting` tokens in each row's tail.
+
+    Raises:
+        WeirError: nothing was fed yet.
+    """
+    if layer.slab is None:
+        raise WeirError("nothing was fed to this cache yet")
+    ends = layer.ends(waiting)
+    part = layer.slab.run(0, max(ends))
+    steps = torch.arange(max(ends), device=part.position.device)
+    used = steps < torch.tensor(ends, device=steps.device)[:, None]
+    position = part.position.masked_fill(~used[:, None], -1)
+    pools = torch.full_like(position, -1)
+    names = tuple(pool.name for pool in layer.pipe.pools)
+    for row, lengths in enumerate(layer.lengths):
+        start = 0
+        for pool in (*layer.pipe.front, *layer.pipe.run):
+            pools[row, :, start : start + lengths[pool]] = pool
+            start += lengths[pool]
+        pools[row, :, start : ends[row]] = len(names)
+    empty = position < 0
+    return Held(
+        position=position,
+        a=part.a.masked_fill(empty, -torch.inf),
+        b=part.b.masked_fill(empty, -torch.inf),
+        keys=part.keys.clone(),
+        values=part.values.clone(),
+        pool=pools.masked_fill(empty, -1),
+        pools=(*names, "new"),
+        mass=None if part.mass is None else part.mass.clone(),
+    )

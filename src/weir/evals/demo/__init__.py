@@ -1,0 +1,6 @@
+"""The demonstration: one book, one small model, several policies side by side."""
+
+from weir.evals.demo.report import write_report
+from weir.evals.demo.run import POLICIES, TITLE, book, run
+
+__all__ = ["POLICIES", "TITLE", "book", "run", "write_report"]

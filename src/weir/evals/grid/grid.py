@@ -1,0 +1,149 @@
+"""The grid of an evaluation: models, policies, budgets, tasks and seeds, and the cells it makes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from weir.cache import Positions
+from weir.errors import WeirError
+from weir.evals.grid.protocols import protocol
+from weir.evals.notation import read_policies, read_tasks, takes_budget, with_budget
+from weir.evals.task import Task
+from weir.evals.tasks import TASKS
+from weir.policies import NAMED
+
+EVERY = "all"
+NOT_IN_EVERY = {"recompute", "pyramid"}
+"""Named policies that `all` leaves out: the slow oracle, and one that is built around another."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One thing to measure: everything that decides on its figures.
+
+    Attributes:
+        model: as it was named.
+        policy: with its budget written into it.
+        budget: the budget that was put in; None if it has its own or none.
+        task: the task with all its parameters.
+        seed: of all random draws.
+        protocol: the paper's protocol, if it is run by one.
+        chunk: tokens between two folds.
+        positions: as for `Stream`; a protocol has its own.
+    """
+
+    model: str
+    policy: str
+    budget: int | None
+    task: str
+    seed: int
+    protocol: str | None = None
+    chunk: int = 64
+    positions: Positions = "rolling"
+
+    def the_task(self) -> Task:
+        """The task itself."""
+        (made,) = read_tasks(self.task, TASKS)
+        task: Task = made
+        return task
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Cells in the order they are run: by model, task, policy, budget, seed."""
+
+    cells: tuple[Cell, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same cells, and for no others."""
+        text = json.dumps([asdict(cell) for cell in self.cells], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def as_json(self) -> dict[str, Any]:
+        """What the first line of a results file says."""
+        cells = [asdict(cell) for cell in self.cells]
+        return {"grid": self.fingerprint, "cells": cells}
+
+
+def make_grid(
+    models: Sequence[str],
+    tasks: str,
+    policies: str,
+    *,
+    budgets: Sequence[int] = (),
+    seeds: Sequence[int] = (0,),
+    paper: str | None = None,
+    chunk: int | None = None,
+    positions: Positions = "rolling",
+) -> Grid:
+    """All cells of models × tasks × policies × budgets × seeds.
+
+    Args:
+        models: names, folders or Hub ids.
+        tasks: a list of tasks, as `read_tasks` takes it.
+        policies: a list of policies; `all` stands for every named one that makes sense.
+        budgets: put into each policy that takes a budget and was written without.
+        seeds: each cell is run with each.
+        paper: a protocol's name.
+        chunk: tokens between two folds; by default the protocol's, or 64.
+        positions: where there is no protocol.
+
+    Raises:
+        WeirError: something cannot be read or is not known, makes no sense, or stands there twice.
+    """
+    for what, found in (("model", models), ("seed", seeds)):
+        if not found:
+            raise WeirError(f"an evaluation needs at least one {what}")
+    rules = None if paper is None else protocol(paper)
+    if rules is not None and rules.rate is not None and budgets:
+        raise WeirError(
+            f"the protocol {paper} takes its budgets from the prompt, {rules.rate:g} of it; "
+            "leave out the budgets or the protocol"
+        )
+    if chunk is None:
+        chunk = 64 if rules is None or rules.chunk is None else rules.chunk
+    settings = [str(setting) for made in read_tasks(tasks, TASKS) for setting in made.settings()]
+    cells = [
+        Cell(
+            model,
+            sized,
+            budget,
+            setting,
+            seed,
+            paper,
+            chunk,
+            positions if rules is None else rules.positions,
+        )
+        for model in models
+        for setting in settings
+        for written in _each(policies)
+        for sized, budget in _sized(written, budgets)
+        for seed in seeds
+    ]
+    (twice, times), *_ = Counter(cells).most_common(1)
+    if times > 1:
+        raise WeirError(
+            f"{twice.task} of {twice.model} under {twice.policy} with seed {twice.seed} stands in "
+            "this grid twice"
+        )
+    return Grid(tuple(cells))
+
+
+def _each(policies: str) -> list[str]:
+    """Policies of a list, `all` replaced by what it stands for."""
+    every = ", ".join(name for name in NAMED if name not in NOT_IN_EVERY)
+    words = [every if word.strip() == EVERY else word for word in policies.split(",")]
+    return read_policies(",".join(words))
+
+
+def _sized(policy: str, budgets: Sequence[int]) -> list[tuple[str, int | None]]:
+    """The policy with each of the budgets, or as it is if it takes none."""
+    if not budgets or not takes_budget(policy):
+        return [(policy, None)]
+    return [(with_budget(policy, budget), budget) for budget in budgets]

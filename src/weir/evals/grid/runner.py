@@ -1,0 +1,163 @@
+"""Runs the cells of a grid, one after the other or on a cluster, and records each when it is done.
+
+A cell that fails is recorded with its reason and stops nothing. Knows nothing about the terminal.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, partial
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from weir import __version__
+from weir.errors import WeirError
+from weir.evals.grid.grid import Cell, Grid
+from weir.evals.grid.protocols import Protocol, protocol
+from weir.evals.notation import takes_budget
+from weir.evals.results import Record, ResultsFile
+from weir.evals.task import Subject
+from weir.models import load
+from weir.policies import policy_of
+
+Numbered = tuple[int, Cell]
+Told = Callable[[int, float], None]
+"""Told of a cell, by its number in the grid, how much of it is done."""
+Worker = Callable[[list[Numbered], Told], Iterator[Record]]
+"""Runs cells and yields the record of each as it ends, in any order."""
+
+
+def run(
+    grid: Grid,
+    path: Path,
+    *,
+    resume: bool = False,
+    work: Worker | None = None,
+    on_progress: Told = lambda number, share: None,
+    on_record: Callable[[Record], None] = lambda record: None,
+) -> list[Record]:
+    """Run what is not done yet, and return the records of all cells in the order of the grid.
+
+    Args:
+        grid: what to run.
+        path: the results file.
+        resume: go on with the file that is there; cells that failed are tried again.
+        work: who runs the cells; by default this process, one after the other.
+        on_progress: told while cells run.
+        on_record: told of each record once it is in the file, and first of those that were there.
+
+    Raises:
+        WeirError: the file is of another grid or cannot be written.
+    """
+    with ResultsFile(path, grid.as_json(), resume=resume) as results:
+        results.forget({record["cell"] for record in failures(results.records.values())})
+        for record in results.records.values():
+            on_record(record)
+        left = [(n, cell) for n, cell in enumerate(grid.cells) if n not in results.records]
+        for record in (work or one_by_one)(left, on_progress):
+            results.append(record)
+            on_record(record)
+        results.sort()
+        return list(results.records.values())
+
+
+def one_by_one(cells: list[Numbered], told: Told) -> Iterator[Record]:
+    """Cells in this process, in order."""
+    for number, cell in cells:
+        yield measure(number, cell, partial(told, number))
+
+
+def measure(
+    number: int, cell: Cell, progress: Callable[[float], None] = lambda share: None
+) -> Record:
+    """Run one cell; whatever goes wrong in it becomes its record."""
+    begun = time.perf_counter()
+    try:
+        found = _figures(cell, progress)
+    except Exception as error:
+        return failed(number, cell, reason(error), time.perf_counter() - begun)
+    return {**_facts(number, cell), **found, "seconds": round(time.perf_counter() - begun, 3)}
+
+
+def failed(number: int, cell: Cell, why: str, seconds: float | None = None) -> Record:
+    """The record of a cell that failed, after so many seconds if that is known."""
+    took = None if seconds is None else round(seconds, 3)
+    return {**_facts(number, cell), "status": "failed", "reason": why, "seconds": took}
+
+
+def _facts(number: int, cell: Cell) -> Record:
+    """What every record of a cell says."""
+    return {
+        "cell": number,
+        "model": cell.model,
+        "task": cell.task.partition("(")[0],
+        "setting": cell.task,
+        "policy": cell.policy,
+        "budget": cell.budget,
+        "seed": cell.seed,
+        "protocol": cell.protocol,
+        "chunk": cell.chunk,
+        "positions": cell.positions,
+        "weir": __version__,
+    }
+
+
+def _figures(cell: Cell, progress: Callable[[float], None]) -> Record:
+    task = cell.the_task()
+    result = task.run(subject_of(cell), progress)
+    metric, better = next(iter(task.metrics.items()))
+    return {
+        "status": "done",
+        "metric": metric,
+        "value": result.get(metric),
+        "better": better,
+        "kv_bytes": result.get("kv_bytes"),
+        "result": result,
+    }
+
+
+def subject_of(cell: Cell) -> Subject:
+    """The model and how it is to read.
+
+    Raises:
+        WeirError: there is no such model.
+    """
+    model, tokenizer = _loaded(cell.model)
+    rules = Protocol("") if cell.protocol is None else protocol(cell.protocol)
+    return Subject(
+        name=cell.model,
+        model=model,
+        tokenizer=tokenizer,
+        policy=policy_of(cell.policy),
+        seed=cell.seed,
+        chunk=cell.chunk,
+        positions=cell.positions,
+        prefill=rules.prefill,
+        # What has a size of its own, or none as dense, is compared as it is.
+        rate=rules.rate if takes_budget(cell.policy) else None,
+        keeps_answers=rules.keeps_answers,
+    )
+
+
+@lru_cache(maxsize=1)
+def _loaded(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model; the cells of one come one after the other, so the last is kept and no other."""
+    return load(name)
+
+
+def reason(error: Exception) -> str:
+    """What went wrong, in one line."""
+    lines = str(error).strip().splitlines()
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return "out of memory" + (f": {lines[0]}" if lines else "")
+    if isinstance(error, WeirError):
+        return " ".join(lines)
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def failures(records: Iterable[Record]) -> list[Record]:
+    """The records of cells that failed."""
+    return [record for record in records if record["status"] == "failed"]

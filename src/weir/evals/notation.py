@@ -1,0 +1,128 @@
+"""How lists of tasks and of policies are written, and how a budget is put into a policy.
+
+Tasks are calls like pools, with commas between them: `ppl(tokens=20000, text=book.txt), recall`.
+What they may be given beside numbers and words is a text, in quotes where it holds a comma, a
+parenthesis or a space.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from weir.errors import PolicyError, WeirError
+from weir.policies import NAMED, Call, Reader, policy_of
+
+_BARE = re.compile(r"""[^\s,()'"=]+""")
+_QUOTED = re.compile(r"""'([^']*)'|"([^"]*)\"""")
+_NUMBER = re.compile(r"[-+]?[0-9]+(_[0-9]+)*")
+_FRACTION = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_WORDS = {"true": True, "false": False, "none": None}
+
+
+class _TaskReader(Reader):
+    """Reads tasks: calls whose names may have a hyphen and whose values may be texts."""
+
+    name = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+    kind = "a task"
+
+    def value(self) -> Any:
+        """A number, true, false, none, or else a text."""
+        if (quoted := _QUOTED.match(self.text, self.at)) is not None:
+            self.at = quoted.end()
+            return quoted.group(1) if quoted.group(2) is None else quoted.group(2)
+        if (bare := _BARE.match(self.text, self.at)) is None:
+            raise self.wrong("expected a value")
+        self.at = bare.end()
+        if _NUMBER.fullmatch(bare.group()):
+            return int(bare.group())
+        if _FRACTION.fullmatch(bare.group()):
+            return float(bare.group())
+        return _WORDS.get(bare.group().lower(), bare.group())
+
+
+def read_tasks(text: str, known: Mapping[str, Any]) -> list[Any]:
+    """The tasks of a list, made by what is `known` under their names.
+
+    Raises:
+        WeirError: one cannot be read, or nothing is known by its name; the message points at the
+            character and says the nearest name.
+    """
+    reader = _TaskReader(text)
+    made = []
+    try:
+        while True:
+            call = reader.call()
+            if call.name not in known:
+                problem = f"no task is called {call.name!r}"
+                raise reader.wrong(problem, call.at, sorted(known))
+            made.append(reader.make(call, known[call.name]))
+            if not reader.take(","):
+                break
+        if reader.at < len(text):
+            raise reader.wrong("expected ',' or the end")
+    except PolicyError as error:
+        raise WeirError(str(error)) from None
+    return made
+
+
+def read_policies(text: str) -> list[str]:
+    """The policies of a list, each as it was written; all of them can be read.
+
+    Raises:
+        PolicyError: one cannot be read or makes no sense.
+    """
+    reader = Reader(text)
+    found = [str(reader.part())]
+    while reader.take(","):
+        found.append(str(reader.part()))
+    if reader.at < len(text):
+        raise reader.wrong("expected '|', ',' or the end")
+    return found
+
+
+def takes_budget(policy: str) -> bool:
+    """Whether a policy is a named one that has a budget, and was written without its size."""
+    call = _only_call(policy)
+    if call is None:
+        return False
+    parameters = list(inspect.signature(NAMED[call.name].make).parameters)
+    given = {argument.name for argument in call.arguments}
+    given |= set(parameters[: sum(argument.name is None for argument in call.arguments)])
+    # A parameter that is not the policy's makes it the pool of that name; `rate` is a size too.
+    whole = given - {None} <= set(parameters)
+    return whole and "budget" in parameters and not given & {"budget", "rate"}
+
+
+def with_budget(policy: str, budget: int) -> str:
+    """A policy with its budget written into it.
+
+    Raises:
+        WeirError: it is not one that takes a budget, or has one already.
+        PolicyError: it makes no sense with this one.
+    """
+    if not takes_budget(policy):
+        raise WeirError(
+            f"{policy} takes no budget here: it needs a named policy that has one and was written "
+            "without, like streaming_llm"
+        )
+    name, bracket, rest = policy.strip().partition("(")
+    inner = rest.rstrip().removesuffix(")").strip().rstrip(",") if bracket else ""
+    made = f"{name.strip()}({inner}{', ' if inner else ''}budget={budget})"
+    return str(policy_of(made))
+
+
+def near(word: str, words: Iterable[str]) -> str:
+    """A hint at the nearest of some words, for the middle of a sentence; empty if none is near."""
+    found = difflib.get_close_matches(word, list(words), 1)
+    return f", did you mean {found[0]!r}?" if found else ""
+
+
+def _only_call(policy: str) -> Call | None:
+    """The call that a policy is, if it is a named policy and nothing else."""
+    reader = Reader(policy)
+    call = reader.call()
+    return call if reader.at == len(policy) and call.name in NAMED else None

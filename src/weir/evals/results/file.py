@@ -1,0 +1,248 @@
+"""The file an evaluation writes: JSON lines that survive a crash.
+
+The first line is the grid, all its cells; then comes one line per finished cell. A line is written
+and synced at once; if the machine dies in the middle of one, it is cut off when the file is opened
+again. Knows nothing about models or tasks.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from weir.errors import WeirError
+from weir.evals.data import Record as Fields
+from weir.evals.results.checks import check_cell, check_grid
+from weir.evals.results.plain import plain
+
+Record = dict[str, Any]
+"""What is known of one cell, with its number in the grid under "cell"."""
+MOST = 3
+"""Values of a field that are named where two grids differ."""
+
+
+class ResultsFile:
+    """A results file, open for writing; no other process can open it meanwhile.
+
+    Args:
+        path: where it is, or is to be.
+        grid: what its first line says, with a fingerprint under "grid".
+        resume: go on with a file that is there; otherwise there must be none.
+
+    Attributes:
+        records: of each cell that is in the file, the record, by its number.
+
+    Raises:
+        WeirError: there is such a file and `resume` was not asked for, it is of another grid, it is
+            no results file or no regular file at all, another process writes it, or it cannot be
+            written.
+    """
+
+    def __init__(self, path: Path, grid: Record, *, resume: bool = False) -> None:
+        self.path = path
+        self.records: dict[int, Record] = {}
+        self._grid = grid
+        try:
+            _check_kind(path)
+            if not resume and path.exists() and path.stat().st_size:
+                raise WeirError(
+                    f"{path} is there already; go on with --resume, or name another file"
+                )
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise WeirError(f"cannot write {path}: {error.strerror}") from None
+        try:
+            self._lock()
+            self._take_up()
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def __enter__(self) -> ResultsFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        os.close(self._file)
+
+    def append(self, record: Record) -> None:
+        """Write the record of a cell, whole or not at all.
+
+        Raises:
+            WeirError: the disk is full, or cannot be written.
+        """
+        self._write(record)
+        self.records[record["cell"]] = record
+
+    def forget(self, numbers: set[int]) -> None:
+        """Take the records of some cells out, so that they can be written again."""
+        if numbers & self.records.keys():
+            self.records = {n: r for n, r in self.records.items() if n not in numbers}
+            self._rewrite(list(self.records.values()))
+
+    def sort(self) -> None:
+        """Put the records in the order of the grid, if they are not."""
+        if list(self.records) != sorted(self.records):
+            self.records = dict(sorted(self.records.items()))
+            self._rewrite(list(self.records.values()))
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise WeirError(f"another weir is writing {self.path}") from None
+
+    def _take_up(self) -> None:
+        """Read what is there, cut off a line that was not finished, and begin if it is new."""
+        found, whole = _read(self.path)
+        if whole < os.fstat(self._file).st_size:
+            os.ftruncate(self._file, whole)
+        if not found:
+            self._write(self._grid)
+            return
+        if found[0]["grid"] != self._grid["grid"]:
+            raise WeirError(
+                f"{self.path} holds the results of another grid "
+                f"({_difference(found[0]['cells'], self._grid['cells'])}); name another file, or "
+                "ask for the same models, tasks, policies, budgets and seeds as before"
+            )
+        self.records = {record["cell"]: record for record in found[1:]}
+
+    def _write(self, record: Record) -> None:
+        before = os.fstat(self._file).st_size
+        line = _line(record)
+        try:
+            while line:
+                line = line[os.write(self._file, line) :]
+            os.fsync(self._file)
+        except OSError as error:
+            os.ftruncate(self._file, before)
+            raise _cannot_write(self.path, error) from None
+
+    def _rewrite(self, records: list[Record]) -> None:
+        """Put another file in its place, at once, and go on with that."""
+        folder = self.path.parent
+        made, name = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=folder)
+        try:
+            with os.fdopen(made, "wb") as file:
+                for record in (self._grid, *records):
+                    file.write(_line(record))
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(name, os.fstat(self._file).st_mode & 0o777)
+            os.replace(name, self.path)
+        except OSError as error:
+            Path(name).unlink(missing_ok=True)
+            raise _cannot_write(self.path, error) from None
+        os.close(self._file)
+        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND)
+        self._lock()
+
+
+def read_results(path: str | Path) -> tuple[Record, list[Record]]:
+    """The grid and the records of a file; a last line cut short is left.
+
+    Raises:
+        WeirError: there is no such file, or it is none that `weir eval` has written.
+    """
+    path = Path(path)
+    _check_kind(path)
+    if not path.exists():
+        raise WeirError(f"there is no results file {path}")
+    found, _ = _read(path)
+    if not found:
+        raise WeirError(f"{path} holds no results")
+    return found[0], found[1:]
+
+
+def unique(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Each value once, in the order they first come."""
+    return tuple(dict.fromkeys(values))
+
+
+def _check_kind(path: Path) -> None:
+    """Raises a `WeirError` for a device, a pipe or a folder: only a file can be read to its end."""
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "a device or a pipe"
+        raise WeirError(f"{path} is not a regular file but {kind}, and results need a file")
+
+
+def _difference(there: list[Record], here: list[Record]) -> str:
+    """What tells the cells of two grids apart, field by field."""
+    found = []
+    for name in unique(key for cell in (*there, *here) for key in cell):
+        old, new = (unique(str(cell.get(name)) for cell in cells) for cells in (there, here))
+        gone = [value for value in old if value not in new]
+        come = [value for value in new if value not in old]
+        changes = [f"{_few(gone)} only there"] * bool(gone) + [f"{_few(come)} new"] * bool(come)
+        if changes:
+            found.append(f"{name}: {', '.join(changes)}")
+    return "; ".join(found) or "the same values in another order or other combinations"
+
+
+def _few(values: list[str]) -> str:
+    more = len(values) - MOST
+    return ", ".join(values[:MOST]) + (f" and {more} more" if more > 0 else "")
+
+
+def _read(path: Path) -> tuple[list[Record], int]:
+    """The lines of a file, and how many of its bytes are whole lines.
+
+    Raises:
+        WeirError: it cannot be read, or a line is not what stands in such a file.
+    """
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise WeirError(f"cannot read {path}: {error.strerror}") from None
+    whole = raw.rfind(b"\n") + 1
+    found: list[Record] = []
+    lines: dict[int, int] = {}  # of each cell, where it stands
+    for number, line in enumerate(raw[:whole].splitlines(), 1):
+        key = "grid" if number == 1 else "cell"
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if not isinstance(record, dict) or key not in record:
+            raise WeirError(
+                f"{path}, line {number}: not a line that weir eval writes"
+                + (", so this is no results file" if number == 1 else "")
+            )
+        fields = Fields(f"{path}, line {number}", record)
+        if number == 1:
+            cells = check_grid(fields)
+        else:
+            check_cell(fields, cells)
+            if (before := lines.setdefault(record["cell"], number)) != number:
+                raise fields.wrong("cell", f"is that of line {before}: {record['cell']}")
+        found.append(record)
+    if not found and raw.strip() and not raw.startswith(b'{"grid"'[: len(raw)]):
+        raise WeirError(f"{path}, line 1: not a line that weir eval writes")
+    return found, whole
+
+
+def _line(record: Record) -> bytes:
+    return (json.dumps(plain(record), ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def _cannot_write(path: Path, error: OSError) -> WeirError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        reason = "there is no room left on the disk"
+    else:
+        reason = str(error.strerror)
+    return WeirError(
+        f"cannot write {path}: {reason}; the cells in it are whole, go on with --resume"
+    )

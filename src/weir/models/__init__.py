@@ -1,0 +1,20 @@
+"""What weir must know of a model, and how it gets inside."""
+
+from weir.models.endings import Endings
+from weir.models.facts import DROPPING, LayerFacts, ModelFacts, describe
+from weir.models.hooks import attach, compile_steps, detach
+from weir.models.load import ASSETS, is_local, load
+
+__all__ = [
+    "ASSETS",
+    "DROPPING",
+    "Endings",
+    "LayerFacts",
+    "ModelFacts",
+    "attach",
+    "compile_steps",
+    "describe",
+    "detach",
+    "is_local",
+    "load",
+]

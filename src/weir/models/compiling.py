@@ -1,0 +1,104 @@
+"""A decode step as one compiled graph: `weir.compile_steps(model)`.
+
+At batch 1 a third of a decode step is Python and small operations; `torch.compile` makes one
+program of it all. Prompts, folds, and steps without constant shapes go the usual way. Knows nothing
+about caches: during a compiled step something stands for the cache whose `sizes` tell one graph
+from another.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Mapping
+from types import FunctionType
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+from torch._dynamo import exc
+
+from weir.errors import WeirError
+
+
+class CompiledStep(Protocol):
+    """What stands for the cache in a compiled step."""
+
+    @property
+    def sizes(self) -> Hashable:
+        """What the compiler makes graphs of their own for."""
+
+
+class Compiling:
+    """How the steps of one model are to be compiled, from its first cache to its last.
+
+    What the compiler has made it finds, and counts, by the code of a function. All models of a
+    class share the code of their forward, and the sizes of one would use up the limit of the
+    others; so the compiler is given a function around it, with a code of this model's own.
+
+    Args:
+        options: for `torch.compile`.
+
+    Raises:
+        WeirError: `torch.compile` does not take these options.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = dict(options)
+        self._code = _around(lambda: None).__code__.replace()
+        try:
+            self.of(lambda: None)
+        except (TypeError, RuntimeError, exc.TorchDynamoException) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise WeirError(f"torch.compile does not take these options: {reason}") from None
+
+    def of(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward, compiled; it takes its arguments by name."""
+        closure = _around(forward).__closure__
+        step = FunctionType(self._code, globals(), "step", None, closure)
+        return torch.compile(step, fullgraph=True, dynamic=False, **self._options)
+
+
+def _around(forward: Callable[..., Any]) -> FunctionType:
+    def step(**given: Any) -> Any:
+        return forward(**given)
+
+    return cast(FunctionType, step)
+
+
+class Compiled:
+    """A decoder whose steps with caches of weir are compiled.
+
+    Attributes:
+        own: the decoder's forward, as it is.
+    """
+
+    def __init__(self, decoder: nn.Module, compiling: Compiling) -> None:
+        self.own = decoder.forward
+        self._graph = compiling.of(self.own)
+        self._refused: set[Hashable] = set()
+
+    def __call__(self, step: CompiledStep, given: dict[str, Any]) -> Any:
+        """The decoder's output for a token; None where it has to go the usual way.
+
+        Args:
+            step: what stands for the cache.
+            given: the decoder's arguments by name.
+
+        Raises:
+            WeirError: the model cannot be compiled here, and why.
+        """
+        if self._refused and step.sizes in self._refused:
+            return None
+        try:
+            return self._graph(**{**given, "past_key_values": step})
+        except exc.FailOnRecompileLimitHit:
+            self._refused.add(step.sizes)
+            warnings.warn(
+                "weir: this model was compiled for as many sizes of batch and cache as "
+                "torch.compile allows; steps of others go the usual way",
+                stacklevel=2,
+            )
+            return None
+        except exc.TorchDynamoException as error:
+            reason = str(error).strip().splitlines()[0]
+            raise WeirError(f"the steps of this model cannot be compiled here: {reason}") from error

@@ -1,0 +1,261 @@
+"""What weir needs to know of a model: its layers' positions, their windows, if it can be served.
+
+All families here keep keys and values of every token and attend to them by softmax; rotary
+embeddings are half-split. Anything else is refused in one sentence.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from weir.errors import WeirError
+from weir.slab import Alibi, Rotary
+
+INTERFACE_FAMILIES = frozenset(
+    """llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 olmo2 smollm3 gpt_neox gpt_oss
+    apertus arcee exaone4 granite granitemoe ministral mixtral nemotron olmo olmo3 olmoe persimmon
+    phi qwen2_moe qwen3_moe seed_oss stablelm starcoder2""".split()
+)
+"""Model types whose attention goes through transformers' attention interface."""
+
+OWN_FAMILIES = frozenset({"falcon", "mpt", "bloom"})
+"""Model types with attention of their own; `families` has what it takes to serve them."""
+
+MULTIMODAL = frozenset({"gemma3"})
+"""Model types around a decoder of another type; weir streams their text."""
+
+DROPPING = frozenset({"phi3"})
+"""Model types whose `generate` drops a cache that is true once the text is as long as the original
+window. Their frequencies change there, and weir's do not: caches of these models are false."""
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """What one layer does with positions.
+
+    Attributes:
+        rotary: its rotary embedding; None for none.
+        alibi: its linear biases; None for none.
+        window: it only sees this many newest tokens; None for all.
+    """
+
+    rotary: Rotary | None
+    alibi: Alibi | None
+    window: int | None
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What weir needs to know of one model.
+
+    Attributes:
+        kind: the model type of its configuration.
+        decoder: the module that takes token ids and a cache; hooks go there.
+        layers: each layer's facts.
+        attentions: each layer's attention module.
+        rotaries: modules that make cosines and sines.
+        rotations: the rotary embedding of each type of layers that has one; of the type None where
+            a model does not tell its layers apart.
+        config: the configuration that says which attention is used.
+        vocabulary: token ids run from 0 to this, exclusive.
+    """
+
+    kind: str
+    decoder: nn.Module
+    layers: tuple[LayerFacts, ...]
+    attentions: tuple[nn.Module, ...]
+    rotaries: tuple[nn.Module, ...]
+    rotations: dict[str | None, Rotary]
+    config: Any
+    vocabulary: int
+
+    @property
+    def sliding(self) -> int | None:
+        """The window where every layer slides; None where one layer sees everything."""
+        windows = [layer.window for layer in self.layers]
+        return None if None in windows else min(w for w in windows if w is not None)
+
+
+def describe(model: PreTrainedModel, reach: int | None = None) -> ModelFacts:
+    """Read a model's facts.
+
+    Args:
+        model: a causal language model.
+        reach: the highest position attention will meet, where that is known; some scalings of RoPE
+            choose their frequencies by it.
+
+    Raises:
+        WeirError: the model is of a kind weir cannot serve; the sentence says why.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise WeirError(
+            f"weir serves transformers models, not a {type(model).__name__}; weir.load gives one"
+        )
+    config = model.config.get_text_config(decoder=True)
+    _refuse(model, config)
+    decoder = model.get_decoder()
+    modules = attention_modules(decoder)
+    _refuse_closed(config.model_type, modules)
+    alibi = read_alibi(config, decoder) if _has_alibi(config) else None
+    rotary_module = getattr(decoder, "rotary_emb", None)
+    layers = []
+    known: dict[str | None, Rotary] = {}  # shared, so that layers share what it works out
+    for index, module in enumerate(modules):
+        kind = _layer_type(config, index)
+        rotary = None
+        if rotary_module is not None and _rotates(config, module):
+            if kind not in known:
+                known[kind] = read_rotary(rotary_module, kind, reach)
+            rotary = known[kind]
+        layers.append(LayerFacts(rotary, alibi, _window(config, kind)))
+    return ModelFacts(
+        kind=config.model_type,
+        # Around a multimodal model's decoder there is another module, which makes the masks.
+        decoder=model.base_model,
+        layers=tuple(layers),
+        attentions=tuple(modules),
+        rotaries=() if rotary_module is None else (rotary_module,),
+        rotations=known,
+        config=config,
+        vocabulary=config.vocab_size,
+    )
+
+
+def attention_modules(decoder: nn.Module) -> list[nn.Module]:
+    """The attention modules of a decoder, in the order of its layers."""
+    blocks = next(getattr(decoder, n) for n in ("layers", "h", "blocks") if hasattr(decoder, n))
+    names = ("self_attn", "attention", "self_attention", "attn")
+    return [next(getattr(b, n) for n in names if hasattr(b, n)) for b in blocks]
+
+
+def _refuse(model: PreTrainedModel, config: Any) -> None:
+    kind = config.model_type
+    types = getattr(config, "layer_types", None) or []
+    if model.config.is_encoder_decoder or config.is_encoder_decoder:
+        raise WeirError(f"{kind} is an encoder-decoder; weir streams decoders only")
+    if getattr(config, "kv_lora_rank", None):
+        raise WeirError(
+            f"{kind} uses multi-head latent attention: it caches compressed latents, not keys and "
+            "values that a pool could choose from"
+        )
+    if getattr(model, "_is_stateful", False) or any("linear" in t or "mamba" in t for t in types):
+        raise WeirError(
+            f"{kind} is a state-space or linear-attention model: its memory is of fixed size "
+            "already and holds no tokens that a pool could choose from"
+        )
+    if getattr(config, "use_bidirectional_attention", False):
+        raise WeirError(f"this {kind} attends both ways; weir streams causal decoders only")
+    outer = model.config.model_type
+    if kind not in INTERFACE_FAMILIES | OWN_FAMILIES or outer not in MULTIMODAL | {kind}:
+        known = ", ".join(sorted(INTERFACE_FAMILIES | OWN_FAMILIES | MULTIMODAL))
+        raise WeirError(f"weir does not know how {outer} attends; it serves {known}")
+    if not hasattr(model, "get_decoder"):
+        raise WeirError(f"{type(model).__name__} has no decoder that takes token ids")
+
+
+def _refuse_closed(kind: str, modules: list[nn.Module]) -> None:
+    """Refuse attention that would not ask for weir's, as Nemotron's in transformers 5.12.
+
+    Raises:
+        WeirError: the file it is written in does not use transformers' attention interface.
+    """
+    if kind in OWN_FAMILIES:
+        return
+    written_in = (sys.modules[part.__module__] for part in type(modules[0]).__mro__)
+    if not any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in written_in):
+        raise WeirError(
+            f"the attention of this {kind} cannot be replaced: its code does not use transformers' "
+            f"attention interface (transformers {transformers.__version__}; a newer one may)"
+        )
+
+
+def _layer_type(config: Any, index: int) -> str | None:
+    types = getattr(config, "layer_types", None)
+    return None if types is None else types[index]
+
+
+def _window(config: Any, kind: str | None) -> int | None:
+    if kind is not None and kind != "sliding_attention":
+        return None
+    window = getattr(config, "sliding_window", None)
+    return None if window is None else int(window)
+
+
+def _rotates(config: Any, module: Any) -> bool:
+    """Whether an attention module rotates its queries and keys."""
+    if config.model_type == "falcon":
+        return not config.alibi
+    if config.model_type == "exaone4":
+        # Where some layers slide, those that see everything do without positions.
+        return module.sliding_window is None or bool(module.is_sliding)
+    return bool(getattr(module, "use_rope", True))
+
+
+def _has_alibi(config: Any) -> bool:
+    # transformers' MPT adds its biases whatever `attn_config.alibi` says.
+    return config.model_type in ("bloom", "mpt") or bool(getattr(config, "alibi", False))
+
+
+def read_rotary(module: nn.Module, kind: str | None, reach: int | None) -> Rotary:
+    """The rotary embedding of layers of one type.
+
+    Args:
+        module: a model's `rotary_emb`.
+        kind: the layers' type; it matters where a model rotates its types of layers differently.
+        reach: as in `describe`.
+    """
+    several = kind is not None and hasattr(module, f"{kind}_inv_freq")
+    prefix = f"{kind}_" if several else ""
+    frequencies = getattr(module, f"{prefix}inv_freq")
+    scaling = getattr(module, f"{prefix}attention_scaling")
+    rope_type: Any = getattr(module, "rope_type", "default")
+    rope_type = rope_type[kind] if several else rope_type
+    if rope_type in ("longrope", "dynamic"):
+        # These change their frequencies with the length of the call; the reach of a cache is fixed.
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](
+            module.config,
+            frequencies.device,
+            seq_len=reach or 1,
+            **({"layer_type": kind} if several else {}),
+        )
+    return Rotary(frequencies.detach().to(torch.float64), float(scaling))
+
+
+def read_alibi(config: Any, decoder: Any) -> Alibi:
+    """ALiBi as a model computes it (Press, Smith and Lewis 2022).
+
+    The slopes are read off the bias that the model's own function gives to the place next to a
+    place without any, so they are what the model uses to the last bit.
+
+    Args:
+        config: of a Bloom, Falcon or MPT model.
+        decoder: its decoder.
+    """
+    device = next(decoder.parameters()).device
+    if config.model_type == "mpt":
+        # Places count up to 0, the newest.
+        bias = decoder.build_mpt_alibi_tensor(config.n_heads, 2, device=device)
+        return Alibi(-bias[:, 0, 0].float())
+    two = torch.ones(1, 2, dtype=torch.int64, device=device)
+    heads = config.num_attention_heads
+    if config.model_type == "bloom":
+        bias = decoder.build_alibi_tensor(two, heads, torch.float32)
+        return Alibi(bias[:, 0, 1])
+    # Imported where it is needed: it takes a sixth of a second.
+    from transformers.models.falcon.modeling_falcon import build_alibi_tensor
+
+    bias = build_alibi_tensor(two, heads, torch.float32)
+    # The bias is made before the logits are scaled, and scaled with them; transformers' eager
+    # attention adds it twice, once more within the mask.
+    times = 2 if config._attn_implementation == "eager" else 1
+    scale = times / math.sqrt(config.head_dim)
+    return Alibi(bias[:, 0, 1], rounding=torch.bfloat16, factor=scale)

@@ -1,0 +1,22 @@
+"""What a policy is, how it is written, and every one that has a name."""
+
+from weir.policies import library  # noqa: F401  (its policies get their names)
+from weir.policies.grammar import Call, Reader, policy, policy_of
+from weir.policies.pipe import Pipe, Policy
+from weir.policies.pyramid import Pyramid
+from weir.policies.recompute import Recompute
+from weir.policies.registry import NAMED, Named, named
+
+__all__ = [
+    "NAMED",
+    "Call",
+    "Named",
+    "Pipe",
+    "Policy",
+    "Pyramid",
+    "Reader",
+    "Recompute",
+    "named",
+    "policy",
+    "policy_of",
+]

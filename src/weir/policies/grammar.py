@@ -1,0 +1,248 @@
+"""How policies are written, and what is wrong with one that cannot be read.
+
+A recursive-descent reader. It finds pools and named policies in their registers, and parameters in
+their signatures, so that a new one needs no line here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from weir.errors import PolicyError, WeirError, shown
+from weir.policies.pipe import Pipe, Policy, check_place
+from weir.policies.registry import NAMED
+from weir.pools import POOLS, Pool, hints, taken
+
+
+def policy(text: str | Policy) -> Policy:
+    """Read a policy: a pipe, `sink(4) | recent(252)`, or a name, `streaming_llm(budget=256)`.
+
+    Raises:
+        PolicyError: it cannot be read or makes no sense; the message points at the character.
+        WeirError: it is neither text nor a policy.
+    """
+    if isinstance(text, Policy):
+        return text
+    if not isinstance(text, str):
+        kind = type(text).__name__
+        raise WeirError(f"a policy is text like 'sink(4) | recent(252)', not of type {kind}")
+    return Reader(text).policy()
+
+
+policy_of = policy
+"""`policy`, where a parameter of that name hides it."""
+
+
+_WORD = re.compile(r"[^\W\d]\w*")
+_NUMBER = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_SPACE = re.compile(r"\s*")
+_VALUES = {"true": True, "false": False, "none": None}
+
+
+@dataclass
+class Call:
+    """`name(arguments)` as it was read, with the places of its parts."""
+
+    name: str
+    at: int
+    arguments: list[Argument]
+
+
+class Argument(typing.NamedTuple):
+    """`name=value`, or a value alone; where it begins, and where its value does."""
+
+    name: str | None
+    value: Any
+    at: int
+    value_at: int
+
+
+class Reader:
+    """A recursive-descent reader of one policy, and of whatever else is written as calls are.
+
+    Attributes:
+        text: all of it.
+        at: the character to be read next.
+        name: what a call may be called.
+        kind: what a call stands for, in words.
+    """
+
+    name: ClassVar[re.Pattern[str]] = _WORD
+    kind: ClassVar[str] = "a pool or a policy"
+
+    def __init__(self, text: str, at: int = 0) -> None:
+        self.text = text
+        self.at = at
+        self.inside = False
+
+    def policy(self) -> Policy:
+        """The policy that is all of the text."""
+        made = self.part()
+        if self.at < len(self.text):
+            raise self.wrong("expected '|' or the end")
+        return made
+
+    def part(self) -> Policy:
+        """The policy that begins here, up to where it ends."""
+        start = self.at
+        calls = [self.call()]
+        while self.take("|"):
+            calls.append(self.call())
+        written = self.text[start : self.at].strip()
+        if len(calls) == 1 and _is_named(calls[0]):
+            made = self.make(calls[0], NAMED[calls[0].name].make)
+            object.__setattr__(made, "text", written)
+            return typing.cast(Policy, made)
+        pools: list[Pool] = []
+        for call in calls:
+            pools.append(self._pool(call, tuple(pools)))
+        return Pipe(tuple(pools), written)
+
+    def _pool(self, call: Call, before: tuple[Pool, ...]) -> Pool:
+        if call.name in NAMED and call.name not in POOLS:
+            raise self.wrong(f"{call.name} is a whole policy, not a pool of a pipe", call.at)
+        if call.name not in POOLS:
+            names = [*POOLS, *NAMED]
+            raise self.wrong(f"no pool or policy is called {shown(call.name)}", call.at, names)
+        made: Pool = self.make(call, POOLS[call.name])
+        try:
+            check_place(made, before)
+        except WeirError as error:
+            raise self.wrong(str(error), call.at) from None
+        return made
+
+    def make(self, call: Call, make: Callable[..., Any]) -> Any:
+        """Call `make` with the arguments, once they fit its signature."""
+        parameters = inspect.signature(make).parameters
+        wanted = hints(make)
+        given: dict[str, Any] = {}
+        for place, (name, value, at, value_at) in enumerate(call.arguments):
+            if name is None:
+                if any(earlier.name for earlier in call.arguments[:place]):
+                    raise self.wrong("a value without a name cannot follow one with a name", at)
+                if place >= len(parameters):
+                    takes = ", ".join(parameters) or "none"
+                    raise self.wrong(f"{call.name} has no such parameter (it takes {takes})", at)
+                name = list(parameters)[place]
+            elif name not in parameters:
+                problem = f"{call.name} has no parameter {shown(name)}"
+                raise self.wrong(problem, at, list(parameters))
+            if name in given:
+                raise self.wrong(f"{call.name} is given {name!r} twice", at)
+            if isinstance(value, str) and Policy in typing.get_args(wanted[name]):
+                value = Reader(self.text, value_at).part()
+            try:
+                given[name] = taken(call.name, name, value, wanted[name])
+            except WeirError as error:
+                raise self.wrong(str(error), value_at) from None
+        for name, parameter in parameters.items():
+            if parameter.default is parameter.empty and name not in given:
+                raise self.wrong(f"{call.name} needs {name!r}", call.at)
+        try:
+            return make(**given)
+        except PolicyError:
+            raise
+        except WeirError as error:
+            raise self.wrong(str(error), call.at) from None
+
+    def call(self) -> Call:
+        """The call that begins here."""
+        name, at = self._word(self.kind)
+        arguments: list[Argument] = []
+        if self.take("("):
+            while not self.take(")"):
+                if arguments and not self.take(","):
+                    raise self.wrong("expected ',' or ')'")
+                arguments.append(self._argument())
+        return Call(name, at, arguments)
+
+    def _argument(self) -> Argument:
+        self._skip()
+        at = self.at
+        if (word := _WORD.match(self.text, at)) is not None:
+            self.at = word.end()
+            if self.take("="):
+                value_at = self.at
+                return Argument(word.group(), self.value(), at, value_at)
+            self.at = at
+        return Argument(None, self.value(), at, at)
+
+    def value(self) -> Any:
+        """The value that begins here: a number, true, false, none, a word or a policy."""
+        self._skip()
+        at = self.at
+        if (word := _WORD.match(self.text, at)) is not None:
+            self.at = word.end()
+            self._skip()
+            if self.text.startswith(("(", "|"), self.at):
+                self.at = at
+                return self._inner()
+            self.at = word.end()
+            return _VALUES.get(word.group().lower(), word.group())
+        if (number := _NUMBER.match(self.text, self.at)) is None:
+            raise self.wrong("expected a value")
+        value = float(number.group())
+        if abs(value) > 2**53:
+            raise self.wrong("no number here can be this large")
+        self.at = number.end()
+        return value if re.search(r"[.eE]", number.group()) else int(value)
+
+    def _inner(self) -> Policy:
+        """A policy that is the value of an argument."""
+        if self.inside:
+            raise self.wrong("a policy inside another one takes no policy itself")
+        self.inside = True
+        made = self.part()
+        self.inside = False
+        return made
+
+    def _word(self, what: str) -> tuple[str, int]:
+        self._skip()
+        word = self.name.match(self.text, self.at)
+        if word is None:
+            raise self.wrong(f"expected {what}")
+        at, self.at = self.at, word.end()
+        return word.group(), at
+
+    def take(self, mark: str) -> bool:
+        """Whether `mark` comes next; then it has been read."""
+        self._skip()
+        if not self.text.startswith(mark, self.at):
+            return False
+        self.at += len(mark)
+        self._skip()
+        return True
+
+    def _skip(self) -> None:
+        space = _SPACE.match(self.text, self.at)
+        self.at = space.end() if space else self.at
+
+    def wrong(
+        self, problem: str, at: int | None = None, names: list[str] | None = None
+    ) -> PolicyError:
+        """The error to raise about a character, with the nearest of the `names` there are."""
+        at = self.at if at is None else at
+        word = self.name.match(self.text, at)
+        known = {name.lower(): name for name in names or []}
+        near = difflib.get_close_matches(word.group().lower(), known, 1) if word else []
+        hint = f"; did you mean {known[near[0]]!r}?" if near else ""
+        return PolicyError(problem + hint, self.text, at)
+
+
+def _is_named(call: Call) -> bool:
+    """Whether a policy of one word is the policy of that name, and not the pool.
+
+    Where both have it, it is the policy, unless it is given what only the pool takes.
+    """
+    if call.name not in NAMED or call.name not in POOLS:
+        return call.name in NAMED
+    of_policy = inspect.signature(NAMED[call.name].make).parameters
+    of_pool = inspect.signature(POOLS[call.name]).parameters
+    given = {argument.name for argument in call.arguments}
+    return not any(name in of_pool and name not in of_policy for name in given)

@@ -1,0 +1,293 @@
+"""Every policy with a name.
+
+A named policy, `streaming_llm(budget=256)`, is a function that returns a policy, mostly a pipe.
+"""
+
+from __future__ import annotations
+
+from weir.errors import WeirError
+from weir.policies.pipe import Pipe, Policy
+from weir.policies.pyramid import Pyramid
+from weir.policies.recompute import Recompute
+from weir.policies.registry import named
+from weir.pools import (
+    Balance,
+    Heavy,
+    Hive,
+    KCenter,
+    Outliers,
+    Recent,
+    Reservoir,
+    Sink,
+    Snap,
+    SubGen,
+    Uniform,
+    best_window,
+)
+
+
+@named("plain attention over everything; memory grows with the stream")
+def dense() -> Policy:
+    """Keep every token: exact, and without a limit."""
+    return Pipe((Recent(None),))
+
+
+@named("Beltagy et al. 2020, Longformer; StreamingLLM's Figure 1b")
+def window(budget: int = 256) -> Policy:
+    """Keep the newest tokens and nothing else; collapses once the first token has left."""
+    return Pipe((Recent(budget),))
+
+
+@named("Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks")
+def streaming_llm(budget: int = 256, sinks: int = 4) -> Policy:
+    """Keep the first tokens and the newest, at their positions in the cache."""
+    if budget <= sinks:
+        raise WeirError(
+            f"a budget of {budget} leaves no room for recent tokens beside {sinks} sinks"
+        )
+    return Pipe((Sink(sinks), Recent(budget - sinks)) if sinks else (Recent(budget),))
+
+
+@named("Xiao et al. 2024, Figure 1c: sliding window with re-computation")
+def recompute(budget: int = 256, sinks: int = 0) -> Policy:
+    """Read the last tokens from scratch for every new token: the oracle, and slow.
+
+    The paper's form is `sinks=0`. A model that always had a start token in front of its text is out
+    of its element without one: `sinks=1` keeps the first token of the stream in front of every
+    window, `sinks=n` the first n.
+    """
+    return Recompute(budget, sinks)
+
+
+@named("Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inference")
+def h2o(budget: int = 256) -> Policy:
+    """Keep the newest tokens and, of the others, those that received the most attention."""
+    if budget < 2:
+        raise WeirError(
+            f"h2o splits its budget between recent tokens and heavy hitters, at least 1 each, so "
+            f"it needs 2 slots or more, not {budget}"
+        )
+    return Pipe((Recent(budget - budget // 2), Heavy(budget // 2)))
+
+
+@named("Zhao et al. 2024, BUZZ: Beehive-structured Sparse KV Cache with Segmented Heavy Hitters")
+def buzz(
+    budget: int = 350,
+    stride: int = 5,
+    sinks: int = 4,
+    window: int | None = None,
+    swapped: bool = False,
+    local_max: bool = True,
+    log_n: bool = False,
+) -> Policy:
+    """Keep the first tokens, the newest, and local maxima of the attention between them.
+
+    The budget is what the cache may hold at most. What it leaves beside the sinks is shared between
+    window and hive as the paper's Theorem 3.1 says, unless `window` says how many newest tokens
+    stay. The other parameters are the hive's.
+    """
+    if window is None:
+        window = best_window(budget - sinks, stride)
+    first = (*([Sink(sinks)] if sinks else []), Recent(window))
+    threshold = budget - sinks - window
+    if threshold < stride:
+        raise WeirError(
+            f"a budget of {budget} has no room for {sinks} sinks, a window of {window} and a hive "
+            f"of one stride of {stride}; it takes {sinks + window + stride} or more"
+        )
+    return Pipe((*first, Hive(threshold, stride, swapped, local_max, log_n)))
+
+
+@named("An Experiment of Implementing Reservoir Sampling to StreamingLLM, section 4")
+def reservoir(
+    budget: int = 256,
+    samples: int | None = None,
+    sinks: int = 4,
+    weighted: bool = False,
+    per_head: bool = False,
+) -> Policy:
+    """Keep the first tokens, the newest, and a uniform sample of all between them.
+
+    `samples` are a quarter of the budget unless they are given; the others are the pool's.
+    """
+    samples = budget // 4 if samples is None else samples
+    recent = budget - sinks - samples
+    if samples < 1:
+        raise WeirError(
+            f"reservoir keeps a sample of at least 1 token, not {samples}; without one it is "
+            "streaming_llm"
+        )
+    if recent < 1:
+        raise WeirError(
+            f"a budget of {budget} leaves no room for recent tokens beside sink({sinks}) and "
+            f"reservoir({samples})"
+        )
+    first = (*([Sink(sinks)] if sinks else []), Recent(recent))
+    return Pipe((*first, Reservoir(samples, weighted, per_head)))
+
+
+@named("Kochetkova et al. 2025, BalanceKV, section 4.1: independent uniform sampling, the baseline")
+def uniform(
+    budget: int | None = None,
+    rate: float | None = None,
+    sinks: int | None = None,
+    recent: int | None = None,
+    weighted: bool = True,
+    per_head: bool = True,
+) -> Policy:
+    """Keep the first tokens, the newest, and of all between them so many or a share.
+
+    The budget is 256 unless it or a rate is given. Sinks and recent tokens are an eighth of it
+    each unless they are given: 32 and 32 of 256, as in BalanceKV's runs; with a rate, 32 and 32.
+    """
+    if budget is not None and rate is not None:
+        raise WeirError(
+            f"uniform takes a budget or a rate, and was given both, {budget} and {rate}"
+        )
+    total = 256 if budget is None else budget
+    eighth = max(1, total // 8)
+    sinks = eighth if sinks is None else sinks
+    recent = eighth if recent is None else recent
+    first = (*([Sink(sinks)] if sinks else []), Recent(recent))
+    if rate is not None:
+        return Pipe((*first, Uniform(None, rate, weighted, per_head)))
+    n = total - sinks - recent
+    if n < 1:
+        raise WeirError(
+            f"a budget of {total} leaves no room for a sample beside sink({sinks}) and "
+            f"recent({recent})"
+        )
+    return Pipe((*first, Uniform(n, None, weighted, per_head)))
+
+
+@named("Zandieh et al. 2024, SubGen, section 3.2: greedy k-center; BalanceKV's ClusterGen")
+def kcenter(budget: int = 256) -> Policy:
+    """Keep the newest tokens and, of the others, those whose keys lie farthest apart.
+
+    Half of the budget each. The first token of the stream is always among the centres.
+    """
+    if budget < 2:
+        raise WeirError(
+            f"kcenter splits its budget between recent tokens and centres, at least 1 each, so it "
+            f"needs 2 slots or more, not {budget}"
+        )
+    return Pipe((Recent(budget - budget // 2), KCenter(budget // 2)))
+
+
+@named("Li et al. 2024, SnapKV: LLM Knows What You Are Looking for Before Generation")
+def snapkv(budget: int = 256, window: int = 32, kernel: int = 7, average: bool = False) -> Policy:
+    """Keep the newest tokens, and of the others those the last queries attend to.
+
+    The paper's protocol is the cache's `prefill="full"`: the prompt is attended to exactly and
+    voted on once. Parameters are the pool's.
+    """
+    return Pipe((Snap(budget, window, kernel, average),))
+
+
+@named("Zandieh et al. 2024, SubGen: Token Generation in Sublinear Time and Memory, Algorithm 1")
+def subgen(
+    budget: int = 256,
+    sinks: int = 4,
+    recent: int | None = None,
+    clusters: int | None = None,
+    per_cluster: int = 4,
+    delta: float | str = "auto",
+    exact: bool = True,
+) -> Policy:
+    """Keep the first tokens, the newest, and samples of all between them that stand for the rest.
+
+    Unless they are given, sinks and `recent` tokens are two fifths of the budget, and so are the
+    clusters, each of `per_cluster` slots. What is left is for the samples of the numerator. The
+    other parameters are the pool's.
+    """
+    recent = max(1, 2 * budget // 5 - sinks) if recent is None else recent
+    if clusters is None:
+        clusters = max(1, 2 * budget // 5 // max(1, per_cluster))
+    samples = budget - sinks - recent - clusters * per_cluster
+    if samples < 1:
+        raise WeirError(
+            f"a budget of {budget} leaves no room for samples beside {sinks} sinks, {recent} "
+            f"recent tokens and {clusters} clusters of {per_cluster}"
+        )
+    first = (*([Sink(sinks)] if sinks else []), Recent(recent))
+    return Pipe((*first, SubGen(samples, clusters, per_cluster, delta, exact)))
+
+
+@named(
+    "Kochetkova et al. 2025, BalanceKV: Streaming Attention Approximation via Discrepancy Theory"
+)
+def balancekv(
+    budget: int = 256,
+    sinks: int | None = None,
+    recent: int | None = None,
+    block: int | None = None,
+    halves: str = "pairs",
+    gamma: float | None = 4.0,
+    temperature: float = 0.1,
+    constant: float = 0.025,
+    sets: str = "shared",
+    precision: float = 0.1,
+    eager: bool = False,
+    outliers: float = 0.0,
+) -> Policy:
+    """Keep the first tokens, the newest, and balanced halves of all between, weighted for the rest.
+
+    Sinks and recent tokens are an eighth of the budget each unless they are given: 32 and 32 of 256
+    as in the authors' code, 256 and 256 of 2,048 as in the paper. Of the slots between, a share of
+    `outliers` keeps tokens whose keys point away from the others, the variant for needles. The
+    other parameters are the pool's.
+    """
+    if not 0 <= outliers < 1:
+        raise WeirError(
+            f"outliers of balancekv are a share of the slots between sinks and recent tokens, from "
+            f"0 to less than 1, not {outliers:g}; in a pipe, outliers(64) has so many slots"
+        )
+    eighth = max(1, budget // 8)
+    sinks = eighth if sinks is None else sinks
+    recent = eighth if recent is None else recent
+    away = max(0, int(outliers * (budget - sinks - recent)))
+    n = budget - sinks - recent - away
+    if n < 4:
+        beside = f"sink({sinks}) and recent({recent})"
+        if away:
+            beside = f"sink({sinks}), recent({recent}) and outliers({away})"
+        raise WeirError(
+            f"a budget of {budget} leaves no room for 4 slots or more of balance beside {beside}"
+        )
+    exact = [Outliers(away)] if away else []
+    first = (*([Sink(sinks)] if sinks else []), Recent(recent), *exact)
+    pool = Balance(n, block, halves, gamma, temperature, constant, sets, precision, eager)
+    return Pipe((*first, pool))
+
+
+@named("Cai et al. 2024, PyramidKV, its budgets around any pipe")
+def pyramid(pipe: Policy | None = None, beta: float = 20.0) -> Policy:
+    """A pipe with more slots in the lower layers and fewer in the upper ones, the same in all.
+
+    The pipe is what a layer holds on average. First and newest tokens that it keeps in front of
+    other pools are the same in every layer; the rest is `beta` times smaller than the average in
+    the top layer, and from there rises evenly to the bottom one. Without a pipe, it is PyramidKV.
+    """
+    if pipe is None:
+        return pyramidkv(beta=beta)
+    if not isinstance(pipe, Pipe):
+        raise WeirError(f"a pyramid shares out the slots of a pipe, and {pipe} is none")
+    return Pyramid(pipe, beta)
+
+
+@named(
+    "Cai et al. 2024, PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information "
+    "Funneling"
+)
+def pyramidkv(
+    budget: int = 256,
+    window: int = 8,
+    kernel: int = 7,
+    average: bool = False,
+    beta: float = 20.0,
+) -> Policy:
+    """Keep what SnapKV keeps, with more slots in the lower layers and fewer in the upper ones.
+
+    The budget is what a layer holds on average.
+    """
+    return Pyramid(Pipe((Snap(budget, window, kernel, average),)), beta)

@@ -1,0 +1,158 @@
+"""What a policy is: pools one after the other, or something that only a stream can do.
+
+Tokens enter the first pool of a pipe, what overflows a pool flows into the next, what overflows the
+last is gone. How policies are written is the business of `grammar`; which have a name, of `policy`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, cast
+
+from torch import Tensor
+
+from weir.errors import WeirError, written
+from weir.policies.registry import NAMED
+from weir.pools import Fold, Pool
+from weir.slab import Slots
+
+
+class Policy(ABC):
+    """How a cache is held to its size. A `Pipe`, or something that only a `Stream` can do."""
+
+    text: str
+
+    @abstractmethod
+    def for_layer(self, layer: int, layers: int) -> Pipe:
+        """The pipe of one layer of a model that has `layers` of them."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Pipe(Policy):
+    """Pools in the order tokens flow through them.
+
+    Attributes:
+        pools: the pools, the one where tokens enter first.
+        text: the policy as it was written.
+    """
+
+    pools: tuple[Pool, ...]
+    text: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.pools or not all(isinstance(pool, Pool) for pool in self.pools):
+            raise WeirError(
+                "a pipe is made of one pool or more, as in Pipe((Sink(4), Recent(252)))"
+            )
+        for place, pool in enumerate(self.pools):
+            check_place(pool, self.pools[:place])
+        if not self.text:
+            alone = len(self.pools) == 1
+            text = " | ".join(_written(pool, alone) for pool in self.pools)
+            object.__setattr__(self, "text", text)
+
+    def for_layer(self, layer: int, layers: int) -> Pipe:
+        """The same pipe for every layer."""
+        return self
+
+    @cached_property
+    def slots(self) -> int | None:
+        """Slots per KV head; None where a pool has no limit."""
+        each = [pool.slots() for pool in self.pools]
+        return None if None in each else sum(n for n in each if n is not None)
+
+    @cached_property
+    def unbroken(self) -> tuple[bool, ...]:
+        """For each pool, whether its arrivals are all that came, in order."""
+        return tuple(
+            all(earlier.in_order for earlier in self.pools[:place])
+            for place in range(len(self.pools))
+        )
+
+    @cached_property
+    def run(self) -> tuple[int, ...]:
+        """The pools that hold the newest tokens without a gap, the oldest tokens' pool first."""
+        held = [i for i, p in enumerate(self.pools) if p.keeps_run and self.unbroken[i]]
+        return tuple(reversed(held))
+
+    @cached_property
+    def front(self) -> tuple[int, ...]:
+        """All other pools: as the stream goes on, their tokens move closer to the present."""
+        return tuple(i for i in range(len(self.pools)) if i not in self.run)
+
+    @cached_property
+    def front_slots(self) -> int:
+        """Slots of the front per KV head."""
+        return sum(self.pools[i].slots() or 0 for i in self.front)
+
+    @cached_property
+    def needs_mass(self) -> bool:
+        """Whether a pool reads accumulated attention."""
+        return any(pool.needs_mass for pool in self.pools)
+
+    @cached_property
+    def needs_queries(self) -> int:
+        """How many of the last queries the pools read."""
+        return max(pool.needs_queries for pool in self.pools)
+
+    @cached_property
+    def log_n(self) -> bool:
+        """Whether logits are scaled by log_512 of the number of tokens a query sees."""
+        return any(pool.log_n for pool in self.pools)
+
+    @cached_property
+    def two_weights(self) -> bool:
+        """Whether a pool sets a and b apart."""
+        return any(pool.two_weights for pool in self.pools)
+
+    def fold(
+        self, held: list[Slots], new: Slots, fold: Fold, states: list[dict[str, Tensor]]
+    ) -> list[Slots]:
+        """What each pool keeps when `new` enters the first, given what each holds and remembers.
+
+        What a pool is to remember from now on takes the place of what it remembered, in `states`.
+        """
+        kept = []
+        for place, pool in enumerate(self.pools):
+            its = replace(
+                fold,
+                draws=replace(fold.draws, pool=place),
+                unbroken=self.unbroken[place],
+                state=states[place],
+            )
+            stays, new = pool.fold(held[place], new, its)
+            kept.append(stays)
+        return kept
+
+
+def check_place(pool: Pool, before: tuple[Pool, ...]) -> None:
+    """Refuse a pool in a place that makes no sense."""
+    for earlier in before:
+        if earlier.ends_pipe:
+            raise WeirError(
+                f"{pool.name} would get no tokens: what {earlier.name} keeps is all that came, or "
+                f"stands for it, so nothing flows on and {earlier.name} stands last in a pipe"
+            )
+    pool.check(before)
+
+
+def _written(pool: Pool, alone: bool = False) -> str:
+    """A pool the way it is written in a policy: its first parameter, and what is not the default.
+
+    Where it stands `alone` in its pipe, the name of a parameter tells it from the policy that is
+    called the same.
+    """
+    words = []
+    for place, f in enumerate(fields(cast(Any, pool))):
+        value = getattr(pool, f.name)
+        if place == 0:
+            name = f"{f.name}=" if alone and pool.name in NAMED else ""
+            words.append(f"{name}{written(value)}")
+        elif value != f.default:
+            words.append(f"{f.name}={written(value)}")
+    return f"{pool.name}({', '.join(words)})"

@@ -1,0 +1,125 @@
+"""Budgets by layer: large at the bottom, small at the top, the same in all.
+
+PyramidKV (Cai et al. 2024, "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information
+Funneling", arXiv:2406.02069), section 4.2: lower layers attend far and wide and upper ones to few
+tokens, so slots go to the lower layers. Knows pools by their number of slots alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from weir.errors import WeirError
+from weir.policies.pipe import Pipe, Policy
+from weir.pools import Pool
+
+
+def budgets(mean: int, layers: int, beta: float) -> list[int]:
+    """Slots of each layer, from the bottom one up: an arithmetic sequence, in whole numbers.
+
+    The top layer has mean / beta, the bottom one 2 * mean - mean / beta; what rounding down leaves
+    over goes to the lowest layers, one slot each. A single layer has the mean.
+
+    Args:
+        mean: slots of a layer on average, so that all have exactly `layers * mean`.
+        layers: how many there are.
+        beta: from 1 on.
+    """
+    top = mean / Fraction(beta)
+    bottom = 2 * mean - top
+    steps = max(1, layers - 1)
+    exact = [bottom - (bottom - top) * layer / steps for layer in range(layers)]
+    whole = [int(slots) for slots in exact] if layers > 1 else [mean]
+    left = layers * mean - sum(whole)
+    return [slots + (layer < left) for layer, slots in enumerate(whole)]
+
+
+def of_layer(pools: tuple[Pool, ...], layer: int, layers: int, beta: float) -> tuple[Pool, ...]:
+    """The pools of one layer of a pyramid.
+
+    The first and the newest tokens that pools keep for those behind them, and what a pool says is
+    fixed, are the same in every layer, as the paper's last tokens are; the rest of the slots
+    follows `budgets`, and pools that share them keep their shares.
+
+    Args:
+        pools: of a pipe with a limit; what they are on average.
+        layer: which layer, from the bottom up.
+        layers: how many there are.
+        beta: how many times the slots of the top layer go into the mean.
+
+    Raises:
+        WeirError: the layer's slots are too few for its pools, or a pool comes in one size only.
+    """
+    sizes = [pool.slots() or 0 for pool in pools]
+    last = len(pools) - 1
+    fixed = [
+        size if pool.in_order and place < last else pool.fixed(pools[:place])
+        for place, (pool, size) in enumerate(zip(pools, sizes, strict=True))
+    ]
+    free = [size - always for size, always in zip(sizes, fixed, strict=True)]
+    slots = budgets(sum(free), layers, beta)[layer]
+    which = {0: "lowest", layers - 1: "top"}
+    name = f"{which[layer]} layer" if layer in which else f"layer {layer} of {layers}"
+    where = f"the {name} of this pyramid would have {slots} slots to share out"
+    sharers = sum(n > 0 for n in free)
+    if slots < sharers:
+        raise WeirError(
+            f"{where}, and each of its pools needs one; take a larger budget or a smaller beta"
+        )
+    try:
+        return tuple(
+            pool if share == of_it else pool.resized(always + share)
+            for pool, share, of_it, always in zip(
+                pools, _shared(slots, free), free, fixed, strict=True
+            )
+        )
+    except WeirError as error:
+        raise WeirError(f"{where}: {error}") from None
+
+
+def _shared(slots: int, free: list[int]) -> list[int]:
+    """So many slots in the proportions of `free`, at least one where it is not 0."""
+    one = [int(n > 0) for n in free]
+    parts = [n - least for n, least in zip(free, one, strict=True)]
+    parts = parts if any(parts) else one
+    rest, whole = slots - sum(one), sum(parts)
+    given = [least + rest * part // whole for least, part in zip(one, parts, strict=True)]
+    # What rounding down left over goes to the largest remainders, the first of equal ones.
+    order = sorted(range(len(free)), key=lambda place: -(rest * parts[place] % whole))
+    for place in order[: slots - sum(given)]:
+        given[place] += 1
+    return given
+
+
+@dataclass(frozen=True)
+class Pyramid(Policy):
+    """A pipe whose slots go to the lower layers: PyramidKV's budgets (`weir.policies.pyramid`).
+
+    Attributes:
+        pipe: what a layer holds on average.
+        beta: how many times the slots of the top layer go into the average; 1 is no pyramid.
+    """
+
+    pipe: Pipe
+    beta: float = 20.0
+    text: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if self.pipe.slots is None:
+            raise WeirError(f"{self.pipe} has no limit, so a pyramid has nothing to share out")
+        if not 1 <= self.beta < math.inf:
+            raise WeirError(f"beta of a pyramid is a number from 1 on, not {self.beta}")
+        for layer in range(2):  # the top layer of any model has as few slots as that of two
+            self.for_layer(layer, 2)
+        if not self.text:
+            object.__setattr__(self, "text", f"pyramid({self.pipe}, beta={self.beta})")
+
+    def for_layer(self, layer: int, layers: int) -> Pipe:
+        """The pipe with the slots of its layer; all layers together have `layers` times its own.
+
+        Raises:
+            WeirError: the pools cannot be given that many slots.
+        """
+        return Pipe(of_layer(self.pipe.pools, layer, layers, self.beta))

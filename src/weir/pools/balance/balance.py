@@ -1,0 +1,194 @@
+"""Balanced halves of all that came: BalanceKV's merge-and-reduce, in a fixed number of slots.
+
+BalanceKV (Kochetkova et al. 2025, arXiv:2502.07861), section 3 and Algorithms 1, 2 and 4: tokens
+enter level 0; a block of a level is halved by a walk that keeps its halves balanced for every query
+(`halving`), and those that stay rise to the next level, each for twice as many. When which level is
+halved, so that a stream without end takes no more slots, is said in `schedule`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weir.errors import WeirError
+from weir.pools.balance.halving import Halving, check_block
+from weir.pools.balance.merge_reduce import Merging
+from weir.pools.balance.schedule import LEVELS, at_once, schedule
+from weir.pools.balance.separate import NO_BUCKET, Head, bucket, doubled, plan
+from weir.pools.base import Fold, Pool, pool
+from weir.slab import EMPTY, Slots
+
+BLOCK = 256
+"""The paper's, for a whole prompt."""
+PARTS = 16
+"""Blocks of a stream are this part of the slots: with larger ones the oldest tokens, each for very
+many, are few (`weir attention-error --stream --blocks ...`)."""
+
+
+@pool("balance")
+@dataclass(frozen=True)
+class Balance(Pool):
+    """Keep halves of halves of all that arrives, balanced, and weighted for what they stand for.
+
+    While there is room everything stays as it is. Then blocks are halved, the lightest tokens first
+    and of those the oldest, so the newest tokens stay exact longest. A prompt that is folded whole
+    is halved round by round, as in the paper's experiments.
+
+    Attributes:
+        n: how many slots.
+        block: the most tokens that are halved at once, an even number, at most half of the slots.
+            `none` for the paper's 256 in a prompt that is folded whole, and a 16th of the slots in
+            a stream.
+        halves: who stays of a block. pairs: one of each two neighbours, for both; exactly half, and
+            both sums are unbiased. authors: the rule of the authors' code, exactly half. paper: the
+            smaller side of the walk, at most half.
+        gamma: how strongly the walk leans against its sum s: + has probability 1/2 - gamma s. 4 in
+            the authors' code, nearly greedy; `none` for the paper's constant, nearly a fair coin.
+        temperature: of the keys in the walk; 1 in the paper, 1 and 0.1 in the authors' code.
+        constant: how much the denominator counts in the walk beside the values; the authors' code
+            has 0.025.
+        sets: shared: a token has one weight in both sums. flat: in the denominator each halving
+            counts double, as in the authors' code, for halves=authors. separate: the paper's
+            Algorithm 1, with one set for the denominator and others for the numerator, by the
+            length of the value; each token then takes two slots, and `constant` is not used.
+        precision: the paper's epsilon, for separate sets: when there is no room, values shorter
+            than precision / sqrt(tokens so far) times the longest are erased from the numerator.
+        eager: halve a level as soon as it has a block, as Algorithm 4 does. The policy is then not
+            exact below its budget.
+    """
+
+    n: int
+    block: int | None = None
+    halves: str = "pairs"
+    gamma: float | None = 4.0
+    temperature: float = 0.1
+    constant: float = 0.025
+    sets: str = "shared"
+    precision: float = 0.1
+    eager: bool = False
+
+    def __post_init__(self) -> None:
+        if self.n < 4:
+            raise WeirError(f"balance halves blocks of 2 or more in 4 slots or more, not {self.n}")
+        if self.block is not None:
+            check_block(self.block, self.n // 2)
+        if self.sets not in ("shared", "flat", "separate"):
+            raise WeirError(f"the sets of balance are shared, flat or separate, not {self.sets!r}")
+        if not 0 <= self.precision < math.inf:
+            raise WeirError(f"the precision of balance is a number from 0 on, not {self.precision}")
+        _ = self.halving
+
+    @property
+    def halving(self) -> Halving:
+        """How blocks are halved."""
+        constant = 1.0 if self.sets == "separate" else self.constant
+        flat = self.sets == "flat"
+        return Halving(self.halves, self.gamma, self.temperature, constant, flat)
+
+    @property
+    def most(self) -> int:
+        """The most tokens that are halved at once."""
+        return self.block or min(BLOCK, max(2, self.n // PARTS // 2 * 2))
+
+    @property
+    def two_weights(self) -> bool:
+        """Whether a and b may differ."""
+        return self.sets != "shared"
+
+    @property
+    def ends_pipe(self) -> bool:
+        """What stays stands for all that came."""
+        return True
+
+    def slots(self) -> int:
+        """As many as it was given."""
+        return self.n
+
+    def state(self, like: Slots) -> dict[str, Tensor]:
+        """`level`, the level of each slot [batch, kv_heads, n], int64; -1 where it is not in use. A
+        slot in use may be empty, where a half was short. For separate sets also the `bucket` of
+        each, int64, and of each head `came`, its tokens so far, int64, and `longest`, the length of
+        their longest value, float64 [batch, kv_heads].
+        """
+        shape = like.position.shape[:2]
+        state = {"level": like.position.new_full((*shape, self.n), EMPTY)}
+        if self.sets == "separate":
+            state["bucket"] = torch.full_like(state["level"], NO_BUCKET)
+            state["came"] = like.position.new_zeros(shape)
+            state["longest"] = torch.zeros_like(state["came"], dtype=torch.float64)
+        return state
+
+    def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
+        """Let arrivals in one after the other, halving where there is no room."""
+        if len(new) == 0:
+            return held, new
+        if not new.finite:
+            raise WeirError("balance was given a key or value that is not finite; it has no sum")
+        if self.sets == "separate":
+            return self._fold_apart(held, new, fold), new.part(0, 0)
+        level = fold.state["level"][:, :, : len(held)]
+        came = new.held.sum(dim=2).flatten().tolist()
+        if fold.prompt and not self.eager:
+            plans = [at_once(self.n, self.block or BLOCK, arrivals) for arrivals in came]
+        else:
+            plans = [
+                schedule(self.n, self.most, self.eager, sizes, arrivals)
+                for sizes, arrivals in zip(_sizes(level), came, strict=True)
+            ]
+        kept, level = held.join(new), _with(level, new)
+        if len(kept) > self.n or any(map(any, plans)):
+            merging = Merging(kept, level)
+            kept, level, _ = merging.reduce(plans, self.halving, fold.draws, fold.scale)
+        fold.state["level"] = self._state(level, EMPTY)
+        return kept, new.part(0, 0)
+
+    def _fold_apart(self, held: Slots, new: Slots, fold: Fold) -> Slots:
+        """Algorithm 1."""
+        lengths = new.values.double().norm(dim=-1).masked_fill(~new.held, 0.0)
+        longest = lengths.cummax(dim=2).values.maximum(fold.state["longest"][..., None])
+        came = fold.state["came"][..., None] + new.held.cumsum(dim=2)
+        short = self.precision / came.clamp_min(1).sqrt() * longest
+        new = doubled(new)
+        level, number = (fold.state[name][:, :, : len(held)] for name in ("level", "bucket"))
+        level = _with(level, new)
+        mine = bucket(new.values).where(~new.a.isneginf(), NO_BUCKET)
+        number = torch.cat([number, mine], dim=2)
+        heads = [
+            plan(Head(self.n, self.most, self.eager), *columns)
+            for columns in zip(
+                *(t.flatten(0, 1).tolist() for t in (number, level, short)), strict=True
+            )
+        ]
+        groups = max(len(head.groups) for head in heads)
+        plans = [group.halved for head in heads for group in head.padded(groups)]
+        group = level.new_tensor([head.tokens for head in heads]).view_as(level)
+        merging = Merging(held.join(new), level.where(group >= 0, EMPTY), group, groups)
+        kept, level, group = merging.reduce(plans, self.halving, fold.draws, fold.scale)
+        numbers = level.new_tensor([head.buckets(groups) for head in heads])
+        number = numbers.view(*level.shape[:2], groups).gather(2, group)
+        fold.state["level"] = self._state(level, EMPTY)
+        fold.state["bucket"] = self._state(number.where(level >= 0, NO_BUCKET), NO_BUCKET)
+        fold.state["came"], fold.state["longest"] = came[..., -1], longest[..., -1]
+        return kept
+
+    def _state(self, of_slots: Tensor, nothing: int) -> Tensor:
+        """What is to be remembered of slots [batch, kv_heads, slots], for as many as there are."""
+        return F.pad(of_slots, (0, self.n - of_slots.shape[2]), value=nothing)
+
+
+def _with(level: Tensor, new: Slots) -> Tensor:
+    """The levels of what is held, and then level 0 for each arrival."""
+    return torch.cat([level, torch.where(new.held, 0, EMPTY)], dim=2)
+
+
+def _sizes(level: Tensor) -> list[tuple[int, ...]]:
+    """How many places of each level there are, for each head of each row."""
+    flat = level.flatten(0, 1) + 1
+    counts = flat.new_zeros(flat.shape[0], LEVELS + 1)
+    counts.scatter_add_(1, flat, torch.ones_like(flat))
+    return [tuple(row[1:]) for row in counts.tolist()]

@@ -1,0 +1,267 @@
+"""Halving a set of tokens so that either half answers every query alike: SoftmaxBalance.
+
+BalanceKV (Kochetkova et al. 2025, arXiv:2502.07861), section 3.1, Algorithm 2: a walk through the
+tokens gives each a sign, chosen against the sum of the tokens so far, so that the sums with sign +
+and with sign - stay close for all queries at once. Appendix B runs it over blocks, all of them in
+parallel. Knows nothing about streams; `levels` and `pools.balance` decide what is halved.
+
+A token is a vector of its own: e^a v is what it adds to the numerator, e^b to the denominator, and
+e^<k, q> is an inner product of features of k and of q. The walk needs only the inner products
+
+    y_ij = e^(t <k_i, k_j> scale) * (e^(a_i + a_j) <v_i, v_j> + constant * e^(b_i + b_j)),
+
+with t the temperature, and keys shifted by the mean of their block, which no softmax notices
+(`weir.pools.balance.gram`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weir import kernels
+from weir.errors import WeirError
+from weir.pools.balance.gram import Gram, held
+from weir.slab import EMPTY
+
+LOG_2 = math.log(2)
+HALVES = ("pairs", "authors", "paper")
+_AT_ONCE = 2**24
+"""Inner products held at once; blocks beyond that wait their turn."""
+_IN_CACHE = 2**19
+"""The same on a CPU with a kernel: 2 MB, still in the cache when the walk reads them."""
+_STEEPEST = 60.0
+"""Exponents of a gain end here: a walk so far from a fair coin cannot be greedier."""
+
+
+@dataclass
+class Sets:
+    """Sets of tokens, each cut into blocks of the same size.
+
+    Attributes:
+        keys: [sets, blocks, tokens, key_dim].
+        values: [sets, blocks, tokens, value_dim].
+        a, b: log-weights [sets, blocks, tokens]; both -inf where there is no token.
+        luck: uniform numbers, one for each token [sets, blocks, tokens].
+    """
+
+    keys: Tensor
+    values: Tensor
+    a: Tensor
+    b: Tensor
+    luck: Tensor
+
+    @property
+    def held(self) -> Tensor:
+        """Where there is a token [sets, blocks, tokens], bool."""
+        return held(self.a, self.b)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """In the order of the fields."""
+        return self.keys, self.values, self.a, self.b, self.luck
+
+    def even(self) -> Sets:
+        """With one more empty place in each block, if the number of places is odd."""
+        if self.a.shape[2] % 2 == 0:
+            return self
+        more = Sets(*(torch.cat([t, t[:, :, :1]], dim=2) for t in self.tensors()))
+        more.a[:, :, -1] = more.b[:, :, -1] = -torch.inf
+        return more
+
+
+@dataclass(frozen=True)
+class Halving:
+    """How a set of tokens is halved.
+
+    Attributes:
+        halves: who stays. "pairs": tokens stand in disjoint pairs of neighbours, the walk goes over
+            the differences of the two, and one of each pair stays for both: exactly half, and
+            unbiased, for a walk and its mirror image are equally likely. "authors": the rule of the
+            authors' released code, exactly half. "paper": the smaller side, as Algorithm 2 has it.
+        gamma: how strongly the walk leans against the sum s so far: + has probability
+            1/2 - gamma s, cut off at 0 and 1. The authors' code has 4, which is nearly greedy. None
+            for the paper's 1 / (2 c R^2), which is nearly a fair coin.
+        temperature: factor of <k_i, k_j>; 1 in the paper, 1 or 0.1 in the authors' code.
+        constant: how much the denominator counts beside the values; 0.025 in the authors' code.
+        flat: in the denominator all that stay count double, as in the authors' code, whatever they
+            do in the numerator.
+    """
+
+    halves: str = "pairs"
+    gamma: float | None = 4.0
+    temperature: float = 0.1
+    constant: float = 0.025
+    flat: bool = False
+
+    def __post_init__(self) -> None:
+        if self.halves not in HALVES:
+            raise WeirError(f"halves are pairs, authors or paper, not {self.halves!r}")
+        for name in ("gamma", "temperature", "constant"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise WeirError(f"the {name} of a walk is a number from 0 on, not {value}")
+        if self.flat and self.halves != "authors":
+            raise WeirError(
+                "a flat denominator is that of halves=authors, which gives tokens of one halving "
+                f"different weights; with halves={self.halves} it is the shared one"
+            )
+
+    def halve(self, sets: Sets, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Halve each set; each of its blocks is walked through alone.
+
+        A token that has no partner, or is all of its set, stays as it is.
+
+        Args:
+            sets: the tokens.
+            scale: the factor of the logits.
+
+        Returns:
+            (index, a, b): who stays, as places in the whole set, in order, and -1 for nobody
+            [sets, blocks * ceil(tokens / 2)]; and what they weigh from now on.
+        """
+        sets = sets.even()
+        if self.halves == "pairs":
+            stays, more = self._one_of_each_pair(sets, scale)
+            below = more
+        else:
+            luck, there = sets.luck, sets.held
+            if self.halves == "authors":
+                luck = luck.index_fill(2, luck.new_zeros(1, dtype=torch.int64), -1.0)
+            signs = self._signs(sets, scale, luck, there)
+            stays, more = _authors(signs) if self.halves == "authors" else _smaller(signs)
+            alone = there.sum(dim=(1, 2), keepdim=True) == 1
+            stays = torch.where(alone, there, stays)
+            below = torch.full_like(more, LOG_2) if self.flat else more
+            more, below = more.masked_fill(alone, 0.0), below.masked_fill(alone, 0.0)
+        half = sets.a.shape[1] * sets.a.shape[2] // 2
+        stays, a, b = (t.flatten(1) for t in (stays, sets.a + more, sets.b + below))
+        order = (~stays).to(torch.uint8).argsort(dim=1, stable=True)[:, :half]
+        nobody = ~stays.gather(1, order)
+        a, b = (t.gather(1, order).masked_fill(nobody, -torch.inf) for t in (a, b))
+        return order.masked_fill(nobody, EMPTY), a, b
+
+    def _signs(self, sets: Sets, scale: float, luck: Tensor, free: Tensor) -> Tensor:
+        """The signs of tokens, or of pairs, by a walk through each block [sets, blocks, n].
+
+        Args:
+            sets: the tokens.
+            scale: the factor of the logits.
+            luck: uniform numbers, for tokens or for pairs [sets, blocks, n].
+            free: which take part, bool.
+        """
+        kernel = kernels.walk(luck.device)
+        most = _IN_CACHE if kernel and luck.device.type == "cpu" else _AT_ONCE
+        at_once = max(1, most // sets.a.shape[2] ** 2)
+        parts = (sets.keys, sets.values, sets.a, sets.b, luck, free)
+        signs = []
+        for keys, values, a, b, odds, there in zip(
+            *(t.flatten(0, 1).split(at_once) for t in parts), strict=True
+        ):
+            gram = Gram.of(keys, values, a, b, scale * self.temperature, self.constant)
+            products = gram.differences() if self.halves == "pairs" else gram.products()
+            gain = self._gain(gram, a, b)
+            signs.append((kernel or walk)(products, gain, odds, there))
+        return torch.cat(signs).view(free.shape)
+
+    def _gain(self, gram: Gram, a: Tensor, b: Tensor) -> Tensor:
+        """The gain of the walk in each block [blocks] of tokens of these weights."""
+        if self.gamma is not None:
+            return self.gamma * gram.top.clamp_max(_STEEPEST).exp()
+        count, radius = held(a, b).sum(dim=1).clamp_min(2), gram.radius()
+        if self.halves == "pairs":
+            # Half as many vectors, and a difference is at most twice as long.
+            count, radius = (count // 2).clamp_min(2), 4 * radius
+        c = 60 * count.log()
+        return 1 / (2 * c * radius).clamp_min(torch.finfo(torch.float32).tiny)
+
+    def _one_of_each_pair(self, sets: Sets, scale: float) -> tuple[Tensor, Tensor]:
+        """(who stays, what is added to log-weights) [sets, blocks, tokens]: of each pair one, for
+        both.
+
+        Pairs of unlike weight are not in the walk, whose mirror image would not be as likely. There
+        a coin decides, with probabilities in proportion to the weights, which is unbiased too.
+        """
+        (a1, a2), (b1, b2), (mine, other) = (
+            (t[..., 0::2], t[..., 1::2]) for t in (sets.a, sets.b, sets.held)
+        )
+        alike = _close(a1, a2) & _close(b1, b2) & mine & other
+        luck = sets.luck[..., 0::2]
+        signs = self._signs(sets, scale, luck, alike)
+        one, two = torch.maximum(a1, b1).double(), torch.maximum(a2, b2).double()
+        share = (one - torch.logaddexp(one, two)).exp()
+        first = torch.where(alike, signs > 0, luck < share)
+        more = -torch.where(first, share, 1 - share).log().float()
+        more = torch.where(alike, LOG_2, more).repeat_interleave(2, dim=-1).nan_to_num(0.0)
+        return torch.stack([first & mine, ~first & other], dim=-1).flatten(-2), more
+
+
+def walk(products: Tensor, gain: Tensor, luck: Tensor, free: Tensor) -> Tensor:
+    """The self-balancing walk (lines 5 to 11 of Algorithm 2), over many blocks at once.
+
+    Where the paper's walk fails, because a sum went beyond its bound, the sign is certain. This is
+    what kernels are checked against, a loop over the tokens of a block; so that they can make the
+    same signs, each product is added by itself, in the order of the walk.
+
+    Args:
+        products: inner products [..., n, n], float32; only those above the diagonal are read.
+        gain: + has probability 1/2 - gain * sum [...], float32.
+        luck: uniform numbers [..., n].
+        free: which tokens take part [..., n], bool.
+
+    Returns:
+        Signs [..., n], float32: 1, -1, and 0 for those that take no part.
+    """
+    signs = torch.zeros_like(luck, dtype=torch.float32)
+    total = torch.zeros_like(signs)
+    gain = gain.double()
+    for j in range(signs.shape[-1]):
+        plus = luck[..., j] < 0.5 - gain * total[..., j]
+        signs[..., j] = torch.where(plus, 1.0, -1.0) * free[..., j]
+        total[..., j + 1 :] += signs[..., j, None] * products[..., j, j + 1 :]
+    return signs
+
+
+def check_block(block: int, most: int | None = None) -> None:
+    """Refuse a block that cannot be halved, or has more than `most` tokens.
+
+    Raises:
+        WeirError: naming what would do.
+    """
+    if block < 2 or block % 2 or (most is not None and block > most):
+        upward = "on" if most is None else f"to {most - most % 2}"
+        raise WeirError(f"a block is an even number of tokens from 2 {upward}, not {block}")
+
+
+def _close(one: Tensor, other: Tensor) -> Tensor:
+    """Where log-weights are equal but for rounding."""
+    return torch.isclose(one, other, rtol=0.0, atol=1e-5)
+
+
+def _smaller(signs: Tensor) -> tuple[Tensor, Tensor]:
+    """The smaller side of each block, twice as heavy (lines 12 to 16 of Algorithm 2)."""
+    plus, minus = signs > 0, signs < 0
+    fewer = plus.sum(dim=-1, keepdim=True) <= minus.sum(dim=-1, keepdim=True)
+    return torch.where(fewer, plus, minus), torch.full_like(signs, LOG_2)
+
+
+def _authors(signs: Tensor) -> tuple[Tensor, Tensor]:
+    """Exactly half of each set, as the released code has it.
+
+    Up to the step at which a side has half of the tokens (the later step, if both come to have it)
+    the other side stays, twice as heavy; after it everything stays, as heavy as it was.
+    """
+    line = signs.flatten(1)
+    half = (line != 0).sum(dim=1, keepdim=True) // 2
+    steps = torch.arange(line.shape[1], device=line.device)
+    reached = []
+    for side in (line > 0, line < 0):
+        full = side.cumsum(dim=1) >= half
+        step = full.to(torch.uint8).argmax(dim=1, keepdim=True)
+        reached.append(torch.where(full.any(dim=1, keepdim=True), step, EMPTY))
+    plus, minus = reached
+    until = steps <= torch.maximum(plus, minus)
+    stays = torch.where(until, line == torch.where(plus > minus, -1.0, 1.0), line != 0)
+    return stays.view_as(signs), torch.where(until, LOG_2, 0.0).view_as(signs)

@@ -1,0 +1,225 @@
+"""Merge-and-reduce over the tokens of a layer: what `levels` has decided, done by `halving`.
+
+All blocks of a level are halved at once, those of all heads and rows of a batch together. Which
+tokens share a block depends on the order in which they came and on nothing else, so a whole prompt
+gives what its tokens would one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from weir.pools.balance.halving import Halving, Sets, check_block
+from weir.pools.balance.schedule import LEVELS
+from weir.pools.draws import Draws
+from weir.slab import EMPTY, Slots
+
+Plan = Sequence[Sequence[int]]
+"""The sizes of the blocks that are halved, by level: `levels.schedule`."""
+
+
+@dataclass
+class _Queue:
+    """Tokens of one level, the oldest first [lines, n].
+
+    A line is a group of a head of a row. A place may be taken (`there`) though its token is gone:
+    where halves are short, blocks are still counted by the tokens that came.
+    """
+
+    origin: Tensor
+    a: Tensor
+    b: Tensor
+    there: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.origin, self.a, self.b, self.there
+
+    def pick(self, index: Tensor) -> _Queue:
+        """The places that `index` [lines, n] names."""
+        return _Queue(*(t.gather(1, index) for t in self.tensors()))
+
+    def packed(self) -> _Queue:
+        """Without gaps."""
+        return self.pick(_in_front(self.there))
+
+    @classmethod
+    def of(cls, *queues: _Queue) -> _Queue:
+        """One queue after the other, gaps and all."""
+        every = zip(*(queue.tensors() for queue in queues), strict=True)
+        return cls(*(torch.cat(parts, dim=1) for parts in every))
+
+
+@dataclass(frozen=True)
+class Merging:
+    """What is merged and reduced.
+
+    Attributes:
+        line: the tokens [batch, kv_heads, n], those of each level from the oldest on.
+        level: of each [batch, kv_heads, n], int64; -1 where there is no place.
+        group: of each [batch, kv_heads, n], int64; groups of a head have nothing to do with each
+            other. None for one group.
+        groups: how many there are.
+    """
+
+    line: Slots
+    level: Tensor
+    group: Tensor | None = None
+    groups: int = 1
+
+    def reduce(
+        self, plans: Sequence[Plan], halving: Halving, draws: Draws, scale: float
+    ) -> tuple[Slots, Tensor, Tensor]:
+        """Halve as planned.
+
+        The highest level comes first, and of each group in it the oldest token.
+
+        Args:
+            plans: for each group of each head of each row, in that order.
+            halving: how blocks are halved.
+            draws: random numbers; a token of level l meets those of purpose l, and in any group but
+                the first of purpose l + 64.
+            scale: the factor of the logits.
+
+        Returns:
+            (who stays, their levels, their groups): the last two [batch, kv_heads, slots], int64,
+            with level -1 where there is no place.
+        """
+        batch, heads, _ = self.level.shape
+        top = max(level for plan in plans for level in range(LEVELS) if plan[level] or not level)
+        top = max(top + 1, int(self.level.max()) if self.level.numel() else 0)
+        group = torch.arange(len(plans), device=self.level.device)[:, None] % self.groups
+        rest, marks, rising = [], [], self._queue(LEVELS)
+        for level in range(top + 1):
+            queue = _Queue.of(self._queue(level), rising).packed()
+            sizes = _padded([plan[level] for plan in plans], self.level.device)
+            rising = self._halve(queue, sizes, level, halving, draws, scale)
+            place = torch.arange(queue.there.shape[1], device=sizes.device)
+            queue.there = queue.there & (place >= sizes.sum(dim=1, keepdim=True))
+            rest.append(_Queue(*(t.reshape(batch * heads, -1) for t in queue.tensors())))
+            mark = (level * self.groups + group).expand(queue.there.shape)
+            marks.append(mark.reshape(batch * heads, -1))
+        whole = _Queue.of(*reversed(rest))
+        order = _in_front(whole.there)
+        whole, mark = whole.pick(order), torch.cat(marks[::-1], dim=1).gather(1, order)
+        mark = mark.where(whole.there, -self.groups)
+        origin = whole.origin.where(whole.there, EMPTY)
+        a, b = (t.masked_fill(origin < 0, -torch.inf) for t in (whole.a, whole.b))
+        origin, a, b, mark = (t.unflatten(0, (batch, heads)) for t in (origin, a, b, mark))
+        kept = replace(self.line.take(origin), a=a, b=b)
+        return kept, mark.div(self.groups, rounding_mode="floor"), mark % self.groups
+
+    def _queue(self, level: int) -> _Queue:
+        """The places of a level before anything is halved, by line."""
+        there = self.level == level
+        if self.group is None:
+            there = there[:, :, None]
+        else:
+            number = torch.arange(self.groups, device=there.device)[:, None]
+            there = there[:, :, None] & (self.group[:, :, None] == number)
+        token = self.line.held[:, :, None].expand_as(there)
+        index = torch.arange(there.shape[3], device=there.device).expand_as(there)
+        a, b = (t[:, :, None].expand_as(there) for t in (self.line.a, self.line.b))
+        parts = (index.where(token, EMPTY), a, b, there)
+        return _Queue(*(t.flatten(0, 2) for t in parts)).packed()
+
+    def _halve(
+        self,
+        queue: _Queue,
+        sizes: Tensor,
+        level: int,
+        halving: Halving,
+        draws: Draws,
+        scale: float,
+    ) -> _Queue:
+        """The survivors of a level's blocks, of the `sizes` [lines, blocks], from the oldest on."""
+        lines, blocks = sizes.shape
+        if not blocks:
+            return self._queue(LEVELS)
+        width = int(sizes.max())
+        place = torch.arange(width, device=sizes.device)
+        inside = (place < sizes[..., None]).flatten(1)
+        index = (sizes.cumsum(dim=1) - sizes)[..., None] + place
+        index = index.flatten(1).where(inside, 0)
+        cut = queue.pick(index)
+        nobody = ~inside | (cut.origin < 0)
+        a, b = cut.a.masked_fill(nobody, -torch.inf), cut.b.masked_fill(nobody, -torch.inf)
+        origin = cut.origin.clamp_min(0)
+        head = torch.arange(lines, device=sizes.device)[:, None] // self.groups
+        keys, values = (t.flatten(0, 1)[head, origin] for t in (self.line.keys, self.line.values))
+        luck = self._luck(draws, level)[head, origin, self._kind(lines)]
+        shape = (lines * blocks, 1, width)
+        sets = Sets(*(t.reshape(*shape, *t.shape[2:]) for t in (keys, values, a, b, luck)))
+        chosen, a, b = halving.halve(sets, scale)
+        came = cut.origin.view(lines * blocks, width)
+        origin = came.gather(1, chosen.clamp_min(0)).masked_fill(chosen < 0, EMPTY)
+        half = torch.arange(origin.shape[1], device=sizes.device)
+        there = half < (sizes.view(-1, 1) + 1) // 2
+        return _Queue(*(t.reshape(lines, -1) for t in (origin, a, b, there))).packed()
+
+    def _luck(self, draws: Draws, level: int) -> Tensor:
+        """[batch * kv_heads, n, kinds of groups]."""
+        kinds = [draws.uniform(level, self.line.position)]
+        if self.groups > 1:
+            kinds.append(draws.uniform(level + LEVELS, self.line.position))
+        return torch.stack(kinds, dim=-1).flatten(0, 1)
+
+    def _kind(self, lines: int) -> Tensor:
+        """0 for the first group of a head, 1 for the others [lines, 1]."""
+        line = torch.arange(lines, device=self.level.device)[:, None]
+        return (line % self.groups > 0).to(torch.int64)
+
+
+def compress(
+    slots: Slots, rounds: int, halving: Halving, draws: Draws, scale: float, block: int = 256
+) -> Slots:
+    """Halve a whole sequence several times, all of its blocks at once: the form of appendix B.
+
+    Args:
+        slots: tokens in order [batch, kv_heads, n].
+        rounds: how often (T); about n / 2^T tokens stay.
+        halving: how; with "authors" half of the sequence stays, otherwise half of each block.
+        draws: random numbers; in round r a token's are those of purpose r.
+        scale: the factor of the logits.
+        block: tokens of a block; the last one may have fewer.
+
+    Raises:
+        WeirError: the block is not an even number of tokens.
+    """
+    check_block(block)
+    slots = slots.only(slots.held)
+    batch, heads, _ = slots.position.shape
+    for number in range(rounds):
+        blocks = -(-len(slots) // block)
+        whole = slots
+        if len(slots) % block:
+            place = torch.arange(blocks * block, device=slots.position.device)
+            place = place.where(place < len(slots), EMPTY).expand(batch, heads, -1)
+            whole = slots.take(place)
+        luck = draws.uniform(number, whole.position)
+        parts = (whole.keys, whole.values, whole.a, whole.b, luck)
+        shape = (batch * heads, blocks, block)
+        sets = Sets(*(t.reshape(*shape, *t.shape[3:]) for t in parts))
+        index, a, b = (t.unflatten(0, (batch, heads)) for t in halving.halve(sets, scale))
+        slots = replace(whole.take(index), a=a, b=b)
+        slots = slots.only(slots.held)
+    return slots
+
+
+def _in_front(there: Tensor) -> Tensor:
+    """The order [lines, n] that puts the places that are taken first, without those that no line
+    needs.
+    """
+    width = int(there.sum(dim=1).max()) if there.numel() else 0
+    return (~there).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
+
+
+def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Rows of different lengths as one tensor, filled up with zeros."""
+    width = max(map(len, rows))
+    return torch.tensor(
+        [[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.int64, device=device
+    ).view(len(rows), width)

@@ -1,0 +1,99 @@
+"""What a parameter may be given, and how its value is written in a policy.
+
+The annotation decides. The reader of policies and the decorators of pools and named policies ask
+here, so that `Sink(2.5)` and the text `sink(2.5)` are refused with the same sentence.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import Any, Literal, TypeVar
+
+from weir.errors import WeirError, shown, written
+
+Make = TypeVar("Make", bound=Callable[..., Any])
+
+
+def hints(make: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of a function's parameters, or of those a class is made with."""
+    made_by = make.__init__ if isinstance(make, type) else make  # type: ignore[misc]
+    return typing.get_type_hints(made_by)
+
+
+def taken(owner: str, name: str, value: Any, hint: Any) -> Any:
+    """The value as `owner` gets it for its parameter `name`; numbers are Python's own.
+
+    Raises:
+        WeirError: it is not what the annotation `hint` asks for.
+    """
+    if not fits(value, hint):
+        raise WeirError(f"{name} of {owner} must be {described(hint)}, not {shown(value)}")
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    kinds = _parts(hint)
+    if isinstance(value, Integral) and int in kinds:
+        return int(value)
+    return float(value) if float in kinds else value
+
+
+def checked(make: Make, owner: str) -> Make:
+    """The function, or the class, refusing arguments that its annotations do not allow.
+
+    Args:
+        make: what is called with the arguments; a class is changed in place.
+        owner: what errors call it.
+    """
+    called: Any = make.__init__ if isinstance(make, type) else make  # type: ignore[misc]
+    signature = inspect.signature(called)
+
+    @functools.wraps(called)
+    def careful(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        wanted = hints(called)
+        for name, value in given.arguments.items():
+            if name in wanted:  # `self` is not
+                given.arguments[name] = taken(owner, name, value, wanted[name])
+        return called(*given.args, **given.kwargs)
+
+    if isinstance(make, type):
+        make.__init__ = careful  # type: ignore[misc]
+        return make
+    return typing.cast(Make, careful)
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value can be passed for an annotation; any can where weir does not know it."""
+    if len(_parts(hint)) > 1:
+        return any(fits(value, part) for part in _parts(hint))
+    if typing.get_origin(hint) is Literal:
+        return value in typing.get_args(hint)
+    if hint is float:
+        return isinstance(value, Real) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, Integral) and not isinstance(value, bool)
+    if hint is types.NoneType:
+        return value is None
+    return not isinstance(hint, type) or isinstance(value, hint)
+
+
+def described(hint: Any) -> str:
+    """An annotation in words."""
+    if len(_parts(hint)) > 1:
+        return " or ".join(map(described, _parts(hint)))
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(map(written, typing.get_args(hint)))
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+    if hint is types.NoneType:
+        return "none"
+    return words.get(hint, f"a {getattr(hint, '__name__', hint)}".lower())
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    """The annotations of a union; of any other, itself."""
+    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    return typing.get_args(hint) if union else (hint,)

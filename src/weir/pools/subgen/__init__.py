@@ -1,0 +1,7 @@
+"""SubGen: clusters of keys, and samples that stand for the rest."""
+
+from weir.pools.subgen.subgen import SubGen
+
+__all__ = [
+    "SubGen",
+]

@@ -1,0 +1,173 @@
+"""Slots: what pools pass around, a view of a slab's rows or tokens on their way between pools.
+
+Knows nothing about policies, models or how attention is computed; of the slab only that a view of
+it can be taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+EMPTY = -1
+"""The position of a slot that holds no token."""
+
+
+class Home(Protocol):
+    """Where slots lie that are a view: a `Slab`."""
+
+    def run(self, start: int, stop: int) -> Slots:
+        """Slots `start` to `stop`, as a view."""
+
+
+@dataclass
+class Slots:
+    """Some slots of one layer: a view of a slab's rows, or tokens on their way between pools.
+
+    Attributes:
+        keys: as the attention sees them at their own place in the stream
+            [batch, kv_heads, slots, key_dim].
+        values: [batch, kv_heads, slots, value_dim].
+        a: log-weights in the numerator [batch, kv_heads, slots], float32.
+        b: log-weights in the denominator [batch, kv_heads, slots], float32; both are -inf where a
+            slot is empty.
+        position: places in the stream [batch, kv_heads, slots], int64; -1 where a slot is empty.
+        mass: attention received so far, up to the last fold where it lies in a slab [batch,
+            kv_heads, slots], float32; None unless a pool of the pipe asks for it.
+        slab: the slab this is a view of, and
+        place: the first slot of that view; both None for slots that lie elsewhere, or whose tensors
+            were replaced (`dataclasses.replace`, which is how a pool sets weights).
+    """
+
+    keys: Tensor
+    values: Tensor
+    a: Tensor
+    b: Tensor
+    position: Tensor
+    mass: Tensor | None = None
+    slab: Home | None = field(default=None, init=False)
+    place: int | None = field(default=None, init=False)
+
+    def __len__(self) -> int:
+        return self.position.shape[2]
+
+    @property
+    def held(self) -> Tensor:
+        """Which slots hold a token [batch, kv_heads, slots], bool."""
+        return self.position >= 0
+
+    @property
+    def finite(self) -> bool:
+        """Whether the keys and values of all tokens are finite."""
+        # A sum says so at once, unless it overflows or an empty slot has something else.
+        if math.isfinite(self.keys.sum() + self.values.sum()):
+            return True
+        there = self.keys.isfinite().all(dim=3) & self.values.isfinite().all(dim=3)
+        return bool((there | ~self.held).all())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name; `mass` only where it is kept."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: t for name, t in found.items() if isinstance(t, Tensor)}
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Slots:
+        """New slots, no view of a slab: each tensor [batch, kv_heads, slots, ...] changed."""
+        return Slots(**{name: change(t) for name, t in self.tensors().items()})
+
+    def of_rows(self, index: Tensor) -> Slots:
+        """Copies of the rows `index` [n] of the batch."""
+        return self.map(lambda t: t.index_select(0, index))
+
+    def part(self, start: int, stop: int) -> Slots:
+        """Slots `start` to `stop`, as a view."""
+        cut = self.map(lambda t: t[:, :, start:stop])
+        if self.place is not None:
+            cut.slab, cut.place = self.slab, self.place + start
+        return cut
+
+    def take(self, index: Tensor) -> Slots:
+        """The slots that `index` [batch, kv_heads, n] names; where it is -1 the slot is empty."""
+        nowhere = index < 0
+        index = index.clamp_min(0)
+
+        def gather(t: Tensor) -> Tensor:
+            if t.ndim == 3:
+                return t.gather(2, index)
+            return pick(t, index)
+
+        taken = self.map(gather)
+        taken.a = taken.a.masked_fill(nowhere, -torch.inf)
+        taken.b = taken.b.masked_fill(nowhere, -torch.inf)
+        taken.position = taken.position.masked_fill(nowhere, EMPTY)
+        if taken.mass is not None:
+            taken.mass = taken.mass.masked_fill(nowhere, 0.0)
+        return taken
+
+    def join(self, other: Slots) -> Slots:
+        """These slots and then the others; a view where both lie side by side in one slab."""
+        if self.slab is not None and self.slab is other.slab:
+            assert self.place is not None
+            if self.place + len(self) == other.place:
+                return self.slab.run(self.place, self.place + len(self) + len(other))
+        if len(other) == 0:
+            return self
+        if len(self) == 0:
+            return other
+        theirs = other.tensors()
+        return Slots(
+            **{name: torch.cat([t, theirs[name]], dim=2) for name, t in self.tensors().items()}
+        )
+
+    def only(self, mask: Tensor) -> Slots:
+        """The tokens where `mask` [batch, kv_heads, slots] is true, in order, and no empty slots
+        but those of heads that have fewer tokens than the fullest.
+        """
+        mask = mask & self.held
+        if bool(mask.all()):
+            return self
+        count = mask.cumsum(dim=2)
+        width = int(count[:, :, -1].max()) if mask.numel() else 0
+        # Where each goes; all others to a place beyond the last.
+        place = (count - 1).where(mask, width)
+        order = place.new_full((*place.shape[:2], width + 1), EMPTY)
+        steps = torch.arange(len(self), device=place.device).expand_as(place)
+        return self.take(order.scatter_(2, place, steps)[:, :, :width])
+
+    def by_position(self) -> Slots:
+        """Sorted from the oldest token to the newest, empty slots first."""
+        return self.take_sorted(self.position.argsort(dim=2, stable=True))
+
+    def take_sorted(self, order: Tensor) -> Slots:
+        """`take` with an order of all slots, empty ones too."""
+        return self.take(torch.where(self.position.gather(2, order) < 0, EMPTY, order))
+
+
+def pick(t: Tensor, index: Tensor) -> Tensor:
+    """The slots of `t` that `index` names.
+
+    Args:
+        t: [batch, heads, slots, dim], a view of a slab, say.
+        index: [batch, heads, n], int64, from 0 on.
+
+    Returns:
+        [batch, heads, n, dim].
+    """
+    batch, heads, _, dim = t.shape
+    steps = t.stride()
+    if not t.numel() or steps[3] != 1 or any(step % dim for step in steps[:3]):
+        return t.gather(2, index[..., None].expand(-1, -1, -1, dim))
+    # The memory under `t` as one long list of rows: to copy whole rows is several times as fast as
+    # to gather numbers.
+    row, head, slot = (step // dim for step in steps[:3])
+    last = sum((n - 1) * step for n, step in zip(t.shape[:3], (row, head, slot), strict=True))
+    rows = t.as_strided((last + 1, dim), (dim, 1))
+    starts = torch.arange(batch, device=t.device)[:, None] * row
+    starts = starts + torch.arange(heads, device=t.device) * head
+    return rows.index_select(0, (starts[..., None] + index * slot).flatten()).view(
+        batch, heads, -1, dim
+    )

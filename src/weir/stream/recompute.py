@@ -1,0 +1,86 @@
+"""Sliding window with re-computation: the quality oracle of StreamingLLM (Figure 1c).
+
+For every token the model reads its window from scratch, at positions 0 to budget - 1: the last
+`budget` tokens, or, with sinks, the first tokens of the stream and as many of the last as fit then.
+Nothing is cached and nothing of weir is in the model: plain forwards of overlapping windows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from weir.errors import NotFiniteError, WeirError
+from weir.policies import Recompute
+
+AT_ONCE = 8192
+"""Tokens read in one forward; how many windows that is depends on the budget."""
+
+
+class Recomputation:
+    """The window of a stream, read anew for each new token.
+
+    Attributes:
+        held: the window's tokens [batch, at most budget], int64; None before the first.
+    """
+
+    def __init__(self, model: PreTrainedModel, policy: Recompute) -> None:
+        """Windows as the policy wants them.
+
+        Raises:
+            WeirError: they are longer than the model's own.
+        """
+        if not isinstance(model, PreTrainedModel):
+            raise WeirError(f"weir serves transformers models, not a {type(model).__name__}")
+        limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if limit is not None and policy.budget > limit:
+            raise WeirError(
+                f"recompute cannot read {policy.budget} tokens at once: the model knows {limit}"
+            )
+        self.model = model
+        self.budget = policy.budget
+        self.sinks = policy.sinks
+        self.held: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the token ids: all that is kept between tokens."""
+        return 0 if self.held is None else self.held.nbytes
+
+    @torch.no_grad()
+    def forward(self, ids: Tensor, all_logits: bool) -> Tensor:
+        """Logits after the new tokens `ids` [batch, n]: [batch, n, vocabulary], or the last.
+
+        Raises:
+            NotFiniteError: some are no numbers; the window is as it was.
+        """
+        before = ids[:, :0] if self.held is None else self.held
+        text = torch.cat([before, ids], dim=1)
+        total = text.shape[1]
+        place = before.shape[1] if all_logits else total - 1
+        parts = []
+        if place < self.budget:
+            # Nothing has left the window yet: one causal forward answers for all these tokens.
+            stop = min(self.budget, total)
+            parts.append(self.model(text[:, :stop], use_cache=False).logits[:, place:stop])
+            place = stop
+        step = max(1, AT_ONCE // (self.budget * ids.shape[0]))
+        for start in range(place, total, step):
+            ends = range(start + 1, min(start + step, total) + 1)
+            windows = torch.stack([self._window(text, end) for end in ends], dim=1)
+            # Whole logits of many windows would not fit: only the last hidden state is unembedded.
+            logits = self.model(windows.flatten(0, 1), use_cache=False, logits_to_keep=1).logits
+            parts.append(logits[:, -1].unflatten(0, windows.shape[:2]))
+        found = torch.cat(parts, dim=1)
+        if bool(found.isnan().any()):
+            raise NotFiniteError(None)
+        self.held = self._window(text, total).clone()
+        return found
+
+    def _window(self, text: Tensor, end: int) -> Tensor:
+        """The window that ends before `end`, of a `text` [batch, n] that begins with the sinks."""
+        if end <= self.budget:
+            return text[:, :end]
+        last = text[:, end - (self.budget - self.sinks) : end]
+        return torch.cat([text[:, : self.sinks], last], dim=1)

@@ -1,0 +1,133 @@
+"""Sessions on disk: a stream's tensors and facts in one safetensors file.
+
+A file is written beside its target and then takes its place, so an interrupted save leaves the old
+file whole. A checksum over everything in it notices a single bit that has changed. Knows the form
+of the file; `stream` knows what goes in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from weir.errors import WeirError, shown
+
+FORMAT = 1
+KEY = "weir_session"
+CHECKSUM = "sha256"
+
+
+def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
+    """What tells one model from another: its shape and a checksum over some of all its weights."""
+    config = model.config.get_text_config(decoder=True)
+    # Positions are no weights, but a model that places tokens elsewhere is another model.
+    digest = hashlib.sha256(repr(getattr(config, "rope_parameters", None)).encode())
+    for name, parameter in sorted(model.named_parameters()):
+        some = parameter.detach().flatten()[:64].to("cpu", torch.float32)
+        digest.update(name.encode() + some.numpy().tobytes())
+    return {
+        "kind": config.model_type,
+        "layers": config.num_hidden_layers,
+        "width": config.hidden_size,
+        "vocabulary": config.vocab_size,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "weights": digest.hexdigest()[:16],
+    }
+
+
+def write(path: str | Path, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write a session, whole or not at all.
+
+    Raises:
+        WeirError: the file cannot be written.
+    """
+    path = _path(path)
+    written = json.dumps({"format": FORMAT, **facts})
+    kept = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    metadata = {KEY: written, CHECKSUM: _checksum(written, kept)}
+    temporary = None
+    try:
+        # A folder is refused by the system; a device would be replaced by a file of its name.
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise WeirError(f"cannot write the session {path}: that is not a file to be replaced")
+        handle, temporary = tempfile.mkstemp(prefix=path.name, suffix=".part", dir=path.parent)
+        os.close(handle)
+        save_file(kept, temporary, metadata=metadata)
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise WeirError(f"cannot write the session {path}: {reason}") from None
+    finally:
+        if temporary is not None and os.path.exists(temporary):
+            os.unlink(temporary)
+
+
+def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The facts and tensors of a session file.
+
+    Raises:
+        WeirError: it is missing, damaged, not a session of weir, or of a newer weir.
+    """
+    path = _path(path)
+    if path.is_dir():
+        raise WeirError(f"{path} is a folder; a session is a file")
+    if not path.is_file():
+        raise WeirError(f"there is no session file {path}")
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            if KEY not in metadata:
+                raise WeirError(f"{path} is a safetensors file, but not a session of weir")
+            facts = json.loads(metadata[KEY])
+            # Copies: what safetensors hands out is the file itself, which others may write to.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise WeirError(f"{path} is damaged or not a session of weir ({error})") from None
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        found = facts.get("format") if isinstance(facts, dict) else facts
+        raise WeirError(f"{path} has session format {found}; this weir reads format {FORMAT}")
+    if metadata.get(CHECKSUM) != _checksum(metadata[KEY], tensors):
+        raise WeirError(f"{path} is damaged: its checksum is not that of what it holds")
+    return facts, tensors
+
+
+def check_model(path: str | Path, facts: dict[str, Any], model: PreTrainedModel) -> None:
+    """Refuse a session of another model.
+
+    Raises:
+        WeirError: naming what differs; or it is no model at all.
+    """
+    if not isinstance(model, PreTrainedModel):
+        kind = type(model).__name__
+        raise WeirError(f"a session is restored into a transformers model, not a {kind}")
+    mine, theirs = fingerprint(model), facts["model"]
+    differ = [name for name, value in mine.items() if theirs.get(name) != value]
+    if differ:
+        what = ", ".join(f"{name} {theirs.get(name)}, here {mine[name]}" for name in differ)
+        raise WeirError(f"{path} is a session of another model ({what})")
+
+
+def _path(path: object) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise WeirError(f"a session is a file, and its name is text, not {shown(path)}")
+    return Path(path)
+
+
+def _checksum(facts: str, tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(facts.encode())
+    for name, t in sorted(tensors.items()):
+        digest.update(f"{name} {t.dtype} {list(t.shape)}".encode())
+        digest.update(t.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

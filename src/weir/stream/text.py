@@ -1,0 +1,150 @@
+"""Files of text as token ids: plain or xz-compressed UTF-8, one or many books to a file.
+
+A byte order mark is dropped and lines end with a line feed, whatever editor wrote the file: what a
+model reads, and what it costs, are the text's and not the editor's.
+"""
+
+from __future__ import annotations
+
+import lzma
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from weir.errors import WeirError
+from weir.models import ASSETS
+
+BOOK_SEPARATOR = "\n\0\n"
+
+
+def read_text(path: str | Path) -> str:
+    """The whole text of a file, plain or `.xz`, as UTF-8; without a mark, lines ending with LF.
+
+    Raises:
+        WeirError: the file is missing, is not UTF-8 (the byte is named), is damaged or is empty.
+    """
+    path = Path(path)
+    try:
+        raw = path.read_bytes()
+        text = (lzma.decompress(raw) if path.suffix == ".xz" else raw).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise WeirError(
+            f"{path} is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}"
+        ) from None
+    except (lzma.LZMAError, EOFError) as error:
+        raise WeirError(f"{path} is not a whole .xz file: {error}") from None
+    except OSError as error:
+        raise WeirError(f"cannot read {path}: {error.strerror}") from None
+    if not text.strip("\0 \t\r\n\ufeff"):
+        raise WeirError(f"{path} holds no text")
+    return text.removeprefix("\ufeff").replace("\r\n", "\n")
+
+
+def read_books(path: str | Path) -> list[str]:
+    """The books of a file: one, or several parted by a line that holds a NUL byte.
+
+    Raises:
+        WeirError: as `read_text`.
+    """
+    books = (book.strip("\n") for book in read_text(path).split(BOOK_SEPARATOR))
+    return [book for book in books if book]
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    most: int | None = None,
+    start: str | None = None,
+) -> Tensor:
+    """The ids of a text [tokens], with the start token the tokenizer puts in front.
+
+    Args:
+        tokenizer: of the model that will read.
+        text: the text.
+        most: at most so many ids.
+        start: stands in front in place of the start token; StreamingLLM tries four line breaks.
+
+    Raises:
+        WeirError: the text makes no tokens to predict.
+    """
+    # So many characters are enough for prose; for spaces or dashes without end it takes more.
+    size = len(text) if most is None else 16 * most
+    options = {"verbose": False, "return_attention_mask": False}
+    front: list[int] = []
+    if start is not None:
+        options["add_special_tokens"] = False
+        front = list(tokenizer(start, **options)["input_ids"])
+    while True:
+        ids = [*front, *tokenizer(text[:size], **options)["input_ids"]]
+        if size >= len(text) or (most is not None and len(ids) > most):
+            break
+        size *= 4
+    if len(ids) < 2:
+        raise WeirError("the text makes fewer than 2 tokens, so there is nothing to predict")
+    return torch.tensor(ids[:most], dtype=torch.int64)
+
+
+PACKAGED = ASSETS / "war-and-peace.txt.xz"
+"""The text that comes with weir: the beginning of *War and Peace*."""
+
+
+@dataclass(frozen=True)
+class Books:
+    """Books as one stream.
+
+    Attributes:
+        ids: all of it [tokens]; the start token stands in front of the first book only.
+        edges: where books begin, and the end of the last.
+    """
+
+    ids: Tensor
+    edges: tuple[int, ...]
+
+    def pieces(self, most: int) -> Iterator[Tensor]:
+        """The stream in pieces of `most` tokens; one that would run into the next book is shorter.
+
+        Books thus end where pieces do.
+        """
+        for begin, end in pairwise(self.edges):
+            yield from self.ids[begin:end].split(most)
+
+
+def read_stream(
+    tokenizer: PreTrainedTokenizerBase,
+    path: str | None = None,
+    most: int | None = None,
+    start: str | None = None,
+) -> Books:
+    """The books of a file, concatenated as StreamingLLM does with PG-19.
+
+    Args:
+        tokenizer: of the model that will read.
+        path: the file, plain or `.xz`, its books parted by lines that hold a NUL byte; None for the
+            packaged book.
+        most: at most so many tokens.
+        start: stands in front in place of the start token.
+
+    Raises:
+        WeirError: no file is named, it cannot be read, or makes no tokens to predict.
+    """
+    if path == "":
+        raise WeirError("no text is named: give the path of a file, or leave text out")
+    parts: list[Tensor] = []
+    edges = [0]
+    for book in read_books(path or PACKAGED):
+        left = None if most is None else most - edges[-1]
+        if left is not None and left < 1:
+            break
+        if parts:
+            # A blank line between the books, and no start token: the stream goes on.
+            ids = encode(tokenizer, "\n\n" + book, left, start="")
+        else:
+            ids = encode(tokenizer, book, left, start)
+        parts.append(ids)
+        edges.append(edges[-1] + len(ids))
+    return Books(torch.cat(parts), tuple(edges))

@@ -1,0 +1,137 @@
+"""How a forward is cut: every row folds where it would fold alone."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weir.cache.layer.plan import Plan, cut
+
+CPU = torch.device("cpu")
+
+forwards = st.integers(1, 4).flatmap(
+    lambda rows: st.lists(
+        st.integers(1, 9).flatmap(
+            lambda length: st.lists(
+                st.lists(st.booleans(), min_size=length, max_size=length),
+                min_size=rows,
+                max_size=rows,
+            )
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+"""Some forwards of a batch: which columns of which rows hold a token."""
+
+
+class Rows:
+    """Follows rows through plans: which tokens each got, in order, and where it folded."""
+
+    def __init__(self, rows: int, chunk: int) -> None:
+        self.chunk = chunk
+        self.seen, self.waiting = [0] * rows, [0] * rows
+        self.got: list[list[int]] = [[] for _ in range(rows)]
+        self.folds: list[list[int]] = [[] for _ in range(rows)]
+
+    def forward(self, real: list[list[bool]], first_column: int, *, full: bool = False) -> Plan:
+        mask = torch.tensor(real)
+        known = None if bool(mask.all()) else mask
+        plan = cut(
+            known, *mask.shape, self.seen, self.waiting, self.chunk, CPU, full=full, origin=7
+        )
+        for piece in plan.pieces:
+            assert (piece.seen, piece.waiting) == (self.seen, self.waiting)
+            assert max(piece.counts) == piece.width > 0
+            taken: list[list[int]] = [[] for _ in self.seen]
+            for row, place, column in zip(*(t.tolist() for t in piece.entries), strict=True):
+                assert int(piece.positions[row, 0, place]) == 7 + self.seen[row] + len(taken[row])
+                taken[row].append(first_column + column)
+            slots = dict.fromkeys(range(len(self.seen)), 0)
+            takers = piece.entries[0].tolist()
+            for row, slot in zip(takers, piece.tail_places.tolist(), strict=True):
+                assert slot == self.waiting[row] + slots[row]
+                slots[row] += 1
+            for row, columns in enumerate(taken):
+                assert len(columns) == piece.counts[row]
+                self.got[row] += columns
+                self.seen[row] += len(columns)
+                self.waiting[row] += len(columns)
+                assert int(piece.after[row]) == 7 + self.seen[row]
+                if row in piece.full:
+                    self.folds[row].append(self.seen[row])
+                    self.waiting[row] = 0
+                assert full or self.waiting[row] < self.chunk
+        return plan
+
+
+@given(forwards, st.integers(1, 7))
+def test_every_row_folds_after_each_chunk_of_its_own_tokens(stream, chunk):
+    rows = Rows(len(stream[0]), chunk)
+    column, wanted = 0, [[] for _ in stream[0]]
+    for real in stream:
+        rows.forward(real, column)
+        for row, flags in enumerate(real):
+            wanted[row] += [column + i for i, flag in enumerate(flags) if flag]
+        column += len(real[0])
+    assert rows.got == wanted
+    assert rows.folds == [list(range(chunk, len(w) + 1, chunk)) for w in wanted]
+
+
+@given(forwards, st.integers(1, 7), st.data())
+def test_cutting_a_stream_into_forwards_changes_no_fold(stream, chunk, data):
+    whole = [[flag for real in stream for flag in real[row]] for row in range(len(stream[0]))]
+    length = len(whole[0])
+    cuts = sorted({0, length} | data.draw(st.sets(st.integers(0, length), max_size=5)))
+    once, often = Rows(len(whole), chunk), Rows(len(whole), chunk)
+    once.forward(whole, 0)
+    for start, stop in pairwise(cuts):
+        often.forward([flags[start:stop] for flags in whole], start)
+    assert (often.got, often.folds) == (once.got, once.folds)
+    assert (often.seen, often.waiting) == (once.seen, once.waiting)
+
+
+@given(forwards, st.integers(1, 7))
+def test_pieces_of_a_whole_plan_are_plain_slices(stream, chunk):
+    rows = Rows(len(stream[0]), chunk)
+    for real in stream:
+        plan = rows.forward(real, 0)
+        if plan.whole:
+            columns = torch.cat([piece.columns for piece in plan.pieces], dim=1)
+            assert torch.equal(columns, torch.arange(plan.length).expand(len(real), -1))
+        elif all(all(flags) for flags in real):
+            assert not all(piece.even for piece in plan.pieces)
+
+
+def test_a_batch_in_step_is_cut_into_slices():
+    plan = cut(None, 3, 10, [2, 2, 2], [2, 2, 2], 4, CPU)
+    assert plan.whole
+    assert [piece.width for piece in plan.pieces] == [2, 4, 4]
+    assert [piece.full for piece in plan.pieces] == [[0, 1, 2]] * 3
+
+
+@given(forwards)
+def test_a_full_prompt_is_one_piece_that_folds_every_row_that_has_tokens(stream):
+    rows = Rows(len(stream[0]), 4)
+    plan = rows.forward(stream[0], 0, full=True)
+    counts = [sum(flags) for flags in stream[0]]
+    assert len(plan.pieces) == (1 if any(counts) else 0)
+    assert rows.folds == [[n] if n else [] for n in counts]
+    assert rows.waiting == [0] * len(counts)
+
+
+def test_padding_alone_makes_no_piece():
+    assert cut(torch.zeros(2, 5, dtype=torch.bool), 2, 5, [3, 0], [3, 0], 4, CPU).pieces == []
+
+
+def test_a_layer_on_another_device_gets_the_same_plan_there() -> None:
+    real = torch.tensor([[False, True, True, True], [True, True, True, True]])
+    here = cut(real, 2, 4, [0, 0], [0, 0], 2, torch.device("cpu"))
+    there = here.on(torch.device("meta"))
+    assert here.on(torch.device("cpu")) is here
+    assert [piece.counts for piece in there.pieces] == [piece.counts for piece in here.pieces]
+    assert {piece.columns.device.type for piece in there.pieces} == {"meta"}
+    assert there.pieces[0].positions.device.type == "meta"

@@ -1,0 +1,271 @@
+"""Compiled decode steps say what the usual ones say, and leave a cache as those leave it.
+
+Most compile with `backend="eager"`: then all is as it would be compiled, but for the last part,
+in which PyTorch turns a graph into machine code.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from reference.models import CONFIGS, OWN_ATTENTION, make, tokens
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import weir
+from weir import StreamingCache, WeirError, compile_steps
+from weir.models.compiling import Compiled
+
+CHUNK = 4
+PROMPT, STEPS = 30, 22
+POLICIES = [
+    "window(16)",
+    "sink(2) | recent(14)",
+    "sink(2) | recent(6) | heavy(6)",
+    "sink(2) | recent(6) | hive(8)",
+    "snap(16, 4, 5)",
+    "recent(8) | reservoir(8, weighted=true)",
+    "sink(2) | recent(6) | balance(8, block=4)",
+    "sink(2) | recent(6) | subgen(8, 4, 2)",
+    "pyramidkv(budget=64, window=8)",
+]
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """A one for each compiled step, and at the end the compiler forgets them."""
+    found: list[int] = []
+    own = Compiled.__call__
+
+    def call(self: Compiled, *args: Any) -> Any:
+        output = own(self, *args)
+        found.append(int(output is not None))
+        return output
+
+    monkeypatch.setattr(Compiled, "__call__", call)
+    torch.compiler.reset()
+    yield found
+    torch.compiler.reset()
+
+
+def read(model: PreTrainedModel, policy: str, ids: Tensor, **given: Any) -> tuple[Tensor, Any]:
+    """Logits of a prompt and of the steps after it [batch, length, vocabulary], and the cache."""
+    cache = StreamingCache(model, policy, chunk=CHUNK, **given)
+    parts = [ids[:, :PROMPT], *ids[:, PROMPT:].split(1, dim=1)]
+    with torch.no_grad():
+        found = [model(input_ids=part, past_key_values=cache).logits for part in parts]
+    return torch.cat(found, dim=1), cache
+
+
+def both_ways(model: PreTrainedModel, policy: str, ids: Tensor, **given: Any) -> tuple[Any, Any]:
+    usual = read(model, policy, ids, **given)
+    compile_steps(model, backend="eager")
+    try:
+        return usual, read(model, policy, ids, **given)
+    finally:
+        compile_steps(model, on=False)
+
+
+def check_same(usual: tuple[Tensor, Any], compiled: tuple[Tensor, Any], bound: float) -> None:
+    torch.testing.assert_close(compiled[0], usual[0], rtol=bound, atol=bound)
+    assert compiled[1].seen == usual[1].seen
+    for layer in range(len(usual[1])):
+        one, other = usual[1].slots(layer), compiled[1].slots(layer)
+        assert torch.equal(one.position, other.position)
+        torch.testing.assert_close(one.b, other.b, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(one.keys, other.keys, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("positions", ["rolling", "original"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_steps_are_the_usual_ones(llama, ids, taken, policy: str, positions: Any) -> None:
+    usual, compiled = both_ways(llama, policy, ids(2, PROMPT + STEPS), positions=positions)
+    assert taken == [1] * STEPS
+    check_same(usual, compiled, 1e-4)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_in_every_family(name: str, taken) -> None:
+    model = make(name)
+    usual, compiled = both_ways(model, "streaming_llm(16)", tokens(2, PROMPT + STEPS))
+    # Models with linear biases, and those that leave rotation to weir, go the usual way.
+    assert sum(taken) == (0 if name in OWN_ATTENTION else STEPS)
+    check_same(usual, compiled, 1e-4)
+
+
+def test_as_machine_code(llama, ids, taken) -> None:
+    usual = read(llama, "sink(2) | recent(6) | balance(8, block=4)", ids(1, PROMPT + STEPS))
+    compile_steps(llama)
+    try:
+        policy = "sink(2) | recent(6) | balance(8, block=4)"
+        compiled = read(llama, policy, ids(1, PROMPT + STEPS))
+    finally:
+        compile_steps(llama, on=False)
+    assert taken == [1] * STEPS
+    check_same(usual, compiled, 1e-4)
+
+
+def test_rows_that_stand_apart_go_the_usual_way(llama, ids, taken) -> None:
+    text = ids(2, 20)
+    mask = torch.ones_like(text)
+    mask[1, :3] = 0
+    found = []
+    for on in (False, True):
+        compile_steps(llama, on=on, backend="eager")
+        cache = StreamingCache(llama, "sink(2) | recent(6)", chunk=CHUNK)
+        with torch.no_grad():
+            for n in (12, *range(13, 21)):
+                part = text[:, cache.rows.columns : n]
+                output = llama(part, attention_mask=mask[:, :n], past_key_values=cache)
+        found.append(output.logits)
+    compile_steps(llama, on=False)
+    assert not taken
+    assert torch.equal(*found)
+
+
+def test_generate_and_a_stream_say_the_same(llama, ids, taken) -> None:
+    said = []
+    for on in (False, True):
+        compile_steps(llama, on=on, backend="eager")
+        cache = StreamingCache(llama, "streaming_llm(16)", chunk=CHUNK)
+        generated = llama.generate(ids(1, 9), past_key_values=cache, max_new_tokens=30)
+        stream = weir.Stream(llama, "streaming_llm(16)", chunk=CHUNK)
+        stream.feed(ids(1, 9))
+        said.append((generated.tolist(), list(stream.generate(30))))
+    compile_steps(llama, on=False)
+    assert sum(taken) >= 2 * 29
+    assert said[0] == said[1]
+
+
+def test_what_is_not_finite_is_refused_without_trace(fresh_llama, ids, taken) -> None:
+    model = fresh_llama()
+    compile_steps(model, backend="eager")
+    cache = StreamingCache(model, "sink(2) | recent(6)", chunk=CHUNK)
+    other = StreamingCache(model, "sink(2) | recent(6)", chunk=CHUNK)
+    weights = model.model.layers[1].self_attn.v_proj.weight
+    with torch.no_grad():
+        for one in (cache, other):
+            model(ids(1, 13), past_key_values=one)
+        kept = weights.clone()
+        weights[3] = torch.nan
+        with pytest.raises(WeirError, match="layer 1"):
+            model(ids(1, 1), past_key_values=cache)
+        weights.copy_(kept)
+        found = [model(ids(1, 1, seed=2), past_key_values=one).logits for one in (cache, other)]
+    assert taken == [1, 1, 1]
+    assert torch.equal(*found)
+
+
+def test_hidden_states_and_gradients_come_the_usual_way(llama, ids, taken) -> None:
+    compile_steps(llama, backend="eager")
+    cache = StreamingCache(llama, "sink(2) | recent(6)", chunk=CHUNK)
+    llama(ids(1, 5), past_key_values=cache)
+    llama(ids(1, 1), past_key_values=cache)
+    with torch.no_grad():
+        output = llama(ids(1, 1), past_key_values=cache, output_hidden_states=True)
+    compile_steps(llama, on=False)
+    assert len(output.hidden_states) == 3
+    assert not taken
+
+
+def test_a_model_is_as_before_when_it_is_over(fresh_llama, ids) -> None:
+    model = fresh_llama()
+    compile_steps(model, backend="eager")
+    assert "forward" not in vars(model.model)
+    cache = StreamingCache(model, "sink(2) | recent(6)")
+    assert "forward" in vars(model.model)
+    compile_steps(model, on=False)
+    assert "forward" not in vars(model.model)
+    compile_steps(model)
+    assert "forward" in vars(model.model)
+    del cache
+    gc.collect()
+    assert "forward" not in vars(model.model)
+
+
+def test_a_model_that_cannot_be_compiled_says_why_and_loses_nothing(
+    fresh_llama, ids, taken
+) -> None:
+    model = fresh_llama()
+
+    class Odd(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) if float(x.sum()) < 1e9 else x
+
+    cache = StreamingCache(model, "sink(2) | recent(6)", chunk=CHUNK)
+    with torch.no_grad():
+        model(ids(1, 13), past_key_values=cache)
+        model.model.layers[1].mlp = Odd(model.model.layers[1].mlp)
+        compile_steps(model, backend="eager")
+        with pytest.raises(WeirError, match="cannot be compiled here"):
+            model(ids(1, 1), past_key_values=cache)
+        assert cache.seen == [13]
+        compile_steps(model, on=False)
+        model(ids(1, 1), past_key_values=cache)
+    assert cache.seen == [14]
+
+
+@pytest.mark.parametrize("policy", ["sink(2) | recent(14)", "recent(8) | heavy(8)"])
+def test_the_first_of_all_tokens_may_come_alone(llama, ids, taken, policy: str) -> None:
+    def step_by_step() -> Tensor:
+        stream = weir.Stream(llama, policy, chunk=CHUNK)
+        return torch.stack([stream.feed(token) for token in ids(1, STEPS).split(1, dim=1)])
+
+    usual = step_by_step()
+    compile_steps(llama, backend="eager")
+    compiled = step_by_step()
+    compile_steps(llama, on=False)
+    torch.testing.assert_close(compiled, usual, rtol=1e-5, atol=1e-5)
+    assert taken == [1] * (STEPS - 1)
+
+
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_sizes_of_one_model_do_not_count_for_another(llama, fresh_llama, ids, taken) -> None:
+    for model in (llama, fresh_llama(layers=3)):
+        compile_steps(model, backend="eager")
+        read(model, "window(8)", ids(1, PROMPT + 3))
+        compile_steps(model, on=False)
+    assert taken == [1] * 6
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"mode": "nonsense"}, "does not take these options: .*nonsense"),
+        ({"colour": "red"}, "does not take these options: .*colour"),
+        ({"backend": "nobody"}, "does not take these options: .*nobody"),
+    ],
+)
+def test_options_that_there_are_not_are_refused_at_once(
+    fresh_llama, options: dict[str, Any], sentence: str
+) -> None:
+    model = fresh_llama()
+    with pytest.raises(WeirError, match=sentence):
+        compile_steps(model, **options)
+    weir.Stream(model, "window(8)").feed([1, 2, 3])
+
+
+@pytest.mark.parametrize("model", ["nano", nn.Linear(2, 2)])
+def test_what_is_no_decoder_is_refused(model: Any) -> None:
+    with pytest.raises(WeirError, match="weir serves transformers models, not a"):
+        compile_steps(model)
+
+
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_more_sizes_than_the_compiler_allows_go_the_usual_way(llama, ids, taken) -> None:
+    compile_steps(llama, backend="eager")
+    for budget in (8, 9):
+        read(llama, f"window({budget})", ids(1, PROMPT + 3))
+    with pytest.warns(UserWarning, match="as many sizes"):
+        read(llama, "window(10)", ids(1, PROMPT + 3))
+    read(llama, "window(9)", ids(1, PROMPT + 3))
+    compile_steps(llama, on=False)
+    assert taken == [1] * 6 + [0] * 3 + [1] * 3

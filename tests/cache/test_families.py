@@ -1,0 +1,313 @@
+"""Every family of models: weir's attention is the model's own, and leaves no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from reference.models import (
+    CONFIGS,
+    MIXED,
+    OWN_ATTENTION,
+    UNROTATED,
+    WIDE_WINDOW,
+    WINDOW,
+    make,
+    shared,
+    tokens,
+)
+from reference.streaming import streaming_logits
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from weir import StreamingCache, WeirError
+from weir.models.facts import describe
+
+POLICIES = ("dense", "window(64)", "streaming_llm(64)", "recent(64) | recent(64)")
+
+families = pytest.mark.parametrize("name", CONFIGS)
+own_attention = pytest.mark.parametrize("name", OWN_ATTENTION)
+
+
+def logits(model: PreTrainedModel, ids: Tensor, **given: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(input_ids=ids, **given).logits
+    return found
+
+
+def difference(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max())
+
+
+@families
+@pytest.mark.parametrize("policy", POLICIES)
+def test_below_its_budget_every_policy_is_the_plain_model(name: str, policy: str) -> None:
+    model, ids = shared(name), tokens(2, 60)
+    cache = StreamingCache(model, policy, chunk=8)
+    parts = [logits(model, part, past_key_values=cache) for part in ids.split(45, dim=1)]
+    assert difference(torch.cat(parts, dim=1), logits(model, ids)) < 1e-4
+
+
+@families
+def test_streaming_llm_is_the_loop_that_drops_the_middle(name: str) -> None:
+    model, ids = shared(name), tokens(2, 200)
+    cache = StreamingCache(model, "streaming_llm(budget=24, sinks=4)", chunk=1)
+    ours = logits(model, ids, past_key_values=cache)
+    assert difference(ours, streaming_logits(model, ids, 4, 24, UNROTATED.get(name, ()))) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt-neox", "bloom", "falcon-alibi"])
+def test_streaming_llm_is_the_loop_over_thousands_of_tokens(name: str) -> None:
+    model, ids = shared(name), tokens(1, 2048)
+    cache = StreamingCache(model, "streaming_llm(budget=64, sinks=4)", chunk=1)
+    ours = logits(model, ids, past_key_values=cache)
+    assert difference(ours, streaming_logits(model, ids, 4, 64)) < 1e-4
+
+
+@families
+def test_one_forward_is_as_many_forwards_of_one_token(name: str) -> None:
+    model, ids = shared(name), tokens(2, 45)
+    at_once = StreamingCache(model, "streaming_llm(budget=20)", chunk=6)
+    one_by_one = StreamingCache(model, "streaming_llm(budget=20)", chunk=6)
+    together = logits(model, ids, past_key_values=at_once)
+    steps = [logits(model, part, past_key_values=one_by_one) for part in ids.split(1, dim=1)]
+    assert difference(together, torch.cat(steps, dim=1)) < 1e-4
+    for layer in range(2):
+        held, other = at_once.slots(layer), one_by_one.slots(layer)
+        assert torch.equal(held.position, other.position)
+        size = max(1.0, float(held.keys.abs().max()))
+        assert difference(held.keys, other.keys) < 1e-5 * size
+
+
+@families
+def test_a_left_padded_row_gives_what_it_gives_alone(name: str) -> None:
+    model, ids = shared(name), tokens(2, 40)
+    mask = torch.ones_like(ids)
+    mask[1, :11] = 0
+    cache = StreamingCache(model, "streaming_llm(budget=12)", chunk=4)
+    before = logits(model, ids[:, :39], attention_mask=mask[:, :39], past_key_values=cache)
+    after = logits(model, ids[:, 39:], attention_mask=mask, past_key_values=cache)
+    for row, start in ((0, 0), (1, 11)):
+        alone = StreamingCache(model, "streaming_llm(budget=12)", chunk=4)
+        expected = logits(model, ids[row : row + 1, start:], past_key_values=alone)[0]
+        assert difference(before[row, start:], expected[:-1]) < 1e-4
+        assert difference(after[row], expected[-1:]) < 1e-4
+
+
+def traces(model: PreTrainedModel) -> list[Any]:
+    """All that weir changes in a model: hooks, methods of one object, the attention's name."""
+    found: list[Any] = [model.config.get_text_config()._attn_implementation]
+    for module in model.modules():
+        found += [*module._forward_pre_hooks, *module._forward_hooks]
+        found += [name for name, value in vars(module).items() if callable(value)]
+        config = getattr(module, "config", None)
+        parts = [config] + [getattr(config, key) for key in getattr(config, "sub_configs", {})]
+        found += [getattr(part, "_attn_implementation", None) for part in parts]
+    return found
+
+
+@families
+@pytest.mark.parametrize("how", ["dropped", "detached"])
+def test_a_model_is_bit_for_bit_as_before_once_its_cache_is_gone(name: str, how: str) -> None:
+    model, ids = shared(name), tokens(2, 60)
+    before, as_it_was = logits(model, ids), traces(model)
+    cache = StreamingCache(model, "streaming_llm(budget=20)", chunk=8)
+    assert traces(model) != as_it_was
+    logits(model, ids, past_key_values=cache)
+    with pytest.raises(WeirError, match="rows"):
+        logits(model, ids[:1], past_key_values=cache)
+    # Attached, but in a call without the cache: the model's own attention.
+    assert torch.equal(logits(model, ids), before)
+    if how == "detached":
+        cache.detach()
+    del cache
+    assert traces(model) == as_it_was
+    assert torch.equal(logits(model, ids), before)
+
+
+@families
+def test_in_bfloat16_weir_errs_no_more_than_the_plain_model(name: str) -> None:
+    # Let E be how far the plain bfloat16 model is from float32 with the same weights, over all
+    # logits. weir does what the plain model does outside attention; within, it rounds rotated
+    # queries and keys and the output once each, where the plain model rounds cosines, sines, their
+    # products and their sums. So it is at most about E from float32 too, by other roundings, and by
+    # the triangle inequality at most 2 E from the plain model. E itself is a few roundings of 2^-8
+    # through two layers: were it a tenth of the logits, the bound would say nothing.
+    plain = make(name, torch.bfloat16)
+    exact = make(name)
+    exact.load_state_dict(plain.state_dict())
+    ids = tokens(2, 60)
+    truth, theirs = logits(exact, ids), logits(plain, ids).float()
+    error = difference(theirs, truth)
+    assert error < 0.1 * float(truth.abs().max())
+    for policy in POLICIES:
+        cache = StreamingCache(plain, policy, chunk=8)
+        assert difference(logits(plain, ids, past_key_values=cache).float(), theirs) < 2 * error
+
+
+@pytest.mark.parametrize("name", [*MIXED, "mistral-sliding"])
+def test_sliding_layers_keep_their_own_window_exactly(name: str) -> None:
+    window = WINDOW if name in MIXED else WIDE_WINDOW
+    model, ids = shared(name), tokens(2, 2 * window + 30)
+    cache = StreamingCache(model, "dense", chunk=8)
+    parts = [logits(model, part, past_key_values=cache) for part in ids.split(window + 7, dim=1)]
+    assert difference(torch.cat(parts, dim=1), logits(model, ids)) < 1e-4
+    slots = cache.slots(0).position.shape[2]
+    assert window <= slots <= window + 8
+
+
+def test_where_every_layer_slides_the_policy_serves_them_all_if_it_fits() -> None:
+    model = shared("mistral-sliding")
+    cache = StreamingCache(model, f"streaming_llm(budget={WIDE_WINDOW - 8})", chunk=8)
+    logits(model, tokens(1, 400), past_key_values=cache)
+    for layer in range(2):
+        assert cache.slots(layer).position[0, 0, :4].tolist() == [0, 1, 2, 3]
+    with pytest.raises(WeirError, match=f"sees only {WIDE_WINDOW} tokens.*smaller budget"):
+        StreamingCache(model, f"streaming_llm(budget={WIDE_WINDOW - 7})", chunk=8)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-neox", "bloom", "mpt", "falcon-alibi"])
+def test_a_stream_may_begin_anywhere(name: str) -> None:
+    model, ids = shared(name), tokens(1, 60)
+    here = StreamingCache(model, "streaming_llm(budget=20)", chunk=4)
+    far = StreamingCache(model, "streaming_llm(budget=20)", chunk=4, origin=4_000_000)
+    ours, theirs = (logits(model, ids, past_key_values=cache) for cache in (here, far))
+    assert difference(ours, theirs) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss", "bloom", "mpt", "falcon-alibi"])
+def test_a_full_prefill_is_the_plain_model(name: str) -> None:
+    model, ids = shared(name), tokens(2, 100)
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    cache = StreamingCache(model, "streaming_llm(budget=20)", chunk=4, prefill="full")
+    ours = logits(model, ids, attention_mask=mask, past_key_values=cache)
+    assert difference(ours[0], logits(model, ids[:1])[0]) < 1e-4
+    assert difference(ours[1, 7:], logits(model, ids[1:, 7:])[0]) < 1e-4
+    assert cache.slots(1).position.shape[2] == 20
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3-multimodal", "falcon-new", "mpt"])
+def test_a_call_that_fails_half_way_leaves_the_model_whole(name: str) -> None:
+    model, ids = shared(name), tokens(1, 20)
+    before, as_it_was = logits(model, ids), traces(model)
+    cache = StreamingCache(model, "window(64)")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("half way")
+
+    handle = describe(model).attentions[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="half way"):
+        logits(model, ids, past_key_values=cache)
+    handle.remove()
+    assert torch.equal(logits(model, ids), before)
+    del cache
+    assert traces(model) == as_it_was
+
+
+@own_attention
+def test_greedy_generation_is_the_plain_model_below_the_budget(name: str) -> None:
+    model, ids = shared(name), tokens(2, 30)
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    given = {"max_new_tokens": 20, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    cache = StreamingCache(model, "streaming_llm(64)", chunk=4)
+    plain = model.generate(ids, attention_mask=mask, **given)
+    ours = model.generate(ids, attention_mask=mask, past_key_values=cache, **given)
+    assert torch.equal(ours, plain)
+
+
+@own_attention
+def test_nothing_as_long_as_the_stream_is_built(name: str) -> None:
+    model, ids = shared(name), tokens(1, 300)
+    cache = StreamingCache(model, "streaming_llm(budget=20)", chunk=4)
+    logits(model, ids, past_key_values=cache)
+    built: list[Tensor] = []
+
+    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        given = [*args, *kwargs.values()]
+        given += [t for each in given if isinstance(each, tuple) for t in each]
+        built.extend(t for t in given if isinstance(t, Tensor))
+
+    handle = describe(model).attentions[1].register_forward_pre_hook(note, with_kwargs=True)
+    mask = torch.ones(1, 301, dtype=torch.int64)
+    logits(model, ids[:, :1], attention_mask=mask, past_key_values=cache)
+    handle.remove()
+    assert built
+    assert max(t.numel() for t in built) <= model.config.hidden_size
+
+
+def test_mpt_has_to_be_told_to_use_its_cache() -> None:
+    model, ids = shared("mpt"), tokens(1, 5)
+    with pytest.raises(WeirError, match="pass use_cache=True"):
+        model.generate(ids, past_key_values=StreamingCache(model, "window(20)"), max_new_tokens=2)
+
+
+def test_a_cache_of_a_module_deep_inside_leaves_those_of_the_model_alone() -> None:
+    model, ids = make("gemma3-multimodal"), tokens(1, 40)
+    inside = model.base_model.language_model
+    alone = logits(model, ids, past_key_values=StreamingCache(model, "window(12)", chunk=4))
+    deep = StreamingCache(inside, "window(12)", chunk=4)
+    cache = StreamingCache(model, "window(12)", chunk=4)
+    with torch.no_grad():
+        inside(ids[:, :20], past_key_values=deep)
+    assert torch.equal(logits(model, ids, past_key_values=cache), alone)
+    assert deep.seen == [20] and cache.seen == [40]
+
+
+def test_mpt_streams_past_its_table_of_biases() -> None:
+    model, ids = make("mpt", max_seq_len=40), tokens(1, 200)
+    longer = shared("mpt")
+    cache = StreamingCache(model, "streaming_llm(budget=24)", chunk=1)
+    ours = logits(model, ids, past_key_values=cache)
+    assert difference(ours, streaming_logits(longer, ids, 4, 24)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_heads"), [("falcon", 1), ("falcon-heads", 6), ("falcon-new", 2)]
+)
+def test_falcon_caches_each_kv_head_once(name: str, kv_heads: int) -> None:
+    model = shared(name)
+    cache = StreamingCache(model, "window(20)", chunk=4)
+    logits(model, tokens(1, 9), past_key_values=cache)
+    assert cache.slots(0).keys.shape[1] == kv_heads
+
+
+def test_falcon_with_eager_attention_is_served_as_it_is() -> None:
+    # transformers counts the biases twice there.
+    model, ids = make("falcon-alibi", attn_implementation="eager"), tokens(2, 60)
+    assert model.config._attn_implementation == "eager"
+    cache = StreamingCache(model, "window(64)", chunk=8)
+    assert difference(logits(model, ids, past_key_values=cache), logits(model, ids)) < 1e-4
+    assert difference(logits(model, ids), logits(shared("falcon-alibi"), ids)) > 1e-3
+
+
+def test_phi3_keeps_its_cache_where_its_frequencies_would_change() -> None:
+    # Its generate() drops a cache it takes for true when the text passes the original length (192).
+    model, ids = shared("phi3-longrope"), tokens(1, 185)
+    cache = StreamingCache(model, "streaming_llm(budget=64)", chunk=8)
+    mask = torch.ones_like(ids)
+    model.generate(
+        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=20, eos_token_id=None
+    )
+    assert cache.seen == [185 + 19]
+
+
+def test_frequencies_that_grow_with_positions_are_left_alone() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = make("llama", rope_parameters=rope, max_position_embeddings=64)
+    before = logits(model, tokens(1, 64))
+    cache = StreamingCache(model, "streaming_llm(budget=20)", chunk=4)
+    logits(model, tokens(1, 200), past_key_values=cache)
+    assert torch.equal(logits(model, tokens(1, 64)), before)
+
+
+def test_images_are_refused() -> None:
+    model, ids = shared("gemma3-multimodal"), tokens(1, 5)
+    cache = StreamingCache(model, "window(20)")
+    with pytest.raises(WeirError, match="image attend both ways"):
+        logits(model, ids, past_key_values=cache, token_type_ids=torch.ones_like(ids))
+    kinds = torch.zeros_like(ids)
+    assert logits(model, ids, past_key_values=cache, token_type_ids=kinds).shape[1] == 5

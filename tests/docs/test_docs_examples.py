@@ -1,0 +1,133 @@
+"""What the documentation shows is what happens: its examples are run as they stand."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation import stopping_criteria
+
+import weir
+from weir.models.load import ASSETS
+from weir.pools import POOLS, Pool
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"(<!-- not run: [^\n]*-->\n)?^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+needs_nano = pytest.mark.skipif(
+    not (ASSETS / "nano" / "model.safetensors").exists(), reason="nano is not packaged here"
+)
+
+
+def blocks(page: str, language: str, *, all_of_them: bool = False) -> list[str]:
+    """The code blocks of a page; those marked as not run only with `all_of_them`."""
+    text = (ROOT / page).read_text("utf-8")
+    return [
+        code
+        for skip, kind, code in BLOCK.findall(text)
+        if kind == language and (all_of_them or not skip)
+    ]
+
+
+def pages() -> list[str]:
+    """Every page that may hold examples."""
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+def run(code: str, page: str, space: dict[str, Any]) -> None:
+    """Run a block as a module of its own would be run."""
+    exec(compile(code, page, "exec", dont_inherit=True), space)
+
+
+@pytest.fixture
+def pools_as_before() -> Iterator[None]:
+    """Take away the pools that a test registers."""
+    before = dict(POOLS)
+    yield
+    POOLS.clear()
+    POOLS.update(before)
+
+
+@pytest.fixture
+def loud(pools_as_before: None) -> type[Pool]:
+    """The pool of `writing-a-pool.md`."""
+    space: dict[str, Any] = {"__name__": "example"}
+    run(blocks("docs/writing-a-pool.md", "python")[0], "writing-a-pool.md", space)
+    kind: type[Pool] = space["Loud"]
+    return kind
+
+
+@pytest.mark.parametrize("page", pages())
+def test_every_python_example_is_python(page: str) -> None:
+    for code in blocks(page, "python", all_of_them=True):
+        ast.parse(code, page)
+
+
+@needs_nano
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/writing-a-pool.md"])
+def test_the_examples_of_a_page_run_one_after_the_other(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pools_as_before: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    space: dict[str, Any] = {"__name__": "example"}
+    warned: list[str] = []
+    for logger in (stopping_criteria.logger, transformers.generation.utils.logger):
+        monkeypatch.setattr(logger, "warning_once", lambda text, *more: warned.append(text))
+    for code in blocks(page, "python"):
+        run(code, page, space)
+    assert not warned  # of a window that examples of weir are about to leave, for one
+
+
+def test_the_errors_of_a_policy_are_the_ones_shown() -> None:
+    for code in blocks("docs/policies.md", "pycon"):
+        example = doctest.DocTestParser().get_doctest(code, {}, "policies.md", None, None)
+        assert example.examples
+        told: list[str] = []
+        doctest.DocTestRunner(verbose=False).run(example, out=told.append)
+        assert not told, "".join(told)
+
+
+def test_the_new_pool_takes_fewer_than_thirty_lines() -> None:
+    assert len(blocks("docs/writing-a-pool.md", "python")[0].splitlines()) < 30
+
+
+def test_the_new_pool_keeps_the_loudest_of_all_that_left_the_window(
+    loud: type[Pool], llama: PreTrainedModel, ids: Callable[..., Tensor]
+) -> None:
+    text = ids(2, 203)
+    stream = weir.Stream(llama, "sink(2) | recent(16) | loud(8)", chunk=5)
+    stream.feed(text)
+    everything = weir.Stream(llama, "dense")
+    everything.feed(text)
+    held, dense = stream.slots(layer=0), everything.slots(layer=0)
+    # The first layer's values depend on nothing but the tokens, so both streams have the same ones;
+    # equal tokens are equally loud, so it is lengths that are compared.
+    middle = dense.values[:, :, 2 : 203 - 203 % 5 - 16].norm(dim=-1)
+    kept = held.values.norm(dim=-1).masked_fill(held.pool != held.pools.index("loud"), -1.0)
+    torch.testing.assert_close(kept.topk(8).values, middle.topk(8).values)
+
+
+def test_below_its_budget_the_new_pool_changes_nothing(
+    loud: type[Pool], llama: PreTrainedModel, ids: Callable[..., Tensor]
+) -> None:
+    text = ids(1, 60)
+    with torch.no_grad():
+        exact = llama(text).logits
+    streamed = weir.Stream(llama, "sink(2) | recent(8) | loud(50)", chunk=3)
+    torch.testing.assert_close(streamed.feed(text, all_logits=True), exact, atol=1e-4, rtol=0.0)
+
+
+def test_the_new_pool_is_refused_like_any_other(loud: type[Pool]) -> None:
+    with pytest.raises(weir.PolicyError, match="loud keeps at least 1 token") as error:
+        weir.policy("sink(4) | loud(0)")
+    assert error.value.at == 10

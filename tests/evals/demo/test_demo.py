@@ -1,0 +1,224 @@
+"""The demo: several policies read one book in turn; its page is whole in itself."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import weir
+from weir.evals import demo
+from weir.evals.demo.report import COLOURS
+from weir.evals.demo.run import BOOK, POLICIES, TITLE
+from weir.evals.measures.perplexity import read
+from weir.models.load import ASSETS
+from weir.stream.text import read_text
+
+SMALL = ("dense", "window(24)", "streaming_llm(24)", "streaming_llm(48)")
+VOID = {"meta", "br", "wbr", "img", "link", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Collects what a page refers to, what it says, and whether its elements are closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.refers: list[str] = []
+        self.ids: list[str] = []
+        self.words: list[str] = []
+        self.count: dict[str, int] = {}
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.count[tag] = self.count.get(tag, 0) + 1
+        if tag not in VOID:
+            self.open.append(tag)
+        for name, value in attributes:
+            if name in ("src", "href", "xlink:href", "srcset", "data", "action", "poster"):
+                self.refers.append(value or "")
+            if name == "id":
+                self.ids.append(value or "")
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attributes)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+@pytest.fixture(scope="module")
+def result(llama) -> dict[str, Any]:
+    """What the demo finds with a small random model in a window of 512 tokens."""
+    text = torch.randint(0, 61, (1300,), generator=torch.Generator().manual_seed(0))
+    return demo.run(llama, text, policies=SMALL, block=250)
+
+
+@pytest.fixture
+def page(result, tmp_path) -> str:
+    demo.write_report(result, tmp_path / "report.html")
+    return (tmp_path / "report.html").read_text("utf-8")
+
+
+def test_every_policy_reads_the_same_tokens_as_if_it_were_alone(llama, result):
+    text = torch.randint(0, 61, (1300,), generator=torch.Generator().manual_seed(0))
+    assert (result["tokens"], result["block"], result["model_window"]) == (1300, 250, 512)
+    assert [policy["policy"] for policy in result["policies"]] == list(SMALL)
+    for policy, found in zip(SMALL, result["policies"], strict=True):
+        alone = read(weir.Stream(llama, policy), text, block=250).as_json()
+        for name in ("tokens", "ppl", "ppl_by_block", "kv_bytes", "bytes_by_block"):
+            assert found[name] == pytest.approx(alone[name])
+        assert found["tokens_per_s"] > 0
+
+
+def test_only_dense_grows(result):
+    assert [policy["slots"] for policy in result["policies"]] == [None, 24, 24, 48]
+    for policy in result["policies"]:
+        held = policy["bytes_by_block"]
+        assert (held[-1] > 2 * held[0]) if policy["slots"] is None else (len(set(held)) == 1)
+
+
+def test_it_ends_early_with_what_all_policies_have_read(llama):
+    text = torch.randint(0, 61, (1300,))
+    found = demo.run(
+        llama, text, policies=SMALL, block=250, on_step=lambda rs: rs[0].reading.tokens >= 600
+    )
+    assert found["tokens"] == 600
+    assert {policy["tokens"] for policy in found["policies"]} == {600}
+    assert {len(policy["ppl_by_block"]) for policy in found["policies"]} == {3}
+
+
+def test_the_page_needs_nothing_from_elsewhere(page):
+    parsed = Page(page)
+    assert parsed.open == []
+    assert parsed.refers
+    assert all(place.startswith("#") for place in parsed.refers)
+    assert {place[1:] for place in parsed.refers} <= set(parsed.ids)
+    assert not {"script", "link", "iframe", "img", "object"} & set(parsed.count)
+    # Names of XML namespaces are the only addresses there are, and nobody fetches those.
+    assert set(re.findall(r"\bhttps?://[^\s\"'<>)]*", page)) <= {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
+    assert not re.search(r"@import|@font-face|url\((?!#)", page)
+
+
+def test_no_two_elements_of_the_page_share_a_name(page):
+    ids = Page(page).ids
+    assert len(ids) == len(set(ids))
+
+
+def test_the_page_shows_every_policy_with_its_figures(page, result):
+    parsed = Page(page)
+    words = [" ".join(word.split()) for word in parsed.words]
+    assert parsed.count["svg"] == 3
+    for policy in result["policies"]:
+        # In the table, where a line may break before the bracket, and in the legends of the plots.
+        assert words.count(policy["policy"]) == 3
+        assert policy["policy"] in "".join(words[: words.index("All policies")])
+        assert f"{policy['ppl']:,.1f}" in words
+        assert f"{policy['ppl_by_block'][-1]:,.1f}" in words
+    for axis in ("perplexity", "cache, MB", "tokens read"):
+        assert axis in words
+    assert "512" in " ".join(words)
+
+
+def drawn(page: str, plot: int) -> dict[str, list[tuple[float, float]]]:
+    """The points of each line of a plot, by colour, in the units of the picture."""
+    svg = page.split("<svg")[plot + 1]
+    lines = re.findall(
+        r'<path d="(M [^"]*)"[^>]*style="fill: none; (?:stroke-dash[^;]*; )*stroke: (#\w+)', svg
+    )
+    found: dict[str, list[tuple[float, float]]] = {}
+    for path, colour in lines:
+        points = [tuple(map(float, p.split())) for p in re.split(r"[ML]", path)[1:]]
+        if len(points) > len(found.get(colour, [])):
+            found[colour] = points  # the longest; the others are in the legend
+    return found
+
+
+def test_the_lines_of_the_plots_go_where_the_figures_go(page, result):
+    for plot, policies in ((0, result["policies"]), (1, result["policies"][1:])):
+        for policy in policies:
+            colour = COLOURS[result["policies"].index(policy)]
+            points = drawn(page, plot)[colour]
+            assert len(points) == len(policy["ppl_by_block"]) == 6
+            # Higher is further up, which in a picture is a smaller number.
+            order = sorted(range(6), key=lambda n: policy["ppl_by_block"][n])
+            assert order == sorted(range(6), key=lambda n, p=points: -p[n][1])
+    memory = drawn(page, 2)
+    rises = {colour: points[0][1] - points[-1][1] for colour, points in memory.items()}
+    assert rises[COLOURS[0]] > 20
+    assert [rises[colour] for colour in COLOURS[1:4]] == [0, 0, 0]
+
+
+def test_of_lines_on_top_of_each_other_all_are_seen(page):
+    memory = page.split("<svg")[3]
+    lines = re.findall(r'style="fill: none; ((?:stroke-dash[^;]*; )*)stroke: (#\w+)', memory)
+    looks = {colour: dashes for dashes, colour in lines}
+    dashed = [looks[colour] for colour in COLOURS[2:4]]
+    assert looks[COLOURS[1]] == "" != dashed[0] != dashed[1] != ""
+
+
+def test_the_page_is_not_wider_than_a_phone(page):
+    assert not re.search(r"min-width:\s*\d", page.replace("(max-width", ""))
+    for svg in page.split("<svg")[1:]:
+        width = re.match(r'[^>]* width="([\d.]+)pt"', svg)
+        assert width is not None and float(width.group(1)) <= 380  # points, for letters of 10
+        ticks = re.findall(r">([\d,.]+)</text>", svg)
+        assert len(ticks) >= 8  # of both axes
+
+
+def test_names_are_shown_as_they_are(result, tmp_path):
+    odd = {**result, "book": "<b>R&D</b>"}
+    odd["policies"] = [{**policy, "policy": "<i>&"} for policy in result["policies"]]
+    demo.write_report(odd, tmp_path / "report.html")
+    parsed = Page((tmp_path / "report.html").read_text("utf-8"))
+    assert "b" not in parsed.count
+    assert "<b>R&D</b>" in parsed.words
+    assert "<i>&" in "".join(parsed.words)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_demo_that_was_broken_off_has_a_page_too(result, tmp_path, blocks):
+    short = {**result, "tokens": 200 * blocks}
+    short["policies"] = [
+        {**p, "ppl_by_block": p["ppl_by_block"][:blocks], "bytes_by_block": [1000] * blocks}
+        for p in result["policies"]
+    ]
+    demo.write_report(short, tmp_path / "report.html")
+    assert Page((tmp_path / "report.html").read_text("utf-8")).count["svg"] == 3
+
+
+def test_the_result_survives_json(result, tmp_path):
+    demo.write_report(json.loads(json.dumps(result)), tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_size > 20_000
+
+
+# --- what is packaged
+
+
+def test_the_packaged_book_is_the_story_from_its_first_sentence():
+    text = read_text(BOOK)
+    assert text.startswith(f"{TITLE.upper()}\nBy Leo Tolstoy\nBOOK ONE: 1805\nCHAPTER I\n")
+    assert '"Well, Prince, so Genoa and Lucca' in text[:100]
+    assert len(demo.book(AutoTokenizer.from_pretrained(ASSETS / "nano"), 20_000)) == 20_000
+    assert Path(BOOK).stat().st_size < 100_000
+
+
+def test_the_demo_compares_what_fails_with_what_does_not():
+    assert {"dense", "window(budget=256)", "streaming_llm(budget=256)"} <= set(POLICIES)
+    for policy in POLICIES:
+        weir.policy(policy)

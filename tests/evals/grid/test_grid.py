@@ -1,0 +1,94 @@
+"""The grid: every combination once, budgets where they belong, and a fingerprint of all of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from weir.errors import WeirError
+from weir.evals.grid.grid import Grid, make_grid
+from weir.policies.registry import NAMED
+
+
+def test_cells_are_all_combinations_in_order():
+    grid = make_grid(
+        ["nano", "other"],
+        "ppl(tokens=100), ppl(tokens=200)",
+        "dense, h2o, streaming_llm(sinks=1), recent(9)",
+        budgets=[64, 128],
+        seeds=[0, 7],
+    )
+    assert len(grid.cells) == 2 * 2 * (1 + 2 + 2 + 1) * 2
+    of_first = [cell for cell in grid.cells if cell.model == "nano" and "tokens=100," in cell.task]
+    assert [(cell.policy, cell.budget, cell.seed) for cell in of_first] == [
+        (policy, budget, seed)
+        for policy, budget in [
+            ("dense", None),
+            ("h2o(budget=64)", 64),
+            ("h2o(budget=128)", 128),
+            ("streaming_llm(sinks=1, budget=64)", 64),
+            ("streaming_llm(sinks=1, budget=128)", 128),
+            ("recent(9)", None),
+        ]
+        for seed in (0, 7)
+    ]
+    assert [cell.model for cell in grid.cells[:24]] == ["nano"] * 24
+    assert grid.cells[0].the_task().tokens == 100
+
+
+def test_all_is_every_named_policy_but_the_oracle_and_the_wrapper():
+    grid = make_grid(["nano"], "ppl", "all, recompute", budgets=[128])
+    names = [cell.policy.partition("(")[0] for cell in grid.cells]
+    assert sorted(names) == sorted(set(NAMED) - {"pyramid"})
+    assert names[-1] == "recompute"
+
+
+def test_the_fingerprint_tells_grids_apart_and_nothing_else_does():
+    def made(**changes: object) -> Grid:
+        settings = {"models": ["nano"], "tasks": "ppl", "policies": "dense, h2o", **changes}
+        return make_grid(**settings)  # type: ignore[arg-type]
+
+    same = made(policies=" dense,h2o ", tasks="ppl(tokens=20000)")
+    assert made().fingerprint == same.fingerprint
+    others = [
+        made(models=["a"]), made(tasks="ppl(block=5)"), made(policies="h2o, dense"),
+        made(budgets=[64]), made(seeds=[1]), made(chunk=1), made(positions="original"),
+        made(paper="streaming_llm"),
+    ]  # fmt: skip
+    assert len({made().fingerprint, *(grid.fingerprint for grid in others)}) == 9
+
+
+def test_a_protocol_sets_chunk_positions_and_where_budgets_come_from():
+    cell = make_grid(["nano"], "ppl", "h2o", paper="streaming_llm").cells[0]
+    assert (cell.chunk, cell.positions, cell.protocol) == (1, "rolling", "streaming_llm")
+    cell = make_grid(["nano"], "ppl", "h2o", paper="balancekv").cells[0]
+    assert (cell.chunk, cell.positions, cell.policy) == (64, "original", "h2o")
+    assert make_grid(["nano"], "ppl", "h2o", paper="streaming_llm", chunk=8).cells[0].chunk == 8
+    with pytest.raises(WeirError, match=r"takes its budgets from the prompt, 0\.25 of it"):
+        make_grid(["nano"], "ppl", "h2o", paper="balancekv", budgets=[64])
+    with pytest.raises(WeirError, match="no protocol is called 'balancekw', did you mean"):
+        make_grid(["nano"], "ppl", "h2o", paper="balancekw")
+
+
+@pytest.mark.parametrize(
+    "twice",
+    [{"models": ["nano", "nano"]}, {"seeds": [3, 3]}, {"tasks": "ppl, ppl(tokens=20000)"}],
+)
+def test_the_same_cell_twice_is_refused(twice):
+    with pytest.raises(WeirError, match="stands in this grid twice"):
+        make_grid(**{"models": ["nano"], "tasks": "ppl", "policies": "dense", **twice})
+
+
+@pytest.mark.parametrize("none", [{"models": []}, {"seeds": []}])
+def test_a_grid_of_nothing_is_refused(none):
+    with pytest.raises(WeirError, match="needs at least one"):
+        make_grid(**{"models": ["nano"], "tasks": "ppl", "policies": "dense", **none})
+
+
+def test_the_first_line_names_every_cell():
+    grid = make_grid(["nano"], "ppl", "dense, h2o")
+    facts = grid.as_json()
+    assert facts["grid"] == grid.fingerprint
+    assert [cell["policy"] for cell in facts["cells"]] == ["dense", "h2o"]
+    assert replace(grid, cells=grid.cells[::-1]).fingerprint != grid.fingerprint

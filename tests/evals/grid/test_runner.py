@@ -1,0 +1,203 @@
+"""The runner: each cell once, failures recorded, resumed runs whole and the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import weir
+from weir.errors import WeirError
+from weir.evals.grid import runner
+from weir.evals.grid.grid import make_grid
+from weir.evals.grid.runner import failures, reason, run, subject_of
+from weir.evals.results.file import read_results
+from weir.evals.task import TASKS, Better, Subject, Task
+
+
+@dataclass(frozen=True)
+class Toy(Task):
+    """Says what it was given; a sweep where no n is."""
+
+    n: int | None = None
+
+    name: ClassVar[str] = "toy"
+    metrics: ClassVar[dict[str, Better]] = {"score": "higher", "other": "lower"}
+    runs: ClassVar[list[tuple[int | None, str]]] = []
+    broken: ClassVar[dict[int, Exception]] = {}
+
+    def settings(self) -> list[Task]:
+        return [self] if self.n is not None else [Toy(1), Toy(2)]
+
+    def run(self, subject: Subject, progress: Any) -> dict[str, Any]:
+        self.runs.append((self.n, str(subject.policy)))
+        progress(0.5)
+        if self.n in self.broken:
+            raise self.broken[self.n]
+        return {"score": (self.n or 0) + subject.seed, "other": 0.5, "kv_bytes": 7, "rows": [1]}
+
+
+@pytest.fixture
+def toys(monkeypatch, llama):
+    monkeypatch.setitem(TASKS, "toy", Toy)
+    monkeypatch.setattr(runner, "_loaded", lambda name: (llama, None))
+    monkeypatch.setattr(Toy, "runs", [])
+    monkeypatch.setattr(Toy, "broken", {})
+    return Toy
+
+
+def grid(tasks: str = "toy", policies: str = "dense, h2o(8)"):
+    return make_grid(["m"], tasks, policies, seeds=[0, 5])
+
+
+def without_times(path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
+
+
+def test_each_cell_is_recorded_with_what_decides_on_it_and_what_was_found(tmp_path, toys):
+    records = run(grid(), tmp_path / "r.jsonl")
+    assert [(r["setting"], r["policy"], r["seed"], r["value"]) for r in records] == [
+        (f"toy(n={n})", policy, seed, n + seed)
+        for n in (1, 2)
+        for policy in ("dense", "h2o(8)")
+        for seed in (0, 5)
+    ]
+    assert records[0].pop("seconds") >= 0
+    assert records[0] == {
+        "cell": 0, "model": "m", "task": "toy", "setting": "toy(n=1)", "policy": "dense",
+        "budget": None, "seed": 0, "protocol": None, "chunk": 64, "positions": "rolling",
+        "weir": weir.__version__, "status": "done", "metric": "score", "value": 1,
+        "better": "higher", "kv_bytes": 7,
+        "result": {"score": 1, "other": 0.5, "kv_bytes": 7, "rows": [1]},
+    }  # fmt: skip
+    assert read_results(tmp_path / "r.jsonl")[1][1:] == records[1:]
+
+
+def test_a_cell_that_fails_is_recorded_and_stops_nothing(tmp_path, toys):
+    toys.broken[1] = WeirError("no room\nfor it")
+    records = run(grid(), tmp_path / "r.jsonl")
+    assert [r["status"] for r in records] == ["failed"] * 4 + ["done"] * 4
+    assert [r["reason"] for r in failures(records)] == ["no room for it"] * 4
+    assert len(toys.runs) == 8
+
+
+def test_resumed_it_runs_what_is_missing_or_failed_and_the_file_is_the_same(tmp_path, toys):
+    whole = tmp_path / "whole.jsonl"
+    run(grid(), whole)
+    lines = whole.read_text().splitlines(keepends=True)
+    for cut in (1, 2, 5, 8):
+        path = tmp_path / f"{cut}.jsonl"
+        path.write_text("".join(lines[:cut]) + lines[cut][:20])
+        toys.runs.clear()
+        told: list[int] = []
+        run(
+            grid(),
+            path,
+            resume=True,
+            on_record=lambda record, told=told: told.append(record["cell"]),
+        )
+        assert len(toys.runs) == 9 - cut
+        assert told == list(range(8))
+        assert without_times(path) == without_times(whole)
+    toys.broken[1] = RuntimeError("not today")
+    broken = tmp_path / "broken.jsonl"
+    run(grid(), broken)
+    toys.broken.clear()
+    toys.runs.clear()
+    run(grid(), broken, resume=True)
+    assert [n for n, _ in toys.runs] == [1] * 4
+    assert without_times(broken) == without_times(whole)
+
+
+def test_workers_may_finish_in_any_order(tmp_path, toys):
+    def backwards(cells, told):
+        yield from reversed(list(runner.one_by_one(cells, told)))
+
+    run(grid(), tmp_path / "a.jsonl")
+    run(grid(), tmp_path / "b.jsonl", work=backwards)
+    assert without_times(tmp_path / "a.jsonl") == without_times(tmp_path / "b.jsonl")
+
+
+def test_progress_is_told_by_cell(tmp_path, toys):
+    told: list[tuple[int, float]] = []
+    run(grid(), tmp_path / "r.jsonl", on_progress=lambda n, share: told.append((n, share)))
+    assert told == [(n, 0.5) for n in range(8)]
+
+
+def test_a_model_that_cannot_be_had_fails_its_cells_only(tmp_path, monkeypatch, toys, llama):
+    def load(name: str):
+        if name == "bad":
+            raise WeirError("there is no model folder 'bad'")
+        return llama, None
+
+    monkeypatch.setattr(runner, "_loaded", load)
+    records = run(make_grid(["bad", "m"], "toy", "dense"), tmp_path / "r.jsonl")
+    assert [r["status"] for r in records] == ["failed"] * 2 + ["done"] * 2
+    assert records[0]["reason"] == "there is no model folder 'bad'"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (WeirError("a clear\nsentence"), "a clear sentence"),
+        (KeyError("x"), "KeyError: 'x'"),
+        (ValueError(), "ValueError"),
+        (ValueError("first\nsecond"), "ValueError: first"),
+        (torch.OutOfMemoryError("tried to allocate"), "out of memory: tried to allocate"),
+        (MemoryError(), "out of memory"),
+    ],
+)
+def test_a_reason_is_one_line(error, said):
+    assert reason(error) == said
+
+
+def test_the_task_of_the_documentation_is_measured(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[3] / "docs" / "evals.md").read_text("utf-8")
+    (code,) = re.findall(r"^```python\n(from dataclasses.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    before = dict(TASKS)
+    try:
+        exec(compile(code, "evals.md", "exec", dont_inherit=True), {"__name__": "example"})
+    finally:
+        TASKS.clear()
+        TASKS.update(before)
+    short, long = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines())
+    assert long < short  # with 64 slots the text is still there
+
+
+def test_ctrl_c_is_no_failure_of_a_cell(tmp_path, toys):
+    toys.broken[2] = KeyboardInterrupt()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        run(grid(), tmp_path / "r.jsonl")
+    assert len(read_results(tmp_path / "r.jsonl")[1]) == 4
+
+
+def test_a_subject_reads_as_its_protocol_says(toys, ids):
+    plain = subject_of(grid().cells[0])
+    assert (plain.chunk, plain.prefill, plain.rate, plain.keeps_answers) == (
+        64,
+        "chunked",
+        None,
+        False,
+    )
+    cell = make_grid(["m"], "toy", "streaming_llm, dense, h2o(8)", paper="balancekv").cells
+    sized, dense, given = (subject_of(c) for c in cell[:3])
+    assert (dense.rate, given.rate) == (None, None)
+    assert (sized.rate, sized.prefill, sized.positions) == (0.25, "full", "original")
+    prompt = ids(1, 80)
+    stream = sized.stream(prompt=80, answer=30)
+    stream.feed(prompt)
+    held = stream.slots(0).position[0, 0]
+    assert sorted(held[held >= 0].tolist()) == [0, 1, 2, 3, *range(64, 80)]  # a quarter of 80
+    stream.feed(ids(1, 30, seed=1))
+    held = stream.slots(0).position[0, 0]
+    assert sorted(held[held >= 0].tolist()) == [0, 1, 2, 3, *range(64, 110)]  # nothing left since
+    with pytest.raises(WeirError, match="this task streams without one"):
+        sized.stream()
+    assert replace(sized, rate=None).stream().policy == weir.policy("streaming_llm")

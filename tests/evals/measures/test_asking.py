@@ -1,0 +1,67 @@
+"""How tasks ask: plain prompts behind the start token, turns in a template, and what it took."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from reference.answers import plain_answer
+from reference.subjects import nano
+
+from weir.errors import WeirError
+from weir.evals.measures.answers import cut
+from weir.evals.measures.asking import ask, prompt_ids, taken
+
+PROMPT = "It was late, and the old prince had gone to bed. In the house"
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
+
+
+def test_an_answer_is_what_a_plain_loop_writes() -> None:
+    one = nano()
+    plain = plain_answer(one.model, one.tokenizer, PROMPT, 40)
+    assert ask(one, PROMPT, 40).text == plain
+    assert " man" in plain
+    stopped = ask(one, PROMPT, 40, stops=(" man",))
+    assert stopped.text == plain.split(" man")[0]
+    # It ended there and did not write on.
+    assert stopped.seen == len(one.tokenizer(f"{PROMPT}{stopped.text} man")["input_ids"])
+
+
+def test_a_prompt_in_a_template_has_the_template_and_no_second_start_token() -> None:
+    tokenizer = nano().tokenizer
+    plain = prompt_ids(tokenizer, PROMPT, chat=False)
+    assert plain[0] == tokenizer.bos_token_id and tokenizer.decode(plain[1:]) == PROMPT
+    with pytest.raises(WeirError, match="no chat template, which chat=true needs"):
+        prompt_ids(tokenizer, PROMPT, chat=True)
+    tokenizer.chat_template = TEMPLATE
+    turn = prompt_ids(tokenizer, PROMPT, chat=True)
+    assert tokenizer.decode(turn) == f"<user>{PROMPT}<answer>"
+    assert tokenizer.bos_token_id not in turn
+
+
+def test_what_was_taken_is_counted_in_slots_and_bytes() -> None:
+    short, long = ask(nano(), PROMPT, 4), ask(nano(), PROMPT * 8, 4)
+    both = taken([short, long])
+    assert (both["share"], both["kv_bytes"]) == (1.0, long.kv_bytes)
+    assert both["tokens"] == (short.seen + long.seen) / 2
+    small = ask(nano("sink(4) | recent(12)", chunk=4), PROMPT * 8, 4)
+    assert small.held is not None and 16 <= small.held < 20 < small.seen
+    assert taken([small])["share"] == small.held / small.seen
+    assert taken([ask(nano("recompute(budget=64)"), PROMPT, 4)])["share"] is None
+
+
+def test_a_protocol_keeps_the_answer_and_compresses_the_prompt_once() -> None:
+    options: dict[str, Any] = {"prefill": "full", "rate": 0.25, "keeps_answers": True}
+    one = ask(nano("snapkv(window=4)", **options), PROMPT * 8, 30)
+    prompt = len(nano().tokenizer(PROMPT * 8)["input_ids"])
+    assert one.held == round(prompt / 4) + 30
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "left"),
+    [("a.b,c", (",", "."), "a"), ("abc", ("", "x"), "abc"), ("\nab", ("\n",), "")],
+)
+def test_a_text_is_cut_at_the_first_of_its_stops(
+    text: str, stops: tuple[str, ...], left: str
+) -> None:
+    assert cut(text, stops) == left

@@ -1,0 +1,234 @@
+"""Streaming perplexity: blocks add up, figures are those of a plain loop, texts end early."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoTokenizer
+
+import weir
+from weir.errors import WeirError
+from weir.evals.measures import perplexity as module
+from weir.evals.measures.perplexity import Reader, read
+from weir.models.load import ASSETS
+from weir.stream.text import encode
+
+POLICY = "streaming_llm(24)"
+
+
+class Constant:
+    """A stream in which token t costs t / 10 nats, and the first token of all nothing."""
+
+    policy = POLICY
+
+    def __init__(self, seen: int = 0) -> None:
+        self.seen = seen
+
+    @property
+    def nbytes(self) -> int:
+        return 1000 + self.seen
+
+    def score(self, ids: Tensor) -> Tensor:
+        nll = ids / 10
+        if self.seen == 0:
+            nll[:, 0] = math.nan
+        self.seen += ids.shape[1]
+        return nll
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(ASSETS / "nano")
+
+
+@torch.no_grad()
+def plain_nll(model, ids: Tensor) -> list[float]:
+    """Of each token but the first, from one plain forward."""
+    logits = model(ids[None], use_cache=False).logits[0].double()
+    return [
+        float(logits[place - 1].logsumexp(-1) - logits[place - 1, ids[place]])
+        for place in range(1, len(ids))
+    ]
+
+
+def test_perplexity_is_the_exponential_of_the_mean_of_a_plain_loop(llama, ids):
+    text = ids(1, 450)[0]
+    found = read(weir.Stream(llama, "dense"), text, block=100)
+    nll = plain_nll(llama, text)
+    assert found.tokens == 450
+    assert found.scored == 449
+    assert found.ppl == pytest.approx(math.exp(sum(nll) / 449), rel=1e-5)
+    blocks = [nll[:99], *(nll[start - 1 : start + 99] for start in range(100, 450, 100))]
+    expected = [math.exp(sum(block) / len(block)) for block in blocks]
+    assert found.ppl_by_block == pytest.approx(expected, rel=1e-5)
+
+
+@given(
+    length=st.integers(2, 60),
+    block=st.integers(1, 70),
+    step=st.integers(1, 70),
+    before=st.sampled_from([0, 7]),
+)
+def test_blocks_add_up_to_the_whole_however_text_blocks_and_steps_lie(length, block, step, before):
+    text = torch.arange(length) % 13
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "STEP", step)
+        found = read(Constant(before), text, block=block)
+    costs = [None if before == 0 and place == 0 else (place % 13) / 10 for place in range(length)]
+    assert len(found.ppl_by_block) == math.ceil(length / block)
+    for number, ppl in enumerate(found.ppl_by_block):
+        mine = [c for c in costs[number * block : (number + 1) * block] if c is not None]
+        if mine:
+            assert ppl == pytest.approx(math.exp(sum(mine) / len(mine)), rel=1e-5)
+        else:
+            assert math.isnan(ppl)  # a block of nothing but the first token of all
+    known = [cost for cost in costs if cost is not None]
+    assert found.tokens == length
+    assert found.scored == len(known)
+    assert found.ppl == pytest.approx(math.exp(sum(known) / len(known)), rel=1e-5)
+    assert len(found.pace) == math.ceil(length / step)
+
+
+def test_the_cache_is_weighed_after_every_block():
+    found = read(Constant(), torch.ones(650, dtype=torch.int64), block=200)
+    assert found.bytes_by_block == [1200, 1400, 1600, 1650]
+    assert found.kv_bytes == 1650
+
+
+def test_reading_ends_early_with_what_was_read_until_then():
+    text = torch.arange(1000) % 13
+    steps = []
+
+    def stop(reading: module.Reading) -> bool:
+        steps.append(reading.tokens)
+        return reading.tokens >= 450
+
+    found = read(Constant(), text, block=250, on_step=stop)
+    assert steps == [200, 400, 600]
+    expected = read(Constant(), text[:600], block=250)
+    assert (found.tokens, found.ppl, found.ppl_by_block, found.bytes_by_block) == (
+        expected.tokens,
+        expected.ppl,
+        expected.ppl_by_block,
+        expected.bytes_by_block,
+    )
+
+
+def test_perplexity_is_known_from_the_second_token_on():
+    reader = Reader(Constant())
+    assert math.isnan(reader.reading.ppl)
+    reader.take(torch.tensor([5]))
+    assert math.isnan(reader.reading.ppl)
+    reader.take(torch.tensor([7]))
+    assert reader.reading.ppl == pytest.approx(math.exp(0.7))
+
+
+def test_a_model_that_breaks_down_is_not_reported_as_a_good_one():
+    class Overflowing(Constant):
+        """Half precision that ends somewhere in the second block."""
+
+        def score(self, ids: Tensor) -> Tensor:
+            nll = super().score(ids)
+            nll[:, 160:170] = math.nan
+            return nll
+
+    found = read(Overflowing(), torch.ones(300, dtype=torch.int64), block=100)
+    assert math.isnan(found.ppl)
+    assert [math.isnan(ppl) for ppl in found.ppl_by_block] == [False, True, False]
+
+
+def test_speed_counts_every_token_once_whatever_the_last_step_was(monkeypatch):
+    clock = iter(range(0, 100, 2))
+    monkeypatch.setattr(module.time, "perf_counter", lambda: float(next(clock)))
+    found = read(Constant(), torch.ones(450, dtype=torch.int64))
+    assert found.seconds == 6.0  # three steps of two seconds
+    assert found.tokens_per_s == 75.0
+    assert found.pace == [0.01, 0.01, 0.04]
+
+
+def test_the_last_thousand_tokens_are_compared_with_the_second_thousand():
+    found = module.Reading(POLICY, 1000)
+    found.pace = [9.0] * 5 + [1.0, 2.0, 3.0, 4.0, 5.0] + [9.0] * 4
+    assert found.slowdown is None
+    found.pace += [6.0, 6.0, 12.0, 1.0, 1.0]
+    assert found.slowdown == 2.0
+
+
+def test_memory_grows_when_it_rises_above_its_most_up_to_token_5000(monkeypatch):
+    held = iter([500, 450, 480, 620, 510])
+    monkeypatch.setattr(module, "_memory", lambda: next(held))
+    reader = Reader(Constant())
+    grown = []
+    for length in (4000, 999, 200, 200, 200):
+        reader.take(torch.ones(length, dtype=torch.int64))
+        grown.append(reader.reading.memory_growth)
+    assert grown == [None, None, 0, 120, 120]
+
+
+def test_memory_is_that_of_the_process_now():
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("this system does not say what a process holds")
+    before = module._memory()
+    # Pages of its own: what is allocated may lie where earlier tests left room.
+    with mmap.mmap(-1, 80_000_000) as ballast:
+        for page in range(0, len(ballast), mmap.PAGESIZE):
+            ballast[page] = 1
+        held = module._memory()
+    assert held - before > 70_000_000
+    assert module._memory() - before < 20_000_000
+
+
+def test_every_figure_has_a_name_in_json():
+    found = read(Constant(), torch.ones(450, dtype=torch.int64)).as_json()
+    assert {
+        "policy",
+        "tokens",
+        "block",
+        "ppl",
+        "ppl_by_block",
+        "kv_bytes",
+        "bytes_by_block",
+        "tokens_per_s",
+        "seconds",
+        "memory_growth",
+        "last_over_second_thousand",
+    } == set(found)
+
+
+# --- texts
+
+
+def test_a_text_begins_with_the_tokenizers_start_token(tokenizer):
+    ids = encode(tokenizer, "Well, Prince, so Genoa")
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(ids[1:]) == "Well, Prince, so Genoa"
+
+
+@pytest.mark.parametrize("most", [2, 3, 50, 1_000, 100_000])
+def test_the_first_tokens_of_a_text_are_those_of_the_whole(tokenizer, most):
+    text = "Prince Vasíli always spoke languidly, like an actor repeating a stale part.\n" * 80
+    whole = encode(tokenizer, text)
+    assert torch.equal(encode(tokenizer, text, most), whole[:most])
+
+
+def test_a_text_of_which_few_characters_make_a_token_is_read_far_enough(tokenizer):
+    class Coarse:
+        """Makes a token of every 100 characters."""
+
+        def __call__(self, text: str, **kwargs: object) -> dict[str, list[int]]:
+            return {"input_ids": list(range(len(text) // 100))}
+
+    assert encode(Coarse(), "-" * 100_000, 500).tolist() == list(range(500))
+    assert len(encode(Coarse(), "-" * 100_000, 5_000)) == 1_000
+
+
+def test_a_text_without_a_token_to_predict_is_refused(tokenizer):
+    with pytest.raises(WeirError, match="fewer than 2 tokens"):
+        encode(tokenizer, "")

@@ -1,0 +1,70 @@
+"""Greedy k-center's kernel picks what the reference picks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import weir
+from weir import kernels
+from weir.pools.kcenter import farthest_first
+
+pytest.importorskip("numba", reason="not installed: pip install 'weir[fast]'")
+
+from weir.kernels import numba_farthest_first as numba_centres
+
+
+@st.composite
+def keys_of_whole_numbers(draw) -> tuple[Tensor, Tensor, int]:
+    """Distances that are exact in any order of summation, and often equal; some empty slots."""
+    shape = (draw(st.integers(1, 2)), draw(st.integers(1, 4)), draw(st.integers(1, 150)))
+    dim, most = draw(st.integers(1, 9)), draw(st.integers(1, 6))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    keys = torch.randint(-most, most + 1, (*shape, dim), generator=generator).float()
+    among = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.0, 0.5, 1.0]))
+    return keys, among, draw(st.integers(1, shape[2]))
+
+
+@given(keys_of_whole_numbers())
+def test_it_picks_what_the_reference_picks_the_oldest_of_equal_ones(case):
+    keys, among, k = case
+    before = keys.clone()
+    got = numba_centres.farthest_first(keys, among, k)
+    assert torch.equal(got, farthest_first(keys, among, k))
+    assert torch.equal(keys, before)
+
+
+@pytest.mark.parametrize("dim", [1, 32, 64, 80, 129, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_picks_what_the_reference_picks_of_any_keys(dim, dtype):
+    # With float keys a distance may differ by roundings; near ties that would show are unlikely.
+    keys = torch.randn(1, 3, 300, dim, generator=torch.Generator().manual_seed(dim)).to(dtype)
+    among = torch.ones(1, 3, 300, dtype=torch.bool)
+    got = numba_centres.farthest_first(keys, among, 200)
+    assert torch.equal(got, farthest_first(keys, among, 200))
+
+
+def test_threads_share_the_heads(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(numba_centres, "_WORTH_A_THREAD", 1)
+    keys = torch.randn(2, 2, 40, 8, generator=torch.Generator().manual_seed(1))
+    among = torch.ones(2, 2, 40, dtype=torch.bool)
+    got = numba_centres.farthest_first(keys, among, 30)
+    assert torch.equal(got, farthest_first(keys, among, 30))
+
+
+def test_the_pool_goes_the_way_that_is_asked_for(llama, ids, monkeypatch):
+    called = []
+    pick = numba_centres.farthest_first
+    kernel = kernels._kernel
+    kernel.cache_clear()
+    monkeypatch.setattr(numba_centres, "farthest_first", lambda *a: called.append(1) or pick(*a))
+    for way in ("numba", "reference"):
+        monkeypatch.setenv(kernels.VARIABLE, way)
+        called.clear()
+        weir.Stream(llama, "recent(8) | kcenter(8)", chunk=4).feed(ids(1, 40))
+        assert bool(called) == (way == "numba")
+    kernel.cache_clear()

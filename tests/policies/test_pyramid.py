@@ -1,0 +1,286 @@
+"""Pyramids: more slots in the lower layers, fewer in the upper ones, the same in all."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from reference.pyramid import exact_budgets
+from reference.snap import snap_of
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+import weir
+from weir.errors import PolicyError, WeirError
+from weir.policies.grammar import policy
+from weir.policies.library import pyramid, pyramidkv
+from weir.policies.pipe import Pipe
+from weir.policies.pyramid import Pyramid, budgets
+from weir.pools import Heavy, Recent, Sink, Snap
+
+SMALL = "pyramidkv(budget=24, window=6, kernel=5, beta=4)"
+PIPES = [
+    SMALL,
+    "pyramid(sink(2) | recent(8) | heavy(14), beta=3)",
+    "pyramid(streaming_llm(budget=24), beta=2)",
+    "pyramid(recent(8) | heavy(8) | reservoir(8), beta=2.5)",
+]
+
+
+@given(st.integers(1, 5000), st.integers(2, 90), st.floats(1.0, 60.0))
+def test_budgets_are_the_papers_sequence_in_whole_numbers(mean, layers, beta):
+    found = budgets(mean, layers, beta)
+    assert sum(found) == layers * mean
+    assert all(lower >= upper >= 0 for lower, upper in pairwise(found))
+    for slots, wanted in zip(found, exact_budgets(mean * layers, layers, beta), strict=True):
+        assert abs(slots - wanted) <= 1 + 1e-6
+
+
+def test_the_pyramid_of_32_layers_and_the_one_of_one():
+    # 256 slots, 8 of them the window: from 2 * 248 - 248/20 down to 248/20.
+    found = budgets(248, 32, 20.0)
+    assert (found[0], found[-1]) == (484, 12)
+    assert budgets(248, 1, 20.0) == [248]
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    st.integers(0, 9),
+    st.integers(1, 40),
+    st.integers(1, 12),
+    st.floats(1.0, 8.0),
+)
+def test_any_pipe_keeps_its_total_its_front_and_its_shares(sizes, sinks, recent, layers, beta):
+    front = (*([Sink(sinks)] if sinks else []), Recent(recent))
+    pipe = Pipe((*front, *(Heavy(size) for size in sizes)))
+    try:
+        made = Pyramid(pipe, beta)
+    except WeirError:
+        # Only where the top layer has no slot for each of the pools.
+        assert sum(sizes) / beta < len(sizes)
+        return
+    pipes = [made.for_layer(layer, layers) for layer in range(layers)]
+    assert sum(each.slots for each in pipes) == layers * pipe.slots
+    for each in pipes:
+        assert each.pools[: len(front)] == front
+        heavy = [pool.n for pool in each.pools[len(front) :]]
+        for size, mean in zip(heavy, sizes, strict=True):
+            assert size >= 1
+            assert abs(size - sum(heavy) * mean / sum(sizes)) < len(sizes) + 1
+    if beta == 1.0:
+        assert all(each == pipe for each in pipes)
+
+
+def test_a_beta_of_one_is_no_pyramid():
+    pipe = policy("sink(4) | recent(60) | heavy(100) | reservoir(92)")
+    assert all(pyramid(pipe, 1.0).for_layer(layer, 7) == pipe for layer in range(7))
+
+
+def test_what_every_layer_has_are_first_and_newest_tokens():
+    def pools(text, layer):
+        return policy(text).for_layer(layer, 2).pools
+
+    assert pools("pyramid(sink(4) | recent(20) | heavy(40), beta=4)", 1) == (
+        Sink(4),
+        Recent(20),
+        Heavy(10),
+    )
+    # Nothing but first and newest tokens: then it is the newest that are shared out.
+    assert pools("pyramid(sink(4) | recent(40), beta=4)", 0) == (Sink(4), Recent(70))
+    # SnapKV's window is whole in every layer, wherever it is held.
+    assert pools("pyramid(snap(48, window=8), beta=4)", 1) == (Snap(18, window=8),)
+    assert pools("pyramid(recent(8) | snap(40, window=8), beta=4)", 1) == (
+        Recent(8),
+        Snap(10, window=8),
+    )
+
+
+def test_a_small_pool_keeps_a_slot_where_its_share_is_less():
+    made = policy("pyramid(recent(9) | heavy(2) | reservoir(60), beta=10)")
+    assert [pool.slots() for pool in made.for_layer(1, 2).pools] == [9, 1, 5]
+
+
+def test_a_pool_of_several_sizes_keeps_their_proportion():
+    made = policy("pyramid(recent(20) | subgen(samples=16, clusters=8, per_cluster=4), beta=3)")
+    layers = [made.for_layer(layer, 3).pools[1] for layer in range(3)]
+    assert [(p.samples, p.clusters, p.slots()) for p in layers] == [
+        (28, 13, 80),
+        (16, 8, 48),
+        (8, 2, 16),
+    ]
+    assert all(p.per_cluster == 4 for p in layers)
+
+
+def test_a_pyramid_is_written_around_any_pipe():
+    h2o = policy("h2o(budget=64)")
+    for text in (
+        "pyramid(recent(32) | heavy(32), beta=10)",
+        "pyramid(h2o(budget=64), beta=10)",
+        "pyramid(h2o(64), 10.0)",
+        "  pyramid ( pipe = recent(32)|heavy( 32 ) , beta = 10 ) ",
+    ):
+        assert policy(text) == pyramid(h2o, 10.0) == Pyramid(h2o, 10.0)
+        assert str(policy(text)) == text.strip()
+    assert policy("pyramid(snapkv)") == pyramid(policy("snapkv"))
+    assert policy("pyramid( snapkv , beta=2)") == pyramid(policy("snapkv"), 2.0)
+    assert policy("pyramid") == policy("pyramidkv") == pyramidkv()
+    assert policy("pyramidkv(budget=100)").pipe == Pipe((Snap(100, window=8, kernel=7),))
+    for made in (pyramid(h2o, 2.5), pyramidkv(64)):
+        assert policy(str(made)) == made
+
+
+# Where the error lies is marked with »; the marks are taken out before it is read.
+MISTAKES = {
+    "»pyramid(dense)": "dense has no limit",
+    "»pyramid(uniform(rate=0.5))": "has no limit",
+    "»pyramid(pyramid(snapkv))": "pyramid(snapkv) is none",
+    "»pyramid(pyramidkv)": "pyramidkv is none",
+    "»pyramid(recompute(9))": "recompute(9) is none",
+    "»pyramid(snapkv, beta=0.5)": "a number from 1 on, not 0.5",
+    "»pyramidkv(budget=9)": "the top layer of this pyramid would have 0 slots",
+    "»pyramidkv(budget=8)": "leaves nothing to vote about",
+    "»pyramid(buzz(budget=60), beta=20)": "less than one segment",
+    "»pyramid(recent(9) | subgen(9, 1, 4), beta=5)": "clusters of 4 cannot do with 2 slots",
+    "»pyramid(recent(9) | heavy(9) | reservoir(9))": "each of its pools needs one",
+    "pyramid(»4)": "pipe of pyramid must be a policy or none",
+    "pyramid(»true)": "pipe of pyramid must be a policy or none",
+    "pyramid(»snpkv)": "did you mean 'snapkv'",
+    "pyramid(»snpkv(9))": "did you mean 'snapkv'",
+    "pyramid(recent(9) | »hevy(9))": "did you mean 'heavy'",
+    "pyramid(»snapkv | recent(4))": "snapkv is a whole policy",
+    "sink(4) | »pyramid(snapkv)": "pyramid is a whole policy",
+    "pyramid(snapkv(budget=50)»": "expected ',' or ')'",
+    "pyramid(recent(9) | »)": "expected a pool or a policy",
+    "pyramid(recent(9) »heavy(9))": "expected ',' or ')'",
+    "sink(»recent(3))": "n of sink must be a whole number",
+    "pyramid(sink(»recent(4)))": "a policy inside another one takes no policy",
+}
+
+
+@pytest.mark.parametrize("marked", MISTAKES)
+def test_a_mistake_is_pointed_at(marked):
+    text = marked.replace("»", "")
+    with pytest.raises(PolicyError) as caught:
+        policy(text)
+    assert MISTAKES[marked] in str(caught.value)
+    assert caught.value.at == marked.index("»")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_pyramid_a_thousand_brackets_deep_is_an_error_like_any_other():
+    with pytest.raises(PolicyError, match="takes no policy itself"):
+        policy("pyramid(" * 3000)
+
+
+# --- through a model
+
+
+@pytest.fixture
+def tall(fresh_llama):
+    """A small Llama of four layers."""
+    return fresh_llama(layers=4)
+
+
+@pytest.mark.parametrize("text", PIPES)
+def test_the_cache_has_the_slots_of_a_cache_without_a_pyramid(tall, ids, text):
+    mean = policy(text).pipe
+    stream, flat = weir.Stream(tall, text, chunk=5), weir.Stream(tall, mean, chunk=5)
+    for it in (stream, flat):
+        it.feed(ids(1, 200))
+    slots = [layer["slots"] for layer in stream.report()["layers"]]
+    held = [sum(n for name, n in of_it.items() if name != "new") for of_it in slots]
+    assert held == [stream.policy.for_layer(layer, 4).slots for layer in range(4)]
+    assert held == sorted(held, reverse=True)
+    assert held[0] > held[-1]
+    assert sum(held) == 4 * mean.slots == 96
+    assert stream.report()["bytes"] == flat.report()["bytes"]
+
+
+@pytest.mark.parametrize("text", PIPES)
+def test_below_the_smallest_budget_it_is_dense(tall, ids, text):
+    least = policy(text).for_layer(3, 4).slots
+    tokens = ids(2, least)
+    with torch.no_grad():
+        exact = tall(tokens).logits
+    stream = weir.Stream(tall, text, chunk=3)
+    torch.testing.assert_close(stream.feed(tokens, all_logits=True), exact, atol=1e-4, rtol=0.0)
+
+
+@pytest.mark.parametrize("whole", [0, 60])
+def test_a_model_reads_as_with_naive_pools(tall, ids, naive, twins, whole):
+    layers = exact_budgets((24 - 6) * 4, 4, 4.0)
+    # 18 on average: 31.5, 22.5, 13.5, 4.5 and two slots left over for the lowest layers.
+    assert layers == [31.5, 22.5, 13.5, 4.5]
+
+    def logits_of(at, place, token, queries):
+        key = at.rotate(token.key[None], [token.position])[0]
+        return (queries @ key * tall.model.layers[at.layer].self_attn.scaling).tolist()
+
+    folds = [twins.pipe(snap_of(6 + n, 6, 5, logits_of=logits_of)) for n in (32, 23, 13, 4)]
+    twin = naive(tall, lambda held, new, at: folds[at.layer](held, new, at), 1, 5)
+    text = ids(1, 130)
+    stream = weir.Stream(tall, SMALL, chunk=5, prefill="full" if whole else "chunked")
+    parts = [stream.feed(text[:, :whole], all_logits=True)] if whole else []
+    parts.append(stream.feed(text[:, whole:], all_logits=True))
+    told = [twin.feed(text[0, :whole].tolist(), at_once=True)] if whole else []
+    told.append(twin.feed(text[0, whole:].tolist()))
+    torch.testing.assert_close(torch.cat(parts, dim=1)[0], torch.cat(told), atol=1e-4, rtol=1e-4)
+    for layer in range(4):
+        held = stream.slots(layer)
+        for head in range(2):
+            position = held.position[0, head]
+            wanted = sorted(t.position for t in twin.slots(layer, head))
+            assert sorted(position[position >= 0].tolist()) == wanted
+
+
+@pytest.mark.parametrize("prefill", ["chunked", "full"])
+@pytest.mark.parametrize("text", PIPES)
+def test_a_padded_row_reads_as_it_would_alone(tall, ids, text, prefill):
+    tokens, pads = ids(3, 90), [0, 13, 40]
+    mask = torch.ones_like(tokens)
+    for row, n in enumerate(pads):
+        mask[row, :n] = 0
+    together = weir.StreamingCache(tall, text, chunk=7, prefill=prefill)
+    with torch.no_grad():
+        both = tall(tokens, attention_mask=mask, past_key_values=together).logits
+        for row, n in enumerate(pads):
+            alone = weir.StreamingCache(tall, text, chunk=7, prefill=prefill)
+            single = tall(tokens[row : row + 1, n:], past_key_values=alone).logits
+            torch.testing.assert_close(both[row, n:], single[0], atol=1e-4, rtol=0.0)
+
+
+@pytest.mark.parametrize("text", PIPES)
+def test_a_restored_stream_goes_on_bit_for_bit_in_the_same_bytes(tall, ids, text, tmp_path):
+    tokens = ids(1, 160)
+    stream = weir.Stream(tall, text, chunk=7)
+    stream.feed(tokens[:, :73])
+    before = stream.report()["bytes"]
+    stream.save(tmp_path / "s.safetensors")
+    wanted = stream.feed(tokens[:, 73:], all_logits=True)
+    restored = weir.Stream.restore(tall, tmp_path / "s.safetensors")
+    assert torch.equal(restored.feed(tokens[:, 73:], all_logits=True), wanted)
+    assert stream.report()["bytes"] == restored.report()["bytes"] == before
+
+
+def test_layers_with_a_window_of_their_own_have_no_part_in_it(ids):
+    config = Gemma2Config(
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        sliding_window=16,
+        max_position_embeddings=256,
+    )
+    torch.manual_seed(0)
+    model = Gemma2ForCausalLM(config).eval()
+    stream = weir.Stream(model, SMALL, chunk=4)
+    stream.feed(ids(1, 120))
+    slots = [layer["slots"] for layer in stream.report()["layers"]]
+    both = [policy(SMALL).for_layer(place, 2).slots for place in range(2)]
+    assert [s.get("snap") for s in slots] == [None, both[0], None, both[1]]
+    assert sum(both) == 2 * 24

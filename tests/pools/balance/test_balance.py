@@ -1,0 +1,507 @@
+"""BalanceKV: the pool holds what Algorithms 1, 2 and 4 hold, in a fixed number of slots."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from reference.balance import Balance as Reference
+from reference.balance import SoftmaxBalance, Token
+from torch import Tensor
+
+import weir
+from weir.errors import WeirError
+from weir.pools import Balance, Fold, Recent, Sink
+from weir.pools.balance.schedule import LEVELS
+from weir.pools.draws import Draws
+from weir.slab.slots import Slots
+
+FOLD = Fold(Draws(0), layer=0, layers=1, seen=torch.tensor([0]), scale=0.5)
+
+
+@dataclass
+class Flow:
+    """Tokens of whole streams: keys, values [batch, kv_heads, length, dim] and weights."""
+
+    keys: Tensor
+    values: Tensor
+    weighted: bool = False
+
+    def at(self, position: Tensor) -> Slots:
+        """The tokens at places [batch, kv_heads, n], -1 for none."""
+        place, empty = position.clamp_min(0), position < 0
+        keys, values = (
+            t.gather(2, place[..., None].expand(-1, -1, -1, t.shape[3]))
+            for t in (self.keys, self.values)
+        )
+        a, b = ((position // n % 3 * 0.5 * self.weighted) for n in (16, 32))
+        a, b = (t.float().masked_fill(empty, -torch.inf) for t in (a, b))
+        return Slots(keys, values, a, b, position)
+
+
+def lumps(batch: int, heads: int, length: int, seed: int = 0) -> Flow:
+    """Keys in lumps; values of very different lengths, some of them zero."""
+    generator = torch.Generator().manual_seed(seed)
+    lump = torch.randn(batch, heads, 5, 3, generator=generator) * 2
+    which = torch.randint(0, 5, (batch, heads, length, 1), generator=generator)
+    keys = lump.gather(2, which.expand(-1, -1, -1, 3))
+    keys = keys + torch.randn(keys.shape, generator=generator) / 2 + 1
+    values = torch.randn(batch, heads, length, 2, generator=generator)
+    values = values * 2.0 ** torch.randint(-4, 3, (batch, heads, length, 1), generator=generator)
+    return Flow(keys, values * (torch.rand(values.shape[:3], generator=generator) > 0.1)[..., None])
+
+
+@dataclass
+class Stream:
+    """A pool that folds a flow; iterating yields the arrivals of each fold.
+
+    Attributes:
+        share: of its tokens that each head of each row gets.
+    """
+
+    pool: Balance
+    flow: Flow
+    chunk: int
+    share: float = 1.0
+    draws: Draws = FOLD.draws
+    held: Slots = field(init=False)
+    state: dict[str, Tensor] = field(init=False)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        length, shape = self.flow.keys.shape[2], self.flow.keys.shape[:2]
+        self.held = self.flow.at(torch.empty(*shape, 0, dtype=torch.int64))
+        self.state = self.pool.state(self.held)
+        for start in range(0, length, self.chunk):
+            place = torch.arange(start, min(start + self.chunk, length)).expand(*shape, -1)
+            if self.share < 1:
+                place = place.where(torch.rand(place.shape, generator=generator) < self.share, -1)
+            fold = replace(FOLD, draws=self.draws, state=dict(self.state), unbroken=self.share == 1)
+            self.held, rest = self.pool.fold(self.held, self.flow.at(place), fold)
+            assert len(rest) == 0
+            assert len(self.held) <= self.pool.slots()
+            for name, t in self.state.items():
+                assert fold.state[name].shape == t.shape
+                assert fold.state[name].dtype == t.dtype
+            self.state = fold.state
+            yield place
+
+    def whole(self) -> Stream:
+        """The same, after the last fold."""
+        for _ in self:
+            pass
+        return self
+
+
+def coins(draws: Draws, head: int, length: int) -> tuple[Any, Any]:
+    """The draws of one head, by level and place: of the first set of tokens, and of the others."""
+    place = torch.arange(length).expand(1, head + 1, -1)
+    tables: dict[int, list[float]] = {}
+
+    def coin(purpose: int, position: int) -> float:
+        if purpose not in tables:
+            tables[purpose] = draws.uniform(purpose, place)[0, head].tolist()
+        return tables[purpose][position]
+
+    return coin, lambda level, position: coin(LEVELS + level, position)
+
+
+def reference_of(pool: Balance, draws: Draws, head: int, length: int, scale: float) -> Reference:
+    """The naive loop with a pool's parameters."""
+    separate = pool.sets == "separate"
+    balance = SoftmaxBalance(
+        pool.halves,
+        pool.gamma,
+        pool.temperature,
+        1.0 if separate else pool.constant,
+        scale,
+        pool.sets == "flat",
+    )
+    one, others = coins(draws, head, length)
+    block = pool.block or min(256, max(2, pool.n // 16 - pool.n // 16 % 2))
+    above = others if separate else None
+    return Reference(pool.n, block, balance, one, above, pool.precision, pool.eager)
+
+
+def agree(stream: Stream, row: int, head: int, naive: Reference) -> None:
+    """The pool holds what the naive loop holds, with the same weights."""
+    held = stream.held.map(lambda t: t[row, head])
+    place = held.position[held.position >= 0].tolist()
+    weights = [w[held.position >= 0].tolist() for w in (held.a, held.b)]
+    mine = sorted(zip(place, *weights, strict=True))
+    wanted = [(t.position, t.a, t.b) for t in naive.holds()]
+    assert [p for p, _, _ in mine] == [p for p, _, _ in wanted]
+    flat = [x for token in mine for x in token], [x for token in wanted for x in token]
+    assert flat[0] == pytest.approx(flat[1], rel=1e-5, abs=1e-5)
+
+
+POOLS = [
+    (Balance(48, 16), 64, 3000, 1.0, False),
+    (Balance(48, 16), 1, 700, 1.0, False),
+    (Balance(20), 7, 900, 0.6, True),
+    (Balance(4), 3, 700, 1.0, False),
+    (Balance(40, 8, "pairs", None, 1.0), 9, 800, 0.7, True),
+    (Balance(48, 16, "authors", 4.0, 1.0), 64, 2000, 0.8, False),
+    (Balance(48, 16, "authors", 0.5, 1.0, sets="flat"), 1, 500, 1.0, True),
+    (Balance(32, 16, "paper", None, 1.0), 13, 900, 0.7, False),
+    (Balance(48, 16, "paper", 4.0, eager=True), 64, 1500, 1.0, True),
+    (Balance(48, 16, eager=True), 5, 900, 0.9, False),
+    (Balance(60, 16, sets="separate"), 64, 900, 1.0, False),
+    (Balance(60, 16, sets="separate", precision=4.0), 1, 300, 1.0, False),
+    (Balance(60, 8, "paper", 4.0, sets="separate", precision=2.0), 11, 500, 0.7, True),
+    (Balance(40, 8, "authors", None, 1.0, sets="separate", eager=True), 11, 400, 1.0, False),
+]
+
+
+@pytest.mark.parametrize(("pool", "chunk", "length", "share", "weighted"), POOLS)
+def test_it_holds_what_a_naive_loop_holds(pool, chunk, length, share, weighted):
+    flow = lumps(2, 2, length)
+    flow.weighted = weighted
+    stream = Stream(pool, flow, chunk, share, Draws(3))
+    naive = {
+        (row, head): reference_of(pool, stream.draws, head, length, FOLD.scale)
+        for row, head in itertools.product(range(2), range(2))
+    }
+    whole = flow.at(torch.arange(length).expand(2, 2, -1))
+    lists = {name: t.tolist() for name, t in whole.tensors().items()}
+    for arrivals in stream:
+        for (row, head), loop in naive.items():
+            for p in arrivals[row, head].tolist():
+                if p >= 0:
+                    mine = (lists[name][row][head][p] for name in ("keys", "values", "a", "b"))
+                    loop.take(Token(p, *mine))
+            agree(stream, row, head, loop)
+    if pool.precision > 1:
+        assert all(loop.erased for loop in naive.values())
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        Balance(32, 8),
+        Balance(32, 8, "authors", sets="flat"),
+        Balance(32, 8, "paper", eager=True),
+        Balance(32, 8, "paper", sets="separate", precision=1.0),
+    ],
+)
+def test_it_does_not_matter_how_the_stream_was_cut(pool):
+    flow = lumps(1, 3, 300)
+    one, *others = (Stream(pool, flow, chunk).whole() for chunk in (1, 7, 64, 300))
+    for other in others:
+        assert len(one.held) == len(other.held)
+        for head in range(3):
+            slots = [sorted(slots_of(stream, head)) for stream in (one, other)]
+            assert slots[0] == slots[1]
+
+
+def slots_of(stream: Stream, head: int) -> list[tuple[float, ...]]:
+    """(position, a, b, level) of the slots of a head of the first row, empty ones too."""
+    held = stream.held
+    level = stream.state["level"][:, :, : len(held)]
+    parts = (held.position, held.a, held.b, level)
+    return list(zip(*(t[0, head].tolist() for t in parts), strict=True))
+
+
+@given(
+    st.integers(2, 24),
+    st.integers(1, 12),
+    st.sampled_from(["pairs", "authors"]),
+    st.lists(st.integers(0, 70), min_size=1, max_size=5),
+    st.booleans(),
+)
+def test_it_never_holds_more_than_its_slots_and_loses_no_weight(half, block, halves, sizes, eager):
+    pool = Balance(2 * half, 2 * min(block, half // 2) or None, halves, eager=eager)
+    flow = lumps(1, 2, sum(sizes) + 1)
+    held = flow.at(torch.empty(1, 2, 0, dtype=torch.int64))
+    state, seen = pool.state(held), 0
+    for size in sizes:
+        new = flow.at(torch.arange(seen, seen + size).expand(1, 2, -1))
+        held, _ = pool.fold(held, new, replace(FOLD, state=state))
+        seen += size
+        assert len(held) <= pool.slots()
+        assert bool(held.held.all()), "a slot in use is empty, and no half was short"
+        if seen <= pool.n and not eager:
+            assert held.position[0, 0].tolist() == list(range(seen))
+            assert not held.a.any() and not held.b.any()
+        if halves == "pairs":
+            for weights in (held.a, held.b):
+                total = weights.double().exp().sum(dim=2)
+                torch.testing.assert_close(total, torch.full_like(total, seen))
+        elif size:
+            assert held.a.double().exp().sum(dim=2).max() <= seen * (1 + 1e-6)
+
+
+def test_a_stream_of_any_length_keeps_its_slots_and_its_whole_weight():
+    pool = Balance(24, 8)
+    flow = lumps(1, 1, 60_000)
+    stream = Stream(pool, flow, 500)
+    sizes = set()
+    for arrivals in stream:
+        if arrivals[0, 0, 0] > 2000:
+            sizes.add(len(stream.held))
+    assert min(sizes) > 24 - 5
+    assert stream.held.a.double().exp().sum().item() == pytest.approx(60_000)
+    assert stream.held.a.max() > 8 * math.log(2)
+
+
+PROMPTS = [
+    (Balance(48, 16), 300),
+    (Balance(48, 8), 96),
+    (Balance(48, 8), 97),
+    (Balance(48), 60),
+    (Balance(48), 1000),
+    (Balance(4), 77),
+    (Balance(20, 4, "pairs", None, 1.0), 333),
+    (Balance(48, 16, "authors", 4.0, 1.0), 200),
+    (Balance(40, 8, "authors", 0.5, 1.0, sets="flat"), 190),
+    (Balance(32, 16, "paper", None, 1.0), 250),
+]
+
+
+@pytest.mark.parametrize(("pool", "length"), PROMPTS)
+def test_a_whole_prompt_is_halved_as_a_naive_loop_halves_it(pool, length):
+    flow = lumps(2, 2, length)
+    place = torch.arange(length).expand(2, 2, -1)
+    stream = Stream(pool, flow, length, draws=Draws(3))
+    none = flow.at(place[:, :, :0])
+    fold = replace(FOLD, draws=stream.draws, state=pool.state(none), prompt=True)
+    stream.held, rest = pool.fold(none, flow.at(place), fold)
+    assert len(rest) == 0
+    assert len(stream.held) <= pool.slots()
+    lists = {name: t.tolist() for name, t in flow.at(place).tensors().items()}
+    for row, head in itertools.product(range(2), range(2)):
+        loop = reference_of(pool, stream.draws, head, length, FOLD.scale)
+        mine = [lists[name][row][head] for name in ("keys", "values", "a", "b")]
+        tokens = [Token(p, *values) for p, values in enumerate(zip(*mine, strict=True))]
+        loop.take_prompt(tokens, pool.block or 256)
+        agree(stream, row, head, loop)
+
+
+def test_a_prompt_that_is_little_too_long_stays_exact_but_for_twice_the_excess():
+    # The paper's Table 5: to keep a share 1 - alpha, a share 2 alpha is halved.
+    pool, length = Balance(900, 50), 1000
+    flow = lumps(1, 1, length)
+    place = torch.arange(length)[None, None]
+    none = flow.at(place[:, :, :0])
+    for prompt in (True, False):
+        state = pool.state(none)
+        held, _ = pool.fold(none, flow.at(place), replace(FOLD, state=state, prompt=prompt))
+        weights = held.b[0, 0].exp().round().int()
+        assert len(held) == 900
+        assert weights.bincount().tolist() == [0, 800, 100]
+        assert held.position[0, 0, weights == 2].max() < 200
+
+
+# --- what is unusual
+
+
+@pytest.mark.parametrize("sets", ["shared", "separate"])
+@pytest.mark.parametrize("gamma", [4.0, None])
+def test_equal_keys_and_values_of_zero_are_tokens_like_others(sets, gamma):
+    keys, values = torch.ones(1, 1, 50, 3), torch.zeros(1, 1, 50, 1)
+    values[:, :, ::2] = 1.0
+    held = Stream(Balance(16, 4, gamma=gamma, sets=sets), Flow(keys, values), 8).whole().held
+    assert held.b.exp().sum().item() == pytest.approx(50)
+    assert not held.a.isnan().any() and not held.b.isnan().any()
+    heavy = (held.a.exp() * held.values[..., 0]).sum().item()
+    assert heavy == pytest.approx(25) if sets == "separate" else 10 < heavy < 40
+
+
+@pytest.mark.parametrize("halves", ["pairs", "authors", "paper"])
+def test_half_precision_and_large_keys_do_no_harm(halves):
+    flow = lumps(1, 2, 200)
+    flow = Flow((flow.keys * 40).half(), flow.values.half())
+    pool = Balance(32, 8, halves, temperature=1.0)
+    held = Stream(pool, flow, 9).whole().held
+    assert held.keys.dtype == torch.float16
+    assert held.a.isfinite().all() or halves == "paper"
+    assert not held.a.isnan().any()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_what_is_no_number_is_refused_and_changes_nothing(bad, part):
+    pool = Balance(16, 4)
+    stream = Stream(pool, lumps(1, 1, 40), 8).whole()
+    state = dict(stream.state)
+    new = stream.flow.at(torch.arange(8)[None, None])
+    getattr(new, part)[0, 0, 3, 1] = bad
+    with pytest.raises(WeirError, match="not finite"):
+        pool.fold(stream.held, new, replace(FOLD, state=state))
+    assert all(state[name] is t for name, t in stream.state.items())
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"n": 3}, "in 4 slots or more, not 3"),
+        ({"block": 0}, "an even number of tokens from 2 to 32, not 0"),
+        ({"block": 7}, "an even number of tokens from 2 to 32, not 7"),
+        ({"block": 34}, "an even number of tokens from 2 to 32, not 34"),
+        ({"n": 7, "block": 4}, "an even number of tokens from 2 to 2, not 4"),
+        ({"halves": "thirds"}, "halves are pairs, authors or paper, not 'thirds'"),
+        ({"gamma": -1.0}, "the gamma of a walk is a number from 0 on, not -1.0"),
+        ({"temperature": math.inf}, "the temperature of a walk is a number from 0 on, not inf"),
+        ({"constant": math.nan}, "the constant of a walk is a number from 0 on, not nan"),
+        ({"sets": "own"}, "the sets of balance are shared, flat or separate, not 'own'"),
+        ({"sets": "flat"}, "flat denominator is that of halves=authors.*with halves=pairs"),
+        ({"precision": -0.1}, "the precision of balance is a number from 0 on, not -0.1"),
+    ],
+)
+def test_parameters_that_make_no_sense_are_refused(given, reason):
+    with pytest.raises(WeirError, match=reason):
+        Balance(**{"n": 64, **given})
+
+
+def test_nothing_can_follow_it():
+    with pytest.raises(WeirError, match="balance stands last in a pipe"):
+        weir.policy("recent(8) | balance(16) | recent(3)")
+
+
+# --- the policy
+
+
+def test_the_policy_shares_its_budget():
+    assert weir.policy("balancekv(budget=256)").pools == (Sink(32), Recent(32), Balance(192))
+    assert weir.policy("balancekv(budget=2048)").pools == (Sink(256), Recent(256), Balance(1536))
+    for budget in (8, 100, 257):
+        assert weir.policy(f"balancekv(budget={budget})").slots == budget
+    text = "balancekv(64, sinks=0, recent=10, block=8, halves=authors, gamma=none, sets=flat)"
+    pools = (Recent(10), Balance(54, 8, "authors", None, sets="flat"))
+    assert weir.policy(text).pools == pools
+    assert weir.policy("recent(9) | balance(64)").two_weights is False
+    assert weir.policy("recent(9) | balance(64, sets=separate)").two_weights is True
+
+
+@pytest.mark.parametrize("text", ["balancekv(budget=5)", "balancekv(64, recent=60)"])
+def test_a_budget_too_small_is_refused(text):
+    with pytest.raises(WeirError, match="leaves no room for 4 slots or more of balance"):
+        weir.policy(text)
+
+
+# --- through a model
+
+SMALL = "sink(2) | recent(6) | balance(16, block=4)"
+FLAT = "sink(2) | recent(6) | balance(16, 8, halves=authors, sets=flat)"
+APART = "sink(2) | recent(6) | balance(24, block=4, sets=separate)"
+
+
+def fed(model: Any, cache: Any, tokens: Tensor, cuts: list[int], mask: Any = None) -> Tensor:
+    """Logits of all tokens, fed in calls of the lengths `cuts`."""
+    out, done = [], 0
+    with torch.no_grad():
+        for width in cuts:
+            seen = None if mask is None else mask[:, : done + width]
+            piece = tokens[:, done : done + width]
+            out.append(model(piece, attention_mask=seen, past_key_values=cache).logits)
+            done += width
+    return torch.cat(out, dim=1)
+
+
+def naive_pipe(pool: Balance, length: int, scale: float) -> Callable[..., Any]:
+    """Two sinks, six recent tokens and the naive loop."""
+    loops: dict[tuple[int, int], Reference] = {}
+
+    def fold(held: Any, new: Any, at: Any) -> Any:
+        place = (at.layer, at.head)
+        if place not in loops:
+            draws = Draws(0, layer=at.layer, pool=2)
+            loops[place] = reference_of(pool, draws, at.head, length, scale)
+        sinks, recent, middle = held
+        line = [*recent, *new]
+        while line and len(sinks) < 2:
+            sinks = [*sinks, line.pop(0)]
+        leaving, line = line[: max(0, len(line) - 6)], line[-6:]
+        for t in leaving:
+            key = tuple(at.rotate(t.key[None], t.position)[0].tolist())
+            loops[place].take(Token(t.position, key, tuple(t.value.tolist())))
+        known = {t.position: t for t in [*middle, *leaving]}
+        kept = []
+        for it in loops[place].holds():
+            known_as = known[it.position]
+            kept.append(replace(known_as, a=it.a, b=it.b))
+        return [sinks, line, kept]
+
+    return fold
+
+
+@pytest.mark.parametrize(
+    ("text", "positions", "chunk"),
+    [(SMALL, "rolling", 5), (SMALL, "original", 1), (FLAT, "rolling", 3), (APART, "original", 5)],
+)
+def test_a_model_reads_on_as_the_naive_loop_does(llama, ids, naive, text, positions, chunk):
+    tokens = ids(1, 100)
+    cache = weir.StreamingCache(llama, text, chunk=chunk, positions=positions)
+    fold = naive_pipe(weir.policy(text).pools[2], 100, 16**-0.5)
+    loop = naive(llama, fold, pools=3, chunk=chunk, rolling=positions == "rolling")
+    got = fed(llama, cache, tokens, [50, 1, 1, 48])[0]
+    torch.testing.assert_close(got, loop.feed(tokens[0]), atol=1e-3, rtol=0)
+    for layer, head in itertools.product(range(2), range(2)):
+        position = cache.slots(layer).position[0, head]
+        wanted = sorted(t.position for t in loop.slots(layer, head))
+        assert sorted(position[position >= 0].tolist()) == wanted
+
+
+@pytest.mark.parametrize(("budget", "length"), [("balancekv(budget=64)", 64), (APART, 20)])
+def test_below_its_budget_it_is_dense(llama, ids, budget, length):
+    tokens = ids(1, length)
+    cache = weir.StreamingCache(llama, budget, chunk=4)
+    dense = llama(tokens, use_cache=False).logits
+    torch.testing.assert_close(fed(llama, cache, tokens, [length]), dense, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("text", [SMALL, FLAT])
+def test_a_prompt_that_a_model_reads_whole_is_halved_in_rounds(shallow, ids, text):
+    cache = weir.StreamingCache(shallow, text, chunk=5, prefill="full")
+    fed(shallow, cache, ids(1, 150), [150])
+    held = cache.slots(0)
+    mine = (held.pool == held.pools.index("balance")) & (held.position >= 0)
+    for head in range(2):
+        weights = held.b[0, head][mine[0, head]].exp().round().int().bincount()
+        # 142 tokens make 71, 35 and 17; then 3 are one too many, so 6 are halved once more.
+        found = {weight: count for weight, count in enumerate(weights.tolist()) if count}
+        assert found == {2: 1, 4: 1, 8: 11, 16: 3}
+
+
+@pytest.mark.parametrize("text", [SMALL, FLAT, APART])
+def test_a_row_gets_what_it_would_get_alone(llama, ids, text):
+    tokens, mask = ids(2, 80), torch.ones(2, 80, dtype=torch.int64)
+    mask[1, :13] = 0
+    together = fed(llama, weir.StreamingCache(llama, text, chunk=4), tokens, [30, 1, 49], mask)
+    for row, padding in ((0, 0), (1, 13)):
+        alone = weir.StreamingCache(llama, text, chunk=4)
+        wanted = fed(llama, alone, tokens[row : row + 1, padding:], [80 - padding])
+        torch.testing.assert_close(together[row, padding:], wanted[0], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("text", [SMALL, FLAT, APART])
+def test_a_stream_goes_on_bit_for_bit_after_it_was_restored(llama, ids, tmp_path, text):
+    tokens = ids(1, 100)
+    stream = weir.Stream(llama, text, chunk=4)
+    stream.feed(tokens[:, :50])
+    size = stream.report()["bytes"]
+    stream.save(tmp_path / "session.safetensors")
+    again = weir.Stream.restore(llama, tmp_path / "session.safetensors")
+    one, other = (s.feed(tokens[:, 50:], all_logits=True) for s in (stream, again))
+    assert torch.equal(one, other)
+    assert stream.report()["bytes"] == again.report()["bytes"] == size
+
+
+def test_after_a_pool_that_lets_heads_differ_it_takes_what_each_lets_go(llama, ids):
+    text = "sink(2) | recent(6) | heavy(6) | balance(12, block=4)"
+    tokens = ids(1, 90)
+    stream = weir.Stream(llama, text, chunk=4)
+    stream.feed(tokens)
+    held = stream.slots(layer=0)
+    mine = held.pool == held.pools.index("balance")
+    # All that came is somewhere: exact, or in the weights of what balance keeps.
+    exact = (held.position >= 0) & ~mine
+    total = held.a.exp().where(mine, 0.0).sum(dim=2) + exact.sum(dim=2)
+    torch.testing.assert_close(total, torch.full_like(total, 90.0))

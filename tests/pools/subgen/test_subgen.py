@@ -1,0 +1,597 @@
+"""SubGen: Algorithm 1's samples, their weights, and what its two lemmas promise."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import Naive
+from hypothesis import given
+from hypothesis import strategies as st
+from reference.subgen import SubGen as Reference
+from torch import Tensor
+
+import weir
+from weir.errors import WeirError
+from weir.pools import Fold, Recent, Sink, SubGen
+from weir.pools.draws import Draws
+from weir.slab.slots import Slots
+
+FOLD = Fold(Draws(0), layer=0, layers=1, seen=torch.tensor([0]), scale=1.0)
+PURPOSES = {"pair": 0, "sample": 1, "merge": 2}
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of the naive loop."""
+
+    position: int
+    key: list[float]
+    value: list[float]
+    a: float = 0.0
+    b: float = 0.0
+
+
+@dataclass
+class Flow:
+    """Tokens of whole streams: keys, values [batch, kv_heads, length, dim] and weights."""
+
+    keys: Tensor
+    values: Tensor
+    weighted: bool = False
+
+    def at(self, position: Tensor) -> Slots:
+        """The tokens at places [batch, kv_heads, n], -1 for none."""
+        place, empty = position.clamp_min(0), position < 0
+        keys, values = (
+            t.gather(2, place[..., None].expand(-1, -1, -1, t.shape[3]))
+            for t in (self.keys, self.values)
+        )
+        a, b = ((position % n * 0.3 * self.weighted).masked_fill(empty, -torch.inf) for n in (5, 7))
+        return Slots(keys, values, a.float(), b.float(), position)
+
+    def token(self, row: int, head: int, place: int) -> Token:
+        """One of them, as the naive loop takes it."""
+        slots = self.at(torch.full((*self.keys.shape[:2], 1), place))
+        found = slots.map(lambda t: t[row, head, 0][None, None, None])
+        key, value = found.keys.flatten().tolist(), found.values.flatten().tolist()
+        return Token(place, key, value, found.a.item(), found.b.item())
+
+
+def lumps(batch: int, heads: int, length: int, seed: int = 0) -> Flow:
+    """Keys of whole numbers, so that distances are exact, in lumps; some values are zero."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator).float()
+
+    lump = draw(-40, 40, batch, heads, 9, 3)
+    which = draw(0, 9, batch, heads, length).long()[..., None].expand(-1, -1, -1, 3)
+    keys = lump.gather(2, which) + draw(-2, 3, batch, heads, length, 3)
+    values = draw(-3, 4, batch, heads, length, 2) * (draw(0, 4, batch, heads, length, 1) > 0)
+    return Flow(keys, values)
+
+
+@dataclass
+class Stream:
+    """A pool that folds a flow; iterating yields the arrivals of each fold.
+
+    Attributes:
+        share: of its tokens that each head of each row gets.
+    """
+
+    pool: SubGen
+    flow: Flow
+    chunk: int
+    share: float = 1.0
+    draws: Draws = FOLD.draws
+    held: Slots = field(init=False)
+    state: dict[str, Tensor] = field(init=False)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        length, shape = self.flow.keys.shape[2], self.flow.keys.shape[:2]
+        self.held = self.flow.at(torch.empty(*shape, 0, dtype=torch.int64))
+        self.state = self.pool.state(self.held)
+        for start in range(0, length, self.chunk):
+            place = torch.arange(start, min(start + self.chunk, length)).expand(*shape, -1)
+            if self.share < 1:
+                place = place.where(torch.rand(place.shape, generator=generator) < self.share, -1)
+            fold = replace(FOLD, draws=self.draws, state=dict(self.state), unbroken=self.share == 1)
+            self.held, rest = self.pool.fold(self.held, self.flow.at(place), fold)
+            assert len(rest) == 0
+            assert self.pool.slots() is None or len(self.held) <= self.pool.slots()
+            assert bool(self.held.held.any(dim=0).any(dim=0).all()), "a column is empty everywhere"
+            self.state = fold.state
+            yield place
+
+    def whole(self) -> Stream:
+        """The same, after the last fold."""
+        for _ in self:
+            pass
+        return self
+
+
+def coins(draws: Draws, pool: SubGen, head: int, length: int) -> Callable[[str, int, int], float]:
+    """The draws of one head, by purpose, place and entry."""
+    place = torch.arange(length).expand(1, head + 1, -1)
+    entries = {"pair": pool.samples, "sample": pool.per_cluster, "merge": pool.per_cluster}
+    table = {
+        what: [draws.uniform(n, place, j)[0, head].tolist() for j in range(entries[what])]
+        for what, n in PURPOSES.items()
+    }
+    return lambda what, position, j: table[what][j][position]
+
+
+def reference_of(pool: SubGen, coin: Callable[[str, int, int], float]) -> Reference:
+    """The naive loop with a pool's parameters."""
+    delta = 0.0 if pool.delta == "auto" else float(pool.delta)
+    return Reference(pool.samples, pool.per_cluster, pool.clusters, coin, delta, exact=pool.exact)
+
+
+def agree(stream: Stream, row: int, head: int, naive: Reference) -> None:
+    """The pool holds what the naive loop holds, and remembers the same."""
+    position = stream.held.position[row, head]
+    there = position >= 0
+    wanted = naive.weights()
+    assert position[there].tolist() == list(wanted)
+    for place, weights in enumerate((stream.held.a, stream.held.b)):
+        mine = weights[row, head].double().exp()
+        assert not mine[~there].any()
+        other = torch.tensor([pair[place] for pair in wanted.values()], dtype=torch.float64)
+        torch.testing.assert_close(mine[there], other, rtol=1e-5, atol=0)
+    state = {name: t[row, head] for name, t in stream.state.items()}
+    used = int((state["count"] > 0).sum())
+    assert state["delta"].item() == naive.delta
+    assert state["born"][:used].tolist() == [c.x.position for c in naive.clusters]
+    counts = torch.tensor([c.n for c in naive.clusters], dtype=torch.float64)
+    torch.testing.assert_close(state["count"][:used], counts, rtol=1e-9, atol=0)
+    assert state["mu"].item() == pytest.approx(naive.mu)
+    if not naive.exact:
+        samples = [[t.position for t in c.samples] for c in naive.clusters]
+        assert position[state["samples"][:used]].tolist() == samples
+
+
+BOUNDED = SubGen(samples=6, clusters=5, per_cluster=3)
+UNBOUNDED = SubGen(samples=6, clusters=None, per_cluster=3, delta=7.0)
+
+
+@pytest.mark.parametrize(
+    ("pool", "chunk", "length", "share", "weighted"),
+    [
+        (BOUNDED, 1, 400, 1.0, False),
+        (BOUNDED, 64, 3000, 1.0, False),
+        (BOUNDED, 100, 1000, 0.5, True),
+        (SubGen(4, 7, 2, delta=3.0), 7, 600, 0.7, False),
+        (SubGen(1, 1, 1), 5, 100, 1.0, False),
+        (SubGen(6, 5, 3, exact=False), 7, 600, 1.0, True),
+        (UNBOUNDED, 1, 200, 1.0, False),
+        (UNBOUNDED, 64, 2000, 0.6, False),
+        (SubGen(3, None, 2, delta=2.0, exact=False), 9, 300, 1.0, True),
+    ],
+)
+def test_it_holds_what_a_naive_loop_holds(pool, chunk, length, share, weighted):
+    flow = lumps(2, 2, length)
+    flow.weighted = weighted
+    stream = Stream(pool, flow, chunk, share, Draws(3))
+    naive = {
+        (row, head): reference_of(pool, coins(stream.draws, pool, head, length))
+        for row, head in itertools.product(range(2), range(2))
+    }
+    whole = flow.at(torch.arange(length).expand(2, 2, -1))
+    lists = {name: t.tolist() for name, t in whole.tensors().items()}
+    for arrivals in stream:
+        for (row, head), loop in naive.items():
+            for p in arrivals[row, head].tolist():
+                if p >= 0:
+                    names = ("keys", "values", "a", "b")
+                    loop.take(Token(p, *(lists[name][row][head][p] for name in names)))
+            agree(stream, row, head, loop)
+    if pool.clusters and pool.clusters > 1:
+        assert all(loop.merges for loop in naive.values())
+    if pool.clusters is None:
+        assert len(naive[0, 0].clusters) > 3
+
+
+@pytest.mark.parametrize("pool", [BOUNDED, UNBOUNDED, replace(BOUNDED, exact=False)])
+def test_it_does_not_matter_how_the_stream_was_cut(pool):
+    flow = lumps(1, 3, 300)
+    one, *others = (Stream(pool, flow, chunk).whole() for chunk in (1, 7, 64, 300))
+    for other in others:
+        for name, t in one.held.tensors().items():
+            there = one.held.held if t.ndim == 3 else one.held.held[..., None]
+            assert torch.equal(t.where(there, 0), other.held.tensors()[name].where(there, 0)), name
+        assert torch.equal(one.held.position, other.held.position)
+        for name, t in one.state.items():
+            assert torch.equal(t, other.state[name]), name
+
+
+small = st.integers(-6, 6)
+tokens_of_a_stream = st.lists(
+    st.tuples(st.tuples(small, small), st.tuples(small, small)), min_size=1, max_size=40
+)
+
+
+@given(
+    tokens_of_a_stream,
+    st.integers(1, 4),
+    st.one_of(st.none(), st.integers(1, 4)),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.integers(1, 41),
+)
+def test_the_invariants_of_both_lemmas_hold(tokens, s, m, t, delta, chunk):
+    keys, values = (torch.tensor([x[i] for x in tokens]).float()[None, None] for i in (0, 1))
+    flow = Flow(keys, values)
+    pool = SubGen(s, m, t, float(delta), exact=False)
+    stream = Stream(pool, flow, chunk)
+    naive = reference_of(pool, coins(stream.draws, pool, 0, len(tokens)))
+    seen = 0
+    for arrivals in stream:
+        for _ in range(arrivals.shape[2]):
+            naive.take(flow.token(0, 0, seen))
+            seen += 1
+        agree(stream, 0, 0, naive)
+        state = {name: x[0, 0] for name, x in stream.state.items()}
+        used = int((state["count"] > 0).sum())
+        # Lemma 1: mu, and M is drawn from the tokens whose values are not zero.
+        lengths = values[0, 0, :seen].double().square().sum(dim=1)
+        assert state["mu"] == lengths.sum()
+        drawn = state["pairs"][state["pairs"] >= 0]
+        assert len(drawn) == (s if lengths.any() else 0)
+        assert lengths[stream.held.position[0, 0][drawn]].all()
+        # Lemma 2: a partition of the keys, centres apart, keys near theirs, samples from their own.
+        wide = state["delta"].item()
+        assert state["count"].sum() == seen
+        assert m is None or used <= m
+        members = sorted(x.position for c in naive.clusters for x in c.members)
+        assert members == list(range(seen))
+        reach = wide if m is None else 2 * wide
+        for i, cluster in enumerate(naive.clusters):
+            centre = state["centre"][i].tolist()
+            assert len(cluster.members) == state["count"][i]
+            assert cluster.x in cluster.members
+            assert all(math.dist(centre, x.key) <= reach for x in cluster.members)
+            mine = {x.position for x in cluster.members}
+            assert set(stream.held.position[0, 0][state["samples"][i]].tolist()) <= mine
+        for one, other in itertools.combinations(state["centre"][:used].tolist(), 2):
+            assert math.dist(one, other) > wide
+
+
+# --- both sums are unbiased: as many streams as there are heads, over the same tokens
+
+RUNS = 3000
+QUERY = torch.tensor([0.6, -0.4], dtype=torch.float64)
+
+
+def same_tokens_for_all(length: int) -> Flow:
+    """Keys in lumps of different sizes, most of which come late; values of different lengths."""
+    generator = torch.Generator().manual_seed(5)
+    lump = torch.tensor([[0.0, 0.0], [2.0, 1.0], [-1.0, 2.0], [1.0, -3.0]])
+    which = torch.multinomial(
+        torch.tensor([8.0, 4.0, 2.0, 1.0]), length, replacement=True, generator=generator
+    )
+    which[:24] = 0
+    keys = lump[which] + torch.randn(length, 2, generator=generator) * 0.5
+    values = 1 + torch.randn(length, 3, generator=generator) * torch.rand(
+        length, 1, generator=generator
+    )
+    return Flow(keys.expand(1, RUNS, -1, -1), values.expand(1, RUNS, -1, -1))
+
+
+def estimates(held: Slots) -> tuple[Tensor, Tensor]:
+    """(numerators [runs, value_dim], denominators [runs]) for the query."""
+    held = held.map(lambda t: t[0].double() if t.is_floating_point() else t[0])
+    logits = held.keys @ QUERY
+    above = (logits + held.a).exp()[..., None] * held.values
+    return above.sum(dim=1), (logits + held.b).exp().sum(dim=1)
+
+
+def truth(flow: Flow, seen: int, pool: SubGen) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Both sums, and the variance that Algorithm 1's estimate of each must have."""
+    keys, values = flow.keys[0, 0, :seen].double(), flow.values[0, 0, :seen].double()
+    e = (keys @ QUERY).exp()
+    lengths = values.square().sum(dim=1)
+    each = (lengths.sum() / lengths * e)[:, None] * values
+    chance = (lengths / lengths.sum())[:, None]
+    above = (e[:, None] * values).sum(dim=0)
+    above_var = ((chance * each.square()).sum(dim=0) - above.square()) / pool.samples
+    naive = reference_of(pool, lambda *_: 0.5)
+    for place in range(seen):
+        naive.take(Token(place, keys[place].tolist(), values[place].tolist()))
+    below_var = torch.zeros((), dtype=torch.float64)
+    for cluster in naive.clusters:
+        mine = e[[x.position for x in cluster.members]]
+        below_var += cluster.n**2 * mine.var(correction=0) / pool.per_cluster
+    return above, above_var, e.sum(), below_var
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        SubGen(samples=3, clusters=None, per_cluster=2, delta=1.5, exact=False),
+        SubGen(samples=3, clusters=3, per_cluster=2, delta=0.2, exact=False),
+        SubGen(samples=3, clusters=4, per_cluster=2),
+    ],
+    ids=["unbounded", "bounded", "after an exact phase"],
+)
+def test_both_sums_are_unbiased_before_and_after_merges(pool):
+    flow = same_tokens_for_all(60)
+    stream = Stream(pool, flow, 12, draws=Draws(11))
+    widths = []
+    for arrivals in stream:
+        seen = int(arrivals[0, 0, -1]) + 1
+        widths.append(stream.state["delta"][0, 0].item())
+        above, above_var, below, below_var = truth(flow, seen, pool)
+        mine, mine_below = estimates(stream.held)
+        if bool(stream.state["still"].all()):
+            torch.testing.assert_close(mine, above.expand_as(mine), rtol=1e-5, atol=1e-5)
+            continue
+        # Five standard deviations of the mean, for sums that are right on average.
+        assert ((mine.mean(dim=0) - above).abs() < 5 * (above_var / RUNS).sqrt()).all()
+        assert (mine_below.mean() - below).abs() < 5 * (below_var / RUNS).sqrt() + 1e-5 * below
+        # And they spread as independent draws do.
+        assert ((mine.var(dim=0) / above_var - 1).abs() < 0.2).all()
+        assert (mine_below.var() / below_var - 1).abs() < 0.2
+    if pool.clusters:
+        assert widths[-1] > widths[0], "no merge happened"
+
+
+def test_the_numerators_error_falls_with_the_root_of_the_samples():
+    flow = same_tokens_for_all(40)
+    errors = []
+    for s in (2, 8, 32):
+        pool = SubGen(s, None, 1, 1.5, exact=False)
+        above, *_ = truth(flow, 40, pool)
+        mine, _ = estimates(Stream(pool, flow, 40).whole().held)
+        errors.append((mine - above).square().sum(dim=1).mean().sqrt())
+    assert errors[0] / errors[1] == pytest.approx(2, rel=0.07)
+    assert errors[1] / errors[2] == pytest.approx(2, rel=0.07)
+
+
+@pytest.mark.parametrize("clusters", [None, 3])
+def test_the_denominators_error_falls_with_the_root_of_the_samples_of_a_cluster(clusters):
+    flow = same_tokens_for_all(40)
+    errors = []
+    for t in (1, 4, 16):
+        pool = SubGen(1, clusters, t, 1.0, exact=False)
+        _, _, below, _ = truth(flow, 40, pool)
+        _, mine = estimates(Stream(pool, flow, 40).whole().held)
+        errors.append((mine - below).square().mean().sqrt())
+    assert errors[0] / errors[1] == pytest.approx(2, rel=0.07)
+    assert errors[1] / errors[2] == pytest.approx(2, rel=0.07)
+
+
+# --- what is unusual
+
+
+def test_while_all_tokens_fit_they_are_kept_as_they_are():
+    flow = lumps(1, 2, 21 + 1)
+    flow.weighted = True
+    stream = Stream(BOUNDED, flow, 1)
+    for arrivals in stream:
+        seen = int(arrivals[0, 0, 0]) + 1
+        whole = flow.at(torch.arange(seen).expand(1, 2, -1))
+        kept = seen <= BOUNDED.slots()
+        assert torch.equal(stream.held.position, whole.position) == kept
+        if kept:
+            assert torch.equal(stream.held.a, whole.a)
+            assert torch.equal(stream.held.b, whole.b)
+
+
+def test_equal_keys_are_one_cluster_and_one_sum():
+    flow = Flow(torch.ones(1, 1, 50, 3), torch.ones(1, 1, 50, 1))
+    stream = Stream(BOUNDED, flow, 8).whole()
+    assert stream.state["count"][0, 0].tolist() == [50, 0, 0, 0, 0]
+    for weights in (stream.held.a, stream.held.b):
+        assert weights.exp().sum().item() == pytest.approx(50)
+
+
+def test_values_of_zero_add_nothing_to_the_numerator():
+    flow = lumps(1, 1, 60)
+    flow.values = torch.zeros_like(flow.values)
+    stream = Stream(BOUNDED, flow, 8).whole()
+    assert stream.held.a.isneginf().all()
+    assert stream.held.b.exp().sum().item() == pytest.approx(60)
+
+
+def test_a_distance_to_begin_with_is_the_smallest_among_one_more_key_than_clusters():
+    keys = torch.tensor([0.0, 50.0, 50.0, 20.0, 90.0])[None, None, :, None]
+    stream = Stream(SubGen(1, 3, 1), Flow(keys, torch.ones_like(keys)), 1)
+    widths = [stream.state["delta"].item() for _ in stream]
+    # 0, 50, 20 and 90 are four: 20 lies next to 0.
+    assert widths == [0, 0, 0, 0, 20]
+    assert stream.state["count"].tolist() == [[[2, 2, 1]]]
+    assert stream.state["born"].tolist() == [[[0, 1, 4]]]
+
+
+def test_clusters_do_not_merge_in_chains():
+    keys = torch.tensor([0.0, 10.0, 20.0, 90.0])[None, None, :, None]
+    stream = Stream(SubGen(1, 3, 1), Flow(keys, torch.ones_like(keys)), 4).whole()
+    # 10 goes to 0. 20 is near 10, which is no centre any more.
+    assert stream.state["born"].tolist() == [[[0, 2, 3]]]
+    assert stream.state["count"].tolist() == [[[2, 1, 1]]]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_key_that_is_no_number_is_refused_and_changes_nothing(bad):
+    stream = Stream(BOUNDED, lumps(1, 1, 40), 8).whole()
+    state = dict(stream.state)
+    new = stream.flow.at(torch.arange(8)[None, None])
+    new.keys[0, 0, 3, 1] = bad
+    with pytest.raises(WeirError, match="not finite"):
+        BOUNDED.fold(stream.held, new, replace(FOLD, state=state))
+    assert all(state[name] is t for name, t in stream.state.items())
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"samples": 0}, "at least 1 sample for the numerator, not 0"),
+        ({"clusters": 0}, "at least 1 cluster, not 0; without a limit, write clusters=none"),
+        ({"per_cluster": 0}, "at least 1 key per_cluster, not 0"),
+        ({"delta": 0.0}, "a distance above 0, not 0.0"),
+        ({"delta": -1}, "a distance above 0, not -1"),
+        ({"delta": math.inf}, "a distance above 0, not inf"),
+        ({"delta": math.nan}, "a distance above 0, not nan"),
+        ({"delta": "wide"}, "a distance or auto, not 'wide'"),
+        ({"clusters": None}, "has to be given, as in delta=4.0"),
+    ],
+)
+def test_parameters_that_make_no_sense_are_refused(given, reason):
+    with pytest.raises(WeirError, match=reason):
+        SubGen(**given)
+
+
+def test_nothing_can_follow_it():
+    with pytest.raises(WeirError, match="subgen stands last in a pipe"):
+        weir.policy("recent(8) | subgen(samples=4) | recent(3)")
+
+
+# --- the policy
+
+
+def test_the_policy_shares_its_budget():
+    assert weir.policy("subgen(budget=320)").pools == (Sink(4), Recent(124), SubGen(64, 32, 4))
+    for budget in (12, 100, 257):
+        assert weir.policy(f"subgen(budget={budget})").slots == budget
+    pools = (Recent(10), SubGen(30, 5, 2, 1.5, False))
+    text = "subgen(50, sinks=0, recent=10, clusters=5, per_cluster=2, delta=1.5, exact=false)"
+    assert weir.policy(text).pools == pools
+    alone = weir.policy("recent(9) | subgen(samples=8, clusters=none, delta=2)")
+    assert alone.pools == (Recent(9), SubGen(8, None, 4, 2))
+    assert alone.slots is None
+
+
+@pytest.mark.parametrize(
+    "text", ["subgen(budget=8)", "subgen(64, recent=60)", "subgen(64, clusters=30)"]
+)
+def test_a_budget_too_small_is_refused(text):
+    with pytest.raises(WeirError, match="leaves no room for samples beside 4 sinks"):
+        weir.policy(text)
+
+
+# --- through a model
+
+SMALL = "sink(2) | recent(6) | subgen(samples=6, clusters=4, per_cluster=2)"
+OPEN = "sink(2) | recent(6) | subgen(samples=6, clusters=none, per_cluster=2, delta=1.5)"
+
+
+def naive_pipe(pool: SubGen, length: int) -> Callable[..., Any]:
+    """Two sinks, six recent tokens and the naive loop."""
+    loops: dict[tuple[int, int], Reference] = {}
+
+    def fold(held: Any, new: Any, at: Any) -> Any:
+        place = (at.layer, at.head)
+        if place not in loops:
+            draws = Draws(0, layer=at.layer, pool=2)
+            loops[place] = reference_of(pool, coins(draws, pool, at.head, length))
+        sinks, recent, middle = held
+        line = [*recent, *new]
+        while line and len(sinks) < 2:
+            sinks = [*sinks, line.pop(0)]
+        leaving, line = line[: max(0, len(line) - 6)], line[-6:]
+        for t in leaving:
+            key = at.rotate(t.key[None], t.position)[0].tolist()
+            loops[place].take(Token(t.position, key, t.value.tolist()))
+        known = {t.position: t for t in [*middle, *leaving]}
+        kept = []
+        for position, (above, below) in loops[place].weights().items():
+            token = known[position]
+            token.a, token.b = (math.log(w) if w else -math.inf for w in (above, below))
+            kept.append(token)
+        return [sinks, line, kept]
+
+    return fold
+
+
+def fed(model: Any, cache: Any, tokens: Tensor, cuts: list[int], mask: Any = None) -> Tensor:
+    """Logits of all tokens, fed in calls of the lengths `cuts`."""
+    out, done = [], 0
+    with torch.no_grad():
+        for width in cuts:
+            seen = None if mask is None else mask[:, : done + width]
+            piece = tokens[:, done : done + width]
+            out.append(model(piece, attention_mask=seen, past_key_values=cache).logits)
+            done += width
+    return torch.cat(out, dim=1)
+
+
+@pytest.mark.parametrize(("positions", "chunk"), [("rolling", 5), ("original", 1)])
+@pytest.mark.parametrize("text", [SMALL, OPEN])
+def test_a_model_reads_on_as_the_naive_loop_does(llama, ids, text, positions, chunk):
+    tokens = ids(1, 100)
+    cache = weir.StreamingCache(llama, text, chunk=chunk, positions=positions)
+    fold = naive_pipe(weir.policy(text).pools[2], 100)
+    naive = Naive(llama, fold, pools=3, chunk=chunk, rolling=positions == "rolling")
+    got = fed(llama, cache, tokens, [50, 1, 1, 48])[0]
+    torch.testing.assert_close(got, naive.feed(tokens[0]), atol=1e-3, rtol=0)
+    for layer, head in itertools.product(range(2), range(2)):
+        position = cache.slots(layer).position[0, head]
+        wanted = sorted(t.position for t in naive.slots(layer, head))
+        assert sorted(position[position >= 0].tolist()) == wanted
+
+
+def test_below_its_budget_it_is_dense(llama, ids):
+    tokens = ids(1, 64)
+    cache = weir.StreamingCache(llama, "subgen(budget=64)", chunk=4)
+    dense = llama(tokens, use_cache=False).logits
+    torch.testing.assert_close(fed(llama, cache, tokens, [64]), dense, atol=1e-4, rtol=0)
+
+
+def test_a_whole_prompt_at_once_is_sampled_as_one_that_came_in_chunks(llama, ids):
+    tokens = ids(1, 150)
+    slots = []
+    for prefill in ("chunked", "full"):
+        cache = weir.StreamingCache(llama, SMALL, chunk=5, prefill=prefill)
+        fed(llama, cache, tokens, [150])
+        slots.append(cache.slots(0))
+    one, other = slots
+    assert torch.equal(one.position, other.position)
+    torch.testing.assert_close(one.a, other.a, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(one.b, other.b)
+
+
+@pytest.mark.parametrize("text", [SMALL, OPEN])
+def test_a_row_gets_what_it_would_get_alone(llama, ids, text):
+    tokens, mask = ids(2, 80), torch.ones(2, 80, dtype=torch.int64)
+    mask[1, :13] = 0
+    together = fed(llama, weir.StreamingCache(llama, text, chunk=4), tokens, [30, 1, 49], mask)
+    for row, padding in ((0, 0), (1, 13)):
+        alone = weir.StreamingCache(llama, text, chunk=4)
+        wanted = fed(llama, alone, tokens[row : row + 1, padding:], [80 - padding])
+        torch.testing.assert_close(together[row, padding:], wanted[0], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("text", [SMALL, OPEN])
+def test_a_stream_goes_on_bit_for_bit_after_it_was_restored(llama, ids, tmp_path, text):
+    tokens = ids(1, 100)
+    stream = weir.Stream(llama, text, chunk=4)
+    stream.feed(tokens[:, :50])
+    size = stream.report()["bytes"]
+    stream.save(tmp_path / "session.safetensors")
+    again = weir.Stream.restore(llama, tmp_path / "session.safetensors")
+    one, other = (s.feed(tokens[:, 50:], all_logits=True) for s in (stream, again))
+    assert torch.equal(one, other)
+    assert text is OPEN or stream.report()["bytes"] == again.report()["bytes"] == size
+
+
+def test_rows_of_a_stream_without_a_limit_grow_apart(llama, ids):
+    # One row says the same token again and again, the other one has new keys all the time.
+    tokens = ids(2, 200)
+    tokens[0] = 7
+    text = "recent(4) | subgen(samples=2, clusters=none, per_cluster=1, delta=0.5)"
+    cache = weir.StreamingCache(llama, text, chunk=4)
+    mask = torch.ones_like(tokens)
+    mask[1, :2] = 0
+    together = fed(llama, cache, tokens, [90, 110], mask)
+    for row, padding in ((0, 0), (1, 2)):
+        alone = weir.StreamingCache(llama, text, chunk=4)
+        wanted = fed(llama, alone, tokens[row : row + 1, padding:], [200 - padding])
+        torch.testing.assert_close(together[row, padding:], wanted[0], atol=1e-3, rtol=0)
+    assert cache.slots(0).position.shape[2] > 20

@@ -1,0 +1,249 @@
+"""Attention with two log-weights against a loop in float64, and PyTorch's fused call against it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from weir.slab.attention import Form, attention_mass, fused_attention, fuses, two_weight_attention
+from weir.slab.slab import folded_weights
+
+LOG_MILLION = 20 * math.log(2)
+WEIGHTS = [0.0, 0.0, -math.inf, LOG_MILLION, -3.0]
+
+
+@dataclass
+class Case:
+    """Arguments of an attention call."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    a: Tensor
+    b: Tensor
+    form: Form
+    bias: Tensor | None
+
+
+@st.composite
+def cases(draw, capped: bool = True, apart: bool = True) -> Case:
+    """Calls of all small shapes; `capped` ones have soft-capping or sinks, `apart` ones a != b."""
+    batch, kv_heads, group, length = (draw(st.integers(1, 3)) for _ in range(4))
+    slots, key_dim, value_dim = (draw(st.integers(1, 7)) for _ in range(3))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def weights() -> Tensor:
+        which = torch.randint(len(WEIGHTS), (batch, kv_heads, slots), generator=generator)
+        return torch.tensor(WEIGHTS)[which]
+
+    a = weights()
+    b = weights() if apart else a.clone()
+    if draw(st.booleans()):  # only one slot holds anything
+        others = torch.arange(slots) != draw(st.integers(0, slots - 1))
+        a, b = a.masked_fill(others, -math.inf), b.masked_fill(others, -math.inf)
+    softcap = draw(st.sampled_from([None, 2.0, 30.0])) if capped else None
+    sinks = normal(kv_heads, group) * 3 if capped and draw(st.booleans()) else None
+    bias = None
+    if draw(st.booleans()):
+        shape = [batch, kv_heads, group, length, slots]
+        shape = [n if draw(st.booleans()) else 1 for n in shape[:-1]] + shape[-1:]
+        bias = normal(*shape)
+        bias = bias.masked_fill(torch.rand(shape, generator=generator) < 0.3, -math.inf)
+    return Case(
+        queries=normal(batch, kv_heads, group, length, key_dim) * 2,
+        keys=normal(batch, kv_heads, slots, key_dim),
+        values=normal(batch, kv_heads, slots, value_dim),
+        a=a,
+        b=b,
+        form=Form(draw(st.sampled_from([0.25, 1.0])), softcap, sinks),
+        bias=bias,
+    )
+
+
+def looped(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The formula, one query and one slot at a time, in float64.
+
+    Returns:
+        The answers [batch, kv_heads, group, length, value_dim]; what they would be with values of
+        one sign, which is what rounding errors are relative to; the attention each slot receives
+        [batch, kv_heads, slots]; the sinks' share of each query [batch, kv_heads, group, length].
+    """
+    batch, kv_heads, group, length, _ = case.queries.shape
+    slots, value_dim = case.values.shape[2:]
+    out = torch.zeros(batch, kv_heads, group, length, value_dim, dtype=torch.float64)
+    size = torch.zeros_like(out)
+    mass = torch.zeros(batch, kv_heads, slots, dtype=torch.float64)
+    lost = torch.zeros(batch, kv_heads, group, length, dtype=torch.float64)
+    bias = torch.zeros(1) if case.bias is None else case.bias
+    bias = bias.expand(batch, kv_heads, group, length, slots).tolist()
+    for n in range(batch):
+        for h in range(kv_heads):
+            keys, values = case.keys[n, h].double(), case.values[n, h].double()
+            a, b = case.a[n, h].tolist(), case.b[n, h].tolist()
+            for g in range(group):
+                for t in range(length):
+                    above, below = [], []
+                    for i in range(slots):
+                        logit = float(case.queries[n, h, g, t].double() @ keys[i]) * case.form.scale
+                        if case.form.softcap is not None:
+                            logit = case.form.softcap * math.tanh(logit / case.form.softcap)
+                        logit += bias[n][h][g][t][i]
+                        above.append(math.exp(logit + a[i]))
+                        below.append(math.exp(logit + b[i]))
+                    sink = 0.0 if case.form.sinks is None else math.exp(case.form.sinks[h, g])
+                    total = math.fsum(below) + sink
+                    if total == 0:
+                        continue
+                    lost[n, h, g, t] = sink / total
+                    for i in range(slots):
+                        out[n, h, g, t] += above[i] * values[i] / total
+                        size[n, h, g, t] += above[i] * values[i].abs() / total
+                        mass[n, h, i] += below[i] / total
+    return out, size, mass, lost
+
+
+def reference(case: Case) -> Tensor:
+    """`two_weight_attention` of a case."""
+    return two_weight_attention(
+        case.queries, case.keys, case.values, case.a, case.b, case.form, case.bias
+    )
+
+
+def assert_within(got: Tensor, wanted: Tensor, bound: Tensor) -> None:
+    """Whether every entry is within its own bound."""
+    assert got.shape == wanted.shape
+    excess = (got.double() - wanted).abs() - bound
+    assert bool((excess <= 0).all()), f"beyond the bound by {float(excess.max())}"
+
+
+@given(cases())
+def test_the_reference_is_the_formula(case):
+    wanted, size, _, _ = looped(case)
+    # Logits reach some 30, so that float32 rounds them by 2e-6, and with them each weight.
+    assert_within(reference(case), wanted, 2e-5 * size + 1e-12)
+
+
+@given(cases())
+def test_the_attention_slots_receive_is_the_denominators_share(case):
+    _, _, mass, lost = looped(case)
+    got = attention_mass(case.queries, case.keys, case.b, case.form, case.bias)
+    torch.testing.assert_close(got.double(), mass, rtol=2e-5, atol=1e-6)
+
+
+@given(cases())
+def test_every_query_gives_away_its_whole_attention_less_the_sinks_share(case):
+    _, _, mass, lost = looped(case)
+    got = attention_mass(case.queries, case.keys, case.b, case.form, case.bias)
+    batch, kv_heads, group, length, _ = case.queries.shape
+    sinks = lost.sum(dim=(2, 3))
+    if case.bias is None and bool((case.b > -math.inf).any(dim=2).all()):
+        wanted = group * length - sinks
+        torch.testing.assert_close(got.double().sum(dim=2), wanted, rtol=0, atol=1e-4)
+    else:
+        assert bool((got.double().sum(dim=2) <= group * length - sinks + 1e-4).all())
+
+
+@given(cases(capped=False, apart=False))
+def test_the_fused_call_equals_the_reference_for_one_weight(case):
+    weight = case.b[:, :, None, None]
+    bias = weight if case.bias is None else case.bias + weight
+    got = fused_attention(case.queries, case.keys, case.values, case.form, bias)
+    _, size, _, _ = looped(case)
+    sees = torch.isfinite(bias.expand(*case.queries.shape[:4], -1)).any(dim=-1)
+    # What a query that sees nothing gets is up to the kernel; weir reads no such answer.
+    got = torch.where(sees[..., None], got, 0.0)
+    assert_within(got, reference(case).double(), 2e-5 * size + 1e-6)
+
+
+@given(cases(capped=False))
+def test_two_weights_fit_into_a_fused_call(case):
+    # A slot of the numerator alone gets b = a - 30, so it puts e^(l+a-30) into the denominator D
+    # that should be D0. The answer is N/D in place of N/D0, off by the share N/D0 * (D - D0)/D, and
+    # (D - D0)/D <= (D - D0)/D0 = e^-30 * (sum of e^(l+a) of such slots)/D0. Rounding adds what it
+    # adds in the reference, and one more for the values' factor: 2e-5 of the sum of sizes.
+    weighted, below = folded_weights(case.values, case.a, case.b)
+    mask = below[:, :, None, None]
+    bias = mask if case.bias is None else case.bias + mask
+    got = fused_attention(case.queries, case.keys, weighted, case.form, bias)
+    wanted, size, _, _ = looped(case)
+    alone = case.b.isneginf() & ~case.a.isneginf()
+    ones = torch.ones_like(case.values[..., :1])
+    above = case.a.masked_fill(~alone, -math.inf)
+    ratio = looped(Case(case.queries, case.keys, ones, above, case.b, case.form, case.bias))[0]
+    bound = size * (2e-5 + math.exp(-30) * ratio) + 1e-6
+    below = case.b[:, :, None, None]
+    below = below if case.bias is None else case.bias + below
+    sees = torch.isfinite(below.expand(*case.queries.shape[:4], -1)).any(dim=-1)[..., None]
+    assert_within(torch.where(sees, got, 0.0), torch.where(sees, wanted, 0.0), bound)
+
+
+def test_slots_of_one_sum_alone_give_the_quotient_of_two_sums():
+    # Values from one set of tokens over weights from another: (e^1 * 5) / (e^2 + e^0).
+    queries, keys = torch.ones(1, 1, 1, 1, 1), torch.tensor([[[[1.0], [2.0], [0.0]]]])
+    values = torch.tensor([[[[5.0], [7.0], [9.0]]]])
+    a = torch.tensor([[[0.0, -math.inf, -math.inf]]])
+    b = torch.tensor([[[-math.inf, 0.0, 0.0]]])
+    wanted = 5 * math.e / (math.e**2 + 1)
+    form = Form(1.0)
+    got = two_weight_attention(queries, keys, values, a, b, form)
+    weighted, mask = folded_weights(values, a, b)
+    fused = fused_attention(queries, keys, weighted, form, mask[:, :, None, None])
+    assert got.item() == pytest.approx(wanted, rel=1e-6)
+    assert fused.item() == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_weights_keep_their_precision_beside_half_precision_queries(length):
+    # A million slots' worth of weight in bfloat16 would be off by 3 %: log-weights near 14 lie
+    # 2^-4 apart there. Queries, keys and values are exact in bfloat16, so only the kernel rounds:
+    # its products to 2^-8 of the largest value.
+    torch.manual_seed(0)
+    queries, keys = torch.zeros(1, 1, 2, length, 4), torch.zeros(1, 1, 6, 4)
+    values = torch.eye(6)[None, None]
+    a = torch.tensor([[[0.0, math.log(3), 5.3, 9.7, 12.9, 13.83]]])
+    wanted = two_weight_attention(queries, keys, values, a, a, Form(1.0))
+    got = fused_attention(
+        *(t.bfloat16() for t in (queries, keys, values)), Form(1.0), a[:, :, None, None]
+    )
+    torch.testing.assert_close(got.float(), wanted, rtol=2**-7, atol=1e-6)
+
+
+def test_logits_beyond_what_exp_can_hold_do_no_harm():
+    # The largest logit is the denominator's alone, then the numerator's alone.
+    queries, values = torch.ones(1, 1, 1, 1, 1), torch.tensor([[[[2.0], [4.0]]]])
+    keys = torch.tensor([[[[500.0], [499.0]]]])
+    first, second = torch.tensor([[[0.0, -math.inf]]]), torch.tensor([[[-math.inf, 0.0]]])
+    form = Form(1.0)
+    below = two_weight_attention(queries, keys, values, second, first, form)
+    above = two_weight_attention(queries, keys, values, first, second, form)
+    assert below.item() == pytest.approx(4 / math.e, rel=1e-5)
+    assert above.item() == pytest.approx(2 * math.e, rel=1e-5)
+    sunk = Form(1.0, sinks=torch.tensor([[501.0]]))
+    zeros = torch.zeros(1, 1, 2)
+    both = two_weight_attention(queries, keys, values, zeros, zeros, sunk)
+    wanted = (2 + 4 / math.e) / (1 + 1 / math.e + math.e)
+    assert both.item() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_query_that_sees_nothing_gets_zero():
+    queries, keys = torch.ones(1, 1, 2, 3, 4), torch.ones(1, 1, 5, 4)
+    values = torch.ones_like(keys)
+    empty = torch.full((1, 1, 5), -math.inf)
+    out = two_weight_attention(queries, keys, values, empty, empty, Form(0.5))
+    assert out.eq(0).all()
+    assert attention_mass(queries, keys, empty, Form(0.5)).eq(0).all()
+
+
+def test_only_plain_logits_are_fused():
+    assert fuses(Form(1.0))
+    assert not fuses(Form(1.0, softcap=30.0))
+    assert not fuses(Form(1.0, sinks=torch.zeros(1, 1)))

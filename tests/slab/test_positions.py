@@ -1,0 +1,180 @@
+"""Rotary embeddings at any place of an endless stream, and the rolling frame."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from weir.cache.layer.fold import Folding
+from weir.policies.grammar import policy
+from weir.pools.draws import Draws
+from weir.slab.positions import Place, Rotary, rolled
+from weir.slab.slab import Slab
+
+FAR = 4_000_000
+DIM = 16
+
+
+def rotary(dim: int = DIM, base: float = 10_000.0, scaling: float = 1.0) -> Rotary:
+    """The usual frequencies."""
+    return Rotary(base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim), scaling)
+
+
+def by_numpy(x: Tensor, places: Tensor, scaling: float = 1.0, base: float = 10_000.0) -> np.ndarray:
+    """The textbook rotation of all of x's dimensions, in float64."""
+    half = x.shape[-1] // 2
+    angles = places.numpy().astype(np.float64)[..., None] * base ** -(np.arange(half) / half)
+    cos, sin = np.cos(angles), np.sin(angles)
+    first, second = x.double().numpy()[..., :half], x.double().numpy()[..., half:]
+    turned = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned * scaling
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Random numbers."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@given(st.integers(0, 2**40), st.integers(0, 99), st.sampled_from([1.0, 0.7, 1.3]))
+def test_a_rotation_is_exact_however_far_out(start, seed, scaling):
+    x = normal(1, 2, 5, DIM, seed=seed)
+    # At 2^40 float64 itself knows an angle to 2^-12 only; up to 2^30 to 2^-22, and float32 less.
+    places = torch.arange(start, start + 5)[None, None]
+    tolerance = 1e-5 + start * 2.0**-52 * 4
+    wanted = by_numpy(x, places.expand(1, 2, 5), scaling)
+    got = rotary(scaling=scaling).rotate(x, places)
+    np.testing.assert_allclose(got.numpy(), wanted, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("pairs", [1, 2])
+def test_tables_are_for_models_that_rotate_by_themselves(pairs):
+    x, its = normal(2, 3, 5, DIM), rotary(scaling=1.25)
+    places = torch.tensor([[0, 3, 511, 4096, FAR]]).expand(2, -1)
+    cos, sin = its.tables(places, pairs * DIM // 2)
+    assert cos.shape == sin.shape == (2, 5, pairs * DIM // 2)
+    cos, sin = (t[:, None].repeat(1, 1, 1, 2 // pairs) for t in (cos, sin))
+    one, two = x.chunk(2, dim=-1)
+    got = x * cos + torch.cat([-two, one], dim=-1) * sin
+    torch.testing.assert_close(got, its.rotate(x, places[:, None]), rtol=0, atol=1e-6)
+
+
+def test_logits_at_four_million_are_those_at_zero():
+    queries, keys = normal(1, 4, 64, DIM), normal(1, 4, 64, DIM, seed=1)
+    places = torch.arange(64)[None, None]
+    near, far = (
+        torch.einsum("bhqd,bhkd->bhqk", rotary().rotate(queries, at), rotary().rotate(keys, at))
+        for at in (places, places + FAR)
+    )
+    torch.testing.assert_close(far / DIM**0.5, near / DIM**0.5, rtol=0, atol=1e-5)
+
+
+def test_only_the_first_dimensions_turn_in_a_partial_rotation():
+    x = normal(1, 1, 3, DIM)
+    got = rotary(8).rotate(x, torch.tensor([[[0, 7, FAR]]]))
+    assert torch.equal(got[..., 8:], x[..., 8:])
+    wanted = by_numpy(x[..., :8], torch.tensor([[[0, 7, FAR]]]))
+    np.testing.assert_allclose(got[..., :8].numpy(), wanted, rtol=0, atol=1e-5)
+
+
+@given(st.integers(0, 10**7), st.integers(0, 10**7), st.integers(0, 99))
+def test_moving_a_rotated_key_is_rotating_it_there(start, to, seed):
+    keys = normal(1, 2, 3, DIM, seed=seed)
+    here = torch.full((1, 2, 3), start)
+    there = torch.full((1, 2, 3), to)
+    turned = rotary(scaling=1.2)
+    moved = turned.move(turned.rotate(keys, here), there - here)
+    # The factor of YaRN is applied once, when a key comes, and not again when it moves.
+    torch.testing.assert_close(moved, turned.rotate(keys, there), rtol=0, atol=2e-5)
+
+
+@given(st.lists(st.integers(-50, 50), min_size=1, max_size=12))
+def test_moves_add_up(steps):
+    keys = normal(1, 1, 2, DIM)
+    moved = keys
+    for step in steps:
+        moved = rotary().move(moved, torch.full((1, 1, 2), step))
+    wanted = rotary().move(keys, torch.full((1, 1, 2), sum(steps)))
+    torch.testing.assert_close(moved, wanted, rtol=0, atol=1e-5)
+
+
+# --- the rolling frame
+
+
+def by_counting(places: list[int], first_of_run: int) -> list[int | None]:
+    """A token's frame: the first of the run, less the distinct front tokens from it on."""
+    frames: list[int | None] = []
+    for place in places:
+        later = {p for p in places if p >= place >= 0}
+        frames.append(first_of_run - len(later) if place >= 0 else None)
+    return frames
+
+
+@given(
+    st.integers(1, 3).flatmap(
+        lambda heads: st.integers(1, 7).flatmap(
+            lambda slots: st.lists(
+                st.lists(
+                    st.lists(st.integers(-1, 9), min_size=slots, max_size=slots),
+                    min_size=heads,
+                    max_size=heads,
+                ),
+                min_size=1,
+                max_size=3,
+            )
+        )
+    ),
+    st.integers(10, 10**12),
+)
+def test_the_frame_counts_what_stands_between_a_token_and_the_run(rows, first):
+    starts = [first + 3 * n for n in range(len(rows))]
+    got = rolled(torch.tensor(rows), torch.tensor(starts))
+    for row, start, framed in zip(rows, starts, got.tolist(), strict=True):
+        for places, frames in zip(row, framed, strict=True):
+            for frame, wanted in zip(frames, by_counting(places, start), strict=True):
+                assert wanted is None or frame == wanted
+
+
+def test_an_unbroken_stream_stays_where_it_is():
+    places = torch.arange(100, 107)[None, None]
+    assert torch.equal(rolled(places, torch.tensor([107])), places)
+
+
+# --- survivors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_thousand_folds_cost_a_survivor_no_more_precision_than_one(dtype):
+    # What attention reads is made anew from the master at each fold, so after any number of folds a
+    # sink is its master rotated once: to the bit what one move of that length gives.
+    folding = Folding(policy("sink(2) | recent(3)"), Place(rotary()), 4, Draws(0), 0, 1)
+    like = torch.zeros(1, 1, 1, DIM, dtype=dtype)
+    slab = Slab(like, like, 9, masters=2)
+    sinks = normal(1, 1, 2, DIM).to(dtype)
+    slab.masters[:] = sinks
+    slab.position[..., :2] = torch.tensor([0, 1])
+    for folds in range(1, 1001):
+        run = 2 + 4 * folds
+        folding.roll(slab, 2, 5, torch.tensor([run + 3]))
+    assert torch.equal(slab.masters, sinks)
+    by = torch.tensor([[[run - 2, run - 2]]])
+    assert torch.equal(slab.keys[:, :, :2], rotary().move(sinks, by))
+    wanted = by_numpy(sinks, by)
+    # One rounding to the dtype: half a unit in the last place of numbers up to 4.
+    half_unit = 2 * torch.finfo(dtype).eps
+    np.testing.assert_allclose(
+        slab.keys[:, :, :2].double().numpy(), wanted, rtol=0, atol=half_unit + 1e-5
+    )
+
+
+def test_turning_a_key_a_thousand_times_in_place_would_lose_it():
+    # Why there are masters: the same thousand moves, each from the last, in bfloat16.
+    key = normal(1, 1, 1, DIM).bfloat16()
+    moved = key
+    for _ in range(1000):
+        moved = rotary().move(moved, torch.tensor([[[4]]]))
+    once = rotary().move(key, torch.tensor([[[4000]]]))
+    assert float((moved - once).abs().max()) > 0.05

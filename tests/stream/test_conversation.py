@@ -1,0 +1,276 @@
+"""Conversations: only what is new is fed, and all that is fed is what the template would say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+import weir
+from weir.errors import WeirError
+from weir.stream.conversation import Conversation
+
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|end|>"]
+POLICY = "streaming_llm(64)"
+
+CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+KIND = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+INST = """<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content | trim }} [/INST]\
+{% else %} {{ m.content | trim }} </s>{% endif %}{% endfor %}"""
+USER_END = """<s>{% for m in messages %}{{ m.role }}: {{ m.content }}\
+{{ '</s>' if m.role == 'user' else '\n' }}{% endfor %}{% if add_generation_prompt %}assistant: \
+{% endif %}"""
+NO_END = """<s>{% for m in messages %}{{ m.role }}: {{ m.content }}
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+
+
+def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
+    """Every byte is a token, and there are some special ones."""
+    bytes_of = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({c: n for n, c in enumerate(bytes_of)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(SPECIAL)
+    start = [("<s>", backend.token_to_id("<s>"))]
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=start)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+class Scripted(weir.Stream):
+    """A stream that says what it is told to say, and keeps all that it is fed."""
+
+    script: Sequence[int] = ()
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.fed: list[int] = []
+        self.calls: list[int] = []
+
+    def feed(self, token_ids: Any, **more: Any) -> torch.Tensor:
+        ids = torch.as_tensor(token_ids).flatten().tolist()
+        self.fed += ids
+        self.calls.append(len(ids))
+        return super().feed(token_ids, **more)
+
+    def generate(self, max_new_tokens: int, **sampling: Any) -> Iterator[int]:
+        for token in self.script[:max_new_tokens]:
+            self.feed([token])
+            yield token
+
+
+@pytest.fixture(scope="module")
+def model(llama):
+    """The small Llama's shape with a vocabulary of bytes."""
+    config = type(llama.config).from_dict({**llama.config.to_dict(), "vocab_size": 261})
+    torch.manual_seed(0)
+    return type(llama)(config).eval()
+
+
+def talk_of(model, template: str | None, ends: Any = None) -> Conversation:
+    tokenizer = make_tokenizer(template)
+    if isinstance(ends, str):
+        ends = tokenizer.convert_tokens_to_ids(ends)
+    elif ends is not None:
+        ends = tokenizer.convert_tokens_to_ids(list(ends))
+    model.generation_config.eos_token_id = ends
+    return Conversation(Scripted(model, POLICY, chunk=8), tokenizer)
+
+
+def tell(talk: Conversation, text: str) -> None:
+    """What the model will say next; special tokens may be among it."""
+    talk.stream.script = talk.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+# --- with a template
+
+CONVERSATION = [
+    ("Hello", "Good day."),
+    ("How are you?", "Fine — and you? "),
+    ("  Well.\nThanks ", "né"),
+    ("an-answer", ""),
+    ("Bye", "Bye"),
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CHATML, "<|im_end|>"),
+        (CHATML, ["<|end|>", "<|im_end|>"]),
+        (KIND + CHATML, "<|im_end|>"),
+        (INST, "</s>"),
+    ],
+)
+@pytest.mark.parametrize("cut", [(), (0,), (1, 2), (0, 1, 2, 3)])
+def test_all_that_is_fed_is_the_templates_rendering_of_the_whole(model, template, end, cut):
+    """Whether the model ended an answer itself or was cut short, as the answers in `cut` are."""
+    talk = talk_of(model, template, end)
+    said = end if isinstance(end, str) else end[-1]
+    messages = []
+    for number, (user, answer) in enumerate(CONVERSATION):
+        if template is INST:
+            # This one has a space before an answer, and one before its end.
+            answer = f" {answer.strip()}" + ("" if number in cut else " ")
+        tell(talk, answer + ("" if number in cut else said))
+        assert "".join(talk.say(user)) == answer
+        messages += [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
+    tell(talk, "")
+    list(talk.say("Once more"))
+    messages.append({"role": "user", "content": "Once more"})
+    whole = talk.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    assert talk.tokenizer.decode(talk.stream.fed) == talk.tokenizer.decode(whole)
+    assert talk.stream.fed == whole
+
+
+def test_a_turn_feeds_only_what_is_new(model):
+    talk = talk_of(model, CHATML, "<|im_end|>")
+    lengths = []
+    for _ in range(6):
+        tell(talk, "Yes.<|im_end|>")
+        talk.stream.calls.clear()
+        list(talk.say("And?"))
+        lengths.append(talk.stream.calls[0])
+    assert len(set(lengths[1:])) == 1
+
+
+def test_an_answer_that_ended_in_another_way_is_not_ended_twice(model):
+    talk = talk_of(model, CHATML, ["<|end|>", "<|im_end|>"])
+    tell(talk, "Yes.<|end|>")
+    list(talk.say("So?"))
+    assert talk.tokenizer.decode(talk.turn("And?")).startswith("\n<|im_start|>user\nAnd?")
+
+
+def test_a_template_that_ends_answers_without_a_token_is_fed_whole(model):
+    talk = talk_of(model, NO_END, "</s>")
+    for answer in ("Yes.", "No.</s>"):
+        tell(talk, answer)
+        list(talk.say("So?"))
+        assert talk.tokenizer.decode(talk.turn("And?")) == "\nuser: And?\nassistant: "
+
+
+def test_an_end_that_is_the_users_is_not_taken_for_the_answers(model):
+    talk = talk_of(model, USER_END, "</s>")
+    for answer in ("Yes.", "No.</s>"):
+        tell(talk, answer)
+        list(talk.say("So?"))
+        assert talk.tokenizer.decode(talk.turn("And?")) == "\nuser: And?</s>assistant: "
+
+
+def test_a_template_that_hides_earlier_answers_begins_anew(model):
+    hiding = "{% for m in messages[-1:] %}[{{ m.content }}]{% endfor %}"
+    talk = talk_of(model, hiding, "</s>")
+    tell(talk, "Yes.</s>")
+    list(talk.say("So?"))
+    assert talk.tokenizer.decode(talk.turn("And?")) == "[And?]"
+
+
+def test_special_tokens_are_fed_but_not_shown(model):
+    talk = talk_of(model, CHATML, "<|im_end|>")
+    tell(talk, "a<|end|>b<|im_end|>")
+    assert list(talk.say("So?")) == ["a", "b"]
+    assert talk.stream.last == talk.tokenizer.convert_tokens_to_ids(["<|im_end|>"])
+
+
+# --- without a template
+
+
+def test_without_a_template_the_model_continues_the_text_to_the_end_of_a_paragraph(model):
+    talk = talk_of(model, None)
+    tell(talk, " the count said.\nAnd then")
+    assert "".join(talk.say("Prince Andrew,")) == " the count said."
+    tell(talk, " nothing at all, and")
+    assert "".join(talk.say("Pierre said", most=20)) == " nothing at all, and"
+    tell(talk, "\n")
+    assert "".join(talk.say("Natasha")) == ""
+    # The first answer ended with its line, the second had to be given an end.
+    assert talk.tokenizer.decode(talk.stream.fed) == (
+        "<s>Prince Andrew, the count said.\nPierre said nothing at all, and\nNatasha\n"
+    )
+
+
+def test_characters_of_several_tokens_are_shown_when_they_are_whole(model):
+    talk = talk_of(model, None)
+    tell(talk, "é — 日")
+    pieces = list(talk.say("So"))
+    assert pieces == ["é", " ", "—", " ", "日"]
+
+
+def test_an_answer_may_be_broken_off_anywhere(model):
+    talk = talk_of(model, None)
+    tell(talk, "abcdefgh")
+    answer = talk.say("So")
+    assert [next(answer) for _ in range(3)] == ["a", "b", "c"]
+    answer.close()
+    assert talk.stream.seen == len("<") + len("Soabc")
+    tell(talk, "z")
+    list(talk.say("On"))
+    assert talk.tokenizer.decode(talk.stream.fed) == "<s>Soabc\nOnz"
+
+
+def test_the_speed_of_the_last_answer_is_known(model):
+    talk = talk_of(model, None)
+    assert talk.rate == 0
+    tell(talk, "abc")
+    list(talk.say("So"))
+    assert talk.rate > 0
+
+
+# --- what is refused, what is saved
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_what_is_not_text_is_refused_and_nothing_is_fed(model, template):
+    talk = talk_of(model, template)
+    tell(talk, "ok")
+    list(talk.say("So"))
+    before = list(talk.stream.fed)
+    with pytest.raises(WeirError, match="character 3 of that is not UTF-8"):
+        list(talk.say("a\n\udcff"))
+    assert talk.stream.fed == before
+
+
+def test_words_that_make_no_tokens_are_refused(model):
+    talk = talk_of(model, None)
+    talk.tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("$A")
+    with pytest.raises(WeirError, match="makes no tokens"):
+        list(talk.say(""))
+
+
+def test_sampling_is_passed_on_to_the_stream(model):
+    talk = Conversation(weir.Stream(model, POLICY, chunk=8), make_tokenizer(None))
+    with pytest.raises(WeirError, match="top_p"):
+        list(talk.say("So", temperature=1.0, top_p=2.0))
+
+
+@pytest.mark.parametrize("answer", ["Yes.<|im_end|>", "Yes"])
+def test_a_saved_conversation_goes_on_where_it_was(model, tmp_path, answer):
+    talk = talk_of(model, CHATML, "<|im_end|>")
+    tell(talk, answer)
+    list(talk.say("So?"))
+    talk.stream.save(tmp_path / "talk")
+    other = Conversation(weir.Stream(model, "window(64)"), talk.tokenizer)
+    other.load(tmp_path / "talk")
+    assert other.stream.seen == talk.stream.seen
+    assert other.turn("And?") == talk.turn("And?")
+    again = Conversation(weir.Stream.restore(model, tmp_path / "talk"), talk.tokenizer)
+    answers = [list(it.say("And?", most=20, temperature=1.0)) for it in (other, again)]
+    assert answers[0] == answers[1]
+
+
+def test_a_conversation_that_cannot_be_loaded_leaves_the_one_there_is(model, tmp_path):
+    talk = talk_of(model, None)
+    stream = talk.stream
+    with pytest.raises(WeirError, match="there is no session file"):
+        talk.load(tmp_path / "nowhere")
+    assert talk.stream is stream

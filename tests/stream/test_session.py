@@ -1,0 +1,378 @@
+"""Saved streams: they go on bit for bit, and a damaged file is never taken for a whole one."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+import weir
+from weir.errors import WeirError
+from weir.policies.registry import NAMED
+from weir.stream import session
+
+POLICY = "streaming_llm(24)"
+PARTLY_FULL = 203
+"""Tokens after which a tail of 8 holds 3."""
+
+
+@pytest.fixture
+def saved(llama, ids, tmp_path) -> Path:
+    """A session in a folder of its own."""
+    stream = weir.Stream(llama, POLICY, chunk=8)
+    stream.feed(ids(1, PARTLY_FULL))
+    folder = tmp_path / "sessions"
+    folder.mkdir()
+    stream.save(folder / "one.safetensors")
+    return folder / "one.safetensors"
+
+
+def same(one: weir.Stream, other: weir.Stream, more: Tensor) -> bool:
+    """Whether two streams go on alike to the last bit, from the very next token on."""
+    last = one.last == other.last
+    drawn = True
+    if more.shape[0] == 1:
+        drawn = list(one.generate(30, temperature=2.0)) == list(other.generate(30, temperature=2.0))
+    scores = [stream.score(more[:, :40]) for stream in (one, other)]
+    logits = [stream.feed(more[:, 40:], all_logits=True) for stream in (one, other)]
+    held = [stream.slots(0) for stream in (one, other)]
+    slots = all(
+        torch.equal(*(getattr(it, name) for it in held))
+        for name in ("position", "keys", "values", "a", "b", "pool")
+    )
+    return last and drawn and torch.equal(*scores) and torch.equal(*logits) and slots
+
+
+# --- going on
+
+
+@pytest.mark.parametrize("length", [1, 8, 31, PARTLY_FULL, 208])
+@pytest.mark.parametrize("policy", [POLICY, "window(20)", "dense"])
+def test_a_restored_stream_goes_on_bit_for_bit(llama, ids, tmp_path, policy, length):
+    stream = weir.Stream(llama, policy, chunk=8, seed=3)
+    stream.feed(ids(1, length))
+    list(stream.generate(5, temperature=2.0))  # so that the generator has moved
+    stream.save(tmp_path / "session")
+    restored = weir.Stream.restore(llama, tmp_path / "session")
+    assert (restored.seen, restored.seed, str(restored.policy)) == (length + 5, 3, policy)
+    assert same(stream, restored, ids(1, 80, seed=1))
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMED) - {"recompute"}))
+def test_every_named_policy_can_be_saved_and_goes_on_bit_for_bit(llama, ids, tmp_path, name):
+    stream = weir.Stream(llama, name, chunk=8)
+    stream.feed(ids(1, 2 * PARTLY_FULL))
+    stream.save(tmp_path / "session")
+    assert same(stream, weir.Stream.restore(llama, tmp_path / "session"), ids(1, 80, seed=1))
+
+
+def test_a_batch_in_bfloat16_goes_on_bit_for_bit(fresh_llama, ids, tmp_path):
+    model = fresh_llama().to(torch.bfloat16)
+    stream = weir.Stream(model, POLICY, chunk=8)
+    stream.feed(ids(3, PARTLY_FULL))
+    stream.save(tmp_path / "session")
+    restored = weir.Stream.restore(model, tmp_path / "session")
+    assert restored.slots(0).keys.dtype == torch.bfloat16
+    assert same(stream, restored, ids(3, 80, seed=1))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [{"positions": "original"}, {"prefill": "full"}, {"origin": 4_000_000}, {"chunk": 64}],
+)
+def test_a_restored_stream_is_made_as_the_saved_one_was(llama, ids, tmp_path, made):
+    stream = weir.Stream(llama, POLICY, **made)
+    stream.feed(ids(1, PARTLY_FULL))
+    stream.save(tmp_path / "session")
+    assert same(stream, weir.Stream.restore(llama, tmp_path / "session"), ids(1, 80, seed=1))
+
+
+def test_a_stream_that_was_fed_nothing_can_be_saved(llama, ids, tmp_path):
+    weir.Stream(llama, POLICY, seed=4).save(tmp_path / "session")
+    restored = weir.Stream.restore(llama, tmp_path / "session")
+    assert restored.score(ids(1, 9))[0, 0].isnan()
+
+
+def test_saving_changes_nothing(llama, ids, tmp_path):
+    stream, other = (weir.Stream(llama, POLICY, chunk=8) for _ in range(2))
+    for it in (stream, other):
+        it.feed(ids(1, PARTLY_FULL))
+    stream.save(tmp_path / "session")
+    assert same(stream, other, ids(1, 80, seed=1))
+
+
+def test_what_becomes_of_the_file_is_nothing_to_the_restored_stream(llama, ids, saved):
+    undisturbed = weir.Stream.restore(llama, saved)
+    stream = weir.Stream.restore(llama, saved)
+    with saved.open("rb+") as file:
+        file.write(b"\xff" * saved.stat().st_size)
+    assert same(stream, undisturbed, ids(1, 80, seed=1))
+
+
+KILLED = """
+import sys, torch, weir
+from transformers import LlamaForCausalLM
+folder, path = sys.argv[1:]
+model = LlamaForCausalLM.from_pretrained(folder).eval()
+text = torch.load(folder + "/text.pt")
+stream = weir.Stream(model, "streaming_llm(24)", chunk=8, seed=3)
+stream.feed(text[:, :203])
+for token in stream.generate(10_000_000, temperature=2.0):
+    stream.save(path)
+    print(stream.seen, flush=True)
+"""
+
+
+def test_a_stream_that_was_killed_goes_on_bit_for_bit_in_a_new_process(fresh_llama, ids, tmp_path):
+    fresh_llama().save_pretrained(tmp_path)
+    torch.save(ids(1, PARTLY_FULL), tmp_path / "text.pt")
+    path = tmp_path / "session.safetensors"
+    source = str(Path(weir.__file__).parents[1])
+    child = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path), str(path)],
+        env={**os.environ, "PYTHONPATH": source},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    # It saves without a pause, so wherever it is killed there is one whole file.
+    said = [int(child.stdout.readline()) for _ in range(30)]
+    child.send_signal(signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+    child.stdout.close()
+
+    model = LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    restored = weir.Stream.restore(model, path)
+    assert restored.seen >= said[-1] > PARTLY_FULL
+    uninterrupted = weir.Stream(model, POLICY, chunk=8, seed=3)
+    uninterrupted.feed(ids(1, PARTLY_FULL))
+    list(uninterrupted.generate(restored.seen - PARTLY_FULL, temperature=2.0))
+    assert same(restored, uninterrupted, ids(1, 80, seed=1))
+
+
+# --- damaged and foreign files
+
+
+@pytest.mark.parametrize("path", [None, 5, b"session"])
+def test_what_is_no_name_of_a_file_is_refused(llama, ids, path):
+    stream = weir.Stream(llama, POLICY)
+    stream.feed(ids(1, 5))
+    for call in (stream.save, lambda path: weir.Stream.restore(llama, path)):
+        with pytest.raises(WeirError, match="a session is a file, and its name is text, not "):
+            call(path)
+
+
+def test_a_session_is_restored_into_a_model_only(saved):
+    with pytest.raises(WeirError, match="into a transformers model, not a str"):
+        weir.Stream.restore("nano", saved)
+
+
+def refused(model, path: Path, sentence: str | None = None, **more: str) -> str:
+    with pytest.raises(WeirError, match=sentence) as error:
+        weir.Stream.restore(model, path, **more)
+    assert path.name in str(error.value)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_file_cut_short_anywhere_is_refused(llama, saved):
+    whole = saved.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    lengths = {0, 1, 7, 8, 9, header - 1, header, header + 1, len(whole) - 1}
+    for length in sorted(lengths | set(range(0, len(whole), len(whole) // 40))):
+        saved.write_bytes(whole[:length])
+        refused(llama, saved)
+    saved.write_bytes(whole + b"\0")
+    refused(llama, saved)
+    saved.write_bytes(whole)
+    assert weir.Stream.restore(llama, saved).seen == PARTLY_FULL
+
+
+def test_a_single_bit_that_has_changed_is_noticed_wherever_it_is(llama, saved):
+    whole = bytearray(saved.read_bytes())
+    header = 8 + int.from_bytes(whole[:8], "little")
+    draw = random.Random(0)
+    places = [draw.randrange(header) for _ in range(150)]
+    places += [draw.randrange(header, len(whole)) for _ in range(150)]
+    for place in places:
+        bit = 1 << draw.randrange(8)
+        whole[place] ^= bit
+        saved.write_bytes(whole)
+        refused(llama, saved)
+        whole[place] ^= bit
+    saved.write_bytes(whole)
+    assert weir.Stream.restore(llama, saved).seen == PARTLY_FULL
+
+
+@pytest.mark.parametrize("holds", [b"", b"hello", b"\0" * 100, b"\xff" * 100, b"{}" * 50])
+def test_a_file_of_something_else_is_refused(llama, tmp_path, holds):
+    (tmp_path / "other").write_bytes(holds)
+    refused(llama, tmp_path / "other", "damaged or not a session of weir")
+
+
+def test_safetensors_of_others_are_refused(llama, tmp_path):
+    save_file({"weight": torch.zeros(3)}, tmp_path / "other", metadata={"format": "pt"})
+    refused(llama, tmp_path / "other", "not a session of weir")
+    save_file({"weight": torch.zeros(3)}, tmp_path / "bare")
+    refused(llama, tmp_path / "bare", "not a session of weir")
+
+
+def test_what_is_no_file_is_refused(llama, tmp_path):
+    refused(llama, tmp_path / "nowhere", "there is no session file")
+    (tmp_path / "folder").mkdir()
+    refused(llama, tmp_path / "folder", "is a folder")
+
+
+@pytest.mark.parametrize("facts", ["[]", "7", "null", '{"format": 1}', "{", "[" * 100_000])
+def test_facts_that_are_no_facts_are_refused(llama, tmp_path, facts):
+    save_file({"weight": torch.zeros(3)}, tmp_path / "odd", metadata={session.KEY: facts})
+    refused(llama, tmp_path / "odd")
+
+
+def test_a_session_of_a_newer_weir_is_refused_by_its_number(llama, ids, tmp_path, monkeypatch):
+    stream = weir.Stream(llama, POLICY)
+    stream.feed(ids(1, 9))
+    monkeypatch.setattr(session, "FORMAT", 2)
+    stream.save(tmp_path / "newer")
+    monkeypatch.undo()
+    refused(llama, tmp_path / "newer", "session format 2; this weir reads format 1")
+
+
+def test_a_session_of_another_model_is_refused_and_says_what_differs(fresh_llama, llama, saved):
+    assert "layers 2, here 1" in refused(fresh_llama(layers=1), saved, "another model")
+    assert "vocabulary 61, here 62" in refused(fresh_llama(vocab_size=62), saved)
+    assert "dtype float32, here bfloat16" in refused(fresh_llama().to(torch.bfloat16), saved)
+    assert refused(fresh_llama(seed=1), saved).count("here") == 1  # the weights, nothing else
+    assert weir.Stream.restore(fresh_llama(), saved).seen == PARTLY_FULL  # as the one that saved
+
+
+def test_models_are_told_apart_by_any_of_their_weights(fresh_llama, llama, saved):
+    for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"):
+        model = fresh_llama()
+        with torch.no_grad():
+            model.get_parameter(name).flatten()[0] += 0.5
+        refused(model, saved, "weights")
+
+
+def test_a_session_of_another_policy_is_refused_where_one_is_expected(llama, saved):
+    refused(
+        llama, saved, r"has the policy streaming_llm\(24\), not window\(24\)", policy="window(24)"
+    )
+    for written in ("streaming_llm(24)", "streaming_llm(budget=24)", "sink(4) | recent(20)"):
+        assert weir.Stream.restore(llama, saved, policy=written).seen == PARTLY_FULL
+
+
+def test_a_policy_that_is_no_longer_known_is_named(llama, saved, monkeypatch):
+    monkeypatch.delitem(NAMED, "streaming_llm")
+    refused(llama, saved, "a policy that this weir does not know.*'streaming_llm'")
+
+
+# --- saving
+
+
+def test_a_session_says_what_it_is(saved):
+    facts, tensors = session.read(saved)
+    assert (facts["policy"], facts["tokens"], facts["format"]) == (POLICY, PARTLY_FULL, 1)
+    assert facts["model"]["kind"] == "llama"
+    assert {"generator", "logits", "0.keys", "1.values"} <= set(tensors)
+    json.dumps(facts)
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("nowhere/session", "No such file"),
+        ("file/session", "Not a directory"),
+        (".", "Is a direct"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_named(llama, ids, tmp_path, place, reason):
+    (tmp_path / "file").write_text("here")
+    stream = weir.Stream(llama, POLICY)
+    stream.feed(ids(1, 9))
+    with pytest.raises(WeirError, match=f"cannot write the session .*{reason}"):
+        stream.save(tmp_path / place)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_without_permission_is_named(llama, ids, tmp_path):
+    stream = weir.Stream(llama, POLICY)
+    stream.feed(ids(1, 9))
+    tmp_path.chmod(0o500)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)  # to root everything is permitted
+    try:
+        with pytest.raises(WeirError, match="Permission denied"):
+            stream.save(tmp_path / "session")
+    finally:
+        os.seteuid(user)
+        tmp_path.chmod(0o700)
+
+
+def broken(error: BaseException) -> Callable[..., None]:
+    def fail(*args: object, **more: object) -> None:
+        if len(args) > 1 and isinstance(args[1], str):
+            Path(args[1]).write_bytes(b"half of a ses")
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("where", ["save_file", "os.fsync", "os.replace"])
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), SafetensorError("disk"), KeyboardInterrupt()]
+)
+def test_an_interrupted_save_leaves_the_old_file_whole_and_nothing_beside_it(
+    llama, ids, saved, monkeypatch, where, error
+):
+    before = saved.read_bytes()
+    stream = weir.Stream.restore(llama, saved)
+    stream.feed(ids(1, 30))
+    if where == "save_file":
+        monkeypatch.setattr(session, "save_file", broken(error))
+    else:
+        monkeypatch.setattr(session.os, where.partition(".")[2], broken(error))
+    with pytest.raises((WeirError, KeyboardInterrupt)) as raised:
+        stream.save(saved)
+    monkeypatch.undo()
+    if not isinstance(error, KeyboardInterrupt):
+        assert "cannot write the session" in str(raised.value)
+    assert saved.read_bytes() == before
+    assert list(saved.parent.iterdir()) == [saved]
+    stream.save(saved)
+    assert weir.Stream.restore(llama, saved).seen == PARTLY_FULL + 30
+    assert list(saved.parent.iterdir()) == [saved]
+
+
+def test_only_files_are_replaced(llama, tmp_path):
+    stream = weir.Stream(llama)
+    stream.feed([1, 2, 3])
+    with pytest.raises(weir.WeirError, match="not a file to be replaced"):
+        stream.save("/dev/null")
+    assert not Path("/dev/null").is_file()
+
+
+def test_a_model_that_places_tokens_elsewhere_is_another_model(llama, tmp_path):
+    stream = weir.Stream(llama, seed=2**70)
+    stream.feed([1, 2, 3])
+    stream.save(tmp_path / "s.safetensors")
+    before = llama.config.rope_parameters
+    llama.config.rope_parameters = {**before, "rope_theta": 5e5}
+    try:
+        with pytest.raises(weir.WeirError, match="another model"):
+            weir.Stream.restore(llama, tmp_path / "s.safetensors")
+    finally:
+        llama.config.rope_parameters = before
