@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from weir.errors import WeirError
 from weir.pools.draws import Draws, _mix
 
 MANY = 1 << 16
@@ -140,3 +141,37 @@ def test_several_draws_for_a_token_are_those_of_each_index():
     got = draws.several(4, at, 6)
     for index in range(6):
         assert torch.equal(got[..., index], draws.uniform(4, at, index))
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("seeds", [(5, 2**70, 5, 0), (7, 7, 7, 7), (1, 2, 3, 4)])
+def test_a_row_with_a_seed_of_its_own_draws_what_it_would_draw_alone(seeds, heads):
+    position = torch.randint(0, 10**9, (4, heads, 17), generator=torch.Generator().manual_seed(1))
+    together = Draws(seeds, 1, 2)
+    for row, seed in enumerate(seeds):
+        alone, of_row = Draws(seed, 1, 2), position[row : row + 1]
+        assert torch.equal(together.uniform(2, position)[row : row + 1], alone.uniform(2, of_row))
+        many = together.several(3, position, 5)[row : row + 1]
+        assert torch.equal(many, alone.several(3, of_row, 5))
+
+
+def test_rows_with_the_same_seed_draw_what_one_seed_for_all_draws():
+    position = places(batch=3, heads=2, n=9)
+    assert torch.equal(Draws((6, 6, 6)).uniform(0, position), Draws(6).uniform(0, position))
+    differ = Draws((6, 8, 6)).uniform(0, position)
+    assert torch.equal(differ[0], differ[2])
+    assert not bool((differ[0] == differ[1]).any())
+
+
+def test_the_draws_of_some_rows_are_theirs():
+    position, draws = places(batch=3, heads=2, n=9), Draws((6, 8, 9), 1, 1)
+    index = torch.tensor([2, 0])
+    some = draws.of_rows([2, 0]).uniform(4, position[index])
+    assert torch.equal(some, draws.uniform(4, position)[index])
+    assert Draws(6).of_rows([2, 0]) == Draws(6)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_seeds_for_more_or_fewer_rows_than_there_are_are_refused(rows):
+    with pytest.raises(WeirError, match=f"draws for 2 rows, and the batch has {rows}"):
+        Draws((1, 2)).uniform(0, places(batch=rows, n=4))

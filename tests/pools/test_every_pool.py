@@ -62,13 +62,19 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def fed(text: str, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Layer]:
+def fed(
+    text: str,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seed: int | tuple[int, ...] = 0,
+) -> tuple[Tensor, Layer]:
     """Answers [batch, heads, LENGTH, value_dim] in forwards of several lengths, and the layer.
 
     After each forward the slab is as large as before, and holds whole tokens of the stream.
     """
     pipe = policy(text).for_layer(0, 1)
-    layer = Layer(pipe, Place(), CHUNK, Draws(0), 0, 1)
+    layer = Layer(pipe, Place(), CHUNK, Draws(seed), 0, 1)
     batch, seen, answers, sizes = keys.shape[0], 0, [], set()
     for width in (1, 1, 13, 2, 40, 33):
         span = slice(seen, seen + width)
@@ -162,6 +168,22 @@ def test_enormous_keys_are_borne(text):
     out, _ = fed(text, random(1, 2, LENGTH, 7) * 10, keys, values)
     if text in SHARED:  # sums over different tokens may be of any two sizes
         assert out.abs().max() <= values.abs().max() + 1e-5
+
+
+@pytest.mark.parametrize("text", EVERY)
+def test_a_row_with_a_seed_of_its_own_holds_what_it_would_hold_alone(text):
+    parts = random(3, 2, LENGTH, 7), random(3, 2, LENGTH, 7), random(3, 2, LENGTH, 5)
+    seeds = (4, 0, 9)
+    _, together = fed(text, *parts, seed=seeds)
+    held = together.slab.run(0, sum(together.lengths[0]))
+    for row, seed in enumerate(seeds):
+        _, alone = fed(text, *(t[row : row + 1] for t in parts), seed=seed)
+        own = alone.slab.run(0, sum(alone.lengths[0]))
+        position = held.position[row]
+        for head in range(2):
+            assert position[head][position[head] >= 0].tolist() == [
+                place for place in own.position[0, head].tolist() if place >= 0
+            ]
 
 
 # --- too little room

@@ -1,17 +1,20 @@
 """Random numbers by name: a draw depends on what it is for, not on when it is made.
 
-A draw is a function of (seed, layer, pool, purpose, position, head, index). So the same token meets
-the same luck however the stream was cut into calls, whichever row of a batch it came in, and after
-a session was saved and restored; there is no state to keep.
+A draw is a function of (seed, layer, pool, purpose, position, head, index). So a token is given the
+same numbers however its stream was cut into calls, whichever row of a batch the stream is, and
+after a session was saved and restored; there is no state to keep.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from weir.errors import WeirError
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -49,14 +52,21 @@ class Draws:
     """The draws of one pool, in one layer of one cache.
 
     Attributes:
-        seed: the cache's.
+        seed: the stream's; or a tuple with one for each row of the batch, where rows are streams
+            of their own.
         layer: which layer.
-        pool: which pool of the pipe, so that two pools never share their luck over a token.
+        pool: which pool of the pipe, so that two pools draw different numbers for a token.
     """
 
-    seed: int
+    seed: int | tuple[int, ...]
     layer: int = 0
     pool: int = 0
+
+    def of_rows(self, rows: Sequence[int]) -> Draws:
+        """The draws of some rows of the batch, in this order: for tensors that hold only those."""
+        if isinstance(self.seed, int):
+            return self
+        return replace(self, seed=tuple(self.seed[row] for row in rows))
 
     def uniform(self, purpose: int, position: Tensor, index: int | Tensor = 0) -> Tensor:
         """Uniform numbers in [0, 1), float64, one for each entry of `position`.
@@ -64,9 +74,12 @@ class Draws:
         Args:
             purpose: what the draw is for; a pool numbers its own uses.
             position: places in the stream [batch, kv_heads or 1, n], int64; with kv_heads, each
-                head has draws of its own.
+                head has draws of its own, and with a seed for each row each row has, too.
             index: a number, or a tensor that broadcasts with `position`, that tells several draws
                 for one token apart.
+
+        Raises:
+            WeirError: there is a seed for each row, and the batch has more or fewer rows.
         """
         return _uniform(_step(self._of_tokens(purpose, position), index))
 
@@ -78,8 +91,19 @@ class Draws:
     def _of_tokens(self, purpose: int, position: Tensor) -> Tensor:
         """What all parts of a draw's name but the index make of the seed [batch, kv_heads, n]."""
         heads = torch.arange(position.shape[1], device=position.device)[None, :, None]
-        x = position.new_full((1,), _begin(self.seed, self.layer, self.pool, purpose))
-        return _step(_step(x, heads), position)
+        return _step(_step(self._of_rows(purpose, position), heads), position)
+
+    def _of_rows(self, purpose: int, position: Tensor) -> Tensor:
+        """What seed, layer, pool and purpose make [1], or [batch, 1, 1] where seeds differ."""
+        seeds = self.seed if isinstance(self.seed, tuple) else (self.seed,)
+        if isinstance(self.seed, tuple) and len(seeds) != position.shape[0]:
+            raise WeirError(
+                f"there are draws for {len(seeds)} rows, and the batch has {position.shape[0]}"
+            )
+        begun = [_begin(seed, self.layer, self.pool, purpose) for seed in seeds]
+        if len(set(seeds)) == 1:
+            return position.new_full((1,), begun[0])
+        return position.new_tensor(begun)[:, None, None]
 
 
 def _uniform(x: Tensor) -> Tensor:
