@@ -163,6 +163,16 @@ def test_only_the_very_first_token_of_a_stream_has_no_score(llama, ids, policy, 
     assert close(found[:, 1:], surprise(logits, text))
 
 
+def test_the_first_token_of_a_piece_is_scored_by_the_last_of_the_piece_before(llama, ids):
+    """A text of three pieces: what `score` hands on where they meet is not what `feed` returns."""
+    text = ids(2, 2 * module.PIECE + 30)
+    found = weir.Stream(llama, SMALL, chunk=8).score(text)
+    stream = weir.Stream(llama, SMALL, chunk=8)
+    logits = torch.stack([stream.feed(token) for token in text.split(1, dim=1)], dim=1)
+    assert found[:, 0].isnan().all()
+    assert close(found[:, 1:], surprise(logits, text))
+
+
 def test_scoring_and_feeding_may_take_turns(llama, ids):
     text = ids(1, 60)
     stream = weir.Stream(llama, SMALL, chunk=8)
