@@ -1,6 +1,7 @@
 """Endless streams: tokens in, logits out, on disk, as a conversation."""
 
 from weir.stream.conversation import Conversation
+from weir.stream.sampling import Sampling
 from weir.stream.stream import MOST_LOGITS, PIECE, Stream
 from weir.stream.text import PACKAGED, Books, encode, read_books, read_stream, read_text
 from weir.stream.tokens import Tokens, is_count, read_ids, read_stops
@@ -11,6 +12,7 @@ __all__ = [
     "PIECE",
     "Books",
     "Conversation",
+    "Sampling",
     "Stream",
     "Tokens",
     "encode",

@@ -7,26 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from numbers import Real
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    PreTrainedModel,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import PreTrainedModel
 
 from weir.cache import Held, Positions, Prefill, StreamingCache
 from weir.errors import NotFiniteError, PolicyError, WeirError
+from weir.models import Endings
 from weir.policies import Policy, Recompute, policy_of
 from weir.slab import Slab
 from weir.stream import session
 from weir.stream.recompute import Recomputation
+from weir.stream.sampling import Sampling
 from weir.stream.tokens import Tokens, is_count, read_ids, read_stops
 
 PIECE = 512
@@ -101,6 +96,11 @@ class Stream:
     def last(self) -> list[int]:
         """The last token of each row; none before the first."""
         return list(self._last)
+
+    @property
+    def ends(self) -> set[int]:
+        """The tokens that end an answer, as the model's generation configuration names them."""
+        return set(Endings.of(self.model.generation_config).stops)
 
     @property
     def nbytes(self) -> int:
@@ -193,31 +193,19 @@ class Stream:
             )
         if not is_count(max_new_tokens):
             raise WeirError(f"max_new_tokens must be 0 or more, not {max_new_tokens!r}")
-        warpers = _warpers(temperature, top_k, top_p)
-        return self._generate(max_new_tokens, temperature == 0, warpers, self._ends(stop))
+        sampling = Sampling(temperature, top_k, top_p)
+        ends = self.ends if stop is None else read_stops(stop)
+        return self._generate(max_new_tokens, sampling, ends)
 
-    def _generate(
-        self, most: int, greedy: bool, warpers: LogitsProcessorList, ends: set[int]
-    ) -> Iterator[int]:
+    def _generate(self, most: int, sampling: Sampling, ends: set[int]) -> Iterator[int]:
         for _ in range(most):
             assert self._logits is not None
-            if greedy:
-                chosen = self._logits.argmax(dim=-1, keepdim=True)
-            else:
-                before = torch.empty(1, 0, dtype=torch.int64)
-                logits = warpers(cast(Any, before), cast(Any, self._logits.cpu().float()))
-                chosen = torch.multinomial(logits.softmax(dim=-1), 1, generator=self._generator)
+            chosen = sampling.pick(self._logits, self._generator)
             token = int(chosen)
             self.feed(chosen)
             yield token
             if token in ends:
                 return
-
-    def _ends(self, stop: int | Sequence[int] | None) -> set[int]:
-        if stop is None:
-            found = self.model.generation_config.eos_token_id
-            return {found} if isinstance(found, int) else set(found or ())
-        return read_stops(stop)
 
     def slots(self, layer: int = 0) -> Held:
         """What one layer holds now; see `Held`.
@@ -377,21 +365,3 @@ def _nll(logits: Tensor, ids: Tensor) -> Tensor:
     """How surprising `ids` [batch, n] are after logits [batch, n, vocabulary], in nats."""
     picked = logits.gather(-1, ids[..., None])[..., 0].float()
     return logits.float().logsumexp(-1) - picked
-
-
-def _warpers(temperature: float, top_k: int | None, top_p: float | None) -> LogitsProcessorList:
-    """Those of transformers, in its usual order."""
-    if not (isinstance(temperature, Real) and 0 <= temperature < math.inf):
-        raise WeirError(f"temperature must be a number from 0 on, not {temperature!r}")
-    if top_k is not None and not (is_count(top_k) and top_k):
-        raise WeirError(f"top_k must be a whole number from 1 on, not {top_k!r}")
-    if top_p is not None and not (isinstance(top_p, Real) and 0 <= top_p <= 1):
-        raise WeirError(f"top_p must be a number from 0 to 1, not {top_p!r}")
-    warpers = LogitsProcessorList()
-    if temperature not in (0, 1):
-        warpers.append(TemperatureLogitsWarper(float(temperature)))
-    if top_k is not None:
-        warpers.append(TopKLogitsWarper(top_k))
-    if top_p is not None:
-        warpers.append(TopPLogitsWarper(float(top_p)))
-    return warpers

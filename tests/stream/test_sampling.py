@@ -1,0 +1,79 @@
+"""From logits to a token: against plain sums of chances, at temperatures from tiny to vast."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from transformers import TemperatureLogitsWarper
+
+import weir
+from weir.errors import WeirError
+from weir.stream.sampling import Sampling
+
+LOGITS = torch.tensor([[0.5, -2.0, 3.0, 2.999, -1e4], [7.0, -3e38, 6.0, 3e38, 0.0]])
+
+
+def drawn(sampling: Sampling, logits: torch.Tensor, count: int = 400, seed: int = 0) -> list:
+    generator = torch.Generator().manual_seed(seed)
+    return [sampling.pick(logits, generator)[:, 0].tolist() for _ in range(count)]
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-45, 1e-40, 1e-38, 1e-9, 9e-7])
+@pytest.mark.parametrize("more", [{}, {"top_k": 3}, {"top_p": 0.9}, {"top_k": 2, "top_p": 0.5}])
+def test_a_temperature_next_to_nothing_takes_the_likeliest_token(temperature, more):
+    assert {tuple(row) for row in drawn(Sampling(temperature, **more), LOGITS, 50)} == {(2, 3)}
+    masked = torch.tensor([[-torch.inf, 1.0, 2.0]])
+    assert {tuple(row) for row in drawn(Sampling(temperature, **more), masked, 50)} == {(2,)}
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-9])
+def test_where_two_tokens_are_equally_likely_both_are_drawn_at_any_temperature(temperature):
+    rows = drawn(Sampling(temperature), torch.tensor([[1.0, 4.0, 4.0, -2.0]]))
+    ones = sum(row == [1] for row in rows)
+    assert {row[0] for row in rows} == {1, 2}
+    assert abs(ones - 200) < 5 * math.sqrt(400 / 4)
+
+
+@pytest.mark.parametrize("temperature", [1e38, 1e300, 10**400])
+def test_a_vast_temperature_draws_from_all_that_can_be_drawn(temperature):
+    logits = torch.tensor([[0.0, 50.0, -torch.inf, -50.0]])
+    assert {row[0] for row in drawn(Sampling(temperature), logits)} == {0, 1, 3}
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, Fraction(0), Fraction(1, 10**400)])
+def test_greedy_asks_nothing_of_the_generator(temperature):
+    generator = torch.Generator().manual_seed(1)
+    before = generator.get_state()
+    assert Sampling(temperature).pick(LOGITS, generator).tolist() == [[2], [3]]
+    assert torch.equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize("temperature", [2e-6, 0.1, 0.7, np.float32(0.7), Fraction(1, 3), 1, 1.9])
+def test_usual_temperatures_divide_as_transformers_does_to_the_last_bit(temperature):
+    logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(0)) * 5
+    warped = TemperatureLogitsWarper(float(temperature))(None, logits).softmax(dim=-1)
+    expected = torch.multinomial(warped, 1, generator=torch.Generator().manual_seed(3))
+    found = Sampling(temperature).pick(logits, torch.Generator().manual_seed(3))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_are_refused_in_a_sentence(wrong):
+    logits = torch.tensor([[1.0, wrong, 2.0]])
+    for temperature in (1e-40, 0.5, 1.0):
+        with pytest.raises(WeirError, match="no token can be drawn: the logits are no numbers"):
+            Sampling(temperature).pick(logits, torch.Generator())
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-300])
+def test_a_stream_at_a_tiny_temperature_goes_on_as_the_greedy_one(llama, ids, temperature):
+    tokens = []
+    for how in ({}, {"temperature": temperature}, {"temperature": temperature, "top_p": 0.95}):
+        stream = weir.Stream(llama, "streaming_llm(24)", chunk=8)
+        stream.feed(ids(1, 40))
+        tokens.append(list(stream.generate(30, **how)))
+    assert tokens[0] == tokens[1] == tokens[2]
