@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM
 import weir
 from weir.errors import WeirError
 from weir.policies.registry import NAMED
-from weir.stream import session
+from weir.stream import replacing, session
 
 POLICY = "streaming_llm(24)"
 PARTLY_FULL = 203
@@ -344,7 +344,7 @@ def test_an_interrupted_save_leaves_the_old_file_whole_and_nothing_beside_it(
     if where == "save_file":
         monkeypatch.setattr(session, "save_file", broken(error))
     else:
-        monkeypatch.setattr(session.os, where.partition(".")[2], broken(error))
+        monkeypatch.setattr(replacing.os, where.partition(".")[2], broken(error))
     with pytest.raises((WeirError, KeyboardInterrupt)) as raised:
         stream.save(saved)
     monkeypatch.undo()
@@ -355,6 +355,57 @@ def test_an_interrupted_save_leaves_the_old_file_whole_and_nothing_beside_it(
     stream.save(saved)
     assert weir.Stream.restore(llama, saved).seen == PARTLY_FULL + 30
     assert list(saved.parent.iterdir()) == [saved]
+
+
+KILLED_WITHIN_A_SAVE = """
+import sys, time, torch
+from weir.stream import session
+def half(tensors, path, metadata):
+    open(path, "wb").write(b"half of a ses")
+    print("writing", flush=True)
+    time.sleep(float(sys.argv[2]))
+    save(tensors, path, metadata=metadata)
+save, session.save_file = session.save_file, half
+session.write(sys.argv[1], {"of": "another process"}, {"a": torch.zeros(3)})
+"""
+
+
+def another_process(path: Path, seconds: float) -> subprocess.Popen[str]:
+    """One that saves to the path, has written the half of it, and takes so long for the rest."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", KILLED_WITHIN_A_SAVE, str(path), str(seconds)],
+        env={**os.environ, "PYTHONPATH": str(Path(weir.__file__).parents[1])},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "writing\n"
+    child.stdout.close()
+    return child
+
+
+def test_the_next_save_clears_what_a_killed_one_left(llama, saved):
+    child = another_process(saved, 600)
+    child.kill()
+    child.wait()
+    others = [saved.parent / name for name in ("one.safetensors.part", "two.abcdefgh.part")]
+    for other in others:
+        other.mkdir()
+    assert len(list(saved.parent.iterdir())) == 4
+    stream = weir.Stream.restore(llama, saved)
+    stream.save(saved)
+    assert set(saved.parent.iterdir()) == {saved, *others}
+
+
+def test_a_save_leaves_alone_what_another_process_is_writing(llama, saved):
+    stream = weir.Stream.restore(llama, saved)
+    child = another_process(saved, 3)
+    stream.save(saved)
+    assert len(list(saved.parent.iterdir())) == 2
+    assert weir.Stream.restore(llama, saved).seen == PARTLY_FULL
+    assert child.wait() == 0
+    assert list(saved.parent.iterdir()) == [saved]
+    assert session.read(saved)[0]["of"] == "another process"
 
 
 def test_only_files_are_replaced(llama, tmp_path):

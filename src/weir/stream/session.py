@@ -1,8 +1,7 @@
 """Sessions on disk: a stream's tensors and facts in one safetensors file.
 
-A file is written beside its target and then takes its place, so an interrupted save leaves the old
-file whole. A checksum over everything in it notices a single bit that has changed. Knows the form
-of the file; `stream` knows what goes in.
+An interrupted save leaves the old file whole (`replacing`). A checksum over everything in a file
+notices a single bit that has changed. Knows the form of the file; `stream` knows what goes in.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weir.errors import WeirError, shown
+from weir.stream.replacing import replacing
 
 FORMAT = 1
 KEY = "weir_session"
@@ -55,23 +54,15 @@ def write(path: str | Path, facts: dict[str, Any], tensors: dict[str, Tensor]) -
     written = json.dumps({"format": FORMAT, **facts})
     kept = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     metadata = {KEY: written, CHECKSUM: _checksum(written, kept)}
-    temporary = None
     try:
         # A folder is refused by the system; a device would be replaced by a file of its name.
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise WeirError(f"cannot write the session {path}: that is not a file to be replaced")
-        handle, temporary = tempfile.mkstemp(prefix=path.name, suffix=".part", dir=path.parent)
-        os.close(handle)
-        save_file(kept, temporary, metadata=metadata)
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with replacing(path) as new:
+            save_file(kept, str(new), metadata=metadata)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise WeirError(f"cannot write the session {path}: {reason}") from None
-    finally:
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
