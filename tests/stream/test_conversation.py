@@ -190,7 +190,7 @@ def test_without_a_template_the_model_continues_the_text_to_the_end_of_a_paragra
     tell(talk, " the count said.\nAnd then")
     assert "".join(talk.say("Prince Andrew,")) == " the count said."
     tell(talk, " nothing at all, and")
-    assert "".join(talk.say("Pierre said", most=20)) == " nothing at all, and"
+    assert "".join(talk.say("Pierre said", max_new_tokens=20)) == " nothing at all, and"
     tell(talk, "\n")
     assert "".join(talk.say("Natasha")) == ""
     # The first answer ended with its line, the second had to be given an end.
@@ -264,7 +264,7 @@ def test_a_saved_conversation_goes_on_where_it_was(model, tmp_path, answer):
     assert other.stream.seen == talk.stream.seen
     assert other.turn("And?") == talk.turn("And?")
     again = Conversation(weir.Stream.restore(model, tmp_path / "talk"), talk.tokenizer)
-    answers = [list(it.say("And?", most=20, temperature=1.0)) for it in (other, again)]
+    answers = [list(it.say("And?", max_new_tokens=20, temperature=1.0)) for it in (other, again)]
     assert answers[0] == answers[1]
 
 

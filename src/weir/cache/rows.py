@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weir.cache.layer import Plan, cut
 from weir.errors import WeirError
-from weir.models import Endings
+from weir.models import Endings, check_ids
 
 GO_ON = (
     "pass the whole conversation again, or only what is new with an attention_mask that covers "
@@ -98,7 +98,7 @@ class Rows:
             )
         ids: Tensor | None = given.get("input_ids")
         if ids is not None and (ids.device.type == "cpu" or length > 1):
-            _check_ids(ids, vocabulary)
+            check_ids(ids, vocabulary)
         before = self if self.columns else _fresh(batch)
         claimed = before._claim(given.get("attention_mask"), batch, length)
         if given.get("position_ids") is not None:
@@ -231,10 +231,3 @@ def _refuse_right_padding(real: Tensor | None) -> None:
             f"row {wrong[0]} is padded on the right, so its last column is no token to go on from; "
             "pad on the left: tokenizer.padding_side = 'left'"
         )
-
-
-def _check_ids(ids: Tensor, vocabulary: int) -> None:
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocabulary:
-        wrong = low if low < 0 else high
-        raise WeirError(f"token id {wrong} is out of range; the model knows 0 to {vocabulary - 1}")

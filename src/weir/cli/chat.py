@@ -72,7 +72,9 @@ def chat(
                         if not _command(talk, line.strip()):
                             return
                 elif line.strip():
-                    answer = talk.say(line, most=most, temperature=temperature, top_p=top_p)
+                    answer = talk.say(
+                        line, max_new_tokens=most, temperature=temperature, top_p=top_p
+                    )
                     with interrupt.noting(1):
                         _write(answer, interrupt)
                     _tell_state(talk)

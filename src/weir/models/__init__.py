@@ -4,6 +4,7 @@ from weir.models.endings import Endings
 from weir.models.facts import DROPPING, LayerFacts, ModelFacts, describe
 from weir.models.hooks import attach, compile_steps, detach
 from weir.models.load import ASSETS, is_local, load
+from weir.models.vocabulary import check_ids
 
 __all__ = [
     "ASSETS",
@@ -12,6 +13,7 @@ __all__ = [
     "LayerFacts",
     "ModelFacts",
     "attach",
+    "check_ids",
     "compile_steps",
     "describe",
     "detach",

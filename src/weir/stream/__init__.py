@@ -1,5 +1,6 @@
 """Endless streams: tokens in, logits out, on disk, as a conversation."""
 
+from weir.stream.answer import AnswerText
 from weir.stream.conversation import Conversation
 from weir.stream.sampling import Sampling
 from weir.stream.stream import MOST_LOGITS, PIECE, Stream
@@ -10,6 +11,7 @@ __all__ = [
     "MOST_LOGITS",
     "PACKAGED",
     "PIECE",
+    "AnswerText",
     "Books",
     "Conversation",
     "Sampling",

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
+from weir.stream.answer import AnswerText
 from weir.stream.stream import Stream
 
 ANSWER = "an-answer-that-stands-for-all"
@@ -39,14 +40,14 @@ class Conversation:
         self.tokenizer = tokenizer
         self.rate = 0.0
 
-    def say(self, text: str, *, most: int = 256, **sampling: Any) -> Iterator[str]:
+    def say(self, text: str, *, max_new_tokens: int = 256, **sampling: Any) -> Iterator[str]:
         """Feed the user's words and yield the answer piece by piece.
 
         Closing the iterator at any point leaves the stream whole.
 
         Args:
             text: what the user says.
-            most: tokens of the answer.
+            max_new_tokens: of the answer; at most so many.
             sampling: temperature, top_k, top_p, as for `Stream.generate`.
 
         Raises:
@@ -57,22 +58,18 @@ class Conversation:
             raise WeirError("that makes no tokens; say something")
         self.stream.feed(ids)
         self.rate = 0.0
-        began, shown = time.perf_counter(), ""
-        answer: list[int] = []
-        for token in self.stream.generate(most, **sampling):
-            answer.append(token)
-            self.rate = len(answer) / (time.perf_counter() - began)
-            if token in self._ends():
+        # Without a template the model does not end its turn: the paragraph is the answer.
+        answer = AnswerText(self.tokenizer, ["\n"] if self.tokenizer.chat_template is None else [])
+        ends, began = self.stream.ends, time.perf_counter()
+        tokens = self.stream.generate(max_new_tokens, **sampling)
+        for count, token in enumerate(tokens, 1):
+            self.rate = count / (time.perf_counter() - began)
+            if token in ends:
                 return
-            whole = str(self.tokenizer.decode(answer, skip_special_tokens=True))
-            if whole.endswith("\ufffd"):
-                continue  # half of a character; the next token has the rest
-            new, shown = whole[len(shown) :], whole
-            if self.tokenizer.chat_template is None and "\n" in new:
-                yield new[: new.index("\n")]
-                return
-            if new:
+            if new := answer.add(token):
                 yield new
+            if answer.stopped:
+                return
 
     def turn(self, text: str) -> list[int]:
         """The ids of one turn of the user, and of what makes the model answer.
@@ -102,7 +99,7 @@ class Conversation:
 
     def _without_end(self, ids: list[int]) -> list[int]:
         """A turn without the end of the answer before it, if the model has said that itself."""
-        ends = self._ends()
+        ends = self.stream.ends
         place = next((i for i, token in enumerate(ids) if token in ends), None)
         if place is None or self.stream.last[0] not in ends:
             return ids
@@ -116,10 +113,6 @@ class Conversation:
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _ends(self) -> set[int]:
-        ends = self.stream.model.generation_config.eos_token_id
-        return {ends} if isinstance(ends, int) else set(ends or ())
 
     def load(self, path: str | Path) -> None:
         """Go on with a saved stream.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError, shown
+from weir.models import check_ids
 
 Tokens = (
     Tensor
@@ -51,10 +52,7 @@ def read_ids(given: Tokens, vocabulary: int) -> Tensor:
             f"{list(ids.shape)}"
         )
     ids = ids.to(torch.int64)
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocabulary:
-        wrong = low if low < 0 else high
-        raise WeirError(f"token id {wrong} is out of range; the model knows 0 to {vocabulary - 1}")
+    check_ids(ids, vocabulary)
     return ids[None] if ids.ndim == 1 else ids
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from weir.stream import Stream
+from weir.stream import AnswerText, Stream
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,13 @@ def answer(
     """
     stream.feed(prompt)
     tokens: list[int] = []
-    text = ""
+    growing = AnswerText(tokenizer, stops)
     for token in stream.generate(most, **sampling):
         tokens.append(token)
-        text = str(tokenizer.decode(tokens, skip_special_tokens=True))
-        if any(stop in text for stop in stops):
+        growing.add(token)
+        if growing.stopped:
             break
+    text = str(tokenizer.decode(tokens, skip_special_tokens=True))
     return Answer(cut(text, stops), stream.nbytes, _held(stream), stream.seen)
 
 
