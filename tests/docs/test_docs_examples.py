@@ -101,6 +101,33 @@ def test_the_new_pool_takes_fewer_than_thirty_lines() -> None:
     assert len(blocks("docs/writing-a-pool.md", "python")[0].splitlines()) < 30
 
 
+def test_a_new_scorer_is_a_whole_file_of_thirty_lines() -> None:
+    code = blocks("docs/writing-a-pool.md", "python")[2]
+    assert len(code.splitlines()) <= 30
+    tree = ast.parse(code)
+    assert ast.get_docstring(tree)
+    kind = next(node for node in tree.body if isinstance(node, ast.ClassDef))
+    assert [node.name for node in kind.body if isinstance(node, ast.FunctionDef)] == ["score"]
+
+
+def test_the_new_scorer_keeps_the_shortest_keys_of_all_that_left_the_window(
+    pools_as_before: None, llama: PreTrainedModel, ids: Callable[..., Tensor]
+) -> None:
+    run(blocks("docs/writing-a-pool.md", "python")[2], "writing-a-pool.md", {"__name__": "example"})
+    text = ids(2, 203)
+    stream = weir.Stream(llama, "sink(2) | recent(16) | knorm(8)", chunk=5)
+    stream.feed(text)
+    everything = weir.Stream(llama, "dense")
+    everything.feed(text)
+    held, dense = stream.slots(layer=0), everything.slots(layer=0)
+    # The first layer's keys depend on nothing but the tokens, and to rotate one keeps its length.
+    middle = dense.keys[:, :, 2 : 203 - 203 % 5 - 16].norm(dim=-1)
+    away = held.pool != held.pools.index("knorm")
+    kept = held.keys.norm(dim=-1).masked_fill(away, torch.inf)
+    wanted = middle.topk(8, largest=False).values
+    torch.testing.assert_close(kept.topk(8, largest=False).values, wanted, rtol=1e-5, atol=0.0)
+
+
 def test_the_new_pool_keeps_the_loudest_of_all_that_left_the_window(
     loud: type[Pool], llama: PreTrainedModel, ids: Callable[..., Tensor]
 ) -> None:

@@ -22,7 +22,7 @@ from weir.errors import WeirError
 from weir.policies.pipe import Pipe
 from weir.pools import Fold, Recent, Sink, Snap
 from weir.pools.draws import Draws
-from weir.pools.snap import pooled
+from weir.pools.ranked import pooled
 from weir.slab.attention import Form
 from weir.slab.positions import Alibi, Place
 from weir.slab.slots import Slots

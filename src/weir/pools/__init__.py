@@ -1,13 +1,14 @@
 """Rules for who keeps a slot, one file or one folder each."""
 
 from weir.pools.balance import Balance
-from weir.pools.base import POOLS, Fold, Pool, pool
+from weir.pools.base import POOLS, Fold, Pool, pool, split
 from weir.pools.draws import Draws
 from weir.pools.heavy import Heavy
 from weir.pools.hive import Hive, best_window
 from weir.pools.kcenter import KCenter
 from weir.pools.outliers import Outliers
 from weir.pools.parameters import Make, checked, fits, hints, taken
+from weir.pools.ranked import Ranked, highest, pooled
 from weir.pools.recent import Recent
 from weir.pools.reservoir import Reservoir
 from weir.pools.sink import Sink
@@ -26,6 +27,7 @@ __all__ = [
     "Make",
     "Outliers",
     "Pool",
+    "Ranked",
     "Recent",
     "Reservoir",
     "Sink",
@@ -35,7 +37,10 @@ __all__ = [
     "best_window",
     "checked",
     "fits",
+    "highest",
     "hints",
     "pool",
+    "pooled",
+    "split",
     "taken",
 ]

@@ -57,6 +57,15 @@ class Fold:
     unbroken: bool = True
     state: dict[str, Tensor] = field(default_factory=dict)
 
+    def in_order(self, held: Slots, new: Slots) -> Slots:
+        """What a pool holds and what arrives, from the oldest token on; empty slots first.
+
+        Unbroken arrivals are all newer than what is held, so they need no sorting; what the pool
+        holds has to lie in order itself.
+        """
+        both = held.join(new)
+        return both if self.unbroken else both.by_position()
+
 
 class Pool(ABC):
     """A rule for who holds some slots of each KV head.
@@ -140,6 +149,16 @@ class Pool(ABC):
         different numbers of them, the missing slots are empty. Returning `held` itself says that
         nothing changed.
         """
+
+
+def split(slots: Slots, stays: Tensor) -> tuple[Slots, Slots]:
+    """(those that stay, those that flow on), as a fold returns them, each in the order they lie in.
+
+    Args:
+        slots: what is held and what arrives.
+        stays: which of them stay [batch, kv_heads, slots], bool; empty slots are in neither part.
+    """
+    return slots.only(stays), slots.only(~stays)
 
 
 Kind = TypeVar("Kind", bound=type[Pool])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool, pool
+from weir.pools.base import Fold, Pool, pool, split
 from weir.slab import EMPTY, Slots
 
 _LAST = torch.iinfo(torch.int64).max
@@ -74,16 +74,14 @@ class Hive(Pool):
 
         Both what stays and what flows on lie from the oldest token on.
         """
-        both = held.join(new)
-        if not fold.unbroken:
-            both = both.by_position()
+        both = fold.in_order(held, new)
         settled = fold.state["settled"]
         kept, old = self._evict(both, both.position <= settled, whole=fold.prompt)
         if bool(kept.all()):
             return both, both.part(0, 0)
         decided = both.position.where(old, EMPTY).amax(dim=2, keepdim=True)
         fold.state["settled"] = settled.maximum(decided)
-        return both.only(kept), both.only(~kept)
+        return split(both, kept)
 
     def _evict(self, line: Slots, old: Tensor, *, whole: bool) -> tuple[Tensor, Tensor]:
         """(who stays, who is old then), from tokens in order and which of them are old.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weir import kernels
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool, pool
+from weir.pools.base import Fold, Pool, pool, split
 from weir.slab import Slots
 
 
@@ -47,14 +47,12 @@ class KCenter(Pool):
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Pick centres anew; both what stays and what flows on lie from the oldest token on."""
-        both = held.join(new)
-        if not fold.unbroken:
-            both = both.by_position()
+        both = fold.in_order(held, new)
         stays = both.held
         if len(both) > self.k:
             pick = kernels.farthest_first(both.keys.device) or farthest_first
             stays = pick(both.keys, both.held, self.k)
-        return both.only(stays), both.only(~stays)
+        return split(both, stays)
 
 
 def farthest_first(keys: Tensor, among: Tensor, k: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold, Pool, pool
-from weir.pools.snap import pooled
+from weir.pools.ranked import highest, pooled
 from weir.slab import EMPTY, Slots
 
 PIECE = 64
@@ -90,17 +90,15 @@ class Outliers(Pool):
         return both.take(order.where(there, EMPTY)), both.only(~stays)
 
     def _stays(self, slots: Slots, away: Tensor) -> Tensor:
-        """Who stays of tokens that lie by age [batch, kv_heads, slots], bool."""
+        """Who stays of tokens that lie by age [batch, kv_heads, slots], bool.
+
+        By the neighbourhood, then by a token's own key, then by age.
+        """
         score = pooled(away, slots.position, 2 * self.dilate + 1, average=False)
         if self.below is not None:
-            score = score.masked_fill(score < 1 - self.below, -1.0)
+            score = score.masked_fill(score < 1 - self.below, -torch.inf)
         newest = slots.held.flip(2).cumsum(dim=2).flip(2) <= self.dilate
-        score = score.masked_fill(newest, torch.inf).masked_fill(~slots.held, -1.0)
-        # Both sorts are stable: by the neighbourhood, then by a token's own key, then by age.
-        order = away.argsort(dim=2, descending=True, stable=True)
-        by_score = score.gather(2, order).argsort(dim=2, descending=True, stable=True)
-        best = order.gather(2, by_score[:, :, : self.n])
-        return torch.zeros_like(slots.held).scatter_(2, best, True) & (score >= 0)
+        return highest(self.n, slots.held, score.masked_fill(newest, torch.inf), away)
 
 
 def pointing_away(new: Slots, total: Tensor, fade: float) -> tuple[Tensor, Tensor]:

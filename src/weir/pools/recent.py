@@ -47,8 +47,6 @@ class Recent(Pool):
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Append what arrives; the oldest beyond `n` overflow."""
-        both = held.join(new)
-        if not fold.unbroken:
-            both = both.by_position()
+        both = fold.in_order(held, new)
         spill = 0 if self.n is None else max(0, len(both) - self.n)
         return both.part(spill, len(both)), both.part(0, spill)

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold, Pool, pool
+from weir.pools.ranked import Ranked, pooled
 from weir.slab import Form, Slots, attention_mass
 
 
 @pool("snap")
 @dataclass(frozen=True)
-class Snap(Pool):
+class Snap(Ranked):
     """Keep the newest tokens, and of the others those the last queries attend to, by KV head.
 
     A vote is the softmax of a query over all tokens that are in the pool or arrive at it and are
@@ -47,8 +48,7 @@ class Snap(Pool):
     average: bool = False
 
     def __post_init__(self) -> None:
-        if self.budget < 1:
-            raise WeirError(f"snap keeps at least 1 token, not {self.budget}")
+        super().__post_init__()
         if self.window < 1:
             raise WeirError(f"at least the last query votes in snap, not the last {self.window}")
         if self.kernel < 1 or self.kernel % 2 == 0:
@@ -76,10 +76,6 @@ class Snap(Pool):
         """The window's."""
         return self.window
 
-    def slots(self) -> int:
-        """The budget, the window in it."""
-        return self.budget
-
     def fixed(self, before: tuple[Pool, ...]) -> int:
         """Those of the window that comes here: each layer keeps it whole."""
         return self._inside(before)
@@ -93,24 +89,12 @@ class Snap(Pool):
                 inside -= self.window if newest is None else newest
         return max(0, inside)
 
-    def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Let the window vote where there are too many; what flows on lies in order, too."""
-        both = held.join(new)
-        if not fold.unbroken:
-            both = both.by_position()
-        if len(both) <= self.budget:
-            return both, both.part(0, 0)
-        position, ahead = both.position, (fold.seen + fold.origin)[:, None, None]
-        in_window = position >= ahead - self.window
-        votes = self._votes(both, fold).masked_fill(in_window | ~both.held, 0.0)
-        score = pooled(votes, position, self.kernel, average=self.average)
-        score = score.masked_fill(in_window, torch.inf).masked_fill(~both.held, -torch.inf)
-        # Both sorts are stable: by pooled votes, then by a token's own, then by age.
-        order = votes.argsort(dim=2, descending=True, stable=True)
-        by_score = score.gather(2, order).argsort(dim=2, descending=True, stable=True)
-        best = order.gather(2, by_score[:, :, : self.budget])
-        stays = torch.zeros_like(both.held).scatter_(2, best, True)
-        return both.only(stays), both.only(~stays)
+    def score(self, slots: Slots, fold: Fold) -> tuple[Tensor, Tensor]:
+        """(pooled votes, a token's own); the window stays, and has no votes to share."""
+        in_window = slots.position >= (fold.seen + fold.origin)[:, None, None] - self.window
+        votes = self._votes(slots, fold).masked_fill(in_window | ~slots.held, 0.0)
+        score = pooled(votes, slots.position, self.kernel, average=self.average)
+        return score.masked_fill(in_window, torch.inf), votes
 
     def _votes(self, slots: Slots, fold: Fold) -> Tensor:
         """The attention of the window's queries to each slot [batch, kv_heads, slots].
@@ -132,32 +116,3 @@ class Snap(Pool):
             heads = held.shape[1]
             bias = bias + fold.alibi.bias(held, heads, first, ahead[:, :, :, 0, 0] - 1)
         return attention_mass(queries, slots.keys, slots.b, fold.form or Form(fold.scale), bias)
-
-
-def pooled(votes: Tensor, position: Tensor, kernel: int, *, average: bool) -> Tensor:
-    """Votes pooled over the `kernel` places of the stream around each token.
-
-    Args:
-        votes: not negative, 0 for none [batch, kv_heads, slots].
-        position: places in the stream, rising along the slots; -1 where empty.
-        kernel: an odd number.
-        average: the sum divided by the kernel; otherwise the largest.
-
-    Returns:
-        [batch, kv_heads, slots], float64.
-    """
-    reach = kernel // 2
-    # In double precision the sum does not depend on its order, so that ties remain ties.
-    votes = votes.double()
-    total = votes.clone()
-    # Places are distinct, so neighbours in the stream are at most as far apart in slots.
-    for step in range(1, min(reach, votes.shape[2] - 1) + 1):
-        near = position[:, :, step:] - position[:, :, :-step] <= reach
-        older, newer = votes[:, :, :-step] * near, votes[:, :, step:] * near
-        if average:
-            total[:, :, step:] += older
-            total[:, :, :-step] += newer
-        else:
-            total[:, :, step:] = total[:, :, step:].maximum(older)
-            total[:, :, :-step] = total[:, :, :-step].maximum(newer)
-    return total / kernel if average else total

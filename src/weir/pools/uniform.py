@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, pool
+from weir.pools.base import Fold, pool, split
 from weir.pools.sample import Sample
 from weir.slab import Slots
 
@@ -78,7 +78,7 @@ class Uniform(Sample):
             return self.stand_for_all(both.only(stays), fold), new.part(0, 0)
         if not bool(stays[:, :, len(held) :].any()):
             return held, new
-        return both.only(stays), both.only(~stays)
+        return split(both, stays)
 
     def _by_rate(self, rate: float, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         lucky = self.luck(new, fold) < rate

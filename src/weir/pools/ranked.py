@@ -1,0 +1,111 @@
+"""A pool whose rule is a score: where there are too many tokens, those of the highest score stay.
+
+The base of `heavy` and `snap`, and of any pool that can say of each token how much it matters: such
+a pool is its parameters and one method, `score`. Knows nothing about what a score is made of.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import fields
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from weir.errors import WeirError
+from weir.pools.base import Fold, Pool, split
+from weir.slab import Slots
+
+
+class Ranked(Pool):
+    """Keep the tokens of the highest score, as many as its first parameter says, by KV head.
+
+    Where scores are equal, the older token stays. Weights stay as they came. Nothing is scored, and
+    everything stays, as long as there is room.
+    """
+
+    def __post_init__(self) -> None:
+        if self.slots() < 1:
+            raise WeirError(f"{self.name} keeps at least 1 token, not {self.slots()}")
+
+    @abstractmethod
+    def score(self, slots: Slots, fold: Fold) -> Tensor | tuple[Tensor, ...]:
+        """How much each token matters, of those held and those that arrive.
+
+        Args:
+            slots: all of them, from the oldest on; what an empty slot gets is not looked at.
+            fold: what a pool may know.
+
+        Returns:
+            [batch, kv_heads, slots]: `inf` for a token that stays before all others, `-inf` for one
+            that does not stay though there is room. Several such tensors where equal scores are not
+            to be told apart by age at once: where the first is equal the second decides, and so on.
+        """
+
+    def slots(self) -> int:
+        """As many slots as tokens are kept: the first parameter."""
+        return int(getattr(self, fields(cast(Any, self))[0].name))
+
+    def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
+        """Rank where there are too many; what stays and what flows on lie from the oldest on.
+
+        Scores do not change within a fold, so evicting all that is too many at once leaves what
+        evicting one after each arrival would.
+        """
+        both = fold.in_order(held, new)
+        if len(both) <= self.slots():
+            return split(both, both.held)
+        score = self.score(both, fold)
+        scores = score if isinstance(score, tuple) else (score,)
+        return split(both, highest(self.slots(), both.held, *scores))
+
+
+def highest(n: int, among: Tensor, *scores: Tensor) -> Tensor:
+    """The `n` slots of the highest score [batch, kv_heads, slots], bool; of equal ones the first.
+
+    Args:
+        n: how many, at most; those of a first score of `-inf` are left out though there be room.
+        among: the slots it is about [batch, kv_heads, slots], bool.
+        scores: the first decides, where it is equal the second, and so on
+            [batch, kv_heads, slots] each.
+    """
+    first = scores[0].masked_fill(~among, -torch.inf)
+    order = None
+    # All sorts are stable: the last decides, and what it leaves equal stays as those before put it.
+    for score in (*scores[:0:-1], first):
+        ranks = score if order is None else score.gather(2, order)
+        by_rank = ranks.argsort(dim=2, descending=True, stable=True)
+        order = by_rank if order is None else order.gather(2, by_rank)
+    assert order is not None
+    best = torch.zeros_like(among).scatter_(2, order[:, :, :n], True)
+    return best & ~first.isneginf()
+
+
+def pooled(votes: Tensor, position: Tensor, kernel: int, *, average: bool) -> Tensor:
+    """Votes pooled over the `kernel` places of the stream around each token.
+
+    Args:
+        votes: not negative, 0 for none [batch, kv_heads, slots].
+        position: places in the stream, rising along the slots; -1 where empty.
+        kernel: an odd number.
+        average: the sum divided by the kernel; otherwise the largest.
+
+    Returns:
+        [batch, kv_heads, slots], float64.
+    """
+    reach = kernel // 2
+    # In double precision the sum does not depend on its order, so that ties remain ties.
+    votes = votes.double()
+    total = votes.clone()
+    # Places are distinct, so neighbours in the stream are at most as far apart in slots.
+    for step in range(1, min(reach, votes.shape[2] - 1) + 1):
+        near = position[:, :, step:] - position[:, :, :-step] <= reach
+        older, newer = votes[:, :, :-step] * near, votes[:, :, step:] * near
+        if average:
+            total[:, :, step:] += older
+            total[:, :, :-step] += newer
+        else:
+            total[:, :, step:] = total[:, :, step:].maximum(older)
+            total[:, :, :-step] = total[:, :, :-step].maximum(newer)
+    return total / kernel if average else total

@@ -1,0 +1,87 @@
+"""A pool whose rule is a score: what stays, by the scores and by nothing else."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from streams import places, tokens
+from torch import Tensor
+
+from weir.errors import WeirError
+from weir.pools import Draws, Fold, Ranked, highest
+from weir.slab import Slots
+
+FOLD = Fold(Draws(0), layer=0, layers=1, seen=torch.tensor([0]), scale=1.0)
+
+
+@dataclass(frozen=True)
+class Told(Ranked):
+    """Scores as they are told, by place in the stream."""
+
+    name: ClassVar[str] = "told"
+
+    n: int
+    scores: tuple[tuple[float, ...], ...]
+
+    def score(self, slots: Slots, fold: Fold) -> tuple[Tensor, ...]:
+        return tuple(torch.tensor(each)[slots.position] for each in self.scores)
+
+
+def slots_of(position: list[int]) -> Slots:
+    """One row, one head."""
+    return tokens(torch.tensor(position, dtype=torch.int64)[None, None])
+
+
+SCORES = st.sampled_from([-math.inf, -1.0, 0.0, 0.5, math.inf])
+
+
+@given(st.data())
+def test_the_highest_scores_stay_then_the_next_ones_then_the_oldest(data):
+    n, count = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 14))
+    scores = tuple(
+        tuple(data.draw(st.lists(SCORES, min_size=count, max_size=count)))
+        for _ in range(data.draw(st.integers(1, 3)))
+    )
+    order = data.draw(st.permutations(range(count)))
+    position = [place if data.draw(st.booleans()) else -1 for place in order]
+    cut = data.draw(st.integers(0, count))
+    held, new = slots_of(sorted(position[:cut])), slots_of(position[cut:])
+    pool = Told(n, scores)
+    kept, rest = pool.fold(held, new, replace(FOLD, unbroken=False))
+    here = sorted(place for place in position if place >= 0)
+    wanted = here
+    if count > n:
+        best = sorted(here, key=lambda place: (*(-each[place] for each in scores), place))
+        wanted = sorted(place for place in best[:n] if scores[0][place] > -math.inf)
+    assert places(kept) == [wanted]
+    assert places(rest) == [sorted(set(here) - set(wanted))]
+
+
+def test_nothing_is_scored_while_there_is_room():
+    pool = Told(5, ())  # which cannot score
+    kept, rest = pool.fold(slots_of([0, 1]), slots_of([2, 3, 4]), FOLD)
+    assert places(kept) == [[0, 1, 2, 3, 4]]
+    assert len(rest) == 0
+
+
+def test_it_has_as_many_slots_as_its_first_parameter_says_and_at_least_one():
+    assert Told(3, ()).slots() == 3
+    assert Told(3, ()).resized(7) == Told(7, ())
+    with pytest.raises(WeirError, match=r"^told keeps at least 1 token, not 0$"):
+        Told(0, ())
+
+
+def test_of_several_scores_the_first_decides():
+    among = torch.ones(1, 1, 4, dtype=torch.bool)
+    first, second = torch.tensor([[[1.0, 2.0, 2.0, 0.0]]]), torch.tensor([[[9.0, 3.0, 4.0, 9.0]]])
+    assert highest(1, among, first, second)[0, 0].tolist() == [False, False, True, False]
+    assert highest(2, among, second, first)[0, 0].tolist() == [True, False, False, True]
+    flat = torch.zeros_like(first)
+    assert highest(1, among, flat, first, second)[0, 0].tolist() == [False, False, True, False]
+    assert highest(1, among, flat, second, first)[0, 0].tolist() == [True, False, False, False]
