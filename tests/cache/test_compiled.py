@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from reference.models import CONFIGS, OWN_ATTENTION, make, tokens
+from roundings import close_runs
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -70,14 +71,16 @@ def both_ways(model: PreTrainedModel, policy: str, ids: Tensor, **given: Any) ->
         compile_steps(model, on=False)
 
 
-def check_same(usual: tuple[Tensor, Any], compiled: tuple[Tensor, Any], bound: float) -> None:
-    torch.testing.assert_close(compiled[0], usual[0], rtol=bound, atol=bound)
+def check_same(
+    usual: tuple[Tensor, Any], compiled: tuple[Tensor, Any], model: PreTrainedModel
+) -> None:
+    close_runs(compiled[0], usual[0], model)
     assert compiled[1].seen == usual[1].seen
     for layer in range(len(usual[1])):
         one, other = usual[1].slots(layer), compiled[1].slots(layer)
         assert torch.equal(one.position, other.position)
-        torch.testing.assert_close(one.b, other.b, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(one.keys, other.keys, rtol=bound, atol=bound)
+        close_runs(one.b, other.b, model)
+        close_runs(one.keys, other.keys, model)
 
 
 @pytest.mark.parametrize("positions", ["rolling", "original"])
@@ -85,7 +88,7 @@ def check_same(usual: tuple[Tensor, Any], compiled: tuple[Tensor, Any], bound: f
 def test_steps_are_the_usual_ones(llama, ids, taken, policy: str, positions: Any) -> None:
     usual, compiled = both_ways(llama, policy, ids(2, PROMPT + STEPS), positions=positions)
     assert taken == [1] * STEPS
-    check_same(usual, compiled, 1e-4)
+    check_same(usual, compiled, llama)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -94,7 +97,7 @@ def test_in_every_family(name: str, taken) -> None:
     usual, compiled = both_ways(model, "streaming_llm(16)", tokens(2, PROMPT + STEPS))
     # Models with linear biases, and those that leave rotation to weir, go the usual way.
     assert sum(taken) == (0 if name in OWN_ATTENTION else STEPS)
-    check_same(usual, compiled, 1e-4)
+    check_same(usual, compiled, model)
 
 
 def test_as_machine_code(llama, ids, taken) -> None:
@@ -106,7 +109,7 @@ def test_as_machine_code(llama, ids, taken) -> None:
     finally:
         compile_steps(llama, on=False)
     assert taken == [1] * STEPS
-    check_same(usual, compiled, 1e-4)
+    check_same(usual, compiled, llama)
 
 
 def test_rows_that_stand_apart_go_the_usual_way(llama, ids, taken) -> None:
@@ -223,7 +226,7 @@ def test_the_first_of_all_tokens_may_come_alone(llama, ids, taken, policy: str) 
     compile_steps(llama, backend="eager")
     compiled = step_by_step()
     compile_steps(llama, on=False)
-    torch.testing.assert_close(compiled, usual, rtol=1e-5, atol=1e-5)
+    close_runs(compiled, usual, llama)
     assert taken == [1] * (STEPS - 1)
 
 

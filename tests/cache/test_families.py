@@ -18,6 +18,7 @@ from reference.models import (
     tokens,
 )
 from reference.streaming import streaming_logits
+from roundings import close_runs, run_off
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -46,7 +47,7 @@ def test_below_its_budget_every_policy_is_the_plain_model(name: str, policy: str
     model, ids = shared(name), tokens(2, 60)
     cache = StreamingCache(model, policy, chunk=8)
     parts = [logits(model, part, past_key_values=cache) for part in ids.split(45, dim=1)]
-    assert difference(torch.cat(parts, dim=1), logits(model, ids)) < 1e-4
+    close_runs(torch.cat(parts, dim=1), logits(model, ids), model)
 
 
 @families
@@ -54,7 +55,7 @@ def test_streaming_llm_is_the_loop_that_drops_the_middle(name: str) -> None:
     model, ids = shared(name), tokens(2, 200)
     cache = StreamingCache(model, "streaming_llm(budget=24, sinks=4)", chunk=1)
     ours = logits(model, ids, past_key_values=cache)
-    assert difference(ours, streaming_logits(model, ids, 4, 24, UNROTATED.get(name, ()))) < 1e-4
+    close_runs(ours, streaming_logits(model, ids, 4, 24, UNROTATED.get(name, ())), model)
 
 
 @pytest.mark.slow
@@ -63,7 +64,7 @@ def test_streaming_llm_is_the_loop_over_thousands_of_tokens(name: str) -> None:
     model, ids = shared(name), tokens(1, 2048)
     cache = StreamingCache(model, "streaming_llm(budget=64, sinks=4)", chunk=1)
     ours = logits(model, ids, past_key_values=cache)
-    assert difference(ours, streaming_logits(model, ids, 4, 64)) < 1e-4
+    close_runs(ours, streaming_logits(model, ids, 4, 64), model)
 
 
 @families
@@ -73,12 +74,11 @@ def test_one_forward_is_as_many_forwards_of_one_token(name: str) -> None:
     one_by_one = StreamingCache(model, "streaming_llm(budget=20)", chunk=6)
     together = logits(model, ids, past_key_values=at_once)
     steps = [logits(model, part, past_key_values=one_by_one) for part in ids.split(1, dim=1)]
-    assert difference(together, torch.cat(steps, dim=1)) < 1e-4
+    close_runs(together, torch.cat(steps, dim=1), model)
     for layer in range(2):
         held, other = at_once.slots(layer), one_by_one.slots(layer)
         assert torch.equal(held.position, other.position)
-        size = max(1.0, float(held.keys.abs().max()))
-        assert difference(held.keys, other.keys) < 1e-5 * size
+        close_runs(held.keys, other.keys, model)
 
 
 @families
@@ -92,8 +92,8 @@ def test_a_left_padded_row_gives_what_it_gives_alone(name: str) -> None:
     for row, start in ((0, 0), (1, 11)):
         alone = StreamingCache(model, "streaming_llm(budget=12)", chunk=4)
         expected = logits(model, ids[row : row + 1, start:], past_key_values=alone)[0]
-        assert difference(before[row, start:], expected[:-1]) < 1e-4
-        assert difference(after[row], expected[-1:]) < 1e-4
+        close_runs(before[row, start:], expected[:-1], model)
+        close_runs(after[row], expected[-1:], model)
 
 
 def traces(model: PreTrainedModel) -> list[Any]:
@@ -153,7 +153,8 @@ def test_sliding_layers_keep_their_own_window_exactly(name: str) -> None:
     model, ids = shared(name), tokens(2, 2 * window + 30)
     cache = StreamingCache(model, "dense", chunk=8)
     parts = [logits(model, part, past_key_values=cache) for part in ids.split(window + 7, dim=1)]
-    assert difference(torch.cat(parts, dim=1), logits(model, ids)) < 1e-4
+    wanted = logits(model, ids)
+    close_runs(torch.cat(parts, dim=1), wanted, model, length=ids.shape[1])
     slots = cache.slots(0).position.shape[2]
     assert window <= slots <= window + 8
 
@@ -174,7 +175,7 @@ def test_a_stream_may_begin_anywhere(name: str) -> None:
     here = StreamingCache(model, "streaming_llm(budget=20)", chunk=4)
     far = StreamingCache(model, "streaming_llm(budget=20)", chunk=4, origin=4_000_000)
     ours, theirs = (logits(model, ids, past_key_values=cache) for cache in (here, far))
-    assert difference(ours, theirs) < 1e-4
+    close_runs(ours, theirs, model)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss", "bloom", "mpt", "falcon-alibi"])
@@ -184,8 +185,8 @@ def test_a_full_prefill_is_the_plain_model(name: str) -> None:
     mask[1, :7] = 0
     cache = StreamingCache(model, "streaming_llm(budget=20)", chunk=4, prefill="full")
     ours = logits(model, ids, attention_mask=mask, past_key_values=cache)
-    assert difference(ours[0], logits(model, ids[:1])[0]) < 1e-4
-    assert difference(ours[1, 7:], logits(model, ids[1:, 7:])[0]) < 1e-4
+    close_runs(ours[0], logits(model, ids[:1])[0], model, length=100)
+    close_runs(ours[1, 7:], logits(model, ids[1:, 7:])[0], model, length=100)
     assert cache.slots(1).position.shape[2] == 20
 
 
@@ -262,7 +263,7 @@ def test_mpt_streams_past_its_table_of_biases() -> None:
     longer = shared("mpt")
     cache = StreamingCache(model, "streaming_llm(budget=24)", chunk=1)
     ours = logits(model, ids, past_key_values=cache)
-    assert difference(ours, streaming_logits(longer, ids, 4, 24)) < 1e-4
+    close_runs(ours, streaming_logits(longer, ids, 4, 24), longer)
 
 
 @pytest.mark.parametrize(
@@ -280,8 +281,9 @@ def test_falcon_with_eager_attention_is_served_as_it_is() -> None:
     model, ids = make("falcon-alibi", attn_implementation="eager"), tokens(2, 60)
     assert model.config._attn_implementation == "eager"
     cache = StreamingCache(model, "window(64)", chunk=8)
-    assert difference(logits(model, ids, past_key_values=cache), logits(model, ids)) < 1e-4
-    assert difference(logits(model, ids), logits(shared("falcon-alibi"), ids)) > 1e-3
+    plain = logits(model, ids)
+    close_runs(logits(model, ids, past_key_values=cache), plain, model)
+    assert difference(plain, logits(shared("falcon-alibi"), ids)) > 100 * run_off(model)
 
 
 def test_phi3_keeps_its_cache_where_its_frequencies_would_change() -> None:
