@@ -67,7 +67,6 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: zipfile.ZipFile) -> No
     inside = set(wheel.namelist())
     mine = [p for p in SOURCE.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     assert {f"weir/{p.relative_to(SOURCE).as_posix()}" for p in mine} <= inside
-    assert "weir_command.py" in inside
     assert any(name.endswith("/licenses/NOTICE") for name in inside)
 
 
@@ -76,6 +75,33 @@ def test_the_wheel_holds_the_packaged_model_and_book(wheel: zipfile.ZipFile) -> 
         pytest.skip("this tree has no src/weir/assets")
     inside = set(wheel.namelist())
     assert {"weir/assets/nano/model.safetensors", "weir/assets/war-and-peace.txt.xz"} <= inside
+
+
+FACE = """
+import sys, types
+import weir
+assert not {"torch", "transformers", "weir.models"} & set(sys.modules), "what nobody asked for"
+assert {*weir.__all__, "cache", "pools"} <= set(dir(weir))
+for room in ("cache", "kernels", "models", "policies", "pools", "slab", "stream"):
+    assert isinstance(getattr(weir, room), types.ModuleType), room
+for missing in ("nothing", "cli", "Cache"):
+    assert not hasattr(weir, missing), missing
+names = {}
+exec("from weir import *", names)
+assert names.keys() >= set(weir.__all__)
+for name in ("load", "policy", "compile_steps"):
+    assert isinstance(names[name], types.FunctionType), name
+assert weir.load is weir.models.load and weir.policy is weir.policies.policy
+assert weir.Stream is names["Stream"] is weir.stream.Stream
+assert weir.StreamingCache is weir.cache.StreamingCache
+"""
+"""What a process finds that imports weir and nothing else."""
+
+
+def test_the_face_hands_out_its_names_when_they_are_asked_for() -> None:
+    command = [sys.executable, "-c", FACE]
+    done = subprocess.run(command, cwd=SOURCE.parent, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 OPTIONAL = {"lm_eval", "numba", "ray", "rouge_score", "sacrebleu", "triton"}

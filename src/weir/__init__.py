@@ -1,10 +1,19 @@
-"""weir: any Hugging Face decoder on token streams without end, in a KV cache of fixed size."""
+"""weir: any Hugging Face decoder on token streams without end, in a KV cache of fixed size.
 
-from weir.cache import StreamingCache
+What is imported from here is fetched when it is first asked for (PEP 562): PyTorch and transformers
+take seconds to import, and `weir --help` needs neither.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from weir.errors import PolicyError, WeirError
-from weir.models import compile_steps, load
-from weir.policies import policy
-from weir.stream import Stream
+
+if TYPE_CHECKING:
+    from weir.cache import StreamingCache
+    from weir.models import compile_steps, load
+    from weir.policies import policy
+    from weir.stream import Stream
 
 __version__ = "0.1.0"
 __all__ = [
@@ -17,3 +26,29 @@ __all__ = [
     "load",
     "policy",
 ]
+
+_HANDED_OUT_BY = {
+    "Stream": "stream",
+    "StreamingCache": "cache",
+    "compile_steps": "models",
+    "load": "models",
+    "policy": "policies",
+}
+"""Which room hands out a name of this face."""
+_ROOMS = ("cache", "kernels", "models", "policies", "pools", "slab", "stream")
+"""The rooms that `import weir` makes known, as `weir.pools`."""
+
+if not TYPE_CHECKING:  # a type checker would take any name to be there
+
+    def __getattr__(name):
+        if name in _ROOMS:
+            return import_module(f"weir.{name}")
+        if name not in _HANDED_OUT_BY:
+            raise AttributeError(f"module 'weir' has no attribute {name!r}")
+        found = getattr(import_module(f"weir.{_HANDED_OUT_BY[name]}"), name)
+        globals()[name] = found
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_ROOMS})

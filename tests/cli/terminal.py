@@ -88,7 +88,7 @@ class Process:
         self._terminal, theirs = pty.openpty()
         self.err = ""
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from weir_command import main; main()", *map(str, words)],
+            [sys.executable, "-c", "from weir.cli import main; main()", *map(str, words)],
             env={**os.environ, "PYTHONPATH": SOURCE, "COLUMNS": "200", "TERM": "xterm", **env},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

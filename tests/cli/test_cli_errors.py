@@ -131,8 +131,8 @@ def test_a_reader_that_has_gone_is_no_reason_to_complain(capsys, monkeypatch):
     def gone(*words: object, **more: object) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr("weir.cli.app", gone)
-    monkeypatch.setattr("weir.cli._drop_output", lambda: None)
+    monkeypatch.setattr("weir.cli.app.app", gone)
+    monkeypatch.setattr("weir.cli.cli._drop_output", lambda: None)
     ended = run(capsys, "policies")
     assert (ended.code, ended.err) == (1, "")
 
@@ -146,10 +146,13 @@ def test_ctrl_c_before_there_is_anything_to_report_is_one_line(capsys, monkeypat
     assert (ended.code, ended.out, ended.err) == (130, "", "weir: interrupted\n")
 
 
-def test_ctrl_c_in_the_imports_is_one_line(tmp_path):
-    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+@pytest.mark.parametrize(
+    ("module", "words"), [("typer", ["--help"]), ("torch", ["stream", "--text", "book.txt"])]
+)
+def test_ctrl_c_in_the_imports_is_one_line(tmp_path, module, words):
+    (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt")
     done = subprocess.run(
-        [sys.executable, "-c", "from weir_command import main; main()", "policies"],
+        [sys.executable, "-c", "from weir.cli import main; main()", *words],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{SOURCE}"},
         capture_output=True,
         text=True,
@@ -159,7 +162,7 @@ def test_ctrl_c_in_the_imports_is_one_line(tmp_path):
 
 def test_the_installed_command_and_a_full_disk():
     """In a process of its own: what no test within this one can see."""
-    command = [sys.executable, "-c", "from weir_command import main; main()", "policies", "--json"]
+    command = [sys.executable, "-c", "from weir.cli import main; main()", "policies", "--json"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             command,

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.generation import stopping_criteria
 
 import weir
-from weir.models.load import ASSETS
+from weir.models.loading import ASSETS
 from weir.pools import POOLS, Pool
 
 ROOT = Path(__file__).parents[2]

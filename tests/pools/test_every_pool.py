@@ -16,7 +16,7 @@ import weir
 from weir.cache.layer.layer import Layer
 from weir.cache.layer.plan import cut
 from weir.errors import PolicyError
-from weir.models.load import ASSETS
+from weir.models.loading import ASSETS
 from weir.policies.grammar import policy
 from weir.policies.pipe import Pipe
 from weir.policies.registry import NAMED

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from weir.errors import WeirError
-from weir.models.load import load
+from weir.models.loading import load
 from weir.train import loop
 from weir.train.loop import Recipe
 

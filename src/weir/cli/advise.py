@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from weir.cli import app
+from weir.cli.app import command
 from weir.cli.common import (
     AsJson,
     Chunk,
-    Model,
+    ModelName,
     Seed,
     load_model,
     output,
@@ -30,11 +30,11 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kKMGT]?)(i?)B?")
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
-@app.command()
+@command()
 def advise(
     text: Annotated[Path, typer.Option(help="The text it is for: UTF-8, plain or .xz.")],
     memory: Annotated[str, typer.Option(help="What the cache of one stream may have: 2GB, 500MB.")],
-    model: Model = "nano",
+    model_name: ModelName = "nano",
     tokens: Annotated[int | None, typer.Option(min=2, help="Tokens to try on.")] = None,
     chunk: Chunk = 64,
     seed: Seed = 0,
@@ -44,7 +44,7 @@ def advise(
     from weir.evals.advice import advise as ask
 
     allowed = _bytes(memory)
-    reader, tokenizer = load_model(model)
+    model, tokenizer = load_model(model_name)
     with progress() as bar:
         row = bar.add_task("trying", total=1, note="")
 
@@ -52,7 +52,7 @@ def advise(
             bar.update(row, completed=share, note=policy)
 
         found = ask(
-            reader,
+            model,
             tokenizer,
             str(text),
             allowed,
@@ -62,9 +62,10 @@ def advise(
             on_step=show,
         )
     if as_json:
-        print_json({"model": model, "memory": allowed, "best": found.best.policy, **asdict(found)})
+        facts = {"model": model_name, "memory": allowed, "best": found.best.policy}
+        print_json({**facts, **asdict(found)})
         return
-    _print(model, found)
+    _print(model_name, found)
 
 
 def _bytes(text: str) -> int:
@@ -79,12 +80,12 @@ def _bytes(text: str) -> int:
     return int(float(match.group(1)) * base ** _POWERS[match.group(2).upper()])
 
 
-def _print(model: str, found: Advice) -> None:
+def _print(model_name: str, found: Advice) -> None:
     best = found.best
     if found.everything:
         line = (
-            f"all {found.available:,} tokens of the text fit the window of {model} and the memory "
-            f"({size(best.kv_bytes)}): take dense, nothing need go"
+            f"all {found.available:,} tokens of the text fit the window of {model_name} and the "
+            f"memory ({size(best.kv_bytes)}): take dense, nothing need go"
         )
         output.print(line, markup=False, highlight=False, soft_wrap=True)
         return

@@ -10,11 +10,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from weir.cli import app
+from weir.cli.app import command
 from weir.cli.common import (
     AsJson,
     Chunk,
-    Model,
+    ModelName,
     interruptible,
     load_model,
     output,
@@ -33,10 +33,10 @@ MOST_SHOWN = 6
 """Layers that have a column of their own."""
 
 
-@app.command("attention-error")
+@command("attention-error")
 def attention_error(
     text: Annotated[Path, typer.Option(help="The text: UTF-8, plain or .xz.")],
-    model: Model = "nano",
+    model_name: ModelName = "nano",
     policy: Annotated[
         str, typer.Option(help="Policies with commas between them: 'uniform, balancekv'.")
     ] = "uniform, balancekv",
@@ -98,10 +98,10 @@ def attention_error(
         )
     wanted = _rates(rates if rates is not None else RATES if shared else "")
     words = read_text(text)
-    reader, tokenizer = load_model(model)
+    model, tokenizer = load_model(model_name)
     with waiting(f"tokenising {text}"):
         ids = encode(tokenizer, words, None if tokens is None else tokens)
-    setup = set_up(reader, len(ids), tokens, queries, exact, whole=not stream, chunk=chunk)
+    setup = set_up(model, len(ids), tokens, queries, exact, whole=not stream, chunk=chunk)
     asked, missing = ask(names, setup, wanted)
     for reason in missing:
         say(f"weir: {reason}")
@@ -114,12 +114,12 @@ def attention_error(
             return bool(interrupt)
 
         rows = measure_error(
-            reader, ids, asked, setup, layers=chosen, seeds=range(seeds), on_step=show
+            model, ids, asked, setup, layers=chosen, seeds=range(seeds), on_step=show
         )
     if interrupt:
         say(f"interrupted; {len(rows)} measurements were made")
     facts: dict[str, Any] = {
-        "model": model,
+        "model": model_name,
         "text": str(text),
         "tokens": setup.tokens,
         "queries": setup.queries,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from weir.cli import app
-from weir.cli.common import AsJson, messages, output, plain, print_json, say
+from weir.cli.app import command
+from weir.cli.common import AsJson, messages, output, print_json, say
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Dtype(StrEnum):
     both = "both"
 
 
-@app.command()
+@command()
 def bench(
     only: Annotated[
         list[str] | None, typer.Option(help="Only this figure; may be given again.")
@@ -92,10 +92,11 @@ def _make_folder(out: Path) -> None:
 
 def _write(made: Bench, out: Path) -> None:
     from weir.bench.report import markdown, plot
+    from weir.evals.results import for_json
 
     try:
         (out / "bench.json").write_text(
-            json.dumps(plain(made.as_json()), indent=1, ensure_ascii=False) + "\n", "utf-8"
+            json.dumps(for_json(made.as_json()), indent=1, ensure_ascii=False) + "\n", "utf-8"
         )
         (out / "bench.md").write_text(markdown(made), "utf-8")
         (out / "bench.svg").write_text(plot(made) + "\n", "utf-8")

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weir.cli import app
+from weir.cli.app import command
 from weir.cli.common import (
     Chunk,
     Interrupt,
-    Model,
+    ModelName,
     PolicyText,
     Seed,
     interruptible,
@@ -36,9 +36,9 @@ HELP = """/report        what the cache holds, layer by layer
 /quit          leave; so does Ctrl-D. Ctrl-C stops an answer"""
 
 
-@app.command()
+@command()
 def chat(
-    model: Model = "nano",
+    model_name: ModelName = "nano",
     policy: PolicyText = "streaming_llm(budget=256)",
     chunk: Chunk = 64,
     seed: Seed = 0,
@@ -46,7 +46,7 @@ def chat(
     top_p: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest that make up this.")
     ] = 0.95,
-    most: Annotated[int, typer.Option("--max-tokens", min=1, help="Of one answer.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of one answer.")] = 256,
     session: Annotated[
         Path | None, typer.Option(help="A saved conversation to go on with.")
     ] = None,
@@ -56,28 +56,28 @@ def chat(
     from weir.stream import Conversation, Stream
 
     wanted = policy_of(policy)
-    reader, tokenizer = load_model(model)
-    talk = Conversation(Stream(reader, wanted, chunk=chunk, seed=seed), tokenizer)
+    model, tokenizer = load_model(model_name)
+    conversation = Conversation(Stream(model, wanted, chunk=chunk, seed=seed), tokenizer)
     if session is not None:
-        talk.load(session)
+        conversation.load(session)
     kind = "" if tokenizer.chat_template else "; it has no chat template and continues your text"
-    say(f"{model} under {talk.stream.policy}{kind}. /help for help.")
+    say(f"{model_name} under {conversation.stream.policy}{kind}. /help for help.")
     if session is not None:
-        say(f"{talk.stream.seen:,} tokens seen before")
+        say(f"{conversation.stream.seen:,} tokens seen before")
     with interruptible(noted=math.inf) as interrupt:
         while (line := _ask(interrupt)) is not None:
             try:
                 if line.startswith("/"):
                     with interrupt.noting(0):
-                        if not _command(talk, line.strip()):
+                        if not _command(conversation, line.strip()):
                             return
                 elif line.strip():
-                    answer = talk.say(
-                        line, max_new_tokens=most, temperature=temperature, top_p=top_p
+                    answer = conversation.say(
+                        line, max_new_tokens=max_tokens, temperature=temperature, top_p=top_p
                     )
                     with interrupt.noting(1):
                         _write(answer, interrupt)
-                    _tell_state(talk)
+                    _tell_state(conversation)
             except WeirError as error:
                 say(f"weir: {error}")
             except KeyboardInterrupt:
@@ -119,19 +119,19 @@ def _write(answer: Iterator[str], interrupt: Interrupt) -> None:
     sys.stdout.flush()
 
 
-def _tell_state(talk: Conversation) -> None:
-    report = talk.stream.report()
+def _tell_state(conversation: Conversation) -> None:
+    report = conversation.stream.report()
     held = [sum(layer["slots"].values()) for layer in report.get("layers", ())]
     slots = f"{max(held):,} slots, " if held else ""
     messages.print(
-        f"{talk.stream.seen:,} tokens seen, {slots}{size(talk.stream.nbytes)}, "
-        f"{talk.rate:,.0f} tokens/s",
+        f"{conversation.stream.seen:,} tokens seen, {slots}{size(conversation.stream.nbytes)}, "
+        f"{conversation.rate:,.0f} tokens/s",
         style="dim",
         highlight=False,
     )
 
 
-def _command(talk: Conversation, line: str) -> bool:
+def _command(conversation: Conversation, line: str) -> bool:
     """Carry out a command; False to leave."""
     word, _, rest = line.partition(" ")
     file = Path(rest.strip()).expanduser()
@@ -140,13 +140,13 @@ def _command(talk: Conversation, line: str) -> bool:
     if word in ("/save", "/load") and not rest.strip():
         raise WeirError(f"{word} needs a file: {word} FILE")
     if word == "/save":
-        talk.stream.save(file)
+        conversation.stream.save(file)
         say(f"saved to {file}")
     elif word == "/load":
-        talk.load(file)
-        say(f"{talk.stream.seen:,} tokens seen before")
+        conversation.load(file)
+        say(f"{conversation.stream.seen:,} tokens seen before")
     elif word == "/report":
-        _report(talk)
+        _report(conversation)
     elif word == "/help":
         say(HELP)
     else:
@@ -154,9 +154,9 @@ def _command(talk: Conversation, line: str) -> bool:
     return True
 
 
-def _report(talk: Conversation) -> None:
-    report = talk.stream.report()
-    say(f"{report['policy']}: {talk.stream.seen:,} tokens seen, {size(report['bytes'])}")
+def _report(conversation: Conversation) -> None:
+    report = conversation.stream.report()
+    say(f"{report['policy']}: {conversation.stream.seen:,} tokens seen, {size(report['bytes'])}")
     for index, layer in enumerate(report.get("layers", ())):
         held = ", ".join(f"{name} {count}" for name, count in layer["slots"].items())
         say(f"layer {index}: {held}; {size(layer['bytes'])}")

@@ -12,20 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
-
-from weir.evals.results import plain as plain
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Model = Annotated[str, typer.Option(help="nano, a folder, or a Hugging Face Hub id.")]
+ModelName = Annotated[
+    str, typer.Option("--model", help="nano, a folder, or a Hugging Face Hub id.")
+]
 PolicyText = Annotated[str, typer.Option(help="A pipe or a named policy; see `weir policies`.")]
 Chunk = Annotated[int, typer.Option(min=1, help="Tokens taken in between two folds.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of all random draws.")]
@@ -38,7 +32,9 @@ output = Console(emoji=False)
 
 def print_json(facts: Any) -> None:
     """One JSON object on standard output; numbers that JSON does not have become null."""
-    sys.stdout.write(json.dumps(plain(facts), ensure_ascii=False) + "\n")
+    from weir.evals.results import for_json
+
+    sys.stdout.write(json.dumps(for_json(facts), ensure_ascii=False) + "\n")
 
 
 def say(text: str) -> None:
@@ -74,6 +70,14 @@ def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 def progress() -> Progress:
     """A progress bar on standard error, if that is a terminal."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),

@@ -7,18 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Group
-from rich.live import Live
 from rich.table import Table
 
-from weir.cli import app
+from weir.cli.app import command
 from weir.cli.common import (
     AsJson,
     interruptible,
     load_model,
     messages,
     output,
-    plain,
     print_json,
     progress,
     say,
@@ -31,7 +28,7 @@ if TYPE_CHECKING:
     from weir.evals.measures import Reader
 
 
-@app.command()
+@command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for result.json and report.html.")] = Path(
         "demo-out"
@@ -40,6 +37,9 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Read a book far past the model's window, under several policies side by side."""
+    from rich.console import Group
+    from rich.live import Live
+
     from weir.evals import demo as demonstration
 
     _make_folder(out)
@@ -87,9 +87,10 @@ def _make_folder(out: Path) -> None:
 
 def _write(result: dict[str, Any], out: Path) -> None:
     from weir.evals.demo import write_report
+    from weir.evals.results import for_json
 
     try:
-        (out / "result.json").write_text(json.dumps(plain(result), indent=1) + "\n", "utf-8")
+        (out / "result.json").write_text(json.dumps(for_json(result), indent=1) + "\n", "utf-8")
         write_report(result, out / "report.html")
     except OSError as error:
         raise WeirError(f"cannot write to {out}: {error.strerror}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,9 +11,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from weir.cli import app
+from weir.cli.app import command
 from weir.cli.common import AsJson, output, print_json, progress, say
 from weir.cli.stream import Positions
+from weir.errors import written
 
 if TYPE_CHECKING:
     from weir.evals.grid import Grid, Worker
@@ -26,7 +28,7 @@ WIDE = 100_000
 """Columns of a terminal on which no table is too wide."""
 
 
-@app.command("eval")
+@command("eval")
 def evaluate(
     tasks: Annotated[
         str, typer.Option(help="Tasks with commas between them: 'ppl(tokens=5000), recall'.")
@@ -224,15 +226,14 @@ def _table(found: Figures, columns: Sequence[Column]) -> Table:
 
 
 def _list(as_json: bool) -> None:
-    from weir.cli.policies import about, parameters
     from weir.evals.grid import PROTOCOLS
     from weir.evals.tasks import TASKS
 
     found: list[dict[str, Any]] = [
         {
             "name": name,
-            "parameters": parameters(kind),
-            "about": about(kind),
+            "parameters": _parameters(kind),
+            "about": _about(kind),
             "metrics": dict(kind.metrics),
         }
         for name, kind in sorted(TASKS.items())
@@ -249,3 +250,18 @@ def _list(as_json: bool) -> None:
     for row in papers:
         output.print(Text(f"  {row['name']}", "cyan"))
         output.print(Text(f"      {row['about']}"), soft_wrap=True)
+
+
+def _parameters(make: Any) -> str:
+    """Its parameters with their defaults, as they are written in a task."""
+    parts = []
+    for name, parameter in inspect.signature(make).parameters.items():
+        default = parameter.default
+        known = default is not parameter.empty
+        parts.append(f"{name}={written(default)}" if known else name)
+    return ", ".join(parts)
+
+
+def _about(it: Any) -> str:
+    """The first sentence of a docstring."""
+    return " ".join((inspect.getdoc(it) or "").split("\n\n")[0].split())

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from weir.cli import app
+from weir.cli.app import command
 from weir.cli.common import AsJson, output, print_json, waiting
 
 
-@app.command()
+@command()
 def report(
     results: Annotated[Path, typer.Argument(help="The file that `weir eval` wrote.")],
     out: Annotated[

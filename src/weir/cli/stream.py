@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from weir.cli import app
+from weir.cli.app import command
 from weir.cli.common import (
     AsJson,
     Chunk,
-    Model,
+    ModelName,
     PolicyText,
     Seed,
     interruptible,
@@ -37,10 +37,10 @@ class Positions(StrEnum):
     original = "original"
 
 
-@app.command()
+@command()
 def stream(
     text: Annotated[Path, typer.Option(help="The text: UTF-8, plain or .xz.")],
-    model: Model = "nano",
+    model_name: ModelName = "nano",
     policy: PolicyText = "streaming_llm(budget=256)",
     tokens: Annotated[int | None, typer.Option(min=2, help="Read only so many tokens.")] = None,
     chunk: Chunk = 64,
@@ -64,12 +64,12 @@ def stream(
 
     wanted = policy_of(policy)
     words = read_text(text)
-    reader, tokenizer = load_model(model)
+    model, tokenizer = load_model(model_name)
     with waiting(f"tokenising {text}"):
         ids = encode(tokenizer, words, tokens, start)
     if tokens is not None and len(ids) < tokens:
         say(f"{text} has {len(ids):,} tokens, not {tokens:,}; all of them are read")
-    it = Stream(reader, wanted, chunk=chunk, seed=seed, positions=positions.value)
+    reader = Stream(model, wanted, chunk=chunk, seed=seed, positions=positions.value)
     with interruptible() as interrupt, progress() as bar:
         task = bar.add_task(str(wanted), total=len(ids), note="")
 
@@ -78,7 +78,7 @@ def stream(
             bar.update(task, completed=reading.tokens, note=note)
             return bool(interrupt)
 
-        reading = read(it, ids, block=block, on_step=show)
+        reading = read(reader, ids, block=block, on_step=show)
     ended = f"interrupted after {reading.tokens:,} of {len(ids):,} tokens" if interrupt else None
     if as_json:
         if ended:
@@ -90,13 +90,13 @@ def stream(
             "start": start,
         }
         print_json(
-            {"model": model, **reading.as_json(), **settings, "interrupted": bool(interrupt)}
+            {"model": model_name, **reading.as_json(), **settings, "interrupted": bool(interrupt)}
         )
         return
-    _print(model, reading, ended)
+    _print(model_name, reading, ended)
 
 
-def _print(model: str, reading: Reading, ended: str | None) -> None:
+def _print(model_name: str, reading: Reading, ended: str | None) -> None:
     """A table of the blocks, and what there is to say of all; `ended` is why it stops early."""
     table = Table()
     for head in ("tokens", "perplexity", "cache"):
@@ -111,8 +111,9 @@ def _print(model: str, reading: Reading, ended: str | None) -> None:
     output.print(table)
     lines = [
         *([ended] if ended else []),
-        f"{model} under {reading.policy}: perplexity {reading.ppl:.3f} over {reading.tokens:,} "
-        f"tokens, {size(reading.kv_bytes)} of cache, {reading.tokens_per_s:,.0f} tokens/s",
+        f"{model_name} under {reading.policy}: perplexity {reading.ppl:.3f} over "
+        f"{reading.tokens:,} tokens, {size(reading.kv_bytes)} of cache, "
+        f"{reading.tokens_per_s:,.0f} tokens/s",
     ]
     if reading.slowdown is not None:
         lines.append(f"time per token, last thousand over second thousand: {reading.slowdown:.3f}")

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from weir.cli import app
+from weir.cli.app import command
 from weir.cli.common import AsJson, Seed, output, print_json, progress, say
 
 
-@app.command()
+@command()
 def train(
     text: Annotated[
         Path, typer.Option(help="Books: UTF-8, plain or .xz, parted by lines with a NUL byte.")

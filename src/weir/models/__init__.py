@@ -3,7 +3,7 @@
 from weir.models.endings import Endings
 from weir.models.facts import DROPPING, LayerFacts, ModelFacts, describe
 from weir.models.hooks import attach, compile_steps, detach
-from weir.models.load import ASSETS, is_local, load
+from weir.models.loading import ASSETS, is_local, load
 from weir.models.vocabulary import check_ids
 
 __all__ = [

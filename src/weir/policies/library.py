@@ -26,19 +26,28 @@ from weir.pools import (
 )
 
 
-@named("plain attention over everything; memory grows with the stream")
+@named(
+    "plain attention over everything; memory grows with the stream",
+    pipe="recent(none)",
+)
 def dense() -> Policy:
     """Keep every token: exact, and without a limit."""
     return Pipe((Recent(None),))
 
 
-@named("Beltagy et al. 2020, Longformer; StreamingLLM's Figure 1b")
+@named(
+    "Beltagy et al. 2020, Longformer; StreamingLLM's Figure 1b",
+    pipe="recent(256)",
+)
 def window(budget: int = 256) -> Policy:
     """Keep the newest tokens and nothing else; collapses once the first token has left."""
     return Pipe((Recent(budget),))
 
 
-@named("Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks")
+@named(
+    "Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks",
+    pipe="sink(4) | recent(252)",
+)
 def streaming_llm(budget: int = 256, sinks: int = 4) -> Policy:
     """Keep the first tokens and the newest, at their positions in the cache."""
     if budget <= sinks:
@@ -59,7 +68,10 @@ def recompute(budget: int = 256, sinks: int = 0) -> Policy:
     return Recompute(budget, sinks)
 
 
-@named("Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inference")
+@named(
+    "Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inference",
+    pipe="recent(128) | heavy(128)",
+)
 def h2o(budget: int = 256) -> Policy:
     """Keep the newest tokens and, of the others, those that received the most attention."""
     if budget < 2:
@@ -70,7 +82,10 @@ def h2o(budget: int = 256) -> Policy:
     return Pipe((Recent(budget - budget // 2), Heavy(budget // 2)))
 
 
-@named("Zhao et al. 2024, BUZZ: Beehive-structured Sparse KV Cache with Segmented Heavy Hitters")
+@named(
+    "Zhao et al. 2024, BUZZ: Beehive-structured Sparse KV Cache with Segmented Heavy Hitters",
+    pipe="sink(4) | recent(65) | hive(281)",
+)
 def buzz(
     budget: int = 350,
     stride: int = 5,
@@ -98,7 +113,10 @@ def buzz(
     return Pipe((*first, Hive(threshold, stride, swapped, local_max, log_n)))
 
 
-@named("An Experiment of Implementing Reservoir Sampling to StreamingLLM, section 4")
+@named(
+    "An Experiment of Implementing Reservoir Sampling to StreamingLLM, section 4",
+    pipe="sink(4) | recent(188) | reservoir(64)",
+)
 def reservoir(
     budget: int = 256,
     samples: int | None = None,
@@ -126,7 +144,10 @@ def reservoir(
     return Pipe((*first, Reservoir(samples, weighted, per_head)))
 
 
-@named("Kochetkova et al. 2025, BalanceKV, section 4.1: independent uniform sampling, the baseline")
+@named(
+    "Kochetkova et al. 2025, BalanceKV, section 4.1: independent uniform sampling, the baseline",
+    pipe="sink(32) | recent(32) | uniform(192, weighted=true)",
+)
 def uniform(
     budget: int | None = None,
     rate: float | None = None,
@@ -160,7 +181,10 @@ def uniform(
     return Pipe((*first, Uniform(n, None, weighted, per_head)))
 
 
-@named("Zandieh et al. 2024, SubGen, section 3.2: greedy k-center; BalanceKV's ClusterGen")
+@named(
+    "Zandieh et al. 2024, SubGen, section 3.2: greedy k-center; BalanceKV's ClusterGen",
+    pipe="recent(128) | kcenter(128)",
+)
 def kcenter(budget: int = 256) -> Policy:
     """Keep the newest tokens and, of the others, those whose keys lie farthest apart.
 
@@ -174,7 +198,10 @@ def kcenter(budget: int = 256) -> Policy:
     return Pipe((Recent(budget - budget // 2), KCenter(budget // 2)))
 
 
-@named("Li et al. 2024, SnapKV: LLM Knows What You Are Looking for Before Generation")
+@named(
+    "Li et al. 2024, SnapKV: LLM Knows What You Are Looking for Before Generation",
+    pipe="snap(256)",
+)
 def snapkv(budget: int = 256, window: int = 32, kernel: int = 7, average: bool = False) -> Policy:
     """Keep the newest tokens, and of the others those the last queries attend to.
 
@@ -184,7 +211,10 @@ def snapkv(budget: int = 256, window: int = 32, kernel: int = 7, average: bool =
     return Pipe((Snap(budget, window, kernel, average),))
 
 
-@named("Zandieh et al. 2024, SubGen: Token Generation in Sublinear Time and Memory, Algorithm 1")
+@named(
+    "Zandieh et al. 2024, SubGen: Token Generation in Sublinear Time and Memory, Algorithm 1",
+    pipe="sink(4) | recent(98) | subgen(54, clusters=25)",
+)
 def subgen(
     budget: int = 256,
     sinks: int = 4,
@@ -214,7 +244,8 @@ def subgen(
 
 
 @named(
-    "Kochetkova et al. 2025, BalanceKV: Streaming Attention Approximation via Discrepancy Theory"
+    "Kochetkova et al. 2025, BalanceKV: Streaming Attention Approximation via Discrepancy Theory",
+    pipe="sink(32) | recent(32) | balance(192)",
 )
 def balancekv(
     budget: int = 256,
@@ -260,7 +291,10 @@ def balancekv(
     return Pipe((*first, pool))
 
 
-@named("Cai et al. 2024, PyramidKV, its budgets around any pipe")
+@named(
+    "Cai et al. 2024, PyramidKV, its budgets around any pipe",
+    pipe="pyramid(snap(256, window=8), beta=20.0)",
+)
 def pyramid(pipe: Policy | None = None, beta: float = 20.0) -> Policy:
     """A pipe with more slots in the lower layers and fewer in the upper ones, the same in all.
 
@@ -277,7 +311,8 @@ def pyramid(pipe: Policy | None = None, beta: float = 20.0) -> Policy:
 
 @named(
     "Cai et al. 2024, PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information "
-    "Funneling"
+    "Funneling",
+    pipe="pyramid(snap(256, window=8), beta=20.0)",
 )
 def pyramidkv(
     budget: int = 256,

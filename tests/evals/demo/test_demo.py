@@ -17,7 +17,7 @@ from weir.evals import demo
 from weir.evals.demo.report import COLOURS
 from weir.evals.demo.run import BOOK, POLICIES, TITLE
 from weir.evals.measures.perplexity import read
-from weir.models.load import ASSETS
+from weir.models.loading import ASSETS
 from weir.stream.text import read_text
 
 SMALL = ("dense", "window(24)", "streaming_llm(24)", "streaming_llm(48)")

@@ -17,7 +17,7 @@ import weir
 from weir.errors import WeirError
 from weir.evals.measures import perplexity as module
 from weir.evals.measures.perplexity import Reader, read
-from weir.models.load import ASSETS
+from weir.models.loading import ASSETS
 from weir.stream.text import encode
 
 POLICY = "streaming_llm(24)"

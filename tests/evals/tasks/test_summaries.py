@@ -20,7 +20,7 @@ from weir.evals.tasks.summary import Summary
 pytest.importorskip("rouge_score", reason='rouge-score is not installed: "weir[eval]"')
 pytest.importorskip("sacrebleu", reason='sacrebleu is not installed: "weir[eval]"')
 
-from weir.evals.measures.rouge import rouge, self_bleu
+from weir.evals.measures.rouge import rouge_scores, self_bleu
 
 DATA = Path(__file__).parents[2] / "data" / "evals"
 XSUM = DATA / "xsum.jsonl"
@@ -29,7 +29,7 @@ ROWS = [json.loads(line) for line in XSUM.read_text().splitlines()]
 
 def test_rouge_by_hand() -> None:
     # The pairs of words: "the cat", "cat sat" against "the cat", "cat slept", "slept here".
-    found = rouge(["the cat sat"], ["the cat slept here"])
+    found = rouge_scores(["the cat sat"], ["the cat slept here"])
     one, two, longest = 2 * 2 / 7, 2 * 1 / 5, 2 * 2 / 7
     assert found == pytest.approx(
         {
@@ -39,7 +39,7 @@ def test_rouge_by_hand() -> None:
             "rouge": (one * two * longest) ** (1 / 3),
         }
     )
-    both = rouge(["the cat sat", "dogs"], ["the cat slept here", "dog"])
+    both = rouge_scores(["the cat sat", "dogs"], ["the cat slept here", "dog"])
     assert both["rouge1"] == pytest.approx((one + 1) / 2)  # stems: dogs is dog
     assert both["rouge"] == pytest.approx(
         math.prod(both[kind] for kind in ("rouge1", "rouge2", "rougeL")) ** (1 / 3)
@@ -77,7 +77,7 @@ def test_dense_answers_as_a_plain_loop() -> None:
     plain = [plain_answer(one.model, one.tokenizer, p, 20, stop="\n").strip() for p in prompts]
     found = Summary(file=str(XSUM), most=20).run(one, quiet)
     assert found["answers"] == plain and len(set(plain)) == 3
-    assert found["rouge1"] == rouge(plain, [row["summary"] for row in ROWS])["rouge1"]
+    assert found["rouge1"] == rouge_scores(plain, [row["summary"] for row in ROWS])["rouge1"]
     small = replace(one, policy=weir.policy("streaming_llm(budget=16)"), chunk=8)
     assert Summary(file=str(XSUM), most=20).run(small, quiet)["answers"] != plain
 

@@ -5,7 +5,7 @@ from weir.evals.measures.asking import ask, check_template, taken
 from weir.evals.measures.intervals import counted
 from weir.evals.measures.likelihood import likelihoods, padded
 from weir.evals.measures.perplexity import STEP, Reader, Reading, read
-from weir.evals.measures.rouge import rouge, self_bleu
+from weir.evals.measures.rouge import rouge_scores, self_bleu
 from weir.evals.measures.squad import contains, is_exact, words_found
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "likelihoods",
     "padded",
     "read",
-    "rouge",
+    "rouge_scores",
     "self_bleu",
     "taken",
     "words_found",

@@ -11,7 +11,7 @@ from weir.evals.data import needed
 KINDS = ("rouge1", "rouge2", "rougeL")
 
 
-def rouge(answers: Sequence[str], right: Sequence[str]) -> dict[str, float]:
+def rouge_scores(answers: Sequence[str], right: Sequence[str]) -> dict[str, float]:
     """Mean F1 of ROUGE-1, ROUGE-2 and ROUGE-L, and the geometric mean of the three, from 0 to 1.
 
     Words are compared by their stems (Porter), as the metric's first implementation does. "rouge",

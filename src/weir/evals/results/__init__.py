@@ -1,7 +1,7 @@
 """Results on disk, checked, summed up and reported."""
 
 from weir.evals.results.file import Record, ResultsFile, read_results
-from weir.evals.results.plain import plain
+from weir.evals.results.json_values import for_json
 from weir.evals.results.summary import Column, Table, by_distance, overviews
 
 __all__ = [
@@ -10,7 +10,7 @@ __all__ = [
     "ResultsFile",
     "Table",
     "by_distance",
+    "for_json",
     "overviews",
-    "plain",
     "read_results",
 ]

@@ -20,7 +20,7 @@ from typing import Any
 from weir.errors import WeirError
 from weir.evals.data import Record as Fields
 from weir.evals.results.checks import check_cell, check_grid
-from weir.evals.results.plain import plain
+from weir.evals.results.json_values import for_json
 
 Record = dict[str, Any]
 """What is known of one cell, with its number in the grid under "cell"."""
@@ -235,7 +235,7 @@ def _read(path: Path) -> tuple[list[Record], int]:
 
 
 def _line(record: Record) -> bytes:
-    return (json.dumps(plain(record), ensure_ascii=False, allow_nan=False) + "\n").encode()
+    return (json.dumps(for_json(record), ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def _cannot_write(path: Path, error: OSError) -> WeirError:

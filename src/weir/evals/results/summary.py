@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weir.evals.results.file import Record, unique
-from weir.evals.task import Better
+
+if TYPE_CHECKING:
+    from weir.evals.task import Better
 
 CACHE = "cache, MB"
 """The head of the column of bytes."""

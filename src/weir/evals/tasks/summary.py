@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from weir.errors import WeirError
 from weir.evals.data import Record, read_records
-from weir.evals.measures import ask, rouge, self_bleu, taken
+from weir.evals.measures import ask, rouge_scores, self_bleu, taken
 from weir.evals.task import Better, Progress, Subject, Task, task
 
 FIELDS = (("document", "summary"), ("article", "highlights"))
@@ -56,7 +56,7 @@ class Summary(Task):
             to 1; "asked"; "answers"; and what `taken` says of the caches, "share" being the cache's
             budget as the paper counts it.
         """
-        rouge(["ready"], ["ready"])  # rather no package now than after hours of summaries
+        rouge_scores(["ready"], ["ready"])  # rather no package now than after hours of summaries
         self_bleu(["ready", "ready"])
         pairs = [texts_of(record) for record in read_records(self.file, self.samples)]
         answers, texts = [], []
@@ -70,7 +70,7 @@ class Summary(Task):
             texts.append(answers[-1].text.strip())
             progress(len(texts) / len(pairs))
         return {
-            **rouge(texts, [right for _, right in pairs]),
+            **rouge_scores(texts, [right for _, right in pairs]),
             "self_bleu": self_bleu(texts),
             "asked": len(pairs),
             "answers": texts,

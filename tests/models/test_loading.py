@@ -16,7 +16,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import weir
 from weir.errors import WeirError
-from weir.models.load import ASSETS, is_local
+from weir.models.loading import ASSETS, is_local
 
 NANO = ASSETS / "nano"
 

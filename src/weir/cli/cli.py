@@ -1,0 +1,46 @@
+"""The command `weir`, from before its imports to its exit code. What commands do lies elsewhere.
+
+Exit codes: 0 done, 1 an error in one line, 2 usage, in one line too; 130 after Ctrl-C, also in the
+imports, which is why this file has next to none.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+from weir.errors import WeirError
+
+
+def main() -> None:
+    """Run the command line with the arguments of the process, and leave with its exit code."""
+    for written in (sys.stdout, sys.stderr):
+        if isinstance(written, io.TextIOWrapper):
+            written.reconfigure(errors="replace")  # a terminal that is not UTF-8 gets what it can
+    try:
+        from weir.cli.app import run
+
+        code = run(sys.argv[1:] or ["--help"])
+        sys.stdout.flush()
+    except WeirError as error:
+        code = _fail(str(error), 1)
+    except KeyboardInterrupt:
+        code = 130
+    except OSError as error:
+        # If the reader of our output has gone, as `head` does, nothing is left to say.
+        code = 1 if isinstance(error, BrokenPipeError) else _fail(str(error), 1)
+        _drop_output()
+    if code == 130:
+        _fail("interrupted", code)
+    sys.exit(code)
+
+
+def _drop_output() -> None:
+    """What is still to be written goes nowhere, so that Python does not try again when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail(problem: str, code: int) -> int:
+    sys.stderr.write(f"weir: {' '.join(problem.split())}\n")
+    return code

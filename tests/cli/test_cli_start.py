@@ -1,0 +1,48 @@
+"""How little a command imports before it has anything to do: help and lists come at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from terminal import SOURCE
+
+HEAVY = ("torch", "transformers", "matplotlib", "numpy", "rich.markdown", "pydantic")
+"""What takes long to import, PyTorch seconds."""
+
+START = f"""
+import sys
+try:
+    from weir.cli import main
+    main()
+finally:
+    sys.stderr.write(" ".join(name for name in {HEAVY} if name in sys.modules))
+"""
+
+COMMANDS = (
+    "advise attention-error bench chat demo eval policies report stream train".split()
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--help",),
+        ("--version",),
+        ("policies",),
+        ("policies", "--json"),
+        *((command, "--help") for command in COMMANDS),
+    ],
+)
+def test_help_and_lists_import_nothing_that_takes_long(words):
+    done = subprocess.run(
+        [sys.executable, "-c", START, *words],
+        env={**os.environ, "PYTHONPATH": SOURCE},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
