@@ -19,29 +19,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weir.errors import WeirError, shown
+from weir.stream.fingerprint import fingerprint
 from weir.stream.replacing import replacing
 
 FORMAT = 1
 KEY = "weir_session"
 CHECKSUM = "sha256"
-
-
-def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
-    """What tells one model from another: its shape and a checksum over some of all its weights."""
-    config = model.config.get_text_config(decoder=True)
-    # Positions are no weights, but a model that places tokens elsewhere is another model.
-    digest = hashlib.sha256(repr(getattr(config, "rope_parameters", None)).encode())
-    for name, parameter in sorted(model.named_parameters()):
-        some = parameter.detach().flatten()[:64].to("cpu", torch.float32)
-        digest.update(name.encode() + some.numpy().tobytes())
-    return {
-        "kind": config.model_type,
-        "layers": config.num_hidden_layers,
-        "width": config.hidden_size,
-        "vocabulary": config.vocab_size,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "weights": digest.hexdigest()[:16],
-    }
 
 
 def write(path: str | Path, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:

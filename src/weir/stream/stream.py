@@ -20,6 +20,7 @@ from weir.models import Endings
 from weir.policies import Policy, Recompute, policy_of
 from weir.slab import Slab
 from weir.stream import session
+from weir.stream.fingerprint import fingerprint
 from weir.stream.recompute import Recomputation
 from weir.stream.sampling import Sampling
 from weir.stream.tokens import Tokens, is_count, read_ids, read_stops
@@ -229,7 +230,7 @@ class Stream:
         """
         cache = self._cached()
         facts = {
-            "model": session.fingerprint(self.model),
+            "model": fingerprint(self.model),
             "policy": str(self.policy),
             "seed": self.seed,
             "tokens": self._seen,

@@ -1,0 +1,84 @@
+"""What tells one model from another, read from what is at hand: no weight is made dense or loaded.
+
+Of an ordinary model these are some numbers of all its weights. Of one that is sharded, quantised or
+offloaded they are numbers of the local shard, of the quantised payload, and of the weights where
+they wait: so the same model loaded in the same way has the same fingerprint, and loaded in another
+way it may have another. Knows nothing about files or streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedModel
+
+SOME = 64
+"""Numbers of each weight that are looked at, the first ones."""
+PLACES = ("rope_parameters", "layer_types", "sliding_window")
+"""What a configuration says of positions and windows: no weights, but another model."""
+
+
+def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
+    """The shape of a model, and a checksum over some of all its weights."""
+    config = model.config.get_text_config(decoder=True)
+    said = [getattr(config, name, None) for name in PLACES]
+    digest = hashlib.sha256(repr(said).encode())
+    for name, module in sorted(model.named_modules()):
+        for own, weight in sorted(_weights(module)):
+            digest.update(f"{name}.{own} {list(weight.shape)} {weight.dtype}".encode())
+            for part in _parts(weight, module, own):
+                digest.update(_numbers(part))
+    return {
+        "kind": config.model_type,
+        "layers": config.num_hidden_layers,
+        "width": config.hidden_size,
+        "vocabulary": config.vocab_size,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "weights": digest.hexdigest()[:16],
+    }
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A module's own parameters, and the buffers that are saved: some quantisers have those."""
+    yield from module.named_parameters(recurse=False)
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def _parts(weight: Tensor, module: nn.Module, name: str) -> Iterator[Tensor]:
+    """The tensors that hold a weight's numbers here."""
+    if weight.device.type == "meta":
+        waiting = _waiting(module, name)
+        if waiting is not None:
+            yield waiting
+    elif is_traceable_wrapper_subclass(weight):  # a shard (DTensor), a quantised weight (torchao)
+        names, _ = weight.__tensor_flatten__()
+        for inner in (getattr(weight, each) for each in names):
+            if isinstance(inner, Tensor):  # a shard also names its mesh
+                yield from _parts(inner, module, name)
+    else:
+        yield weight
+
+
+def _waiting(module: nn.Module, name: str) -> Tensor | None:
+    """An offloaded weight where accelerate's hook keeps it; None if nobody knows where."""
+    hook = getattr(module, "_hf_hook", None)
+    for one in getattr(hook, "hooks", [hook]):
+        waiting = getattr(one, "weights_map", None)
+        if waiting is not None:
+            with contextlib.suppress(KeyError):  # another hook's
+                return torch.as_tensor(waiting[name])
+    return None
+
+
+def _numbers(t: Tensor) -> bytes:
+    """The first numbers of a tensor as they lie in memory."""
+    some = t.detach().reshape(-1)[:SOME].cpu().contiguous()
+    return some.view(torch.uint8).numpy().tobytes()
