@@ -7,8 +7,6 @@ Nothing is cached and nothing of weir is in the model: plain forwards of overlap
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -25,10 +23,7 @@ class Recomputation:
 
     Attributes:
         held: the window's tokens [batch, at most budget], int64; None before the first.
-        seen: tokens of each row so far.
     """
-
-    whole_prompt = False
 
     def __init__(self, model: PreTrainedModel, policy: Recompute) -> None:
         """Windows as the policy wants them.
@@ -44,11 +39,9 @@ class Recomputation:
                 f"recompute cannot read {policy.budget} tokens at once: the model knows {limit}"
             )
         self.model = model
-        self.policy = policy
         self.budget = policy.budget
         self.sinks = policy.sinks
         self.held: Tensor | None = None
-        self.seen = 0
 
     @property
     def nbytes(self) -> int:
@@ -83,16 +76,7 @@ class Recomputation:
         if bool(found.isnan().any()):
             raise NotFiniteError(None)
         self.held = self._window(text, total).clone()
-        self.seen += ids.shape[1]
         return found
-
-    def summary(self) -> str:
-        """One line: the policy, tokens seen and bytes."""
-        return f"{self.policy}: {self.seen:,} tokens seen, {self.nbytes:,} bytes"
-
-    def report(self) -> dict[str, Any]:
-        """The policy, tokens seen and bytes."""
-        return {"policy": str(self.policy), "seen": [self.seen], "bytes": self.nbytes}
 
     def _window(self, text: Tensor, end: int) -> Tensor:
         """The window that ends before `end`, of a `text` [batch, n] that begins with the sinks."""

@@ -21,7 +21,6 @@ from weir.policies import Policy, Recompute, policy_of
 from weir.slab import Slab
 from weir.stream import session
 from weir.stream.fingerprint import fingerprint
-from weir.stream.reader import CacheReader, Reader
 from weir.stream.recompute import Recomputation
 from weir.stream.sampling import Sampling
 from weir.stream.tokens import Tokens, is_count, read_ids, read_stops
@@ -65,9 +64,9 @@ class Stream:
         self.policy = policy_of(policy)
         self.seed = seed
         self.cache: StreamingCache | None = None
-        self._reader: Reader
+        self._recomputation: Recomputation | None = None
         if isinstance(self.policy, Recompute):
-            self._reader = Recomputation(model, self.policy)
+            self._recomputation = Recomputation(model, self.policy)
         else:
             self.cache = StreamingCache(
                 model,
@@ -78,7 +77,6 @@ class Stream:
                 prefill=prefill,
                 origin=origin,
             )
-            self._reader = CacheReader(model, self.cache)
         self._logits: Tensor | None = None
         self._last: list[int] = []
         self._seen = 0
@@ -86,7 +84,9 @@ class Stream:
         self._generator = torch.Generator().manual_seed(seed % 2**63)
 
     def __repr__(self) -> str:
-        return f"<weir.Stream {self._reader.summary()}>"
+        if self.cache is not None:
+            return f"<weir.Stream {self.cache.summary()}>"
+        return f"<weir.Stream {self.policy}: {self._seen:,} tokens seen, {self.nbytes:,} bytes>"
 
     @property
     def seen(self) -> int:
@@ -106,7 +106,8 @@ class Stream:
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and what belongs to them; fixed from the first token on."""
-        return self._reader.nbytes
+        held = self._recomputation if self.cache is None else self.cache
+        return 0 if held is None else held.nbytes
 
     def feed(self, token_ids: Tokens, *, all_logits: bool = False) -> Tensor:
         """Feed tokens, any number, in bounded memory.
@@ -217,7 +218,9 @@ class Stream:
 
     def report(self) -> dict[str, Any]:
         """Bytes, tokens seen, and what each layer holds."""
-        return self._reader.report()
+        if self.cache is None:
+            return {"policy": str(self.policy), "seen": [self._seen], "bytes": self.nbytes}
+        return self.cache.report()
 
     def save(self, path: str | Path) -> None:
         """Write the stream to a safetensors file; an interrupted save leaves the old file whole.
@@ -309,7 +312,7 @@ class Stream:
         size = PIECE
         if all_logits:
             size = max(1, min(size, MOST_LOGITS // (self._vocabulary * ids.shape[0])))
-        if self._reader.whole_prompt and not self._seen:
+        if self.cache is not None and self.cache.prefill == "full" and not self._seen:
             size = ids.shape[1]
         for start in range(0, ids.shape[1], size):
             piece = ids[:, start : start + size]
@@ -331,10 +334,20 @@ class Stream:
     def _step(self, piece: Tensor, all_logits: bool) -> Tensor:
         """One forward; logits [batch, piece, vocabulary], or of the last token only."""
         with torch.no_grad():
-            logits = self._reader.forward(piece, all_logits)
+            if self._recomputation is not None:
+                logits = self._recomputation.forward(piece, all_logits)
+            else:
+                logits = self._model_logits(piece, all_logits)
         self._logits = logits[:, -1].clone()
         self._last = piece[:, -1].tolist()
         self._seen += piece.shape[1]
+        return logits
+
+    def _model_logits(self, piece: Tensor, all_logits: bool) -> Tensor:
+        keep = {} if all_logits or piece.shape[1] == 1 else {"logits_to_keep": 1}
+        logits: Tensor = self.model(
+            input_ids=piece, past_key_values=self.cache, use_cache=True, **keep
+        ).logits
         return logits
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weir.cache import StreamingCache
+from weir.policies import Recompute
 from weir.stream import MOST_LOGITS, PIECE, Stream
 
 
@@ -58,9 +59,10 @@ def likelihoods(
         pad: an id the model knows.
     """
     first = stream()
-    if first.cache is None:
+    if isinstance(first.policy, Recompute):
         pairs = zip(contexts, continuations, strict=True)
         return [_after(_row_feed(stream()), [context], [asked], pad)[0] for context, asked in pairs]
+    assert first.cache is not None
     return _after(_batch_feed(first.model, first.cache), contexts, continuations, pad)
 
 
