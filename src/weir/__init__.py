@@ -1,8 +1,7 @@
-"""weir: any Hugging Face decoder on token streams without end, in a KV cache of fixed size.
+"""weir: any Hugging Face decoder on token streams without end, in a KV cache of fixed size."""
 
-What is imported from here is fetched when it is first asked for (PEP 562): PyTorch and transformers
-take seconds to import, and `weir --help` needs neither.
-"""
+# A name is fetched when it is first asked for (PEP 562): to import PyTorch and transformers takes
+# seconds, and `weir --help` needs neither.
 
 from importlib import import_module
 from typing import TYPE_CHECKING

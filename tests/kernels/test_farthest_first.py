@@ -10,6 +10,7 @@ from torch import Tensor
 
 import weir
 from weir import kernels
+from weir.kernels import kernels as choice
 from weir.pools.kcenter import farthest_first
 
 pytest.importorskip("numba", reason="not installed: pip install 'weir[fast]'")
@@ -59,7 +60,7 @@ def test_threads_share_the_heads(monkeypatch):
 def test_the_pool_goes_the_way_that_is_asked_for(llama, ids, monkeypatch):
     called = []
     pick = numba_centres.farthest_first
-    kernel = kernels._kernel
+    kernel = choice._kernel
     kernel.cache_clear()
     monkeypatch.setattr(numba_centres, "farthest_first", lambda *a: called.append(1) or pick(*a))
     for way in ("numba", "reference"):

@@ -10,6 +10,7 @@ import torch
 import weir
 from weir import kernels
 from weir.errors import WeirError
+from weir.kernels import kernels as choice
 
 ALL = ("walk", "decode", "farthest_first")
 CPU, GPU, OTHER = (torch.device(kind) for kind in ("cpu", "cuda", "mps"))
@@ -19,16 +20,16 @@ CPU, GPU, OTHER = (torch.device(kind) for kind in ("cpu", "cuda", "mps"))
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is asked for, and nothing is remembered from other tests."""
     monkeypatch.delenv(kernels.VARIABLE, raising=False)
-    kernels._kernel.cache_clear()
+    choice._kernel.cache_clear()
     yield
-    kernels._kernel.cache_clear()
+    choice._kernel.cache_clear()
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is installed, to be changed."""
     names = ["numba", "triton"]
-    monkeypatch.setattr(kernels, "find_spec", lambda name: name if name in names else None)
+    monkeypatch.setattr(choice, "find_spec", lambda name: name if name in names else None)
     return names
 
 
@@ -53,7 +54,7 @@ def test_a_library_that_cannot_be_imported_is_not_used(
     def broken(name: str) -> None:
         raise ImportError("numba needs NumPy 1.0 or less")
 
-    monkeypatch.setattr(kernels, "import_module", broken)
+    monkeypatch.setattr(choice, "import_module", broken)
     assert set(kernels.paths(CPU).values()) == {"reference"}
 
 
@@ -70,7 +71,7 @@ def test_the_environment_may_ask_for_a_library(
     on_cpu = kernels.paths(CPU)
     assert (on_cpu["walk"], on_cpu["decode"]) == ("triton", "triton")
     installed.remove("triton")
-    kernels._kernel.cache_clear()
+    choice._kernel.cache_clear()
     with pytest.raises(WeirError, match=r"WEIR_KERNELS.*triton.*not installed.*weir\[gpu\]"):
         kernels.paths(CPU)
 

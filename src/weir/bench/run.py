@@ -1,4 +1,8 @@
-"""Runs figures one after the other and collects their rows, with what they were made on."""
+"""Runs figures one after the other and collects their rows, with what they were made on.
+
+`figure` says what a figure is, `report` writes rows down; the other files measure. A figure is a
+ratio of things that took turns, so what else the machine does meets both.
+"""
 
 from __future__ import annotations
 

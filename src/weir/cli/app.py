@@ -1,13 +1,12 @@
-"""All commands in one application: who they are, `--version`, and wrong usage in one line.
+"""`weir` without its commands: what a command is, and `--version`.
 
-Knows no command from the inside. Nothing that is imported here imports PyTorch: commands import
-what they need when they run, so that help and lists come at once.
+Nothing that is imported here imports PyTorch: commands import what they need when they run, so that
+help and lists come at once.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +19,6 @@ from weir import __version__
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-
-# typer brings click with it in some versions and not in others: what a wrong option raises.
-UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 class _Quick:
@@ -55,40 +51,13 @@ app = typer.Typer(
     help="Any Hugging Face decoder on token streams without end, in a KV cache of fixed size.",
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # its help is boxes, and imports a reader of Markdown
+    rich_markup_mode=None,  # rich's help imports a parser of Markdown first
 )
 
 
 def command(name: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a function the command of its name, or of another `name`; its options are typer's."""
     return app.command(name, cls=_Command)
-
-
-def run(arguments: list[str]) -> int:
-    """Carry out the command that some arguments ask for; its exit code.
-
-    Raises:
-        WeirError: the command cannot be carried out; the message says why.
-    """
-    from weir.cli import (  # noqa: F401  (they register)
-        advise,
-        attention_error,
-        bench,
-        chat,
-        demo,
-        evaluate,
-        policies,
-        report,
-        stream,
-        train,
-    )
-
-    try:
-        code = app(arguments, prog_name="weir", standalone_mode=False)
-    except UsageError as error:
-        sys.stderr.write(f"weir: {' '.join(_usage(error).split())}\n")
-        return 2
-    return code if isinstance(code, int) else 0
 
 
 def _version(asked: bool) -> None:
@@ -104,10 +73,3 @@ def _options(
     ),
 ) -> None:
     pass
-
-
-def _usage(error: object) -> str:
-    """What is wrong with the arguments, and where to read how it is right."""
-    problem = getattr(error, "format_message", lambda: str(error))().rstrip(".")
-    context = getattr(error, "ctx", None)
-    return f"{problem}; see {context.command_path if context else 'weir'} --help"

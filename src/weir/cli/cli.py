@@ -19,7 +19,7 @@ def main() -> None:
         if isinstance(written, io.TextIOWrapper):
             written.reconfigure(errors="replace")  # a terminal that is not UTF-8 gets what it can
     try:
-        from weir.cli.app import run
+        from weir.cli.commands import run
 
         code = run(sys.argv[1:] or ["--help"])
         sys.stdout.flush()

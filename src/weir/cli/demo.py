@@ -66,7 +66,7 @@ def demo(
             live.update(table if over else Group(table, bar), refresh=over)
             return bool(interrupt)
 
-        result = demonstration.run(model, ids, on_step=show)
+        result = demonstration.read_book(model, ids, on_step=show)
     if not console.is_terminal:
         console.line()
     result["interrupted"] = bool(interrupt)

@@ -63,7 +63,7 @@ class Page(HTMLParser):
 def result(llama) -> dict[str, Any]:
     """What the demo finds with a small random model in a window of 512 tokens."""
     text = torch.randint(0, 61, (1300,), generator=torch.Generator().manual_seed(0))
-    return demo.run(llama, text, policies=SMALL, block=250)
+    return demo.read_book(llama, text, policies=SMALL, block=250)
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_only_dense_grows(result):
 
 def test_it_ends_early_with_what_all_policies_have_read(llama):
     text = torch.randint(0, 61, (1300,))
-    found = demo.run(
+    found = demo.read_book(
         llama, text, policies=SMALL, block=250, on_step=lambda rs: rs[0].reading.tokens >= 600
     )
     assert found["tokens"] == 600

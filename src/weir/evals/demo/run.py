@@ -28,7 +28,7 @@ def book(tokenizer: PreTrainedTokenizerBase, tokens: int) -> Tensor:
     return encode(tokenizer, read_text(BOOK), tokens)
 
 
-def run(
+def read_book(
     model: PreTrainedModel,
     ids: Tensor,
     *,

@@ -1,0 +1,89 @@
+"""Which kernel is taken, by where tensors are, what is installed and what the user asks for.
+
+A kernel is chosen by the device of the tensors and by what is installed: numba on the CPU, Triton
+on a GPU, and the reference (`weir.pools.balance.halving.walk`, `weir.slab.attention`) everywhere
+else. The environment variable `WEIR_KERNELS` overrides that: `reference` for no kernel at all,
+`numba` or `triton` for one of them wherever it runs (Triton on the CPU with `TRITON_INTERPRET=1`,
+to be tested).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from weir.errors import WeirError
+
+VARIABLE = "WEIR_KERNELS"
+_BY_DEVICE = {"cpu": "numba", "cuda": "triton"}
+_EXTRAS = {"numba": "fast", "triton": "gpu"}
+"""Which of weir's extras brings a library."""
+_MADE = {
+    ("numba", "walk"): ("weir.kernels.numba_walk", "walk"),
+    ("numba", "farthest_first"): ("weir.kernels.numba_farthest_first", "farthest_first"),
+    ("triton", "walk"): ("weir.kernels.triton_walk", "walk"),
+    ("triton", "decode"): ("weir.kernels.triton_decode", "decode"),
+}
+"""What there is: (library, kernel) and where it lies."""
+
+
+def walk(device: torch.device) -> Callable[..., Any] | None:
+    """What does as `weir.pools.balance.halving.walk` on a device; None for the reference."""
+    return _kernel(_library(device), "walk")
+
+
+def decode(device: torch.device) -> Callable[..., Any] | None:
+    """What does as `weir.slab.attention.two_weight_attention` for one query a head on a
+    device; None for PyTorch.
+    """
+    return _kernel(_library(device), "decode")
+
+
+def farthest_first(device: torch.device) -> Callable[..., Any] | None:
+    """What does the same as `weir.pools.kcenter.farthest_first` on a device; None for the
+    reference.
+    """
+    return _kernel(_library(device), "farthest_first")
+
+
+def paths(device: torch.device) -> dict[str, str]:
+    """Which way each kernel goes on a device: the library's name, or `reference`."""
+    library = _library(device)
+    names = dict.fromkeys(kernel for _, kernel in _MADE)
+    return {name: library if _kernel(library, name) else "reference" for name in names}
+
+
+def _library(device: torch.device) -> str:
+    """The library that is asked for.
+
+    Raises:
+        WeirError: the environment asks for one that there is not.
+    """
+    wanted = os.environ.get(VARIABLE, "")
+    if not wanted:
+        return _BY_DEVICE.get(device.type, "reference")
+    if wanted != "reference" and wanted not in _EXTRAS:
+        raise WeirError(f"{VARIABLE} is reference, numba or triton, not {wanted!r}")
+    if wanted in _EXTRAS and find_spec(wanted) is None:
+        raise WeirError(
+            f"{VARIABLE} asks for {wanted}, which is not installed: "
+            f"pip install 'weir[{_EXTRAS[wanted]}]'"
+        )
+    return wanted
+
+
+@lru_cache
+def _kernel(library: str, name: str) -> Callable[..., Any] | None:
+    if (library, name) not in _MADE or find_spec(library) is None:
+        return None
+    module, function = _MADE[library, name]
+    try:
+        return getattr(import_module(module), function)
+    except ImportError:  # installed, but not for this Python, NumPy or PyTorch
+        return None

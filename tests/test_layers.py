@@ -1,0 +1,250 @@
+"""The house keeps its rules: who may import whom, faces, circles, and what stands at the root.
+
+The imports are read from the source by `ast`, and nothing is imported; docs/house.md has the rules
+in words. An import counts wherever it stands: in a function or for types only, it is one thing more
+that a reader must know.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "weir"
+
+ORDER = (
+    "errors < kernels < slab < pools, models < policies < cache < stream < weir"
+    " < train, serve < evals, bench < cli"
+)
+"""Each imports to its left only; `weir` is the face of all, `serve` is still to come."""
+LEVEL = {room: n for n, level in enumerate(ORDER.split(" < ")) for room in level.split(", ")}
+ROOMS = LEVEL.keys() - {"errors", "weir"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import.
+
+    Attributes:
+        line: where it stands.
+        target: the file or folder it names.
+        waits: it stands in a function or is for types only; to import its file does not load it.
+    """
+
+    line: int
+    target: str
+    waits: bool
+
+
+@dataclass(frozen=True)
+class House:
+    """The modules of a package by their dotted names; a folder's is its `__init__.py`."""
+
+    root: Path
+
+    @cached_property
+    def trees(self) -> dict[str, ast.Module]:
+        found = {}
+        for path in sorted(self.root.rglob("*.py")):
+            parts = path.relative_to(self.root.parent).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = ast.parse(path.read_text("utf-8"))
+        return found
+
+    @cached_property
+    def folders(self) -> set[str]:
+        paths = (path.parent.relative_to(self.root.parent) for path in self.root.rglob("*.py"))
+        return {".".join(path.parts) for path in paths}
+
+    @cached_property
+    def imports(self) -> dict[str, list[Import]]:
+        return {
+            name: [
+                Import(node.lineno, target, waits)
+                for node, waits in imports_in(tree)
+                for target in self._targets(node)
+            ]
+            for name, tree in self.trees.items()
+        }
+
+    def _targets(self, node: ast.Import | ast.ImportFrom) -> set[str]:
+        """What an import names of the house: the file where there is one, else the folder."""
+        if isinstance(node, ast.Import):
+            names = {alias.name for alias in node.names}
+        else:
+            assert not node.level, "imports within weir say the whole path"
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            names = {name if name in self.trees else str(node.module) for name in whole}
+        return names & self.trees.keys()
+
+    def loaded(self, name: str) -> set[str]:
+        """What importing a module loads, itself included."""
+        found, waiting = set(), [name]
+        while waiting:
+            if (each := waiting.pop()) not in found:
+                found.add(each)
+                waiting += [it.target for it in self.imports.get(each, ()) if not it.waits]
+        return found
+
+    # --- the rules; each gives what breaks it
+
+    def climbs(self) -> Iterator[str]:
+        """A room imports to its left only."""
+        for name, imports in self.imports.items():
+            for it in imports:
+                ours, theirs = room_of(name), room_of(it.target)
+                if ours != theirs and LEVEL.get(ours, -1) <= LEVEL.get(theirs, -1):
+                    yield f"{name}:{it.line} imports {it.target}, and {theirs} is not below {ours}"
+
+    def behind_faces(self) -> Iterator[str]:
+        """From outside a folder its face is imported, or a file that the face does not load."""
+        for name, imports in self.imports.items():
+            for it in imports:
+                folder = it.target.rpartition(".")[0]
+                inside = f"{name}.".startswith(f"{folder}.")
+                if it.target in self.folders or inside:
+                    continue
+                if it.target in self.loaded(folder):
+                    yield f"{name}:{it.line} imports {it.target}, not from the face {folder}"
+
+    def circles(self) -> Iterator[str]:
+        """No file imports another that, over however many, imports it."""
+        left = {name: {it.target for it in found} for name, found in self.imports.items()}
+        while free := {name for name, targets in left.items() if not targets & left.keys()}:
+            left = {name: targets for name, targets in left.items() if name not in free}
+        while free := left.keys() - {target for targets in left.values() for target in targets}:
+            left = {name: targets for name, targets in left.items() if name not in free}
+        if left:
+            yield f"in a circle, or on the way from one to the next: {', '.join(left)}"
+
+    def root_files(self) -> Iterator[str]:
+        """At the root are twelve rooms at most, `assets`, errors.py and the face."""
+        here = {path.name for path in self.root.iterdir()} - {"__pycache__"}
+        for name in sorted(here - ROOMS - {"assets", "errors.py", "__init__.py", "py.typed"}):
+            yield f"{name} has no place at the root"
+
+    def faces(self) -> Iterator[str]:
+        """A face is a sentence and names, none of which hides a file."""
+        for folder in sorted(self.folders):
+            if (tree := self.trees.get(folder)) is None:
+                yield f"{folder} has no face"
+                continue
+            sentence = " ".join((ast.get_docstring(tree) or "").split())
+            if not sentence.endswith(".") or ". " in sentence:
+                yield f"{folder} does not say in one sentence what it is"
+            for node in tree.body[1:]:
+                if isinstance(node, ast.ImportFrom):
+                    for name in (alias.name for alias in node.names):
+                        if f"{folder}.{name}" in self.trees and node.module != folder:
+                            yield f"{folder}:{node.lineno} hides its file {name} by a name"
+                # The face of all waits until a name is asked for, and that takes a function.
+                elif folder != self.root.name and "__all__" not in ast.unparse(node):
+                    yield f"{folder}:{node.lineno} is more than names"
+
+
+def room_of(module: str) -> str:
+    """`cache` of `weir.cache.layer.mask`; the face of all is in `weir`."""
+    return module.split(".")[1] if "." in module else module
+
+
+def imports_in(tree: ast.AST) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """Every import in a module, and whether it waits."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node, False
+            continue
+        waits = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or (
+            isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        )
+        yield from ((found, waits or already) for found, already in imports_in(node))
+
+
+RULES = ("climbs", "behind_faces", "circles", "root_files", "faces")
+
+
+def broken(house: House, *rules: str) -> list[str]:
+    return [wrong for rule in rules for wrong in getattr(house, rule)()]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_house_keeps_its_rules(rule: str) -> None:
+    known = "weir.kernels.triton_decode:19 imports weir.slab, and slab is not below kernels"
+    assert [wrong for wrong in broken(House(SOURCE), rule) if wrong != known] == []
+
+
+def test_there_are_twelve_rooms_and_a_place_for_each() -> None:
+    assert len(ROOMS) == 12
+    assert {room_of(name) for name in House(SOURCE).trees} >= LEVEL.keys() - {"serve"}
+
+
+# --- the rules themselves, on a small house
+
+SOUND = {
+    "__init__.py": '"""All."""\nif TYPE_CHECKING:\n    import weir.cache\ndef f(): ...\n',
+    "errors.py": "",
+    "slab/__init__.py": '"""Slots."""\nfrom weir.slab.slots import Slots\n__all__ = ["Slots"]\n',
+    "slab/slots.py": "import torch\nfrom weir.errors import WeirError\n",
+    "models/__init__.py": '"""Models."""\n',
+    "models/facts.py": "from weir.slab import Slots\n",
+    "pools/__init__.py": '"""Pools."""\nfrom weir.pools.heavy import Heavy\n',
+    "pools/heavy.py": "from weir.pools.balance import halve\n",
+    "pools/balance/__init__.py": '"""Halves."""\nfrom weir.pools.balance.halving import halve\n',
+    "pools/balance/halving.py": "",
+    "cache/__init__.py": '"""A cache."""\nfrom weir.cache.cache import Cache\n',
+    "cache/cache.py": "from weir.cache.rows import Rows\nfrom weir.slab import Slots\n",
+    "cache/rows.py": "from weir.models.facts import describe\nimport weir.pools\n",
+    "cache/plot.py": "from weir.cache.cache import Cache\n",
+    "cli/__init__.py": '"""Commands."""\n',
+    "cli/show.py": "def show():\n    import weir\n    from weir.cache.plot import plot\n",
+}
+
+
+def house_of(folder: Path, files: dict[str, str]) -> House:
+    for name, text in files.items():
+        (folder / "weir" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "weir" / name).write_text(text)
+    return House(folder / "weir")
+
+
+def test_a_sound_house_is_one(tmp_path: Path) -> None:
+    assert broken(house_of(tmp_path, SOUND), *RULES) == []
+
+
+FACE = '"""A cache."""\n'
+PLANTED = {
+    "up": ("climbs", "slab/slots.py", "from weir.cache import Cache"),
+    "up in a function": ("climbs", "slab/slots.py", "def f():\n    import weir.cache"),
+    "up for types": ("climbs", "slab/slots.py", "if TYPE_CHECKING:\n    import weir.cache"),
+    "sideways": ("climbs", "pools/heavy.py", "from weir.models.facts import describe"),
+    "the face from below": ("climbs", "cache/rows.py", "from weir import Cache"),
+    "errors from above": ("climbs", "errors.py", "from weir.slab import Slots"),
+    "a file": ("behind_faces", "cli/show.py", "from weir.cache.rows import Rows"),
+    "a file by another way": ("behind_faces", "cli/show.py", "from weir.cache import rows"),
+    "a file whole": ("behind_faces", "cli/show.py", "def f():\n    import weir.cache.rows"),
+    "a file of a folder inside": (
+        "behind_faces",
+        "pools/heavy.py",
+        "from weir.pools.balance.halving import halve",
+    ),
+    "a circle of two": ("circles", "cache/rows.py", "from weir.cache.cache import Cache"),
+    "a circle over the face": ("circles", "cache/rows.py", "from weir.cache import Cache"),
+    "a circle in a function": ("circles", "cache/rows.py", "def f():\n    import weir.cache.cache"),
+    "a file at the root": ("root_files", "helpers.py", ""),
+    "a folder at the root": ("root_files", "utils/__init__.py", '"""Utilities."""'),
+    "no face": ("faces", "cache/layer/mask.py", ""),
+    "no sentence": ("faces", "cache/__init__.py", "from weir.cache.cache import Cache"),
+    "two sentences": ("faces", "cache/__init__.py", '"""A cache. It is small."""'),
+    "code in a face": ("faces", "cache/__init__.py", f"{FACE}LIMIT = 3"),
+    "a name that hides a file": ("faces", "cache/__init__.py", f"{FACE}from torch import rows"),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_what_breaks_a_rule_is_found(tmp_path: Path, planted: str) -> None:
+    rule, name, text = PLANTED[planted]
+    assert len(broken(house_of(tmp_path, {**SOUND, name: text}), rule)) == 1
