@@ -45,7 +45,7 @@ class Every(Pool):
     cap: int | None = None
 
     def slots(self) -> int:
-        return self.n
+        return abs(self.n)
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         return held, new

@@ -15,12 +15,12 @@ from typing import Any
 
 from weir.errors import PolicyError, WeirError
 from weir.policies import NAMED, Call, Reader, policy_of
+from weir.pools import CONSTANTS
 
 _BARE = re.compile(r"""[^\s,()'"=]+""")
 _QUOTED = re.compile(r"""'([^']*)'|"([^"]*)\"""")
 _NUMBER = re.compile(r"[-+]?[0-9]+(_[0-9]+)*")
 _FRACTION = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
-_WORDS = {"true": True, "false": False, "none": None}
 
 
 class _TaskReader(Reader):
@@ -41,7 +41,7 @@ class _TaskReader(Reader):
             return int(bare.group())
         if _FRACTION.fullmatch(bare.group()):
             return float(bare.group())
-        return _WORDS.get(bare.group().lower(), bare.group())
+        return CONSTANTS.get(bare.group().lower(), bare.group())
 
 
 def read_tasks(text: str, known: Mapping[str, Any]) -> list[Any]:

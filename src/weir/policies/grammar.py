@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weir.errors import PolicyError, WeirError, shown
-from weir.policies.pipe import Pipe, Policy, check_place
+from weir.policies.checks import check_place
+from weir.policies.pipe import Pipe, Policy
 from weir.policies.registry import NAMED
-from weir.pools import POOLS, Pool, hints, taken
+from weir.pools import CONSTANTS, POOLS, WORD, Pool, hints, taken
 
 
 def policy(text: str | Policy) -> Policy:
@@ -39,10 +40,8 @@ policy_of = policy
 """`policy`, where a parameter of that name hides it."""
 
 
-_WORD = re.compile(r"[^\W\d]\w*")
 _NUMBER = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _SPACE = re.compile(r"\s*")
-_VALUES = {"true": True, "false": False, "none": None}
 
 
 @dataclass
@@ -73,7 +72,7 @@ class Reader:
         kind: what a call stands for, in words.
     """
 
-    name: ClassVar[re.Pattern[str]] = _WORD
+    name: ClassVar[re.Pattern[str]] = WORD
     kind: ClassVar[str] = "a pool or a policy"
 
     def __init__(self, text: str, at: int = 0) -> None:
@@ -165,7 +164,7 @@ class Reader:
     def _argument(self) -> Argument:
         self._skip()
         at = self.at
-        if (word := _WORD.match(self.text, at)) is not None:
+        if (word := WORD.match(self.text, at)) is not None:
             self.at = word.end()
             if self.take("="):
                 value_at = self.at
@@ -177,14 +176,14 @@ class Reader:
         """The value that begins here: a number, true, false, none, a word or a policy."""
         self._skip()
         at = self.at
-        if (word := _WORD.match(self.text, at)) is not None:
+        if (word := WORD.match(self.text, at)) is not None:
             self.at = word.end()
             self._skip()
             if self.text.startswith(("(", "|"), self.at):
                 self.at = at
                 return self._inner()
             self.at = word.end()
-            return _VALUES.get(word.group().lower(), word.group())
+            return CONSTANTS.get(word.group().lower(), word.group())
         if (number := _NUMBER.match(self.text, self.at)) is None:
             raise self.wrong("expected a value")
         value = float(number.group())

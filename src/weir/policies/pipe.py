@@ -14,6 +14,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from weir.errors import WeirError, written
+from weir.policies.checks import check_fold, check_place, check_state
 from weir.policies.registry import NAMED
 from weir.pools import Fold, Pool
 from weir.slab import Slots
@@ -116,6 +117,9 @@ class Pipe(Policy):
         """What each pool keeps when `new` enters the first, given what each holds and remembers.
 
         What a pool is to remember from now on takes the place of what it remembered, in `states`.
+
+        Raises:
+            WeirError: what a pool returns is not what a fold returns.
         """
         kept = []
         for place, pool in enumerate(self.pools):
@@ -125,20 +129,11 @@ class Pipe(Policy):
                 unbroken=self.unbroken[place],
                 state=states[place],
             )
-            stays, new = pool.fold(held[place], new, its)
+            arrived, remembered = new, dict(states[place])
+            stays, new = check_fold(pool, pool.fold(held[place], new, its), held[place], arrived)
+            check_state(pool, remembered, its.state)
             kept.append(stays)
         return kept
-
-
-def check_place(pool: Pool, before: tuple[Pool, ...]) -> None:
-    """Refuse a pool in a place that makes no sense."""
-    for earlier in before:
-        if earlier.ends_pipe:
-            raise WeirError(
-                f"{pool.name} would get no tokens: what {earlier.name} keeps is all that came, or "
-                f"stands for it, so nothing flows on and {earlier.name} stands last in a pipe"
-            )
-    pool.check(before)
 
 
 def _written(pool: Pool, alone: bool = False) -> str:

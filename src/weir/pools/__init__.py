@@ -1,7 +1,7 @@
 """Rules for who keeps a slot, one file or one folder each."""
 
 from weir.pools.balance import Balance
-from weir.pools.base import POOLS, Fold, Pool, pool, split
+from weir.pools.base import Fold, Pool, split
 from weir.pools.draws import Draws
 from weir.pools.heavy import Heavy
 from weir.pools.hive import Hive, best_window
@@ -10,6 +10,7 @@ from weir.pools.outliers import Outliers
 from weir.pools.parameters import Make, checked, fits, hints, taken
 from weir.pools.ranked import Ranked, highest, pooled
 from weir.pools.recent import Recent
+from weir.pools.registry import CONSTANTS, POOLS, WORD, check_free, check_name, pool
 from weir.pools.reservoir import Reservoir
 from weir.pools.sink import Sink
 from weir.pools.snap import Snap
@@ -17,7 +18,9 @@ from weir.pools.subgen import SubGen
 from weir.pools.uniform import Uniform
 
 __all__ = [
+    "CONSTANTS",
     "POOLS",
+    "WORD",
     "Balance",
     "Draws",
     "Fold",
@@ -35,6 +38,8 @@ __all__ = [
     "SubGen",
     "Uniform",
     "best_window",
+    "check_free",
+    "check_name",
     "checked",
     "fits",
     "highest",

@@ -1,25 +1,20 @@
 """What a pool is: a rule for who holds its slots.
 
-To add one: a frozen dataclass of its parameters, with `@pool("name")`, a method that says how many
-slots it needs and one that folds. Nothing else in weir has to know.
+To add one: a frozen dataclass of its parameters, with `@pool("name")` (`weir.pools.registry`), a
+method that says how many slots it needs and one that folds. Nothing else in weir has to know.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, cast
 
 from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.draws import Draws
-from weir.pools.parameters import checked
 from weir.slab import Alibi, Form, Slots
-
-POOLS: dict[str, type[Pool]] = {}
-"""Every pool by the name it has in a policy."""
 
 
 @dataclass(frozen=True)
@@ -159,17 +154,3 @@ def split(slots: Slots, stays: Tensor) -> tuple[Slots, Slots]:
         stays: which of them stay [batch, kv_heads, slots], bool; empty slots are in neither part.
     """
     return slots.only(stays), slots.only(~stays)
-
-
-Kind = TypeVar("Kind", bound=type[Pool])
-
-
-def pool(name: str) -> Callable[[Kind], Kind]:
-    """Make a pool known under `name` in policies, and refuse parameters that are no such things."""
-
-    def register(kind: Kind) -> Kind:
-        kind.name = name
-        POOLS[name] = checked(kind, name)
-        return kind
-
-    return register

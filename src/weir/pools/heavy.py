@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from weir.pools.base import Fold, pool
+from weir.pools.base import Fold
 from weir.pools.ranked import Ranked
+from weir.pools.registry import pool
 from weir.slab import Slots
 
 

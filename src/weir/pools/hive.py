@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool, pool, split
+from weir.pools.base import Fold, Pool, split
+from weir.pools.registry import pool
 from weir.slab import EMPTY, Slots
 
 _LAST = torch.iinfo(torch.int64).max

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from weir import kernels
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool, pool, split
+from weir.pools.base import Fold, Pool, split
+from weir.pools.registry import pool
 from weir.slab import Slots
 
 

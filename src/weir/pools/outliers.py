@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool, pool
+from weir.pools.base import Fold, Pool
 from weir.pools.ranked import highest, pooled
+from weir.pools.registry import pool
 from weir.slab import EMPTY, Slots
 
 PIECE = 64

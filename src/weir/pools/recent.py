@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool, pool
+from weir.pools.base import Fold, Pool
+from weir.pools.registry import pool
 from weir.slab import Slots
 
 

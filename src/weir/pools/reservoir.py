@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, pool
+from weir.pools.base import Fold
+from weir.pools.registry import pool
 from weir.pools.sample import Sample
 from weir.slab import Slots
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool, pool
+from weir.pools.base import Fold, Pool
 from weir.pools.ranked import Ranked, pooled
+from weir.pools.registry import pool
 from weir.slab import Form, Slots, attention_mass
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, pool, split
+from weir.pools.base import Fold, split
+from weir.pools.registry import pool
 from weir.pools.sample import Sample
 from weir.slab import Slots
 

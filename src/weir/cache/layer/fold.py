@@ -107,10 +107,6 @@ class Folding:
         start, moves = 0, []
         for pool in order:
             slots = kept[pool]
-            most = pipe.pools[pool].slots()
-            if most is not None and len(slots) > most:
-                name = pipe.pools[pool].name
-                raise WeirError(f"the pool {name} kept {len(slots)} slots and may hold {most}")
             stays = slots is held[pool] or (slots.slab is slab and pool in pipe.run)
             was = slots.place if slots.slab is slab else places[pool]
             if not (stays and was == start) and len(slots):

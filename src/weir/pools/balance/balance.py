@@ -20,7 +20,8 @@ from weir.pools.balance.halving import Halving, check_block
 from weir.pools.balance.merge_reduce import Merging
 from weir.pools.balance.schedule import LEVELS, at_once, schedule
 from weir.pools.balance.separate import NO_BUCKET, Head, bucket, doubled, plan
-from weir.pools.base import Fold, Pool, pool
+from weir.pools.base import Fold, Pool
+from weir.pools.registry import pool
 from weir.slab import EMPTY, Slots
 
 BLOCK = 256

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool, pool
+from weir.pools.base import Fold, Pool
+from weir.pools.registry import pool
 from weir.pools.subgen.clusters import Clusters, resample
 from weir.slab import Slots
 
