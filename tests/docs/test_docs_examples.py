@@ -88,7 +88,7 @@ def test_the_examples_of_a_page_run_one_after_the_other(
     assert not warned  # of a window that examples of weir are about to leave, for one
 
 
-def test_the_errors_of_a_policy_are_the_ones_shown() -> None:
+def test_what_a_policy_answers_and_refuses_is_as_shown() -> None:
     for code in blocks("docs/policies.md", "pycon"):
         example = doctest.DocTestParser().get_doctest(code, {}, "policies.md", None, None)
         assert example.examples

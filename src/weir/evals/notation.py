@@ -8,13 +8,12 @@ parenthesis or a space.
 from __future__ import annotations
 
 import difflib
-import inspect
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from weir.errors import PolicyError, WeirError
-from weir.policies import NAMED, Call, Reader, policy_of
+from weir.policies import Reader, called, policy_of
 from weir.pools import CONSTANTS
 
 _BARE = re.compile(r"""[^\s,()'"=]+""")
@@ -86,15 +85,8 @@ def read_policies(text: str) -> list[str]:
 
 def takes_budget(policy: str) -> bool:
     """Whether a policy is a named one that has a budget, and was written without its size."""
-    call = _only_call(policy)
-    if call is None:
-        return False
-    parameters = list(inspect.signature(NAMED[call.name].make).parameters)
-    given = {argument.name for argument in call.arguments}
-    given |= set(parameters[: sum(argument.name is None for argument in call.arguments)])
-    # A parameter that is not the policy's makes it the pool of that name; `rate` is a size too.
-    whole = given - {None} <= set(parameters)
-    return whole and "budget" in parameters and not given & {"budget", "rate"}
+    call = called(policy)
+    return call is not None and call.takes_budget
 
 
 def with_budget(policy: str, budget: int) -> str:
@@ -104,25 +96,16 @@ def with_budget(policy: str, budget: int) -> str:
         WeirError: it is not one that takes a budget, or has one already.
         PolicyError: it makes no sense with this one.
     """
-    if not takes_budget(policy):
+    call = called(policy)
+    if call is None or not call.takes_budget:
         raise WeirError(
             f"{policy} takes no budget here: it needs a named policy that has one and was written "
             "without, like streaming_llm"
         )
-    name, bracket, rest = policy.strip().partition("(")
-    inner = rest.rstrip().removesuffix(")").strip().rstrip(",") if bracket else ""
-    made = f"{name.strip()}({inner}{', ' if inner else ''}budget={budget})"
-    return str(policy_of(made))
+    return str(policy_of(call.with_arguments(budget=budget)))
 
 
 def near(word: str, words: Iterable[str]) -> str:
     """A hint at the nearest of some words, for the middle of a sentence; empty if none is near."""
     found = difflib.get_close_matches(word, list(words), 1)
     return f", did you mean {found[0]!r}?" if found else ""
-
-
-def _only_call(policy: str) -> Call | None:
-    """The call that a policy is, if it is a named policy and nothing else."""
-    reader = Reader(policy)
-    call = reader.call()
-    return call if reader.at == len(policy) and call.name in NAMED else None

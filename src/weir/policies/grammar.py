@@ -11,13 +11,13 @@ import inspect
 import re
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from weir.errors import PolicyError, WeirError, shown
 from weir.policies.checks import check_place
 from weir.policies.pipe import Pipe, Policy
-from weir.policies.registry import NAMED
+from weir.policies.registry import NAMED, Called
 from weir.pools import CONSTANTS, POOLS, WORD, Pool, hints, taken
 
 
@@ -40,17 +40,48 @@ policy_of = policy
 """`policy`, where a parameter of that name hides it."""
 
 
+def called(text: str) -> Called | None:
+    """How a text calls a named policy, without making it: one that lacks a budget may need one.
+
+    Returns:
+        None for a pipe of pools, and for arguments that the policy does not have.
+
+    Raises:
+        PolicyError: what stands first cannot be read.
+    """
+    reader = Reader(text)
+    call = reader.call()
+    if reader.at < len(text) or call.name not in NAMED:
+        return None
+    bare = Called(call.name, {}, call.inside)
+    if len(call.arguments) > len(bare.parameters):
+        return None
+    names = [it.name or bare.parameters[place] for place, it in enumerate(call.arguments)]
+    # A parameter that is not the policy's makes it the pool of that name.
+    if not set(names) <= set(bare.parameters):
+        return None
+    return replace(bare, given={n: it.value for n, it in zip(names, call.arguments, strict=True)})
+
+
 _NUMBER = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _SPACE = re.compile(r"\s*")
 
 
 @dataclass
 class Call:
-    """`name(arguments)` as it was read, with the places of its parts."""
+    """`name(arguments)` as it was read, with the places of its parts.
+
+    Attributes:
+        name: what is called.
+        at: where it begins.
+        arguments: what it is given.
+        inside: the text between its brackets.
+    """
 
     name: str
     at: int
     arguments: list[Argument]
+    inside: str = ""
 
 
 class Argument(typing.NamedTuple):
@@ -95,9 +126,9 @@ class Reader:
             calls.append(self.call())
         written = self.text[start : self.at].strip()
         if len(calls) == 1 and _is_named(calls[0]):
-            made = self.make(calls[0], NAMED[calls[0].name].make)
-            object.__setattr__(made, "text", written)
-            return typing.cast(Policy, made)
+            made: Policy = self.make(calls[0], NAMED[calls[0].name].make)
+            assert made.called is not None
+            return made.as_written(written, replace(made.called, arguments=calls[0].inside))
         pools: list[Pool] = []
         for call in calls:
             pools.append(self._pool(call, tuple(pools)))
@@ -153,13 +184,16 @@ class Reader:
     def call(self) -> Call:
         """The call that begins here."""
         name, at = self._word(self.kind)
-        arguments: list[Argument] = []
+        call = Call(name, at, [])
         if self.take("("):
+            start = stop = self.at
             while not self.take(")"):
-                if arguments and not self.take(","):
+                if call.arguments and not self.take(","):
                     raise self.wrong("expected ',' or ')'")
-                arguments.append(self._argument())
-        return Call(name, at, arguments)
+                call.arguments.append(self._argument())
+                stop = self.at
+            call.inside = self.text[start:stop].strip()
+        return call
 
     def _argument(self) -> Argument:
         self._skip()

@@ -6,10 +6,10 @@ A named policy, `streaming_llm(budget=256)`, is a function that returns a policy
 from __future__ import annotations
 
 from weir.errors import WeirError
+from weir.policies.naming import named
 from weir.policies.pipe import Pipe, Policy
 from weir.policies.pyramid import Pyramid
 from weir.policies.recompute import Recompute
-from weir.policies.registry import named
 from weir.pools import (
     Balance,
     Heavy,

@@ -7,33 +7,60 @@ last is gone. How policies are written is the business of `grammar`; which have 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from torch import Tensor
 
 from weir.errors import WeirError, written
 from weir.policies.checks import check_fold, check_place, check_state
-from weir.policies.registry import NAMED
+from weir.policies.registry import NAMED, Called
 from weir.pools import Fold, Pool
 from weir.slab import Slots
 
 
 class Policy(ABC):
-    """How a cache is held to its size. A `Pipe`, or something that only a `Stream` can do."""
+    """How a cache is held to its size. A `Pipe`, or something that only a `Stream` can do.
+
+    Attributes:
+        text: the policy as it was written, or as it can be.
+        called: how it was called, if it was made by its name; None for one made of pools.
+    """
 
     text: str
+    called: Called | None = None
 
     @abstractmethod
     def for_layer(self, layer: int, layers: int) -> Pipe:
         """The pipe of one layer of a model that has `layers` of them."""
 
+    @property
+    def stands_for(self) -> str:
+        """What it is made of, in pools: of `reservoir(64)`, `sink(4) | recent(44) | reservoir(16)`.
+
+        Read as a policy, it is the same one.
+        """
+        return self.text
+
+    def as_written(self, text: str, called: Called) -> Self:
+        """The same policy, that says it was written and called so."""
+        same = copy(self)
+        object.__setattr__(same, "text", text)
+        object.__setattr__(same, "called", called)
+        return same
+
     def __str__(self) -> str:
         return self.text
 
+    def __repr__(self) -> str:
+        """Name and pools: `reservoir(budget=64) = sink(4) | recent(44) | reservoir(16)`."""
+        name, pools = str(self.called or self.stands_for), self.stands_for
+        return pools if name == pools else f"{name} = {pools}"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Pipe(Policy):
     """Pools in the order tokens flow through them.
 
@@ -53,9 +80,13 @@ class Pipe(Policy):
         for place, pool in enumerate(self.pools):
             check_place(pool, self.pools[:place])
         if not self.text:
-            alone = len(self.pools) == 1
-            text = " | ".join(_written(pool, alone) for pool in self.pools)
-            object.__setattr__(self, "text", text)
+            object.__setattr__(self, "text", self.stands_for)
+
+    @property
+    def stands_for(self) -> str:
+        """Its pools, the way they are written."""
+        alone = len(self.pools) == 1
+        return " | ".join(_written(pool, alone) for pool in self.pools)
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
         """The same pipe for every layer."""

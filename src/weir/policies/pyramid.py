@@ -93,7 +93,7 @@ def _shared(slots: int, free: list[int]) -> list[int]:
     return given
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Pyramid(Policy):
     """A pipe whose slots go to the lower layers: PyramidKV's budgets (`weir.policies.pyramid`).
 
@@ -115,6 +115,11 @@ class Pyramid(Policy):
             self.for_layer(layer, 2)
         if not self.text:
             object.__setattr__(self, "text", f"pyramid({self.pipe}, beta={self.beta})")
+
+    @property
+    def stands_for(self) -> str:
+        """The pyramid around its pools, the way it is written."""
+        return f"pyramid({self.pipe.stands_for}, beta={self.beta})"
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
         """The pipe with the slots of its layer; all layers together have `layers` times its own.

@@ -11,7 +11,7 @@ from weir.errors import WeirError
 from weir.policies.pipe import Pipe, Policy
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Recompute(Policy):
     """Sliding window with re-computation: the keys and values of the last tokens made anew.
 
@@ -36,8 +36,13 @@ class Recompute(Policy):
                 f"sinks, not {self.sinks}"
             )
         if not self.text:
-            sinks = f", sinks={self.sinks}" if self.sinks else ""
-            object.__setattr__(self, "text", f"recompute(budget={self.budget}{sinks})")
+            object.__setattr__(self, "text", self.stands_for)
+
+    @property
+    def stands_for(self) -> str:
+        """Itself, with its size."""
+        sinks = f", sinks={self.sinks}" if self.sinks else ""
+        return f"recompute(budget={self.budget}{sinks})"
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
         """Refused: nothing is cached.

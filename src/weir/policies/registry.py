@@ -1,12 +1,13 @@
-"""Every policy that has a name, and how one gets its name. Knows nothing about what they are."""
+"""Every policy that has a name, and how one was called. Knows nothing about what policies are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weir.pools import Make, checked
+from weir.errors import written
 
 
 @dataclass(frozen=True)
@@ -28,17 +29,42 @@ NAMED: dict[str, Named] = {}
 """Every named policy."""
 
 
-def named(paper: str, pipe: str | None = None) -> Callable[[Make], Make]:
-    """Make a policy known under the name of the function that returns it.
+@dataclass(frozen=True)
+class Called:
+    """A named policy as it was called: `streaming_llm(64, sinks=8)`.
 
-    Args:
-        paper: where it comes from.
-        pipe: what it makes by default, for lists that cannot wait for PyTorch.
+    Attributes:
+        name: the policy's.
+        given: the values it was given, by parameter.
+        arguments: the same as they were written, what stands between the brackets.
     """
 
-    def register(make: Make) -> Make:
-        careful = checked(make, make.__name__)
-        NAMED[make.__name__] = Named(careful, paper, pipe)
-        return careful
+    name: str
+    given: Mapping[str, Any]
+    arguments: str
 
-    return register
+    @classmethod
+    def by_name(cls, name: str, given: Mapping[str, Any]) -> Called:
+        """With arguments written the plain way, each with its parameter's name."""
+        arguments = ", ".join(f"{key}={written(value)}" for key, value in given.items())
+        return cls(name, dict(given), arguments)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """What the policy may be given."""
+        return tuple(inspect.signature(NAMED[self.name].make).parameters)
+
+    @property
+    def takes_budget(self) -> bool:
+        """Whether it has a budget and was given none, nor a rate, which is a size too."""
+        return "budget" in self.parameters and not {"budget", "rate"} & self.given.keys()
+
+    def with_arguments(self, **more: Any) -> str:
+        """The text of the same policy with more arguments, behind those it was written with."""
+        both = filter(None, (self.arguments, Called.by_name(self.name, more).arguments))
+        return f"{self.name}({', '.join(both)})"
+
+    def __str__(self) -> str:
+        """The plain way, with the parameters' names: `streaming_llm(budget=64, sinks=8)`."""
+        plain = Called.by_name(self.name, self.given).arguments
+        return f"{self.name}({plain})" if plain else self.name

@@ -9,7 +9,6 @@ stream, chunk by chunk.
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,8 +21,7 @@ from transformers import PreTrainedModel
 from weir.cache.layer import Layer, Plan, cut
 from weir.errors import PolicyError, WeirError
 from weir.evals.attention_error.capture import Captured, capture
-from weir.evals.notation import takes_budget
-from weir.policies import NAMED, Pipe, Policy, Recompute, policy_of
+from weir.policies import Pipe, Policy, Recompute, called, policy_of
 from weir.pools import Draws, Fold, Recent
 from weir.slab import Slots
 
@@ -278,20 +276,18 @@ def _with_rate(name: str, rate: float, setup: Setup) -> str:
     """The policy, with a budget for this share of the middle and all that is exact."""
     if not 0 < rate < 1:
         raise WeirError(f"a rate is a share between 0 and 1, not {rate:g}")
-    if not takes_budget(name):
+    call = called(name)
+    if call is None or not call.takes_budget:
         raise WeirError(
             f"a rate makes a budget, and {name} takes none: give a named policy without one, as "
             "uniform, or leave out the rates"
         )
     budget = setup.exact + max(1, round(rate * setup.middle))
-    call, _, rest = name.strip().partition("(")
-    given = rest.rstrip().removesuffix(")").strip()
-    parameters = inspect.signature(NAMED[call.strip()].make).parameters
-    more = f"budget={budget}"
-    if {"sinks", "recent"} <= set(parameters) and "sinks" not in given and "recent" not in given:
+    ends = {"sinks", "recent"}
+    if ends <= set(call.parameters) and not ends & call.given.keys():
         # The first tokens are exact; the newest are the queries' own, which no pool has seen yet.
-        more = f"budget={budget + 1}, sinks={setup.exact}, recent=1"
-    return f"{call}({given}{', ' if given else ''}{more})"
+        return call.with_arguments(budget=budget + 1, sinks=setup.exact, recent=1)
+    return call.with_arguments(budget=budget)
 
 
 @dataclass(frozen=True)

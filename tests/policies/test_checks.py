@@ -1,0 +1,196 @@
+"""What a pool says and returns is looked at before the slab is: nonsense is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import weir
+from weir.errors import PolicyError, WeirError
+from weir.policies import Pipe, policy
+from weir.pools import POOLS, Draws, Fold, Pool, Recent, pool
+from weir.slab import Slots
+
+FOLD = Fold(Draws(0), layer=0, layers=1, seen=torch.tensor([8]), scale=1.0)
+ANSWERS: dict[str, Any] = {}
+"""What `Odd` says: its slots, and what it makes of what arrives."""
+
+
+@dataclass(frozen=True)
+class Odd(Pool):
+    """Says what it is told to."""
+
+    n: int = 3
+
+    def slots(self) -> int:
+        return ANSWERS.get("slots", self.n)
+
+    def state(self, like: Slots) -> dict[str, Tensor]:
+        return {"came": like.position.new_zeros(like.position.shape[:2])}
+
+    def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
+        return ANSWERS["fold"](held, new, fold)
+
+
+@pytest.fixture(autouse=True)
+def odd() -> Iterator[None]:
+    """The pool `odd`, known while a test runs."""
+    pool("odd")(Odd)
+    yield
+    ANSWERS.clear()
+    del POOLS["odd"]
+
+
+def tokens(start: int, n: int, *, mass: bool = False) -> Slots:
+    """Two rows of three heads."""
+    position = torch.arange(start, start + n).expand(2, 3, n)
+    keys, values, weight = torch.ones(2, 3, n, 4), torch.ones(2, 3, n, 5), torch.zeros(2, 3, n)
+    return Slots(keys, values, weight, weight.clone(), position, weight.clone() if mass else None)
+
+
+def folded(*, mass: bool = False) -> list[Slots]:
+    """One fold of `odd` alone, which holds 2 and gets 6."""
+    held = tokens(0, 2, mass=mass)
+    states = [Odd().state(held)]
+    return Pipe((Odd(),)).fold([held], tokens(2, 6, mass=mass), FOLD, states)
+
+
+# --- slots()
+
+
+@pytest.mark.parametrize("slots", [-1, 2.5, True, "3", torch.tensor(3)])
+def test_slots_that_are_no_number_of_slots_are_refused_where_the_pool_stands(slots):
+    ANSWERS["slots"] = slots
+    with pytest.raises(PolicyError, match=r"slots\(\) of the pool odd is a whole number") as error:
+        policy("recent(4) | odd(3)")
+    assert error.value.at == 12
+    with pytest.raises(WeirError, match=r"slots\(\) of the pool odd"):
+        Pipe((Recent(4), Odd()))
+
+
+@pytest.mark.parametrize("slots", [0, 7, None])
+def test_no_slots_any_number_and_no_limit_are_fine(slots):
+    ANSWERS["slots"] = slots
+    assert policy("recent(4) | odd").slots == (None if slots is None else 4 + slots)
+
+
+def test_a_pool_without_a_name_is_refused():
+    @dataclass(frozen=True)
+    class Nameless(Pool):
+        slots = fold = None
+
+    with pytest.raises(WeirError, match="Nameless has no name in policies; write @pool"):
+        Pipe((Nameless(),))
+
+
+# --- fold()
+
+
+@pytest.mark.parametrize(
+    ("answer", "what"),
+    [
+        (lambda h, n, f: None, "not NoneType"),
+        (lambda h, n, f: h, "not Slots"),
+        (lambda h, n, f: [h, n], "not list"),
+        (lambda h, n, f: (h,), r"not \(Slots\)"),
+        (lambda h, n, f: (h, n, n), r"not \(Slots, Slots, Slots\)"),
+        (lambda h, n, f: (h, None), r"not \(Slots, NoneType\)"),
+        (lambda h, n, f: (h.keys, n.keys), r"not \(Tensor, Tensor\)"),
+    ],
+)
+def test_what_is_no_pair_of_slots_is_refused(answer, what):
+    ANSWERS["fold"] = answer
+    with pytest.raises(WeirError, match=f"the fold of the pool odd returns two Slots, .* {what}$"):
+        folded()
+
+
+CHANGES = {
+    "keys of another size": ("keys", lambda t: t[..., :3], r"\[2, 3, 2, 3\] instead of"),
+    "values without a dimension": ("values", lambda t: t[..., 0], r"\[2, 3, 2\] instead of"),
+    "one row": ("a", lambda t: t[:1], r"\[1, 3, 2\] instead of \[2, 3, 2\]"),
+    "one head": ("b", lambda t: t[:, :1], r"\[2, 1, 2\] instead of \[2, 3, 2\]"),
+    "a slot too few": ("b", lambda t: t[:, :, 1:], r"\[2, 3, 1\] instead of \[2, 3, 2\]"),
+    "weights in double": ("a", lambda t: t.double(), "is torch.float64 on cpu instead of"),
+    "keys in half": ("keys", lambda t: t.half(), "is torch.float16 on cpu instead of"),
+    "positions that are no integers": ("position", lambda t: t.float(), "is torch.float32"),
+    "positions of one row": ("position", lambda t: t[0], "has the shape"),
+    "no tensor": ("values", lambda t: t.tolist(), "is no tensor"),
+    "elsewhere": ("keys", lambda t: t.to("meta"), "on meta instead of"),
+}
+
+
+@pytest.mark.parametrize("flows", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_slots_whose_tensors_do_not_go_together_are_refused(change, flows):
+    name, make, problem = CHANGES[change]
+
+    def answer(held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
+        bad = replace(held, **{name: make(getattr(held, name))})
+        return (held, bad) if flows else (bad, new)
+
+    ANSWERS["fold"] = answer
+    what = "let go of" if flows else "kept"
+    with pytest.raises(WeirError, match=f"^[a-z]+ of what the pool odd {what} .*{problem}"):
+        folded()
+
+
+def test_mass_is_there_when_it_is_kept_and_not_when_it_is_not():
+    ANSWERS["fold"] = lambda h, n, f: (replace(h, mass=None), n)
+    with pytest.raises(WeirError, match="mass of what the pool odd kept is no tensor"):
+        folded(mass=True)
+    ANSWERS["fold"] = lambda h, n, f: (replace(h, mass=h.a), n)
+    with pytest.raises(WeirError, match="mass of what the pool odd kept is not kept here"):
+        folded()
+
+
+def test_more_than_its_slots_is_refused():
+    ANSWERS["fold"] = lambda h, n, f: (h.join(n), n.part(0, 0))
+    with pytest.raises(WeirError, match="the pool odd kept 8 slots and may hold 3"):
+        folded()
+
+
+def test_a_fold_that_keeps_its_word_is_taken():
+    ANSWERS["fold"] = lambda h, n, f: (h.join(n).part(5, 8), h.join(n).part(0, 5))
+    (kept,) = folded(mass=True)
+    assert kept.position[0, 0].tolist() == [5, 6, 7]
+
+
+# --- what it remembers
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda state: state.clear(), "remembers nothing instead of came"),
+        (lambda state: state.update(more=torch.zeros(1)), "remembers came, more instead of came"),
+        (lambda state: state.update(came=7), "remembers came as int instead of torch.int64"),
+        (lambda state: state.update(came=state["came"].float()), "remembers came as torch.float32"),
+    ],
+)
+def test_a_memory_of_other_names_or_dtypes_is_refused(change, problem):
+    def answer(held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
+        change(fold.state)
+        return held, new
+
+    ANSWERS["fold"] = answer
+    with pytest.raises(WeirError, match=f"the pool odd {problem}"):
+        folded()
+
+
+def test_a_refused_fold_leaves_the_stream_as_it_was(llama, ids):
+    stream = weir.Stream(llama, "recent(4) | odd(3)", chunk=4)
+    ANSWERS["fold"] = lambda h, n, f: (h, n)
+    stream.feed(ids(1, 8))
+    before = stream.slots(0).position.clone()
+    ANSWERS["fold"] = lambda h, n, f: None
+    with pytest.raises(WeirError, match="the fold of the pool odd"):
+        stream.feed(ids(1, 9))
+    assert torch.equal(stream.slots(0).position, before)
+    ANSWERS["fold"] = lambda h, n, f: (h, n)
+    stream.feed(ids(1, 9))
+    assert stream.slots(0).position.max() == 16

@@ -1,0 +1,163 @@
+"""Who gets a policy's name, and what a policy says of how it was called."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+
+import pytest
+
+from weir.errors import PolicyError, WeirError
+from weir.policies import NAMED, Pipe, Policy, called, named, policy
+from weir.policies.library import h2o, pyramid, streaming_llm, uniform
+from weir.pools import Recent, Sink
+
+
+@pytest.fixture(autouse=True)
+def policies_as_before() -> Iterator[None]:
+    """Take away the policies that a test names."""
+    before = dict(NAMED)
+    yield
+    NAMED.clear()
+    NAMED.update(before)
+
+
+# --- who gets a name
+
+
+def test_the_name_of_another_policy_is_refused_and_the_other_stays():
+    def h2o(budget: int = 3) -> Policy:
+        return Pipe((Recent(budget),))
+
+    with pytest.raises(WeirError, match=r"called h2o already, weir\.policies\.library\.h2o;"):
+        named("nobody")(h2o)
+    assert policy("h2o(8)").slots == 8
+    assert len(policy("h2o(8)").pools) == 2
+
+
+def test_a_policy_may_be_defined_again():
+    for size in (3, 5):
+
+        @named("nobody")
+        def mine(budget: int = size) -> Policy:
+            return Pipe((Recent(budget),))
+
+    assert policy("mine").slots == 5
+
+
+def test_a_name_that_a_policy_cannot_be_written_with_is_refused():
+    with pytest.raises(WeirError, match="a policy cannot be called '<lambda>'"):
+        named("nobody")(lambda: Pipe((Recent(3),)))
+
+    def true() -> Policy:
+        return Pipe((Recent(3),))
+
+    with pytest.raises(WeirError, match="a policy cannot be called true, which is a value"):
+        named("nobody")(true)
+
+
+@pytest.mark.parametrize("thing", [5, "h2o", Pipe, Pipe((Recent(3),))])
+def test_what_is_no_function_is_refused(thing):
+    with pytest.raises(WeirError, match="a named policy is a function"):
+        named("nobody")(thing)
+
+
+@pytest.mark.parametrize("nothing", [None, "recent(3)", (Sink(4), Recent(3)), Recent(3)])
+def test_a_function_that_returns_no_policy_is_refused_by_name(nothing):
+    @named("nobody")
+    def odd() -> Policy:
+        return nothing
+
+    with pytest.raises(WeirError, match=r"^odd is known as a policy and returned"):
+        odd()
+    with pytest.raises(PolicyError, match="odd is known as a policy and returned"):
+        policy("odd")
+
+
+# --- what it says of how it was called
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "given", "arguments"),
+    [
+        ("h2o", "h2o", {}, ""),
+        (" h2o ( ) ", "h2o", {}, ""),
+        ("reservoir(64)", "reservoir", {"budget": 64}, "64"),
+        ("uniform( rate = .5 )", "uniform", {"rate": 0.5}, "rate = .5"),
+        ("streaming_llm(64,sinks=8)", "streaming_llm", {"budget": 64, "sinks": 8}, "64,sinks=8"),
+    ],
+)
+def test_a_policy_knows_its_name_and_arguments(text, name, given, arguments):
+    for it in (policy(text).called, called(text)):
+        assert (it.name, dict(it.given), it.arguments) == (name, given, arguments)
+
+
+def test_a_policy_made_in_python_knows_its_name_and_arguments():
+    made = streaming_llm(64, sinks=8)
+    assert (made.called.name, made.called.given) == ("streaming_llm", {"budget": 64, "sinks": 8})
+    assert str(made.called) == "streaming_llm(budget=64, sinks=8)"
+    assert str(made) == "sink(8) | recent(56)"
+    assert pyramid().called.name == "pyramid"
+
+
+def test_pools_in_a_pipe_were_called_by_no_name():
+    for text in ("sink(4) | recent(9)", "reservoir(n=12)", "recent(3) | uniform(4)"):
+        assert policy(text).called is None
+        assert called(text) is None
+    assert Pipe((Recent(3),)).called is None
+
+
+def test_copies_remember_how_they_were_called():
+    made = policy("reservoir(64)")
+    for same in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert (same, same.text, same.called) == (made, made.text, made.called)
+
+
+def test_a_policy_that_only_fits_with_a_budget_can_be_given_one():
+    assert called("reservoir(samples=300)").with_arguments(budget=999) == (
+        "reservoir(samples=300, budget=999)"
+    )
+    with pytest.raises(PolicyError):
+        policy("reservoir(samples=300)")
+
+
+@pytest.mark.parametrize(
+    "text", ["dense", "h2o(8)", "h2o(budget=8)", "uniform(rate=0.5)", "pyramid(h2o(64))"]
+)
+def test_what_has_a_size_or_none_takes_no_budget(text):
+    assert not policy(text).called.takes_budget
+    assert policy("uniform(weighted=false)").called.takes_budget
+
+
+# --- name and pools in one line
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("reservoir(64)", "reservoir(budget=64) = sink(4) | recent(44) | reservoir(16)"),
+        ("kcenter(8)", "kcenter(budget=8) = recent(4) | kcenter(4)"),
+        ("uniform(n=9)", "uniform(n=9)"),
+        ("recent(3) | reservoir(64)", "recent(3) | reservoir(64)"),
+        ("dense", "dense = recent(none)"),
+        ("recompute(8)", "recompute(budget=8)"),
+        (
+            "pyramid(h2o(64), beta=8)",
+            "pyramid(pipe=h2o(64), beta=8.0) = pyramid(recent(32) | heavy(32), beta=8.0)",
+        ),
+    ],
+)
+def test_a_policy_shows_its_name_and_what_it_stands_for(text, shown):
+    made = policy(text)
+    assert repr(made) == shown
+    assert str(made) == text  # results and sessions are known by what was written
+    assert policy(made.stands_for) == made
+
+
+def test_policies_made_in_python_show_the_same():
+    assert repr(h2o(64)) == "h2o(budget=64) = recent(32) | heavy(32)"
+    assert repr(uniform(rate=0.5)) == (
+        "uniform(rate=0.5) = sink(32) | recent(32) | uniform(none, rate=0.5, weighted=true)"
+    )
+    assert repr(Pipe((Sink(4), Recent(3)))) == "sink(4) | recent(3)"

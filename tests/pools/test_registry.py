@@ -1,0 +1,111 @@
+"""What is registered as a pool can be written in a policy and used; all else is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from weir.errors import WeirError
+from weir.policies import policy
+from weir.pools import POOLS, Fold, Pool, Recent, Sink, pool
+from weir.slab import Slots
+
+
+@pytest.fixture(autouse=True)
+def pools_as_before() -> Iterator[None]:
+    """Take away the pools that a test registers."""
+    before = dict(POOLS)
+    yield
+    POOLS.clear()
+    POOLS.update(before)
+
+
+def made(name: str = "Keep", module: str = "a_module", **more: Any) -> type[Pool]:
+    """A new class of a pool that keeps what it holds, as if defined in a module."""
+
+    class Whole(Pool):
+        def slots(self) -> int:
+            return 3
+
+        def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
+            return held, new
+
+    kind: type[Pool] = type(name, (Whole,), {"__module__": module, "__qualname__": name, **more})
+    return dataclass(frozen=True)(kind)
+
+
+def test_the_name_of_another_pool_is_refused_and_the_other_stays():
+    with pytest.raises(WeirError) as error:
+        pool("sink")(made())
+    assert str(error.value) == (
+        "a pool is called sink already, weir.pools.sink.Sink; take another name"
+    )
+    assert POOLS["sink"] is Sink
+    assert policy("sink(2) | recent(3)").pools == (Sink(2), Recent(3))
+
+
+def test_the_same_class_may_be_registered_again_and_the_later_one_counts():
+    first, second = made(), made()
+    assert pool("keep")(first) is first
+    assert pool("keep")(second) is POOLS["keep"] is second
+    for other in (made(module="another"), made(name="Other")):
+        with pytest.raises(WeirError, match=r"keep already, a_module\.Keep"):
+            pool("keep")(other)
+
+
+@pytest.mark.parametrize("name", ["", "2nd", "a-b", "a b", "a(b)", "a|b", "a=1", "é!", " x", "x\n"])
+def test_a_name_that_a_policy_cannot_be_written_with_is_refused(name):
+    with pytest.raises(WeirError, match=r"a pool cannot be called .* letters, digits and under"):
+        pool(name)
+
+
+@pytest.mark.parametrize("name", ["true", "False", "NONE"])
+def test_a_name_that_is_a_value_is_refused(name):
+    with pytest.raises(WeirError, match=f"a pool cannot be called {name}, which is a value"):
+        pool(name)
+
+
+def test_a_decorator_without_a_name_is_refused():
+    with pytest.raises(WeirError, match="a pool cannot be called <class"):
+        pool(made())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["résumé", "_x", "K9", "nothing"])
+def test_whatever_a_policy_can_be_written_with_is_a_name(name):
+    pool(name)(made())
+    assert policy(f"recent(2) | {name}").slots == 5
+
+
+@pytest.mark.parametrize("thing", [int, Slots, 5, Recent(3), lambda: None])
+def test_what_is_no_pool_is_refused(thing):
+    with pytest.raises(WeirError, match=r"the pool odd is to be a class made from weir\.pools"):
+        pool("odd")(thing)
+    assert "odd" not in POOLS
+
+
+def test_a_pool_that_lacks_a_method_is_refused():
+    @dataclass(frozen=True)
+    class Unfinished(Pool):
+        n: int
+
+    with pytest.raises(WeirError) as error:
+        pool("odd")(Unfinished)
+    assert str(error.value) == (
+        "the pool odd cannot be used yet: Unfinished lacks fold() and slots()"
+    )
+
+
+def test_a_pool_that_is_no_dataclass_is_refused():
+    class Plain(Pool):
+        def slots(self) -> int:
+            return 3
+
+        def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
+            return held, new
+
+    with pytest.raises(WeirError, match=r"the pool odd is no dataclass, .* class Plain"):
+        pool("odd")(Plain)
+    assert "odd" not in POOLS
