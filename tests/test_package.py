@@ -155,6 +155,18 @@ def test_every_pool_and_policy_is_documented() -> None:
     assert not missing
 
 
+def test_the_house_is_as_its_page_says() -> None:
+    text = (DOCS / "house.md").read_text("utf-8")
+    rooms = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    assert rooms == set(re.findall(r"^\*\*`(\w+)`\*\*", text, re.M)) - {"serve"}
+    named = re.findall(r"`(\w+(?:/\w+)*(?:/|\.py))`", text)
+    assert len(named) > 30
+    for name in named:
+        # A file is named from the root, or within the room whose paragraph it is.
+        found = [*SOURCE.glob(name), *SOURCE.glob(f"*/{name}")]
+        assert found or (ROOT / name).exists(), name
+
+
 def test_every_family_weir_serves_is_documented() -> None:
     text = (DOCS / "limits.md").read_text("utf-8")
     assert not [
