@@ -41,7 +41,7 @@ def advise(
     as_json: AsJson = False,
 ) -> None:
     """Try policies on the beginning of a text, within so much memory, and name one."""
-    from weir.evals.advice import advise as ask
+    from weir.evals import advice
 
     allowed = _bytes(memory)
     model, tokenizer = load_model(model_name)
@@ -51,7 +51,7 @@ def advise(
         def show(policy: str, share: float) -> None:
             bar.update(row, completed=share, note=policy)
 
-        found = ask(
+        found = advice.advise(
             model,
             tokenizer,
             str(text),
