@@ -53,6 +53,18 @@ def softmax_off(terms: int, logit: float, dtype: torch.dtype = torch.float32) ->
     return 2 * off(terms, dtype) * logit
 
 
+def weights_off(total: float, additions: int = 16) -> float:
+    """How far a sum of weights may be off, relative to itself, that are kept as logarithms.
+
+    A weight e^a is off, relatively, by what `a` is off absolutely.
+
+    Args:
+        total: what the weights sum to; no logarithm exceeds its own.
+        additions: in float32, one after the other, that the largest logarithm is made of.
+    """
+    return off(additions) * (1 + math.log(max(1.0, total)))
+
+
 def run_off(model: PreTrainedModel, length: int = 64) -> float:
     """How far apart two runs' logits may lie, relative to the largest of them.
 
@@ -156,5 +168,5 @@ def within(got: Tensor, wanted: Tensor, bound: float | Tensor) -> None:
 
 def largest(numbers: Tensor) -> float:
     """The size of the largest finite number, 0 where there is none."""
-    there = numbers[numbers.isfinite()]
+    there = numbers.detach()[numbers.isfinite()]
     return float(there.abs().max()) if there.numel() else 0.0

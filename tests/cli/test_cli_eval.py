@@ -136,8 +136,12 @@ def test_killed_at_a_random_moment_and_resumed_the_file_is_the_same(capsys, word
     assert lines(path) == whole
 
 
-def test_ctrl_c_says_what_is_done_and_how_to_go_on(words, tmp_path):
-    path = tmp_path / "r.jsonl"
+def test_ctrl_c_says_what_is_done_and_how_to_go_on(words, text, tmp_path):
+    path, long = tmp_path / "r.jsonl", tmp_path / "long.txt"
+    # The last six cells would take seconds each, so that Ctrl-C comes in time however busy we are.
+    long.write_text(WORDS * 2000)
+    tasks = words.index("--tasks") + 1
+    words[tasks] = f"ppl(tokens=250, text={text}), ppl(tokens=40000, text={long})"
     process = Process(*words)
     while not path.exists() or path.read_bytes().count(b"\n") < 2:
         assert process.process.poll() is None, "it ended by itself"

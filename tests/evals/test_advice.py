@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from roundings import nll_off
 
 import weir
 from weir.errors import WeirError
@@ -48,7 +49,8 @@ def test_the_policies_are_tried_on_the_text_and_the_best_is_named(nano, monkeypa
     assert [one.ppl for one in found.tries] == sorted(one.ppl for one in found.tries)
     assert all(one.kv_bytes <= 1_000_000 for one in found.tries)
     ids = encode(tokenizer, read_text(PACKAGED), 900)
-    assert found.best.ppl == pytest.approx(read(weir.Stream(model, found.best.policy), ids).ppl)
+    wanted = read(weir.Stream(model, found.best.policy), ids).ppl
+    assert found.best.ppl == pytest.approx(wanted, rel=nll_off(model, 899))
     assert (found.tokens, found.window, found.everything) == (900, 512, False)
     assert told[-1][1] == 1.0
     assert [share for _, share in told] == sorted(share for _, share in told)

@@ -10,6 +10,7 @@ import inspect
 
 import pytest
 import torch
+from roundings import close, largest, off, softmax_off, within
 from torch import Tensor
 
 import weir
@@ -123,9 +124,9 @@ def test_head_dimensions_may_be_odd_and_differ_and_there_may_be_one_head(text, h
     assert out.shape == (2, heads[0], LENGTH, dims[1])
     if "exact=false" not in text:  # which draws from the first token on
         first = min(sum(pool.slots() or 99 for pool in policy(text).pools), 6)
-        torch.testing.assert_close(
-            out[:, :, :first], exactly(queries, keys, values)[:, :, :first], atol=1e-5, rtol=0
-        )
+        logit = 0.4 * largest(queries.norm(dim=-1)) * largest(keys.norm(dim=-1))
+        bound = (softmax_off(dims[0], logit) + off(first)) * largest(values)
+        within(out[:, :, :first], exactly(queries, keys, values)[:, :, :first], bound)
     # What a slot holds is a token of the stream, whole, with its own key and value.
     held = layer.slab.run(0, sum(layer.lengths[0]))
     for row in range(2):
@@ -141,8 +142,9 @@ def test_equal_keys_give_an_average_of_values(text):
     keys = random(1, 2, 1, 7).expand(-1, -1, LENGTH, -1)
     out, _ = fed(text, queries, keys, values)
     if text in SHARED:
-        assert (out <= values.amax(dim=2, keepdim=True) + 1e-5).all()
-        assert (out >= values.amin(dim=2, keepdim=True) - 1e-5).all()
+        bound = off(LENGTH) * largest(values)
+        assert (out <= values.amax(dim=2, keepdim=True) + bound).all()
+        assert (out >= values.amin(dim=2, keepdim=True) - bound).all()
 
 
 @pytest.mark.parametrize("text", SHARED)
@@ -150,7 +152,7 @@ def test_equal_tokens_give_their_value(text):
     queries = random(1, 2, LENGTH, 7)
     keys, values = (random(1, 2, 1, n).expand(-1, -1, LENGTH, -1) for n in (7, 5))
     out, _ = fed(text, queries, keys, values)
-    torch.testing.assert_close(out, values.expand_as(out), atol=1e-5, rtol=0)
+    close(out, values.expand_as(out), LENGTH)
 
 
 @pytest.mark.parametrize("keys_too", [False, True])
@@ -167,7 +169,7 @@ def test_enormous_keys_are_borne(text):
     values = random(1, 2, LENGTH, 5)
     out, _ = fed(text, random(1, 2, LENGTH, 7) * 10, keys, values)
     if text in SHARED:  # sums over different tokens may be of any two sizes
-        assert out.abs().max() <= values.abs().max() + 1e-5
+        assert largest(out) <= largest(values) * (1 + off(LENGTH))
 
 
 @pytest.mark.parametrize("text", EVERY)

@@ -41,7 +41,7 @@ def advise(
     as_json: AsJson = False,
 ) -> None:
     """Try policies on the beginning of a text, within so much memory, and name one."""
-    from weir.evals import advice
+    from weir.evals.advice import advise as ask
 
     allowed = _bytes(memory)
     model, tokenizer = load_model(model_name)
@@ -51,7 +51,7 @@ def advise(
         def show(policy: str, share: float) -> None:
             bar.update(row, completed=share, note=policy)
 
-        found = advice.advise(
+        found = ask(
             model,
             tokenizer,
             str(text),

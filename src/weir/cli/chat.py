@@ -81,7 +81,7 @@ def chat(
             except WeirError as error:
                 say(f"weir: {error}")
             except KeyboardInterrupt:
-                # A stream that was interrupted in a fold refuses the next tokens and says why.
+                # Within a fold, perhaps: then the stream says so itself.
                 say(f"interrupted{'; nothing has changed' if line.startswith('/') else ''}")
 
 

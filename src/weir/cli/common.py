@@ -104,7 +104,7 @@ class Interrupt:
         """The handler of the signal."""
         self._pressed += 1
         if self._pressed > self._noted:
-            # `noting` counts earlier presses when a block begins; this one fell into the block.
+            # Here and not only where a block ends: it may be one that has hardly begun.
             self._noted = self._outside
             raise KeyboardInterrupt
 
@@ -112,8 +112,7 @@ class Interrupt:
     def noting(self, presses: float) -> Iterator[None]:
         """In this block so many presses are only noted, those just before it among them."""
         try:
-            # Set before earlier presses are counted, so that no press falls between the two.
-            self._noted = presses
+            self._noted = presses  # before the look back, so that none falls between the two
             if self._pressed > presses:
                 raise KeyboardInterrupt
             yield

@@ -101,7 +101,7 @@ def evaluate(
 
         work = on_ray(cluster)
     with progress() as bar:
-        # rich foretells the end from the last 30 seconds, and a cell may take an hour.
+        # Cells differ by far in what they take: only a long look back foretells anything.
         bar.speed_estimate_period = 24 * 3600
         shown = _Progress(bar, grid)
         try:
