@@ -14,9 +14,10 @@ import weir
 from weir.errors import WeirError
 from weir.pools import Balance, Fold, Outliers, Recent, Sink
 from weir.pools.draws import Draws
+from weir.slab import Form
 from weir.slab.slots import Slots
 
-FOLD = Fold(Draws(0), layer=0, layers=1, seen=torch.tensor([0]), scale=0.5)
+FOLD = Fold(Draws(0), torch.tensor([0]), Form(0.5))
 
 
 def stream(length: int, seed: int = 0) -> Tensor:

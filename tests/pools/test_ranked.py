@@ -15,9 +15,9 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools import Draws, Fold, Ranked, highest
-from weir.slab import Slots
+from weir.slab import Form, Slots
 
-FOLD = Fold(Draws(0), layer=0, layers=1, seen=torch.tensor([0]), scale=1.0)
+FOLD = Fold(Draws(0), torch.tensor([0]), Form(1.0))
 
 
 @dataclass(frozen=True)

@@ -267,9 +267,7 @@ def test_a_whole_prompt_keeps_what_the_papers_listing_keeps(kernel, average):
 
 
 def one_fold(seen: int, queries: Tensor, **more: Any) -> Fold:
-    return Fold(
-        Draws(0), layer=0, layers=1, seen=torch.tensor([seen]), scale=1.0, queries=queries, **more
-    )
+    return Fold(Draws(0), torch.tensor([seen]), Form(1.0), queries=queries, **more)
 
 
 def tokens(keys: Tensor, places: list[int] | None = None) -> Slots:

@@ -110,7 +110,7 @@ class Asked(Toy):
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         assert fold.queries is not None
-        HEARD.setdefault(fold.layer, []).append(fold.queries)
+        HEARD.setdefault(fold.draws.layer, []).append(fold.queries)
         both = held.join(new)
         score = torch.einsum("bhgld,bhnd->bhn", fold.queries.float(), both.keys.float())
         return parted(both, most(both, score, self.n))

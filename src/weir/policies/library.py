@@ -16,6 +16,7 @@ from weir.pools import (
     Hive,
     KCenter,
     Outliers,
+    Pool,
     Recent,
     Reservoir,
     Sink,
@@ -24,6 +25,16 @@ from weir.pools import (
     Uniform,
     best_window,
 )
+
+
+def ends(sinks: int, recent: int) -> tuple[Pool, ...]:
+    """The pools of the first and the newest tokens, in front of what keeps those between.
+
+    Args:
+        sinks: first tokens; without any, there is no pool for them.
+        recent: newest tokens.
+    """
+    return (Sink(sinks), Recent(recent)) if sinks else (Recent(recent),)
 
 
 @named(
@@ -54,7 +65,7 @@ def streaming_llm(budget: int = 256, sinks: int = 4) -> Policy:
         raise WeirError(
             f"a budget of {budget} leaves no room for recent tokens beside {sinks} sinks"
         )
-    return Pipe((Sink(sinks), Recent(budget - sinks)) if sinks else (Recent(budget),))
+    return Pipe(ends(sinks, budget - sinks))
 
 
 @named("Xiao et al. 2024, Figure 1c: sliding window with re-computation")
@@ -103,7 +114,7 @@ def buzz(
     """
     if window is None:
         window = best_window(budget - sinks, stride)
-    first = (*([Sink(sinks)] if sinks else []), Recent(window))
+    first = ends(sinks, window)
     threshold = budget - sinks - window
     if threshold < stride:
         raise WeirError(
@@ -140,7 +151,7 @@ def reservoir(
             f"a budget of {budget} leaves no room for recent tokens beside sink({sinks}) and "
             f"reservoir({samples})"
         )
-    first = (*([Sink(sinks)] if sinks else []), Recent(recent))
+    first = ends(sinks, recent)
     return Pipe((*first, Reservoir(samples, weighted, per_head)))
 
 
@@ -169,7 +180,7 @@ def uniform(
     eighth = max(1, total // 8)
     sinks = eighth if sinks is None else sinks
     recent = eighth if recent is None else recent
-    first = (*([Sink(sinks)] if sinks else []), Recent(recent))
+    first = ends(sinks, recent)
     if rate is not None:
         return Pipe((*first, Uniform(None, rate, weighted, per_head)))
     n = total - sinks - recent
@@ -239,7 +250,7 @@ def subgen(
             f"a budget of {budget} leaves no room for samples beside {sinks} sinks, {recent} "
             f"recent tokens and {clusters} clusters of {per_cluster}"
         )
-    first = (*([Sink(sinks)] if sinks else []), Recent(recent))
+    first = ends(sinks, recent)
     return Pipe((*first, SubGen(samples, clusters, per_cluster, delta, exact)))
 
 
@@ -286,7 +297,7 @@ def balancekv(
             f"a budget of {budget} leaves no room for 4 slots or more of balance beside {beside}"
         )
     exact = [Outliers(away)] if away else []
-    first = (*([Sink(sinks)] if sinks else []), Recent(recent), *exact)
+    first = (*ends(sinks, recent), *exact)
     pool = Balance(n, block, halves, gamma, temperature, constant, sets, precision, eager)
     return Pipe((*first, pool))
 

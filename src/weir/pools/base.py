@@ -23,15 +23,12 @@ class Fold:
 
     Attributes:
         draws: this pool's random numbers, in this layer.
-        layer, layers: which layer this is, and of how many.
         seen: tokens of the stream so far [batch], int64.
-        scale: the factor of the logits, usually 1/sqrt(key_dim).
+        form: how the layer attends: the factor of the logits, usually 1/sqrt(key_dim), and more.
         queries: the last queries, as the attention sees them at their own place in the stream
             [batch, kv_heads, group, n, key_dim]; None unless a pool of the pipe asks for them.
         prompt: true when a whole prompt is folded at once (`prefill="full"`).
-        origin: the place in the stream of the first token; the next one's is `origin + seen`.
-        form: how the layer attends, for pools that look at attention themselves; None for nothing
-            beyond the scale.
+        origin: the place in the stream of the first token.
         alibi: the layer's linear biases; None for none.
         unbroken: true while nothing was lost upstream: arrivals come in order, each the successor
             of the last.
@@ -40,17 +37,19 @@ class Fold:
     """
 
     draws: Draws
-    layer: int
-    layers: int
     seen: Tensor
-    scale: float
+    form: Form
     queries: Tensor | None = None
     prompt: bool = False
     origin: int = 0
-    form: Form | None = None
     alibi: Alibi | None = None
     unbroken: bool = True
     state: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def next(self) -> Tensor:
+        """The place in the stream of the next token [batch], int64."""
+        return self.seen + self.origin
 
     def in_order(self, held: Slots, new: Slots) -> Slots:
         """What a pool holds and what arrives, from the oldest token on; empty slots first.
@@ -65,30 +64,24 @@ class Fold:
 class Pool(ABC):
     """A rule for who holds some slots of each KV head.
 
+    What a pool says of itself are properties, each with what holds for most pools. Where another
+    answer is always the same, the class says it as an attribute, `needs_mass = True`; where it
+    depends on a parameter, as a property or as the parameter itself.
+
     Attributes:
-        name: its name in a policy.
-        needs_mass: it reads `Slots.mass`, the attention each token received.
-        needs_queries: how many of the last queries it reads.
-        keeps_run: its slots are the newest tokens, without a gap, whenever its arrivals are.
-        in_order: it keeps the first that arrive, or the newest; all others flow on, in order and
-            without a gap.
+        name: its name in a policy, which the decorator `pool` sets.
     """
 
     name: ClassVar[str]
-    needs_mass: ClassVar[bool] = False
-    keeps_run: ClassVar[bool] = False
-    in_order: ClassVar[bool] = False
 
-    def check(self, before: tuple[Pool, ...]) -> None:
-        """Refuse a place in a pipe that makes no sense, given the pools in front of it.
-
-        Raises:
-            WeirError: with the reason.
-        """
+    @property
+    def needs_mass(self) -> bool:
+        """Whether it reads `Slots.mass`, the attention each token received."""
+        return False
 
     @property
     def needs_queries(self) -> int:
-        """How many of the last queries the pool reads when it folds."""
+        """How many of the last queries it reads when it folds (`Fold.queries`)."""
         return 0
 
     @property
@@ -102,9 +95,28 @@ class Pool(ABC):
         return False
 
     @property
+    def in_order(self) -> bool:
+        """Whether it keeps the first that arrive, or the newest, and all others flow on, in order
+        and without a gap.
+        """
+        return False
+
+    @property
+    def keeps_run(self) -> bool:
+        """Whether its slots are the newest tokens without a gap, whenever its arrivals are."""
+        return False
+
+    @property
     def ends_pipe(self) -> bool:
         """Whether nothing flows on, because what it keeps is all that came, or stands for it."""
         return False
+
+    def check(self, before: tuple[Pool, ...]) -> None:
+        """Refuse a place in a pipe that makes no sense, given the pools in front of it.
+
+        Raises:
+            WeirError: with the reason.
+        """
 
     def state(self, like: Slots) -> dict[str, Tensor]:
         """What the pool remembers beside its slots, as it is before the first token.

@@ -19,7 +19,7 @@ from weir.errors import WeirError
 from weir.pools.base import Fold, Pool
 from weir.pools.ranked import Ranked, pooled
 from weir.pools.registry import pool
-from weir.slab import Form, Slots, attention_mass
+from weir.slab import Slots, attention_mass
 
 
 @pool("snap")
@@ -92,7 +92,7 @@ class Snap(Ranked):
 
     def score(self, slots: Slots, fold: Fold) -> tuple[Tensor, Tensor]:
         """(pooled votes, a token's own); the window stays, and has no votes to share."""
-        in_window = slots.position >= (fold.seen + fold.origin)[:, None, None] - self.window
+        in_window = slots.position >= fold.next[:, None, None] - self.window
         votes = self._votes(slots, fold).masked_fill(in_window | ~slots.held, 0.0)
         score = pooled(votes, slots.position, self.kernel, average=self.average)
         return score.masked_fill(in_window, torch.inf), votes
@@ -104,7 +104,7 @@ class Snap(Ranked):
         """
         assert fold.queries is not None
         queries = fold.queries[:, :, :, -self.window :]
-        ahead = (fold.seen + fold.origin)[:, None, None, None, None]
+        ahead = fold.next[:, None, None, None, None]
         back = torch.arange(queries.shape[3], 0, -1, device=queries.device)
         place = ahead - back[:, None]
         position = slots.position[:, :, None, None]
@@ -116,4 +116,4 @@ class Snap(Ranked):
             first = held.masked_fill(held < 0, far).amin(dim=2, keepdim=True)
             heads = held.shape[1]
             bias = bias + fold.alibi.bias(held, heads, first, ahead[:, :, :, 0, 0] - 1)
-        return attention_mass(queries, slots.keys, slots.b, fold.form or Form(fold.scale), bias)
+        return attention_mass(queries, slots.keys, slots.b, fold.form, bias)

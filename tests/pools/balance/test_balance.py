@@ -22,9 +22,10 @@ from weir.errors import WeirError
 from weir.pools import Balance, Fold, Recent, Sink
 from weir.pools.balance.schedule import LEVELS
 from weir.pools.draws import Draws
+from weir.slab import Form
 from weir.slab.slots import Slots
 
-FOLD = Fold(Draws(0), layer=0, layers=1, seen=torch.tensor([0]), scale=0.5)
+FOLD = Fold(Draws(0), torch.tensor([0]), Form(0.5))
 
 
 @dataclass
@@ -169,7 +170,7 @@ def test_it_holds_what_a_naive_loop_holds(pool, chunk, length, share, weighted):
     flow.weighted = weighted
     stream = Stream(pool, flow, chunk, share, Draws(3))
     naive = {
-        (row, head): reference_of(pool, stream.draws, head, length, FOLD.scale)
+        (row, head): reference_of(pool, stream.draws, head, length, FOLD.form.scale)
         for row, head in itertools.product(range(2), range(2))
     }
     whole = flow.at(torch.arange(length).expand(2, 2, -1))
@@ -282,7 +283,7 @@ def test_a_whole_prompt_is_halved_as_a_naive_loop_halves_it(pool, length):
     assert len(stream.held) <= pool.slots()
     lists = {name: t.tolist() for name, t in flow.at(place).tensors().items()}
     for row, head in itertools.product(range(2), range(2)):
-        loop = reference_of(pool, stream.draws, head, length, FOLD.scale)
+        loop = reference_of(pool, stream.draws, head, length, FOLD.form.scale)
         mine = [lists[name][row][head] for name in ("keys", "values", "a", "b")]
         tokens = [Token(p, *values) for p, values in enumerate(zip(*mine, strict=True))]
         loop.take_prompt(tokens, pool.block or 256)

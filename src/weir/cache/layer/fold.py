@@ -67,10 +67,7 @@ class Folding:
                 new = arrivals.of_rows(index).part(0, arrived)
             fold = Fold(
                 draws=self.draws,
-                layer=self.layer,
-                layers=self.layers,
                 seen=piece.after[index] - piece.origin,
-                scale=form.scale,
                 queries=None if queries is None else queries.index_select(0, index),
                 prompt=arrivals is not None,
                 origin=piece.origin,

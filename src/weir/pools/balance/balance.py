@@ -63,6 +63,8 @@ class Balance(Pool):
             exact below its budget.
     """
 
+    ends_pipe = True  # what stays stands for all that came
+
     n: int
     block: int | None = None
     halves: str = "pairs"
@@ -100,11 +102,6 @@ class Balance(Pool):
     def two_weights(self) -> bool:
         """Whether a and b may differ."""
         return self.sets != "shared"
-
-    @property
-    def ends_pipe(self) -> bool:
-        """What stays stands for all that came."""
-        return True
 
     def slots(self) -> int:
         """As many as it was given."""
@@ -144,7 +141,7 @@ class Balance(Pool):
         kept, level = held.join(new), _with(level, new)
         if len(kept) > self.n or any(map(any, plans)):
             merging = Merging(kept, level)
-            kept, level, _ = merging.reduce(plans, self.halving, fold.draws, fold.scale)
+            kept, level, _ = merging.reduce(plans, self.halving, fold.draws, fold.form.scale)
         fold.state["level"] = self._state(level, EMPTY)
         return kept, new.part(0, 0)
 
@@ -169,7 +166,7 @@ class Balance(Pool):
         plans = [group.halved for head in heads for group in head.padded(groups)]
         group = level.new_tensor([head.tokens for head in heads]).view_as(level)
         merging = Merging(held.join(new), level.where(group >= 0, EMPTY), group, groups)
-        kept, level, group = merging.reduce(plans, self.halving, fold.draws, fold.scale)
+        kept, level, group = merging.reduce(plans, self.halving, fold.draws, fold.form.scale)
         numbers = level.new_tensor([head.buckets(groups) for head in heads])
         number = numbers.view(*level.shape[:2], groups).gather(2, group)
         fold.state["level"] = self._state(level, EMPTY)

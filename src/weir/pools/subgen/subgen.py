@@ -50,6 +50,7 @@ class SubGen(Pool):
     """
 
     two_weights = True
+    ends_pipe = True  # what is kept stands for all that came
 
     samples: int = 64
     clusters: int | None = 32
@@ -77,11 +78,6 @@ class SubGen(Pool):
                 )
         elif not 0 < self.delta < math.inf:
             raise WeirError(f"the delta of subgen is a distance above 0, not {self.delta}")
-
-    @property
-    def ends_pipe(self) -> bool:
-        """What is kept stands for all that came."""
-        return True
 
     def slots(self) -> int | None:
         """One for each pair and each sampled key, should none of them be the same."""
