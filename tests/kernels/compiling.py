@@ -37,15 +37,15 @@ def walk(target: GPUTarget) -> int:
 def read(target: GPUTarget, dtype: str, everything: bool) -> int:
     """The kernel as a plain model in one part has it, or with all there is, in several."""
     tensors = dict.fromkeys(["queries", "keys", "values"], f"*{dtype}")
-    others = ["a", "b", "bias", "sinks", "tops", "totals", "below_logits"]
+    others = ["a", "b", "bias", "sinks", "tops", "totals"]
     kinds = {**tensors, **dict.fromkeys(others, "*fp32"), "scale": "fp32", "softcap": "fp32"}
     kinds["out"] = "*fp32" if everything else f"*{dtype}"
     constants: dict[str, Any] = {"GROUP": 4, "GROUP_TILE": 16, "WIDEN": False}
     constants |= {"KEY_DIM": 80, "KEY_TILE": 128, "VALUE_DIM": 64, "VALUE_TILE": 64}
     constants |= {"SLOTS_TILE": 64 if dtype == "bf16" else 32, "SPLITS": 8 if everything else 1}
-    constants |= dict.fromkeys(["CAPPED", "BIASED", "SUNK", "KEEP"], everything)
+    constants |= dict.fromkeys(["CAPPED", "BIASED", "SUNK"], everything)
     if not everything:
-        constants |= dict.fromkeys(["bias", "sinks", "below_logits"])
+        constants |= dict.fromkeys(["bias", "sinks"])
     return size(triton_decode._read, lambda name: kinds.get(name, "i32"), constants, target)
 
 

@@ -8,15 +8,10 @@ key and value is read once, for all query heads of its group.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from weir.slab import Form
 
 _AT_LEAST = 16
 """Rows of the smallest tile that tensor cores multiply; a group of fewer heads is filled up."""
@@ -46,7 +41,7 @@ def _shared(weights, values, WIDEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["slots", "per_split"])
 def _read(
-    queries, keys, values, a, b, bias, sinks, out, tops, totals, below_logits,
+    queries, keys, values, a, b, bias, sinks, out, tops, totals,
     query_row, query_head, query_group,
     key_row, key_head, key_slot,
     value_row, value_head, value_slot,
@@ -58,7 +53,7 @@ def _read(
     KEY_DIM: tl.constexpr, KEY_TILE: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr,
     SLOTS_TILE: tl.constexpr, SPLITS: tl.constexpr,
-    CAPPED: tl.constexpr, BIASED: tl.constexpr, SUNK: tl.constexpr, KEEP: tl.constexpr,
+    CAPPED: tl.constexpr, BIASED: tl.constexpr, SUNK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
     """The sums of one head's queries over one part of its slots."""
@@ -120,12 +115,6 @@ def _read(
             ).to(tl.float32)  # fmt: skip
         upper = logits + above[None, :]
         lower = logits + below[None, :]
-        if KEEP:
-            tl.store(
-                below_logits + (head_of_all * GROUP + group[:, None]) * slots + slot[None, :],
-                lower,
-                mask=real[:, None] & there[None, :],
-            )
         new_top = tl.maximum(top, tl.max(tl.maximum(upper, lower), axis=1))
         level = tl.where(new_top == float("-inf"), 0.0, new_top)
         shrink = tl.exp(top - level)
@@ -158,8 +147,8 @@ def _gather(
     value_dim = tl.arange(0, VALUE_TILE)
     line = (head_of_all * SPLITS + split) * GROUP + member
     top = tl.load(tops + line, mask=split < SPLITS, other=float("-inf"))
-    most = tl.max(top, axis=0)
-    factor = tl.exp(top - tl.where(most == float("-inf"), 0.0, most))
+    highest = tl.max(top, axis=0)
+    factor = tl.exp(top - tl.where(highest == float("-inf"), 0.0, highest))
     total = tl.sum(tl.load(totals + line, mask=split < SPLITS, other=0.0) * factor, axis=0)
     part = tl.load(
         parts + line[:, None] * VALUE_DIM + value_dim[None, :],
@@ -180,7 +169,9 @@ def decode(
     values: Tensor,
     a: Tensor,
     b: Tensor,
-    form: Form,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     bias: Tensor | None = None,
     *,
     splits: int | None = None,
@@ -191,46 +182,15 @@ def decode(
         queries: [batch, kv_heads, group, 1, key_dim], in the dtype of the keys.
         keys: [batch, kv_heads, slots, key_dim], bfloat16, float16 or float32.
         values: [batch, kv_heads, slots, value_dim].
-        a, b, form, bias: as in `weir.slab.attention.two_weight_attention`.
+        a, b: log-weights [batch, kv_heads, slots], float32; -inf leaves a slot out of a sum.
+        scale: factor of the logits.
+        softcap: logits become softcap * tanh(logits / softcap); None for no capping.
+        sinks: logits that take part in the denominator only [kv_heads, group]; None for none.
+        bias: added to the logits, -inf where a query must not look; broadcasts with
+            [batch, kv_heads, group, 1, slots].
         splits: into how many parts the slots are split, a power of two; None for as many as keep
             the device busy.
     """
-    return _launch(queries, keys, values, a, b, form, bias, splits, mass=False)[0]
-
-
-def decode_with_mass(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    a: Tensor,
-    b: Tensor,
-    form: Form,
-    bias: Tensor | None = None,
-    *,
-    splits: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(what `decode` returns, the attention each slot received [batch, kv_heads, slots], float32).
-
-    The latter as `weir.slab.attention.attention_mass` has it, at the price of one more pass over
-    the logits, which are far fewer than the keys. Arguments as in `decode`.
-    """
-    out, mass = _launch(queries, keys, values, a, b, form, bias, splits, mass=True)
-    assert mass is not None
-    return out, mass
-
-
-def _launch(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    a: Tensor,
-    b: Tensor,
-    form: Form,
-    bias: Tensor | None,
-    splits: int | None,
-    *,
-    mass: bool,
-) -> tuple[Tensor, Tensor | None]:
     batch, kv_heads, group, _, key_dim = queries.shape
     slots, value_dim = values.shape[2:]
     heads = batch * kv_heads
@@ -242,8 +202,10 @@ def _launch(
     slots_tile = 64 if narrow else 32  # as many as registers hold
     parts = splits or _splits(heads, triton.cdiv(slots, slots_tile), keys.device)
     per_split = triton.cdiv(triton.cdiv(slots, parts), slots_tile) * slots_tile
-    looks = None if bias is None else bias.expand(batch, kv_heads, group, 1, slots)[:, :, :, 0]
-    sinks = None if form.sinks is None else form.sinks.float().contiguous()
+    if bias is not None:
+        bias = bias.expand(batch, kv_heads, group, 1, slots)[:, :, :, 0]
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
 
     def made(*shape: int) -> Tensor:
         return torch.empty(shape, device=keys.device)
@@ -251,18 +213,17 @@ def _launch(
     out = keys.new_empty((batch, kv_heads, group, 1, value_dim), dtype=values.dtype)
     sums = out if parts == 1 else made(heads, parts, group, value_dim)
     tops, totals = made(heads, parts, group), made(heads, parts, group)
-    below = made(heads, group, slots) if mass else None
     _read[(heads, parts)](
-        queries, keys, values, a, b, looks, sinks, sums, tops, totals, below,
+        queries, keys, values, a, b, bias, sinks, sums, tops, totals,
         *queries.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
-        *a.stride(), *b.stride(), *((0, 0, 0, 0) if looks is None else looks.stride()),
-        kv_heads, slots, per_split, form.scale, form.softcap or 0.0,
+        *a.stride(), *b.stride(), *((0, 0, 0, 0) if bias is None else bias.stride()),
+        kv_heads, slots, per_split, scale, softcap or 0.0,
         GROUP=group, GROUP_TILE=max(_AT_LEAST, triton.next_power_of_2(group)),
         KEY_DIM=key_dim, KEY_TILE=key_tile,
         VALUE_DIM=value_dim, VALUE_TILE=value_tile,
         SLOTS_TILE=slots_tile, SPLITS=parts,
-        CAPPED=form.softcap is not None, BIASED=looks is not None, SUNK=sinks is not None,
-        KEEP=mass, WIDEN=triton.knobs.runtime.interpret,
+        CAPPED=softcap is not None, BIASED=bias is not None, SUNK=sinks is not None,
+        WIDEN=triton.knobs.runtime.interpret,
     )  # fmt: skip
     if parts > 1:
         _gather[(heads * group,)](
@@ -270,11 +231,7 @@ def _launch(
             GROUP=group, VALUE_DIM=value_dim, VALUE_TILE=value_tile, SPLITS=parts,
             SPLITS_TILE=triton.next_power_of_2(parts),
         )  # fmt: skip
-    if below is None:
-        return out, None
-    whole = (tops + totals.log()).logsumexp(dim=1)
-    share = (below - whole[..., None]).exp().nan_to_num(0.0)
-    return out, share.sum(dim=1).view(batch, kv_heads, slots)
+    return out
 
 
 def _splits(heads: int, tiles: int, device: torch.device) -> int:

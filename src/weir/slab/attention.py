@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -145,16 +146,32 @@ def fused_attention(
 
 
 def two_weight_kernel(queries: Tensor) -> Callable[..., Tensor] | None:
-    """What answers such queries as `two_weight_attention` does, but faster; None if nothing does.
+    """A function of the arguments of `two_weight_attention` that answers such queries faster.
 
-    Kernels take one query a head. Where there is one, plain slots go through it too.
+    Kernels take one query a head. Where there is one, plain slots go through it too. None where
+    there is no kernel.
     """
-    return kernels.decode(queries.device) if queries.shape[3] == 1 else None
+    decode = kernels.decode(queries.device) if queries.shape[3] == 1 else None
+    return None if decode is None else partial(_through, decode)
 
 
 def fuses(form: Form) -> bool:
     """Whether `fused_attention` can serve this form; capping and sink logits it cannot."""
     return form.softcap is None and form.sinks is None
+
+
+def _through(
+    decode: Callable[..., Tensor],
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    a: Tensor,
+    b: Tensor,
+    form: Form,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The answers of a kernel, which knows tensors and numbers but no `Form`."""
+    return decode(queries, keys, values, a, b, form.scale, form.softcap, form.sinks, bias)
 
 
 def _logits(queries: Tensor, keys: Tensor, form: Form, bias: Tensor | None) -> Tensor:

@@ -9,7 +9,6 @@ import torch
 from weir import kernels
 from weir.bench.figure import Row, Setting, Skipped, figure
 from weir.bench.timing import Doing, in_turns, middle
-from weir.slab import Form
 
 BATCH = 32
 SLOTS = 2048
@@ -38,12 +37,11 @@ def reached(device: torch.device, batch: int, slots: int, rounds: int) -> Row:
     queries = torch.randn(batch, KV_HEADS, GROUP, 1, DIM, device=device).bfloat16()
     keys, values = torch.randn(2, batch, KV_HEADS, slots, DIM, device=device).bfloat16()
     a, b = torch.zeros(2, batch, KV_HEADS, slots, device=device)
-    form = Form(DIM**-0.5)
     moved = sum(t.nbytes for t in (queries, keys, values, a, b))
     source = torch.empty(moved // 2, dtype=torch.uint8, device=device)  # read, and written
     target = torch.empty_like(source)
     both = {
-        "ours": Doing(lambda: decode(queries, keys, values, a, b, form)),
+        "ours": Doing(lambda: decode(queries, keys, values, a, b, DIM**-0.5)),
         "copy": Doing(lambda: target.copy_(source)),
     }
     times = middle(in_turns(both, rounds, warm=3))
