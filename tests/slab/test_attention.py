@@ -1,4 +1,4 @@
-"""Attention with two log-weights against a loop in float64, and PyTorch's fused call against it."""
+"""Attention with two log-weights against a loop in float64, each way it can be taken."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from roundings import largest, off, softmax_off
 from torch import Tensor
 
-from weir.slab.attention import Form, attention_mass, fused_attention, fuses, two_weight_attention
-from weir.slab.slab import folded_weights
+from weir.slab.attention import (
+    Form,
+    attention_mass,
+    fused_attention,
+    fuses,
+    split_attention,
+    split_weights,
+    two_weight_attention,
+)
 
 LOG_MILLION = 20 * math.log(2)
 WEIGHTS = [0.0, 0.0, -math.inf, LOG_MILLION, -3.0]
@@ -180,26 +187,101 @@ def test_the_fused_call_equals_the_reference_for_one_weight(case):
     assert_within(got, reference(case).double(), (rounding(case) + FUSED) * size + TINY)
 
 
+def split(case: Case) -> Tensor:
+    """`split_attention` of a case."""
+    weights = split_weights(case.a, case.b)
+    return split_attention(case.queries, case.keys, case.values, *weights, case.form, case.bias)
+
+
+WAYS = {"readable": reference, "split": split}
+
+
+def bound(case: Case, wanted: Tensor, size: Tensor) -> Tensor:
+    """How far a float32 answer may be off once it is rounded to the dtype of the values."""
+    kind = torch.finfo(case.values.dtype)
+    last = kind.eps / 2 * (wanted.abs() + kind.smallest_normal)
+    return rounding(case) * size + last + torch.finfo(torch.float32).smallest_normal
+
+
 @given(cases(capped=False))
-def test_two_weights_fit_into_a_fused_call(case):
-    # A slot of the numerator alone gets b = a - 30, so it puts e^(l+a-30) into the denominator D
-    # that should be D0. The answer is N/D in place of N/D0, off by the share N/D0 * (D - D0)/D, and
-    # (D - D0)/D <= (D - D0)/D0 = e^-30 * (sum of e^(l+a) of such slots)/D0. Rounding adds what it
-    # adds in the reference, to the values' factor e^(a - b) too, and in the kernel's exponential.
-    weighted, below = folded_weights(case.values, case.a, case.b)
-    mask = below[:, :, None, None]
-    bias = mask if case.bias is None else case.bias + mask
-    got = fused_attention(case.queries, case.keys, weighted, case.form, bias)
+def test_split_sums_are_the_formula(case):
     wanted, size, _, _ = looped(case)
-    alone = case.b.isneginf() & ~case.a.isneginf()
-    ones = torch.ones_like(case.values[..., :1])
-    above = case.a.masked_fill(~alone, -math.inf)
-    ratio = looped(Case(case.queries, case.keys, ones, above, case.b, case.form, case.bias))[0]
-    bound = size * (2 * rounding(case) + FUSED + math.exp(-30) * ratio) + TINY
-    below = case.b[:, :, None, None]
-    below = below if case.bias is None else case.bias + below
-    sees = torch.isfinite(below.expand(*case.queries.shape[:4], -1)).any(dim=-1)[..., None]
-    assert_within(torch.where(sees, got, 0.0), torch.where(sees, wanted, 0.0), bound)
+    assert_within(split(case), wanted, bound(case, wanted, size))
+
+
+@st.composite
+def far_apart(draw) -> Case:
+    """Calls whose slots stand in either sum, in both or in none, up to 60 from the next in logit.
+
+    Queries are -1 to 1 times the largest, so that some have the numerator's slots on top, others
+    the denominator's.
+    """
+    batch, kv_heads, group, length = (draw(st.integers(1, 3)) for _ in range(4))
+    slots, key_dim, value_dim = draw(st.integers(2, 9)), draw(st.integers(1, 3)), 2
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    gap = draw(st.floats(0, 60))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    shape = (batch, kv_heads, slots)
+
+    def picked(*options: float) -> Tensor:
+        return torch.tensor(options)[torch.randint(len(options), shape, generator=generator)]
+
+    # Exact in any dtype, and their first numbers multiply to logits from -gap / 2 to gap / 2.
+    factors = torch.tensor([-1.0, -0.5, 0.25, 1.0])
+    which = torch.randint(4, (batch, kv_heads, group, length, 1), generator=generator)
+    queries = torch.zeros(batch, kv_heads, group, length, key_dim)
+    queries[..., :1] = factors[which]
+    keys = torch.randn(*shape, key_dim, generator=generator)
+    keys[..., 0] = picked(-gap / 2, gap / 2, 0.0)
+    a, b = picked(0.0, 2.5, -math.inf), picked(0.0, 2.5, -math.inf)
+    bias = None
+    if draw(st.booleans()):
+        bias = torch.randn(batch, 1, 1, length, slots, generator=generator)
+        bias = bias.masked_fill(torch.rand(bias.shape, generator=generator) < 0.2, -math.inf)
+    values = torch.randn(*shape, value_dim, generator=generator)
+    queries, keys, values = (t.to(dtype) for t in (queries, keys, values))
+    return Case(queries, keys, values, a, b, Form(1.0), bias)
+
+
+def one_of_the_numerator(gap: float, dtype: torch.dtype = torch.float32) -> Case:
+    """A slot of the numerator alone, one of the denominator alone `gap` below, and one of both."""
+    keys = torch.tensor([gap / 2, -gap / 2, -gap / 2])[None, None, :, None].to(dtype)
+    values = torch.tensor([3.0, 7.0, 2.0])[None, None, :, None].to(dtype)
+    a, b = torch.tensor([[[0.0, -math.inf, 0.0]]]), torch.tensor([[[-math.inf, 0.0, 0.0]]])
+    return Case(torch.ones(1, 1, 1, 1, 1, dtype=dtype), keys, values, a, b, Form(1.0), None)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@given(case=far_apart())
+@example(one_of_the_numerator(25.0))
+@example(one_of_the_numerator(60.0))
+@example(one_of_the_numerator(-60.0))
+@example(one_of_the_numerator(60.0, torch.bfloat16))
+def test_no_gap_between_logits_costs_more_than_rounding(way, case):
+    # A slot that had a share of e^-30 in a sum that is not its own would be seen from a gap of 14
+    # on, one that had e^-60 from 44 on.
+    wanted, size, _, _ = looped(case)
+    beyond = wanted.abs() > torch.finfo(case.values.dtype).max / 2  # what float16 cannot hold
+    got, fits = WAYS[way](case).double().masked_fill(beyond, 0.0), wanted.masked_fill(beyond, 0.0)
+    assert_within(got, fits, bound(case, wanted, size))
+
+
+@pytest.mark.parametrize("gap", range(-60, 61, 10))
+@pytest.mark.parametrize("way", WAYS)
+def test_a_slot_of_the_numerator_alone_adds_nothing_to_the_denominator(way, gap):
+    # 3 e^gap + 2 over 1 + 1, once both are divided by the denominator's e^(-gap/2).
+    got = WAYS[way](one_of_the_numerator(float(gap))).item()
+    # Logits of gap / 2 and their difference are exact, so an exponential and a few sums round.
+    assert got == pytest.approx((3 * math.exp(gap) + 2) / 2, rel=off(8))
+
+
+def test_the_larger_of_two_weights_is_the_mask_and_the_other_a_factor():
+    a = torch.tensor([[[1.0, -math.inf, 2.0, -math.inf, 0.0]]])
+    b = torch.tensor([[[3.0, 4.0, -math.inf, -math.inf, 0.0]]])
+    mask, numerator, denominator = split_weights(a, b)
+    assert mask[0, 0].tolist() == [3.0, 4.0, 2.0, -math.inf, 0.0]
+    assert numerator[0, 0].tolist() == pytest.approx([math.exp(-2), 0.0, 1.0, 0.0, 1.0], rel=off(2))
+    assert denominator[0, 0].tolist() == [1.0, 1.0, 0.0, 0.0, 1.0]
 
 
 def test_slots_of_one_sum_alone_give_the_quotient_of_two_sums():
@@ -209,13 +291,9 @@ def test_slots_of_one_sum_alone_give_the_quotient_of_two_sums():
     a = torch.tensor([[[0.0, -math.inf, -math.inf]]])
     b = torch.tensor([[[-math.inf, 0.0, 0.0]]])
     wanted = 5 * math.e / (math.e**2 + 1)
-    form = Form(1.0)
-    got = two_weight_attention(queries, keys, values, a, b, form)
-    weighted, mask = folded_weights(values, a, b)
-    fused = fused_attention(queries, keys, weighted, form, mask[:, :, None, None])
-    case = Case(queries, keys, values, a, b, form, None)
-    assert got.item() == pytest.approx(wanted, rel=rounding(case))
-    assert fused.item() == pytest.approx(wanted, rel=2 * rounding(case) + FUSED)
+    case = Case(queries, keys, values, a, b, Form(1.0), None)
+    for way in WAYS.values():
+        assert way(case).item() == pytest.approx(wanted, rel=rounding(case))
 
 
 @pytest.mark.parametrize("length", [1, 5])
@@ -256,8 +334,12 @@ def test_a_query_that_sees_nothing_gets_zero():
     queries, keys = torch.ones(1, 1, 2, 3, 4), torch.ones(1, 1, 5, 4)
     values = torch.ones_like(keys)
     empty = torch.full((1, 1, 5), -math.inf)
-    out = two_weight_attention(queries, keys, values, empty, empty, Form(0.5))
-    assert out.eq(0).all()
+    zeros, blind = torch.zeros(1, 1, 5), torch.full((1, 1, 1, 3, 5), -math.inf)
+    for way in WAYS.values():
+        assert way(Case(queries, keys, values, empty, empty, Form(0.5), None)).eq(0).all()
+        assert way(Case(queries, keys, values, zeros, zeros, Form(0.5), blind)).eq(0).all()
+        # Nothing to divide by: values with no denominator.
+        assert way(Case(queries, keys, values, zeros, empty, Form(0.5), None)).eq(0).all()
     assert attention_mass(queries, keys, empty, Form(0.5)).eq(0).all()
 
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from roundings import close_runs, largest, off, run_off, within
+from roundings import close_runs, largest, run_off, within
 from torch import Tensor
 
 import weir
@@ -21,7 +21,8 @@ from weir.errors import WeirError
 from weir.policies.pipe import Pipe, Policy
 from weir.pools import POOLS, Fold, Pool, Recent, Sink, pool
 from weir.pools.draws import Draws
-from weir.slab.slab import Slab, folded_weights
+from weir.slab.attention import split_weights
+from weir.slab.slab import Slab
 from weir.slab.slots import Slots
 
 PROMPT, MORE, CHUNK = 19, 14, 4
@@ -351,8 +352,8 @@ def test_a_pool_hears_the_last_queries_as_attention_saw_them(llama, naive, twins
 
 
 def test_half_precision_does_not_end_before_two_weights_do(fresh_llama, ids):
-    # A slot of the numerator alone would be e^30 times its value in a fused call; float16 ends at
-    # 65504. Logits of a few units in float16 carry about a hundred roundings of 2^-11.
+    # float16 ends at 65504, which exponentials pass. Logits of a few units in float16 carry about a
+    # hundred roundings of 2^-11.
     tokens = ids(1, 40)
     exact, half = fresh_llama(), fresh_llama().half()
     got = []
@@ -448,7 +449,7 @@ def some_slots(places: list[list[int]], seed: int = 0) -> Slots:
 def a_slab() -> Slab:
     """An empty slab of eight slots, one row and two heads, with every buffer."""
     like = torch.zeros(1, 2, 1, 4)
-    return Slab(like, like, 8, masters=3, mass=True, folded_weights=True, frames=True)
+    return Slab(like, like, 8, masters=3, mass=True, two_weights=True, frames=True)
 
 
 def test_taking_slots_leaves_what_was_not_named_empty():
@@ -519,14 +520,29 @@ def test_rows_come_and_go_by_their_index():
     assert slab.keys[:, 0, 0, 0].tolist() == [10.0, 1.0, 12.0]
 
 
-def test_folded_weights_leave_a_slot_of_the_numerator_alone_in_the_mask():
-    values = torch.ones(1, 1, 4, 2)
-    a = torch.tensor([[[1.0, -math.inf, 2.0, -math.inf]]])
-    b = torch.tensor([[[3.0, 4.0, -math.inf, -math.inf]]])
-    weighted, mask = folded_weights(values, a, b)
-    assert mask[0, 0].tolist() == [3.0, 4.0, -28.0, -math.inf]
-    wanted = [math.exp(-2), 0.0, math.exp(30), 0.0]
-    assert weighted[0, 0, :, 0].tolist() == pytest.approx(wanted, rel=off(2))
+def test_a_slab_keeps_its_weights_split_through_all_that_is_written():
+    slab = a_slab()
+
+    def check():
+        assert slab.split is not None
+        for found, wanted in zip(slab.split, split_weights(slab.a, slab.b), strict=True):
+            assert torch.equal(found, wanted)
+
+    check()
+    slots = some_slots([[3, 4, 9], [5, 6, -1]])
+    slots.a[0, 0] = torch.tensor([1.0, -math.inf, 2.0])
+    slots.b[0, 0] = torch.tensor([3.0, 4.0, -math.inf])
+    slab.write(0, slots, front=False)
+    check()
+    slab.open_tail(3, torch.tensor([10]), 2)
+    check()
+    slab.append(torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4), 3)
+    slab.grow(12)
+    check()
+    slab = slab.rows(torch.tensor([0, 0]))
+    check()
+    slab.open_tail(1, torch.tensor([12, 12]), 4)
+    check()
 
 
 def test_tokens_are_finite_whatever_their_sum_and_empty_slots_do():

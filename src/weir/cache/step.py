@@ -13,7 +13,14 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from weir.cache.layer import Spot
-from weir.slab import Form, fused_attention, fuses, lined, two_weight_attention
+from weir.slab import (
+    Form,
+    fused_attention,
+    fuses,
+    lined,
+    split_attention,
+    two_weight_attention,
+)
 
 
 class Step(Cache):
@@ -75,8 +82,6 @@ class Step(Cache):
         queries = queries.view(batch, kv_heads, -1, 1, dim)
         spot.keys.index_copy_(2, end, keys)
         spot.values.index_copy_(2, end, values)
-        if spot.read is not spot.values:
-            spot.read.index_copy_(2, end, values)
         if spot.queries is not None:
             spot.queries.index_copy_(2, self.waiting + spot.wanted, lined(queries))
         largest = torch.maximum(keys.abs().amax(), values.abs().amax())
@@ -85,11 +90,18 @@ class Step(Cache):
         seen = place <= end
         if spot.window is not None:
             seen &= place > end - spot.window
+        if spot.split is not None and fuses(form):
+            mask, numerator, denominator = spot.split
+            mask = mask.masked_fill(~seen, -torch.inf)
+            out = split_attention(
+                queries, spot.keys, spot.values, mask, numerator, denominator, form
+            )
+            return out.flatten(1, 2)
         below = spot.b.masked_fill(~seen, -torch.inf)
         if spot.a is None and fuses(form):
             bias = below[:, :, None, None]
-            out = fused_attention(queries, spot.keys, spot.read, form, bias)
+            out = fused_attention(queries, spot.keys, spot.values, form, bias)
         else:
             above = below if spot.a is None else spot.a.masked_fill(~seen, -torch.inf)
-            out = two_weight_attention(queries, spot.keys, spot.read, above, below, form)
+            out = two_weight_attention(queries, spot.keys, spot.values, above, below, form)
         return out.flatten(1, 2)

@@ -5,11 +5,13 @@ from weir.slab.attention import (
     attention_mass,
     fused_attention,
     fuses,
+    split_attention,
+    split_weights,
     two_weight_attention,
     two_weight_kernel,
 )
 from weir.slab.positions import Alibi, Place, Rotary, rolled
-from weir.slab.slab import Slab, folded_weights, lined, longer
+from weir.slab.slab import Slab, lined, longer
 from weir.slab.slots import EMPTY, Slots, pick
 
 __all__ = [
@@ -21,13 +23,14 @@ __all__ = [
     "Slab",
     "Slots",
     "attention_mass",
-    "folded_weights",
     "fused_attention",
     "fuses",
     "lined",
     "longer",
     "pick",
     "rolled",
+    "split_attention",
+    "split_weights",
     "two_weight_attention",
     "two_weight_kernel",
 ]

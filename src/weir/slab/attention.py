@@ -1,8 +1,16 @@
-"""Attention over slots with two log-weights: the readable reference, and the choice of a kernel.
+"""Attention over slots with two log-weights: the readable reference, and what is faster.
 
     z(q) = sum_i e^(l_i + a_i) v_i / sum_i e^(l_i + b_i),  l_i = softcap(<q, k_i> * scale) + bias_i
 
-Whatever filled the slots, this is all that reads them. Knows nothing about pools or streams.
+Whatever filled the slots, this is all that reads them:
+
+- `two_weight_attention` is the formula as it stands, for every model and all weights.
+- `split_attention` takes both sums from one set of exponentials; for plain logits.
+- `fused_attention` is PyTorch's; for plain logits, where a = b in every slot.
+- `two_weight_kernel` finds a GPU's kernel for decode steps; for every model and all weights.
+
+All bound the error of an answer by rounding, whatever the logits are: no slot is given a weight
+that it does not have. Knows nothing about pools or streams.
 """
 
 from __future__ import annotations
@@ -103,7 +111,7 @@ def fused_attention(
 ) -> Tensor:
     """PyTorch's fused attention; arguments as in `two_weight_attention`, without a and b.
 
-    Two weights fit in too: `bias` then carries b and the values e^(a-b) (`slab.folded_weights`).
+    Weights that are the same in both sums, a = b, are added to `bias`.
     """
     batch, kv_heads, group, length, _ = queries.shape
     if bias is not None and bias.device.type != "cpu":
@@ -145,6 +153,74 @@ def fused_attention(
     return out.unflatten(1, (kv_heads, group))
 
 
+def split_weights(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(m, e^(a-m), e^(b-m)) where m = max(a, b): the weights as `split_attention` reads them.
+
+    Of the two factors the larger is 1; both are 0 in an empty slot, where a = b = -inf.
+
+    Args:
+        a, b: log-weights [batch, kv_heads, slots].
+
+    Returns:
+        Three tensors of that shape: the mask m, and a slot's factors in numerator and denominator.
+    """
+    mask = torch.maximum(a, b)
+    empty = mask.isneginf()
+    numerator, denominator = ((log - mask).exp().masked_fill(empty, 0.0) for log in (a, b))
+    return mask, numerator, denominator
+
+
+def split_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    numerator: Tensor,
+    denominator: Tensor,
+    form: Form,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Both sums from one softmax, in float32; for forms that `fuses` takes.
+
+        p = softmax(l + m),  z(q) = sum_i p_i e^(a_i-m_i) v_i / sum_i p_i e^(b_i-m_i)
+
+    A slot of the numerator alone (b = -inf) adds nothing to the denominator, however large its
+    logit is, and one of the denominator alone nothing to the numerator. So what rounds are logits,
+    and sums of terms of one sign, as in `two_weight_attention`; as there, a sum that is below e^-87
+    of the other is lost.
+
+    Args:
+        queries, keys, values, bias: as in `two_weight_attention`.
+        mask, numerator, denominator: of `split_weights` [batch, kv_heads, slots]; a mask of -inf
+            leaves a slot out of both sums.
+        form: the layer's scale; it has no capping and no sink logits.
+
+    Returns:
+        [batch, kv_heads, group, length, value_dim]; zero for a query that sees nothing.
+    """
+    batch, kv_heads, group, length, key_dim = queries.shape
+    slots = keys.shape[2]
+    # Each KV head of a row is a matrix of its own, because PyTorch multiplies three dimensions with
+    # less ado than four: in a decode step calls take longer than what they compute. The mask is
+    # clamped because a softmax over nothing but -inf is not a number, also where the factors are 0.
+    logits = torch.baddbmm(
+        mask.reshape(-1, 1, slots).clamp_min(torch.finfo(torch.float32).min),
+        queries.reshape(-1, group * length, key_dim).float(),
+        keys.reshape(-1, slots, key_dim).float().mT,
+        alpha=form.scale,
+    )
+    if bias is not None:
+        logits.view(batch, kv_heads, group, length, slots).add_(bias)
+    weights = logits.softmax(dim=-1)
+    total = weights.bmm(denominator.reshape(-1, slots, 1))
+    total.masked_fill_(total == 0, torch.inf)
+    weights.mul_(numerator.reshape(-1, 1, slots))
+    out = weights.bmm(values.reshape(-1, slots, values.shape[3]).float()).div_(total)
+    if bias is not None:
+        out.masked_fill_(logits.amax(dim=-1, keepdim=True).isneginf(), 0.0)
+    return out.view(batch, kv_heads, group, length, -1).to(values.dtype)
+
+
 def two_weight_kernel(queries: Tensor) -> Callable[..., Tensor] | None:
     """A function of the arguments of `two_weight_attention` that answers such queries faster.
 
@@ -156,7 +232,7 @@ def two_weight_kernel(queries: Tensor) -> Callable[..., Tensor] | None:
 
 
 def fuses(form: Form) -> bool:
-    """Whether `fused_attention` can serve this form; capping and sink logits it cannot."""
+    """Whether `fused_attention` and `split_attention` serve a form: no capping, no sink logits."""
     return form.softcap is None and form.sinks is None
 
 
@@ -176,8 +252,8 @@ def _through(
 
 def _logits(queries: Tensor, keys: Tensor, form: Form, bias: Tensor | None) -> Tensor:
     """A new tensor [batch, kv_heads, group, length, slots], float32."""
-    lined = (queries.float() * form.scale).flatten(2, 3)
-    logits = (lined @ keys.float().mT).unflatten(2, queries.shape[2:4])
+    merged = (queries.float() * form.scale).flatten(2, 3)
+    logits = (merged @ keys.float().mT).unflatten(2, queries.shape[2:4])
     if form.softcap is not None:
         logits = (logits / form.softcap).tanh() * form.softcap
     return logits if bias is None else logits.add_(bias)

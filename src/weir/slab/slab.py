@@ -17,11 +17,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from weir.slab.attention import split_weights
 from weir.slab.slots import EMPTY, Slots
 
 _BUFFERS = (
     *("keys", "values", "a", "b", "position", "mass"),
-    *("masters", "weighted", "mask", "frame", "queries"),
+    *("masters", "mask", "numerator", "denominator", "frame", "queries"),
 )
 _STATE = "state."
 
@@ -34,8 +35,8 @@ class Slab:
         values: [batch, kv_heads, slots, value_dim].
         masters: keys of the front as they were said [batch, kv_heads, front, key_dim]; None where
             keys never move (`positions="original"`, or a model without RoPE).
-        weighted, mask: values times e^(a-b) and a finite b (`folded_weights`), for pipes that use
-            two weights; None otherwise.
+        mask, numerator, denominator: a and b as attention reads them (`split_weights`)
+            [batch, kv_heads, slots], for pipes that use two weights; None otherwise.
         frame: the positions attention pretends [batch, kv_heads, slots], int64, where its bias
             needs them (ALiBi); None otherwise.
         queries: the last queries, and behind them those of the tail, as attention saw them
@@ -53,7 +54,7 @@ class Slab:
         *,
         masters: int = 0,
         mass: bool = False,
-        folded_weights: bool = False,
+        two_weights: bool = False,
         frames: bool = False,
         queries: int = 0,
         group: int = 1,
@@ -72,8 +73,9 @@ class Slab:
             self.masters = (
                 like_keys.new_zeros((*shape[:2], masters, like_keys.shape[3])) if masters else None
             )
-            self.weighted = torch.zeros_like(self.values) if folded_weights else None
-            self.mask = torch.full_like(self.b, -torch.inf) if folded_weights else None
+            self.mask = torch.full_like(self.b, -torch.inf) if two_weights else None
+            self.numerator = torch.zeros_like(self.a) if two_weights else None
+            self.denominator = torch.zeros_like(self.b) if two_weights else None
             self.frame = torch.zeros_like(self.position) if frames else None
             asked = (*shape[:2], queries, group * like_keys.shape[3])
             self.queries = like_keys.new_zeros(asked) if queries else None
@@ -99,6 +101,13 @@ class Slab:
 
     def _buffers(self) -> dict[str, Tensor]:
         return {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
+
+    @property
+    def split(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(mask, numerator, denominator), for `split_attention`; None for pipes of one weight."""
+        if self.mask is None or self.numerator is None or self.denominator is None:
+            return None
+        return self.mask, self.numerator, self.denominator
 
     @property
     def nbytes(self) -> int:
@@ -140,8 +149,6 @@ class Slab:
         count = keys.shape[2]
         self.keys.narrow(2, start, count).copy_(keys)
         self.values.narrow(2, start, count).copy_(values)
-        if self.weighted is not None:
-            self.weighted.narrow(2, start, count).copy_(values)
 
     def ask(self, queries: Tensor, start: int) -> None:
         """Remember queries [batch, kv_heads, group, n, key_dim] from place `start` on."""
@@ -159,8 +166,6 @@ class Slab:
         """Put `keys[rows[i], :, columns[i]]` into slot `slots[i]` of row `rows[i]`, for all i."""
         self.keys[rows, :, slots] = keys[rows, :, columns]
         self.values[rows, :, slots] = values[rows, :, columns]
-        if self.weighted is not None:
-            self.weighted[rows, :, slots] = values[rows, :, columns]
 
     def write(self, start: int, slots: Slots, *, front: bool) -> None:
         """Overwrite from slot `start` on; the front's keys go to the masters."""
@@ -170,10 +175,9 @@ class Slab:
         for name, t in slots.tensors().items():
             if name != "keys":
                 getattr(self, name)[:, :, start:stop] = t
-        if self.weighted is not None and self.mask is not None:
-            weighted, below = folded_weights(slots.values, slots.a, slots.b)
-            self.weighted[:, :, start:stop] = weighted
-            self.mask[:, :, start:stop] = below
+        if self.split is not None:
+            for buffer, t in zip(self.split, split_weights(slots.a, slots.b), strict=True):
+                buffer[:, :, start:stop] = t
 
     def open_tail(self, start: int, seen: Tensor, chunk: int) -> None:
         """Make `chunk` slots from `start` on ready for the next tokens, and empty the rest.
@@ -191,6 +195,10 @@ class Slab:
             if weights is not None:
                 weights[:, :, start:stop] = 0.0
                 weights[:, :, stop:] = -torch.inf
+        for factors in (self.numerator, self.denominator):
+            if factors is not None:
+                factors[:, :, start:stop] = 1.0
+                factors[:, :, stop:] = 0.0
         if self.mass is not None:
             self.mass[:, :, start:] = 0.0
 
@@ -246,18 +254,3 @@ def longer(t: Tensor, than: Tensor) -> bool:
     if t.ndim != than.ndim or t.ndim < 3:
         return False
     return t.shape[2] > than.shape[2] and t.shape[3:] == than.shape[3:]
-
-
-def folded_weights(values: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """(values times e^(a-b), b) such that plain attention with b as its mask gives both sums.
-
-    A slot of the numerator alone (b = -inf) would be masked away, so it gets a b thirty below its
-    a: a share of 1e-13 in the denominator.
-
-    Args:
-        values: [batch, kv_heads, slots, value_dim].
-        a, b: log-weights [batch, kv_heads, slots].
-    """
-    below = torch.where(torch.isneginf(b) & ~torch.isneginf(a), a - 30.0, b)
-    factor = (a - below).exp().nan_to_num(0.0)
-    return values * factor[..., None].to(values.dtype), below

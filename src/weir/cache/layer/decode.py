@@ -20,17 +20,17 @@ class Spot:
 
     Attributes:
         keys, values: of all slots [batch, kv_heads, slots, dim].
-        read: what attention reads as values: `values`, or these times e^(a-b).
-        a, b: log-weights [batch, kv_heads, slots]; a is None where `read` has it already.
+        a, b: log-weights [batch, kv_heads, slots]; a is None where it is b everywhere.
+        split: both as `split_attention` reads them; None where a is b.
         queries: where queries wait for the fold; None if none do. `wanted` of them are older ones.
         window: how many tokens a query sees; None for all.
     """
 
     keys: Tensor
     values: Tensor
-    read: Tensor
     a: Tensor | None
     b: Tensor
+    split: tuple[Tensor, Tensor, Tensor] | None
     queries: Tensor | None
     wanted: int
     window: int | None
@@ -46,8 +46,6 @@ class Spot:
             return None
         if place.rotary is not None and not form.placed:
             return None
-        read, a, b = slab.values, slab.a if pipe.two_weights else None, slab.b
-        if slab.weighted is not None and slab.mask is not None:
-            read, a, b = slab.weighted, None, slab.mask
-        wanted = pipe.needs_queries
-        return cls(slab.keys, slab.values, read, a, b, slab.queries, wanted, place.window)
+        a = slab.a if pipe.two_weights else None
+        queries, wanted = slab.queries, pipe.needs_queries
+        return cls(slab.keys, slab.values, a, slab.b, slab.split, queries, wanted, place.window)

@@ -37,6 +37,7 @@ from weir.slab import (
     fused_attention,
     fuses,
     lined,
+    split_attention,
     two_weight_attention,
     two_weight_kernel,
 )
@@ -247,8 +248,7 @@ class Layer:
                 slots,
                 masters=masters if moves and place.rotary is not None else 0,
                 mass=pipe.needs_mass,
-                # Half precision ends at 65504, too soon for values times e^(a-b).
-                folded_weights=pipe.two_weights and values.dtype != torch.float16,
+                two_weights=pipe.two_weights,
                 frames=place.alibi is not None,
                 queries=pipe.needs_queries + self.chunk if asked else 0,
                 group=group,
@@ -313,7 +313,7 @@ class Layer:
         """Attention over the first `stop` slots."""
         keys = slab.keys.narrow(2, 0, stop)
         kernel = two_weight_kernel(queries)
-        if kernel or not fuses(form) or (self.pipe.two_weights and slab.weighted is None):
+        if kernel or not fuses(form):
             return (kernel or two_weight_attention)(
                 queries,
                 keys,
@@ -323,12 +323,14 @@ class Layer:
                 form,
                 bias,
             )
-        values = slab.values if slab.weighted is None else slab.weighted
+        values = slab.values.narrow(2, 0, stop)
         if not (self._plain and even):
-            below = slab.b if slab.mask is None else slab.mask
-            below = below[:, :, None, None, :stop]
+            if slab.split is not None:
+                mask, above, below = (t.narrow(2, 0, stop) for t in slab.split)
+                return split_attention(queries, keys, values, mask, above, below, form, bias)
+            below = slab.b[:, :, None, None, :stop]
             bias = below if bias is None else bias + below
-        return fused_attention(queries, keys, values.narrow(2, 0, stop), form, bias)
+        return fused_attention(queries, keys, values, form, bias)
 
     def _is_plain(self, slab: Slab) -> bool:
         used = min(sum(row) for row in self.lengths)
