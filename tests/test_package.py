@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.metadata
 import re
 import subprocess
@@ -51,6 +52,13 @@ def listed_pages(nav: Any) -> Iterator[str]:
 def test_the_version_is_the_same_everywhere() -> None:
     assert importlib.metadata.version("weir") == weir.__version__
     assert f"## [{weir.__version__}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+def test_every_command_that_is_installed_is_there() -> None:
+    plugins = PROJECT["entry-points"]["lm_eval.models"]
+    for where in [*PROJECT["scripts"].values(), *plugins.values()]:
+        module, name = where.split(":")
+        assert callable(getattr(importlib.import_module(module), name))
 
 
 @pytest.fixture(scope="module")
