@@ -16,15 +16,16 @@ POLICIES ?= window(budget=256) streaming_llm(budget=256)
 export DISABLE_MKDOCS_2_WARNING := true
 export NO_MKDOCS_2_WARNING := 1
 
+comma := ,
 stage = @printf '\n== %s\n' "$(1)"
 install = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types docs bench clean distclean
+.PHONY: help demo test test-kernels lint types docs bench clean distclean
 
 help: ## what there is to make
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## a model reads a book far past its window; figures and plots in demo-out/
 	$(call stage,weir demo)
@@ -33,6 +34,22 @@ demo: $(VENV)/.installed ## a model reads a book far past its window; figures an
 test: lint types docs ## everything that must hold: ruff, mypy, the documentation, pytest
 	$(call stage,tests (pytest))
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
+
+# PyTorch, its libraries and numba choose their kernels by what the processor can do. These take some
+# of it away: SSE 4.2 and one thread are left, then AVX2 and two threads, without kernels of weir's
+# own. Each has a cache of compiled code: PyTorch takes code made under another from a shared one.
+LESSER := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 \
+	NUMBA_CPU_NAME=generic OMP_NUM_THREADS=1
+MIDDLE := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
+	WEIR_KERNELS=reference OMP_NUM_THREADS=2
+
+test-kernels: $(VENV)/.installed-dev ## pytest twice more, under the kernels of lesser processors
+	$(call stage,tests under SSE 4.2$(comma) one thread)
+	$(LESSER) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-lesser \
+		$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
+	$(call stage,tests under AVX2$(comma) two threads$(comma) without kernels of weir)
+	$(MIDDLE) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-middle \
+		$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
 
 lint: $(VENV)/.installed-dev ## ruff: lint and format
 	$(call stage,lint (ruff))

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference.balance import Balance as Reference
 from reference.balance import SoftmaxBalance, Token
-from roundings import close_runs, off, weights_off, within
+from roundings import close, close_runs, largest, weights_off, within
 from torch import Tensor
 
 import weir
@@ -140,10 +140,9 @@ def agree(stream: Stream, row: int, head: int, naive: Reference) -> None:
     mine = sorted(zip(place, *weights, strict=True))
     wanted = [(t.position, t.a, t.b) for t in naive.holds()]
     assert [p for p, _, _ in mine] == [p for p, _, _ in wanted]
-    flat = [x for token in mine for x in token], [x for token in wanted for x in token]
+    found, exact = (torch.tensor([token[1:] for token in it]) for it in (mine, wanted))
     # A weight's logarithm is a sum of one for each halving.
-    largest = max((abs(w) for t in wanted for w in t[1:] if math.isfinite(w)), default=1.0)
-    assert flat[0] == pytest.approx(flat[1], rel=0, abs=off(16) * max(1.0, largest))
+    close(found, exact, terms=16, size=max(1.0, largest(exact)))
 
 
 POOLS = [
