@@ -100,10 +100,10 @@ def test_the_plain_loop_makes_the_signs_of_the_walk():
     generator = torch.Generator().manual_seed(0)
     shape = (2, 2, halves.BLOCK)
     keys, values = (torch.randn(*shape, halves.DIM, generator=generator) for _ in range(2))
-    luck, weight = torch.rand(shape, generator=generator), torch.zeros(shape)
-    signs = halves.walk_plainly(keys, values, luck)
+    u, weight = torch.rand(shape, generator=generator), torch.zeros(shape)
+    signs = halves.walk_plainly(keys, values, u)
     rule = Halving(halves="paper")
-    index, _, _ = rule.halve(Sets(keys, values, weight, weight, luck), halves.SCALE)
+    index, _, _ = rule.halve(Sets(keys, values, weight, weight, u), halves.SCALE)
     for head, mine in enumerate(signs):
         smaller = [
             block.eq(1.0 if block.gt(0).sum() <= block.lt(0).sum() else -1.0) for block in mine
@@ -115,9 +115,9 @@ def test_the_plain_loop_makes_the_signs_of_the_walk():
 def test_both_halvings_leave_a_quarter():
     generator = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(2, 1024, halves.DIM, generator=generator) for _ in range(2))
-    luck = torch.rand(2, 1024, generator=generator)
-    plain = halves.plainly(halves.plainly((keys, values), luck), luck)
-    ours = halves.twice(Halving(halves="authors"), keys, values, luck)
+    u = torch.rand(2, 1024, generator=generator)
+    plain = halves.plainly(halves.plainly((keys, values), u), u)
+    ours = halves.twice(Halving(halves="authors"), keys, values, u)
     for kept in (*plain, *ours):
         assert kept.shape == (2, 256, halves.DIM)
 

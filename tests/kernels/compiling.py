@@ -30,7 +30,7 @@ def size(
 
 
 def walk(target: GPUTarget) -> int:
-    kinds = {"luck": "*fp64", "free": "*u8", "tokens": "i32"}
+    kinds = {"u": "*fp64", "free": "*u8", "tokens": "i32"}
     return size(triton_walk._signs, lambda name: kinds.get(name, "*fp32"), {"PLACES": 256}, target)
 
 

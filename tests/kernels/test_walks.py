@@ -41,11 +41,11 @@ def walks(draw, blocks: int = 4, tokens: int = 70) -> tuple[Tensor, Tensor, Tens
     size = 2.0 ** torch.randint(-20, 20, (*shape, n, 1), generator=generator)
     products = torch.randn(*shape, n, n, generator=generator) * size
     gain = 10.0 ** (torch.rand(shape, generator=generator) * 12 - 9)
-    luck = torch.rand(*shape, n, generator=generator, dtype=torch.float64)
+    u = torch.rand(*shape, n, generator=generator, dtype=torch.float64)
     if draw(st.booleans()):
-        luck[..., 0] = -1.0  # as halves=authors has it
+        u[..., 0] = -1.0  # as halves=authors has it
     free = torch.rand(*shape, n, generator=generator) < draw(st.sampled_from([0.0, 0.7, 1.0]))
-    return products, gain, luck, free
+    return products, gain, u, free
 
 
 @settings(max_examples=40)
@@ -70,11 +70,11 @@ def test_only_products_above_the_diagonal_are_read(walk, case) -> None:
 def test_tensors_may_lie_in_memory_in_any_way(walk) -> None:
     generator = torch.Generator().manual_seed(0)
     products = torch.randn(20, 20, 3, generator=generator).permute(2, 1, 0)
-    luck = torch.rand(20, 3, generator=generator, dtype=torch.float64).T
+    u = torch.rand(20, 3, generator=generator, dtype=torch.float64).T
     free = torch.ones(20, 6, dtype=torch.bool)[:, ::2].T
     gain = torch.rand(6, generator=generator)[::2]
-    expected = halving.walk(products, gain, luck, free)
-    assert torch.equal(walk(products, gain, luck, free), expected)
+    expected = halving.walk(products, gain, u, free)
+    assert torch.equal(walk(products, gain, u, free), expected)
 
 
 def test_many_blocks_go_over_several_threads_and_leave_pytorch_its_own() -> None:
@@ -86,15 +86,15 @@ def test_many_blocks_go_over_several_threads_and_leave_pytorch_its_own() -> None
     shape = (75, 130)
     products = torch.randn(*shape, 130, generator=generator)
     assert products.numel() > numba_walk._WORTH_A_THREAD
-    gain, luck = torch.rand(75, generator=generator), torch.rand(shape, generator=generator)
+    gain, u = torch.rand(75, generator=generator), torch.rand(shape, generator=generator)
     free = torch.rand(shape, generator=generator) < 0.9
     torch.set_num_threads(3)
     try:
-        found = numba_walk.walk(products, gain, luck, free)
+        found = numba_walk.walk(products, gain, u, free)
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(found, halving.walk(products, gain, luck, free))
+    assert torch.equal(found, halving.walk(products, gain, u, free))
 
 
 @pytest.mark.parametrize("halves", ["pairs", "authors", "paper"])

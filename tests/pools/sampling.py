@@ -20,7 +20,7 @@ from weir.slab.slots import Slots
 
 @dataclass(frozen=True)
 class ManySeeds:
-    """Draws in which head h meets the luck that a first head meets under seed h.
+    """Draws in which head h is given the numbers that a first head gets under seed h.
 
     Attributes:
         table: [1, seeds, places].

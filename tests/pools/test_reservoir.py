@@ -28,8 +28,8 @@ from weir.slab import Form
 from weir.slab.slots import Slots
 
 
-def luck_of(head: int, pool: int, places: int, seed: int = 0):
-    """A function from a token to its luck in one head."""
+def draws_of(head: int, pool: int, places: int, seed: int = 0):
+    """A function from a token to its number in one head."""
     place = torch.arange(places).expand(1, head + 1, -1)
     table = Draws(seed, 0, pool).uniform(0, place)[0, head].tolist()
     return table.__getitem__
@@ -45,7 +45,7 @@ def test_it_holds_what_algorithm_r_holds_slot_by_slot(chunk, length, weighted, p
     pipe = Pipe((Sink(sinks), Recent(window), Reservoir(samples, weighted, per_head)))
     starts = (0, 3, 11)
     loops = {
-        (row, head): Cache(sinks, samples, window, luck_of(head if per_head else 0, 2, length))
+        (row, head): Cache(sinks, samples, window, draws_of(head if per_head else 0, 2, length))
         for row in range(len(starts))
         for head in range(2)
     }
@@ -70,25 +70,25 @@ def test_it_holds_what_algorithm_r_holds_slot_by_slot(chunk, length, weighted, p
 
 @dataclass(frozen=True)
 class Told:
-    """Draws that were written down: a token's luck, the same in every head."""
+    """Draws that were written down: a token's number, the same in every head."""
 
-    luck: tuple[float, ...]
+    numbers: tuple[float, ...]
     pool: int = 0
 
     def uniform(self, purpose, position, index=0):
-        return torch.tensor(self.luck, dtype=torch.float64)[position.clamp_min(0)]
+        return torch.tensor(self.numbers, dtype=torch.float64)[position.clamp_min(0)]
 
 
-def figure_4(*luck: float) -> list[list[int]]:
+def figure_4(*numbers: float) -> list[list[int]]:
     """What the paper's example (two sinks, two samples, two recent tokens) holds after each of nine
-    tokens, if those that leave the recent part from token 4 on have this luck.
+    tokens, if those that leave the recent part from token 4 on have these numbers.
     """
     pipe = Pipe((Sink(2), Recent(2), Reservoir(2)))
     states = [pool.state(arrivals(0, 0, 1)) for pool in pipe.pools]
     held = [arrivals(0, 0, 1)] * 3
     steps = []
     for token in range(9):
-        draws = Told((0.0,) * 4 + luck + (0.0,) * 9)
+        draws = Told((0.0,) * 4 + numbers + (0.0,) * 9)
         fold = Fold(draws, torch.tensor([token + 1]), Form(1.0))
         held = pipe.fold(held, arrivals(token, token + 1, 1), fold, states)
         sink, recent, middle = (slots.position[0, 0].tolist() for slots in held)
@@ -107,9 +107,9 @@ def test_figure_4_step_by_step():
 
 @pytest.mark.parametrize(("token", "p"), [(4, 2 / 3), (5, 2 / 4), (6, 2 / 5)])
 def test_the_chances_of_figure_4(token, p):
-    def middle(luck: float) -> list[int]:
+    def middle(number: float) -> list[int]:
         chances = [0.999] * 3
-        chances[token - 4] = luck
+        chances[token - 4] = number
         return figure_4(*chances)[token + 2][2:4]
 
     assert middle(p + 1e-9) == [2, 3]
@@ -293,7 +293,7 @@ class Halving(Pool):
 @pytest.mark.parametrize("chunk", [1, 16])
 def test_after_a_pool_that_loses_tokens_it_counts_what_arrives_and_weights_multiply(chunk):
     pipe = Pipe((Recent(3), Halving(), Reservoir(5, weighted=True, per_head=True)))
-    loops = [Arrivals(5, luck_of(head, 2, 400)) for head in range(3)]
+    loops = [Arrivals(5, draws_of(head, 2, 400)) for head in range(3)]
     fed = [0]
 
     def watch(index: int, row: Row) -> None:
@@ -324,8 +324,8 @@ def test_after_a_pool_that_chooses_it_sees_what_that_one_let_go():
     assert Streams(pipe, 5).run(400)[0].states[2]["came"].tolist() == [[400 - 9] * 2]
 
 
-def test_two_samples_in_one_pipe_have_luck_of_their_own():
-    # What the first lets go had bad luck there. With the same luck again it would enter the second
+def test_two_samples_in_one_pipe_have_draws_of_their_own():
+    # What the first lets go had a high number there. With the same again it would enter the second
     # less often than a token that the first had held and lost.
     runs, came = 600, 30
     pipe = Pipe((Reservoir(4, per_head=True), Reservoir(4, per_head=True)))

@@ -19,8 +19,8 @@ PROMPT, MORE, CHUNK, SEED = 23, 16, 4, 7
 PADDING = (0, 3, 9)
 
 
-def luck_of(at, per_head: bool):
-    """A function from a token to its luck, in a pool that is the third of its pipe."""
+def draws_of(at, per_head: bool):
+    """A function from a token to its number, in a pool that is the third of its pipe."""
     place = torch.arange(PROMPT + MORE).expand(1, 2, -1)
     table = Draws(SEED, at.layer, 2).uniform(0, place)[0, at.head if per_head else 0]
     return table.tolist().__getitem__
@@ -38,7 +38,7 @@ def reservoir_twin(n: int, weighted: bool, per_head: bool):
 
     def fold(mine, new, at):
         where = (at.layer, at.head)
-        loop = loops.setdefault(where, Arrivals(n, luck_of(at, per_head)))
+        loop = loops.setdefault(where, Arrivals(n, draws_of(at, per_head)))
         known = {token.position: token for token in [*mine, *new]}
         for token in new:
             loop.add(token.position)
@@ -55,8 +55,8 @@ def uniform_twin(weighted: bool, n: int = 0, rate: float = 0.0):
     def fold(mine, new, at):
         known = came.setdefault((at.layer, at.head), {})
         known.update({token.position: token for token in new})
-        luck = luck_of(at, True)
-        places = by_budget(list(known), n, luck) if n else by_rate(list(known), rate, luck)
+        draw = draws_of(at, True)
+        places = by_budget(list(known), n, draw) if n else by_rate(list(known), rate, draw)
         weight = math.log(max(1, len(known) / n)) if n else -math.log(rate)
         return weighed([known[place] for place in places], weight if weighted else 0.0), []
 

@@ -27,8 +27,8 @@ from weir.slab import Form
 from weir.slab.slots import Slots
 
 
-def luck_of(head: int, pool: int, places: int):
-    """A function from a token to its luck in one head."""
+def draws_of(head: int, pool: int, places: int):
+    """A function from a token to its number in one head."""
     place = torch.arange(places).expand(1, head + 1, -1)
     return Draws(0, 0, pool).uniform(0, place)[0, head].tolist().__getitem__
 
@@ -40,7 +40,7 @@ def luck_of(head: int, pool: int, places: int):
 @pytest.mark.parametrize(("weighted", "per_head"), [(False, True), (True, False)])
 def test_it_holds_what_a_shuffle_of_all_that_came_puts_first(chunk, length, weighted, per_head):
     pipe = Pipe((Sink(3), Recent(6), Uniform(10, weighted=weighted, per_head=per_head)))
-    luck = [luck_of(head if per_head else 0, 2, length) for head in range(2)]
+    draws = [draws_of(head if per_head else 0, 2, length) for head in range(2)]
 
     def watch(index: int, row: Row) -> None:
         kept, middle = row.held[2], range(3, max(3, row.seen - 6))
@@ -48,7 +48,7 @@ def test_it_holds_what_a_shuffle_of_all_that_came_puts_first(chunk, length, weig
         assert torch.equal(kept.keys, came.keys)
         factor = log_weight(len(middle), 10) if weighted else 0.0
         for head in range(2):
-            assert kept.position[0, head].tolist() == by_budget(middle, 10, luck[head])
+            assert kept.position[0, head].tolist() == by_budget(middle, 10, draws[head])
             for now, then in ((kept.a, came.a), (kept.b, came.b)):
                 close(now[0, head], then[0, head] + factor, size=factor + largest(then))
 
@@ -71,7 +71,7 @@ def test_by_rate_it_holds_those_whose_coin_shows_heads(cuts, weighted):
     for head in range(2):
         here = held.held[0, head]
         came = tokens(held.position[:, head : head + 1, here])
-        wanted = by_rate(range(200), 0.3, luck_of(head, 0, 200))
+        wanted = by_rate(range(200), 0.3, draws_of(head, 0, 200))
         assert held.position[0, head][here].tolist() == wanted
         factor = -math.log(0.3) if weighted else 0.0
         close(held.a[0, head][here], came.a[0, 0] + factor, size=factor + largest(came.a))
@@ -104,7 +104,7 @@ def test_at_every_step_every_token_that_came_is_equally_likely_to_be_there(seeds
 
 
 def test_sampling_again_from_what_is_held_would_be_something_else(seeds):
-    # New luck at every fold for all that is there: tokens grow rarer with age.
+    # New numbers at every fold for all that is there: tokens grow rarer with age.
     held = arrivals(0, 0, SEEDS)
     for came in range(1, 21):
         draws = ManySeeds(seeds.table.roll(came, dims=1))
@@ -189,8 +189,8 @@ def test_one_sample_for_all_heads_or_one_for_each(size, per_head):
 
 def test_where_nobody_gets_in_nothing_is_copied():
     held = arrivals(0, 4, 2)
-    lucky = ManySeeds(torch.tensor([[[0.1, 0.1, 0.1, 0.1, 0.5, 0.6]] * 2], dtype=torch.float64))
-    fold = Fold(lucky, torch.tensor([6]), Form(1.0))
+    told = ManySeeds(torch.tensor([[[0.1, 0.1, 0.1, 0.1, 0.5, 0.6]] * 2], dtype=torch.float64))
+    fold = Fold(told, torch.tensor([6]), Form(1.0))
     for pool in (Uniform(4), Uniform(rate=0.3)):
         kept, rest = pool.fold(held, arrivals(4, 6, 2), fold)
         assert kept is held

@@ -50,16 +50,16 @@ class SoftmaxBalance:
     scale: float
     flat: bool = False
 
-    def __call__(self, places: list[Place], luck: Callable[[Token], float]) -> list[Place]:
+    def __call__(self, places: list[Place], draw: Callable[[Token], float]) -> list[Place]:
         """What stays of a block: half as many places, rounded up."""
         tokens = [t for t in places if t is not None]
         half = (len(places) + 1) // 2
         if len(tokens) < 2:
             stays = tokens
         elif self.halves == "pairs":
-            stays = self.pairs(places, luck)
+            stays = self.pairs(places, draw)
         else:
-            numbers = [luck(t) for t in tokens]
+            numbers = [draw(t) for t in tokens]
             if self.halves == "authors":
                 numbers[0] = -math.inf
             signs = self.walk(tokens, [[(t, 1)] for t in tokens], numbers)
@@ -68,7 +68,7 @@ class SoftmaxBalance:
         return [*stays, *[None] * (half - len(stays))]
 
     def walk(
-        self, everyone: list[Token], vectors: list[list[tuple[Token, int]]], luck: list[float]
+        self, everyone: list[Token], vectors: list[list[tuple[Token, int]]], numbers: list[float]
     ) -> list[int]:
         """Signs of vectors, each a sum of tokens with signs, in a block of tokens."""
         tokens = [t for vector in vectors for t, _ in vector]
@@ -104,7 +104,7 @@ class SoftmaxBalance:
                 [(len(numbered) * len(vector) + i, s) for i, (_, s) in enumerate(vector)]
             )
         signs: list[int] = []
-        for mine, u in zip(numbered, luck, strict=True):
+        for mine, u in zip(numbered, numbers, strict=True):
             total = sum(
                 sign * s * r * known[i, j]
                 for other, sign in zip(numbered, signs, strict=False)
@@ -114,7 +114,7 @@ class SoftmaxBalance:
             signs.append(1 if u < 0.5 - gain * total else -1)
         return signs
 
-    def pairs(self, places: list[Place], luck: Callable[[Token], float]) -> list[Token]:
+    def pairs(self, places: list[Place], draw: Callable[[Token], float]) -> list[Token]:
         """One of each two neighbours, for both."""
         couples = [tuple(places[i : i + 2]) for i in range(0, len(places) - 1, 2)]
         alike = [
@@ -123,7 +123,7 @@ class SoftmaxBalance:
             if None not in c and all(close(getattr(c[0], x), getattr(c[1], x)) for x in "ab")
         ]
         apart = [[(one, 1), (other, -1)] for one, other in alike]
-        numbers = [luck(one) for one, _ in alike]
+        numbers = [draw(one) for one, _ in alike]
         signs = iter(self.walk([t for t in places if t is not None], apart, numbers))
         stays = []
         for couple in couples:
@@ -136,7 +136,7 @@ class SoftmaxBalance:
             else:
                 one, other = (math.exp(max(t.a, t.b)) for t in couple)
                 chance = one / (one + other)
-                t, chance = (first, chance) if luck(first) < chance else (second, 1 - chance)
+                t, chance = (first, chance) if draw(first) < chance else (second, 1 - chance)
                 stays.append(replace(t, a=t.a - math.log(chance), b=t.b - math.log(chance)))
         return stays + [t for t in places[len(couples) * 2 :] if t is not None]
 

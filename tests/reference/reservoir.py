@@ -24,14 +24,14 @@ class Cache:
     """The cache of the paper's Figure 4: three lists of tokens, which are numbered as they come.
 
     Attributes:
-        luck: a token's random number in [0, 1). One serves both chances: where it is below p, its
+        draw: a token's random number in [0, 1). One serves both chances: where it is below p, its
             share of p is as random as it was.
     """
 
     start_size: int
     sample_size: int
     recent_size: int
-    luck: Callable[[int], float]
+    draw: Callable[[int], float]
     start: list[int] = field(default_factory=list)
     sample: list[int] = field(default_factory=list)
     recent: list[int] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Cache:
             self.sample.append(token)
             return
         p = self.sample_size / (self.total_num - self.start_size - self.recent_size)
-        u = self.luck(token)
+        u = self.draw(token)
         if u < p:
             self.sample[int(u / p * self.sample_size)] = token
 
@@ -69,7 +69,7 @@ class Arrivals:
     """The same reservoir where nothing is known but what arrives: p = s / (arrivals so far)."""
 
     sample_size: int
-    luck: Callable[[int], float]
+    draw: Callable[[int], float]
     sample: list[int] = field(default_factory=list)
     came: int = 0
 
@@ -80,7 +80,7 @@ class Arrivals:
             self.sample.append(token)
             return None
         p = self.sample_size / self.came
-        u = self.luck(token)
+        u = self.draw(token)
         if u >= p:
             return token
         place = int(u / p * self.sample_size)

@@ -12,15 +12,15 @@ import math
 from collections.abc import Callable, Sequence
 
 
-def by_budget(tokens: Sequence[int], n: int, luck: Callable[[int], float]) -> list[int]:
+def by_budget(tokens: Sequence[int], n: int, draw: Callable[[int], float]) -> list[int]:
     """The n tokens that a shuffle puts first, in the order of the stream."""
-    shuffled = sorted(tokens, key=luck)
+    shuffled = sorted(tokens, key=draw)
     return sorted(shuffled[:n])
 
 
-def by_rate(tokens: Sequence[int], rate: float, luck: Callable[[int], float]) -> list[int]:
+def by_rate(tokens: Sequence[int], rate: float, draw: Callable[[int], float]) -> list[int]:
     """The tokens whose coin shows heads, in the order of the stream."""
-    return [token for token in tokens if luck(token) < rate]
+    return [token for token in tokens if draw(token) < rate]
 
 
 def log_weight(came: int, n: int) -> float:

@@ -181,12 +181,12 @@ class Lucky(Toy):
         return parted(both, most(both, -fold.draws.uniform(0, both.position), self.n))
 
     def twin(self, mine, new, at):
-        def luck(t) -> float:
+        def draw(t) -> float:
             draws = Draws(SEED, at.layer, 1).uniform(0, torch.full((1, 2, 1), t.position))
             return float(draws[0, at.head, 0])
 
         both = mine + new
-        stay = sorted(both, key=luck)[: self.n]
+        stay = sorted(both, key=draw)[: self.n]
         return stay, [t for t in both if t not in stay]
 
 

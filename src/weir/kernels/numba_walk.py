@@ -19,9 +19,9 @@ _WORTH_A_THREAD = 2**20
 
 
 def _signs(
-    products: np.ndarray, gain: np.ndarray, luck: np.ndarray, free: np.ndarray, signs: np.ndarray
+    products: np.ndarray, gain: np.ndarray, u: np.ndarray, free: np.ndarray, signs: np.ndarray
 ) -> None:
-    blocks, tokens = luck.shape
+    blocks, tokens = u.shape
     total = np.empty(tokens, np.float32)
     for block in range(blocks):
         total[:] = 0.0
@@ -30,7 +30,7 @@ def _signs(
             if not free[block, j]:
                 continue
             row = products[block, j]
-            if luck[block, j] < 0.5 - lean * np.float64(total[j]):
+            if u[block, j] < 0.5 - lean * np.float64(total[j]):
                 signs[block, j] = 1.0
                 for i in range(j + 1, tokens):
                     total[i] += row[i]
@@ -43,12 +43,12 @@ def _signs(
 _compiled_signs = compiled(_signs)
 
 
-def walk(products: Tensor, gain: Tensor, luck: Tensor, free: Tensor) -> Tensor:
+def walk(products: Tensor, gain: Tensor, u: Tensor, free: Tensor) -> Tensor:
     """Signs [..., n]; arguments as in `weir.pools.balance.halving.walk`, on the CPU."""
-    n = luck.shape[-1]
-    signs = torch.zeros(luck.shape)
+    n = u.shape[-1]
+    signs = torch.zeros(u.shape)
     if signs.numel():
-        parts = (products.float(), gain.float(), luck.double(), free, signs)
+        parts = (products.float(), gain.float(), u.double(), free, signs)
         shapes = ((-1, n, n), (-1,), (-1, n), (-1, n), (-1, n))
         arrays = [t.contiguous().view(s).numpy() for t, s in zip(parts, shapes, strict=True)]
         spread(_compiled_signs, arrays, 1 + arrays[0].size // _WORTH_A_THREAD)

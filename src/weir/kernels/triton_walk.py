@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _signs(products, gain, luck, free, signs, tokens, PLACES: tl.constexpr):
+def _signs(products, gain, u, free, signs, tokens, PLACES: tl.constexpr):
     block = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PLACES)
     lean = tl.load(gain + block).to(tl.float64)
@@ -26,7 +26,7 @@ def _signs(products, gain, luck, free, signs, tokens, PLACES: tl.constexpr):
         # A sum of one number and zeros, to get at it: exact.
         so_far = tl.sum(tl.where(place == j, total, 0.0), axis=0)
         chance = 0.5 - lean * so_far.to(tl.float64)
-        plus = tl.load(luck + block * tokens + j) < chance
+        plus = tl.load(u + block * tokens + j) < chance
         sign = tl.where(plus, 1.0, -1.0)
         sign = tl.where(tl.load(free + block * tokens + j) != 0, sign, 0.0)
         tl.store(signs + block * tokens + j, sign)
@@ -35,17 +35,17 @@ def _signs(products, gain, luck, free, signs, tokens, PLACES: tl.constexpr):
         row += tokens
 
 
-def walk(products: Tensor, gain: Tensor, luck: Tensor, free: Tensor) -> Tensor:
+def walk(products: Tensor, gain: Tensor, u: Tensor, free: Tensor) -> Tensor:
     """Signs [..., n]; arguments as in `weir.pools.balance.halving.walk`."""
-    n = luck.shape[-1]
-    signs = torch.zeros(luck.shape, device=luck.device)
+    n = u.shape[-1]
+    signs = torch.zeros(u.shape, device=u.device)
     if signs.numel():
         blocks = signs.numel() // n
         places = triton.next_power_of_2(n)
         _signs[(blocks,)](
             products.float().contiguous(),
             gain.float().contiguous(),
-            luck.double().contiguous(),
+            u.double().contiguous(),
             free.to(torch.uint8).contiguous(),
             signs,
             n,

@@ -82,10 +82,10 @@ def of_layer(pools: tuple[Pool, ...], layer: int, layers: int, beta: float) -> t
 def _shared(slots: int, free: list[int]) -> list[int]:
     """So many slots in the proportions of `free`, at least one where it is not 0."""
     one = [int(n > 0) for n in free]
-    parts = [n - least for n, least in zip(free, one, strict=True)]
+    parts = [n - at_least for n, at_least in zip(free, one, strict=True)]
     parts = parts if any(parts) else one
     rest, whole = slots - sum(one), sum(parts)
-    given = [least + rest * part // whole for least, part in zip(one, parts, strict=True)]
+    given = [at_least + rest * part // whole for at_least, part in zip(one, parts, strict=True)]
     # What rounding down left over goes to the largest remainders, the first of equal ones.
     order = sorted(range(len(free)), key=lambda place: -(rest * parts[place] % whole))
     for place in order[: slots - sum(given)]:

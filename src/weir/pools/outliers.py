@@ -50,9 +50,10 @@ class Outliers(Pool):
     below: float | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("n", 1), ("over", 2), ("dilate", 0)):
-            if getattr(self, name) < least:
-                raise WeirError(f"{name} of outliers is {least} or more, not {getattr(self, name)}")
+        for name, at_least in (("n", 1), ("over", 2), ("dilate", 0)):
+            if getattr(self, name) < at_least:
+                given = getattr(self, name)
+                raise WeirError(f"{name} of outliers is {at_least} or more, not {given}")
         if self.dilate >= self.n:
             raise WeirError(
                 f"the newest {self.dilate} tokens wait for their neighbours in outliers, so it "
@@ -122,6 +123,6 @@ def pointing_away(new: Slots, total: Tensor, fade: float) -> tuple[Tensor, Tenso
         sums = left * (total[:, :, None] + (keys / left).cumsum(dim=2))
         total = sums[:, :, -1]
         cosine = F.cosine_similarity(keys, sums, dim=3, eps=1e-30)
-        # What is equal but for rounding is to be equal.
+        # Rounded, so that cosines that differ by the rounding of their sums alone are ties.
         parts.append((1 - cosine).clamp(0, 2).round(decimals=9))
     return total, torch.cat(parts, dim=2)

@@ -54,7 +54,7 @@ class Reservoir(Sample):
         """
         came = fold.state["came"]
         nth = came[..., None] + new.held.cumsum(dim=2)
-        place = torch.where(nth <= self.n, nth - 1, (self.luck(new, fold) * nth).long())
+        place = torch.where(nth <= self.n, nth - 1, (self.draw(new, fold) * nth).long())
         nowhere = ~new.held | (place >= self.n)
         place = place.masked_fill(nowhere, self.n)
         came = came + new.held.sum(dim=2)

@@ -1,4 +1,4 @@
-"""What samples of the middle have in common: their luck, and weights that make them unbiased.
+"""What samples of the middle have in common: their draws, and weights that make them unbiased.
 
 A sample of n out of N tokens that came in, each with the same chance, gives unbiased sums when
 every token of it counts N/n times. A token that came in with a weight (from a pool that already
@@ -25,8 +25,8 @@ class Sample(Pool):
     Attributes:
         weighted: each token kept counts for those that were not, so that both sums of attention are
             unbiased; nothing flows on. Otherwise weights stay as they came.
-        per_head: each KV head has a sample of its own; otherwise a token meets the same luck in all
-            heads of a layer.
+        per_head: each KV head has a sample of its own; otherwise a token is given the same
+            number in all heads of a layer.
     """
 
     weighted: bool
@@ -52,12 +52,14 @@ class Sample(Pool):
                 state[name] = like.a.new_full((*shape, self.slots() or 0), -torch.inf)
         return state
 
-    def luck(self, slots: Slots, fold: Fold) -> Tensor:
-        """The luck of each token in [0, 1), float64 [batch, kv_heads, slots]."""
+    def draw(self, slots: Slots, fold: Fold) -> Tensor:
+        """A uniform number in [0, 1) for each token [batch, kv_heads, slots], float64; the same
+        one whenever it is asked for.
+        """
         position = slots.position
         if self.per_head:
             return fold.draws.uniform(0, position)
-        # As one head, so that a token's luck does not depend on the head it is in.
+        # As one head, so that a token's number does not depend on the head it is in.
         return fold.draws.uniform(0, position.flatten(1)[:, None]).view(position.shape)
 
     def came_with(self, held: Slots, fold: Fold) -> Slots:

@@ -62,18 +62,18 @@ class Uniform(Sample):
         return self.n
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """By budget and weighted, as every sample; otherwise luck is all there is to know."""
+        """By budget and weighted, as every sample; otherwise draws are all there is to know."""
         return super().state(like) if self.weighted and self.n is not None else {}
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """By rate, keep those whose luck is below it; by budget, those of the lowest luck."""
+        """By rate, keep those whose number is below it; by budget, those of the lowest numbers."""
         if self.rate is not None:
             return self._by_rate(self.rate, held, new, fold)
         if self.weighted:
             fold.state["came"] = fold.state["came"] + new.held.sum(dim=2)
         both = self.came_with(held, fold).join(new)
-        luck = self.luck(both, fold).masked_fill(~both.held, torch.inf)
-        lowest = luck.argsort(dim=2, stable=True)[:, :, : self.n]
+        u = self.draw(both, fold).masked_fill(~both.held, torch.inf)
+        lowest = u.argsort(dim=2, stable=True)[:, :, : self.n]
         stays = torch.zeros_like(both.held).scatter_(2, lowest, True) & both.held
         if self.weighted:
             return self.stand_for_all(both.only(stays), fold), new.part(0, 0)
@@ -82,12 +82,12 @@ class Uniform(Sample):
         return split(both, stays)
 
     def _by_rate(self, rate: float, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        lucky = self.luck(new, fold) < rate
+        chosen = self.draw(new, fold) < rate
         if self.weighted:
             enters = replace(new, a=new.a - math.log(rate), b=new.b - math.log(rate))
             rest = new.part(0, 0)
         else:
-            enters, rest = new, new.only(~lucky)
-        if not bool((lucky & new.held).any()):
+            enters, rest = new, new.only(~chosen)
+        if not bool((chosen & new.held).any()):
             return held, rest
-        return held.join(enters).only(torch.cat([held.held, lucky], dim=2)), rest
+        return held.join(enters).only(torch.cat([held.held, chosen], dim=2)), rest

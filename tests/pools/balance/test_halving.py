@@ -121,9 +121,9 @@ def test_tokens_of_unlike_weight_keep_their_weight_in_the_mean():
     generator = torch.Generator().manual_seed(5)
     weights = torch.rand(32, generator=generator).log()
     each = weights.expand(SEEDS, 1, 32)
-    luck = torch.rand(SEEDS, 1, 32, generator=generator)
+    u = torch.rand(SEEDS, 1, 32, generator=generator)
     many = Sets(
-        keys.expand(SEEDS, 1, -1, -1), values.expand(SEEDS, 1, -1, -1), each, each.clone(), luck
+        keys.expand(SEEDS, 1, -1, -1), values.expand(SEEDS, 1, -1, -1), each, each.clone(), u
     )
     found = sums(keys, values, Halving().halve(many, SCALE))
     truth = sums(keys, values, (torch.arange(32)[None], weights[None], weights[None]))[0]

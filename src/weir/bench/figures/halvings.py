@@ -25,11 +25,11 @@ def halvings(setting: Setting) -> Iterator[Row]:
     generator = torch.Generator().manual_seed(0)
     shape = (HEADS, tokens, DIM)
     keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
-    luck = torch.rand(shape[:2], generator=generator)
+    u = torch.rand(shape[:2], generator=generator)
     rule = Halving(halves="authors")
     both = {
-        "ours": Doing(lambda: twice(rule, keys, values, luck)),
-        "peer": Doing(lambda: plainly(plainly((keys, values), luck), luck)),
+        "ours": Doing(lambda: twice(rule, keys, values, u)),
+        "peer": Doing(lambda: plainly(plainly((keys, values), u), u)),
     }
     times = middle(in_turns(both, setting.sizes.slow, warm=1))
     yield Row(
@@ -45,39 +45,39 @@ def halvings(setting: Setting) -> Iterator[Row]:
     )
 
 
-def twice(rule: Halving, keys: Tensor, values: Tensor, luck: Tensor) -> tuple[Tensor, Tensor]:
+def twice(rule: Halving, keys: Tensor, values: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """Halve keys and values [heads, tokens, dim], and halve what stays."""
     weight = torch.zeros(keys.shape[:2])
     for _ in range(2):
-        held = (keys, values, weight, weight, luck[:, : keys.shape[1]])
+        held = (keys, values, weight, weight, u[:, : keys.shape[1]])
         index, weight, _ = rule.halve(Sets(*(t.unflatten(1, (-1, BLOCK)) for t in held)), SCALE)
         keys, values = (t.gather(1, index[..., None].expand(-1, -1, DIM)) for t in (keys, values))
     return keys, values
 
 
-def plainly(held: tuple[Tensor, Tensor], luck: Tensor) -> tuple[Tensor, Tensor]:
+def plainly(held: tuple[Tensor, Tensor], u: Tensor) -> tuple[Tensor, Tensor]:
     """One halving of (keys, values) [heads, tokens, dim] as one would write it down.
 
     All blocks and heads go side by side. Half of each block stays: the tokens of one side, and
     where they are too few the first of the other.
     """
     keys, values = (t.unflatten(1, (-1, BLOCK)) for t in held)
-    signs = walk_plainly(keys, values, luck[:, : held[0].shape[1]].unflatten(1, (-1, BLOCK)))
+    signs = walk_plainly(keys, values, u[:, : held[0].shape[1]].unflatten(1, (-1, BLOCK)))
     half = signs.argsort(dim=2, stable=True)[:, :, : BLOCK // 2, None].expand(-1, -1, -1, DIM)
     return keys.gather(2, half).flatten(1, 2), values.gather(2, half).flatten(1, 2)
 
 
-def walk_plainly(keys: Tensor, values: Tensor, luck: Tensor) -> Tensor:
+def walk_plainly(keys: Tensor, values: Tensor, u: Tensor) -> Tensor:
     """The signs of a walk with the authors' constants: a loop over the tokens of a block.
 
     Args:
         keys, values: [heads, blocks, tokens, dim].
-        luck: [heads, blocks, tokens].
+        u: [heads, blocks, tokens].
     """
     keys = keys - keys.mean(dim=2, keepdim=True)
     products = (keys @ keys.mT * (SCALE * 0.1)).exp() * (values @ values.mT + 0.025)
-    signs = torch.zeros_like(luck)
-    for place in range(luck.shape[2]):
+    signs = torch.zeros_like(u)
+    for place in range(u.shape[2]):
         total = (products[:, :, place, :] * signs).sum(dim=-1)
-        signs[:, :, place] = torch.where(luck[:, :, place] < 0.5 - 4.0 * total, 1.0, -1.0)
+        signs[:, :, place] = torch.where(u[:, :, place] < 0.5 - 4.0 * total, 1.0, -1.0)
     return signs

@@ -19,7 +19,7 @@ from weir.errors import WeirError
 from weir.pools.balance.halving import Halving, check_block
 from weir.pools.balance.merge_reduce import Merging
 from weir.pools.balance.schedule import LEVELS, at_once, schedule
-from weir.pools.balance.separate import NO_BUCKET, Head, bucket, doubled, plan
+from weir.pools.balance.separate import NO_BUCKET, Head, admit, bucket, doubled
 from weir.pools.base import Fold, Pool
 from weir.pools.registry import pool
 from weir.slab import EMPTY, Slots
@@ -94,8 +94,8 @@ class Balance(Pool):
         return Halving(self.halves, self.gamma, self.temperature, constant, flat)
 
     @property
-    def most(self) -> int:
-        """The most tokens that are halved at once."""
+    def largest_block(self) -> int:
+        """The most tokens that are halved at once in a stream."""
         return self.block or min(BLOCK, max(2, self.n // PARTS // 2 * 2))
 
     @property
@@ -128,24 +128,24 @@ class Balance(Pool):
         if not new.finite:
             raise WeirError("balance was given a key or value that is not finite; it has no sum")
         if self.sets == "separate":
-            return self._fold_apart(held, new, fold), new.part(0, 0)
+            return self._fold_separate(held, new, fold), new.part(0, 0)
         level = fold.state["level"][:, :, : len(held)]
         came = new.held.sum(dim=2).flatten().tolist()
         if fold.prompt and not self.eager:
-            plans = [at_once(self.n, self.block or BLOCK, arrivals) for arrivals in came]
+            blocks = [at_once(self.n, self.block or BLOCK, arrivals) for arrivals in came]
         else:
-            plans = [
-                schedule(self.n, self.most, self.eager, sizes, arrivals)
+            blocks = [
+                schedule(self.n, self.largest_block, self.eager, sizes, arrivals)
                 for sizes, arrivals in zip(_sizes(level), came, strict=True)
             ]
         kept, level = held.join(new), _with(level, new)
-        if len(kept) > self.n or any(map(any, plans)):
+        if len(kept) > self.n or any(map(any, blocks)):
             merging = Merging(kept, level)
-            kept, level, _ = merging.reduce(plans, self.halving, fold.draws, fold.form.scale)
+            kept, level, _ = merging.reduce(blocks, self.halving, fold.draws, fold.form.scale)
         fold.state["level"] = self._state(level, EMPTY)
         return kept, new.part(0, 0)
 
-    def _fold_apart(self, held: Slots, new: Slots, fold: Fold) -> Slots:
+    def _fold_separate(self, held: Slots, new: Slots, fold: Fold) -> Slots:
         """Algorithm 1."""
         lengths = new.values.double().norm(dim=-1).masked_fill(~new.held, 0.0)
         longest = lengths.cummax(dim=2).values.maximum(fold.state["longest"][..., None])
@@ -157,16 +157,16 @@ class Balance(Pool):
         mine = bucket(new.values).where(~new.a.isneginf(), NO_BUCKET)
         number = torch.cat([number, mine], dim=2)
         heads = [
-            plan(Head(self.n, self.most, self.eager), *columns)
+            admit(Head(self.n, self.largest_block, self.eager), *columns)
             for columns in zip(
                 *(t.flatten(0, 1).tolist() for t in (number, level, short)), strict=True
             )
         ]
         groups = max(len(head.groups) for head in heads)
-        plans = [group.halved for head in heads for group in head.padded(groups)]
+        blocks = [group.halved for head in heads for group in head.padded(groups)]
         group = level.new_tensor([head.tokens for head in heads]).view_as(level)
         merging = Merging(held.join(new), level.where(group >= 0, EMPTY), group, groups)
-        kept, level, group = merging.reduce(plans, self.halving, fold.draws, fold.form.scale)
+        kept, level, group = merging.reduce(blocks, self.halving, fold.draws, fold.form.scale)
         numbers = level.new_tensor([head.buckets(groups) for head in heads])
         number = numbers.view(*level.shape[:2], groups).gather(2, group)
         fold.state["level"] = self._state(level, EMPTY)

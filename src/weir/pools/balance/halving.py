@@ -3,7 +3,7 @@
 BalanceKV (Kochetkova et al. 2025, arXiv:2502.07861), section 3.1, Algorithm 2: a walk through the
 tokens gives each a sign, chosen against the sum of the tokens so far, so that the sums with sign +
 and with sign - stay close for all queries at once. Appendix B runs it over blocks, all of them in
-parallel. Knows nothing about streams; `levels` and `pools.balance` decide what is halved.
+parallel. Knows nothing about streams; `schedule` and `balance` decide what is halved.
 
 A token is a vector of its own: e^a v is what it adds to the numerator, e^b to the denominator, and
 e^<k, q> is an inner product of features of k and of q. The walk needs only the inner products
@@ -45,14 +45,14 @@ class Sets:
         keys: [sets, blocks, tokens, key_dim].
         values: [sets, blocks, tokens, value_dim].
         a, b: log-weights [sets, blocks, tokens]; both -inf where there is no token.
-        luck: uniform numbers, one for each token [sets, blocks, tokens].
+        u: uniform numbers in [0, 1), one for each token [sets, blocks, tokens].
     """
 
     keys: Tensor
     values: Tensor
     a: Tensor
     b: Tensor
-    luck: Tensor
+    u: Tensor
 
     @property
     def held(self) -> Tensor:
@@ -61,7 +61,7 @@ class Sets:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """In the order of the fields."""
-        return self.keys, self.values, self.a, self.b, self.luck
+        return self.keys, self.values, self.a, self.b, self.u
 
     def even(self) -> Sets:
         """With one more empty place in each block, if the number of places is odd."""
@@ -127,10 +127,11 @@ class Halving:
             stays, more = self._one_of_each_pair(sets, scale)
             below = more
         else:
-            luck, there = sets.luck, sets.held
+            u, there = sets.u, sets.held
             if self.halves == "authors":
-                luck = luck.index_fill(2, luck.new_zeros(1, dtype=torch.int64), -1.0)
-            signs = self._signs(sets, scale, luck, there)
+                # The released code gives the first of a block the sign +: -1 is below any chance.
+                u = u.index_fill(2, u.new_zeros(1, dtype=torch.int64), -1.0)
+            signs = self._signs(sets, scale, u, there)
             stays, more = _authors(signs) if self.halves == "authors" else _smaller(signs)
             alone = there.sum(dim=(1, 2), keepdim=True) == 1
             stays = torch.where(alone, there, stays)
@@ -143,27 +144,27 @@ class Halving:
         a, b = (t.gather(1, order).masked_fill(nobody, -torch.inf) for t in (a, b))
         return order.masked_fill(nobody, EMPTY), a, b
 
-    def _signs(self, sets: Sets, scale: float, luck: Tensor, free: Tensor) -> Tensor:
+    def _signs(self, sets: Sets, scale: float, u: Tensor, free: Tensor) -> Tensor:
         """The signs of tokens, or of pairs, by a walk through each block [sets, blocks, n].
 
         Args:
             sets: the tokens.
             scale: the factor of the logits.
-            luck: uniform numbers, for tokens or for pairs [sets, blocks, n].
+            u: uniform numbers, for tokens or for pairs [sets, blocks, n].
             free: which take part, bool.
         """
-        kernel = kernels.walk(luck.device)
-        most = _IN_CACHE if kernel and luck.device.type == "cpu" else _AT_ONCE
-        at_once = max(1, most // sets.a.shape[2] ** 2)
-        parts = (sets.keys, sets.values, sets.a, sets.b, luck, free)
+        kernel = kernels.walk(u.device)
+        limit = _IN_CACHE if kernel and u.device.type == "cpu" else _AT_ONCE
+        at_once = max(1, limit // sets.a.shape[2] ** 2)
+        parts = (sets.keys, sets.values, sets.a, sets.b, u, free)
         signs = []
-        for keys, values, a, b, odds, there in zip(
+        for keys, values, a, b, drawn, there in zip(
             *(t.flatten(0, 1).split(at_once) for t in parts), strict=True
         ):
             gram = Gram.of(keys, values, a, b, scale * self.temperature, self.constant)
             products = gram.differences() if self.halves == "pairs" else gram.products()
             gain = self._gain(gram, a, b)
-            signs.append((kernel or walk)(products, gain, odds, there))
+            signs.append((kernel or walk)(products, gain, drawn, there))
         return torch.cat(signs).view(free.shape)
 
     def _gain(self, gram: Gram, a: Tensor, b: Tensor) -> Tensor:
@@ -188,17 +189,17 @@ class Halving:
             (t[..., 0::2], t[..., 1::2]) for t in (sets.a, sets.b, sets.held)
         )
         alike = _close(a1, a2) & _close(b1, b2) & mine & other
-        luck = sets.luck[..., 0::2]
-        signs = self._signs(sets, scale, luck, alike)
+        u = sets.u[..., 0::2]
+        signs = self._signs(sets, scale, u, alike)
         one, two = torch.maximum(a1, b1).double(), torch.maximum(a2, b2).double()
         share = (one - torch.logaddexp(one, two)).exp()
-        first = torch.where(alike, signs > 0, luck < share)
+        first = torch.where(alike, signs > 0, u < share)
         more = -torch.where(first, share, 1 - share).log().float()
         more = torch.where(alike, LOG_2, more).repeat_interleave(2, dim=-1).nan_to_num(0.0)
         return torch.stack([first & mine, ~first & other], dim=-1).flatten(-2), more
 
 
-def walk(products: Tensor, gain: Tensor, luck: Tensor, free: Tensor) -> Tensor:
+def walk(products: Tensor, gain: Tensor, u: Tensor, free: Tensor) -> Tensor:
     """The self-balancing walk (lines 5 to 11 of Algorithm 2), over many blocks at once.
 
     Where the paper's walk fails, because a sum went beyond its bound, the sign is certain. This is
@@ -208,30 +209,30 @@ def walk(products: Tensor, gain: Tensor, luck: Tensor, free: Tensor) -> Tensor:
     Args:
         products: inner products [..., n, n], float32; only those above the diagonal are read.
         gain: + has probability 1/2 - gain * sum [...], float32.
-        luck: uniform numbers [..., n].
+        u: uniform numbers [..., n].
         free: which tokens take part [..., n], bool.
 
     Returns:
         Signs [..., n], float32: 1, -1, and 0 for those that take no part.
     """
-    signs = torch.zeros_like(luck, dtype=torch.float32)
+    signs = torch.zeros_like(u, dtype=torch.float32)
     total = torch.zeros_like(signs)
     gain = gain.double()
     for j in range(signs.shape[-1]):
-        plus = luck[..., j] < 0.5 - gain * total[..., j]
+        plus = u[..., j] < 0.5 - gain * total[..., j]
         signs[..., j] = torch.where(plus, 1.0, -1.0) * free[..., j]
         total[..., j + 1 :] += signs[..., j, None] * products[..., j, j + 1 :]
     return signs
 
 
-def check_block(block: int, most: int | None = None) -> None:
-    """Refuse a block that cannot be halved, or has more than `most` tokens.
+def check_block(block: int, limit: int | None = None) -> None:
+    """Refuse a block that cannot be halved, or has more than `limit` tokens.
 
     Raises:
         WeirError: naming what would do.
     """
-    if block < 2 or block % 2 or (most is not None and block > most):
-        upward = "on" if most is None else f"to {most - most % 2}"
+    if block < 2 or block % 2 or (limit is not None and block > limit):
+        upward = "on" if limit is None else f"to {limit - limit % 2}"
         raise WeirError(f"a block is an even number of tokens from 2 {upward}, not {block}")
 
 

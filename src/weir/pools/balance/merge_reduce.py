@@ -1,4 +1,4 @@
-"""Merge-and-reduce over the tokens of a layer: what `levels` has decided, done by `halving`.
+"""Merge-and-reduce over the tokens of a layer: what `schedule` has decided, done by `halving`.
 
 All blocks of a level are halved at once, those of all heads and rows of a batch together. Which
 tokens share a block depends on the order in which they came and on nothing else, so a whole prompt
@@ -18,33 +18,39 @@ from weir.pools.balance.schedule import LEVELS
 from weir.pools.draws import Draws
 from weir.slab import EMPTY, Slots
 
-Plan = Sequence[Sequence[int]]
-"""The sizes of the blocks that are halved, by level: `levels.schedule`."""
+Blocks = Sequence[Sequence[int]]
+"""The sizes of the blocks that are to be halved, by level: what `schedule.schedule` returns."""
 
 
 @dataclass
 class _Queue:
-    """Tokens of one level, the oldest first [lines, n].
+    """The tokens of one level in a row of places, the oldest first; a line is a group of a head.
 
-    A line is a group of a head of a row. A place may be taken (`there`) though its token is gone:
-    where halves are short, blocks are still counted by the tokens that came.
+    The rule `halves="paper"` may keep fewer tokens than half of a block, but the level above still
+    counts half a block of places. So a place can be in use although no token is left in it.
+
+    Attributes:
+        token: which token of `Merging.line` each place has [lines, n], int64; -1 for none.
+        a, b: its log-weights [lines, n].
+        used: which places count towards a block [lines, n], bool.
     """
 
-    origin: Tensor
+    token: Tensor
     a: Tensor
     b: Tensor
-    there: Tensor
+    used: Tensor
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.origin, self.a, self.b, self.there
+        """In the order of the fields."""
+        return self.token, self.a, self.b, self.used
 
     def pick(self, index: Tensor) -> _Queue:
         """The places that `index` [lines, n] names."""
         return _Queue(*(t.gather(1, index) for t in self.tensors()))
 
     def packed(self) -> _Queue:
-        """Without gaps."""
-        return self.pick(_in_front(self.there))
+        """The places in use alone."""
+        return self.pick(_in_front(self.used))
 
     @classmethod
     def of(cls, *queues: _Queue) -> _Queue:
@@ -71,17 +77,17 @@ class Merging:
     groups: int = 1
 
     def reduce(
-        self, plans: Sequence[Plan], halving: Halving, draws: Draws, scale: float
+        self, blocks: Sequence[Blocks], halving: Halving, draws: Draws, scale: float
     ) -> tuple[Slots, Tensor, Tensor]:
-        """Halve as planned.
+        """Halve these blocks.
 
         The highest level comes first, and of each group in it the oldest token.
 
         Args:
-            plans: for each group of each head of each row, in that order.
+            blocks: for each group of each head of each row, in that order.
             halving: how blocks are halved.
-            draws: random numbers; a token of level l meets those of purpose l, and in any group but
-                the first of purpose l + 64.
+            draws: random numbers; a token of level l is given those of purpose l, and in any group
+                but the first those of purpose l + 64.
             scale: the factor of the logits.
 
         Returns:
@@ -89,41 +95,41 @@ class Merging:
             with level -1 where there is no place.
         """
         batch, heads, _ = self.level.shape
-        top = max(level for plan in plans for level in range(LEVELS) if plan[level] or not level)
+        top = max(n for of_group in blocks for n in range(LEVELS) if of_group[n] or not n)
         top = max(top + 1, int(self.level.max()) if self.level.numel() else 0)
-        group = torch.arange(len(plans), device=self.level.device)[:, None] % self.groups
+        group = torch.arange(len(blocks), device=self.level.device)[:, None] % self.groups
         rest, marks, rising = [], [], self._queue(LEVELS)
         for level in range(top + 1):
             queue = _Queue.of(self._queue(level), rising).packed()
-            sizes = _padded([plan[level] for plan in plans], self.level.device)
+            sizes = _padded([of_group[level] for of_group in blocks], self.level.device)
             rising = self._halve(queue, sizes, level, halving, draws, scale)
-            place = torch.arange(queue.there.shape[1], device=sizes.device)
-            queue.there = queue.there & (place >= sizes.sum(dim=1, keepdim=True))
+            place = torch.arange(queue.used.shape[1], device=sizes.device)
+            queue.used = queue.used & (place >= sizes.sum(dim=1, keepdim=True))
             rest.append(_Queue(*(t.reshape(batch * heads, -1) for t in queue.tensors())))
-            mark = (level * self.groups + group).expand(queue.there.shape)
+            mark = (level * self.groups + group).expand(queue.used.shape)
             marks.append(mark.reshape(batch * heads, -1))
         whole = _Queue.of(*reversed(rest))
-        order = _in_front(whole.there)
+        order = _in_front(whole.used)
         whole, mark = whole.pick(order), torch.cat(marks[::-1], dim=1).gather(1, order)
-        mark = mark.where(whole.there, -self.groups)
-        origin = whole.origin.where(whole.there, EMPTY)
-        a, b = (t.masked_fill(origin < 0, -torch.inf) for t in (whole.a, whole.b))
-        origin, a, b, mark = (t.unflatten(0, (batch, heads)) for t in (origin, a, b, mark))
-        kept = replace(self.line.take(origin), a=a, b=b)
+        mark = mark.where(whole.used, -self.groups)
+        token = whole.token.where(whole.used, EMPTY)
+        a, b = (t.masked_fill(token < 0, -torch.inf) for t in (whole.a, whole.b))
+        token, a, b, mark = (t.unflatten(0, (batch, heads)) for t in (token, a, b, mark))
+        kept = replace(self.line.take(token), a=a, b=b)
         return kept, mark.div(self.groups, rounding_mode="floor"), mark % self.groups
 
     def _queue(self, level: int) -> _Queue:
         """The places of a level before anything is halved, by line."""
-        there = self.level == level
+        used = self.level == level
         if self.group is None:
-            there = there[:, :, None]
+            used = used[:, :, None]
         else:
-            number = torch.arange(self.groups, device=there.device)[:, None]
-            there = there[:, :, None] & (self.group[:, :, None] == number)
-        token = self.line.held[:, :, None].expand_as(there)
-        index = torch.arange(there.shape[3], device=there.device).expand_as(there)
-        a, b = (t[:, :, None].expand_as(there) for t in (self.line.a, self.line.b))
-        parts = (index.where(token, EMPTY), a, b, there)
+            number = torch.arange(self.groups, device=used.device)[:, None]
+            used = used[:, :, None] & (self.group[:, :, None] == number)
+        held = self.line.held[:, :, None].expand_as(used)
+        index = torch.arange(used.shape[3], device=used.device).expand_as(used)
+        a, b = (t[:, :, None].expand_as(used) for t in (self.line.a, self.line.b))
+        parts = (index.where(held, EMPTY), a, b, used)
         return _Queue(*(t.flatten(0, 2) for t in parts)).packed()
 
     def _halve(
@@ -145,23 +151,23 @@ class Merging:
         index = (sizes.cumsum(dim=1) - sizes)[..., None] + place
         index = index.flatten(1).where(inside, 0)
         cut = queue.pick(index)
-        nobody = ~inside | (cut.origin < 0)
+        nobody = ~inside | (cut.token < 0)
         a, b = cut.a.masked_fill(nobody, -torch.inf), cut.b.masked_fill(nobody, -torch.inf)
-        origin = cut.origin.clamp_min(0)
+        token = cut.token.clamp_min(0)
         head = torch.arange(lines, device=sizes.device)[:, None] // self.groups
-        keys, values = (t.flatten(0, 1)[head, origin] for t in (self.line.keys, self.line.values))
-        luck = self._luck(draws, level)[head, origin, self._kind(lines)]
+        keys, values = (t.flatten(0, 1)[head, token] for t in (self.line.keys, self.line.values))
+        u = self._draw(draws, level)[head, token, self._kind(lines)]
         shape = (lines * blocks, 1, width)
-        sets = Sets(*(t.reshape(*shape, *t.shape[2:]) for t in (keys, values, a, b, luck)))
+        sets = Sets(*(t.reshape(*shape, *t.shape[2:]) for t in (keys, values, a, b, u)))
         chosen, a, b = halving.halve(sets, scale)
-        came = cut.origin.view(lines * blocks, width)
-        origin = came.gather(1, chosen.clamp_min(0)).masked_fill(chosen < 0, EMPTY)
-        half = torch.arange(origin.shape[1], device=sizes.device)
-        there = half < (sizes.view(-1, 1) + 1) // 2
-        return _Queue(*(t.reshape(lines, -1) for t in (origin, a, b, there))).packed()
+        came = cut.token.view(lines * blocks, width)
+        token = came.gather(1, chosen.clamp_min(0)).masked_fill(chosen < 0, EMPTY)
+        half = torch.arange(token.shape[1], device=sizes.device)
+        used = half < (sizes.view(-1, 1) + 1) // 2
+        return _Queue(*(t.reshape(lines, -1) for t in (token, a, b, used))).packed()
 
-    def _luck(self, draws: Draws, level: int) -> Tensor:
-        """[batch * kv_heads, n, kinds of groups]."""
+    def _draw(self, draws: Draws, level: int) -> Tensor:
+        """Uniform numbers of each token in each kind of group [batch * kv_heads, n, kinds]."""
         kinds = [draws.uniform(level, self.line.position)]
         if self.groups > 1:
             kinds.append(draws.uniform(level + LEVELS, self.line.position))
@@ -182,7 +188,7 @@ def compress(
         slots: tokens in order [batch, kv_heads, n].
         rounds: how often (T); about n / 2^T tokens stay.
         halving: how; with "authors" half of the sequence stays, otherwise half of each block.
-        draws: random numbers; in round r a token's are those of purpose r.
+        draws: random numbers; in round r a token is given those of purpose r.
         scale: the factor of the logits.
         block: tokens of a block; the last one may have fewer.
 
@@ -199,8 +205,8 @@ def compress(
             place = torch.arange(blocks * block, device=slots.position.device)
             place = place.where(place < len(slots), EMPTY).expand(batch, heads, -1)
             whole = slots.take(place)
-        luck = draws.uniform(number, whole.position)
-        parts = (whole.keys, whole.values, whole.a, whole.b, luck)
+        u = draws.uniform(number, whole.position)
+        parts = (whole.keys, whole.values, whole.a, whole.b, u)
         shape = (batch * heads, blocks, block)
         sets = Sets(*(t.reshape(*shape, *t.shape[3:]) for t in parts))
         index, a, b = (t.unflatten(0, (batch, heads)) for t in halving.halve(sets, scale))
@@ -209,12 +215,10 @@ def compress(
     return slots
 
 
-def _in_front(there: Tensor) -> Tensor:
-    """The order [lines, n] that puts the places that are taken first, without those that no line
-    needs.
-    """
-    width = int(there.sum(dim=1).max()) if there.numel() else 0
-    return (~there).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
+def _in_front(used: Tensor) -> Tensor:
+    """The order [lines, n] that puts the places in use first, as many as the fullest line has."""
+    width = int(used.sum(dim=1).max()) if used.numel() else 0
+    return (~used).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:

@@ -81,9 +81,10 @@ def make_room(groups: Sequence[Group], slots: int, block: int, eager: bool = Fal
 
 
 def _first(groups: list[Group], enough: tuple[int, ...]) -> tuple[Group, int] | None:
-    for level, least in enumerate(enough):
+    """The lowest level that has enough tokens, and the first group where it has; None if none."""
+    for level, at_least in enumerate(enough):
         for group in groups:
-            if group.sizes[level] >= least:
+            if group.sizes[level] >= at_least:
                 return group, level
     return None
 

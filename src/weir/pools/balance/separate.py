@@ -51,7 +51,7 @@ class Head:
     """The levels of one head while tokens come in, and which of them each token is in.
 
     Attributes:
-        slots, block, eager: as in `levels.make_room`.
+        slots, block, eager: as in `schedule.make_room`.
         groups: the levels of the denominator, and then those of each bucket of the numerator.
         open: the group of each bucket that is in use.
         tokens: the group of each token so far; -1 for one that was erased.
@@ -104,7 +104,9 @@ class Head:
         return self.open[number]
 
 
-def plan(head: Head, numbers: Sequence[int], levels: Sequence[int], short: Sequence[float]) -> Head:
+def admit(
+    head: Head, numbers: Sequence[int], levels: Sequence[int], short: Sequence[float]
+) -> Head:
     """Let tokens in, given their buckets and levels; the last ones, two by two, are arrivals.
 
     Lines 4 to 15 of Algorithm 1; `short` says for each arrival how short values are that may be
@@ -113,8 +115,8 @@ def plan(head: Head, numbers: Sequence[int], levels: Sequence[int], short: Seque
     known = len(numbers) - 2 * len(short)
     for place in range(known):
         head.hold(numbers[place], levels[place])
-    for at, least in enumerate(short):
+    for at, length in enumerate(short):
         for place in (known + 2 * at, known + 2 * at + 1):
             head.hold(numbers[place], levels[place])
-        head.make_room(least)
+        head.make_room(length)
     return head

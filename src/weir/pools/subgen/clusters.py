@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def resample(total: Tensor, weight: Tensor, into: Tensor, luck: Tensor) -> tuple[Tensor, Tensor]:
+def resample(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """Weighted reservoirs: who holds each entry after some arrivals, as if they came one by one.
 
     An arrival of weight w, joining what weighs W, takes each entry with probability w / (W + w),
@@ -25,18 +25,18 @@ def resample(total: Tensor, weight: Tensor, into: Tensor, luck: Tensor) -> tuple
         total: what came into each reservoir so far [batch, kv_heads, reservoirs], float64.
         weight: of the arrivals [batch, kv_heads, n], float64; zero for none.
         into: the reservoir each goes to [batch, kv_heads, n], int64.
-        luck: in [0, 1), of each arrival for each entry [batch, kv_heads, n, entries].
+        u: uniform in [0, 1), of each arrival for each entry [batch, kv_heads, n, entries].
 
     Returns:
         The last arrival that took each entry [batch, kv_heads, reservoirs, entries], -1 for none;
         and the new totals.
     """
-    reservoirs, entries = total.shape[2], luck.shape[3]
+    reservoirs, entries = total.shape[2], u.shape[3]
     each = F.one_hot(into, reservoirs) * weight[..., None]
     running = torch.cat([total[:, :, None], each], dim=2).cumsum(dim=2)
     after = running[:, :, 1:].gather(3, into[..., None])
-    arrival = torch.arange(weight.shape[2], device=weight.device)[:, None].expand(luck.shape)
-    arrival = arrival.where(luck * after < weight[..., None], -1)
+    arrival = torch.arange(weight.shape[2], device=weight.device)[:, None].expand(u.shape)
+    arrival = arrival.where(u * after < weight[..., None], -1)
     place = into[..., None] * entries + torch.arange(entries, device=into.device)
     last = place.new_full((*total.shape[:2], reservoirs * entries), -1)
     last = last.scatter_reduce(2, place.flatten(2), arrival.flatten(2), "amax")
@@ -89,10 +89,10 @@ class Clusters:
         keys: Tensor,
         weight: Tensor,
         born: Tensor,
-        luck: Tensor,
+        u: Tensor,
         first: int,
-        most: int | None,
-        merge_luck: Callable[[Tensor], Tensor],
+        limit: int | None,
+        draw: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """Let keys in, one after the other: UPDATESOFTMAXNORMALIZER.
 
@@ -103,10 +103,10 @@ class Clusters:
             keys: [batch, kv_heads, n, key_dim]; they lie in the slots from `first` on.
             weight: what each counts for [batch, kv_heads, n], float64; zero for none at all.
             born: their places in the stream [batch, kv_heads, n].
-            luck: of each key for each entry [batch, kv_heads, n, per_cluster].
+            u: uniform in [0, 1), of each key for each entry [batch, kv_heads, n, per_cluster].
             first: the slot of the first of them.
-            most: clusters there may be; None for no limit.
-            merge_luck: from `born` of clusters to their luck, when they go into another.
+            limit: clusters there may be; None for no limit.
+            draw: from `born` of clusters to the uniform numbers of each when it goes into another.
 
         Returns:
             Which of the keys opened a cluster [batch, kv_heads, n], bool.
@@ -115,24 +115,24 @@ class Clusters:
         step = torch.arange(n, device=keys.device)
         opened = torch.zeros_like(weight, dtype=torch.bool)
         done = torch.zeros_like(self.used)
-        apart = self._distances(keys)
+        distances = self._distances(keys)
         while True:
-            near, nearest = apart.min(dim=3)
+            near, nearest = distances.min(dim=3)
             waits = (step >= done) & (weight > 0)
             alone = waits & (near > self.delta[..., None])
             stop = step.where(alone, n).amin(dim=2, keepdim=True)
-            self._join(weight.where(waits & (step < stop), 0.0), nearest, luck, first)
+            self._join(weight.where(waits & (step < stop), 0.0), nearest, u, first)
             stuck = stop < n
             if not bool(stuck.any()):
                 return opened
             at = stop.clamp_max(n - 1)
             room = self.count.shape[2]
-            if most is None:
+            if limit is None:
                 self._make_room(stuck)
-            full = stuck & (self.used == most) if most is not None else torch.zeros_like(stuck)
+            full = stuck & (self.used == limit) if limit is not None else torch.zeros_like(stuck)
             merges = bool(full.any())
             if merges:
-                self._merge(full, near.gather(2, at), merge_luck)
+                self._merge(full, near.gather(2, at), draw)
             opens = stuck & ~full
             opened |= opens & (step == at)
             here = opens & (torch.arange(self.count.shape[2], device=keys.device) == self.used)
@@ -143,17 +143,17 @@ class Clusters:
             self.samples = torch.where(here[..., None], first + at[..., None], self.samples)
             done = stop + opens.long()
             if merges or self.count.shape[2] > room:
-                apart = self._distances(keys)
+                distances = self._distances(keys)
             else:
-                apart = torch.where(here[:, :, None], _apart(keys, key), apart)
+                distances = torch.where(here[:, :, None], _distance(keys, key), distances)
 
     def _distances(self, keys: Tensor) -> Tensor:
         """From keys to centres [batch, kv_heads, n, clusters]; infinite where there is none."""
-        return _apart(keys, self.centre).masked_fill(self.count[:, :, None] == 0, torch.inf)
+        return _distance(keys, self.centre).masked_fill(self.count[:, :, None] == 0, torch.inf)
 
-    def _join(self, weight: Tensor, into: Tensor, luck: Tensor, first: int) -> None:
+    def _join(self, weight: Tensor, into: Tensor, u: Tensor, first: int) -> None:
         """Lines 14 to 18: keys of a weight above zero join clusters."""
-        last, self.count = resample(self.count, weight, into, luck)
+        last, self.count = resample(self.count, weight, into, u)
         self.samples = torch.where(last >= 0, first + last, self.samples)
 
     def _make_room(self, stuck: Tensor) -> None:
@@ -164,7 +164,7 @@ class Clusters:
             self.centre = F.pad(self.centre, (0, 0, 0, room))
             self.samples = F.pad(self.samples, (0, 0, 0, room))
 
-    def _merge(self, full: Tensor, near: Tensor, luck: Callable[[Tensor], Tensor]) -> None:
+    def _merge(self, full: Tensor, near: Tensor, draw: Callable[[Tensor], Tensor]) -> None:
         """Double delta, and let clusters whose centres are now within it go into the oldest such.
 
         Without chains: what a cluster goes into goes nowhere itself. From 0, delta becomes the
@@ -174,15 +174,15 @@ class Clusters:
         Args:
             full: the heads it is about [batch, kv_heads, 1], bool.
             near: how near the waiting key is to a centre [batch, kv_heads, 1].
-            luck: from `born` to the luck of each cluster that goes.
+            draw: from `born` to the uniform numbers of each cluster that goes.
         """
         step = torch.arange(self.count.shape[2], device=near.device)
-        apart = self._distances(self.centre)
-        apart = apart.masked_fill(step[:, None] == step, torch.inf)
-        smallest = apart.amin(dim=(2, 3)).minimum(near[..., 0])
+        between = self._distances(self.centre)
+        between = between.masked_fill(step[:, None] == step, torch.inf)
+        smallest = between.amin(dim=(2, 3)).minimum(near[..., 0])
         wider = torch.where(self.delta > 0, 2 * self.delta, smallest)
         self.delta = torch.where(full[..., 0], wider, self.delta)
-        close = (apart <= self.delta[..., None, None]) & full[..., None]
+        close = (between <= self.delta[..., None, None]) & full[..., None]
         close &= (self.count > 0)[..., None] & (step > step[:, None])
         goes = step.expand(self.count.shape).clone()
         gone = torch.zeros_like(self.count, dtype=torch.bool)
@@ -191,7 +191,7 @@ class Clusters:
             goes = goes.masked_fill(follows, i)
             gone = gone | follows
         stays, moves = self.count.masked_fill(gone, 0.0), self.count.where(gone, 0.0)
-        last, self.count = resample(stays, moves, goes, luck(self.born))
+        last, self.count = resample(stays, moves, goes, draw(self.born))
         theirs = self.samples.gather(2, last.clamp_min(0))
         self.samples = torch.where(last >= 0, theirs, self.samples)
         order = gone.to(torch.uint8).argsort(dim=2, stable=True)
@@ -200,7 +200,7 @@ class Clusters:
         self.samples = self.samples.gather(2, order[..., None].expand(self.samples.shape))
 
 
-def _apart(keys: Tensor, others: Tensor) -> Tensor:
+def _distance(keys: Tensor, others: Tensor) -> Tensor:
     """Euclidean distances, float64, from differences: equal keys are at a distance of zero."""
     exact = "donot_use_mm_for_euclid_dist"
     return torch.cdist(keys.double(), others.double(), compute_mode=exact)

@@ -25,7 +25,9 @@ PIECE = 64
 """Arrivals looked at together; a whole prompt comes in pieces."""
 
 _PAIRS, _SAMPLES, _MERGES = range(3)
+"""What draws are for, by number."""
 _ROOM = 16
+"""Clusters there is room for at first, where their number has no limit."""
 
 
 @pool("subgen")
@@ -135,10 +137,8 @@ class SubGen(Pool):
     def _draw_pairs(self, new: Slots, first: int, fold: Fold) -> None:
         """UPDATEMATRIXPRODUCT (lines 24 to 28) and line 6; arrivals lie from slot `first` on."""
         weight = new.a.double().exp() * _squared_lengths(new)
-        luck = _luck(fold, _PAIRS, new.position, self.samples)
-        last, mu = resample(
-            fold.state["mu"][..., None], weight, torch.zeros_like(new.position), luck
-        )
+        u = fold.draws.several(_PAIRS, new.position, self.samples)
+        last, mu = resample(fold.state["mu"][..., None], weight, torch.zeros_like(new.position), u)
         drawn = last[:, :, 0]
         fold.state["pairs"] = torch.where(drawn >= 0, first + drawn, fold.state["pairs"])
         fold.state["mu"] = mu[..., 0]
@@ -150,14 +150,14 @@ class SubGen(Pool):
             new.keys,
             new.b.double().exp(),
             new.position,
-            _luck(fold, _SAMPLES, new.position, self.per_cluster),
+            fold.draws.several(_SAMPLES, new.position, self.per_cluster),
             first,
             self.clusters,
-            lambda born: _luck(fold, _MERGES, born, self.per_cluster),
+            lambda born: fold.draws.several(_MERGES, born, self.per_cluster),
         )
         came = fold.state["came"][..., None] + new.held.cumsum(dim=2)
-        most = before + opened.cumsum(dim=2) if self.clusters is None else self.clusters
-        fits = (came <= self.samples + most * self.per_cluster).all(dim=2)
+        count = before + opened.cumsum(dim=2) if self.clusters is None else self.clusters
+        fits = (came <= self.samples + count * self.per_cluster).all(dim=2)
         fold.state["still"] = fold.state["still"] & fits
         fold.state["came"] = came[..., -1]
 
@@ -193,8 +193,3 @@ class SubGen(Pool):
 def _squared_lengths(slots: Slots) -> Tensor:
     """Of the values, zero where a slot is empty [batch, kv_heads, slots], float64."""
     return slots.values.double().square().sum(dim=3).masked_fill(~slots.held, 0.0)
-
-
-def _luck(fold: Fold, purpose: int, position: Tensor, entries: int) -> Tensor:
-    """Luck in [0, 1) of each token for each entry [batch, kv_heads, n, entries], float64."""
-    return fold.draws.several(purpose, position, entries)
