@@ -33,19 +33,43 @@ class PolicyError(WeirError):
 
 
 class NotFiniteError(WeirError):
-    """What a model made of tokens is infinite or no number; the forward was taken back.
+    """What a model made of tokens is infinite or no number; the tokens were taken back.
 
     Attributes:
         layer: the layer that made such keys or values; None where nothing is cached, and it is the
             logits that are no numbers.
+        row: the row of the batch; None where there is one row only, or it is not known.
+        place: which token of the call, counted from 0; None where it is not known.
+        token: its id; None where it is not known.
     """
 
-    def __init__(self, layer: int | None, what: str = "the tokens of this call") -> None:
+    def __init__(
+        self,
+        layer: int | None,
+        *,
+        row: int | None = None,
+        place: int | None = None,
+        token: int | None = None,
+        from_there: bool = False,
+    ) -> None:
+        """`from_there`: the tokens of the call in front of it were taken in."""
+        named = "" if token is None else f" (id {token})"
+        whose = "" if row is None else f" of row {row}"
         made = "the model made logits that are no numbers"
         if layer is not None:
             made = f"layer {layer} of the model made keys or values that are not finite numbers"
-        super().__init__(f"{what} were refused: {made}; the stream is as it was before them")
+        if from_there and place is not None:
+            what = f"token {place + 1} of this call{named}{whose} and what comes after it"
+        else:
+            what = f"the tokens of this call{whose}"
+            if place is not None:
+                made += f" of token {place + 1}{named}"
+        stream = "stream" if row is None else "row"
+        super().__init__(f"{what} were refused: {made}; the {stream} is as it was before them")
         self.layer = layer
+        self.row = row
+        self.place = place
+        self.token = token
 
 
 def written(value: Any) -> str:

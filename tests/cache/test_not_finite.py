@@ -112,16 +112,72 @@ def test_a_first_token_that_is_refused_leaves_a_new_stream(llama, ids):
     assert torch.equal(stream.feed(tokens), other.feed(tokens))
 
 
-def test_the_whole_batch_waits_for_its_worst_row(llama, ids):
+@pytest.mark.parametrize("at", [0, 1, 9, 30])
+@pytest.mark.parametrize("kind", [torch.nan, torch.inf])
+def test_a_row_that_fails_is_that_row_s_own_affair(llama, ids, at: int, kind: float):
+    first, more = (torch.cat([good(ids, n, seed=s) for s in (0, 1, 2)]) for n in (20, 31))
+    stream = weir.Stream(llama, "sink(2) | recent(8) | heavy(4)", chunk=4)
+    alone = [weir.Stream(llama, "sink(2) | recent(8) | heavy(4)", chunk=4) for _ in range(3)]
+    bad = more.clone()
+    bad[1, at] = BAD
+    words = rf"token {at + 1} of this call \(id {BAD}\) of row 1 and what comes after.*layer 0"
+    with poisoned(llama, kind, 0):
+        stream.feed(first)
+        with pytest.raises(NotFiniteError, match=words) as caught:
+            stream.feed(bad)
+        for row, one in enumerate(alone):
+            one.feed(first[row])
+            one.feed(more[row] if row != 1 else more[row, :at]) if row != 1 or at else None
+        assert (caught.value.row, caught.value.layer) == (1, 0)
+        assert (caught.value.place, caught.value.token) == (at, BAD)
+        assert stream.cache.seen == [51, 20 + at, 51]
+        assert stream.seen == 51
+        after = torch.cat([good(ids, 15, seed=s) for s in (3, 4, 5)])
+        got = stream.feed(after, all_logits=True)
+        for row, one in enumerate(alone):
+            wanted = one.feed(after[row], all_logits=True)
+            close_runs(got[row], wanted[0], llama)
+            for layer in range(2):
+                mine, theirs = stream.slots(layer), one.slots(layer)
+                width = theirs.position.shape[2]
+                assert torch.equal(mine.position[row, :, :width], theirs.position[0])
+
+
+def test_all_rows_that_fail_fail_the_call(llama, ids):
     tokens = torch.cat([good(ids, 20), good(ids, 20, seed=1)])
-    stream, other = (weir.Stream(llama, "sink(2) | recent(8)", chunk=4) for _ in range(2))
-    other.feed(tokens)
-    with poisoned(llama, torch.nan, 0):
+    stream = weir.Stream(llama, "sink(2) | recent(8)", chunk=4)
+    with poisoned(llama, torch.nan, 1):
         stream.feed(tokens)
-        with pytest.raises(NotFiniteError, match=rf"token 1 of this call \(id 3, {BAD}\)"):
-            stream.feed([[3], [BAD]])
-        more = torch.tensor([[3], [4]])
-        close_runs(stream.feed(more), other.feed(more), llama)
+        with pytest.raises(NotFiniteError, match="token 1 of this call"):
+            stream.feed([[BAD], [BAD]])
+        assert stream.cache.seen == [20, 20]
+        assert stream.feed([[3], [4]]).isfinite().all()
+
+
+@pytest.mark.parametrize("length", [1, 6])
+def test_a_call_goes_on_without_a_row_that_fails_and_says_so_at_its_end(llama, ids, length):
+    tokens = torch.cat([good(ids, 20), good(ids, 20, seed=1)])
+    more = torch.cat([good(ids, length, seed=2), good(ids, length, seed=3)])
+    bad = more.clone()
+    bad[0, -1] = BAD
+    cache, kept, whole = (
+        weir.StreamingCache(llama, "sink(2) | recent(8)", chunk=4, failures=failures)
+        for failures in ("raise", "keep", "raise")
+    )
+    with torch.no_grad(), poisoned(llama, torch.nan, 1):
+        for one in (cache, kept, whole):
+            llama(tokens, past_key_values=one)
+        with pytest.raises(NotFiniteError, match="row 0 were refused: layer 1"):
+            llama(bad, past_key_values=cache)
+        got = llama(bad, past_key_values=kept).logits
+        wanted = llama(more, past_key_values=whole).logits
+        assert cache.seen == kept.seen == [20, 20 + length]
+        assert list(kept.failed) == [0] and isinstance(kept.failed[0], NotFiniteError)
+        close_runs(got[1], wanted[1], llama)
+        for one in (cache, kept):
+            again = llama(more[:1].expand(2, -1), past_key_values=one).logits
+            close_runs(again[0], wanted[0], llama)
+        assert kept.failed == {}
 
 
 def test_generate_of_transformers_is_told_and_the_cache_is_as_it_was(llama, ids):

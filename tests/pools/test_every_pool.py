@@ -15,7 +15,7 @@ from torch import Tensor
 
 import weir
 from weir.cache.layer.layer import Layer
-from weir.cache.layer.plan import cut
+from weir.cache.layer.spec import LayerSpec
 from weir.errors import PolicyError
 from weir.models.loading import ASSETS
 from weir.policies.grammar import policy
@@ -24,7 +24,6 @@ from weir.policies.registry import NAMED
 from weir.pools import POOLS
 from weir.pools.draws import Draws
 from weir.slab.attention import Form
-from weir.slab.positions import Place
 
 PIPES = {
     "sink": ["sink(3) | recent(6)"],
@@ -75,15 +74,13 @@ def fed(
     After each forward the slab is as large as before, and holds whole tokens of the stream.
     """
     pipe = policy(text).for_layer(0, 1)
-    layer = Layer(pipe, Place(), CHUNK, Draws(seed), 0, 1)
-    batch, seen, answers, sizes = keys.shape[0], 0, [], set()
+    layer = Layer(LayerSpec(pipe, chunk=CHUNK, draws=Draws(seed)))
+    seen, answers, sizes = 0, [], set()
     for width in (1, 1, 13, 2, 40, 33):
         span = slice(seen, seen + width)
-        waiting = [seen % CHUNK] * batch
-        plan = cut(None, batch, width, [seen] * batch, waiting, CHUNK, torch.device("cpu"))
         q, k, v = (t[:, :, span] for t in (queries, keys, values))
-        answers.append(layer.attend(q, k, v, Form(scale=0.4), plan))
-        layer.settle()
+        form = Form(scale=0.4)
+        answers.append(layer.feed(q, k, v, form, seen=seen, waiting=seen % CHUNK))
         seen += width
         assert layer.slab is not None
         sizes.add(layer.slab.nbytes)

@@ -18,14 +18,13 @@ from transformers import DynamicCache
 
 import weir
 from weir.cache.layer.layer import Layer
-from weir.cache.layer.plan import cut
+from weir.cache.layer.spec import LayerSpec
 from weir.errors import PolicyError, WeirError
 from weir.policies.grammar import policy
 from weir.policies.library import buzz
 from weir.pools import Fold, Hive, Recent, Sink
 from weir.pools.draws import Draws
 from weir.slab.attention import Form
-from weir.slab.positions import Place
 
 PADDING = (0, 3, 9)
 PROMPT, MORE = 40, 45
@@ -392,7 +391,7 @@ def test_the_smallest_budget_works(stride, twins):
 def test_strange_keys_and_values_are_kept_like_others(text, kind):
     """A layer by itself: one or two KV heads of 7 numbers to a key and 5 to a value."""
     heads, length, chunk = (1 if kind == "one odd head" else 2), 90, 4
-    layer = Layer(policy(text), Place(), chunk, Draws(0), 0, 1)
+    layer = Layer(LayerSpec(policy(text), chunk=chunk))
     generator = torch.Generator().manual_seed(2)
     queries = torch.randn(1, heads, length, 7, generator=generator)
     keys = torch.randn(1, heads, length, 7, generator=generator)
@@ -401,9 +400,7 @@ def test_strange_keys_and_values_are_kept_like_others(text, kind):
         keys = keys[:, :, :1].expand(-1, -1, length, -1)
     if kind == "zero values":
         values = torch.zeros_like(values)
-    plan = cut(None, 1, length, [0], [0], chunk, torch.device("cpu"))
-    out = layer.attend(queries, keys, values, Form(scale=0.4), plan)
-    layer.settle()
+    out = layer.feed(queries, keys, values, Form(scale=0.4))
     assert out.isfinite().all()
     if kind == "zero values":
         assert out.eq(0).all()

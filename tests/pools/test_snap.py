@@ -19,13 +19,14 @@ from torch import Tensor
 import weir
 from weir.cache.layer.layer import Layer
 from weir.cache.layer.plan import cut
+from weir.cache.layer.spec import LayerSpec
 from weir.errors import WeirError
 from weir.policies.pipe import Pipe
 from weir.pools import Fold, Recent, Sink, Snap
 from weir.pools.draws import Draws
 from weir.pools.ranked import pooled
 from weir.slab.attention import Form
-from weir.slab.positions import Alibi, Place
+from weir.slab.positions import Alibi, LayerPositions
 from weir.slab.slots import Slots
 
 HEADS, GROUP, DIM = 2, 2, 4
@@ -61,7 +62,7 @@ class Stream:
     batch: int = 1
     lag: int = 0
     form: Form = field(default_factory=lambda: Form(SCALE))
-    place: Place = field(default_factory=Place)
+    place: LayerPositions = field(default_factory=LayerPositions)
     full: int = 0
     origin: int = 0
 
@@ -70,7 +71,7 @@ class Stream:
         shape = (self.batch, HEADS * GROUP, self.length + self.batch * self.lag, DIM)
         self.queries = 1.5 * torch.randn(shape, generator=generator)
         self.keys = 1.5 * torch.randn(self.batch, HEADS, *shape[2:], generator=generator)
-        self.layer = Layer(self.pipe, self.place, self.chunk, Draws(0), 0, 1)
+        self.layer = Layer(LayerSpec(self.pipe, self.place, self.chunk))
         self.seen, self.waiting, self.at = [0] * self.batch, [0] * self.batch, 0
 
     def read(self, columns: int) -> None:
@@ -86,18 +87,14 @@ class Stream:
             self.waiting,
             self.chunk,
             real.device,
-            full=bool(self.full) and self.at == 0,
+            prefill=bool(self.full) and self.at == 0,
             origin=self.origin,
         )
         q, k = self.queries[:, :, part], self.keys[:, :, part]
         self.layer.attend(q, k, k, self.form, plan)
-        self.layer.settle()
+        self.layer.commit()
         self.at += columns
-        for piece in plan.pieces:
-            for row, count in enumerate(piece.counts):
-                self.seen[row] = piece.seen[row] + count
-                folded = row in piece.full
-                self.waiting[row] = 0 if folded else piece.waiting[row] + count
+        self.seen, self.waiting = plan.after(self.seen, self.waiting)
 
     def places(self, row: int, head: int, pool: int) -> list[int]:
         """The tokens of one pool, counted from the first of the stream."""
@@ -218,7 +215,7 @@ def test_votes_are_the_attention_of_the_layer_with_its_capping_and_its_biases():
         chunk=6,
         length=600,
         form=Form(SCALE, softcap=1.5),
-        place=Place(alibi=Alibi(torch.tensor(slopes))),
+        place=LayerPositions(alibi=Alibi(torch.tensor(slopes))),
     )
     own = {(0, head): stream.own(0, head) for head in range(HEADS)}
     logits_of = logits_with({at: k for at, (_, k) in own.items()}, 1.5, slopes)

@@ -11,10 +11,11 @@ from roundings import close, largest, off, within
 from torch import Tensor
 
 from weir.cache.layer.fold import Folding
+from weir.cache.layer.spec import LayerSpec
 from weir.policies.grammar import policy
-from weir.pools.draws import Draws
-from weir.slab.positions import Place, Rotary, rolled
+from weir.slab.positions import LayerPositions, Rotary, rolled
 from weir.slab.slab import Slab
+from weir.slab.spec import Heads
 
 FAR = 4_000_000
 DIM = 16
@@ -155,9 +156,8 @@ def test_an_unbroken_stream_stays_where_it_is():
 def test_a_thousand_folds_cost_a_survivor_no_more_precision_than_one(dtype):
     # What attention reads is made anew from the master at each fold, so after any number of folds a
     # sink is its master rotated once: to the bit what one move of that length gives.
-    folding = Folding(policy("sink(2) | recent(3)"), Place(rotary()), 4, Draws(0), 0, 1)
-    like = torch.zeros(1, 1, 1, DIM, dtype=dtype)
-    slab = Slab(like, like, 9, masters=2)
+    spec = LayerSpec(policy("sink(2) | recent(3)"), LayerPositions(rotary()), 4)
+    folding, slab = Folding(spec), Slab(spec.slab(Heads(1, 1, DIM, DIM, dtype)), 1)
     sinks = normal(1, 1, 2, DIM).to(dtype)
     slab.masters[:] = sinks
     slab.position[..., :2] = torch.tensor([0, 1])

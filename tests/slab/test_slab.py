@@ -24,6 +24,7 @@ from weir.pools.draws import Draws
 from weir.slab.attention import split_weights
 from weir.slab.slab import Slab
 from weir.slab.slots import Slots
+from weir.slab.spec import Heads, SlabSpec
 
 PROMPT, MORE, CHUNK = 19, 14, 4
 PADDING = (0, 3, 9)
@@ -448,8 +449,8 @@ def some_slots(places: list[list[int]], seed: int = 0) -> Slots:
 
 def a_slab() -> Slab:
     """An empty slab of eight slots, one row and two heads, with every buffer."""
-    like = torch.zeros(1, 2, 1, 4)
-    return Slab(like, like, 8, masters=3, mass=True, two_weights=True, frames=True)
+    heads = Heads(2, 1, 4, 4, torch.float32)
+    return Slab(SlabSpec(heads, 8, masters=3, mass=True, two_weights=True, frames=True), 1)
 
 
 def test_taking_slots_leaves_what_was_not_named_empty():
@@ -510,8 +511,7 @@ def test_growing_a_slab_keeps_what_it_holds_and_adds_empty_slots():
 
 
 def test_rows_come_and_go_by_their_index():
-    like = torch.zeros(3, 1, 1, 2)
-    slab = Slab(like, like, 4)
+    slab = Slab(SlabSpec(Heads(1, 1, 2, 2, torch.float32), 4), 3)
     slab.keys += torch.arange(3.0)[:, None, None, None]
     part = slab.rows(torch.tensor([2, 0]))
     assert part.keys[:, 0, 0, 0].tolist() == [2.0, 0.0]

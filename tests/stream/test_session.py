@@ -175,7 +175,7 @@ def test_what_is_no_name_of_a_file_is_refused(llama, ids, path):
 
 
 def test_a_session_is_restored_into_a_model_only(saved):
-    with pytest.raises(WeirError, match="into a transformers model, not a str"):
+    with pytest.raises(WeirError, match="serves transformers models, not a str"):
         weir.Stream.restore("nano", saved)
 
 
@@ -244,10 +244,10 @@ def test_facts_that_are_no_facts_are_refused(llama, tmp_path, facts):
 def test_a_session_of_a_newer_weir_is_refused_by_its_number(llama, ids, tmp_path, monkeypatch):
     stream = weir.Stream(llama, POLICY)
     stream.feed(ids(1, 9))
-    monkeypatch.setattr(session, "FORMAT", 2)
+    monkeypatch.setattr(session, "FORMAT", 3)
     stream.save(tmp_path / "newer")
     monkeypatch.undo()
-    refused(llama, tmp_path / "newer", "session format 2; this weir reads format 1")
+    refused(llama, tmp_path / "newer", "session format 3; this weir reads format 2")
 
 
 def test_a_session_of_another_model_is_refused_and_says_what_differs(fresh_llama, llama, saved):
@@ -284,9 +284,10 @@ def test_a_policy_that_is_no_longer_known_is_named(llama, saved, monkeypatch):
 
 def test_a_session_says_what_it_is(saved):
     facts, tensors = session.read(saved)
-    assert (facts["policy"], facts["tokens"], facts["format"]) == (POLICY, PARTLY_FULL, 1)
+    assert (facts["policy"], facts["format"]) == (POLICY, 2)
+    assert [row["seen"] for row in facts["rows"]] == [PARTLY_FULL]
     assert facts["model"]["kind"] == "llama"
-    assert {"generator", "logits", "0.keys", "1.values"} <= set(tensors)
+    assert {"generator", "logits", "0.0.keys", "0.1.values"} <= set(tensors)
     json.dumps(facts)
 
 

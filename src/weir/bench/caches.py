@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
@@ -83,8 +81,7 @@ class Weir(Decoding):
     def __init__(self, model: PreTrainedModel, policy: str, chunk: int = 64) -> None:
         super().__init__(model, StreamingCache(model, policy, chunk=chunk))
         self.folds: list[float] = []
-        self._end = self.cache.weir_end
-        self.cache.weir_end = self._timed  # type: ignore[method-assign]
+        self.cache.on_fold = lambda folded: self.folds.append(folded.seconds)
 
     def fill(self, tokens: int) -> None:
         """Feed so many random tokens."""
@@ -103,7 +100,7 @@ class Weir(Decoding):
     @property
     def waiting(self) -> int:
         """Tokens in the tail."""
-        return sum(self.cache.rows.waiting)
+        return sum(self.cache.waiting)
 
     @property
     def read_bytes(self) -> int:
@@ -115,13 +112,6 @@ class Weir(Decoding):
             for t in (layer.slab.keys, layer.slab.values):
                 total += t[:, :, :slots].nbytes
         return total
-
-    def _timed(self, *, finished: bool) -> None:
-        before = self.waiting
-        start = time.perf_counter()
-        self._end(finished=finished)
-        if before and self.waiting == 0:
-            self.folds.append(time.perf_counter() - start)
 
 
 def full(setting: Setting, model: PreTrainedModel, policy: str, slots: int, more: str = "") -> Weir:

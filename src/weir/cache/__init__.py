@@ -1,11 +1,21 @@
 """A transformers `Cache` of fixed size."""
 
-from weir.cache.cache import Positions, Prefill, StreamingCache
-from weir.cache.contents import Held
+from weir.cache.cache import Positions, Prefill, StreamingCache, free_memory
+from weir.cache.contents import Contents
+from weir.cache.forward import Folded, Forward
+from weir.cache.layers import LayerPlan, pipes_of, plan_layers
+from weir.cache.state import RowState
 
 __all__ = [
-    "Held",
+    "Contents",
+    "Folded",
+    "Forward",
+    "LayerPlan",
     "Positions",
     "Prefill",
+    "RowState",
     "StreamingCache",
+    "free_memory",
+    "pipes_of",
+    "plan_layers",
 ]

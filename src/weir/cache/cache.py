@@ -1,12 +1,15 @@
 """`StreamingCache`: a transformers `Cache` that holds a policy's slots and no more.
 
-Between transformers and the layers: it answers what a cache is asked, and runs a forward's plan
-through the layers. Knows nothing about what the pools do.
+Between transformers and the layers: it answers what a cache is asked, and gives its rows to those
+who move them. Knows nothing about what the pools do, nor how a call goes through the layers.
 """
 
 from __future__ import annotations
 
+import os
 import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -14,18 +17,28 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from weir.cache.contents import Held, look
-from weir.cache.layer import Layer, Plan
+from weir.cache.contents import Contents, contents_of, report
+from weir.cache.forward import Folded, Forward
+from weir.cache.layer import Layer
+from weir.cache.layers import pipes_of, plan_layers, reach_of
 from weir.cache.rows import Rows
-from weir.cache.step import Step
-from weir.errors import NotFiniteError, WeirError, shortened, shown
-from weir.models import DROPPING, Endings, LayerFacts, attach, describe, detach
-from weir.policies import Pipe, Policy, policy_of
-from weir.pools import Draws, Recent, fits
-from weir.slab import Form, Place
+from weir.cache.state import RowState, check_kind
+from weir.errors import WeirError, shortened, shown
+from weir.models import (
+    DROPPING,
+    Endings,
+    attach,
+    describe,
+    detach,
+    input_device,
+    transformers_model,
+)
+from weir.policies import Policy, policy_of
+from weir.pools import fits
 
 Positions = Literal["rolling", "original"]
 Prefill = Literal["chunked", "full"]
+Failures = Literal["raise", "keep"]
 
 
 class StreamingCache(Cache):
@@ -34,6 +47,10 @@ class StreamingCache(Cache):
     Pass it to `model.generate(..., past_key_values=cache)` or `model(..., past_key_values=cache)`.
     Several turns may use one cache: pass the whole conversation again, or only what is new together
     with an attention mask as long as everything so far.
+
+    Each row of a batch is a stream of its own. Rows can be taken out, put in and emptied while the
+    others go on (`take_row`, `put_row`, `reset_row`), and where the keys of one are no numbers, or
+    a token of one is out of range, only that row's tokens are taken back.
 
     Args:
         model: the causal language model it is for.
@@ -49,9 +66,19 @@ class StreamingCache(Cache):
             of its tokens exactly and folds them once. That holds the keys and values of the whole
             prompt in one layer at a time, and time that grows with its square.
         origin: the place in the stream of the first token.
+        batch: how many rows there are, empty at first, their slots made at once; None for as many
+            as are fed first.
+        failures: what becomes of a row whose tokens are refused while the others go on: `"raise"`
+            an error at the end of the call, or `"keep"` it in `failed`, and let the call answer.
+
+    Attributes:
+        on_fold: called after each forward in which rows folded, with what folded; None to listen no
+            longer. It must not use the cache's model.
+        failed: by row, why its tokens of the last forward were refused.
 
     Raises:
-        WeirError: the model cannot be served, or an argument makes no sense.
+        WeirError: the model cannot be served, an argument makes no sense, or the slots do not fit
+            into memory.
         PolicyError: the policy cannot be read.
     """
 
@@ -67,54 +94,54 @@ class StreamingCache(Cache):
         positions: Positions = "rolling",
         prefill: Prefill = "chunked",
         origin: int = 0,
+        batch: int | None = None,
+        failures: Failures = "raise",
     ) -> None:
         super().__init__(layers=[])
         _one_of("positions", positions, ("rolling", "original"))
         _one_of("prefill", prefill, ("chunked", "full"))
-        for name, value, least in (("chunk", chunk, 1), ("seed", seed, 0), ("origin", origin, 0)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise WeirError(f"{name} must be a whole number from {least} on, not {value!r}")
+        _one_of("failures", failures, ("raise", "keep"))
+        numbers = [("chunk", chunk, 1), ("seed", seed, 0), ("origin", origin, 0)]
+        if batch is not None:
+            numbers.append(("batch", batch, 1))
+        for name, value, at_least in numbers:
+            if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+                raise WeirError(f"{name} must be a whole number from {at_least} on, not {value!r}")
+        served = transformers_model(model)
+        self._device = input_device(served)
         self.policy = policy_of(policy)
         self.chunk = chunk
         self.seed = seed
         self.positions = positions
         self.prefill = prefill
         self.origin = origin
-        self.stack = self._make_layers(model)
-        self._model = weakref.ref(model)
-        self.attachment = attach(model, self)
+        self.failures = failures
+        self.on_fold: Callable[[Folded], None] | None = None
+        rolling = positions == "rolling"
+        pipes = pipes_of(self.policy, describe(served))
+        facts = describe(served, reach=reach_of(pipes, chunk, rolling=rolling))
+        self._rotaries = facts.rotations
+        self._plans = plan_layers(facts, pipes, chunk, seed=seed, rolling=rolling)
+        self._check_room(batch or 1)
+        self.stack = [Layer(plan.spec) for plan in self._plans]
+        self._kind = facts.kind
+        self._model = weakref.ref(served)
+        self.attachment = attach(served, self)
+        self._batch = batch
         self.reset()
 
-    def _make_layers(self, model: PreTrainedModel) -> list[Layer]:
-        known = describe(model).layers
-        count = len(known)
-        # Sliding layers beside full ones keep their own window; the policy shares out the others.
-        full = [index for index, layer in enumerate(known) if layer.window is None]
-        served = full or list(range(count))
-        asked = [self.policy.for_layer(place, len(served)) for place in range(len(served))]
-        pipes = [asked[served.index(index) if index in served else 0] for index in range(count)]
-        most = max((pipe.slots or 0) for pipe in pipes) + self.chunk
-        limited = all(pipe.slots is not None for pipe in pipes)
-        facts = describe(model, reach=most if limited and self.positions == "rolling" else None)
-        self._rotations = facts.rotations
-        everywhere = facts.sliding is not None and limited
-        if everywhere and facts.sliding is not None and most > facts.sliding:
+    def _check_room(self, batch: int) -> None:
+        """Refuse slots that do not fit into what memory is free, before any is taken."""
+        if any(plan.spec.pipe.slots is None for plan in self._plans):
+            return  # it grows, and nobody knows how far
+        needed = sum(plan.slab.nbytes(batch) for plan in self._plans)
+        free = free_memory(self._device)
+        if free is not None and needed > free:
             raise WeirError(
-                f"every layer of this model sees only {facts.sliding} tokens, fewer than the "
-                f"policy's {most - self.chunk} slots and a chunk of {self.chunk}; "
-                "take a smaller budget"
+                f"the slots of {shortened(str(self.policy))} in {len(self._plans)} layers take "
+                f"{needed:,} bytes for {batch} row{'s' * (batch > 1)}, and {free:,} are free on "
+                f"{self._device}; take a smaller budget, or fewer rows"
             )
-        layers = []
-        for index, (layer, pipe) in enumerate(zip(facts.layers, pipes, strict=True)):
-            window = None if everywhere else layer.window
-            own = pipe if window is None else Pipe((Recent(window),))
-            place = self._place(layer, model, window)
-            draws = Draws(self.seed, index)
-            layers.append(Layer(own, place, self.chunk, draws, index, count))
-        return layers
-
-    def _place(self, facts: LayerFacts, model: PreTrainedModel, window: int | None) -> Place:
-        return Place(facts.rotary, facts.alibi, window, self.positions == "rolling")
 
     # --- what transformers asks of a cache
 
@@ -126,13 +153,14 @@ class StreamingCache(Cache):
         Raises:
             WeirError: the call did not come through the model this cache was made for.
         """
-        if self.attachment.running is not self:
+        forward = self.attachment.running
+        if not isinstance(forward, Forward) or forward.owner is not self:
             raise WeirError(
                 "this cache was made for another model, or detached from this one; "
                 "a cache serves one model only"
             )
         key_states = key_states.view_as(key_states)
-        key_states.weir = (self, layer_idx)  # type: ignore[attr-defined]
+        key_states.weir = (forward, layer_idx)  # type: ignore[attr-defined]
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -221,12 +249,11 @@ class StreamingCache(Cache):
         model = self._model()
         if model is None:
             raise WeirError("the model of this cache is gone")
-        made = StreamingCache(model, self.policy, seed=self.seed, **self.state()["made_with"])
-        made.load_state(self.state())
-        for mine, other in zip(self.stack, made.stack, strict=True):
-            if mine.slab is not None:
-                everyone = torch.arange(len(self.rows.seen), device=mine.slab.keys.device)
-                other.load_slab(mine.slab.rows(everyone))
+        # Copied together with its model, it is a cache of the copy.
+        made = StreamingCache(
+            memo.get(id(model), model), self.policy, seed=self.seed, **self.made_with
+        )
+        made.put_rows(self.take_rows())
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -241,17 +268,176 @@ class StreamingCache(Cache):
         )
 
     def reset(self) -> None:
-        """Forget everything; the next call starts a new stream."""
+        """Forget everything; the next call starts a new stream in each row."""
         for layer in self.stack:
             layer.reset()
         self.rows = Rows()
-        self._asked: set[tuple[str | None, int]] = set()
-        self._running: tuple[Plan, Rows] | None = None
-        self._broken = False
+        self.broken = False
+        self.failed: dict[int, WeirError] = {}
+        if self._batch is not None:
+            self._open(self._batch)
 
     def detach(self) -> None:
         """Take weir out of the model; the cache cannot be used any more."""
         detach(self)
+
+    # --- rows that come and go
+
+    def take_row(self, row: int) -> RowState:
+        """The whole state of a row, to be put into this cache or another; the row stays as it is.
+
+        Raises:
+            WeirError: there is no such row.
+        """
+        self._check_row(row)
+        self._check_whole()
+        only = self.rows.select([row])
+        tensors: dict[str, Tensor] = {}
+        lengths = []
+        for index, layer in enumerate(self.stack):
+            its, used = layer.take_row(row)
+            tensors |= {f"{index}.{name}": t for name, t in its.items()}
+            lengths.append(used)
+        facts = {
+            "columns": only.columns,
+            "seen": only.seen[0],
+            "waiting": only.waiting[0],
+            "claimed": only.claimed[0],
+            "last": only.last[0],
+            "ended": only.ended[0],
+            "seed": self.stack[0].seeds[row],
+            "lengths": lengths,
+        }
+        return RowState(self.kind, facts, tensors)
+
+    def put_row(self, row: int, state: RowState) -> None:
+        """Put a row in the place of another, to go on as it would have where it was taken.
+
+        Args:
+            row: which row; of a cache that nothing was fed to, row 0 makes it a cache of one row.
+            state: from `take_row` of any cache of the same model, policy, chunk, positions and
+                origin.
+
+        Raises:
+            WeirError: there is no such row, or the state is of another model, policy, chunk or
+                dtype, or not whole; the row is as it was.
+        """
+        if not isinstance(state, RowState):
+            raise WeirError(f"a row's state is what take_row gives, not {shown(state)}")
+        self._check_whole()
+        if self.rows.batch is None and row == 0 and not isinstance(row, bool):
+            check_kind(self.kind, state.kind)
+            self._open(1)
+        self._check_row(row)
+        check_kind(self.kind, state.kind)
+        own = [self._own_tensors(index, state) for index in range(len(self.stack))]
+        facts = state.facts
+        other = Rows(
+            facts["columns"],
+            *([facts[name]] for name in ("seen", "waiting", "claimed", "last", "ended")),
+        )
+        for layer, tensors, lengths in zip(self.stack, own, facts["lengths"], strict=True):
+            layer.put_row(row, tensors, lengths, facts["seed"])
+        self.rows = self.rows.with_row(row, other)
+
+    def take_rows(self) -> list[RowState]:
+        """The whole state of every row; none before the first token."""
+        self._check_whole()
+        if self.rows.batch is None or self.stack[0].slab is None:
+            return []
+        return [self.take_row(row) for row in range(self.rows.batch)]
+
+    def put_rows(self, states: Sequence[RowState]) -> None:
+        """Take over rows of another cache in place of all of its own.
+
+        Raises:
+            WeirError: as `put_row`.
+        """
+        for state in states:
+            check_kind(self.kind, state.kind)
+        self.reset()
+        if not states:
+            return
+        self._open(len(states))
+        for row, state in enumerate(states):
+            self.put_row(row, state)
+        self.rows = replace(self.rows, columns=max(state.facts["columns"] for state in states))
+
+    def reset_row(self, row: int, *, seed: int | None = None) -> None:
+        """Empty a row, for a new stream; the others stay as they are.
+
+        Args:
+            row: which row.
+            seed: of its draws; None for the cache's.
+
+        Raises:
+            WeirError: there is no such row, or the seed is none.
+        """
+        if seed is not None and (not fits(seed, int) or seed < 0):
+            raise WeirError(f"seed must be a whole number from 0 on, not {shown(seed)}")
+        self._check_whole()
+        self._check_row(row)
+        for layer in self.stack:
+            layer.reset_row(row, self.origin, self.seed if seed is None else seed)
+        self.rows = self.rows.with_row(row, Rows.empty(1))
+
+    def _own_tensors(self, index: int, state: RowState) -> dict[str, Tensor]:
+        """The tensors of a state for one layer, checked, on the layer's device."""
+        slab = self.stack[index].slab
+        assert slab is not None
+        found = {}
+        for name, mine in slab.tensors().items():
+            theirs = state.tensors.get(f"{index}.{name}")
+            if theirs is None:
+                raise WeirError(f"this row's state has no {name} of layer {index}")
+            grows = self.stack[index].spec.pipe.slots is None and mine.ndim > 2
+            shape = list(mine.shape[1:])
+            own = list(theirs.shape[1:])
+            if grows and len(own) == len(shape):
+                shape[1], own[1] = 0, 0
+            if theirs.ndim != mine.ndim or theirs.shape[0] != 1 or own != shape:
+                raise WeirError(
+                    f"{name} of layer {index} in this row's state is {list(theirs.shape)}, and "
+                    f"this cache needs {[1, *mine.shape[1:]]}"
+                )
+            if theirs.dtype != mine.dtype:
+                raise WeirError(
+                    f"{name} of layer {index} in this row's state is {theirs.dtype}, and this "
+                    f"cache has {mine.dtype}"
+                )
+            found[name] = theirs.to(mine.device)
+        return found
+
+    def _open(self, batch: int) -> None:
+        """Make the slots of so many empty rows."""
+        self._check_room(batch)
+        model = self._model()
+        for layer, plan in zip(self.stack, self._plans, strict=True):
+            device = self._device_of(model, plan.spec.index)
+            start = torch.full((batch,), self.origin, dtype=torch.int64, device=device)
+            layer.allocate(plan.heads, batch, start, device, [self.seed] * batch)
+        self.rows = Rows.empty(batch)
+
+    def _device_of(self, model: PreTrainedModel | None, layer: int) -> torch.device:
+        """Where the keys of a layer come to be."""
+        placed = getattr(model, "hf_device_map", None)
+        if model is None or not placed:
+            return self._device
+        module = self.attachment.facts.attentions[layer]
+        held = next(module.parameters(), None)
+        where = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if where is not None:
+            return torch.device(where)
+        return self._device if held is None or held.device.type == "meta" else held.device
+
+    def _check_row(self, row: int) -> None:
+        batch = self.rows.batch
+        if batch is None or self.stack[0].slab is None:
+            raise WeirError(
+                "this cache has no rows yet: feed it, or make it with batch=n for n empty rows"
+            )
+        if not fits(row, int) or not 0 <= row < batch:
+            raise WeirError(f"row {shown(row)} does not exist; the rows are 0 to {batch - 1}")
 
     # --- what people, the stream and the command line ask
 
@@ -280,7 +466,19 @@ class StreamingCache(Cache):
         """Bytes of all slabs; fixed from the first token on."""
         return sum(layer.slab.nbytes for layer in self.stack if layer.slab is not None)
 
-    def slots(self, layer: int = 0) -> Held:
+    @property
+    def waiting(self) -> list[int]:
+        """Tokens that wait for the next fold, by row."""
+        return list(self.rows.waiting)
+
+    @property
+    def slots_by_layer(self) -> list[int | None]:
+        """Slots that the policy has in each layer, those of new tokens not among them; None where
+        there is no limit.
+        """
+        return [layer.spec.pipe.slots for layer in self.stack]
+
+    def slots(self, layer: int = 0) -> Contents:
         """What one layer holds now.
 
         Raises:
@@ -292,176 +490,109 @@ class StreamingCache(Cache):
             raise WeirError(
                 f"layer {shown(layer)} does not exist; the model's layers are 0 to {last}"
             )
-        return look(self.stack[layer], self.rows.waiting)
+        return contents_of(self.stack[layer], self.rows.waiting)
 
-    def report(self) -> dict[str, Any]:
-        """Bytes, tokens seen, and per layer its bytes and the slots of every pool (row 0)."""
+    def report(self, row: int = 0) -> dict[str, Any]:
+        """Bytes, tokens seen, and per layer its bytes and the slots of every pool in one row."""
         self._check_whole()
-        layers = []
-        for layer in self.stack:
-            lengths = layer.lengths[0] if layer.slab is not None else [0] * len(layer.pipe.pools)
-            held: dict[str, int] = {}
-            for pool, length in zip(layer.pipe.pools, lengths, strict=True):
-                held[pool.name] = held.get(pool.name, 0) + length
-            held["new"] = self.rows.waiting[0] if self.rows.waiting else 0
-            layers.append(
-                {
-                    "policy": str(layer.pipe),
-                    "slots": held,
-                    "bytes": 0 if layer.slab is None else layer.slab.nbytes,
-                }
-            )
+        waiting = self.rows.waiting[row] if self.rows.waiting else 0
         return {
             "policy": str(self.policy),
             "positions": self.positions,
             "chunk": self.chunk,
             "seen": self.seen,
             "bytes": self.nbytes,
-            "layers": layers,
+            "layers": [report(layer, row, waiting) for layer in self.stack],
         }
 
-    def state(self) -> dict[str, Any]:
-        """Everything but the tensors, as JSON can hold it.
-
-        Raises:
-            WeirError: a call was interrupted while it folded.
-        """
-        self._check_whole()
+    @property
+    def made_with(self) -> dict[str, Any]:
+        """What it was made with beside the model, the policy and the seed."""
         return {
-            "made_with": {
-                "chunk": self.chunk,
-                "positions": self.positions,
-                "prefill": self.prefill,
-                "origin": self.origin,
-            },
-            "rows": self.rows.as_json(),
-            "lengths": [layer.lengths for layer in self.stack],
+            "chunk": self.chunk,
+            "positions": self.positions,
+            "prefill": self.prefill,
+            "origin": self.origin,
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what `state` returned; the layers' slabs come apart from it."""
-        self.rows = Rows(**state["rows"])
-        for layer, lengths in zip(self.stack, state["lengths"], strict=True):
-            layer.lengths = [list(row) for row in lengths]
+    @property
+    def kind(self) -> dict[str, Any]:
+        """What a cache must have in common with this one to go on with its rows (`RowState`)."""
+        heads = []
+        for layer, plan in zip(self.stack, self._plans, strict=True):
+            sizes, slab = plan.heads, layer.slab
+            its = [sizes.kv_heads, sizes.group, sizes.key_dim, sizes.value_dim, sizes.dtype]
+            if slab is not None:  # of a model spread over devices, this device's share
+                its[0], its[2:] = (
+                    slab.keys.shape[1],
+                    [
+                        slab.keys.shape[3],
+                        slab.values.shape[3],
+                        slab.keys.dtype,
+                    ],
+                )
+            heads.append([*its[:4], str(its[4]).removeprefix("torch.")])
+        return {
+            "policy": str(self.policy),
+            "chunk": self.chunk,
+            "positions": self.positions,
+            "origin": self.origin,
+            "model": {"kind": self._kind, "layers": len(self.stack), "heads": heads},
+        }
 
     # --- what the hooks of the model ask
 
-    def weir_begin(self, given: dict[str, Any]) -> None:
+    def begin(self, given: dict[str, Any], without: tuple[int, ...] = ()) -> Forward:
         """A forward begins; `given` are the decoder's arguments by name.
 
         Raises:
             WeirError: the forward does not continue this stream.
         """
         self._check_whole()
-        self._running = self.rows.take(
+        if not without:
+            self.failed = {}
+        begun = self.rows.begin(
             given,
             Endings.of(getattr(self._model(), "generation_config", None)),
             vocabulary=self.attachment.facts.vocabulary,
             chunk=self.chunk,
-            full=self.prefill == "full",
+            prefill=self.prefill == "full",
             origin=self.origin,
+            without=without,
         )
+        if self.rows.batch is None and len(begun.after.seen) > 1:
+            self._check_room(len(begun.after.seen))
+        return Forward(self, given, begun, self._rotaries, without)
 
-    def weir_end(self, *, finished: bool) -> None:
-        """A forward has ended; if not `finished`, it failed somewhere and never happened.
+    def end(self) -> None:
+        """A forward has ended.
 
         Raises:
-            NotFiniteError: keys or values of the forward are not finite; it never happened.
+            WeirError: tokens of a row were refused; the other rows went on.
         """
-        running, self._running = self._running, None
-        if running is None:
-            return
-        refused = self._refusal() if finished else None
-        if not finished or refused is not None:
-            for layer in self.stack:
-                layer.take_back()
-            if refused is not None:
-                raise refused
-            return
-        self._broken = True
-        for layer in self.stack:
-            layer.settle()
-        self._broken = False
-        self.rows = running[1]
-
-    def _refusal(self) -> NotFiniteError | None:
-        """What is to be said of the forward under way, if it is one of which no token may stay."""
-        unseen = [numbers for layer in self.stack for numbers in layer.unseen]
-        if not unseen:
-            return None
-        device = unseen[0].device
-        if bool(torch.cat([numbers.to(device) for numbers in unseen]).isfinite().all()):
-            return None
-        wrong = [not all(bool(t.isfinite().all()) for t in layer.unseen) for layer in self.stack]
-        return NotFiniteError(wrong.index(True))
+        if self.failed and self.failures == "raise":
+            raise self.failed[min(self.failed)]
 
     def _check_whole(self) -> None:
-        if self._running is not None:
-            self.weir_end(finished=False)  # a call that Ctrl-C ended never reached its own end
-        if self._broken:
+        if self.broken:
             raise WeirError(
                 "a call with this cache was interrupted while it folded; reset() it or restore a "
                 "saved session"
             )
 
-    def rotations(
-        self, kind: str | None, width: int, device: torch.device
-    ) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines at the places of the forward under way.
 
-        Args:
-            kind: the type of layers; None where the model does not tell them apart.
-            width: as many as the model wants for a head.
-            device: where.
-
-        Returns:
-            Twice [batch or 1, length, width], float32; None where no layer rotates.
-        """
-        assert self._running is not None
-        self._asked.add((kind, width))
-        if not self._rotations:
-            return None
-        rotary = self._rotations.get(kind) or next(iter(self._rotations.values()))
-        return rotary.tables(self._running[0].positions.to(device), width)
-
-    def step(self) -> Step | None:
-        """The forward under way as a compiled step; None if it has to go the usual way."""
-        assert self._running is not None
-        plan = self._running[0]
-        piece = plan.pieces[0] if len(plan.pieces) == 1 else None
-        if piece is None or plan.full or not (plan.whole and piece.even and piece.width == 1):
-            return None
-        spots = [layer.spot() for layer in self.stack]
-        whole = [spot for spot in spots if spot is not None and spot.b.device == piece.device]
-        if torch.is_grad_enabled() or len(whole) < len(spots):
-            return None
-        ends = [layer.ends(piece.waiting) for layer in self.stack]
-        if any(len(set(rows)) > 1 for rows in ends):
-            return None
-        return Step(
-            whole,
-            torch.tensor([rows[0] for rows in ends], device=piece.device),
-            torch.tensor(piece.waiting[:1], device=piece.device),
-            {key: self.rotations(*key, piece.device) for key in tuple(self._asked)},
-        )
-
-    def stepped(self, step: Step) -> None:
-        """A compiled step of the forward under way has been made."""
-        assert self._running is not None
-        (piece,) = self._running[0].pieces
-        for layer, largest in zip(self.stack, step.largest.split(1), strict=True):
-            layer.stepped(piece, largest)
-
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form
-    ) -> Tensor:
-        """One layer's attention in the forward under way; shapes as in `Layer.attend`."""
-        assert self._running is not None
-        plan = self._running[0].on(queries.device)
-        if torch.is_grad_enabled():  # asked first: to switch it costs more than to ask
-            with torch.no_grad():
-                return self.stack[layer].attend(queries, keys, values, form, plan)
-        return self.stack[layer].attend(queries, keys, values, form, plan)
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can be allocated on a device; None where nobody says so."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from weir.errors import WeirError
 
 
 @dataclass(frozen=True)
-class Held:
+class Contents:
     """What one layer holds now; slots that are empty have position -1.
 
     Attributes:
@@ -37,7 +38,7 @@ class Held:
     mass: Tensor | None = None
 
 
-def look(layer: Layer, waiting: list[int]) -> Held:
+def contents_of(layer: Layer, waiting: list[int]) -> Contents:
     """A copy of what `layer` holds, with `waiting` tokens in each row's tail.
 
     Raises:
@@ -51,15 +52,15 @@ def look(layer: Layer, waiting: list[int]) -> Held:
     used = steps < torch.tensor(ends, device=steps.device)[:, None]
     position = part.position.masked_fill(~used[:, None], -1)
     pools = torch.full_like(position, -1)
-    names = tuple(pool.name for pool in layer.pipe.pools)
+    names = tuple(pool.name for pool in layer.spec.pipe.pools)
     for row, lengths in enumerate(layer.lengths):
         start = 0
-        for pool in (*layer.pipe.front, *layer.pipe.run):
+        for pool in (*layer.spec.pipe.front, *layer.spec.pipe.run):
             pools[row, :, start : start + lengths[pool]] = pool
             start += lengths[pool]
         pools[row, :, start : ends[row]] = len(names)
     empty = position < 0
-    return Held(
+    return Contents(
         position=position,
         a=part.a.masked_fill(empty, -torch.inf),
         b=part.b.masked_fill(empty, -torch.inf),
@@ -69,3 +70,21 @@ def look(layer: Layer, waiting: list[int]) -> Held:
         pools=(*names, "new"),
         mass=None if part.mass is None else part.mass.clone(),
     )
+
+
+def report(layer: Layer, row: int, waiting: int) -> dict[str, Any]:
+    """A layer's pipe, its bytes, and the slots that every pool of a row holds, as JSON can hold it.
+
+    `waiting` tokens are in the row's tail.
+    """
+    pools = layer.spec.pipe.pools
+    lengths = layer.lengths[row] if layer.slab is not None else [0] * len(pools)
+    held: dict[str, int] = {}
+    for pool, length in zip(pools, lengths, strict=True):
+        held[pool.name] = held.get(pool.name, 0) + length
+    held["new"] = waiting
+    return {
+        "policy": str(layer.spec.pipe),
+        "slots": held,
+        "bytes": 0 if layer.slab is None else layer.slab.nbytes,
+    }

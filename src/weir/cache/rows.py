@@ -7,8 +7,8 @@ tokens, and what remains is cut into chunks. Knows nothing about keys, values or
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,12 +16,29 @@ from torch import Tensor
 
 from weir.cache.layer import Plan, cut
 from weir.errors import WeirError
-from weir.models import Endings, check_ids
+from weir.models import Endings, out_of_range
 
 GO_ON = (
     "pass the whole conversation again, or only what is new with an attention_mask that covers "
     "everything so far"
 )
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A forward that is to be carried out.
+
+    Attributes:
+        plan: how it is cut.
+        after: the rows as they are once it has ended.
+        refused: by row, why its tokens are not taken in; the others go on.
+        ids: token ids for the model, without what is out of range; None where none were fed.
+    """
+
+    plan: Plan
+    after: Rows
+    refused: dict[int, WeirError]
+    ids: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -44,49 +61,58 @@ class Rows:
     last: list[int | None] = field(default_factory=list)
     ended: list[bool] = field(default_factory=list)
 
+    @classmethod
+    def empty(cls, batch: int) -> Rows:
+        """Rows without a token."""
+        zeros = [0] * batch
+        return cls(0, zeros, zeros, zeros, [None] * batch, [False] * batch)
+
     @property
     def batch(self) -> int | None:
-        """How many rows there are; None before the first token."""
-        return len(self.seen) if self.columns else None
-
-    def as_json(self) -> dict[str, Any]:
-        """All of it, as JSON can hold it; `Rows(**...)` is the way back."""
-        return asdict(self)
+        """Rows of the batch; None before the first token."""
+        return len(self.seen) or None
 
     def select(self, index: list[int]) -> Rows:
         """The rows `index`, in that order; a row may come more than once."""
-        return Rows(
-            self.columns,
-            [self.seen[row] for row in index],
-            [self.waiting[row] for row in index],
-            [self.claimed[row] for row in index],
-            [self.last[row] for row in index],
-            [self.ended[row] for row in index],
-        )
+        return Rows(self.columns, *([part[row] for row in index] for part in self._parts()))
 
-    def take(
+    def with_row(self, row: int, other: Rows) -> Rows:
+        """These rows, one of them as the only one of `other` is."""
+        parts = []
+        for mine, theirs in zip(self._parts(), other._parts(), strict=True):
+            changed = list(mine)
+            changed[row] = theirs[0]
+            parts.append(changed)
+        # `generate` feeds what comes after the columns there were: the longest row's.
+        columns = other.columns if len(self.seen) == 1 else max(self.columns, other.columns)
+        return Rows(columns, *parts)
+
+    def _parts(self) -> tuple[list[Any], ...]:
+        return self.seen, self.waiting, self.claimed, self.last, self.ended
+
+    def begin(
         self,
         given: Mapping[str, Any],
         endings: Endings,
         *,
         vocabulary: int,
         chunk: int,
-        full: bool,
+        prefill: bool,
         origin: int,
-    ) -> tuple[Plan, Rows]:
+        without: Collection[int] = (),
+    ) -> Begun:
         """Take in a forward.
 
         Args:
             given: the decoder's arguments by name.
             endings: what ends a row.
             vocabulary: token ids run from 0 to this, exclusive.
-            chunk, full, origin: as for `plan.cut`; `full` counts for the first forward only.
-
-        Returns:
-            How the forward is cut, and the rows as they are once it has ended.
+            chunk, prefill, origin: as for `plan.cut`; `prefill` counts for a first forward only.
+            without: rows whose tokens are left out.
 
         Raises:
-            WeirError: the forward does not continue the stream of every row.
+            WeirError: the forward does not continue the stream of every row, or none of its rows
+                can be taken in.
         """
         tokens = _tokens(given)
         batch, length = tokens.shape[:2]
@@ -97,18 +123,31 @@ class Rows:
                 "use_cache=False would feed the whole text at every step; pass use_cache=True"
             )
         ids: Tensor | None = given.get("input_ids")
-        if ids is not None and (ids.device.type == "cpu" or length > 1):
-            check_ids(ids, vocabulary)
-        before = self if self.columns else _fresh(batch)
+        before = self if self.seen else Rows.empty(batch)
         claimed = before._claim(given.get("attention_mask"), batch, length)
         if given.get("position_ids") is not None:
             _refuse_right_padding(claimed)
         before._check_positions(given.get("position_ids"), claimed, batch)
         ended = before._ended(ids, endings, stepping=given.get("position_ids") is not None)
+        refused: dict[int, WeirError] = {}
+        if ids is not None and (ids.device.type == "cpu" or length > 1):
+            refused, ids = _check_ids(ids, claimed, vocabulary)
+        out = {*refused, *without}
         real = claimed
-        if any(ended):
-            going = ~torch.tensor(ended, device=tokens.device)[:, None]
-            real = going if claimed is None else claimed & going
+        if out or any(ended):
+            silent = [gone or row in out for row, gone in enumerate(ended)]
+            going = ~torch.tensor(silent, device=tokens.device)[:, None]
+            real = going.expand(batch, length) if claimed is None else claimed & going
+        if prefill and any(before.seen):
+            prefill = False
+            if any(
+                not seen and (real is None or bool(real[row].any()))
+                for row, seen in enumerate(before.seen)
+            ):
+                raise WeirError(
+                    'prefill="full" folds the prompts of all rows at once; feed a row that joins '
+                    "later through a cache of its own and put it here with put_row"
+                )
         plan = cut(
             real,
             batch,
@@ -117,33 +156,37 @@ class Rows:
             before.waiting,
             chunk,
             tokens.device,
-            full=full and not any(before.seen),
+            prefill=prefill,
             origin=origin,
         )
         counts = [length] * batch if claimed is None else claimed.sum(dim=1).tolist()
-        after = replace(
-            before,
-            columns=before.columns + length,
-            claimed=[c + n for c, n in zip(before.claimed, counts, strict=True)],
-            last=before.last if ids is None else ids[:, -1].tolist(),
-            ended=ended,
+        seen, waiting = plan.after(before.seen, before.waiting)
+        after = Rows(
+            before.columns + length,
+            seen,
+            waiting,
+            [c + n for c, n in zip(before.claimed, counts, strict=True)],
+            before.last if ids is None else ids[:, -1].tolist(),
+            ended,
         )
-        return plan, after._past(plan)
+        return Begun(plan, after.keeping(before, out), refused, ids)
 
-    def _past(self, plan: Plan) -> Rows:
-        seen, waiting = list(self.seen), list(self.waiting)
-        for piece in plan.pieces:
-            for row, count in enumerate(piece.counts):
-                seen[row] = piece.seen[row] + count
-                waiting[row] = 0 if row in piece.full else piece.waiting[row] + count
-        return replace(self, seen=seen, waiting=waiting)
+    def keeping(self, before: Rows, rows: Collection[int]) -> Rows:
+        """These rows, but some of them as they were before."""
+        if not rows:
+            return self
+        parts = [
+            [was if row in rows else now for row, (now, was) in enumerate(zip(*both, strict=True))]
+            for both in zip(self._parts(), before._parts(), strict=True)
+        ]
+        return Rows(self.columns, *parts)
 
     def _check_shape(self, batch: int, length: int) -> None:
         if length == 0 and self.columns:
             raise WeirError(f"nothing new was fed after {self.columns} tokens; {GO_ON}")
         if length == 0:
             raise WeirError("a prompt of zero tokens was fed; a stream needs at least one")
-        if self.columns and batch != self.batch:
+        if self.seen and batch != self.batch:
             raise WeirError(
                 f"this cache holds {self.batch} rows but a batch of {batch} was fed; "
                 "use one cache per batch, or reset() it"
@@ -201,11 +244,6 @@ class Rows:
             )
 
 
-def _fresh(batch: int) -> Rows:
-    zeros = [0] * batch
-    return Rows(0, zeros, zeros, zeros, [None] * batch, [False] * batch)
-
-
 def _tokens(given: Mapping[str, Any]) -> Tensor:
     """The ids or embeddings that were fed [batch, length, ...]."""
     ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
@@ -231,3 +269,30 @@ def _refuse_right_padding(real: Tensor | None) -> None:
             f"row {wrong[0]} is padded on the right, so its last column is no token to go on from; "
             "pad on the left: tokenizer.padding_side = 'left'"
         )
+
+
+def _check_ids(
+    ids: Tensor, real: Tensor | None, vocabulary: int
+) -> tuple[dict[int, WeirError], Tensor]:
+    """By row, why its ids are refused; and ids that the model can look up.
+
+    Args:
+        ids: [batch, length].
+        real: which of them are tokens [batch, length], bool; None if all are.
+        vocabulary: ids run from 0 to this, exclusive.
+
+    Raises:
+        WeirError: no row is left.
+    """
+    low, high = ids.aminmax()
+    if int(low) >= 0 and int(high) < vocabulary:
+        return {}, ids
+    wrong = (ids < 0) | (ids >= vocabulary)
+    refused: dict[int, WeirError] = {}
+    for row, column in wrong.nonzero().tolist():
+        if row not in refused and (real is None or bool(real[row, column])):
+            where = f"row {row}, token {column + 1} of this call: " if ids.shape[0] > 1 else ""
+            refused[row] = out_of_range(int(ids[row, column]), vocabulary, where)
+    if refused and len(refused) == ids.shape[0]:
+        raise next(iter(refused.values()))
+    return refused, ids.masked_fill(wrong, 0)

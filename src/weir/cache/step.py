@@ -12,46 +12,44 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from weir.cache.layer import Spot
-from weir.slab import (
-    Form,
-    fused_attention,
-    fuses,
-    lined,
-    split_attention,
-    two_weight_attention,
-)
+from weir.cache.layer import DecodeSlots
+from weir.slab import Form, Rotary
 
 
 class Step(Cache):
-    """What a compiled forward of one token meets in place of the cache.
+    """What a compiled forward of one token of each row meets in place of the cache.
 
     Attributes:
-        spots: by layer.
-        ends: the slot of the new token, by layer [layers], int64.
-        waiting: tokens in the tail before it [1], int64.
-        largest: what is written there: the largest absolute key or value of each layer [layers].
-        tables: cosines and sines by type of layers and width, as `StreamingCache.rotations` has it.
+        slots: by layer.
+        ends: the slot of each row's token, by layer [layers, batch], int64.
+        waiting: tokens in each row's tail before it [batch], int64.
+        positions: each row's place in the stream [batch or 1, 1], int64.
+        rotaries: the rotary embedding of each type of layers that has one.
+        largest: what is written there: the largest absolute key or value of each layer and row
+            [layers, batch], float32.
+        forms: how each layer attends, by layer; written while the step is traced.
     """
 
     def __init__(
         self,
-        spots: list[Spot],
+        slots: list[DecodeSlots],
         ends: Tensor,
         waiting: Tensor,
-        tables: dict[tuple[str | None, int], tuple[Tensor, Tensor] | None],
+        positions: Tensor,
+        rotaries: dict[str | None, Rotary],
     ) -> None:
         super().__init__(layers=[])
-        self.spots = spots
+        self.slots = slots
         self.ends = ends
         self.waiting = waiting
-        self.largest = torch.zeros(len(spots), device=ends.device)
-        self.tables = tables
+        self.positions = positions
+        self.rotaries = rotaries
+        self.largest = torch.zeros(ends.shape, device=ends.device)
 
     @property
     def sizes(self) -> tuple[torch.Size, ...]:
         """The shapes of the slabs: each has a graph of its own."""
-        return tuple(spot.keys.shape for spot in self.spots)
+        return tuple(its.keys.shape for its in self.slots)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -70,38 +68,16 @@ class Step(Cache):
     def rotations(
         self, kind: str | None, width: int, device: torch.device
     ) -> tuple[Tensor, Tensor] | None:
-        """As `StreamingCache.rotations`, made before the step began."""
-        return self.tables[kind, width]
+        """Cosines and sines at the rows' places; see `models.hooks.Attending`."""
+        if not self.rotaries:
+            return None
+        rotary = self.rotaries.get(kind) or next(iter(self.rotaries.values()))
+        return rotary.tables(self.positions, width)
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form
     ) -> Tensor:
-        """One layer's attention; shapes as in `Layer.attend`, for one token."""
-        spot, end = self.spots[layer], self.ends[layer : layer + 1]
-        batch, kv_heads, _, dim = keys.shape
-        queries = queries.view(batch, kv_heads, -1, 1, dim)
-        spot.keys.index_copy_(2, end, keys)
-        spot.values.index_copy_(2, end, values)
-        if spot.queries is not None:
-            spot.queries.index_copy_(2, self.waiting + spot.wanted, lined(queries))
-        largest = torch.maximum(keys.abs().amax(), values.abs().amax())
-        self.largest[layer : layer + 1].copy_(largest)
-        place = torch.arange(spot.b.shape[2], device=end.device)
-        seen = place <= end
-        if spot.window is not None:
-            seen &= place > end - spot.window
-        if spot.split is not None and fuses(form):
-            mask, numerator, denominator = spot.split
-            mask = mask.masked_fill(~seen, -torch.inf)
-            out = split_attention(
-                queries, spot.keys, spot.values, mask, numerator, denominator, form
-            )
-            return out.flatten(1, 2)
-        below = spot.b.masked_fill(~seen, -torch.inf)
-        if spot.a is None and fuses(form):
-            bias = below[:, :, None, None]
-            out = fused_attention(queries, spot.keys, spot.values, form, bias)
-        else:
-            above = below if spot.a is None else spot.a.masked_fill(~seen, -torch.inf)
-            out = two_weight_attention(queries, spot.keys, spot.values, above, below, form)
-        return out.flatten(1, 2)
+        """One layer's attention, for one token of each row; see `models.hooks.Attending`."""
+        largest = torch.maximum(keys.abs().amax((1, 2, 3)), values.abs().amax((1, 2, 3)))
+        self.largest[layer].copy_(largest)
+        return self.slots[layer].attend(queries, keys, values, form, self.ends[layer], self.waiting)

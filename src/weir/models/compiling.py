@@ -14,10 +14,10 @@ from types import FunctionType
 from typing import Any, Protocol, cast
 
 import torch
-from torch import nn
 from torch._dynamo import exc
 
 from weir.errors import WeirError
+from weir.models.methods import Around
 
 
 class CompiledStep(Protocol):
@@ -31,9 +31,9 @@ class CompiledStep(Protocol):
 class Compiling:
     """How the steps of one model are to be compiled, from its first cache to its last.
 
-    What the compiler has made it finds, and counts, by the code of a function. All models of a
-    class share the code of their forward, and the sizes of one would use up the limit of the
-    others; so the compiler is given a function around it, with a code of this model's own.
+    `torch.compile` keeps and counts what it has compiled by the code object of a function. All
+    models of a class share the code of their forward, so the sizes of one would use up the limit of
+    the others: the compiler is given a function around it, with a code object of this model's own.
 
     Args:
         options: for `torch.compile`.
@@ -44,6 +44,9 @@ class Compiling:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
+        # A graph is good for as long as what it called is there: the same objects stand in front of
+        # the rotary embeddings of the model whenever it has a cache.
+        self.rotaries: list[Around] = []
         self._code = _around(lambda: None).__code__.replace()
         try:
             self.of(lambda: None)
@@ -66,15 +69,10 @@ def _around(forward: Callable[..., Any]) -> FunctionType:
 
 
 class Compiled:
-    """A decoder whose steps with caches of weir are compiled.
+    """A decoder's forward, whose steps with caches of weir are compiled."""
 
-    Attributes:
-        own: the decoder's forward, as it is.
-    """
-
-    def __init__(self, decoder: nn.Module, compiling: Compiling) -> None:
-        self.own = decoder.forward
-        self._graph = compiling.of(self.own)
+    def __init__(self, own: Callable[..., Any], compiling: Compiling) -> None:
+        self._graph = compiling.of(own)
         self._refused: set[Hashable] = set()
 
     def __call__(self, step: CompiledStep, given: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from weir.errors import WeirError
-from weir.slab import Alibi, Rotary
+from weir.slab import Alibi, Heads, LayerPositions, Rotary
 
 INTERFACE_FAMILIES = frozenset(
     """llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 olmo2 smollm3 gpt_neox gpt_oss
@@ -40,17 +40,15 @@ window. Their frequencies change there, and weir's do not: caches of these model
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What one layer does with positions.
+    """One layer of a model.
 
     Attributes:
-        rotary: its rotary embedding; None for none.
-        alibi: its linear biases; None for none.
-        window: it only sees this many newest tokens; None for all.
+        positions: what it does with them, for keys that stay where they were said.
+        heads: the sizes of its attention.
     """
 
-    rotary: Rotary | None
-    alibi: Alibi | None
-    window: int | None
+    positions: LayerPositions
+    heads: Heads
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class ModelFacts:
     @property
     def sliding(self) -> int | None:
         """The window where every layer slides; None where one layer sees everything."""
-        windows = [layer.window for layer in self.layers]
+        windows = [layer.positions.window for layer in self.layers]
         return None if None in windows else min(w for w in windows if w is not None)
 
 
@@ -96,10 +94,7 @@ def describe(model: PreTrainedModel, reach: int | None = None) -> ModelFacts:
     Raises:
         WeirError: the model is of a kind weir cannot serve; the sentence says why.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise WeirError(
-            f"weir serves transformers models, not a {type(model).__name__}; weir.load gives one"
-        )
+    model = transformers_model(model)
     config = model.config.get_text_config(decoder=True)
     _refuse(model, config)
     decoder = model.get_decoder()
@@ -108,6 +103,7 @@ def describe(model: PreTrainedModel, reach: int | None = None) -> ModelFacts:
     alibi = read_alibi(config, decoder) if _has_alibi(config) else None
     rotary_module = getattr(decoder, "rotary_emb", None)
     layers = []
+    kind_placed = config.model_type not in OWN_FAMILIES
     known: dict[str | None, Rotary] = {}  # shared, so that layers share what it works out
     for index, module in enumerate(modules):
         kind = _layer_type(config, index)
@@ -116,7 +112,10 @@ def describe(model: PreTrainedModel, reach: int | None = None) -> ModelFacts:
             if kind not in known:
                 known[kind] = read_rotary(rotary_module, kind, reach)
             rotary = known[kind]
-        layers.append(LayerFacts(rotary, alibi, _window(config, kind)))
+        positions = LayerPositions(
+            rotary, alibi, _window(config, kind), rolling=False, placed=kind_placed
+        )
+        layers.append(LayerFacts(positions, _heads(config, module, model.dtype)))
     return ModelFacts(
         kind=config.model_type,
         # Around a multimodal model's decoder there is another module, which makes the masks.
@@ -127,6 +126,61 @@ def describe(model: PreTrainedModel, reach: int | None = None) -> ModelFacts:
         rotations=known,
         config=config,
         vocabulary=config.vocab_size,
+    )
+
+
+def transformers_model(model: object) -> PreTrainedModel:
+    """The transformers model that is served: `model`, or what a PEFT adapter was put into.
+
+    Raises:
+        WeirError: it is none, or wrapped in something that calls it in a way weir cannot follow;
+            the sentence says what to do instead.
+    """
+    kind = type(model).__name__
+    if isinstance(model, PreTrainedModel):
+        if getattr(model, "_compiled_call_impl", None) is not None:
+            raise WeirError(f"this {kind} was compiled as a whole; {_INSTEAD_OF_COMPILING}")
+        return model
+    if isinstance(model, nn.Module) and hasattr(model, "_orig_mod"):
+        raise WeirError(f"this model went through torch.compile; {_INSTEAD_OF_COMPILING}")
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise WeirError(
+            f"a {kind} deals its rows out to copies of a model, and a stream belongs to one model; "
+            "give weir the module inside it, model.module"
+        )
+    adapters = getattr(model, "peft_config", None)
+    if isinstance(adapters, dict) and hasattr(model, "get_base_model"):
+        if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters.values()):
+            raise WeirError(
+                f"this {kind} puts learned prompts in front of its text, in a cache of its own; "
+                "weir serves adapters that change weights, such as LoRA"
+            )
+        return transformers_model(model.get_base_model())
+    raise WeirError(f"weir serves transformers models, not a {kind}; weir.load gives one")
+
+
+_INSTEAD_OF_COMPILING = (
+    "give weir the model as it was before, and let weir.compile_steps(model) compile its steps"
+)
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where token ids are to be put: where the weights are, or where accelerate takes them.
+
+    Raises:
+        WeirError: the model has no weights anywhere.
+    """
+    device = model.device
+    if device.type != "meta":
+        return device
+    # Offloaded weights are on "meta" between calls; the hook that brings them knows to where.
+    for module in model.modules():
+        where = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if where is not None:
+            return torch.device(where)
+    raise WeirError(
+        "this model has no weights: its parameters are on the device meta; load it, or move it "
+        "with model.to_empty and load its weights"
     )
 
 
@@ -190,6 +244,18 @@ def _window(config: Any, kind: str | None) -> int | None:
     return None if window is None else int(window)
 
 
+def _heads(config: Any, module: Any, dtype: torch.dtype) -> Heads:
+    """The sizes of an attention module, as its keys and values come to weir."""
+    names = ("num_attention_heads", "num_heads", "n_heads", "n_head")
+    heads = next(int(n) for name in names if (n := getattr(config, name, None)) is not None)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if config.model_type == "falcon":
+        kv_heads = module.num_kv_heads
+    dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+    dim = dim or config.hidden_size // heads
+    return Heads(kv_heads, heads // kv_heads, int(dim), int(dim), dtype)
+
+
 def _rotates(config: Any, module: Any) -> bool:
     """Whether an attention module rotates its queries and keys."""
     if config.model_type == "falcon":
@@ -241,6 +307,8 @@ def read_alibi(config: Any, decoder: Any) -> Alibi:
         decoder: its decoder.
     """
     device = next(decoder.parameters()).device
+    if device.type == "meta":  # offloaded, or described before it is loaded
+        device = torch.device("cpu")
     if config.model_type == "mpt":
         # Places count up to 0, the newest.
         bias = decoder.build_mpt_alibi_tensor(config.n_heads, 2, device=device)

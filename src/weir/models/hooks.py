@@ -1,4 +1,4 @@
-"""weir inside a model's forward: hooks that arm it for calls with one of its caches.
+"""weir inside a model's forward: what is different during a call with one of its caches.
 
 A model that has caches of weir is as it was between calls, and in calls without such a cache.
 During a call with one:
@@ -10,57 +10,29 @@ During a call with one:
 - its decoder gets no attention mask and small positions: weir has read the real ones, and nothing
   is built from them that grows with the stream.
 
-The hooks go when the last cache of the model goes.
+All calls of a model take turns, those without a cache of weir too: what a call switches, another
+thread must not see. What was put on the model goes when its last cache goes, and a copy of the
+model does not have it. Knows caches and calls as two protocols, `Streaming` and `Running`.
 """
 
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from weir.errors import WeirError
-from weir.models.compiling import Compiled, Compiling
+from weir.models.compiling import Compiled, CompiledStep, Compiling
 from weir.models.facts import ModelFacts, describe
+from weir.models.methods import Around
 from weir.models.own_attention import install, unmasked
 from weir.slab import Form
-
-
-class Running(Protocol):
-    """A call under way, or the compiled step that is its heart."""
-
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form
-    ) -> Tensor:
-        """One layer's attention; shapes as in `cache.layer.Layer.attend`."""
-
-    def rotations(
-        self, kind: str | None, width: int, device: torch.device
-    ) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines at the places of the call."""
-
-
-class Streaming(Running, Protocol):
-    """A cache of weir, as the hooks know it."""
-
-    attachment: Attachment
-
-    def weir_begin(self, given: dict[str, Any]) -> None:
-        """A forward begins."""
-
-    def weir_end(self, *, finished: bool) -> None:
-        """A forward has ended."""
-
-    def step(self) -> Any:
-        """What stands for the cache in a compiled step; None if there cannot be one."""
-
-    def stepped(self, step: Any) -> None:
-        """A compiled step has been made."""
-
 
 _COMPILED: weakref.WeakKeyDictionary[nn.Module, Compiling] = weakref.WeakKeyDictionary()
 """Decoders whose steps are to be compiled."""
@@ -68,109 +40,186 @@ _COMPILED: weakref.WeakKeyDictionary[nn.Module, Compiling] = weakref.WeakKeyDict
 _ATTACHED: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
 """By decoder."""
 
+_TURNS: weakref.WeakValueDictionary[int, _Turns] = weakref.WeakValueDictionary()
+"""By the id of a configuration: models made from one object switch attention together."""
+
+_MAKING = threading.RLock()
+"""Held while the dictionaries above change; by one thread twice where its garbage is collected."""
+
+
+class Attending(Protocol):
+    """What answers a layer's queries: a call under way, or the compiled step at its heart."""
+
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form
+    ) -> Tensor:
+        """One layer's attention: take in new tokens and answer their queries.
+
+        Args:
+            layer: which layer.
+            queries: [batch, heads, length, key_dim].
+            keys: [batch, kv_heads, length, key_dim].
+            values: [batch, kv_heads, length, value_dim].
+            form: how the layer attends.
+
+        Returns:
+            [batch, heads, length, value_dim].
+        """
+
+    def rotations(
+        self, kind: str | None, width: int, device: torch.device
+    ) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines at the places of the call.
+
+        Args:
+            kind: the type of layers; None where the model does not tell them apart.
+            width: as many as the model wants for a head.
+            device: where.
+
+        Returns:
+            Twice [batch or 1, length, width], float32; None where no layer rotates.
+        """
+
+
+class Standing(Attending, CompiledStep, Protocol):
+    """What stands for the cache in a compiled step: `cache.step.Step`."""
+
+
+class Running(Attending, Protocol):
+    """A call under way: `cache.forward.Forward`."""
+
+    given: dict[str, Any]
+
+    def step(self) -> Standing | None:
+        """What stands for the cache in a compiled step; None if the call has to go as usual."""
+
+    def commit_step(self, step: Any) -> None:
+        """The compiled step has been made."""
+
+    def finish(self) -> Running | None:
+        """The call has succeeded; another one if it is to be made again, without some rows."""
+
+    def abandon(self, error: BaseException) -> Running | None:
+        """The call has failed and never happened; another one if it can do without some rows."""
+
+
+@runtime_checkable
+class Streaming(Protocol):
+    """A cache of weir."""
+
+    attachment: Attachment
+
+    def begin(self, given: dict[str, Any]) -> Running:
+        """A call begins, with the decoder's arguments by name."""
+
+    def end(self) -> None:
+        """The call has ended, and everything is as it is to stay: say what was refused in it."""
+
+
+class _Turns:
+    """Whose turn it is to call the models of one configuration."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+
 
 class Attachment:
-    """The hooks of one model, shared by its caches.
+    """What weir puts on one model, shared by its caches.
 
     Attributes:
         facts: what weir knows of the model.
         caches: the caches that live.
-        running: the cache of the call that is under way; None between calls.
+        running: the call that is under way; None between calls.
     """
 
     def __init__(self, facts: ModelFacts) -> None:
         self.facts = facts
         self.caches: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.running: Running | None = None
-        self._cache: Any = None
-        self._switched = False
-        self._previous: str | None = None
+        self.running: Attending | None = None
+        self._turns = _TURNS.setdefault(id(facts.config), _Turns())
         self._signature = inspect.signature(facts.decoder.forward)
-        before = facts.decoder.register_forward_pre_hook(self._before, with_kwargs=True)
-        after = facts.decoder.register_forward_hook(self._after, always_call=True)
-        self._handles = [before, after]
-        self._handles += [
-            module.register_forward_hook(self._placed, with_kwargs=True)
-            for module in facts.rotaries
-        ]
+        self._forward = Around(facts.decoder, "forward", self._call)
+        compiling = _COMPILED.get(facts.decoder)
+        self._rotaries = [] if compiling is None else compiling.rotaries
+        for kept in self._rotaries:
+            kept.put(self._rotate)
+        if not self._rotaries:
+            self._rotaries = [Around(rotary, "forward", self._rotate) for rotary in facts.rotaries]
         self._compiled: Compiled | None = None
-        self._replaced_forward: dict[str, Any] = {}
-        self.compile(_COMPILED.get(facts.decoder))
+        self.compile(compiling)
         self._uninstall = install(facts.kind, facts.decoder, facts.attentions, self)
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form
     ) -> Tensor:
-        """One layer's attention in the call under way; shapes as in `Layer.attend`."""
+        """`Attending.attend` of the call under way."""
         assert self.running is not None
         return self.running.attend(layer, queries, keys, values, form)
 
     def compile(self, compiling: Compiling | None) -> None:
         """Compile decode steps from now on; None: do not."""
-        decoder = vars(self.facts.decoder)
-        if self._compiled is not None:
-            decoder.pop("forward")
-            decoder.update(self._replaced_forward)
-            self._compiled = None
+        self._compiled = None
         if compiling is not None:
-            self._replaced_forward = {k: v for k, v in decoder.items() if k == "forward"}
-            self._compiled = Compiled(self.facts.decoder, compiling)
-            decoder["forward"] = self._forward
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The decoder's forward while its steps are compiled."""
-        cache: Streaming | None = self._cache
-        compiled = self._compiled
-        assert compiled is not None
-        plain = any(kwargs.get(name) for name in _MORE) or kwargs.get("return_dict") is False
-        if cache is not None and self.running is cache and not (args or plain):
-            output = self._step(cache, compiled, kwargs)
-            if output is not None:
-                return output
-        return compiled.own(*args, **kwargs)
-
-    def _step(self, cache: Streaming, compiled: Compiled, given: dict[str, Any]) -> Any:
-        """The decoder's output for a token by a compiled step; None if there cannot be one."""
-        step = cache.step()
-        if step is None:
-            return None
-        self.running = step
-        try:
-            output = compiled(step, given)
-        finally:
-            self.running = cache
-        if output is not None:
-            cache.stepped(step)
-            output.past_key_values = cache
-        return output
+            compiling.rotaries = self._rotaries
+            self._compiled = Compiled(self._forward.own, compiling)
 
     def leave(self) -> None:
-        """Take the hooks off; the model is as it was."""
-        self._disarm()
-        self.compile(None)
+        """Take everything off; the model is as it was."""
         self._uninstall()
-        for handle in self._handles:
-            handle.remove()
+        for around in (self._forward, *self._rotaries):
+            around.remove()
 
-    def _before(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._disarm()  # a call that Ctrl-C ended never reached its own end
-        given = self._named(args, kwargs)
-        cache: Any = given.get("past_key_values")
-        if not hasattr(cache, "weir_begin"):
-            return None
-        if cache.attachment.running is cache:
-            return None  # a module around this one has armed it
-        if cache.attachment is not self:
-            raise WeirError("this cache was made for another model; a cache serves one model only")
-        _refuse_images(given)
-        cache.weir_begin(given)
-        self.running = self._cache = cache
-        self._previous = self.facts.config._attn_implementation
-        self._set_attention("weir")
-        self._switched = True
-        return (), {**given, **self._replaced(given)}
+    def _call(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The decoder's forward, with a cache of weir or without one."""
+        with self._turns.lock:
+            given = self._named(args, kwargs)
+            cache = given.get("past_key_values")
+            if self.running is not None or not isinstance(cache, Streaming):
+                return own(*args, **kwargs)  # or a module around this one has begun the call
+            if cache.attachment is not self:
+                raise WeirError(
+                    "this cache was made for another model; a cache serves one model only"
+                )
+            _refuse_images(given)
+            _refuse_checkpointing(self.facts.decoder)
+            previous = self.facts.config._attn_implementation
+            running: Running | None = cache.begin(given)
+            try:
+                self._set_attention("weir")
+                while running is not None:
+                    self.running = running
+                    try:
+                        output = self._answer(own, running)
+                    except BaseException as error:
+                        running = running.abandon(error)
+                        if running is None:
+                            raise
+                    else:
+                        running = running.finish()
+            finally:
+                self.running = None
+                self._set_attention(previous)
+            if getattr(output, "past_key_values", cache) is not cache:
+                output.past_key_values = cache
+            cache.end()
+            return output
+
+    def _answer(self, own: Callable[..., Any], running: Running) -> Any:
+        """The decoder's output, by a compiled step where there can be one."""
+        given = {**running.given, **self._replaced(running.given)}
+        plain = any(given.get(name) for name in _MORE) or given.get("return_dict") is False
+        if self._compiled is not None and not plain:
+            step = running.step()
+            if step is not None:
+                self.running = step
+                try:
+                    output = self._compiled(step, given)
+                finally:
+                    self.running = running
+                if output is not None:
+                    running.commit_step(step)
+                    return output
+        return own(**given)
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call by name; some families pass the token ids without one."""
@@ -184,7 +233,7 @@ class Attachment:
         """What the decoder gets in place of a mask and of positions as long as the stream."""
         ids = given.get("input_ids")
         tokens = given["inputs_embeds"] if ids is None else ids
-        alibi = any(layer.alibi is not None for layer in self.facts.layers)
+        alibi = any(layer.positions.alibi is not None for layer in self.facts.layers)
         replaced: dict[str, Any] = {"attention_mask": unmasked(self.facts.kind, alibi, tokens)}
         if "position_ids" in self._signature.parameters:
             # Some scalings of RoPE change a model for good when they meet a high position.
@@ -192,32 +241,22 @@ class Attachment:
             replaced["position_ids"] = zeros
         return replaced
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        cache = self._cache
-        self._disarm()
-        if cache is not None:
-            cache.weir_end(finished=output is not None)
-
-    def _disarm(self) -> None:
-        if self._switched:
-            self._set_attention(self._previous)
-        self._switched = False
-        self.running = self._cache = None
-
     def _set_attention(self, name: str | None) -> None:
         # A name alone would be set in every configuration inside this one as well (MPT has one).
         self.facts.config._attn_implementation = {"": name}
 
-    def _placed(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    def _rotate(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Cosines and sines [batch or 1, length, as wide as the model's], float32.
 
         In float32 in any model, so that what is rounded to half precision is the rotated key.
         """
+        output = own(*args, **kwargs)
         if self.running is None:
-            return None
+            return output
         # Models that rotate their types of layers differently say which type they ask for.
         kind = args[2] if len(args) > 2 else kwargs.get("layer_type")
-        return self.running.rotations(kind, output[0].shape[-1], output[0].device)
+        made = self.running.rotations(kind, output[0].shape[-1], output[0].device)
+        return output if made is None else made
 
 
 _MORE = ("output_hidden_states", "output_attentions")
@@ -230,28 +269,38 @@ def _refuse_images(given: dict[str, Any]) -> None:
         raise WeirError("the tokens of an image attend both ways; weir streams text only")
 
 
+def _refuse_checkpointing(decoder: Any) -> None:
+    if decoder.training and getattr(decoder, "gradient_checkpointing", False):
+        raise WeirError(
+            "gradient checkpointing runs layers twice, which a stream cannot; "
+            "model.gradient_checkpointing_disable() or model.eval()"
+        )
+
+
 def attach(model: PreTrainedModel, cache: Streaming) -> Attachment:
     """The attachment of a model, made with its first cache; `cache` is one more of them.
 
     A model and the base model inside it have one decoder, and one attachment.
     """
-    decoder = model.base_model
-    held = _ATTACHED.get(decoder)
-    if held is None:
-        held = Attachment(describe(model))
-        _ATTACHED[decoder] = held
-    held.caches.add(cache)
-    weakref.finalize(cache, _release, weakref.ref(decoder))
+    facts = describe(model)
+    with _MAKING:
+        held = _ATTACHED.get(facts.decoder)
+        while held is None or cache not in held.caches:
+            held = held or _ATTACHED.setdefault(facts.decoder, Attachment(facts))
+            held.caches.add(cache)
+            # The last other cache may have been collected, and everything with it, just before.
+            held = _ATTACHED.get(facts.decoder)
+    weakref.finalize(cache, _release, weakref.ref(facts.decoder))
     return held
 
 
 def compile_steps(model: PreTrainedModel, *, on: bool = True, **options: Any) -> None:
     """Compile decode steps of a model with caches of weir, those that live and those to come.
 
-    A step is one token for each row. The first one after a prompt compiles, which takes as long as
-    `torch.compile` takes for the model, and needs a C++ compiler; each size of batch and of cache
-    is compiled by itself, and so are policies that keep different things beside keys and values.
-    Answers differ by rounding only.
+    A step is one token for each row. The first one compiles, which takes as long as `torch.compile`
+    takes for the model, and needs a C++ compiler; each size of batch and of cache is compiled by
+    itself, and so are policies that keep different things beside keys and values. Rows may stand in
+    different places of their streams. Answers differ by rounding only.
 
     Args:
         model: the causal language model.
@@ -263,16 +312,17 @@ def compile_steps(model: PreTrainedModel, *, on: bool = True, **options: Any) ->
     """
     decoder = describe(model).decoder
     compiling = Compiling(options) if on else None
-    _COMPILED.pop(decoder, None)
-    if compiling is not None:
-        _COMPILED[decoder] = compiling
-    held = _ATTACHED.get(decoder)
+    with _MAKING:
+        _COMPILED.pop(decoder, None)
+        if compiling is not None:
+            _COMPILED[decoder] = compiling
+        held = _ATTACHED.get(decoder)
     if held is not None:
         held.compile(compiling)
 
 
 def detach(cache: Streaming) -> None:
-    """Give up one cache of a model; with the last one the hooks go."""
+    """Give up one cache of a model; with the last one everything goes that weir put on it."""
     cache.attachment.caches.discard(cache)
     _leave_unused(cache.attachment.facts.decoder)
 
@@ -284,11 +334,12 @@ def _release(reference: weakref.ref[nn.Module]) -> None:
 
 
 def _leave_unused(decoder: nn.Module) -> None:
-    held = _ATTACHED.get(decoder)
-    # Not `not held.caches`: while a cache is going the set still counts it, but lists it no more.
-    if held is not None and not list(held.caches):
-        held.leave()
-        del _ATTACHED[decoder]
+    with _MAKING:
+        held = _ATTACHED.get(decoder)
+        # Not `not held.caches`: `WeakSet.__len__` still counts a cache that is being collected.
+        if held is not None and not list(held.caches):
+            held.leave()
+            del _ATTACHED[decoder]
 
 
 def weir_attention(
@@ -307,7 +358,8 @@ def weir_attention(
     Args:
         query: at its place in the stream [batch, heads, length, key_dim].
         key, value: of the new tokens only [batch, kv_heads, length, dim], with the mark that
-            `StreamingCache.update` left on `key`, or in a tuple with it (`Step.update`).
+            `StreamingCache.update` left on `key`, or in a tuple with it (`Step.update`). A mark and
+            not `module.layer_idx`, for a module does not know which cache its call is about.
 
     Returns:
         ([batch, length, heads, value_dim], None).
@@ -323,9 +375,8 @@ def weir_attention(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         softcap=softcap,
         sinks=None if s_aux is None else s_aux.float().view(key.shape[1], -1),
-        placed=True,
     )
-    # Rotation has made float32 of half precision.
+    # The model's rotation, in float32, has made float32 queries and keys of half precision.
     out = cache.attend(layer, query.to(value.dtype), key.to(value.dtype), value, form)
     return out.transpose(1, 2).contiguous(), None
 

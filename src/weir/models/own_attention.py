@@ -1,6 +1,6 @@
 """The families outside transformers' attention interface: Falcon, MPT and Bloom.
 
-Their attention modules score, mask and sum by themselves, so what `attach` switches for the others
+Their attention modules score, mask and sum by themselves, so what `hooks` switches for the others
 does nothing here. While weir is attached, the `forward` of these modules is replaced, on that one
 model object: in a call with a cache of weir it makes queries, keys and values as the family does,
 leaves the rest to weir and projects what comes back. In any other call it is the family's own.
@@ -11,27 +11,27 @@ Knows how a family lays out its projections; nothing about caches or policies.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weir.models.methods import Around
 from weir.slab import Form
 
 
 class Runner(Protocol):
-    """Who attends: `attach.Attachment`."""
+    """Who attends: `hooks.Attachment`."""
 
     @property
     def running(self) -> object | None:
-        """The cache of the call that is under way; None in a call without one."""
+        """The call that is under way with a cache of weir; None in any other."""
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form
     ) -> Tensor:
-        """One layer's attention; shapes as in `Layer.attend`."""
+        """One layer's attention, as `hooks.Attending.attend` has it."""
 
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, Form], Tensor]
@@ -135,19 +135,19 @@ def install(
     Returns:
         What undoes it; the model is then as it was.
     """
-    undo: list[Callable[[], None]] = []
+    arounds: list[Around] = []
     if kind in FORWARDS:
         for module in attentions:
-            undo.append(_replace(module, "forward", _attending(FORWARDS[kind], runner, module)))
+            arounds.append(Around(module, "forward", _attending(FORWARDS[kind], runner, module)))
     if kind == "mpt":
         # A bias for max_seq_len columns, made at every step, that weir does not read.
-        undo.append(_replace(decoder, "build_mpt_alibi_tensor", _unbuilt(runner, decoder)))
+        arounds.append(Around(decoder, "build_mpt_alibi_tensor", _unbuilt(runner)))
 
-    def undo_all() -> None:
-        for each in undo:
-            each()
+    def remove_all() -> None:
+        for around in arounds:
+            around.remove()
 
-    return undo_all
+    return remove_all
 
 
 def unmasked(kind: str, alibi: bool, tokens: Tensor) -> Tensor | None:
@@ -173,36 +173,17 @@ def unmasked(kind: str, alibi: bool, tokens: Tensor) -> Tensor | None:
 def _attending(
     make: Callable[..., tuple[Tensor, None]], runner: Runner, module: nn.Module
 ) -> Callable[..., Any]:
-    own = module.forward
-
-    def forward(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(own: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         if runner.running is None:
             return own(hidden, *args, **kwargs)
         # What else comes by position is the residual (Bloom).
-        return make(self, runner.attend, hidden, *args)
+        return make(module, runner.attend, hidden, *args)
 
     return forward
 
 
-def _unbuilt(runner: Runner, decoder: Any) -> Callable[..., Any]:
-    own = decoder.build_mpt_alibi_tensor
-
-    def build(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _unbuilt(runner: Runner) -> Callable[..., Any]:
+    def build(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return None if runner.running is not None else own(*args, **kwargs)
 
     return build
-
-
-def _replace(module: nn.Module, name: str, function: Callable[..., Any]) -> Callable[[], None]:
-    """Give one object a method of its own; returns what takes it away again."""
-    before = vars(module).get(name)
-    setattr(module, name, MethodType(function, module))
-
-    def undo() -> None:
-        # Another library may have put a method of its own here first.
-        if before is None:
-            delattr(module, name)
-        else:
-            setattr(module, name, before)
-
-    return undo

@@ -19,5 +19,11 @@ def check_ids(ids: Tensor, vocabulary: int) -> None:
     """
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
-        wrong = low if low < 0 else high
-        raise WeirError(f"token id {wrong} is out of range; the model knows 0 to {vocabulary - 1}")
+        raise out_of_range(low if low < 0 else high, vocabulary)
+
+
+def out_of_range(token: int, vocabulary: int, where: str = "") -> WeirError:
+    """What is to be said of a token id that a model has no embedding of; `where` in front."""
+    return WeirError(
+        f"{where}token id {token} is out of range; the model knows 0 to {vocabulary - 1}"
+    )

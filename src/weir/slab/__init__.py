@@ -10,25 +10,31 @@ from weir.slab.attention import (
     two_weight_attention,
     two_weight_kernel,
 )
-from weir.slab.positions import Alibi, Place, Rotary, rolled
-from weir.slab.slab import Slab, lined, longer
+from weir.slab.positions import Alibi, LayerPositions, Rotary, rolled
+from weir.slab.slab import Slab, longer, merge_groups, put_lines, slot_lines
 from weir.slab.slots import EMPTY, Slots, pick
+from weir.slab.spec import STATE, Heads, SlabSpec
 
 __all__ = [
     "EMPTY",
+    "STATE",
     "Alibi",
     "Form",
-    "Place",
+    "Heads",
+    "LayerPositions",
     "Rotary",
     "Slab",
+    "SlabSpec",
     "Slots",
     "attention_mass",
     "fused_attention",
     "fuses",
-    "lined",
     "longer",
+    "merge_groups",
     "pick",
+    "put_lines",
     "rolled",
+    "slot_lines",
     "split_attention",
     "split_weights",
     "two_weight_attention",

@@ -35,13 +35,11 @@ class Form:
         softcap: logits become softcap * tanh(logits / softcap); None for no capping.
         sinks: learned logits, one per query head, that take part in the denominator only
             [kv_heads, group], float32; None for none (gpt-oss has them).
-        placed: queries and keys come rotated to their places in the stream already.
     """
 
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
-    placed: bool = False
 
 
 def two_weight_attention(

@@ -177,7 +177,7 @@ def rolled(positions: Tensor, first_of_run: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Place:
+class LayerPositions:
     """What a layer knows about positions.
 
     Attributes:
@@ -186,9 +186,12 @@ class Place:
         window: it sees only this many newest tokens (a sliding layer that keeps its own window);
             None for all.
         rolling: positions inside the cache, not in the stream.
+        placed: its queries and keys come rotated to their places in the stream already; otherwise
+            the layer rotates them.
     """
 
     rotary: Rotary | None = None
     alibi: Alibi | None = None
     window: int | None = None
     rolling: bool = True
+    placed: bool = False

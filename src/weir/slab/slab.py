@@ -14,17 +14,21 @@ adds up.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from weir.slab.attention import split_weights
 from weir.slab.slots import EMPTY, Slots
+from weir.slab.spec import STATE, SlabSpec
 
 _BUFFERS = (
     *("keys", "values", "a", "b", "position", "mass"),
     *("masters", "mask", "numerator", "denominator", "frame", "queries"),
 )
-_STATE = "state."
+_FILL = {"a": -math.inf, "b": -math.inf, "mask": -math.inf, "position": EMPTY}
+"""What a slot without a token holds; everything else is zero."""
 
 
 class Slab:
@@ -46,39 +50,25 @@ class Slab:
         a, b, position, mass: as in `Slots`.
     """
 
-    def __init__(
-        self,
-        like_keys: Tensor,
-        like_values: Tensor,
-        slots: int,
-        *,
-        masters: int = 0,
-        mass: bool = False,
-        two_weights: bool = False,
-        frames: bool = False,
-        queries: int = 0,
-        group: int = 1,
-    ) -> None:
-        """Buffers for `slots` slots of the batch, heads, sizes, dtype and device of the tensors."""
+    def __init__(self, spec: SlabSpec, batch: int, device: torch.device | None = None) -> None:
+        """Buffers for a batch, without a token; what pools remember is theirs to fill in."""
         # Never inference tensors: the same slab is written in and outside inference mode.
         with torch.inference_mode(False):
-            shape = (*like_keys.shape[:2], slots)
-            device = like_keys.device
-            self.keys = like_keys.new_zeros((*shape, like_keys.shape[3]))
-            self.values = like_values.new_zeros((*shape, like_values.shape[3]))
-            self.a = torch.full(shape, -torch.inf, device=device)
-            self.b = torch.full(shape, -torch.inf, device=device)
-            self.position = torch.full(shape, EMPTY, dtype=torch.int64, device=device)
-            self.mass = torch.zeros(shape, device=device) if mass else None
-            self.masters = (
-                like_keys.new_zeros((*shape[:2], masters, like_keys.shape[3])) if masters else None
-            )
-            self.mask = torch.full_like(self.b, -torch.inf) if two_weights else None
-            self.numerator = torch.zeros_like(self.a) if two_weights else None
-            self.denominator = torch.zeros_like(self.b) if two_weights else None
-            self.frame = torch.zeros_like(self.position) if frames else None
-            asked = (*shape[:2], queries, group * like_keys.shape[3])
-            self.queries = like_keys.new_zeros(asked) if queries else None
+            made = {
+                name: torch.full(shape, _FILL[name], dtype=dtype, device=device)
+                if name in _FILL
+                else torch.zeros(shape, dtype=dtype, device=device)
+                for name, (shape, dtype) in spec.tensors(batch).items()
+                if not name.startswith(STATE)
+            }
+        self.keys, self.values = made["keys"], made["values"]
+        self.a, self.b, self.position = made["a"], made["b"], made["position"]
+        self.mass = made.get("mass")
+        self.masters = made.get("masters")
+        self.mask = made.get("mask")
+        self.numerator, self.denominator = made.get("numerator"), made.get("denominator")
+        self.frame = made.get("frame")
+        self.queries = made.get("queries")
         self.state: dict[str, Tensor] = {}
 
     @classmethod
@@ -88,7 +78,7 @@ class Slab:
         for name in _BUFFERS:
             setattr(slab, name, buffers.get(name))
         slab.state = {
-            name.removeprefix(_STATE): t for name, t in buffers.items() if name.startswith(_STATE)
+            name.removeprefix(STATE): t for name, t in buffers.items() if name.startswith(STATE)
         }
         return slab
 
@@ -97,7 +87,7 @@ class Slab:
 
     def tensors(self) -> dict[str, Tensor]:
         """The buffers by name, and what pools remember."""
-        return {**self._buffers(), **{_STATE + name: t for name, t in self.state.items()}}
+        return {**self._buffers(), **{STATE + name: t for name, t in self.state.items()}}
 
     def _buffers(self) -> dict[str, Tensor]:
         return {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
@@ -127,7 +117,7 @@ class Slab:
         view.slab, view.place = self, start
         return view
 
-    def apart(self, slots: Slots) -> Slots:
+    def own_copy(self, slots: Slots) -> Slots:
         """The same slots, in memory of their own where they lie in this slab.
 
         What is to be written somewhere in the slab may be what has to be read elsewhere.
@@ -144,21 +134,33 @@ class Slab:
         return slots
 
     def append(self, keys: Tensor, values: Tensor, start: int) -> None:
-        """Put keys and values [batch, kv_heads, n, dim] into the tail from slot `start` on."""
+        """Put keys and values [batch, kv_heads, n, dim] into every row's slots from `start` on."""
         # In every step of every layer: a narrowed copy costs half of what an index does.
         count = keys.shape[2]
         self.keys.narrow(2, start, count).copy_(keys)
         self.values.narrow(2, start, count).copy_(values)
 
-    def ask(self, queries: Tensor, start: int) -> None:
-        """Remember queries [batch, kv_heads, group, n, key_dim] from place `start` on."""
-        assert self.queries is not None
-        self.queries.narrow(2, start, queries.shape[3]).copy_(lined(queries))
+    def append_each(self, keys: Tensor, values: Tensor, lines: Tensor) -> None:
+        """Put one token of each row, [batch, kv_heads, 1, dim], where `slot_lines` says."""
+        put_lines(self.keys, keys, lines)
+        put_lines(self.values, values, lines)
 
-    def ask_at(self, queries: Tensor, rows: Tensor, places: Tensor, columns: Tensor) -> None:
-        """Remember the query of column `columns[i]` of row `rows[i]` at `places[i]`, for all i."""
+    def store_queries(self, queries: Tensor, start: int) -> None:
+        """Keep queries [batch, kv_heads, group, n, key_dim] from place `start` on."""
         assert self.queries is not None
-        self.queries[rows, :, places] = lined(queries)[rows, :, columns]
+        self.queries.narrow(2, start, queries.shape[3]).copy_(merge_groups(queries))
+
+    def store_queries_each(self, queries: Tensor, lines: Tensor) -> None:
+        """Keep one query of each row where `slot_lines` of the queries' buffer says."""
+        assert self.queries is not None
+        put_lines(self.queries, merge_groups(queries), lines)
+
+    def store_queries_at(
+        self, queries: Tensor, rows: Tensor, places: Tensor, columns: Tensor
+    ) -> None:
+        """Keep the query of column `columns[i]` of row `rows[i]` at `places[i]`, for all i."""
+        assert self.queries is not None
+        self.queries[rows, :, places] = merge_groups(queries)[rows, :, columns]
 
     def append_at(
         self, keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor, columns: Tensor
@@ -207,22 +209,45 @@ class Slab:
         with torch.inference_mode(False):
             return Slab.of({name: t.clone() for name, t in self.tensors().items()})
 
+    def view(self, start: int, stop: int) -> Slab:
+        """The rows `start` to `stop`, as a view: what is written there is written here."""
+        return Slab.of({name: t[start:stop] for name, t in self.tensors().items()})
+
+    def clear(self, row: int) -> None:
+        """Empty a row; what pools remember of it is left to them."""
+        for name, t in self._buffers().items():
+            t[row].fill_(_FILL.get(name, 0))
+
+    def scrub(self, row: int, slot: int) -> None:
+        """Zero the numbers of a slot that waits for its token; its weights and place stay."""
+        for t in (self.keys, self.values):
+            t[row, :, slot].zero_()
+
     def rows(self, index: Tensor) -> Slab:
         """A slab that holds copies of the rows `index` [n]."""
         with torch.inference_mode(False):
             return Slab.of({name: t.index_select(0, index) for name, t in self.tensors().items()})
 
+    def put_row(self, row: int, tensors: dict[str, Tensor]) -> None:
+        """Overwrite a row by one that `tensors` of a slab of one row holds, of the same sizes."""
+        for name, t in self.tensors().items():
+            t[row].copy_(tensors[name][0])
+
     def put_rows(self, index: Tensor, other: Slab) -> None:
         """Write the rows of `other` back to the rows `index` [n]."""
+        self.lengthen_state(other)
         theirs = other.tensors()
-        with torch.inference_mode(False):
-            for name, t in self.state.items():
-                if longer(theirs[_STATE + name], t):
-                    more = theirs[_STATE + name].shape[2] - t.shape[2]
-                    zeros = t.new_zeros((*t.shape[:2], more, *t.shape[3:]))
-                    self.state[name] = torch.cat([t, zeros], dim=2)
         for name, t in self.tensors().items():
             t.index_copy_(0, index, theirs[name])
+
+    def lengthen_state(self, other: Slab) -> None:
+        """Make what pools remember as long as in `other`; for pipes without a limit only."""
+        with torch.inference_mode(False):
+            for name, t in self.state.items():
+                if longer(other.state[name], t):
+                    more = other.state[name].shape[2] - t.shape[2]
+                    zeros = t.new_zeros((*t.shape[:2], more, *t.shape[3:]))
+                    self.state[name] = torch.cat([t, zeros], dim=2)
 
     def grow(self, slots: int, masters: int = 0) -> None:
         """Replace the buffers that are smaller by larger ones; for pipes without a limit only."""
@@ -233,18 +258,34 @@ class Slab:
                 size = masters if name == "masters" else slots
                 if size <= t.shape[2]:
                     continue
-                fill = {
-                    "a": -torch.inf,
-                    "b": -torch.inf,
-                    "mask": -torch.inf,
-                    "position": EMPTY,
-                }.get(name, 0)
-                larger = t.new_full((*t.shape[:2], size, *t.shape[3:]), fill)
+                larger = t.new_full((*t.shape[:2], size, *t.shape[3:]), _FILL.get(name, 0))
                 larger[:, :, : t.shape[2]] = t
                 setattr(self, name, larger)
 
 
-def lined(queries: Tensor) -> Tensor:
+def slot_lines(slots: Tensor, kv_heads: int, size: int) -> Tensor:
+    """Where one slot of each row lies in a buffer seen as one long list of lines.
+
+    Args:
+        slots: of each row [batch], int64.
+        kv_heads: heads of the buffer.
+        size: slots of a row of the buffer.
+
+    Returns:
+        [batch * kv_heads], int64.
+    """
+    heads = torch.arange(slots.shape[0] * kv_heads, device=slots.device).view(-1, kv_heads)
+    return (heads * size + slots[:, None]).flatten()
+
+
+def put_lines(buffer: Tensor, t: Tensor, lines: Tensor) -> None:
+    """Write `t` [batch, kv_heads, 1, dim] to lines of `buffer` [batch, kv_heads, slots, dim]."""
+    # Whole lines by one index: several times as fast as an index for rows and one for slots.
+    dim = buffer.shape[3]
+    buffer.view(-1, dim).index_copy_(0, lines, t.reshape(-1, dim))
+
+
+def merge_groups(queries: Tensor) -> Tensor:
     """[batch, kv_heads, group, n, key_dim] to [batch, kv_heads, n, group * key_dim]."""
     return queries.transpose(2, 3).flatten(3)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weir.errors import NotFiniteError, WeirError
+from weir.models import transformers_model
 from weir.policies import Recompute
 
 AT_ONCE = 8192
@@ -23,6 +24,7 @@ class Recomputation:
 
     Attributes:
         held: the window's tokens [batch, at most budget], int64; None before the first.
+        seen: tokens of the stream so far.
     """
 
     def __init__(self, model: PreTrainedModel, policy: Recompute) -> None:
@@ -31,9 +33,8 @@ class Recomputation:
         Raises:
             WeirError: they are longer than the model's own.
         """
-        if not isinstance(model, PreTrainedModel):
-            raise WeirError(f"weir serves transformers models, not a {type(model).__name__}")
-        limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        config = transformers_model(model).config.get_text_config(decoder=True)
+        limit = getattr(config, "max_position_embeddings", None)
         if limit is not None and policy.budget > limit:
             raise WeirError(
                 f"recompute cannot read {policy.budget} tokens at once: the model knows {limit}"
@@ -42,6 +43,7 @@ class Recomputation:
         self.budget = policy.budget
         self.sinks = policy.sinks
         self.held: Tensor | None = None
+        self.seen = 0
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +78,12 @@ class Recomputation:
         if bool(found.isnan().any()):
             raise NotFiniteError(None)
         self.held = self._window(text, total).clone()
+        self.seen += ids.shape[1]
         return found
+
+    def take_over(self, other: Recomputation) -> None:
+        """Go on from where another is; it goes on by itself."""
+        self.held, self.seen = None if other.held is None else other.held.clone(), other.seen
 
     def _window(self, text: Tensor, end: int) -> Tensor:
         """The window that ends before `end`, of a `text` [batch, n] that begins with the sinks."""

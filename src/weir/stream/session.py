@@ -19,10 +19,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weir.errors import WeirError, shown
+from weir.models import transformers_model
 from weir.stream.fingerprint import fingerprint
 from weir.stream.replacing import replacing
 
-FORMAT = 1
+FORMAT = 2
 KEY = "weir_session"
 CHECKSUM = "sha256"
 
@@ -83,9 +84,7 @@ def check_model(path: str | Path, facts: dict[str, Any], model: PreTrainedModel)
     Raises:
         WeirError: naming what differs; or it is no model at all.
     """
-    if not isinstance(model, PreTrainedModel):
-        kind = type(model).__name__
-        raise WeirError(f"a session is restored into a transformers model, not a {kind}")
+    transformers_model(model)
     mine, theirs = fingerprint(model), facts["model"]
     differ = [name for name, value in mine.items() if theirs.get(name) != value]
     if differ:

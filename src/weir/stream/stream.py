@@ -6,7 +6,7 @@ Tokens in, logits out; what happens between is the cache's business. Knows nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weir.cache import Held, Positions, Prefill, StreamingCache
+from weir.cache import Contents, Positions, Prefill, RowState, StreamingCache
 from weir.errors import NotFiniteError, PolicyError, WeirError
-from weir.models import Endings
+from weir.models import Endings, input_device, transformers_model
 from weir.policies import Policy, Recompute, policy_of
-from weir.slab import Slab
 from weir.stream import session
 from weir.stream.fingerprint import fingerprint
 from weir.stream.recompute import Recomputation
@@ -61,6 +60,7 @@ class Stream:
     ) -> None:
         _check_head(model)
         self.model = model
+        self._device = input_device(transformers_model(model))
         self.policy = policy_of(policy)
         self.seed = seed
         self.cache: StreamingCache | None = None
@@ -76,22 +76,43 @@ class Stream:
                 positions=positions,
                 prefill=prefill,
                 origin=origin,
+                failures="keep",
             )
         self._logits: Tensor | None = None
         self._last: list[int] = []
-        self._seen = 0
         # On the CPU whatever the model's device: a saved stream may go on elsewhere.
         self._generator = torch.Generator().manual_seed(seed % 2**63)
 
     def __repr__(self) -> str:
         if self.cache is not None:
             return f"<weir.Stream {self.cache.summary()}>"
-        return f"<weir.Stream {self.policy}: {self._seen:,} tokens seen, {self.nbytes:,} bytes>"
+        return f"<weir.Stream {self.policy}: {self.seen:,} tokens seen, {self.nbytes:,} bytes>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stream:
+        """A second stream of the same model that goes on from here alone.
+
+        Copied together with its model, it is a stream of the copy.
+        """
+        model = memo.get(id(self.model), self.model)
+        made = Stream(model, self.policy, seed=self.seed, **self._made_with())
+        if self.cache is not None and made.cache is not None:
+            made.cache.put_rows(self.cache.take_rows())
+        if self._recomputation is not None and made._recomputation is not None:
+            made._recomputation.take_over(self._recomputation)
+        made._logits = None if self._logits is None else self._logits.clone()
+        made._last = list(self._last)
+        made._generator.set_state(self._generator.get_state())
+        return made
+
+    def _made_with(self) -> dict[str, Any]:
+        return {} if self.cache is None else self.cache.made_with
 
     @property
     def seen(self) -> int:
-        """Tokens of the stream so far (of each row, in a batch)."""
-        return self._seen
+        """Tokens of the stream so far; in a batch, of the row that has come farthest."""
+        if self._recomputation is not None:
+            return self._recomputation.seen
+        return max(self._cached().seen, default=0)
 
     @property
     def last(self) -> list[int]:
@@ -123,9 +144,11 @@ class Stream:
             [batch, length, vocabulary].
 
         Raises:
-            WeirError: there are no tokens, one is out of range, or the batch is not the stream's.
+            WeirError: there are no tokens, one is out of range, or the batch is not the stream's;
+                nothing was fed.
             NotFiniteError: the model makes keys or values of a token that are not finite numbers;
-                the stream holds the tokens before it, as `seen` says, and goes on from there.
+                the stream holds the tokens before it, as `seen` says, and goes on from there. In a
+                batch this is so of that row alone: the other rows have taken in all of theirs.
         """
         kept = [
             logits if all_logits else logits[:, -1:]
@@ -208,8 +231,8 @@ class Stream:
             if token in ends:
                 return
 
-    def slots(self, layer: int = 0) -> Held:
-        """What one layer holds now; see `Held`.
+    def slots(self, layer: int = 0) -> Contents:
+        """What one layer holds now; see `weir.cache.Contents`.
 
         Raises:
             WeirError: there is no such layer, nothing was fed yet, or nothing is cached.
@@ -219,31 +242,37 @@ class Stream:
     def report(self) -> dict[str, Any]:
         """Bytes, tokens seen, and what each layer holds."""
         if self.cache is None:
-            return {"policy": str(self.policy), "seen": [self._seen], "bytes": self.nbytes}
+            return {"policy": str(self.policy), "seen": [self.seen], "bytes": self.nbytes}
         return self.cache.report()
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, row: int | None = None) -> None:
         """Write the stream to a safetensors file; an interrupted save leaves the old file whole.
 
+        Args:
+            path: the file.
+            row: of a batch, the row to be saved, as a stream of its own; None for all of them.
+
         Raises:
-            WeirError: the file cannot be written, or the policy is `recompute`.
+            WeirError: the file cannot be written, there is no such row, or the policy is
+                `recompute`.
         """
         cache = self._cached()
+        states = cache.take_rows() if row is None else [cache.take_row(row)]
+        rows = slice(None) if row is None else slice(row, row + 1)
         facts = {
             "model": fingerprint(self.model),
             "policy": str(self.policy),
             "seed": self.seed,
-            "tokens": self._seen,
-            "last": self._last,
-            "cache": cache.state(),
+            "last": self._last[rows],
+            "made_with": cache.made_with,
+            "kind": cache.kind,
+            "rows": [state.facts for state in states],
         }
         tensors = {"generator": self._generator.get_state()}
         if self._logits is not None:
-            tensors["logits"] = self._logits
-        for index, layer in enumerate(cache.stack):
-            if layer.slab is not None:
-                for name, t in layer.slab.tensors().items():
-                    tensors[f"{index}.{name}"] = t
+            tensors["logits"] = self._logits[rows]
+        for index, state in enumerate(states):
+            tensors |= {f"{index}.{name}": t for name, t in state.tensors.items()}
         session.write(path, facts, tensors)
 
     @classmethod
@@ -268,24 +297,20 @@ class Stream:
             raise WeirError(f"{path} has a policy that this weir does not know: {error}") from None
         if policy is not None and policy_of(policy) != saved:
             raise WeirError(f"{path} has the policy {saved}, not {policy_of(policy)}")
-        made = facts["cache"]["made_with"]
-        stream = cls(model, saved, seed=facts["seed"], **made)
-        cache = stream._cached()
-        cache.load_state(facts["cache"])
-        device = model.device
-        stream._seen = facts["tokens"]
+        stream = cls(model, saved, seed=facts["seed"], **facts["made_with"])
         stream._last = facts["last"]
         stream._generator.set_state(tensors["generator"])
         if "logits" in tensors:
-            stream._logits = tensors["logits"].to(device)
-        for index, layer in enumerate(cache.stack):
-            mine = {
-                name.partition(".")[2]: t.to(device)
+            stream._logits = tensors["logits"].to(stream._device)
+        states = []
+        for index, row in enumerate(facts["rows"]):
+            own = {
+                name.partition(".")[2]: t
                 for name, t in tensors.items()
                 if name.startswith(f"{index}.")
             }
-            if mine:
-                layer.load_slab(Slab.of(mine))
+            states.append(RowState(facts["kind"], row, own))
+        stream._cached().put_rows(states)
         return stream
 
     def _cached(self) -> StreamingCache:
@@ -305,49 +330,107 @@ class Stream:
             raise WeirError(
                 f"this stream has {self._logits.shape[0]} rows, {ids.shape[0]} were fed"
             )
-        return ids.to(self.model.device)
+        return ids.to(self._device)
 
     def _forward(self, ids: Tensor, all_logits: bool) -> Iterator[Tensor]:
-        """Logits after the tokens, some pieces one after the other [batch, piece, vocabulary]."""
+        """Logits after the tokens, some pieces one after the other [batch, piece, vocabulary].
+
+        Raises:
+            NotFiniteError: at the end, of the first row whose tokens were refused.
+        """
         size = PIECE
         if all_logits:
             size = max(1, min(size, MOST_LOGITS // (self._vocabulary * ids.shape[0])))
-        if self.cache is not None and self.cache.prefill == "full" and not self._seen:
+        if self.cache is not None and self.cache.prefill == "full" and not self.seen:
             size = ids.shape[1]
+        step = self._read if self._recomputation is not None else self._step
+        refused: dict[int, NotFiniteError] = {}
         for start in range(0, ids.shape[1], size):
-            piece = ids[:, start : start + size]
-            try:
-                yield self._step(piece, all_logits)
-            except NotFiniteError:
-                yield from self._one_by_one(piece, all_logits, start)
+            logits = step(ids[:, start : start + size], all_logits, start, refused)
+            if logits is None:
+                break
+            yield logits
+        if refused:
+            raise refused[min(refused)]
 
-    def _one_by_one(self, piece: Tensor, all_logits: bool, start: int) -> Iterator[Tensor]:
-        """Feed a piece up to the token that is to be refused; `start` of the call stand before."""
-        for place, token in enumerate(piece.split(1, dim=1), start + 1):
-            try:
-                yield self._step(token, all_logits)
-            except NotFiniteError as refusal:
-                ids = ", ".join(map(str, token.flatten().tolist()))
-                what = f"token {place} of this call (id {ids}) and what comes after it"
-                raise NotFiniteError(refusal.layer, what) from None
+    def _read(
+        self, piece: Tensor, all_logits: bool, start: int, refused: dict[int, NotFiniteError]
+    ) -> Tensor:
+        """Re-computation's logits; token by token where some are no numbers."""
+        assert self._recomputation is not None
+        try:
+            return self._keep(piece, self._recomputation.forward(piece, all_logits))
+        except NotFiniteError:
+            for place in range(piece.shape[1]):
+                one = piece[:, place : place + 1]
+                try:
+                    self._keep(one, self._recomputation.forward(one, False))
+                except NotFiniteError as error:
+                    token = int(one[0, 0])
+                    error = NotFiniteError(
+                        error.layer, place=start + place, token=token, from_there=True
+                    )
+                    raise error from None
+            raise
 
-    def _step(self, piece: Tensor, all_logits: bool) -> Tensor:
-        """One forward; logits [batch, piece, vocabulary], or of the last token only."""
-        with torch.no_grad():
-            if self._recomputation is not None:
-                logits = self._recomputation.forward(piece, all_logits)
-            else:
-                logits = self._model_logits(piece, all_logits)
-        self._logits = logits[:, -1].clone()
-        self._last = piece[:, -1].tolist()
-        self._seen += piece.shape[1]
+    def _step(
+        self, piece: Tensor, all_logits: bool, start: int, refused: dict[int, NotFiniteError]
+    ) -> Tensor | None:
+        """One forward of the rows that nothing was refused of.
+
+        Rows that are refused now are added to `refused`, and fed what stands before the token that
+        is to blame. Logits [batch, piece, vocabulary], or of the last token only; None if no row is
+        left.
+        """
+        cache = self._cached()
+        try:
+            logits: Tensor | None = self._model_logits(piece, all_logits, refused)
+        except NotFiniteError:
+            logits = None
+        new = {row: e for row, e in cache.failed.items() if isinstance(e, NotFiniteError)}
+        if logits is not None:
+            self._keep(piece, logits, {*refused, *new})
+        for row, error in new.items():
+            place = error.place or 0
+            if place:
+                only = {other for other in range(piece.shape[0]) if other != row}
+                before = piece[:, :place]
+                self._keep(before, self._model_logits(before, False, only), only)
+            refused[row] = NotFiniteError(
+                error.layer,
+                row=error.row,
+                place=start + place,
+                token=error.token,
+                from_there=True,
+            )
         return logits
 
-    def _model_logits(self, piece: Tensor, all_logits: bool) -> Tensor:
-        keep = {} if all_logits or piece.shape[1] == 1 else {"logits_to_keep": 1}
-        logits: Tensor = self.model(
-            input_ids=piece, past_key_values=self.cache, use_cache=True, **keep
-        ).logits
+    def _model_logits(
+        self, piece: Tensor, all_logits: bool, without: Collection[int] = ()
+    ) -> Tensor:
+        """The model's logits; rows `without` are fed nothing, and theirs mean nothing."""
+        keep: dict[str, Any] = {}
+        if not (all_logits or piece.shape[1] == 1):
+            keep["logits_to_keep"] = 1
+        if without:
+            mask = torch.ones(piece.shape, dtype=torch.int64, device=piece.device)
+            mask[list(without)] = 0
+            keep["attention_mask"] = mask
+        with torch.no_grad():
+            logits: Tensor = self.model(
+                input_ids=piece, past_key_values=self.cache, use_cache=True, **keep
+            ).logits
+        return logits
+
+    def _keep(self, piece: Tensor, logits: Tensor, without: Collection[int] = ()) -> Tensor:
+        """Remember the last tokens and logits of all rows but `without`; returns the logits."""
+        last, logits_after = piece[:, -1].tolist(), logits[:, -1].clone()
+        if without:
+            before = torch.zeros_like(logits_after) if self._logits is None else self._logits
+            for row in without:
+                logits_after[row] = before[row]
+                last[row] = self._last[row] if self._last else 0
+        self._logits, self._last = logits_after, last
         return logits
 
 
@@ -357,8 +440,9 @@ def _check_head(model: object) -> None:
     Raises:
         WeirError: the model makes none.
     """
-    if isinstance(model, PreTrainedModel) and model.get_output_embeddings() is None:
-        kind = type(model).__name__
+    served = transformers_model(model)
+    if served.get_output_embeddings() is None:
+        kind = type(served).__name__
         raise WeirError(f"a {kind} makes no logits; take the causal language model around it")
 
 

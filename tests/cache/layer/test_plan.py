@@ -41,7 +41,7 @@ class Rows:
         mask = torch.tensor(real)
         known = None if bool(mask.all()) else mask
         plan = cut(
-            known, *mask.shape, self.seen, self.waiting, self.chunk, CPU, full=full, origin=7
+            known, *mask.shape, self.seen, self.waiting, self.chunk, CPU, prefill=full, origin=7
         )
         for piece in plan.pieces:
             assert (piece.seen, piece.waiting) == (self.seen, self.waiting)
@@ -61,7 +61,7 @@ class Rows:
                 self.seen[row] += len(columns)
                 self.waiting[row] += len(columns)
                 assert int(piece.after[row]) == 7 + self.seen[row]
-                if row in piece.full:
+                if row in piece.due:
                     self.folds[row].append(self.seen[row])
                     self.waiting[row] = 0
                 assert full or self.waiting[row] < self.chunk
@@ -99,18 +99,18 @@ def test_pieces_of_a_whole_plan_are_plain_slices(stream, chunk):
     rows = Rows(len(stream[0]), chunk)
     for real in stream:
         plan = rows.forward(real, 0)
-        if plan.whole:
+        if plan.regular:
             columns = torch.cat([piece.columns for piece in plan.pieces], dim=1)
             assert torch.equal(columns, torch.arange(plan.length).expand(len(real), -1))
         elif all(all(flags) for flags in real):
-            assert not all(piece.even for piece in plan.pieces)
+            assert not all(piece.in_step for piece in plan.pieces)
 
 
 def test_a_batch_in_step_is_cut_into_slices():
     plan = cut(None, 3, 10, [2, 2, 2], [2, 2, 2], 4, CPU)
-    assert plan.whole
+    assert plan.regular
     assert [piece.width for piece in plan.pieces] == [2, 4, 4]
-    assert [piece.full for piece in plan.pieces] == [[0, 1, 2]] * 3
+    assert [piece.due for piece in plan.pieces] == [[0, 1, 2]] * 3
 
 
 @given(forwards)

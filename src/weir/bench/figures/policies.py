@@ -107,5 +107,5 @@ def _beside_plain(setting: Setting, name: str) -> tuple[Pace, Pace, bool]:
         Pace(median(times), mean(each.folds), sizes.chunk)
         for times, each in zip(taken, both, strict=True)
     )
-    pipes = [layer.pipe for layer in both[0].cache.stack]
+    pipes = [layer.spec.pipe for layer in both[0].cache.stack]
     return ours, plain, any(pipe.needs_mass or pipe.needs_queries for pipe in pipes)

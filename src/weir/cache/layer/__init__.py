@@ -1,12 +1,8 @@
 """One layer's stream: append, attend, fold."""
 
-from weir.cache.layer.decode import Spot
-from weir.cache.layer.layer import Layer
-from weir.cache.layer.plan import Plan, cut
+from weir.cache.layer.decode import DecodeSlots
+from weir.cache.layer.layer import Layer, RowsNotFinite
+from weir.cache.layer.plan import Piece, Plan, cut
+from weir.cache.layer.spec import LayerSpec
 
-__all__ = [
-    "Layer",
-    "Plan",
-    "Spot",
-    "cut",
-]
+__all__ = ["DecodeSlots", "Layer", "LayerSpec", "Piece", "Plan", "RowsNotFinite", "cut"]

@@ -1,28 +1,41 @@
-"""One token for every row, in buffers of constant shape: what a compiled step reads and writes.
+"""One token of every row, in buffers of constant shape: what a compiled step reads and writes.
 
-What happens between folds has constant shapes, so one program serves a stream for ever: a token
-goes into its slot, and attention reads the whole slab, behind a mask that ends at that slot.
+What happens between folds has constant shapes, so one program serves a stream for ever: a token of
+each row goes into the slot that waits for it, and attention reads the whole slab, behind a mask
+that ends at that slot. Rows may end in different slots. Knows nothing about models.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from weir.policies import Pipe
-from weir.slab import Form, Place, Slab
+from weir.cache.layer.spec import LayerSpec
+from weir.slab import (
+    Form,
+    Slab,
+    fused_attention,
+    fuses,
+    merge_groups,
+    put_lines,
+    slot_lines,
+    split_attention,
+    two_weight_attention,
+)
 
 
 @dataclass
-class Spot:
-    """The slots of a layer, and where its next token goes.
+class DecodeSlots:
+    """The slots of a layer, as a decode step of constant shape uses them.
 
     Attributes:
         keys, values: of all slots [batch, kv_heads, slots, dim].
         a, b: log-weights [batch, kv_heads, slots]; a is None where it is b everywhere.
         split: both as `split_attention` reads them; None where a is b.
         queries: where queries wait for the fold; None if none do. `wanted` of them are older ones.
+        wanted: how many of the last queries pools read.
         window: how many tokens a query sees; None for all.
     """
 
@@ -36,16 +49,67 @@ class Spot:
     window: int | None
 
     @classmethod
-    def of(cls, slab: Slab, pipe: Pipe, place: Place, form: Form) -> Spot | None:
+    def of(cls, slab: Slab, spec: LayerSpec) -> DecodeSlots | None:
         """Of a layer; None where its steps have to go the usual way.
 
         Those are steps without constant shapes, and what hardly any model and policy has: queries
         sharpened by the number of tokens, linear biases, rotations that the model leaves to weir.
         """
-        if pipe.slots is None or pipe.log_n or place.alibi is not None:
+        pipe, positions = spec.pipe, spec.positions
+        if pipe.slots is None or pipe.log_n or positions.alibi is not None:
             return None
-        if place.rotary is not None and not form.placed:
+        if positions.rotary is not None and not positions.placed:
             return None
-        a = slab.a if pipe.two_weights else None
+        a, window = slab.a if pipe.two_weights else None, positions.window
         queries, wanted = slab.queries, pipe.needs_queries
-        return cls(slab.keys, slab.values, a, slab.b, slab.split, queries, wanted, place.window)
+        return cls(slab.keys, slab.values, a, slab.b, slab.split, queries, wanted, window)
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        form: Form,
+        ends: Tensor,
+        waiting: Tensor,
+    ) -> Tensor:
+        """Take in one token of each row and answer its queries.
+
+        Args:
+            queries: [batch, heads, 1, key_dim].
+            keys, values: [batch, kv_heads, 1, dim].
+            form: how the layer attends.
+            ends: the slot of each row's token [batch], int64.
+            waiting: tokens in each row's tail before it [batch], int64.
+
+        Returns:
+            [batch, heads, 1, value_dim].
+        """
+        batch, kv_heads, _, dim = keys.shape
+        queries = queries.view(batch, kv_heads, -1, 1, dim)
+        lines = slot_lines(ends, kv_heads, self.keys.shape[2])
+        put_lines(self.keys, keys, lines)
+        put_lines(self.values, values, lines)
+        if self.queries is not None:
+            asked = slot_lines(waiting + self.wanted, kv_heads, self.queries.shape[2])
+            put_lines(self.queries, merge_groups(queries), asked)
+        slot = torch.arange(self.b.shape[2], device=ends.device)
+        seen = slot <= ends[:, None]
+        if self.window is not None:
+            seen &= slot > ends[:, None] - self.window
+        unseen = ~seen[:, None]
+        if self.split is not None and fuses(form):
+            mask, numerator, denominator = self.split
+            mask = mask.masked_fill(unseen, -torch.inf)
+            out = split_attention(
+                queries, self.keys, self.values, mask, numerator, denominator, form
+            )
+            return out.flatten(1, 2)
+        below = self.b.masked_fill(unseen, -torch.inf)
+        if self.a is None and fuses(form):
+            bias = below[:, :, None, None]
+            out = fused_attention(queries, self.keys, self.values, form, bias)
+        else:
+            above = below if self.a is None else self.a.masked_fill(unseen, -torch.inf)
+            out = two_weight_attention(queries, self.keys, self.values, above, below, form)
+        return out.flatten(1, 2)

@@ -1,20 +1,22 @@
 """A fold of one layer: the pipe decides who stays, and the slab is packed.
 
-Between the layer, which says when, and the pools, which say who. Knows nothing about attention.
+Between the layer, which says when, and the pools, which say who. Rows that are not due are not
+touched. Knows nothing about models.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from weir.cache.layer.plan import Piece
+from weir.cache.layer.queries import last_queries, mass_from_tail, tail_of
+from weir.cache.layer.spec import LayerSpec
 from weir.errors import WeirError
-from weir.policies import Pipe
-from weir.pools import Draws, Fold
-from weir.slab import Form, Place, Slab, Slots, longer, rolled
+from weir.pools import Fold
+from weir.slab import Form, Slab, Slots, longer, merge_groups, rolled
 
 
 @dataclass(frozen=True)
@@ -22,64 +24,80 @@ class Folding:
     """How a layer folds.
 
     Attributes:
-        pipe: who holds slots.
-        place: what the layer knows about positions.
-        chunk: tokens between two folds.
-        draws: its random numbers.
-        layer, layers: which layer it is, and of how many.
+        spec: the layer.
     """
 
-    pipe: Pipe
-    place: Place
-    chunk: int
-    draws: Draws
-    layer: int
-    layers: int
+    spec: LayerSpec
 
     def fold(
         self,
         slab: Slab,
         lengths: list[list[int]],
+        seeds: list[int],
         piece: Piece,
         form: Form,
-        queries: Tensor | None,
         arrivals: Slots | None = None,
     ) -> None:
         """Fold the rows that are due, rows of the same layout together.
 
         Args:
-            slab: the slots of all rows; rewritten.
+            slab: the slots of all rows; rewritten for the rows that fold.
             lengths: per row and per pool, slots in use; rewritten for the rows that fold.
+            seeds: of each row's draws.
             piece: what was appended last; says which rows are due.
             form: how the layer attends.
-            queries: the last queries, for pools that ask for them.
             arrivals: folded in place of the tail, if given: a whole prompt [batch, ...].
         """
         groups: dict[tuple[int, ...], list[int]] = {}
-        for row in piece.full:
+        for row in piece.due:
             arrived = piece.waiting[row] + piece.counts[row]
             groups.setdefault((*lengths[row], arrived), []).append(row)
         for (*used, arrived), rows in groups.items():
             index = torch.tensor(rows, device=slab.keys.device)
-            part = slab if len(rows) == len(piece.counts) else slab.rows(index)
+            part = self._rows(slab, rows, index)
             new = part.run(sum(used), sum(used) + arrived)
             if arrivals is not None:
                 new = arrivals.of_rows(index).part(0, arrived)
+            elif part.mass is not None:
+                tail = tail_of(piece, rows, self.spec.chunk)
+                mass = mass_from_tail(part, self.spec, form, tail, sum(used) + arrived)
+                part.mass[:, :, : mass.shape[2]] += mass
+            queries = self._last_queries(part, arrivals is not None)
+            its_seeds = tuple(seeds[row] for row in rows)
             fold = Fold(
-                draws=self.draws,
+                draws=replace(
+                    self.spec.draws,
+                    seed=its_seeds[0] if len(set(its_seeds)) == 1 else its_seeds,
+                ),
                 seen=piece.after[index] - piece.origin,
-                queries=None if queries is None else queries.index_select(0, index),
+                queries=queries,
                 prompt=arrivals is not None,
                 origin=piece.origin,
                 form=form,
-                alibi=self.place.alibi,
+                alibi=self.spec.positions.alibi,
             )
             kept = self._fold(part, used, new, fold, piece.after[index])
-            if part is not slab:
+            if queries is not None and part.queries is not None and arrivals is None:
+                part.queries[:, :, : self.spec.pipe.needs_queries] = merge_groups(queries)
+            if part.keys.data_ptr() != slab.keys[rows[0]].data_ptr():
                 slab.grow(len(part), 0 if part.masters is None else part.masters.shape[2])
                 slab.put_rows(index, part)
             for row in rows:
                 lengths[row] = kept
+
+    def _rows(self, slab: Slab, rows: list[int], index: Tensor) -> Slab:
+        """The rows of a slab: a view where they lie side by side, otherwise copies."""
+        if len(rows) == slab.keys.shape[0]:
+            return slab
+        if self.spec.pipe.slots is not None and rows[-1] - rows[0] == len(rows) - 1:
+            return slab.view(rows[0], rows[-1] + 1)
+        return slab.rows(index)
+
+    def _last_queries(self, slab: Slab, prompt: bool) -> Tensor | None:
+        """A copy of the last queries: at the end of the tail, or of a prompt in front of it."""
+        start = 0 if prompt else self.spec.chunk
+        queries = last_queries(slab, start, self.spec.pipe.needs_queries)
+        return None if queries is None else queries.clone()
 
     def _fold(
         self, slab: Slab, lengths: list[int], new: Slots, fold: Fold, ahead: Tensor
@@ -88,15 +106,15 @@ class Folding:
 
         `ahead` [batch] is each row's next place in the stream.
         """
-        pipe = self.pipe
+        pipe, chunk = self.spec.pipe, self.spec.chunk
         order = (*pipe.front, *pipe.run)
         held: list[Slots] = [new] * len(order)
-        places: dict[int, int] = {}
+        starts: dict[int, int] = {}
         start = 0
         for pool in order:
             view = slab.front if pool in pipe.front else slab.run
             held[pool] = view(start, start + lengths[pool])
-            places[pool] = start
+            starts[pool] = start
             start += lengths[pool]
         states = self._states(slab)
         kept = pipe.fold(held, new, fold, states)
@@ -104,25 +122,27 @@ class Folding:
         start, moves = 0, []
         for pool in order:
             slots = kept[pool]
-            stays = slots is held[pool] or (slots.slab is slab and pool in pipe.run)
-            was = slots.place if slots.slab is slab else places[pool]
-            if not (stays and was == start) and len(slots):
-                moves.append((start, slab.apart(slots), pool in pipe.front))
+            # What a pool returns as it was given, or as a view of the run, need not be copied
+            # where it already lies in its new place.
+            untouched = slots is held[pool] or (slots.slab is slab and pool in pipe.run)
+            was = slots.place if slots.slab is slab else starts[pool]
+            if not (untouched and was == start) and len(slots):
+                moves.append((start, slab.own_copy(slots), pool in pipe.front))
             start += len(slots)
         in_front = sum(len(kept[pool]) for pool in pipe.front)
-        if start + self.chunk > len(slab):
-            slab.grow(2 * (start + self.chunk))
+        if start + chunk > len(slab):
+            slab.grow(2 * (start + chunk))
         if slab.masters is not None and in_front > slab.masters.shape[2]:
             slab.grow(0, masters=2 * in_front)
         for place, slots, to_front in moves:
             slab.write(place, slots, front=to_front)
         self.roll(slab, in_front, start, ahead)
-        slab.open_tail(start, ahead, self.chunk)
+        slab.open_tail(start, ahead, chunk)
         return [len(slots) for slots in kept]
 
     def _states(self, slab: Slab) -> list[dict[str, Tensor]]:
         """What each pool remembers, by its own names."""
-        states: list[dict[str, Tensor]] = [{} for _ in self.pipe.pools]
+        states: list[dict[str, Tensor]] = [{} for _ in self.spec.pipe.pools]
         for name, t in slab.state.items():
             index, _, own = name.partition(".")
             states[int(index)][own] = t
@@ -133,7 +153,7 @@ class Folding:
         for name, t in slab.state.items():
             index, _, own = name.partition(".")
             after = states[int(index)][own]
-            pool = self.pipe.pools[int(index)]
+            pool = self.spec.pipe.pools[int(index)]
             if after.shape == t.shape:
                 if after is not t:
                     t.copy_(after)
@@ -150,11 +170,11 @@ class Folding:
         """Move the front up to the run, in the frame."""
         position = slab.position[:, :, :front]
         frame = position
-        if self.place.rolling and front:
+        if self.spec.positions.rolling and front:
             frame = rolled(position, ahead - (used - front))
-            if slab.masters is not None and self.place.rotary is not None:
+            if slab.masters is not None and self.spec.positions.rotary is not None:
                 masters = slab.masters[:, :, :front]
-                slab.keys[:, :, :front] = self.place.rotary.move(masters, frame - position)
+                slab.keys[:, :, :front] = self.spec.positions.rotary.move(masters, frame - position)
         if slab.frame is not None:
             slab.frame[:, :, :front] = frame
             slab.frame[:, :, front:used] = slab.position[:, :, front:used]

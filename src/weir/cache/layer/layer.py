@@ -1,51 +1,53 @@
-"""One layer's stream: append, attend, and what is to be settled when a forward has succeeded.
+"""One layer's stream: append, attend, and what is to be committed when a forward has succeeded.
 
 Between folds a token is written into the tail and attention reads the slab; when the tail is full
-the layer folds (`fold`). Knows nothing about models beyond a `Form` per call and the layer's
-positions.
+the layer folds (`fold`). Knows nothing about models beyond a `Form` per call and its `LayerSpec`.
 
 A forward that fails in a later layer, or makes keys that are not finite, must leave no trace. What
 it writes into the tail are slots that wait for a token anyway; all else (attention received, the
-fold) waits in `Layer._open` until the forward has succeeded. Of a forward that is longer than the
-tail has room, all but the last piece must be settled on the way; then the slots as they were are
-kept until its end.
+fold) waits in `Layer._pending` until the forward has succeeded. Of a forward that is longer than
+the tail has room, all but the last piece must be committed on the way; then the slots as they were
+are kept until its end.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from weir.cache.layer.decode import Spot
+from weir.cache.layer.attend import in_place, read
+from weir.cache.layer.decode import DecodeSlots
 from weir.cache.layer.fold import Folding
-from weir.cache.layer.mask import sight
-from weir.cache.layer.plan import Piece, Plan
-from weir.cache.layer.prefill import exactly
-from weir.cache.layer.queries import last_queries, received, remember, remember_last, tail_of
-from weir.errors import NotFiniteError, WeirError
-from weir.policies import Pipe
-from weir.pools import Draws
-from weir.slab import (
-    Form,
-    Place,
-    Rotary,
-    Slab,
-    Slots,
-    fused_attention,
-    fuses,
-    lined,
-    split_attention,
-    two_weight_attention,
-    two_weight_kernel,
-)
+from weir.cache.layer.mask import mask_of_piece, mask_of_step
+from weir.cache.layer.plan import Piece, Plan, cut
+from weir.cache.layer.prefill import attend_prompt
+from weir.cache.layer.queries import store_last_queries, store_queries
+from weir.cache.layer.spec import LayerSpec
+from weir.errors import WeirError
+from weir.slab import Form, Heads, Slab, Slots, slot_lines
+
+
+class RowsNotFinite(Exception):
+    """Keys or values of some rows are not finite; the forward has to do without these rows.
+
+    Attributes:
+        layer: which layer found it.
+        columns: by row, the first column whose key or value is not finite.
+    """
+
+    def __init__(self, layer: int, columns: dict[int, int]) -> None:
+        super().__init__(f"layer {layer}, rows {sorted(columns)}")
+        self.layer = layer
+        self.columns = columns
 
 
 @dataclass(frozen=True)
-class Open:
-    """A piece that was answered and is not settled yet.
+class Pending:
+    """A piece that was answered and is not committed yet.
 
     Attributes:
         piece, form: the piece, and how the layer attends.
@@ -58,7 +60,7 @@ class Open:
 
 
 @dataclass(frozen=True)
-class Before:
+class Backup:
     """A layer as it was before the forward under way; a slab of None for one without tokens."""
 
     slab: Slab | None
@@ -69,67 +71,139 @@ class Layer:
     """The stream of one layer: a slab, a pipe, and how far each row of the batch has come.
 
     Attributes:
-        pipe: who holds slots.
+        spec: what is always so about it.
         slab: the slots; None before the first token.
         lengths: per row and per pool of the pipe, slots in use.
-        unseen: numbers of the last forward that nobody has looked at yet, and that are to be
-            finite [numbers]: looking means waiting for an accelerator, and costs a step on a CPU
-            more than all layers together at its end.
+        seeds: of each row's draws.
+        form: how it attended last; None before the first token. A compiled step, whose graph knows
+            it already, folds with it.
     """
 
-    def __init__(
-        self, pipe: Pipe, place: Place, chunk: int, draws: Draws, index: int, layers: int
-    ) -> None:
-        self.pipe = pipe
-        self.place = place
-        self.chunk = chunk
-        self.folding = Folding(pipe, place, chunk, draws, index, layers)
+    def __init__(self, spec: LayerSpec) -> None:
+        self.spec = spec
+        self.folding = Folding(spec)
+        seed = spec.draws.seed
+        self._seed = seed if isinstance(seed, int) else seed[0]
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget everything, and give the slots back."""
         self.slab: Slab | None = None
         self.lengths: list[list[int]] = []
-        self.unseen: list[Tensor] = []
-        # Nothing but exact tokens, no empty slot: then attention needs no mask.
+        self.seeds: list[int] = []
+        self.form: Form | None = None
+        # Numbers of the last forward that are to be finite, each with its rows in front, and that
+        # nobody has looked at yet: looking means waiting for an accelerator, and costs a step on a
+        # CPU more than all layers together at its end.
+        self._unchecked: list[Tensor] = []
+        # Whether every slot in use holds one token that counts once: then weights are not read.
         self._plain = True
-        self._open: Open | None = None
-        self._before: Before | None = None
-        self._form: Form | None = None
+        self._pending: Pending | None = None
+        self._backup: Backup | None = None
+        self._fold_seconds = 0.0
+
+    def allocate(
+        self, heads: Heads, batch: int, start: Tensor, device: torch.device, seeds: list[int]
+    ) -> None:
+        """Make the slots of a batch, without a token.
+
+        Args:
+            heads: the sizes of the layer's attention.
+            batch: rows.
+            start: each row's first place in the stream [batch], int64.
+            device: where.
+            seeds: of each row's draws.
+
+        Raises:
+            WeirError: there is no memory for them.
+        """
+        spec = self.spec.slab(heads)
+        try:
+            slab = Slab(spec, batch, device)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise WeirError(f"no memory for {spec.slots} slots in every layer: {reason}") from None
+        self._remember_nothing(slab)
+        slab.open_tail(0, start, self.spec.chunk)
+        self.slab = slab
+        self.lengths = [[0] * len(self.spec.pipe.pools) for _ in range(batch)]
+        self.seeds = list(seeds)
+        self._plain = True
+
+    def feed(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        form: Form,
+        *,
+        seen: int = 0,
+        waiting: int = 0,
+        prefill: bool = False,
+    ) -> Tensor:
+        """Take in tokens of rows that are in step and keep them: `attend` and `commit` in one.
+
+        Args:
+            queries, keys, values, form: as for `attend`.
+            seen, waiting: tokens that each row has seen, and that its tail holds.
+            prefill: attend exactly to all of them and fold them once.
+        """
+        batch, length = keys.shape[0], keys.shape[2]
+        plan = cut(
+            None,
+            batch,
+            length,
+            [seen] * batch,
+            [waiting] * batch,
+            self.spec.chunk,
+            keys.device,
+            prefill=prefill,
+        )
+        out = self.attend(queries, keys, values, form, plan)
+        self.commit()
+        return out
 
     def attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, form: Form, plan: Plan
     ) -> Tensor:
-        """Take in new tokens and answer their queries; `settle` or `take_back` comes next.
+        """Take in new tokens and answer their queries; `commit` or `undo` comes next.
 
         Args:
-            queries: [batch, heads, length, key_dim], unrotated unless `form.placed`.
+            queries: [batch, heads, length, key_dim], unrotated unless `spec.positions.placed`.
             keys: [batch, kv_heads, length, key_dim], the same.
             values: [batch, kv_heads, length, value_dim].
             form: how the layer attends.
             plan: how the forward is cut.
 
         Returns:
-            [batch, heads, length, value_dim].
+            [batch, heads, length, value_dim]; what stands in columns without a token means nothing.
 
         Raises:
-            NotFiniteError: a key or value is infinite or not a number.
+            RowsNotFinite: keys or values of tokens are infinite or not a number; in a step of one
+                token each this is found at its end (`unfinite`).
+            WeirError: keys are of another dtype, device or shape than those before.
         """
-        self._form = form
-        self._check_finite(keys, values)
+        self.form = form
         batch, heads, length, _ = queries.shape
         kv_heads = keys.shape[1]
         queries = queries.view(batch, kv_heads, heads // kv_heads, length, -1)
         if not plan.pieces:
+            self._unchecked = []
             return values.new_zeros((batch, heads, length, values.shape[3]))
+        self._check_finite(keys, values, plan)
         if self.slab is None:
-            self._before = Before(None, [])
-            self.slab = self._make_slab(keys, values, queries.shape[2])
-            self.slab.open_tail(0, plan.pieces[0].start, self.chunk)
-        take = self._attend_exactly if plan.full else self._attend_piece
-        if plan.whole and len(plan.pieces) == 1:
+            self._backup = Backup(None, [])
+            group = heads // kv_heads
+            sizes = Heads(kv_heads, group, keys.shape[3], values.shape[3], keys.dtype)
+            first = plan.pieces[0].start
+            self.allocate(sizes, batch, first, keys.device, [self._seed] * batch)
+        self._check_like(keys, values)
+        if plan.step:
+            return self._attend_step(queries, keys, values, form, plan.pieces[0]).flatten(1, 2)
+        take = self._attend_exactly if plan.prefill else self._attend_piece
+        if plan.regular and len(plan.pieces) == 1:
             return take(queries, keys, values, form, plan.pieces[0]).flatten(1, 2)
-        if plan.whole:
+        if plan.regular:
             parts, done = [], 0
             for piece in plan.pieces:
                 columns = slice(done, done + piece.width)
@@ -145,79 +219,145 @@ class Layer:
             out[rows, :, :, columns_of] = part[rows, :, :, places]
         return out.flatten(1, 2)
 
-    def _check_finite(self, keys: Tensor, values: Tensor) -> None:
-        if keys.shape[2] == 1:
-            self.unseen = [keys.flatten(), values.flatten()]
+    # --- finite or not
+
+    def _check_finite(self, keys: Tensor, values: Tensor, plan: Plan) -> None:
+        """Refuse keys and values of tokens that are not finite, now or at the forward's end."""
+        if plan.step:
+            self._unchecked = [keys, values]
             return
-        self.unseen = []
+        self._unchecked = []
         if not keys.numel():
             return
-        # The least and the greatest tell: NaN makes NaN of both.
-        ends = [*keys.aminmax(), *values.aminmax()]
-        if keys.device.type != "cpu":
-            self.unseen = [torch.stack(ends)]
-        elif not all(map(math.isfinite, ends)):
-            raise NotFiniteError(self.folding.layer)
+        if keys.device.type == "cpu":
+            # The least and the greatest tell: NaN makes NaN of both.
+            if all(map(math.isfinite, [*keys.aminmax(), *values.aminmax()])):
+                return
+            columns = self._first_unfinite(_finite_columns(keys, values), plan)
+            if columns:
+                raise RowsNotFinite(self.spec.index, columns)
+        else:
+            self._unchecked = [_finite_columns(keys, values)]
 
-    def spot(self) -> Spot | None:
-        """Where the next token of all rows goes, for a compiled step; None for the usual way."""
-        if self.slab is None or self._form is None:
+    @property
+    def unchecked(self) -> list[Tensor]:
+        """Numbers of the last forward that are to be finite (or true), [batch, ...] each."""
+        return self._unchecked
+
+    def unfinite(self, plan: Plan) -> dict[int, int]:
+        """By row, the first column of the last forward that is not finite; {} where all is well.
+
+        Of a step of one token each, rows without a token are named too.
+        """
+        if not self._unchecked:
+            return {}
+        if self._unchecked[0].dtype == torch.bool:
+            return self._first_unfinite(self._unchecked[0], plan)
+        finite = torch.stack(
+            [t.isfinite().reshape(t.shape[0], -1).all(dim=1) for t in self._unchecked]
+        )
+        return dict.fromkeys((~finite.all(dim=0)).nonzero()[:, 0].tolist(), 0)
+
+    @staticmethod
+    def _first_unfinite(finite: Tensor, plan: Plan) -> dict[int, int]:
+        """By row, its first token among the columns where `finite` [batch, length] is false."""
+        found: dict[int, int] = {}
+        wrong = (~finite).tolist()
+        for piece in plan.pieces:
+            columns = piece.columns.tolist()
+            for row, count in enumerate(piece.counts):
+                bad = [column for column in columns[row][:count] if wrong[row][column]]
+                if bad and row not in found:
+                    found[row] = bad[0]
+        return found
+
+    def _check_like(self, keys: Tensor, values: Tensor) -> None:
+        """Refuse keys and values that do not fit the slots there are."""
+        slab = self.slab
+        assert slab is not None
+        if keys.dtype != slab.keys.dtype or keys.device != slab.keys.device:
+            was = f"{str(slab.keys.dtype).removeprefix('torch.')} on {slab.keys.device}"
+            now = f"{str(keys.dtype).removeprefix('torch.')} on {keys.device}"
+            raise WeirError(
+                f"the model was {was} when this cache was made and is {now}; "
+                "move it back, or make a new cache"
+            )
+        if keys.shape[1] != slab.keys.shape[1] or keys.shape[3] != slab.keys.shape[3]:
+            raise WeirError(
+                f"layer {self.spec.index} makes keys of {keys.shape[1]} heads of {keys.shape[3]} "
+                f"numbers, and this cache holds {slab.keys.shape[1]} of {slab.keys.shape[3]}; a "
+                "cache serves one model only"
+            )
+
+    # --- a compiled step
+
+    def decode_slots(self) -> DecodeSlots | None:
+        """What a compiled step reads and writes; None where steps go the usual way."""
+        if self.slab is None or self.form is None:
             return None
-        return Spot.of(self.slab, self.pipe, self.place, self._form)
+        return DecodeSlots.of(self.slab, self.spec)
 
-    def stepped(self, piece: Piece, largest: Tensor) -> None:
-        """A compiled step has written the token of a piece and answered it; as after `attend`.
+    def commit_step(self, piece: Piece, largest: Tensor) -> None:
+        """A compiled step has written the tokens of a piece and answered them; as after `attend`.
 
         Args:
             piece: one token of each row.
-            largest: the largest absolute number among its keys and values [1].
+            largest: the largest absolute number among each row's keys and values [batch].
         """
-        assert self._form is not None
-        self.unseen = [largest]
-        self._open = Open(piece, self._form)
+        assert self.form is not None
+        self._unchecked = [largest]
+        self._pending = Pending(piece, self.form)
 
-    def settle(self) -> None:
-        """The forward has succeeded: count its attention, keep its queries, fold what is full."""
-        self._settle()
-        self._before = None
+    # --- the end of a forward
 
-    def _settle(self) -> None:
-        left, self._open = self._open, None
-        if left is None or self.slab is None:
+    def commit(self) -> None:
+        """The forward has succeeded: fold what is full."""
+        self._commit()
+        self._backup = None
+
+    def take_fold_seconds(self) -> float:
+        """How long folds took since this was asked last."""
+        seconds, self._fold_seconds = self._fold_seconds, 0.0
+        return seconds
+
+    def _commit(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None or self.slab is None or not pending.piece.due:
             return
-        if left.piece.full:
-            self._fold(self.slab, left)
-            self._plain = self._is_plain(self.slab)
+        start = time.perf_counter()
+        self.folding.fold(
+            self.slab, self.lengths, self.seeds, pending.piece, pending.form, pending.arrivals
+        )
+        self._plain = self._is_plain(self.slab)
+        self._fold_seconds += time.perf_counter() - start
 
-    def _fold(self, slab: Slab, left: Open) -> None:
-        piece, wanted = left.piece, self.pipe.needs_queries
-        if left.arrivals is None and slab.mass is not None:
-            tail = tail_of(piece, self.chunk)
-            ends = self.ends(tail.counts)
-            mass = received(slab, self.place, left.form, tail, ends, wanted)
-            slab.mass[:, :, : mass.shape[2]] += mass
-        # What was asked last lies at the end of the tail; after a whole prompt, in front of it.
-        start = self.chunk if left.arrivals is None else 0
-        queries = last_queries(slab, start, wanted)
-        self.folding.fold(slab, self.lengths, piece, left.form, queries, left.arrivals)
-        if queries is not None and slab.queries is not None and left.arrivals is None:
-            rows = torch.tensor(piece.full, device=queries.device)
-            slab.queries[rows, :, :wanted] = lined(queries)[rows]
-
-    def _settle_early(self) -> None:
-        """Settle a piece while the forward is still under way."""
-        if self._before is None and self.slab is not None:
+    def _commit_early(self) -> None:
+        """Commit a piece while the forward is still under way."""
+        if self._backup is None and self.slab is not None:
             lengths = [list(row) for row in self.lengths]
-            self._before = Before(self.slab.copy(), lengths)
-        self._settle()
+            self._backup = Backup(self.slab.copy(), lengths)
+        self._commit()
 
-    def take_back(self) -> None:
+    def undo(self) -> None:
         """The forward has failed: be as it was before."""
-        self._open = None
-        before, self._before = self._before, None
-        if before is not None:
-            self.slab, self.lengths = before.slab, before.lengths
+        self._pending = None
+        backup, self._backup = self._backup, None
+        if backup is not None:
+            self.slab, self.lengths = backup.slab, backup.lengths
             self._plain = self.slab is None or self._is_plain(self.slab)
+
+    def undo_rows(self, rows: list[int]) -> None:
+        """Take the tokens of some rows out of a step that has not been committed."""
+        if self._pending is None or self.slab is None:
+            return
+        piece = self._pending.piece
+        ends = self.ends(piece.waiting)
+        for row in rows:
+            # What is no number would make others so, though its weight were zero.
+            self.slab.scrub(row, ends[row])
+        self._pending = Pending(piece.without(rows), self._pending.form)
+
+    # --- rows
 
     def ends(self, waiting: list[int]) -> list[int]:
         """Per row, the number of slots in use."""
@@ -229,112 +369,113 @@ class Layer:
             return
         self.slab = self.slab.rows(index)
         self.lengths = [list(self.lengths[row]) for row in index.tolist()]
+        self.seeds = [self.seeds[row] for row in index.tolist()]
 
-    def load_slab(self, slab: Slab) -> None:
-        """Take over a slab that was saved; `lengths` must be set."""
-        self.slab = slab
+    def take_row(self, row: int) -> tuple[dict[str, Tensor], list[int]]:
+        """Copies of a row's tensors [1, kv_heads, ...] by name, and its lengths."""
+        assert self.slab is not None
+        return self.slab.view(row, row + 1).copy().tensors(), list(self.lengths[row])
+
+    def put_row(self, row: int, tensors: dict[str, Tensor], lengths: list[int], seed: int) -> None:
+        """Overwrite a row by one that was taken; sizes and types have been checked."""
+        slab = self.slab
+        assert slab is not None
+        if self.spec.pipe.slots is None:
+            tensors = self._of_one_size(slab, tensors)
+        slab.put_row(row, tensors)
+        self.lengths[row] = list(lengths)
+        self.seeds[row] = seed
         self._plain = self._is_plain(slab)
 
-    def _make_slab(self, keys: Tensor, values: Tensor, group: int) -> Slab:
-        pipe, place = self.pipe, self.place
-        asked = pipe.needs_mass or pipe.needs_queries > 0
-        moves = place.rolling and bool(pipe.front)
-        slots = (4 * self.chunk if pipe.slots is None else pipe.slots) + self.chunk
-        masters = pipe.front_slots or self.chunk  # a front without a limit grows as it fills
-        try:
-            slab = Slab(
-                keys,
-                values,
-                slots,
-                masters=masters if moves and place.rotary is not None else 0,
-                mass=pipe.needs_mass,
-                two_weights=pipe.two_weights,
-                frames=place.alibi is not None,
-                queries=pipe.needs_queries + self.chunk if asked else 0,
-                group=group,
-            )
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise WeirError(f"no memory for {slots} slots in every layer: {reason}") from None
+    def reset_row(self, row: int, start: int, seed: int) -> None:
+        """Empty a row; its next token stands at the place `start` of the stream."""
+        slab = self.slab
+        assert slab is not None
+        slab.clear(row)
+        part = slab.view(row, row + 1)
+        self._remember_nothing(part)
+        for name, t in slab.state.items():
+            t[row].zero_()
+            kept = part.state[name]
+            t[row, :, : kept.shape[2] if kept.ndim > 2 else None].copy_(kept[0])
+        part.open_tail(0, torch.tensor([start], device=slab.keys.device), self.spec.chunk)
+        self.lengths[row] = [0] * len(self.spec.pipe.pools)
+        self.seeds[row] = seed
+        self._plain = self._is_plain(slab)
+
+    @staticmethod
+    def _of_one_size(slab: Slab, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a row of a pipe without a limit, and the slab, made equally long."""
+        other = Slab.of(tensors)
+        slab.grow(len(other), 0 if other.masters is None else other.masters.shape[2])
+        other.grow(len(slab), 0 if slab.masters is None else slab.masters.shape[2])
+        slab.lengthen_state(other)
+        other.lengthen_state(slab)
+        return other.tensors()
+
+    def _remember_nothing(self, slab: Slab) -> None:
+        """Give a slab what its pools remember before the first token."""
         with torch.inference_mode(False):
-            for index, pool in enumerate(pipe.pools):
+            for index, pool in enumerate(self.spec.pipe.pools):
                 for name, t in pool.state(slab.run(0, 0)).items():
                     slab.state[f"{index}.{name}"] = t
-        self.lengths = [[0] * len(pipe.pools) for _ in range(keys.shape[0])]
-        self._plain = True
-        return slab
+
+    # --- pieces
+
+    def _attend_step(
+        self, queries: Tensor, keys: Tensor, values: Tensor, form: Form, piece: Piece
+    ) -> Tensor:
+        """One token of each row: into the slot that waits for it, and attend.
+
+        A row without a token writes there too and stays where it is: that costs nothing, and what
+        it wrote is overwritten by its next token.
+        """
+        slab, spec = self.slab, self.spec
+        assert slab is not None
+        queries, keys = in_place(spec, slab, queries, keys, piece)
+        ends = self.ends(piece.waiting)
+        in_step = len(set(ends)) == 1
+        kv_heads = keys.shape[1]
+        if in_step:
+            slab.append(keys, values, ends[0])
+            bias = mask_of_piece(
+                spec.positions, slab, piece, ends[0] + 1, queries.dtype, in_step=True
+            )
+        else:
+            slab.append_each(keys, values, _lines(piece, ends, kv_heads, len(slab)))
+            bias = mask_of_step(spec.positions, slab, piece, ends, queries.dtype)
+        if slab.queries is not None:
+            places = [spec.pipe.needs_queries + n for n in piece.waiting]
+            if len(set(places)) == 1:
+                slab.store_queries(queries, places[0])
+            else:
+                lines = _lines(piece, places, kv_heads, slab.queries.shape[2])
+                slab.store_queries_each(queries, lines)
+        self._pending = Pending(piece, form)
+        return read(spec, slab, queries, form, bias, max(ends) + 1, plain=self._plain)
 
     def _attend_piece(
         self, queries: Tensor, keys: Tensor, values: Tensor, form: Form, piece: Piece
     ) -> Tensor:
         """One piece: into the tail, and attend."""
-        if self._open is not None:
-            self._settle_early()
-        slab = self.slab
+        if self._pending is not None:
+            self._commit_early()
+        slab, spec = self.slab, self.spec
         assert slab is not None
-        queries, keys = self._placed(queries, keys, form, piece)
+        queries, keys = in_place(spec, slab, queries, keys, piece)
         ends = self.ends(piece.waiting)
-        even = piece.even and len(set(ends)) == 1
-        if even:
+        in_step = piece.in_step and len(set(ends)) == 1
+        if in_step:
             slab.append(keys, values, ends[0])
         else:
             rows, places, _ = piece.entries
             prefix = torch.tensor([sum(row) for row in self.lengths], device=keys.device)
             slab.append_at(keys, values, rows, prefix[rows] + piece.tail_places, places)
         stop = max(end + n for end, n in zip(ends, piece.counts, strict=True))
-        bias = sight(self.place, slab, piece, stop, queries.dtype, even=even)
-        remember(slab, queries, piece, self.pipe.needs_queries, even=even)
-        self._open = Open(piece, form)
-        return self._read(slab, queries, form, bias, stop, even)
-
-    def _placed(
-        self, queries: Tensor, keys: Tensor, form: Form, piece: Piece
-    ) -> tuple[Tensor, Tensor]:
-        """Queries and keys at their places in the stream, as attention is to see them."""
-        if self.place.rotary is not None and not form.placed:
-            queries, keys = _rotated(self.place.rotary, queries, keys, piece.positions)
-        if self.pipe.log_n:
-            assert self.slab is not None
-            queries = self._sharpened(self.slab, queries, piece)
-        return queries, keys
-
-    @staticmethod
-    def _sharpened(slab: Slab, queries: Tensor, piece: Piece) -> Tensor:
-        """Queries times log_512(n), n being the tokens that each sees (BUZZ, section 3.5)."""
-        position, start = slab.position, piece.start[:, None, None]
-        before = ((position >= 0) & (position < start)).sum(dim=2, keepdim=True)
-        n = before + torch.arange(1, piece.width + 1, device=position.device)
-        factor = n.log() / math.log(512)
-        return (queries * factor[:, :, None, :, None]).to(queries.dtype)
-
-    def _read(
-        self, slab: Slab, queries: Tensor, form: Form, bias: Tensor | None, stop: int, even: bool
-    ) -> Tensor:
-        """Attention over the first `stop` slots."""
-        keys = slab.keys.narrow(2, 0, stop)
-        kernel = two_weight_kernel(queries)
-        if kernel or not fuses(form):
-            return (kernel or two_weight_attention)(
-                queries,
-                keys,
-                slab.values[:, :, :stop],
-                slab.a[:, :, :stop],
-                slab.b[:, :, :stop],
-                form,
-                bias,
-            )
-        values = slab.values.narrow(2, 0, stop)
-        if not (self._plain and even):
-            if slab.split is not None:
-                mask, above, below = (t.narrow(2, 0, stop) for t in slab.split)
-                return split_attention(queries, keys, values, mask, above, below, form, bias)
-            below = slab.b[:, :, None, None, :stop]
-            bias = below if bias is None else bias + below
-        return fused_attention(queries, keys, values, form, bias)
-
-    def _is_plain(self, slab: Slab) -> bool:
-        used = min(sum(row) for row in self.lengths)
-        return bool((slab.a[:, :, :used] == 0).all() and (slab.b[:, :, :used] == 0).all())
+        bias = mask_of_piece(spec.positions, slab, piece, stop, queries.dtype, in_step=in_step)
+        store_queries(slab, spec, queries, piece)
+        self._pending = Pending(piece, form)
+        return read(spec, slab, queries, form, bias, stop, plain=self._plain and in_step)
 
     def _attend_exactly(
         self, queries: Tensor, keys: Tensor, values: Tensor, form: Form, piece: Piece
@@ -344,23 +485,37 @@ class Layer:
         At once, so that no more than one layer holds the prompt.
         """
         assert self.slab is not None
-        queries, keys = self._placed(queries, keys, form, piece)
-        mass = self.pipe.needs_mass
-        out, arrivals = exactly(queries, keys, values, form, piece, self.place, mass=mass)
-        remember_last(self.slab, queries, piece, self.pipe.needs_queries)
-        self._open = Open(piece, form, arrivals)
-        self._settle_early()
+        queries, keys = in_place(self.spec, self.slab, queries, keys, piece)
+        out, arrivals = attend_prompt(self.spec, queries, keys, values, form, piece)
+        store_last_queries(self.slab, self.spec, queries, piece)
+        self._pending = Pending(piece, form, arrivals)
+        self._commit_early()
         return out
 
+    def _is_plain(self, slab: Slab) -> bool:
+        """Whether all slots that folds have filled hold a token that counts once."""
+        used = [sum(row) for row in self.lengths]
+        stop = max(used)
+        exact = (slab.a[:, :, :stop] == 0) & (slab.b[:, :, :stop] == 0)
+        if min(used) < stop:
+            slots = torch.arange(stop, device=exact.device)
+            exact |= (slots >= torch.tensor(used, device=exact.device)[:, None])[:, None]
+        return bool(exact.all())
 
-def _rotated(
-    rotary: Rotary, queries: Tensor, keys: Tensor, positions: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Queries and keys of a piece at its positions, in one go."""
-    kv_heads, group = queries.shape[1:3]
-    both = rotary.rotate(torch.cat([queries.flatten(1, 2), keys], dim=1), positions)
-    queries, keys = both.split([kv_heads * group, kv_heads], dim=1)
-    return queries.unflatten(1, (kv_heads, group)), keys
+
+def _finite_columns(keys: Tensor, values: Tensor) -> Tensor:
+    """Which columns have finite keys and values in all heads [batch, length], bool."""
+    finite = keys.isfinite().all(dim=3) & values.isfinite().all(dim=3)
+    return finite.all(dim=1)
+
+
+def _lines(piece: Piece, slots: list[int], kv_heads: int, size: int) -> Tensor:
+    """`slot_lines` of one slot of each row, made once for all layers that lie alike."""
+    name = ("lines", tuple(slots), kv_heads, size)
+    if name not in piece.shared:
+        of_rows = torch.tensor(slots, device=piece.device)
+        piece.shared[name] = slot_lines(of_rows, kv_heads, size)
+    return piece.shared[name]
 
 
 def _columns(t: Tensor, index: Tensor) -> Tensor:

@@ -12,29 +12,35 @@ import torch
 from torch import Tensor
 
 from weir.cache.layer.plan import Piece
-from weir.slab import Alibi, Place, Slab
+from weir.slab import Alibi, LayerPositions, Slab
 
 
-def sight(
-    place: Place, slab: Slab, piece: Piece, stop: int, dtype: torch.dtype, *, even: bool
+def mask_of_piece(
+    positions: LayerPositions,
+    slab: Slab,
+    piece: Piece,
+    stop: int,
+    dtype: torch.dtype,
+    *,
+    in_step: bool,
 ) -> Tensor | None:
     """What is added to the logits of a piece's queries over the first `stop` slots.
 
     Args:
-        place: what the layer knows about positions.
+        positions: what the layer knows about them.
         slab: the slots, the tokens of the piece among them.
         piece: the queries' tokens.
         stop: slots of the longest row.
         dtype: of a mask without biases.
-        even: all rows lie alike, and the piece's tokens are the last of the `stop` slots.
+        in_step: all rows lie alike, and the piece's tokens are the last of the `stop` slots.
 
     Returns:
         -inf where a query must not look, broadcasts with [batch, kv_heads, group, width, slots];
         None where every query sees everything.
     """
-    width, window = piece.width, place.window
+    width, window = piece.width, positions.window
     bias: Tensor | None = None
-    if not even:
+    if not in_step:
         # A slot that waits for its token carries a position in the future.
         ahead = piece.positions[:, :, None, :, None] - slab.position[:, :, None, None, :stop]
         seen = (ahead >= 0) & piece.real[:, None, None, :, None]
@@ -42,12 +48,36 @@ def sight(
             seen &= ahead < window
         bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
     elif width > 1 or (window is not None and stop > window):
-        bias = _kept_band(width, stop, window, dtype, slab.position.device)
-    if place.alibi is not None and slab.frame is not None:
-        frame, position = slab.frame[:, :, :stop], slab.position[:, :, :stop]
-        tilt = _tilt(place, place.alibi, frame, position, piece)
-        bias = tilt if bias is None else bias + tilt
-    return bias
+        bias = _cached_band(width, stop, window, dtype, slab.position.device)
+    return _tilted(bias, positions, slab, piece, stop)
+
+
+def mask_of_step(
+    positions: LayerPositions, slab: Slab, piece: Piece, ends: list[int], dtype: torch.dtype
+) -> Tensor | None:
+    """What is added to the logits of one query of each row, whose rows end in different slots.
+
+    Args:
+        positions: what the layer knows about them.
+        slab: the slots, the token of each row among them.
+        piece: one token of each row.
+        ends: the slot of each row's token; what lies behind it the row does not see.
+        dtype: of a mask without biases.
+
+    Returns:
+        As `mask_of_piece`, over the slots up to the last of `ends`.
+    """
+    stop, window = max(ends) + 1, positions.window
+    name = ("mask of a step", tuple(ends), window, dtype)
+    bias = piece.shared.get(name)
+    if bias is None:
+        slots = torch.arange(stop, device=piece.device)
+        end = torch.tensor(ends, device=piece.device)[:, None]
+        seen = slots <= end if window is None else (slots <= end) & (slots > end - window)
+        bias = torch.zeros(seen.shape, dtype=dtype, device=piece.device)
+        bias = bias.masked_fill_(~seen, -torch.inf)[:, None, None, None]
+        piece.shared[name] = bias
+    return _tilted(bias, positions, slab, piece, stop)
 
 
 def band(
@@ -62,13 +92,26 @@ def band(
         return mask.masked_fill_(~seen, -torch.inf)[None, None, None]
 
 
-_kept_band = lru_cache(maxsize=8)(band)
+_cached_band = lru_cache(maxsize=8)(band)
 
 
-def _tilt(place: Place, alibi: Alibi, frame: Tensor, position: Tensor, piece: Piece) -> Tensor:
+def _tilted(
+    bias: Tensor | None, positions: LayerPositions, slab: Slab, piece: Piece, stop: int
+) -> Tensor | None:
+    """A mask, and on it the layer's linear biases, where it has them."""
+    if positions.alibi is None or slab.frame is None:
+        return bias
+    frame, position = slab.frame[:, :, :stop], slab.position[:, :, :stop]
+    tilt = _tilt(positions, positions.alibi, frame, position, piece)
+    return tilt if bias is None else bias + tilt
+
+
+def _tilt(
+    positions: LayerPositions, alibi: Alibi, frame: Tensor, position: Tensor, piece: Piece
+) -> Tensor:
     """ALiBi of slots at the places that the frame gives them [batch, kv_heads, slots]."""
     first: Tensor | int = 0
-    if place.rolling and alibi.rounding is not None:
+    if positions.rolling and alibi.rounding is not None:
         far = torch.iinfo(frame.dtype).max
         first = frame.masked_fill(position < 0, far).amin(dim=2, keepdim=True)
     return alibi.bias(frame, frame.shape[1], first, piece.start[:, None, None])

@@ -7,7 +7,8 @@ Knows nothing about keys, values or pools.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -23,7 +24,7 @@ class Piece:
         counts: how many tokens each row has here; the rest of its columns mean nothing.
         seen: tokens each row had seen before.
         waiting: tokens each row's tail held before.
-        full: the rows whose tail is full afterwards and folds.
+        due: the rows whose tail is full afterwards and folds.
         origin: the place in the stream of a row's first token.
         device: where tensors are wanted.
     """
@@ -32,9 +33,11 @@ class Piece:
     counts: list[int]
     seen: list[int]
     waiting: list[int]
-    full: list[int]
+    due: list[int]
     origin: int
     device: torch.device
+    # What layers that lie alike make of the piece, by what it depends on: made once.
+    shared: dict[object, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def width(self) -> int:
@@ -42,7 +45,7 @@ class Piece:
         return self.columns.shape[1]
 
     @cached_property
-    def even(self) -> bool:
+    def in_step(self) -> bool:
         """Whether all rows have the same number of tokens and equally full tails."""
         return len(set(self.counts)) == 1 and len(set(self.waiting)) == 1
 
@@ -80,30 +83,55 @@ class Piece:
         rows, places, _ = self.entries
         return torch.tensor(self.waiting, device=self.device)[rows] + places
 
+    def without(self, rows: Sequence[int]) -> Piece:
+        """The same piece in which some rows have no token; for one token of each row."""
+        gone = set(rows)
+        counts = [0 if row in gone else count for row, count in enumerate(self.counts)]
+        return replace(
+            self, counts=counts, due=[row for row in self.due if row not in gone], shared={}
+        )
+
 
 @dataclass(frozen=True)
 class Plan:
     """A forward of `length` columns, cut into pieces.
 
     Attributes:
-        whole: the columns are all real and every piece is even, so that pieces are plain slices.
+        regular: the columns are all real and every piece is in step, so that pieces are plain
+            slices.
+        step: one column: at most one token of each row, whose tails may be unequally full. A row
+            without a token writes into the slot that waits for its next one, and stays there.
         positions: each column's place in the stream [batch or 1, length], int64; where a column is
             not real it means nothing.
-        full: fold the prompt once, after exact attention (`prefill="full"`): one piece.
+        prefill: fold the prompt once, after exact attention (`prefill="full"`): one piece.
     """
 
     pieces: list[Piece]
     length: int
-    whole: bool
+    regular: bool
+    step: bool
     positions: Tensor
-    full: bool = False
+    prefill: bool = False
 
     def on(self, device: torch.device) -> Plan:
         """The same plan for a layer that lives on another device than the token ids."""
         if all(piece.device == device for piece in self.pieces):
             return self
-        moved = [replace(p, columns=p.columns.to(device), device=device) for p in self.pieces]
+        moved = [
+            replace(p, columns=p.columns.to(device), device=device, shared={}) for p in self.pieces
+        ]
         return replace(self, pieces=moved, positions=self.positions.to(device))
+
+    def after(self, seen: list[int], waiting: list[int]) -> tuple[list[int], list[int]]:
+        """Tokens seen and tokens in the tail of each row, once the plan has been carried out."""
+        for piece in self.pieces:
+            seen = [n + count for n, count in zip(seen, piece.counts, strict=True)]
+            due = set(piece.due)
+            waiting = [
+                0 if row in due else n + count
+                for row, (n, count) in enumerate(zip(waiting, piece.counts, strict=True))
+            ]
+        return list(seen), list(waiting)
 
 
 def cut(
@@ -115,15 +143,18 @@ def cut(
     chunk: int,
     device: torch.device,
     *,
-    full: bool = False,
+    prefill: bool = False,
     origin: int = 0,
 ) -> Plan:
     """Cut a forward so that every row folds after each `chunk` tokens of its own.
 
     Args:
         real: which columns hold tokens [batch, length], bool; None if all do.
-        seen, waiting: per row, tokens seen and tokens in the tail.
-        full: one piece, all of it folded at once.
+        batch, length: rows and columns of the forward.
+        seen, waiting: per row, tokens seen and tokens in the tail [batch].
+        chunk: tokens between two folds of a row.
+        device: where the plan's tensors are wanted.
+        prefill: one piece, all of it folded at once.
         origin: the place in the stream of a row's first token.
     """
     if real is None:
@@ -133,12 +164,12 @@ def cut(
         # A stable sort brings each row's tokens to the left and keeps their order.
         columns = (~real).to(torch.uint8).argsort(dim=1, stable=True)
         left = real.sum(dim=1).tolist()
-    places = _places(real, length, [origin + n for n in seen], device)
+    positions = _positions(real, length, [origin + n for n in seen], device)
     done = [0] * batch
     seen, waiting = list(seen), list(waiting)
     pieces: list[Piece] = []
     while any(left):
-        room = left if full else [chunk - w for w in waiting]
+        room = left if prefill else [chunk - w for w in waiting]
         counts = [min(r, n) for r, n in zip(room, left, strict=True)]
         width = max(counts)
         if len(set(done)) == 1:
@@ -147,21 +178,23 @@ def cut(
             index = torch.tensor(done, device=device)[:, None] + torch.arange(width, device=device)
             these = columns.gather(1, index.clamp_max(length - 1))
         after = [w + n for w, n in zip(waiting, counts, strict=True)]
-        ready = [r for r, w in enumerate(after) if (full and w) or w == chunk]
-        pieces.append(Piece(these, counts, list(seen), list(waiting), ready, origin, device))
+        due = [r for r, w in enumerate(after) if (prefill and w) or w == chunk]
+        pieces.append(Piece(these, counts, list(seen), list(waiting), due, origin, device))
         done = [d + n for d, n in zip(done, counts, strict=True)]
         left = [n - c for n, c in zip(left, counts, strict=True)]
         seen = [s + n for s, n in zip(seen, counts, strict=True)]
-        waiting = [0 if r in ready else w for r, w in enumerate(after)]
-    even = all(piece.even for piece in pieces)
-    whole = even and (real is None or bool(real.all()))
-    return Plan(pieces, length, whole, places, full)
+        folded = set(due)
+        waiting = [0 if r in folded else w for r, w in enumerate(after)]
+    in_step = all(piece.in_step for piece in pieces)
+    regular = in_step and (real is None or bool(real.all()))
+    step = length == 1 and len(pieces) == 1 and not prefill
+    return Plan(pieces, length, regular, step, positions, prefill)
 
 
-def _places(real: Tensor | None, length: int, begin: list[int], device: torch.device) -> Tensor:
+def _positions(real: Tensor | None, length: int, begin: list[int], device: torch.device) -> Tensor:
     """`Plan.positions`, for rows that begin at the places `begin`."""
     if real is not None:
         return torch.tensor(begin, device=device)[:, None] + real.cumsum(dim=1) - 1
-    # Mostly all rows are at one place; what is made of it is then made once.
+    # Rows that stand at one place share their rotations: one row of positions serves all.
     first = begin[:1] if len(set(begin)) == 1 else begin
     return torch.tensor(first, device=device)[:, None] + torch.arange(length, device=device)

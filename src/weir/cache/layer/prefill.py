@@ -11,9 +11,9 @@ from torch import Tensor
 
 from weir.cache.layer.mask import band
 from weir.cache.layer.plan import Piece
+from weir.cache.layer.spec import LayerSpec
 from weir.slab import (
     Form,
-    Place,
     Slots,
     attention_mass,
     fused_attention,
@@ -25,40 +25,32 @@ QUERY_BLOCK = 256
 """Queries handled at once, so that no mask is as large as the prompt squared."""
 
 
-def exactly(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    form: Form,
-    piece: Piece,
-    place: Place,
-    *,
-    mass: bool,
+def attend_prompt(
+    spec: LayerSpec, queries: Tensor, keys: Tensor, values: Tensor, form: Form, piece: Piece
 ) -> tuple[Tensor, Slots]:
     """Answer every query of a prompt from all tokens before it.
 
     Args:
+        spec: the layer; a pool of its pipe may want the attention that tokens receive.
         queries: at their places [batch, kv_heads, group, width, key_dim].
         keys: at their places [batch, kv_heads, width, key_dim].
         values: [batch, kv_heads, width, value_dim].
         form: how the layer attends.
         piece: the prompt's tokens; rows may have fewer than `width`.
-        place: what the layer knows about positions.
-        mass: whether the attention that tokens receive is counted.
 
     Returns:
         Answers [batch, kv_heads, group, width, value_dim], and the tokens.
     """
-    kv_heads, width = keys.shape[1], piece.width
+    kv_heads, width, positions = keys.shape[1], piece.width, spec.positions
     zeros = torch.zeros(keys.shape[:3], device=keys.device)
-    received = zeros.clone() if mass else None
+    received = zeros.clone() if spec.pipe.needs_mass else None
     steps = torch.arange(width, device=keys.device)[None, None]
     outs = []
     for start in range(0, width, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, width)
-        bias = band(stop - start, stop, place.window, queries.dtype, keys.device)
-        if place.alibi is not None:
-            bias = bias + place.alibi.bias(steps[..., :stop], kv_heads, 0, stop - 1)
+        bias = band(stop - start, stop, positions.window, queries.dtype, keys.device)
+        if positions.alibi is not None:
+            bias = bias + positions.alibi.bias(steps[..., :stop], kv_heads, 0, stop - 1)
         block, k, v = queries[:, :, :, start:stop], keys[:, :, :stop], values[:, :, :stop]
         weights = zeros[..., :stop]
         if received is not None:

@@ -8,45 +8,46 @@ Knows nothing about who reads the sums.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from weir.cache.layer.mask import sight
+from weir.cache.layer.mask import mask_of_piece
 from weir.cache.layer.plan import Piece
-from weir.slab import Form, Place, Slab, attention_mass, lined
+from weir.cache.layer.spec import LayerSpec
+from weir.slab import Form, Slab, attention_mass, merge_groups
 
 _AT_ONCE = 1 << 24
 """Logits held at once."""
 
 
-def remember(slab: Slab, queries: Tensor, piece: Piece, wanted: int, *, even: bool) -> None:
+def store_queries(slab: Slab, spec: LayerSpec, queries: Tensor, piece: Piece) -> None:
     """Put a piece's queries behind those of the tail, where a pool is going to ask for them.
 
     Args:
-        slab: `queries` has `wanted` places, and behind them those of the tail.
+        slab: `queries` has a place for each of the last queries that pools read, and behind them
+            one for each token of the tail.
+        spec: the layer.
         queries: [batch, kv_heads, group, width, key_dim].
-        piece: their tokens.
-        wanted: how many of the last queries pools look at.
-        even: all rows lie alike.
+        piece: their tokens; rows may stand in different places.
     """
     if slab.queries is None:
         return
-    if even:
-        slab.ask(queries, wanted + piece.waiting[0])
+    wanted = spec.pipe.needs_queries
+    if piece.in_step:
+        slab.store_queries(queries, wanted + piece.waiting[0])
     else:
         rows, places, _ = piece.entries
-        slab.ask_at(queries, rows, wanted + piece.tail_places, places)
+        slab.store_queries_at(queries, rows, wanted + piece.tail_places, places)
 
 
-def remember_last(slab: Slab, queries: Tensor, piece: Piece, wanted: int) -> None:
-    """Of a whole prompt, put the last queries in front of those of the tail; as `remember`."""
+def store_last_queries(slab: Slab, spec: LayerSpec, queries: Tensor, piece: Piece) -> None:
+    """Of a whole prompt, put the last queries in front of those of the tail; as `store_queries`."""
     if slab.queries is None:
         return
+    wanted = spec.pipe.needs_queries
     for row, count in enumerate(piece.counts):
         last = queries[row : row + 1, :, :, max(0, count - wanted) : count]
-        slab.queries[row, :, wanted - last.shape[3] : wanted] = lined(last)[0]
+        slab.queries[row, :, wanted - last.shape[3] : wanted] = merge_groups(last)[0]
 
 
 def last_queries(slab: Slab, start: int, wanted: int) -> Tensor | None:
@@ -57,43 +58,37 @@ def last_queries(slab: Slab, start: int, wanted: int) -> Tensor | None:
     return last.unflatten(3, (-1, slab.keys.shape[3])).transpose(2, 3)
 
 
-def tail_of(piece: Piece, chunk: int) -> Piece:
-    """The whole tails of the rows that are full after a piece; no token of the others."""
-    full = set(piece.full)
-    rows = range(len(piece.counts))
-    counts = [chunk if row in full else 0 for row in rows]
-    after = [seen + count for seen, count in zip(piece.seen, piece.counts, strict=True)]
-    return replace(
-        piece,
-        columns=piece.columns.new_zeros(len(counts), chunk),
-        counts=counts,
-        seen=[seen - count for seen, count in zip(after, counts, strict=True)],
-        waiting=[0 for _ in rows],
+def tail_of(piece: Piece, rows: list[int], chunk: int) -> Piece:
+    """The whole tails of some rows that are full after a piece."""
+    return Piece(
+        columns=piece.columns.new_zeros(len(rows), chunk),
+        counts=[chunk] * len(rows),
+        seen=[piece.seen[row] + piece.counts[row] - chunk for row in rows],
+        waiting=[0] * len(rows),
+        due=[],
+        origin=piece.origin,
+        device=piece.device,
     )
 
 
-def received(
-    slab: Slab, place: Place, form: Form, tail: Piece, ends: list[int], wanted: int
-) -> Tensor:
+def mass_from_tail(slab: Slab, spec: LayerSpec, form: Form, tail: Piece, stop: int) -> Tensor:
     """The attention that slots receive from the queries of the tail.
 
     Args:
-        slab: the slots; `queries` holds those of the tail after `wanted` older ones.
-        place: what the layer knows about positions.
+        slab: the slots of rows that lie alike; `queries` holds those of their tails.
+        spec: the layer.
         form: how it attends.
-        tail: the tokens of the tail (`tail_of`).
-        ends: where each row's slots end.
-        wanted: queries in front of the tail's.
+        tail: the tokens of the tails (`tail_of`).
+        stop: where the rows' slots end.
 
     Returns:
-        [batch, kv_heads, slots of the longest row], float32; zero in rows without a token here.
+        [batch, kv_heads, stop], float32.
     """
     assert slab.queries is not None
-    even = tail.even and len(set(ends)) == 1
-    stop, dim = max(ends), slab.keys.shape[3]
-    asked = slab.queries[:, :, wanted : wanted + tail.width].unflatten(3, (-1, dim))
+    dim, first = slab.keys.shape[3], spec.pipe.needs_queries
+    asked = slab.queries[:, :, first : first + tail.width].unflatten(3, (-1, dim))
     queries = asked.transpose(2, 3)
-    bias = sight(place, slab, tail, stop, torch.float32, even=even)
+    bias = mask_of_piece(spec.positions, slab, tail, stop, torch.float32, in_step=True)
     keys, b = slab.keys[:, :, :stop], slab.b[:, :, :stop]
     mass = torch.zeros_like(b)
     step = max(1, _AT_ONCE // (stop * queries.shape[:3].numel()))

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weir.cache.layer import Layer, Plan, cut
+from weir.cache.layer import Layer, LayerSpec
 from weir.errors import PolicyError, WeirError
 from weir.evals.attention_error.capture import Captured, capture
 from weir.policies import Pipe, Policy, Recompute, called, policy_of
@@ -303,25 +303,23 @@ def _answer(it: Captured, pipe: Pipe, seed: int, setup: Setup) -> _Answer:
     """Stream a layer's keys and values through a pipe, and ask the last queries."""
     timed = _Timed(pipe.pools, pipe.text)
     chunk = setup.queries + 1 if setup.whole else setup.chunk
-    layer = Layer(timed, it.place, chunk, Draws(seed, it.layer), it.layer, it.layers)
+    draws = Draws(seed, it.layer)
+    layer = Layer(LayerSpec(timed, it.positions, chunk, draws, it.layer, it.layers))
     before = setup.tokens - setup.queries
     if setup.whole:
-        _attend(layer, it, 0, before, whole=True)
-        out = _attend(layer, it, before, setup.tokens)
+        _feed(layer, it, 0, before, whole=True)
+        out = _feed(layer, it, before, setup.tokens)
     else:
-        out = _attend(layer, it, 0, setup.tokens)[:, :, before:]
+        out = _feed(layer, it, 0, setup.tokens)[:, :, before:]
     assert layer.slab is not None
     held = layer.slab.position[0, :, : sum(layer.lengths[0])] >= 0
     kept = float(held.sum(dim=1).float().mean()) / before
     return _Answer(out.float(), kept, sum(timed.spent))
 
 
-def _attend(layer: Layer, it: Captured, start: int, stop: int, *, whole: bool = False) -> Tensor:
+def _feed(layer: Layer, it: Captured, start: int, stop: int, *, whole: bool = False) -> Tensor:
     queries, keys, values = (t[:, :, start:stop] for t in (it.queries, it.keys, it.values))
-    plan: Plan = cut(None, 1, stop - start, [start], [0], layer.chunk, keys.device, full=whole)
-    out = layer.attend(queries, keys, values, it.form, plan)
-    layer.settle()
-    return out
+    return layer.feed(queries, keys, values, it.form, seen=start, prefill=whole)
 
 
 @dataclass(frozen=True)

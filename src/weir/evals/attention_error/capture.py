@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weir.cache import StreamingCache
+from weir.cache import Forward, StreamingCache
 from weir.errors import WeirError
-from weir.slab import Form, Place
+from weir.slab import Form, LayerPositions
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,11 @@ class Captured:
 
     Attributes:
         layer, layers: which layer, and of how many.
-        queries: [1, heads, length, key_dim]; rotated to their places already if `form.placed`.
+        queries: [1, heads, length, key_dim]; rotated to their places already if `positions.placed`.
         keys: [1, kv_heads, length, key_dim], the same.
         values: [1, kv_heads, length, value_dim].
         form: how the layer attends.
-        place: what it knows about positions.
+        positions: what it knows about positions.
     """
 
     layer: int
@@ -37,7 +38,7 @@ class Captured:
     keys: Tensor
     values: Tensor
     form: Form
-    place: Place
+    positions: LayerPositions
 
     def __len__(self) -> int:
         return self.keys.shape[2]
@@ -46,20 +47,27 @@ class Captured:
 class _Listener(StreamingCache):
     """A cache without a limit that takes down what some layers are given."""
 
+    heard: dict[int, Captured]
+
     def __init__(self, model: PreTrainedModel, layers: Sequence[int], length: int) -> None:
         super().__init__(model, "dense", positions="original", chunk=length)
         self.wanted = frozenset(layers)
         self.heard: dict[int, Captured] = {}
 
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form
-    ) -> Tensor:
-        """As ever, and take down what was given."""
-        if layer in self.wanted:
-            place, count = self.stack[layer].place, len(self.stack)
-            given = queries.float(), keys.float(), values.float()
-            self.heard[layer] = Captured(layer, count, *given, form, place)
-        return super().attend(layer, queries, keys, values, form)
+    def begin(self, given: dict[str, Any], without: tuple[int, ...] = ()) -> Forward:
+        """As ever, with an ear on the layers."""
+        forward = super().begin(given, without)
+        attend = forward.attend
+
+        def listen(layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form) -> Tensor:
+            if layer in self.wanted:
+                spec = self.stack[layer].spec
+                heard = queries.float(), keys.float(), values.float()
+                self.heard[layer] = Captured(layer, spec.layers, *heard, form, spec.positions)
+            return attend(layer, queries, keys, values, form)
+
+        forward.attend = listen  # type: ignore[method-assign]
+        return forward
 
 
 def capture(
@@ -79,7 +87,7 @@ def capture(
     listener = _Listener(model, (), len(ids))
     try:
         count = len(listener.stack)
-        whole = [n for n, layer in enumerate(listener.stack) if layer.place.window is None]
+        whole = [n for n, layer in enumerate(listener.stack) if layer.spec.positions.window is None]
         wanted = whole if layers is None else list(dict.fromkeys(layers))
         for layer in wanted:
             if not 0 <= layer < count:
@@ -87,9 +95,10 @@ def capture(
                     f"layer {layer} does not exist; the model's layers are 0 to {count - 1}"
                 )
             if layer not in whole:
+                window = listener.stack[layer].spec.positions.window
                 raise WeirError(
-                    f"layer {layer} slides over a window of {listener.stack[layer].place.window} "
-                    "tokens of its own, whatever the policy; take others"
+                    f"layer {layer} slides over a window of {window} tokens of its own, whatever "
+                    "the policy; take others"
                 )
         if not wanted:
             raise WeirError("every layer of this model slides over a window of its own")

@@ -69,4 +69,4 @@ def read_book(
 
 
 def _slots(stream: Stream) -> int | None:
-    return None if stream.cache is None else stream.cache.stack[0].pipe.slots
+    return None if stream.cache is None else stream.cache.slots_by_layer[0]

@@ -120,7 +120,7 @@ def _slots(stream: Stream) -> int | None:
     """Slots of the largest layer, without the tail; None where there is no limit or no cache."""
     if stream.cache is None:
         return None
-    each = [layer.pipe.slots for layer in stream.cache.stack]
+    each = stream.cache.slots_by_layer
     return None if None in each else max(n for n in each if n is not None)
 
 

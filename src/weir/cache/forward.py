@@ -1,0 +1,241 @@
+"""One call of the model under way, through all layers: begun, attended, and finished or undone.
+
+Between the hooks, which know the model, and the layers, which know slots. What a call changes is
+changed for good when it has finished; a call that failed never happened. Where keys of some rows
+are no numbers, the call is finished, or made again, without these rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from weir.cache.layer import Layer, Plan, RowsNotFinite
+from weir.cache.rows import Begun, Rows
+from weir.cache.step import Step
+from weir.errors import NotFiniteError, WeirError
+from weir.slab import Form, Rotary
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A forward in which rows folded, for those who listen (`StreamingCache.on_fold`).
+
+    Attributes:
+        rows: the rows that folded, in all layers.
+        seconds: how long all layers took for it; on an accelerator, how long it took to ask.
+    """
+
+    rows: tuple[int, ...]
+    seconds: float
+
+
+class Owner(Protocol):
+    """The cache that a forward is of."""
+
+    stack: list[Layer]
+    rows: Rows
+    broken: bool
+    failed: dict[int, WeirError]
+    on_fold: Callable[[Folded], None] | None
+
+    def begin(self, given: dict[str, Any], without: tuple[int, ...] = ()) -> Forward:
+        """Another forward with the same arguments, without some rows."""
+
+
+class Forward:
+    """One call through all layers.
+
+    Attributes:
+        owner: the cache it is of.
+        given: the decoder's arguments by name.
+        plan: how the call is cut.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        given: dict[str, Any],
+        begun: Begun,
+        rotaries: dict[str | None, Rotary],
+        without: tuple[int, ...] = (),
+    ) -> None:
+        self.given = given if begun.ids is None else {**given, "input_ids": begun.ids}
+        self.plan: Plan = begun.plan
+        self.owner = owner
+        self._begun = begun
+        self._rotaries = rotaries
+        self._without = without
+
+    # --- while it is under way: what the hooks ask
+
+    def rotations(
+        self, kind: str | None, width: int, device: torch.device
+    ) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines at the places of the call; see `models.hooks.Attending`."""
+        if not self._rotaries:
+            return None
+        rotary = self._rotaries.get(kind) or next(iter(self._rotaries.values()))
+        return rotary.tables(self.plan.positions.to(device), width)
+
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form
+    ) -> Tensor:
+        """One layer's attention; see `models.hooks.Attending`."""
+        its, plan = self.owner.stack[layer], self.plan.on(queries.device)
+        if not torch.is_grad_enabled():  # to ask is cheaper than to switch what is switched already
+            return its.attend(queries, keys, values, form, plan)
+        with torch.no_grad():
+            out = its.attend(queries, keys, values, form, plan)
+        refused: Tensor = _NoGradient.apply(out, queries, keys, values)
+        return refused
+
+    def step(self) -> Step | None:
+        """What stands for the cache in a compiled step; None if the call has to go as usual."""
+        if not self.plan.step or torch.is_grad_enabled():
+            return None
+        (piece,) = self.plan.pieces
+        slots = []
+        for layer in self.owner.stack:
+            its = layer.decode_slots()
+            if its is None or its.keys.device != piece.device:
+                return None
+            slots.append(its)
+        ends = [layer.ends(piece.waiting) for layer in self.owner.stack]
+        return Step(
+            slots,
+            torch.tensor(ends, device=piece.device),
+            torch.tensor(piece.waiting, device=piece.device),
+            piece.start[:, None],
+            self._rotaries,
+        )
+
+    def commit_step(self, step: Step) -> None:
+        """The compiled step has been made."""
+        (piece,) = self.plan.pieces
+        for layer, largest in zip(self.owner.stack, step.largest, strict=True):
+            layer.commit_step(piece, largest)
+
+    # --- its end
+
+    def finish(self) -> Forward | None:
+        """The call has succeeded: keep what it did, and fold what is full.
+
+        Returns:
+            The call once more, without the rows whose keys or values are not finite numbers; None
+            where there is no need.
+
+        Raises:
+            NotFiniteError: those of no row are; the call never happened.
+        """
+        failed = self._unfinite()
+        if failed and not self.plan.step:
+            return self._again(failed)
+        owner = self.owner
+        if failed:
+            for layer in owner.stack:
+                layer.undo_rows(sorted(failed))
+            failed = {row: it for row, it in failed.items() if self.plan.pieces[0].counts[row]}
+            if failed and len(failed) == sum(self.plan.pieces[0].counts):
+                self._undo()
+                raise self._noted(failed) from None
+        self._commit()
+        owner.rows = self._begun.after.keeping(owner.rows, failed) if failed else self._begun.after
+        owner.failed |= self._begun.refused
+        if failed:
+            self._noted(failed)
+        return None
+
+    def abandon(self, error: BaseException) -> Forward | None:
+        """The call has failed and never happened.
+
+        Returns:
+            The call once more, without the rows that are to blame; None if no row is.
+
+        Raises:
+            NotFiniteError: no row can go on.
+        """
+        if isinstance(error, RowsNotFinite):
+            return self._again({row: (error.layer, c) for row, c in error.columns.items()})
+        self._undo()
+        return None
+
+    def _again(self, failed: dict[int, tuple[int, int]]) -> Forward:
+        """The call without some rows, if any is left with tokens."""
+        self._undo()
+        error = self._noted(failed)
+        with_tokens = {row for piece in self.plan.pieces for row, n in enumerate(piece.counts) if n}
+        if with_tokens <= set(failed):
+            raise error from None
+        return self.owner.begin(self.given, (*self._without, *failed))
+
+    def _commit(self) -> None:
+        owner = self.owner
+        due = tuple(sorted({row for piece in self.plan.pieces for row in piece.due}))
+        # Until the last layer has folded, an interruption leaves layers that do not fit together.
+        owner.broken = True
+        for layer in owner.stack:
+            layer.commit()
+        owner.broken = False
+        if due:
+            seconds = sum(layer.take_fold_seconds() for layer in owner.stack)
+            if owner.on_fold is not None:
+                owner.on_fold(Folded(due, seconds))
+
+    def _undo(self) -> None:
+        for layer in self.owner.stack:
+            layer.undo()
+
+    def _unfinite(self) -> dict[int, tuple[int, int]]:
+        """By row, the first layer and column that are not finite; {} where all is well."""
+        unchecked = [t for layer in self.owner.stack for t in layer.unchecked]
+        if not unchecked:
+            return {}
+        # One look at all of them, since a look means waiting for an accelerator.
+        device = unchecked[0].device
+        ok = [t.flatten().to(device) for t in unchecked]
+        whole = torch.cat(ok)
+        if bool((whole if whole.dtype == torch.bool else whole.isfinite()).all()):
+            return {}
+        found: dict[int, tuple[int, int]] = {}
+        for index, layer in enumerate(self.owner.stack):
+            for row, column in layer.unfinite(self.plan).items():
+                found.setdefault(row, (index, column))
+        return found
+
+    def _noted(self, failed: dict[int, tuple[int, int]]) -> WeirError:
+        """Tell the cache which rows failed; what is to be said of the first."""
+        for row, (layer, column) in failed.items():
+            self.owner.failed[row] = self._refusal(row, layer, column)
+        return self.owner.failed[min(failed)]
+
+    def _refusal(self, row: int, layer: int, column: int) -> NotFiniteError:
+        ids = self.given.get("input_ids")
+        token = None if ids is None else int(ids[row, column])
+        batch = len(self.plan.pieces[0].counts)
+        return NotFiniteError(layer, row=row if batch > 1 else None, place=column, token=token)
+
+
+class _NoGradient(torch.autograd.Function):
+    """Attention through slots that were written in place: there is no way back through it."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *given: Tensor) -> Tensor:
+        """`out` as it is, but that a gradient would have to come through here."""
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Refused.
+
+        Raises:
+            WeirError: always.
+        """
+        raise WeirError(
+            "there are no gradients through a StreamingCache: its slots are rewritten in place; "
+            "train without a cache, past_key_values=None and use_cache=False"
+        )

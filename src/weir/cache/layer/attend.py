@@ -1,0 +1,106 @@
+"""Queries and keys put in their places, and the slab read.
+
+Between the layer, which knows what has come, and the formula, which knows nothing but tensors.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from weir.cache.layer.plan import Piece
+from weir.cache.layer.spec import LayerSpec
+from weir.slab import (
+    Form,
+    Rotary,
+    Slab,
+    fused_attention,
+    fuses,
+    split_attention,
+    two_weight_attention,
+    two_weight_kernel,
+)
+
+
+def in_place(
+    spec: LayerSpec, slab: Slab, queries: Tensor, keys: Tensor, piece: Piece
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys at their places in the stream, as attention is to see them.
+
+    Args:
+        spec: the layer.
+        slab: its slots, before the piece is in them.
+        queries: [batch, kv_heads, group, width, key_dim].
+        keys: [batch, kv_heads, width, key_dim].
+        piece: their tokens.
+    """
+    if spec.positions.rotary is not None and not spec.positions.placed:
+        queries, keys = _rotated(spec.positions.rotary, queries, keys, piece.positions)
+    if spec.pipe.log_n:
+        queries = _sharpened(slab, queries, piece)
+    return queries, keys
+
+
+def read(
+    spec: LayerSpec,
+    slab: Slab,
+    queries: Tensor,
+    form: Form,
+    bias: Tensor | None,
+    stop: int,
+    *,
+    plain: bool,
+) -> Tensor:
+    """Attention over the first `stop` slots [batch, kv_heads, group, width, value_dim].
+
+    Args:
+        spec: the layer.
+        slab: its slots.
+        queries: [batch, kv_heads, group, width, key_dim].
+        form: how the layer attends.
+        bias: who sees whom.
+        stop: slots of the longest row.
+        plain: every slot that a query may see holds one token that counts once, so that weights
+            need not be looked at.
+    """
+    keys = slab.keys.narrow(2, 0, stop)
+    kernel = two_weight_kernel(queries)
+    if kernel or not fuses(form):
+        return (kernel or two_weight_attention)(
+            queries,
+            keys,
+            slab.values[:, :, :stop],
+            slab.a[:, :, :stop],
+            slab.b[:, :, :stop],
+            form,
+            bias,
+        )
+    values = slab.values.narrow(2, 0, stop)
+    if not plain:
+        if slab.split is not None:
+            mask, above, below = (t.narrow(2, 0, stop) for t in slab.split)
+            return split_attention(queries, keys, values, mask, above, below, form, bias)
+        below = slab.b[:, :, None, None, :stop]
+        bias = below if bias is None else bias + below
+    return fused_attention(queries, keys, values, form, bias)
+
+
+def _rotated(
+    rotary: Rotary, queries: Tensor, keys: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys of a piece at its positions, in one go."""
+    kv_heads, group = queries.shape[1:3]
+    both = rotary.rotate(torch.cat([queries.flatten(1, 2), keys], dim=1), positions)
+    queries, keys = both.split([kv_heads * group, kv_heads], dim=1)
+    return queries.unflatten(1, (kv_heads, group)), keys
+
+
+def _sharpened(slab: Slab, queries: Tensor, piece: Piece) -> Tensor:
+    """Queries times log_512(n), n being the tokens that each sees (BUZZ, section 3.5)."""
+    position, start = slab.position, piece.start[:, None, None]
+    before = ((position >= 0) & (position < start)).sum(dim=2, keepdim=True)
+    n = before + torch.arange(1, piece.width + 1, device=position.device)
+    factor = n.log() / math.log(512)
+    return (queries * factor[:, :, None, :, None]).to(queries.dtype)

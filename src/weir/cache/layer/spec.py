@@ -1,0 +1,77 @@
+"""What is always so about one layer of a cache: its facts travel together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from weir.policies import Pipe
+from weir.pools import Draws
+from weir.slab import Heads, LayerPositions, SlabSpec, Slots
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer, as all that serves it knows it.
+
+    Attributes:
+        pipe: who holds slots.
+        positions: what the layer knows about positions.
+        chunk: tokens between two folds.
+        draws: its random numbers; each row puts its own seed in.
+        index, layers: which layer it is, and of how many.
+    """
+
+    pipe: Pipe
+    positions: LayerPositions = field(default_factory=LayerPositions)
+    chunk: int = 64
+    draws: Draws = field(default_factory=lambda: Draws(0))
+    index: int = 0
+    layers: int = 1
+
+    @property
+    def front_moves(self) -> bool:
+        """Whether tokens of the front move closer to the present at each fold."""
+        return self.positions.rolling and bool(self.pipe.front)
+
+    @property
+    def keeps_queries(self) -> int:
+        """Queries that wait in the slab: the last ones that pools read, and those of the tail."""
+        asked = self.pipe.needs_mass or self.pipe.needs_queries > 0
+        return self.pipe.needs_queries + self.chunk if asked else 0
+
+    def slab(self, heads: Heads) -> SlabSpec:
+        """The buffers of the layer, for attention of these sizes.
+
+        A pipe without a limit begins with a few chunks and grows.
+        """
+        pipe, positions = self.pipe, self.positions
+        slots = (4 * self.chunk if pipe.slots is None else pipe.slots) + self.chunk
+        rotates = self.front_moves and positions.rotary is not None
+        return SlabSpec(
+            heads,
+            slots,
+            masters=(pipe.front_slots or self.chunk) if rotates else 0,
+            mass=pipe.needs_mass,
+            two_weights=pipe.two_weights,
+            frames=positions.alibi is not None,
+            queries=self.keeps_queries,
+            state=self._state(heads),
+        )
+
+    def _state(self, heads: Heads) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """What the pools remember beside their slots, by the names a slab has for it."""
+        shape = (1, heads.kv_heads, 0)
+        with torch.device("meta"):
+            keys = torch.empty(*shape, heads.key_dim, dtype=heads.dtype)
+            values = torch.empty(*shape, heads.value_dim, dtype=heads.dtype)
+            weights = torch.empty(shape)
+            position = torch.empty(shape, dtype=torch.int64)
+        mass = weights if self.pipe.needs_mass else None
+        nothing = Slots(keys, values, weights, weights, position, mass)
+        return {
+            f"{index}.{name}": (tuple(t.shape[2:]), t.dtype)
+            for index, pool in enumerate(self.pipe.pools)
+            for name, t in pool.state(nothing).items()
+        }

@@ -1,0 +1,87 @@
+"""Which pipe, window and positions each layer of a model gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from weir.cache.layer import LayerSpec
+from weir.errors import WeirError
+from weir.models import ModelFacts
+from weir.policies import Pipe, Policy
+from weir.pools import Draws, Recent
+from weir.slab import Heads, SlabSpec
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """A layer of a cache, and the sizes of its attention.
+
+    Attributes:
+        spec: the layer.
+        heads: as the model's configuration says; of a model spread over devices by heads, a device
+            has its share of them.
+    """
+
+    spec: LayerSpec
+    heads: Heads
+
+    @property
+    def slab(self) -> SlabSpec:
+        """Its buffers."""
+        return self.spec.slab(self.heads)
+
+
+def pipes_of(policy: Policy, facts: ModelFacts) -> list[Pipe]:
+    """The pipe of each layer, before a layer's own window is looked at.
+
+    Sliding layers beside full ones keep their own window; the policy shares out the others.
+
+    Raises:
+        WeirError: the policy has no pipe for a layer.
+    """
+    count = len(facts.layers)
+    full = [index for index, layer in enumerate(facts.layers) if layer.positions.window is None]
+    served = full or list(range(count))
+    asked = [policy.for_layer(place, len(served)) for place in range(len(served))]
+    return [asked[served.index(index) if index in served else 0] for index in range(count)]
+
+
+def reach_of(pipes: list[Pipe], chunk: int, *, rolling: bool) -> int | None:
+    """The highest position that attention will meet; None where there is no highest."""
+    if not rolling or any(pipe.slots is None for pipe in pipes):
+        return None
+    return max(pipe.slots or 0 for pipe in pipes) + chunk
+
+
+def plan_layers(
+    facts: ModelFacts, pipes: list[Pipe], chunk: int, *, seed: int, rolling: bool
+) -> list[LayerPlan]:
+    """Every layer of a cache.
+
+    Args:
+        facts: of the model, read for the reach of these pipes.
+        pipes: of each layer (`pipes_of`).
+        chunk: tokens between two folds.
+        seed: of all draws.
+        rolling: positions inside the cache, not in the stream.
+
+    Raises:
+        WeirError: every layer slides over fewer tokens than the policy has slots.
+    """
+    limited = all(pipe.slots is not None for pipe in pipes)
+    everywhere = facts.sliding is not None and limited
+    most = max(pipe.slots or 0 for pipe in pipes) + chunk
+    if everywhere and facts.sliding is not None and most > facts.sliding:
+        raise WeirError(
+            f"every layer of this model sees only {facts.sliding} tokens, fewer than the "
+            f"policy's {most - chunk} slots and a chunk of {chunk}; take a smaller budget"
+        )
+    plans = []
+    for index, (layer, pipe) in enumerate(zip(facts.layers, pipes, strict=True)):
+        window = None if everywhere else layer.positions.window
+        own = pipe if window is None else Pipe((Recent(window),))
+        positions = replace(layer.positions, window=window, rolling=rolling)
+        draws = Draws(seed, index)
+        spec = LayerSpec(own, positions, chunk, draws, index, len(pipes))
+        plans.append(LayerPlan(spec, layer.heads))
+    return plans

@@ -1,0 +1,96 @@
+"""What a layer's buffers will be, before there is one: names, shapes, types, bytes.
+
+Everything that must know sizes ahead asks here: a cache before it allocates, `weir size` before a
+model is loaded, a session file before a tensor of it is read. Knows nothing about policies or
+models.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+STATE = "state."
+"""What the names of tensors that pools remember begin with."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The sizes of one layer's attention.
+
+    Attributes:
+        kv_heads: heads of keys and values.
+        group: query heads to each of them.
+        key_dim, value_dim: numbers of a key and of a value.
+        dtype: of keys and values.
+    """
+
+    kv_heads: int
+    group: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class SlabSpec:
+    """The buffers of one layer; see `Slab` for what each is.
+
+    Attributes:
+        heads: the sizes of its attention.
+        slots: slots of a row.
+        masters: slots of the front whose keys are kept as they were said; 0 where none are.
+        mass: whether the attention received is kept.
+        two_weights: whether a and b are, as attention reads them.
+        frames: whether the positions attention pretends are.
+        queries: how many queries wait in the slab.
+        state: what pools remember, by name: the shape behind [batch, kv_heads], and the dtype.
+    """
+
+    heads: Heads
+    slots: int
+    masters: int = 0
+    mass: bool = False
+    two_weights: bool = False
+    frames: bool = False
+    queries: int = 0
+    state: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+
+    def tensors(self, batch: int = 1) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Every buffer by name, as `Slab.tensors` names them: its shape and dtype."""
+        heads, slots = self.heads, (self.slots,)
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "keys": ((*slots, heads.key_dim), heads.dtype),
+            "values": ((*slots, heads.value_dim), heads.dtype),
+            "a": (slots, torch.float32),
+            "b": (slots, torch.float32),
+            "position": (slots, torch.int64),
+        }
+        if self.mass:
+            found["mass"] = (slots, torch.float32)
+        if self.masters:
+            found["masters"] = ((self.masters, heads.key_dim), heads.dtype)
+        if self.two_weights:
+            found |= dict.fromkeys(("mask", "numerator", "denominator"), (slots, torch.float32))
+        if self.frames:
+            found["frame"] = (slots, torch.int64)
+        if self.queries:
+            found["queries"] = ((self.queries, heads.group * heads.key_dim), heads.dtype)
+        found |= {STATE + name: it for name, it in self.state.items()}
+        each = (batch, heads.kv_heads)
+        return {name: ((*each, *shape), dtype) for name, (shape, dtype) in found.items()}
+
+    def nbytes(self, batch: int = 1) -> int:
+        """Bytes of all buffers of so many rows."""
+        return sum(
+            math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors(batch).values()
+        )
+
+    def step_bytes(self, batch: int = 1) -> int:
+        """Bytes of keys and values that a decode step reads where every slot is in use."""
+        read = self.tensors(batch)
+        return sum(
+            math.prod(shape) * dtype.itemsize for shape, dtype in (read["keys"], read["values"])
+        )
