@@ -146,15 +146,15 @@ def agree(stream: Stream, row: int, head: int, naive: Reference) -> None:
 
 
 POOLS = [
-    (Balance(48, 16), 64, 3000, 1.0, False),
-    (Balance(48, 16), 1, 700, 1.0, False),
+    (Balance(48, 16), 64, 2000, 1.0, False),
+    (Balance(48, 16), 1, 400, 1.0, False),
     (Balance(20), 7, 900, 0.6, True),
-    (Balance(4), 3, 700, 1.0, False),
+    (Balance(4), 3, 400, 1.0, False),
     (Balance(40, 8, "pairs", None, 1.0), 9, 800, 0.7, True),
     (Balance(48, 16, "authors", 4.0, 1.0), 64, 2000, 0.8, False),
     (Balance(48, 16, "authors", 0.5, 1.0, sets="flat"), 1, 500, 1.0, True),
     (Balance(32, 16, "paper", None, 1.0), 13, 900, 0.7, False),
-    (Balance(48, 16, "paper", 4.0, eager=True), 64, 1500, 1.0, True),
+    (Balance(48, 16, "paper", 4.0, eager=True), 64, 1000, 1.0, True),
     (Balance(48, 16, eager=True), 5, 900, 0.9, False),
     (Balance(60, 16, sets="separate"), 64, 900, 1.0, False),
     (Balance(60, 16, sets="separate", precision=4.0), 1, 300, 1.0, False),
@@ -261,7 +261,7 @@ PROMPTS = [
     (Balance(48, 8), 96),
     (Balance(48, 8), 97),
     (Balance(48), 60),
-    (Balance(48), 1000),
+    (Balance(48), 600),
     (Balance(4), 77),
     (Balance(20, 4, "pairs", None, 1.0), 333),
     (Balance(48, 16, "authors", 4.0, 1.0), 200),
