@@ -18,9 +18,9 @@ from weir.kernels.numba_tools import compiled, spread
 _WORTH_A_THREAD = 2**26
 """Differences below which a thread of their own costs more than it saves."""
 _BETWEEN = 64
-"""Picks after which the keys that are left move together."""
+"""Picks after which the keys that are left are packed side by side."""
 _TOGETHER = 8
-"""Dimensions whose differences are summed in one go."""
+"""Dimensions whose differences are summed before `square` is written."""
 
 
 def _pick(keys: np.ndarray, far: np.ndarray, wanted: np.ndarray, picked: np.ndarray) -> None:
@@ -29,15 +29,15 @@ def _pick(keys: np.ndarray, far: np.ndarray, wanted: np.ndarray, picked: np.ndar
     places, stays = np.empty(slots, np.int64), np.empty(slots, np.int64)
     for head in range(heads):
         reach = far[head]
-        # Floats that are not negative are in the order of their bits, and only the largest of
-        # whole numbers is looked for many at a time.
+        # Floats that are not negative are in the order of their bits read as whole numbers, and
+        # numba vectorises a maximum of whole numbers only.
         bits = reach.view(np.int32)
         left = slots
         for place in range(slots):
             places[place] = place
         for done in range(wanted[head]):
             if done % _BETWEEN == 0:
-                # Those that were picked, or are none, make room for the others, in order.
+                # Close the gaps of keys that were picked or are not candidates (both -1), in order.
                 count = 0
                 for place in range(left):
                     stays[count] = place
@@ -62,7 +62,7 @@ def _pick(keys: np.ndarray, far: np.ndarray, wanted: np.ndarray, picked: np.ndar
                 at += 1
             picked[head, places[at]] = True
             square[:left] = 0.0
-            # Eight dimensions at a time: the sums are read and written that much less often.
+            # Eight dimensions at a time: `square` is read and written an eighth as often.
             for part in range(0, dim, _TOGETHER):
                 k0, k1 = keys[head, part], keys[head, part + 1]
                 k2, k3 = keys[head, part + 2], keys[head, part + 3]
@@ -88,14 +88,18 @@ _compiled_pick = compiled(_pick)
 def farthest_first(keys: Tensor, among: Tensor, k: int) -> Tensor:
     """Which keys are picked [batch, kv_heads, n], bool; arguments as in the reference.
 
-    Dimensions of zero that make their number divisible change no distance.
+    Args:
+        keys: [batch, kv_heads, n, key_dim]; zeros are added until `_TOGETHER` divides key_dim,
+            which changes no distance.
+        among: the candidates [batch, kv_heads, n], bool.
+        k: how many are picked of each head.
     """
     far = torch.where(among, torch.inf, -1.0).flatten(0, 1)
     picked = torch.zeros_like(far, dtype=torch.bool)
     if far.numel():
         whole = F.pad(keys.float(), (0, -keys.shape[3] % _TOGETHER))
-        lined = whole.flatten(0, 1).mT.clone(memory_format=torch.contiguous_format)
-        wanted = torch.full((lined.shape[0],), k)
-        arrays = [t.numpy() for t in (lined, far, wanted, picked)]
-        spread(_compiled_pick, arrays, 1 + k * lined.numel() // _WORTH_A_THREAD)
+        by_dimension = whole.flatten(0, 1).mT.clone(memory_format=torch.contiguous_format)
+        wanted = torch.full((by_dimension.shape[0],), k)
+        arrays = [t.numpy() for t in (by_dimension, far, wanted, picked)]
+        spread(_compiled_pick, arrays, 1 + k * by_dimension.numel() // _WORTH_A_THREAD)
     return picked.view_as(among)

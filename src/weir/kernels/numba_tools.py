@@ -19,13 +19,13 @@ def compiled(function: Callable[..., None]) -> Callable[..., None]:
         return numba.njit(function, nogil=True)
 
 
-def spread(function: Callable[..., None], arrays: Sequence[np.ndarray], most: int) -> None:
-    """Call a function with arrays, cut along their first axis among at most so many threads.
+def spread(function: Callable[..., None], arrays: Sequence[np.ndarray], limit: int) -> None:
+    """Call a function with arrays, cut along their first axis among at most `limit` threads.
 
     Threads of Python's, not numba's: those would change how many PyTorch uses.
     """
     count = arrays[0].shape[0]
-    threads = min(torch.get_num_threads(), count, most)
+    threads = min(torch.get_num_threads(), count, limit)
     if threads == 1:
         function(*arrays)
         return

@@ -1,9 +1,8 @@
 """The self-balancing walk on the CPU, blocks in parallel, sign for sign.
 
 `weir.pools.balance.halving.walk` is what it must equal. Both add the rows of the inner products to
-the sums of all later tokens, in the order of the walk,
-in float32; times a sign that is exact, so there is one answer. Roofline: each inner product above
-the diagonal is read once.
+the sums of all later tokens, in the order of the walk and in float32. A product times a sign is
+exact, so there is one answer. Roofline: each inner product above the diagonal is read once.
 """
 
 from __future__ import annotations
@@ -44,7 +43,14 @@ _compiled_signs = compiled(_signs)
 
 
 def walk(products: Tensor, gain: Tensor, u: Tensor, free: Tensor) -> Tensor:
-    """Signs [..., n]; arguments as in `weir.pools.balance.halving.walk`, on the CPU."""
+    """Signs [..., n], on the CPU; arguments as in `weir.pools.balance.halving.walk`.
+
+    Args:
+        products: inner products of the tokens of each block [..., n, n].
+        gain: of each block [...].
+        u: uniform numbers, one for each token [..., n].
+        free: which tokens are walked [..., n]; the others get a sign of 0.
+    """
     n = u.shape[-1]
     signs = torch.zeros(u.shape)
     if signs.numel():

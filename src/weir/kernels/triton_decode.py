@@ -28,14 +28,15 @@ def _dot(x, y, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def _shared(weights, values, WIDEN: tl.constexpr):
-    """weights @ values, where the weights, float32, lose nothing that counts."""
+def _weighted_sum(weights, values, WIDEN: tl.constexpr):
+    """weights @ values, summed in float32, with weights as exact as 16 bits or more."""
     if values.dtype == tl.bfloat16:
-        # Two halves of 8 bits each, as good as float32 to 2^-16, on bfloat16's tensor cores.
+        # bfloat16's tensor cores take no float32: so the weights are two numbers of 8 bits each,
+        # as good as float32 to 2^-16.
         high = weights.to(tl.bfloat16)
         low = (weights - high.to(tl.float32)).to(tl.bfloat16)
         return _dot(high, values, WIDEN) + _dot(low, values, WIDEN)
-    # float16 ends at 6e-8, too soon for weights: so those and the values are float32.
+    # The smallest float16 is 6e-8, too large for weights: so those and the values are float32.
     return _dot(weights, values.to(tl.float32), WIDEN)
 
 
@@ -119,7 +120,7 @@ def _read(
         level = tl.where(new_top == float("-inf"), 0.0, new_top)
         shrink = tl.exp(top - level)
         total = total * shrink + tl.sum(tl.exp(lower - level[:, None]), axis=1)
-        sums = sums * shrink[:, None] + _shared(tl.exp(upper - level[:, None]), value, WIDEN)
+        sums = sums * shrink[:, None] + _weighted_sum(tl.exp(upper - level[:, None]), value, WIDEN)
         top = new_top
 
     line = (head_of_all * SPLITS + split) * GROUP + group
@@ -199,7 +200,7 @@ def decode(
     )
     key_tile, value_tile = (max(_AT_LEAST, triton.next_power_of_2(d)) for d in (key_dim, value_dim))
     narrow = values.dtype == torch.bfloat16 and max(key_tile, value_tile) <= 128
-    slots_tile = 64 if narrow else 32  # as many as registers hold
+    slots_tile = 64 if narrow else 32  # as many slots as registers hold without spilling
     parts = splits or _splits(heads, triton.cdiv(slots, slots_tile), keys.device)
     per_split = triton.cdiv(triton.cdiv(slots, parts), slots_tile) * slots_tile
     if bias is not None:
@@ -207,12 +208,12 @@ def decode(
     if sinks is not None:
         sinks = sinks.float().contiguous()
 
-    def made(*shape: int) -> Tensor:
+    def buffer(*shape: int) -> Tensor:
         return torch.empty(shape, device=keys.device)
 
     out = keys.new_empty((batch, kv_heads, group, 1, value_dim), dtype=values.dtype)
-    sums = out if parts == 1 else made(heads, parts, group, value_dim)
-    tops, totals = made(heads, parts, group), made(heads, parts, group)
+    sums = out if parts == 1 else buffer(heads, parts, group, value_dim)
+    tops, totals = buffer(heads, parts, group), buffer(heads, parts, group)
     _read[(heads, parts)](
         queries, keys, values, a, b, bias, sinks, sums, tops, totals,
         *queries.stride()[:3], *keys.stride()[:3], *values.stride()[:3],

@@ -87,7 +87,8 @@ def attention_mass(
     Arguments as in `two_weight_attention`.
     """
     below = _logits(queries, keys, form, _per_slot(b) if bias is None else bias + _per_slot(b))
-    # In place, and weighed and summed by one product: at a fold this is the largest of all tensors.
+    # The logits are the largest tensor of a fold: so they are written over, and one product weighs
+    # and sums them, without another of their size.
     top = below.amax(dim=-1, keepdim=True)
     if form.sinks is not None:
         top = torch.maximum(top, form.sinks[:, :, None, None])
@@ -116,7 +117,7 @@ def fused_attention(
         # Only the CPU takes weights of full precision beside queries of half.
         bias = bias.to(queries.dtype)
     if length == 1:
-        # One query a head: the heads of a group become the queries of their KV head.
+        # One query a head: to PyTorch the heads of a group are so many queries of their KV head.
         if bias is not None:
             bias = bias.expand(batch, kv_heads, group, 1, -1)[:, :, :, 0]
         out = F.scaled_dot_product_attention(
@@ -124,8 +125,8 @@ def fused_attention(
         )
         return out[:, :, :, None]
     if bias is not None and bias.shape[2] == 1 and bias.shape[1] > 1:
-        # Weights of slots, the same for all heads of a group: so each KV head is a row of its own,
-        # and nothing as large as queries times slots is copied for every query head.
+        # The bias is the same for all heads of a group: with each KV head as a row of the batch it
+        # is not copied, queries times slots, for every query head.
         out = F.scaled_dot_product_attention(
             queries.flatten(0, 1),
             keys.flatten(0, 1)[:, None],
