@@ -75,6 +75,7 @@ class StreamingCache(Cache):
         on_fold: called after each forward in which rows folded, with what folded; None to listen no
             longer. It must not use the cache's model.
         failed: by row, why its tokens of the last forward were refused.
+        plans: of each layer its pipe and the sizes of its slots, known before there are any.
 
     Raises:
         WeirError: the model cannot be served, an argument makes no sense, or the slots do not fit
@@ -121,9 +122,9 @@ class StreamingCache(Cache):
         pipes = pipes_of(self.policy, describe(served))
         facts = describe(served, reach=reach_of(pipes, chunk, rolling=rolling))
         self._rotaries = facts.rotations
-        self._plans = plan_layers(facts, pipes, chunk, seed=seed, rolling=rolling)
+        self.plans = plan_layers(facts, pipes, chunk, seed=seed, rolling=rolling)
         self._check_room(batch or 1)
-        self.stack = [Layer(plan.spec) for plan in self._plans]
+        self.stack = [Layer(plan.spec) for plan in self.plans]
         self._kind = facts.kind
         self._model = weakref.ref(served)
         self.attachment = attach(served, self)
@@ -132,13 +133,13 @@ class StreamingCache(Cache):
 
     def _check_room(self, batch: int) -> None:
         """Refuse slots that do not fit into what memory is free, before any is taken."""
-        if any(plan.spec.pipe.slots is None for plan in self._plans):
+        if any(plan.spec.pipe.slots is None for plan in self.plans):
             return  # it grows, and nobody knows how far
-        needed = sum(plan.slab.nbytes(batch) for plan in self._plans)
+        needed = sum(plan.slab.nbytes(batch) for plan in self.plans)
         free = free_memory(self._device)
         if free is not None and needed > free:
             raise WeirError(
-                f"the slots of {shortened(str(self.policy))} in {len(self._plans)} layers take "
+                f"the slots of {shortened(str(self.policy))} in {len(self.plans)} layers take "
                 f"{needed:,} bytes for {batch} row{'s' * (batch > 1)}, and {free:,} are free on "
                 f"{self._device}; take a smaller budget, or fewer rows"
             )
@@ -412,7 +413,7 @@ class StreamingCache(Cache):
         """Make the slots of so many empty rows."""
         self._check_room(batch)
         model = self._model()
-        for layer, plan in zip(self.stack, self._plans, strict=True):
+        for layer, plan in zip(self.stack, self.plans, strict=True):
             device = self._device_of(model, plan.spec.index)
             start = torch.full((batch,), self.origin, dtype=torch.int64, device=device)
             layer.allocate(plan.heads, batch, start, device, [self.seed] * batch)
@@ -519,7 +520,7 @@ class StreamingCache(Cache):
     def kind(self) -> dict[str, Any]:
         """What a cache must have in common with this one to go on with its rows (`RowState`)."""
         heads = []
-        for layer, plan in zip(self.stack, self._plans, strict=True):
+        for layer, plan in zip(self.stack, self.plans, strict=True):
             sizes, slab = plan.heads, layer.slab
             its = [sizes.kv_heads, sizes.group, sizes.key_dim, sizes.value_dim, sizes.dtype]
             if slab is not None:  # of a model spread over devices, this device's share

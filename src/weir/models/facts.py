@@ -253,7 +253,23 @@ def _heads(config: Any, module: Any, dtype: torch.dtype) -> Heads:
         kv_heads = module.num_kv_heads
     dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
     dim = dim or config.hidden_size // heads
+    shares = _shares(module)
+    if kv_heads % shares == 0:
+        heads, kv_heads = heads // shares, kv_heads // shares
     return Heads(kv_heads, heads // kv_heads, int(dim), int(dim), dtype)
+
+
+def _shares(module: nn.Module) -> int:
+    """Over how many processes the heads of an attention module are shared out (`tp_plan`)."""
+    # Projections to heads are cut by rows, the one back from them by columns.
+    return max(
+        (
+            p.shape[0] // p.to_local().shape[0]
+            for p in module.parameters()
+            if hasattr(p, "to_local")
+        ),
+        default=1,
+    )
 
 
 def _rotates(config: Any, module: Any) -> bool:

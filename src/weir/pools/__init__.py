@@ -1,7 +1,7 @@
 """Rules for who keeps a slot, one file or one folder each."""
 
 from weir.pools.balance import Balance
-from weir.pools.base import Fold, Pool, split
+from weir.pools.base import MOST_WEIGHT, Fold, Pool, split
 from weir.pools.draws import Draws
 from weir.pools.heavy import Heavy
 from weir.pools.hive import Hive, best_window
@@ -19,6 +19,7 @@ from weir.pools.uniform import Uniform
 
 __all__ = [
     "CONSTANTS",
+    "MOST_WEIGHT",
     "POOLS",
     "WORD",
     "Balance",

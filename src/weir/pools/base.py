@@ -16,6 +16,9 @@ from weir.errors import WeirError
 from weir.pools.draws import Draws
 from weir.slab import Alibi, Form, Slots
 
+MOST_WEIGHT = 1e4
+"""No log-weight is larger: e^700 is more than float64 can say."""
+
 
 @dataclass(frozen=True)
 class Fold:
@@ -128,6 +131,19 @@ class Pool(ABC):
         """
         return {}
 
+    def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
+        """Why tensors that come from elsewhere cannot be what the pool remembers; None if they can.
+
+        A fold must be able to go on from whatever passes: here are refused numbers that would lead
+        it to a slot or a level that is not there, or that are no numbers.
+
+        Args:
+            state: tensors of the names, shapes and dtypes of `state`.
+            held: how many slots it holds.
+            ahead: the next place in the stream, which no token has reached.
+        """
+        return None
+
     @abstractmethod
     def slots(self) -> int | None:
         """How many slots per KV head it may hold; None if there is no limit."""
@@ -166,3 +182,8 @@ def split(slots: Slots, stays: Tensor) -> tuple[Slots, Slots]:
         stays: which of them stay [batch, kv_heads, slots], bool; empty slots are in neither part.
     """
     return slots.only(stays), slots.only(~stays)
+
+
+def within(t: Tensor, low: float, high: float) -> bool:
+    """Whether all numbers are from `low` to `high`; what is no number is not."""
+    return bool(((t >= low) & (t <= high)).all())

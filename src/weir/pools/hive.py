@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool, split
+from weir.pools.base import Fold, Pool, split, within
 from weir.pools.registry import pool
 from weir.slab import EMPTY, Slots
 
@@ -69,6 +69,12 @@ class Hive(Pool):
         order, one that comes late is old at once.
         """
         return {"settled": like.position.new_full((*like.position.shape[:2], 1), EMPTY)}
+
+    def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
+        """Why tensors cannot be its state; see `Pool.wrong_state`."""
+        if not within(state["settled"], EMPTY, ahead - 1):
+            return "settled is a place in the stream that no token has had"
+        return None
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Buffer what arrives, and evict whenever the threshold is exceeded.

@@ -74,6 +74,11 @@ class Outliers(Pool):
         nothing = like.keys.new_zeros((batch, heads, dim), dtype=torch.float64)
         return {"sum": nothing, "away": nothing.new_zeros((batch, heads, self.n))}
 
+    def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
+        """Why tensors cannot be its state; see `Pool.wrong_state`."""
+        wrong = [name for name, t in state.items() if not bool(t.isfinite().all())]
+        return f"{wrong[0]} is not finite" if wrong else None
+
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Compare arrivals with the mean; both what stays and what flows on lie by age."""
         if len(new) == 0:

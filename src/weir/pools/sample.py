@@ -8,6 +8,7 @@ came with; the factor is put on anew at each fold, so no rounding adds up howeve
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weir.pools.base import Fold, Pool
+from weir.pools.base import MOST_WEIGHT, Fold, Pool, within
 from weir.slab import Slots
 
 
@@ -51,6 +52,15 @@ class Sample(Pool):
             for name in ("a", "b"):
                 state[name] = like.a.new_full((*shape, self.slots() or 0), -torch.inf)
         return state
+
+    def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
+        """Why tensors cannot be its state; see `Pool.wrong_state`."""
+        if "came" in state and not within(state["came"], 0, ahead):
+            return "came is not a number of tokens"
+        for name in ("a", "b"):
+            if name in state and not within(state[name], -math.inf, MOST_WEIGHT):
+                return f"{name} is not a log-weight"
+        return None
 
     def draw(self, slots: Slots, fold: Fold) -> Tensor:
         """A uniform number in [0, 1) for each token [batch, kv_heads, slots], float64; the same

@@ -1,7 +1,9 @@
 """Sessions on disk: a stream's tensors and facts in one safetensors file.
 
 An interrupted save leaves the old file whole (`replacing`). A checksum over everything in a file
-notices a single bit that has changed. Knows the form of the file; `stream` knows what goes in.
+notices a single bit that has changed, and nothing is believed because its checksum is right: facts
+are checked against a table (`schema`), rows against the cache they are for (`rowcheck`), and no
+tensor is copied out of the file before its name, shape and dtype are what they must be.
 """
 
 from __future__ import annotations
@@ -9,6 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +23,106 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weir.errors import WeirError, shown
-from weir.models import transformers_model
+from weir.cache import LayerPlan, RowState, StreamingCache
+from weir.errors import PolicyError, WeirError, shown
+from weir.policies import Policy, policy_of
 from weir.stream.fingerprint import fingerprint
 from weir.stream.replacing import replacing
+from weir.stream.rowcheck import check_numbers, check_row, check_sizes, row_facts
+from weir.stream.schema import FARTHEST, Kind, Wrong, list_of, record, text, whole
 
 FORMAT = 2
 KEY = "weir_session"
 CHECKSUM = "sha256"
 
+CHUNKS = 2**20
+"""The largest chunk of a session without a token; later the slots show how large it is."""
 
-def write(path: str | Path, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write a session, whole or not at all.
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Session:
+    """A stream apart from its model.
+
+    Attributes:
+        model: the model's fingerprint.
+        policy, seed: what the stream was made with, and
+        made_with: the rest of it, as its cache says it.
+        last: the last token of each row.
+        generator: the state of the stream's random numbers.
+        logits: after the last token [batch, vocabulary]; None before the first.
+        rows: of its cache; none before the first token.
+    """
+
+    model: dict[str, Any]
+    policy: Policy
+    seed: int
+    made_with: dict[str, Any]
+    last: list[int]
+    generator: Tensor
+    logits: Tensor | None
+    rows: list[RowState]
+
+
+def _anything(value: Any, place: str) -> None:
+    """What is compared as a whole."""
+
+
+_MADE_WITH = record(
+    chunk=whole(1),
+    positions=text("rolling", "original"),
+    prefill=text("chunked", "full"),
+    origin=whole(),
+)
+_MODEL = record(
+    kind=text(), layers=whole(), width=whole(), vocabulary=whole(1), dtype=text(), weights=text()
+)
+
+
+def _facts(each_row: Kind = _anything, vocabulary: int = FARTHEST, rows: int | None = None) -> Kind:
+    """What the facts of a session are, as far as it is known what its rows are."""
+    return record(
+        format=whole(FORMAT, FORMAT),
+        model=_MODEL,
+        policy=text(),
+        seed=whole(0, None),
+        made_with=_MADE_WITH,
+        kind=_anything,
+        last=list_of(whole(0, vocabulary - 1), rows),
+        rows=list_of(each_row),
+    )
+
+
+# --- writing
+
+
+def write(path: str | Path, session: Session, kind: dict[str, Any]) -> None:
+    """Write a session, whole or not at all; `kind` is that of its cache (`RowState.kind`).
+
+    Raises:
+        WeirError: the file cannot be written.
+    """
+    facts = {
+        "model": session.model,
+        "policy": str(session.policy),
+        "seed": session.seed,
+        "made_with": session.made_with,
+        "kind": kind,
+        "last": session.last,
+        "rows": [row.facts for row in session.rows],
+    }
+    tensors = {"generator": session.generator}
+    if session.logits is not None:
+        tensors["logits"] = session.logits
+    for index, row in enumerate(session.rows):
+        tensors |= {f"{index}.{name}": t for name, t in row.tensors.items()}
+    write_file(path, facts, tensors)
+
+
+def write_file(path: str | Path, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write facts and tensors with their checksum, whole or not at all.
 
     Raises:
         WeirError: the file cannot be written.
@@ -49,47 +142,191 @@ def write(path: str | Path, facts: dict[str, Any], tensors: dict[str, Tensor]) -
         raise WeirError(f"cannot write the session {path}: {reason}") from None
 
 
-def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The facts and tensors of a session file.
+# --- reading
+
+
+class SessionFile:
+    """A session file, open for reading: facts that were checked, tensors still in the file.
+
+    Attributes:
+        path: where it is.
+        facts: what it says; each fact is of its kind and in its range.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Open a file.
+
+        Raises:
+            WeirError: it is missing, damaged, not a session of weir, of another weir, or has facts
+                that no session has.
+        """
+        self.path = _path(path)
+        if self.path.is_dir():
+            raise WeirError(f"{self.path} is a folder; a session is a file")
+        if not self.path.is_file():
+            raise WeirError(f"there is no session file {self.path}")
+        try:
+            with safe_open(str(self.path), framework="pt") as file:
+                metadata = file.metadata() or {}
+                if KEY not in metadata:
+                    raise WeirError(f"{self.path} is a safetensors file, but not a session of weir")
+                facts = json.loads(metadata[KEY])
+                # What safetensors hands out lies in the file itself, and nothing is copied yet.
+                self._mapped = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError, ValueError, RecursionError) as error:
+            raise WeirError(f"{self.path} is damaged or not a session of weir ({error})") from None
+        if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+            found = facts.get("format") if isinstance(facts, dict) else facts
+            raise WeirError(
+                f"{self.path} has session format {shown(found)}; this weir reads format {FORMAT}"
+            )
+        if metadata.get(CHECKSUM) != _checksum(metadata[KEY], self._mapped):
+            raise WeirError(f"{self.path} is damaged: its checksum is not that of what it holds")
+        with self.refusing():
+            _facts()(facts, "")
+        self.facts: dict[str, Any] = facts
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Refuse a session of another model.
+
+        Raises:
+            WeirError: naming what differs.
+        """
+        mine, theirs = fingerprint(model), self.facts["model"]
+        differ = [name for name, value in mine.items() if theirs[name] != value]
+        if differ:
+            said = {name: shown(value).strip("'") for name, value in theirs.items()}
+            what = ", ".join(f"{name} {said[name]}, here {mine[name]}" for name in differ)
+            raise WeirError(f"{self.path} is a session of another model ({what})")
+
+    def policy(self, expected: str | Policy | None) -> Policy:
+        """The policy it was saved under.
+
+        Raises:
+            WeirError: it cannot be read, or another one was expected.
+        """
+        try:
+            saved = policy_of(self.facts["policy"])
+        except PolicyError as error:
+            raise WeirError(
+                f"{self.path} has a policy that this weir does not know: {error}"
+            ) from None
+        if expected is not None and policy_of(expected) != saved:
+            raise WeirError(f"{self.path} has the policy {saved}, not {policy_of(expected)}")
+        return saved
+
+    def read(self, cache: StreamingCache, policy: Policy, vocabulary: int) -> Session:
+        """The session, for a cache that was made as it says and is empty.
+
+        Raises:
+            WeirError: a fact or a tensor is not what such a cache can have.
+        """
+        facts, made = self.facts, self.facts["made_with"]
+        plans = cache.plans
+        with self.refusing():
+            count = len(facts["rows"])
+            if not count and made["chunk"] > CHUNKS:
+                raise Wrong(f"a chunk of {made['chunk']:,} before the first token is too large")
+            if facts["kind"] != cache.kind:
+                raise Wrong("kind is not that of a cache of this model and policy")
+            each_row = row_facts(plans, vocabulary, made["chunk"])
+            _facts(each_row, vocabulary, count)(facts, "")
+            own, each = self._tensors(count, len(plans))
+            _check_stream(own, count, vocabulary)
+            rows = [self._row(index, plans, each) for index in range(count)]
+        logits = own.get("logits")
+        return Session(
+            facts["model"],
+            policy,
+            facts["seed"],
+            made,
+            facts["last"],
+            own["generator"].clone(),
+            None if logits is None else logits.clone(),
+            rows,
+        )
+
+    def _tensors(self, rows: int, layers: int) -> tuple[_Tensors, dict[tuple[int, int], _Tensors]]:
+        """The tensors of the stream; and those of each layer of each row, by their own names."""
+        own: _Tensors = {}
+        each: dict[tuple[int, int], _Tensors] = {
+            (row, layer): {} for row in range(rows) for layer in range(layers)
+        }
+        for name, t in self._mapped.items():
+            row, _, rest = name.partition(".")
+            layer, _, rest = rest.partition(".")
+            place = (int(row), int(layer)) if row.isdecimal() and layer.isdecimal() else None
+            if place is None:
+                own[name] = t
+            elif place in each and name == f"{place[0]}.{place[1]}.{rest}":
+                each[place][rest] = t
+            else:
+                raise Wrong(f"{shown(name)} is of no row or layer of the session")
+        return own, each
+
+    def _row(
+        self, index: int, plans: Sequence[LayerPlan], each: dict[tuple[int, int], _Tensors]
+    ) -> RowState:
+        """A row, checked, and then copied out of the file."""
+        facts, made = self.facts["rows"][index], self.facts["made_with"]
+        chunk, origin, prompt = made["chunk"], made["origin"], made["prefill"] == "full"
+        tensors: _Tensors = {}
+        with _at(f"rows[{index}]"):
+            check_row(facts, chunk=chunk, origin=origin, whole_prompt=prompt)
+        for layer, plan in enumerate(plans):
+            with _at(f"row {index}, layer {layer}"):
+                mapped = each[index, layer]
+                sizes = {name: (tuple(t.shape), t.dtype) for name, t in mapped.items()}
+                check_sizes(plan, sizes, facts["lengths"][layer])
+                check_numbers(plan, mapped, facts, origin)
+        for layer in range(len(plans)):
+            tensors |= {f"{layer}.{name}": t.clone() for name, t in each[index, layer].items()}
+        return RowState(self.facts["kind"], facts, tensors)
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Say of what is wrong which file it is in."""
+        try:
+            yield
+        except (Wrong, WeirError) as error:
+            raise WeirError(f"{self.path} cannot be restored: {error}") from None
+
+
+def _check_stream(tensors: _Tensors, rows: int, vocabulary: int) -> None:
+    """Refuse tensors of the stream that are not those of so many rows.
 
     Raises:
-        WeirError: it is missing, damaged, not a session of weir, or of a newer weir.
+        Wrong: naming the tensor.
     """
-    path = _path(path)
-    if path.is_dir():
-        raise WeirError(f"{path} is a folder; a session is a file")
-    if not path.is_file():
-        raise WeirError(f"there is no session file {path}")
+    state = torch.Generator().get_state()
+    wanted: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
+        "generator": (tuple(state.shape), (state.dtype,))
+    }
+    if rows:
+        wanted["logits"] = ((rows, vocabulary), _FLOATS)
+    for name in {**wanted, **tensors}:
+        if name not in tensors:
+            raise Wrong(f"{name} is missing")
+        if name not in wanted:
+            raise Wrong(f"{shown(name)} is no tensor of a session")
+        t, (shape, dtypes) = tensors[name], wanted[name]
+        if tuple(t.shape) != shape or t.dtype not in dtypes:
+            raise Wrong(
+                f"{name} is {list(t.shape)} of {t.dtype} and must be {list(shape)} of {dtypes[0]}"
+            )
     try:
-        with safe_open(str(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-            if KEY not in metadata:
-                raise WeirError(f"{path} is a safetensors file, but not a session of weir")
-            facts = json.loads(metadata[KEY])
-            # Copies: what safetensors hands out is the file itself, which others may write to.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise WeirError(f"{path} is damaged or not a session of weir ({error})") from None
-    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-        found = facts.get("format") if isinstance(facts, dict) else facts
-        raise WeirError(f"{path} has session format {found}; this weir reads format {FORMAT}")
-    if metadata.get(CHECKSUM) != _checksum(metadata[KEY], tensors):
-        raise WeirError(f"{path} is damaged: its checksum is not that of what it holds")
-    return facts, tensors
+        torch.Generator().set_state(tensors["generator"].clone())
+    except RuntimeError:
+        raise Wrong("generator is no state of a random generator") from None
 
 
-def check_model(path: str | Path, facts: dict[str, Any], model: PreTrainedModel) -> None:
-    """Refuse a session of another model.
-
-    Raises:
-        WeirError: naming what differs; or it is no model at all.
-    """
-    transformers_model(model)
-    mine, theirs = fingerprint(model), facts["model"]
-    differ = [name for name, value in mine.items() if theirs.get(name) != value]
-    if differ:
-        what = ", ".join(f"{name} {theirs.get(name)}, here {mine[name]}" for name in differ)
-        raise WeirError(f"{path} is a session of another model ({what})")
+@contextmanager
+def _at(place: str) -> Iterator[None]:
+    """Say of what is wrong where it is."""
+    try:
+        yield
+    except Wrong as wrong:
+        raise Wrong(f"{place}: {wrong}") from None
 
 
 def _path(path: object) -> Path:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weir.cache import Contents, Positions, Prefill, RowState, StreamingCache
-from weir.errors import NotFiniteError, PolicyError, WeirError
+from weir.cache import Contents, Positions, Prefill, StreamingCache
+from weir.errors import NotFiniteError, WeirError
 from weir.models import Endings, input_device, transformers_model
 from weir.policies import Policy, Recompute, policy_of
 from weir.stream import session
@@ -256,24 +256,7 @@ class Stream:
             WeirError: the file cannot be written, there is no such row, or the policy is
                 `recompute`.
         """
-        cache = self._cached()
-        states = cache.take_rows() if row is None else [cache.take_row(row)]
-        rows = slice(None) if row is None else slice(row, row + 1)
-        facts = {
-            "model": fingerprint(self.model),
-            "policy": str(self.policy),
-            "seed": self.seed,
-            "last": self._last[rows],
-            "made_with": cache.made_with,
-            "kind": cache.kind,
-            "rows": [state.facts for state in states],
-        }
-        tensors = {"generator": self._generator.get_state()}
-        if self._logits is not None:
-            tensors["logits"] = self._logits[rows]
-        for index, state in enumerate(states):
-            tensors |= {f"{index}.{name}": t for name, t in state.tensors.items()}
-        session.write(path, facts, tensors)
+        session.write(path, self._session(row), self._cached().kind)
 
     @classmethod
     def restore(
@@ -289,29 +272,38 @@ class Stream:
         Raises:
             WeirError: the file is missing, damaged, foreign, or of another model or policy.
         """
-        facts, tensors = session.read(path)
-        session.check_model(path, facts, model)
-        try:
-            saved = policy_of(facts["policy"])
-        except PolicyError as error:
-            raise WeirError(f"{path} has a policy that this weir does not know: {error}") from None
-        if policy is not None and policy_of(policy) != saved:
-            raise WeirError(f"{path} has the policy {saved}, not {policy_of(policy)}")
-        stream = cls(model, saved, seed=facts["seed"], **facts["made_with"])
-        stream._last = facts["last"]
-        stream._generator.set_state(tensors["generator"])
-        if "logits" in tensors:
-            stream._logits = tensors["logits"].to(stream._device)
-        states = []
-        for index, row in enumerate(facts["rows"]):
-            own = {
-                name.partition(".")[2]: t
-                for name, t in tensors.items()
-                if name.startswith(f"{index}.")
-            }
-            states.append(RowState(facts["kind"], row, own))
-        stream._cached().put_rows(states)
+        served = transformers_model(model)
+        file = session.SessionFile(path)
+        file.check_model(served)
+        saved = file.policy(policy)
+        with file.refusing():
+            stream = cls(model, saved, seed=file.facts["seed"], **file.facts["made_with"])
+            cache = stream._cached()
+        stream._go_on(file.read(cache, saved, stream._vocabulary))
         return stream
+
+    def _session(self, row: int | None = None) -> session.Session:
+        """The stream apart from its model; of a batch one row, or all of them."""
+        cache = self._cached()
+        rows = cache.take_rows() if row is None else [cache.take_row(row)]
+        these = slice(None) if row is None else slice(row, row + 1)
+        return session.Session(
+            model=fingerprint(transformers_model(self.model)),
+            policy=self.policy,
+            seed=self.seed,
+            made_with=cache.made_with,
+            last=self._last[these],
+            generator=self._generator.get_state(),
+            logits=None if self._logits is None else self._logits[these],
+            rows=rows,
+        )
+
+    def _go_on(self, saved: session.Session) -> None:
+        """Be where a stream was that was made as this one."""
+        self._cached().put_rows(saved.rows)
+        self._last = list(saved.last)
+        self._generator.set_state(saved.generator)
+        self._logits = None if saved.logits is None else saved.logits.to(self._device, copy=True)
 
     def _cached(self) -> StreamingCache:
         if self.cache is None:

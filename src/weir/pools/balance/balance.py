@@ -19,8 +19,8 @@ from weir.errors import WeirError
 from weir.pools.balance.halving import Halving, check_block
 from weir.pools.balance.merge_reduce import Merging
 from weir.pools.balance.schedule import LEVELS, at_once, schedule
-from weir.pools.balance.separate import NO_BUCKET, Head, admit, bucket, doubled
-from weir.pools.base import Fold, Pool
+from weir.pools.balance.separate import MOST_BUCKET, NO_BUCKET, Head, admit, bucket, doubled
+from weir.pools.base import Fold, Pool, within
 from weir.pools.registry import pool
 from weir.slab import EMPTY, Slots
 
@@ -120,6 +120,23 @@ class Balance(Pool):
             state["came"] = like.position.new_zeros(shape)
             state["longest"] = torch.zeros_like(state["came"], dtype=torch.float64)
         return state
+
+    def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
+        """Why tensors cannot be its state; see `Pool.wrong_state`."""
+        # A token of level l stands for 2^l; of an odd block one rises without another.
+        if not within(state["level"], EMPTY, min(LEVELS - 1, ahead.bit_length() + 1)):
+            return "level is none that so few tokens reach"
+        if not within(state["level"][:, :, held:], EMPTY, EMPTY):
+            return "level is that of a slot that is not in use"
+        if self.sets == "separate":
+            number = state["bucket"]
+            if not within(number.where(number != NO_BUCKET, 0), -MOST_BUCKET, MOST_BUCKET):
+                return "bucket is none that a value is in"
+            if not within(state["came"], 0, ahead):
+                return "came is not a number of tokens"
+            if not within(state["longest"], 0, 2.0**MOST_BUCKET):
+                return "longest is not a length"
+        return None
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Let arrivals in one after the other, halving where there is no room."""

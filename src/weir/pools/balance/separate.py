@@ -19,6 +19,8 @@ from weir.slab import EMPTY, Slots
 
 NO_BUCKET = -(2**30)
 """In place of a bucket: a value of zero is in none."""
+MOST_BUCKET = 1000
+"""Buckets run from less this to this: whatever float32 and bfloat16 can say, and more."""
 
 
 def doubled(new: Slots) -> Slots:

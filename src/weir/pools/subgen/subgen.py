@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool
+from weir.pools.base import Fold, Pool, within
 from weir.pools.registry import pool
 from weir.pools.subgen.clusters import Clusters, resample
 from weir.slab import Slots
 
 PIECE = 64
 """Arrivals looked at together; a whole prompt comes in pieces."""
+
+MOST = 1e300
+"""Sums beyond are none of a stream."""
 
 _PAIRS, _SAMPLES, _MERGES = range(3)
 """What draws are for, by number."""
@@ -117,6 +120,27 @@ class SubGen(Pool):
             "pairs": came.new_full((*came.shape, self.samples), -1),
             **Clusters.none(like.keys, room, self.per_cluster, start).tensors(),
         }
+
+    def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
+        """Why tensors cannot be its state; see `Pool.wrong_state`."""
+        if not within(state["came"], 0, ahead):
+            return "came is not a number of tokens"
+        if not within(state["pairs"], -1, held - 1):
+            return "pairs names a slot that is not in use"
+        for name in ("mu", "delta", "count"):
+            if not within(state[name], 0, MOST):
+                return f"{name} is not a finite number from 0 on"
+        if not bool(state["centre"].isfinite().all()):
+            return "centre is not finite"
+        if not within(state["born"], 0, max(0, ahead - 1)):
+            return "born is a place in the stream that no token has had"
+        there = state["count"] > 0
+        if bool((there[..., 1:] & ~there[..., :-1]).any()):
+            return "count leaves out a cluster"
+        samples = state["samples"].where(there[..., None], 0)
+        if not within(samples, 0, max(0, held - 1)) or (held == 0 and bool(there.any())):
+            return "samples names a slot that is not in use"
+        return None
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Let arrivals in one after the other, then keep the tokens that were drawn."""

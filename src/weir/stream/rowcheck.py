@@ -1,0 +1,206 @@
+"""Whether rows read from a file can be rows of a cache: names, sizes, types and numbers.
+
+Sizes and types are those of the cache's `SlabSpec`s, and are checked before a tensor is read, so no
+file makes anything larger than the cache it is for. Of the numbers all that the next tokens rely on
+is checked: where slots stand, what they weigh, what pools remember. Knows nothing about files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weir.cache import LayerPlan
+from weir.errors import shown
+from weir.pools import MOST_WEIGHT
+from weir.slab import EMPTY
+from weir.stream.schema import FARTHEST, Kind, Wrong, list_of, optional, record, truth, whole
+
+Size = tuple[tuple[int, ...], torch.dtype]
+"""A tensor's shape and dtype."""
+
+
+def row_facts(plans: Sequence[LayerPlan], vocabulary: int, chunk: int) -> Kind:
+    """What the facts of a row of such a cache are (`RowState.facts`)."""
+    lengths = [
+        [whole(0, pool.slots() if pool.slots() is not None else FARTHEST) for pool in pools]
+        for pools in (plan.spec.pipe.pools for plan in plans)
+    ]
+    return record(
+        columns=whole(),
+        seen=whole(),
+        waiting=whole(0, chunk - 1),
+        claimed=whole(),
+        last=optional(whole(0, vocabulary - 1)),
+        ended=truth,
+        seed=whole(0, None),
+        lengths=_each([_each(pools) for pools in lengths]),
+    )
+
+
+def _each(kinds: Sequence[Kind]) -> Kind:
+    """A list with a kind of its own for each entry."""
+
+    def check(value: Any, place: str) -> None:
+        list_of(lambda *_: None, len(kinds))(value, place)
+        for index, (kind, each) in enumerate(zip(kinds, value, strict=True)):
+            kind(each, f"{place}[{index}]")
+
+    return check
+
+
+def check_row(facts: Mapping[str, Any], *, chunk: int, origin: int, whole_prompt: bool) -> None:
+    """Refuse facts of a row that contradict each other; each by itself has been checked.
+
+    Args:
+        facts: `RowState.facts`.
+        chunk, origin: of the cache.
+        whole_prompt: the first tokens may have been folded at once, however many they were.
+
+    Raises:
+        Wrong: naming them.
+    """
+    seen, waiting, columns = facts["seen"], facts["waiting"], facts["columns"]
+    if origin + seen > FARTHEST:
+        raise Wrong(f"seen is {seen:,} from place {origin:,} on, and no stream is so long")
+    if waiting > seen or not (whole_prompt or waiting == seen % chunk):
+        raise Wrong(f"waiting is {waiting}, which {seen:,} tokens in chunks of {chunk} never leave")
+    for name in ("seen", "claimed"):
+        if facts[name] > columns:
+            raise Wrong(f"{name} is {facts[name]:,}, and columns only {columns:,}")
+    for layer, lengths in enumerate(facts["lengths"]):
+        if waiting == seen and any(lengths):
+            raise Wrong(f"lengths[{layer}] is not zero though nothing has been folded")
+
+
+def check_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[int]) -> None:
+    """Refuse tensors of one row of a layer that are not those of its slab.
+
+    Args:
+        plan: the layer.
+        found: shape and dtype of each tensor, by the names of `SlabSpec.tensors`.
+        lengths: slots in use by pool.
+
+    Raises:
+        Wrong: naming the tensor.
+    """
+    wanted = plan.slab.tensors(1)
+    for name in found:
+        if name not in wanted:
+            raise Wrong(f"{shown(name)} is no tensor of this layer")
+    grows = plan.spec.pipe.slots is None
+    for name, (shape, dtype) in wanted.items():
+        if name not in found:
+            raise Wrong(f"{name} is missing")
+        its, kind = found[name]
+        if kind != dtype:
+            raise Wrong(f"{name} is {_named(kind)} and must be {_named(dtype)}")
+        longer = grows and name != "queries" and len(its) == len(shape) > 2 and its[2] >= shape[2]
+        if its != shape and not (longer and (*its[:2], *its[3:]) == (*shape[:2], *shape[3:])):
+            raise Wrong(f"{name} is {list(its)} and must be {list(shape)}")
+    slots = found["position"][0][2]
+    for name in ("keys", "values", "a", "b", "mass", "weighted", "mask", "frame"):
+        if name in found and found[name][0][2] != slots:
+            raise Wrong(f"{name} has {found[name][0][2]} slots and position {slots}")
+    if sum(lengths) + plan.spec.chunk > slots:
+        raise Wrong(f"{sum(lengths)} slots are in use, and with a chunk there are only {slots}")
+    front = sum(lengths[pool] for pool in plan.spec.pipe.front)
+    if "masters" in found and front > found["masters"][0][2]:
+        raise Wrong(f"masters has {found['masters'][0][2]} slots for {front} in use")
+
+
+def check_numbers(
+    plan: LayerPlan, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], origin: int
+) -> None:
+    """Refuse tensors of one row of a layer with numbers that no stream has there.
+
+    Args:
+        plan: the layer.
+        tensors: [1, kv_heads, ...], by the names of `SlabSpec.tensors`; of the right sizes.
+        facts: `RowState.facts`, checked.
+        origin: of the cache.
+
+    Raises:
+        Wrong: naming the tensor.
+    """
+    pipe, chunk = plan.spec.pipe, plan.spec.chunk
+    lengths = facts["lengths"][plan.spec.index]
+    used, front = sum(lengths), sum(lengths[pool] for pool in pipe.front)
+    ahead = origin + facts["seen"] - facts["waiting"]
+    _check_positions(tensors["position"], front, used, ahead, chunk, origin)
+    empty = tensors["position"][:, :, :front] == EMPTY
+    for name in ("a", "b", "mask"):
+        if name in tensors:
+            _check_weights(name, tensors[name], empty, used, chunk)
+    for name in ("keys", "values", "masters", "weighted"):
+        if name in tensors and not bool(tensors[name].isfinite().all()):
+            raise Wrong(f"{name} has numbers that are not finite")
+    if "mass" in tensors and not bool(
+        ((tensors["mass"] >= 0) & (tensors["mass"] < math.inf)).all()
+    ):
+        raise Wrong("mass has numbers that no sum of attention is")
+    if "frame" in tensors:
+        frame, most = tensors["frame"], ahead + chunk
+        if not bool(((frame >= -frame.shape[2]) & (frame <= most)).all()):
+            raise Wrong("frame has positions that no slot pretends")
+    if "queries" in tensors:
+        asked = tensors["queries"][:, :, : pipe.needs_queries + facts["waiting"]]
+        if not bool(asked.isfinite().all()):
+            raise Wrong("queries has numbers that are not finite")
+    for index, pool in enumerate(pipe.pools):
+        start = f"state.{index}."
+        state = {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
+        wrong = pool.wrong_state(state, lengths[index], ahead) if state else None
+        if wrong is not None:
+            raise Wrong(f"of what the pool {pool.name} remembers, {wrong}")
+
+
+def _check_positions(
+    position: Tensor, front: int, used: int, ahead: int, chunk: int, origin: int
+) -> None:
+    """The front holds folded tokens or nothing, run and tail rise by one, then all is empty.
+
+    Args:
+        position: [1, kv_heads, slots].
+        front, used: slots of the front; and of front and run.
+        ahead: the place of the first token that has not been folded.
+    """
+    kept, rest = position[:, :, :front], position[:, :, front:]
+    if not bool(((kept == EMPTY) | ((kept >= origin) & (kept < ahead))).all()):
+        raise Wrong(
+            f"position has places that are not among those of the stream, {origin} to {ahead}"
+        )
+    run = used - front
+    rising = torch.arange(ahead - run, ahead + chunk)
+    if not bool((rest[:, :, : run + chunk] == rising).all()):
+        raise Wrong("position does not rise from token to token where the newest tokens are")
+    if not bool((rest[:, :, run + chunk :] == EMPTY).all()):
+        raise Wrong("position has places in slots that are not in use")
+
+
+def _check_weights(name: str, weights: Tensor, empty: Tensor, used: int, chunk: int) -> None:
+    """Slots in use weigh something or nothing, those that wait for a token 1, all others nothing.
+
+    Args:
+        name: of the log-weights.
+        weights: [1, kv_heads, slots].
+        empty: which slots of the front hold no token [1, kv_heads, front].
+        used: slots in use.
+    """
+    kept = weights[:, :, :used]
+    if not bool((kept <= MOST_WEIGHT).all()):
+        raise Wrong(f"{name} has numbers that are no log-weights")
+    if bool((kept[:, :, : empty.shape[2]][empty] != -math.inf).any()):
+        raise Wrong(f"{name} gives weight to slots without a token")
+    if bool((weights[:, :, used : used + chunk] != 0).any()):
+        raise Wrong(f"{name} is not 0 in slots that wait for a token")
+    if bool((weights[:, :, used + chunk :] != -math.inf).any()):
+        raise Wrong(f"{name} gives weight to slots that are not in use")
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
