@@ -10,16 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from roundings import close_runs, run_off
 
 import weir
 
 POLICY = "streaming_llm(24)"
 
 
-def goes_on(model, plain, ids, tmp_path) -> None:
+def goes_on(model, plain, like, ids, tmp_path) -> None:
     """A stream of the model goes on after a save as it does without, and as one of a plain model.
 
-    To rounding: weights that come and go lie elsewhere in memory each time.
+    To the rounding of `like`, which has the same weights and can be looked into: weights that come
+    and go lie elsewhere in memory each time.
     """
     stream, reference = (weir.Stream(it, POLICY, chunk=8) for it in (model, plain))
     for it in (stream, reference):
@@ -29,7 +31,7 @@ def goes_on(model, plain, ids, tmp_path) -> None:
     expected = reference.feed(ids(1, 40, seed=1), all_logits=True)
     for it in (stream, *others):
         found = it.feed(ids(1, 40, seed=1), all_logits=True)
-        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+        close_runs(found, expected, like)
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])
@@ -40,7 +42,7 @@ def test_an_offloaded_model(fresh_llama, ids, tmp_path, where):
         accelerate.cpu_offload(model, execution_device=cpu)
     else:
         accelerate.disk_offload(model, str(tmp_path / "weights"), execution_device=cpu)
-    goes_on(model, fresh_llama(), ids, tmp_path)
+    goes_on(model, fresh_llama(), fresh_llama(), ids, tmp_path)
 
 
 def test_a_model_that_torchao_quantised(fresh_llama, ids, tmp_path):
@@ -48,13 +50,13 @@ def test_a_model_that_torchao_quantised(fresh_llama, ids, tmp_path):
     models = [fresh_llama(), fresh_llama()]
     for model in models:
         quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-    goes_on(*models, ids, tmp_path)
+    goes_on(*models, fresh_llama(), ids, tmp_path)
 
 
 SHARDED = """
 import sys, torch, torch.distributed as dist, weir
 from transformers import LlamaForCausalLM
-folder = sys.argv[1]
+folder, bound = sys.argv[1], float(sys.argv[2])
 plain = LlamaForCausalLM.from_pretrained(folder).eval()
 model = LlamaForCausalLM.from_pretrained(folder, tp_plan="auto").eval()
 rank = dist.get_rank()
@@ -66,7 +68,7 @@ streams[0].save(f"{folder}/session{rank}")
 streams.append(weir.Stream.restore(model, f"{folder}/session{rank}"))
 found = [stream.feed(torch.arange(30)[None], all_logits=True) for stream in streams]
 assert torch.equal(found[0], found[2])
-assert (found[0] - found[1]).abs().max() < 1e-4
+assert (found[0] - found[1]).abs().max() < bound * found[1].abs().max()
 try:
     weir.Stream.restore(model, f"{folder}/session{1 - rank}")
 except weir.WeirError as error:
@@ -80,13 +82,15 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_each_process_of_a_sharded_model_saves_and_restores_its_heads(fresh_llama, tmp_path):
-    fresh_llama(intermediate_size=64, vocab_size=62).save_pretrained(tmp_path)
+    model = fresh_llama(intermediate_size=64, vocab_size=62)
+    model.save_pretrained(tmp_path)
     (tmp_path / "sharded.py").write_text(SHARDED)
     source = str(Path(weir.__file__).parents[1])
     run = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", str(tmp_path / "sharded.py"), str(tmp_path)),
+            *("--nproc-per-node", "2", str(tmp_path / "sharded.py")),
+            *(str(tmp_path), str(run_off(model))),
         ],
         env={**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from roundings import close_runs
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -174,7 +175,7 @@ def test_one_row_of_a_batch_can_be_saved_and_goes_on_as_in_the_batch(llama, ids,
         assert torch.equal(one, all_rows[1:2] if all_rows.shape[0] == 3 else all_rows)
     more = ids(3, 40, seed=1)
     together = batch.feed(more, all_logits=True)[1:2]
-    assert torch.allclose(alone.feed(more[1:2], all_logits=True), together, rtol=1e-4, atol=1e-4)
+    close_runs(alone.feed(more[1:2], all_logits=True), together, llama)
     with pytest.raises(WeirError, match="row 3 does not exist"):
         batch.save(tmp_path / "other", row=3)
 
