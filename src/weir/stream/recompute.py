@@ -7,6 +7,8 @@ Nothing is cached and nothing of weir is in the model: plain forwards of overlap
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -14,17 +16,17 @@ from transformers import PreTrainedModel
 from weir.errors import NotFiniteError, WeirError
 from weir.models import transformers_model
 from weir.policies import Recompute
+from weir.stream.reader import Reader
 
 AT_ONCE = 8192
 """Tokens read in one forward; how many windows that is depends on the budget."""
 
 
-class Recomputation:
+class Recomputation(Reader):
     """The window of a stream, read anew for each new token.
 
     Attributes:
         held: the window's tokens [batch, at most budget], int64; None before the first.
-        seen: tokens of the stream so far.
     """
 
     def __init__(self, model: PreTrainedModel, policy: Recompute) -> None:
@@ -39,11 +41,17 @@ class Recomputation:
             raise WeirError(
                 f"recompute cannot read {policy.budget} tokens at once: the model knows {limit}"
             )
-        self.model = model
+        super().__init__(model)
+        self.policy = policy
         self.budget = policy.budget
         self.sinks = policy.sinks
         self.held: Tensor | None = None
-        self.seen = 0
+        self._seen = 0
+
+    @property
+    def seen(self) -> int:
+        """Tokens so far, of each row."""
+        return self._seen
 
     @property
     def nbytes(self) -> int:
@@ -78,12 +86,39 @@ class Recomputation:
         if bool(found.isnan().any()):
             raise NotFiniteError(None)
         self.held = self._window(text, total).clone()
-        self.seen += ids.shape[1]
+        self._seen += ids.shape[1]
         return found
 
-    def take_over(self, other: Recomputation) -> None:
+    def read(
+        self, piece: Tensor, all_logits: bool, start: int, refused: dict[int, NotFiniteError]
+    ) -> Tensor:
+        """As `Reader.read`; token by token where some logits are no numbers, and all rows alike.
+
+        Raises:
+            NotFiniteError: naming the token; those before it were read.
+        """
+        try:
+            return self.keep(piece, self.forward(piece, all_logits))
+        except NotFiniteError:
+            if piece.shape[1] == 1:
+                token = int(piece[0, 0])
+                raise NotFiniteError(None, place=start, token=token, from_there=True) from None
+            tokens = enumerate(piece.split(1, dim=1), start)
+            return torch.cat([self.read(it, True, at, refused) for at, it in tokens], dim=1)
+
+    def summary(self) -> str:
+        """One line: the policy, tokens seen and bytes."""
+        return f"{self.policy}: {self.seen:,} tokens seen, {self.nbytes:,} bytes"
+
+    def report(self) -> dict[str, Any]:
+        """The policy, tokens seen and bytes."""
+        return {"policy": str(self.policy), "seen": [self.seen], "bytes": self.nbytes}
+
+    def take_over(self, other: Reader) -> None:
         """Go on from where another is; it goes on by itself."""
-        self.held, self.seen = None if other.held is None else other.held.clone(), other.seen
+        assert isinstance(other, Recomputation)
+        super().take_over(other)
+        self.held, self._seen = None if other.held is None else other.held.clone(), other.seen
 
     def _window(self, text: Tensor, end: int) -> Tensor:
         """The window that ends before `end`, of a `text` [batch, n] that begins with the sinks."""

@@ -6,7 +6,7 @@ Tokens in, logits out; what happens between is the cache's business. Knows nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from weir.models import Endings, input_device, transformers_model
 from weir.policies import Policy, Recompute, policy_of
 from weir.stream import session
 from weir.stream.fingerprint import fingerprint
+from weir.stream.reader import CacheReader, Reader
 from weir.stream.recompute import Recomputation
 from weir.stream.sampling import Sampling
 from weir.stream.tokens import Tokens, is_count, read_ids, read_stops
@@ -64,9 +65,9 @@ class Stream:
         self.policy = policy_of(policy)
         self.seed = seed
         self.cache: StreamingCache | None = None
-        self._recomputation: Recomputation | None = None
+        self._reader: Reader
         if isinstance(self.policy, Recompute):
-            self._recomputation = Recomputation(model, self.policy)
+            self._reader = Recomputation(model, self.policy)
         else:
             self.cache = StreamingCache(
                 model,
@@ -78,15 +79,12 @@ class Stream:
                 origin=origin,
                 failures="keep",
             )
-        self._logits: Tensor | None = None
-        self._last: list[int] = []
+            self._reader = CacheReader(model, self.cache)
         # On the CPU whatever the model's device: a saved stream may go on elsewhere.
         self._generator = torch.Generator().manual_seed(seed % 2**63)
 
     def __repr__(self) -> str:
-        if self.cache is not None:
-            return f"<weir.Stream {self.cache.summary()}>"
-        return f"<weir.Stream {self.policy}: {self.seen:,} tokens seen, {self.nbytes:,} bytes>"
+        return f"<weir.Stream {self._reader.summary()}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stream:
         """A second stream of the same model that goes on from here alone.
@@ -94,30 +92,21 @@ class Stream:
         Copied together with its model, it is a stream of the copy.
         """
         model = memo.get(id(self.model), self.model)
-        made = Stream(model, self.policy, seed=self.seed, **self._made_with())
-        if self.cache is not None and made.cache is not None:
-            made.cache.put_rows(self.cache.take_rows())
-        if self._recomputation is not None and made._recomputation is not None:
-            made._recomputation.take_over(self._recomputation)
-        made._logits = None if self._logits is None else self._logits.clone()
-        made._last = list(self._last)
+        made_with = {} if self.cache is None else self.cache.made_with
+        made = Stream(model, self.policy, seed=self.seed, **made_with)
+        made._reader.take_over(self._reader)
         made._generator.set_state(self._generator.get_state())
         return made
-
-    def _made_with(self) -> dict[str, Any]:
-        return {} if self.cache is None else self.cache.made_with
 
     @property
     def seen(self) -> int:
         """Tokens of the stream so far; in a batch, of the row that has come farthest."""
-        if self._recomputation is not None:
-            return self._recomputation.seen
-        return max(self._cached().seen, default=0)
+        return self._reader.seen
 
     @property
     def last(self) -> list[int]:
         """The last token of each row; none before the first."""
-        return list(self._last)
+        return list(self._reader.last)
 
     @property
     def ends(self) -> set[int]:
@@ -127,8 +116,7 @@ class Stream:
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and what belongs to them; fixed from the first token on."""
-        held = self._recomputation if self.cache is None else self.cache
-        return 0 if held is None else held.nbytes
+        return self._reader.nbytes
 
     def feed(self, token_ids: Tokens, *, all_logits: bool = False) -> Tensor:
         """Feed tokens, any number, in bounded memory.
@@ -170,7 +158,7 @@ class Stream:
             WeirError: as `feed`.
         """
         ids = self._ids(token_ids)
-        before = self._logits
+        before = self._reader.logits
         parts, done = [], 0
         for logits in self._forward(ids, True):
             these = ids[:, done : done + logits.shape[1]]
@@ -208,11 +196,12 @@ class Stream:
         Raises:
             WeirError: nothing was fed yet, the stream is a batch, or an argument makes no sense.
         """
-        if self._logits is None:
+        logits = self._reader.logits
+        if logits is None:
             raise WeirError("feed at least one token before generating")
-        if self._logits.shape[0] != 1:
+        if logits.shape[0] != 1:
             raise WeirError(
-                f"generate continues one stream and this is a batch of {self._logits.shape[0]}; "
+                f"generate continues one stream and this is a batch of {logits.shape[0]}; "
                 "use model.generate(..., past_key_values=weir.StreamingCache(...)) for batches"
             )
         if not is_count(max_new_tokens):
@@ -221,10 +210,10 @@ class Stream:
         ends = self.ends if stop is None else read_stops(stop)
         return self._generate(max_new_tokens, sampling, ends)
 
-    def _generate(self, most: int, sampling: Sampling, ends: set[int]) -> Iterator[int]:
-        for _ in range(most):
-            assert self._logits is not None
-            chosen = sampling.pick(self._logits, self._generator)
+    def _generate(self, limit: int, sampling: Sampling, ends: set[int]) -> Iterator[int]:
+        for _ in range(limit):
+            assert self._reader.logits is not None
+            chosen = sampling.pick(self._reader.logits, self._generator)
             token = int(chosen)
             self.feed(chosen)
             yield token
@@ -241,9 +230,7 @@ class Stream:
 
     def report(self) -> dict[str, Any]:
         """Bytes, tokens seen, and what each layer holds."""
-        if self.cache is None:
-            return {"policy": str(self.policy), "seen": [self.seen], "bytes": self.nbytes}
-        return self.cache.report()
+        return self._reader.report()
 
     def save(self, path: str | Path, *, row: int | None = None) -> None:
         """Write the stream to a safetensors file; an interrupted save leaves the old file whole.
@@ -282,9 +269,9 @@ class Stream:
         stream._go_on(file.read(cache, saved, stream._vocabulary))
         return stream
 
-    def _session(self, row: int | None = None) -> session.Session:
+    def _session(self, row: int | None) -> session.Session:
         """The stream apart from its model; of a batch one row, or all of them."""
-        cache = self._cached()
+        cache, logits = self._cached(), self._reader.logits
         rows = cache.take_rows() if row is None else [cache.take_row(row)]
         these = slice(None) if row is None else slice(row, row + 1)
         return session.Session(
@@ -292,18 +279,18 @@ class Stream:
             policy=self.policy,
             seed=self.seed,
             made_with=cache.made_with,
-            last=self._last[these],
+            last=self.last[these],
             generator=self._generator.get_state(),
-            logits=None if self._logits is None else self._logits[these],
+            logits=None if logits is None else logits[these],
             rows=rows,
         )
 
     def _go_on(self, saved: session.Session) -> None:
         """Be where a stream was that was made as this one."""
         self._cached().put_rows(saved.rows)
-        self._last = list(saved.last)
+        self._reader.last = saved.last
+        self._reader.logits = None if saved.logits is None else saved.logits.to(self._device)
         self._generator.set_state(saved.generator)
-        self._logits = None if saved.logits is None else saved.logits.to(self._device, copy=True)
 
     def _cached(self) -> StreamingCache:
         if self.cache is None:
@@ -317,11 +304,9 @@ class Stream:
 
     def _ids(self, token_ids: Tokens) -> Tensor:
         """Checked token ids [batch, length], int64, on the model's device."""
-        ids = read_ids(token_ids, self._vocabulary)
-        if self._logits is not None and self._logits.shape[0] != ids.shape[0]:
-            raise WeirError(
-                f"this stream has {self._logits.shape[0]} rows, {ids.shape[0]} were fed"
-            )
+        ids, logits = read_ids(token_ids, self._vocabulary), self._reader.logits
+        if logits is not None and logits.shape[0] != ids.shape[0]:
+            raise WeirError(f"this stream has {logits.shape[0]} rows, {ids.shape[0]} were fed")
         return ids.to(self._device)
 
     def _forward(self, ids: Tensor, all_logits: bool) -> Iterator[Tensor]:
@@ -333,97 +318,17 @@ class Stream:
         size = PIECE
         if all_logits:
             size = max(1, min(size, MOST_LOGITS // (self._vocabulary * ids.shape[0])))
-        if self.cache is not None and self.cache.prefill == "full" and not self.seen:
+        if self._reader.whole_prompt and not self.seen:
             size = ids.shape[1]
-        step = self._read if self._recomputation is not None else self._step
         refused: dict[int, NotFiniteError] = {}
         for start in range(0, ids.shape[1], size):
-            logits = step(ids[:, start : start + size], all_logits, start, refused)
+            piece = ids[:, start : start + size]
+            logits = self._reader.read(piece, all_logits, start, refused)
             if logits is None:
                 break
             yield logits
         if refused:
             raise refused[min(refused)]
-
-    def _read(
-        self, piece: Tensor, all_logits: bool, start: int, refused: dict[int, NotFiniteError]
-    ) -> Tensor:
-        """Re-computation's logits; token by token where some are no numbers."""
-        assert self._recomputation is not None
-        try:
-            return self._keep(piece, self._recomputation.forward(piece, all_logits))
-        except NotFiniteError:
-            for place in range(piece.shape[1]):
-                one = piece[:, place : place + 1]
-                try:
-                    self._keep(one, self._recomputation.forward(one, False))
-                except NotFiniteError as error:
-                    token = int(one[0, 0])
-                    error = NotFiniteError(
-                        error.layer, place=start + place, token=token, from_there=True
-                    )
-                    raise error from None
-            raise
-
-    def _step(
-        self, piece: Tensor, all_logits: bool, start: int, refused: dict[int, NotFiniteError]
-    ) -> Tensor | None:
-        """One forward of the rows that nothing was refused of.
-
-        Rows that are refused now are added to `refused`, and fed what stands before the token that
-        is to blame. Logits [batch, piece, vocabulary], or of the last token only; None if no row is
-        left.
-        """
-        cache = self._cached()
-        try:
-            logits: Tensor | None = self._model_logits(piece, all_logits, refused)
-        except NotFiniteError:
-            logits = None
-        new = {row: e for row, e in cache.failed.items() if isinstance(e, NotFiniteError)}
-        if logits is not None:
-            self._keep(piece, logits, {*refused, *new})
-        for row, error in new.items():
-            place = error.place or 0
-            if place:
-                only = {other for other in range(piece.shape[0]) if other != row}
-                before = piece[:, :place]
-                self._keep(before, self._model_logits(before, False, only), only)
-            refused[row] = NotFiniteError(
-                error.layer,
-                row=error.row,
-                place=start + place,
-                token=error.token,
-                from_there=True,
-            )
-        return logits
-
-    def _model_logits(
-        self, piece: Tensor, all_logits: bool, without: Collection[int] = ()
-    ) -> Tensor:
-        """The model's logits; rows `without` are fed nothing, and theirs mean nothing."""
-        keep: dict[str, Any] = {}
-        if not (all_logits or piece.shape[1] == 1):
-            keep["logits_to_keep"] = 1
-        if without:
-            mask = torch.ones(piece.shape, dtype=torch.int64, device=piece.device)
-            mask[list(without)] = 0
-            keep["attention_mask"] = mask
-        with torch.no_grad():
-            logits: Tensor = self.model(
-                input_ids=piece, past_key_values=self.cache, use_cache=True, **keep
-            ).logits
-        return logits
-
-    def _keep(self, piece: Tensor, logits: Tensor, without: Collection[int] = ()) -> Tensor:
-        """Remember the last tokens and logits of all rows but `without`; returns the logits."""
-        last, logits_after = piece[:, -1].tolist(), logits[:, -1].clone()
-        if without:
-            before = torch.zeros_like(logits_after) if self._logits is None else self._logits
-            for row in without:
-                logits_after[row] = before[row]
-                last[row] = self._last[row] if self._last else 0
-        self._logits, self._last = logits_after, last
-        return logits
 
 
 def _check_head(model: object) -> None:

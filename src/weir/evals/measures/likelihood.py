@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weir.cache import StreamingCache
-from weir.policies import Recompute
 from weir.stream import MOST_LOGITS, PIECE, Stream
 
 
@@ -59,10 +58,9 @@ def likelihoods(
         pad: an id the model knows.
     """
     first = stream()
-    if isinstance(first.policy, Recompute):
+    if first.cache is None:
         pairs = zip(contexts, continuations, strict=True)
         return [_after(_row_feed(stream()), [context], [asked], pad)[0] for context, asked in pairs]
-    assert first.cache is not None
     return _after(_batch_feed(first.model, first.cache), contexts, continuations, pad)
 
 
