@@ -25,7 +25,7 @@ from weir.models.facts import describe
 )
 def test_alibi_slopes_are_those_of_the_paper(name: str, heads: dict[str, int]) -> None:
     # Press et al. 2022, section 3: for 8 heads 1/2, 1/4, ... 1/256, exact in every format.
-    alibi = describe(make(name, **heads)).layers[0].alibi
+    alibi = describe(make(name, **heads)).layers[0].positions.alibi
     assert alibi is not None
     assert alibi.slopes.tolist() == [2.0**-n for n in range(1, 9)]
 
