@@ -109,7 +109,6 @@ class StreamingCache(Cache):
             if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
                 raise WeirError(f"{name} must be a whole number from {at_least} on, not {value!r}")
         served = transformers_model(model)
-        self._device = input_device(served)
         self.policy = policy_of(policy)
         self.chunk = chunk
         self.seed = seed
@@ -120,6 +119,7 @@ class StreamingCache(Cache):
         self.on_fold: Callable[[Folded], None] | None = None
         rolling = positions == "rolling"
         pipes = pipes_of(self.policy, describe(served))
+        self._device = input_device(served)
         facts = describe(served, reach=reach_of(pipes, chunk, rolling=rolling))
         self._rotaries = facts.rotations
         self.plans = plan_layers(facts, pipes, chunk, seed=seed, rolling=rolling)
