@@ -15,6 +15,7 @@ from weir.cli import (  # noqa: F401  (they register)
     evaluate,
     policies,
     report,
+    size,
     stream,
     train,
 )

@@ -10,7 +10,7 @@ from weir.models.facts import (
     transformers_model,
 )
 from weir.models.hooks import attach, compile_steps, detach
-from weir.models.loading import ASSETS, is_local, load
+from weir.models.loading import ASSETS, is_local, load, skeleton
 from weir.models.vocabulary import check_ids, out_of_range
 
 __all__ = [
@@ -28,5 +28,6 @@ __all__ = [
     "is_local",
     "load",
     "out_of_range",
+    "skeleton",
     "transformers_model",
 ]

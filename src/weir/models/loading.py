@@ -62,6 +62,35 @@ def load(
     return model.eval(), tokenizer
 
 
+def skeleton(name: str, *, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
+    """A causal language model without weights, on the device `meta`: its shapes and no more.
+
+    Args:
+        name: `"nano"`, a folder, a `config.json`, or a Hub id; weights are not looked for.
+        dtype: of the weights; "auto" is what the configuration says, float32 if it says nothing.
+
+    Raises:
+        WeirError: there is no configuration, or it is of no causal language model.
+    """
+    wanted = _dtype(dtype)
+    path = Path(name).expanduser()
+    if path.is_file():
+        place, where = str(path), f"{name} is no configuration of a model"
+    else:
+        place, where = _place(name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise WeirError(f"the folder {name} has no config.json, which says how large a model is")
+    with _told_as(where):
+        config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+    if wanted == "auto":
+        wanted = getattr(config, "dtype", None) or torch.float32
+    with _told_as(f"{name} is no causal language model"), torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=wanted, trust_remote_code=False
+        )
+    return model.eval()
+
+
 def is_local(name: str) -> bool:
     """Whether `load` finds the model on this machine, without the Hub."""
     return name == "nano" or Path(name).expanduser().is_dir()

@@ -1,0 +1,116 @@
+"""What a cache of a model would take, from the model's configuration alone.
+
+Bytes of a stream and of the weights, how many streams fit beside them, and what a decode step
+reads: all that can be known before a weight is loaded or a slot is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from weir.cache.layers import pipes_of, plan_layers, reach_of
+from weir.errors import WeirError
+from weir.models import describe
+from weir.policies import Policy, policy_of
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bytes of a model and of its streams.
+
+    Attributes:
+        policy: of the streams.
+        dtype: of weights, keys and values.
+        slots: of each layer, those of new tokens not among them.
+        weights: bytes of the model's parameters and buffers.
+        stream: bytes of one stream, everything that is kept of it counted.
+        step_weights: bytes of weights that a decode step reads.
+        step_stream: bytes of keys and values that a decode step of one stream reads, its tail full.
+    """
+
+    policy: str
+    dtype: str
+    slots: tuple[int, ...]
+    weights: int
+    stream: int
+    step_weights: int
+    step_stream: int
+
+    def streams_in(self, memory: int) -> int:
+        """How many streams fit into so many bytes beside the weights; 0 if none does."""
+        return max(0, (memory - self.weights) // self.stream)
+
+    def tokens_per_second(self, bandwidth: float, streams: int = 1) -> float:
+        """Tokens a second of all streams together, where reading is all that takes time.
+
+        Args:
+            bandwidth: bytes a second.
+            streams: so many take each step together.
+        """
+        return streams * bandwidth / (self.step_weights + streams * self.step_stream)
+
+
+def size_of(
+    model: PreTrainedModel,
+    policy: str | Policy = "streaming_llm(budget=256)",
+    *,
+    chunk: int = 64,
+) -> Size:
+    """What a model and its streams take.
+
+    Args:
+        model: the model; one on the device `meta`, without weights, will do (`models.skeleton`).
+        policy, chunk: as for `StreamingCache`.
+
+    Raises:
+        WeirError: the model cannot be served, or the policy has no limit and so no size.
+    """
+    wanted = policy_of(policy)
+    pipes = pipes_of(wanted, describe(model))
+    limits = [pipe.slots for pipe in pipes]
+    if None in limits:
+        raise WeirError(
+            f"{wanted} has no limit, so nobody knows how much a stream will take; "
+            "size is for policies of a fixed size"
+        )
+    facts = describe(model, reach=reach_of(pipes, chunk, rolling=True))
+    plans = plan_layers(facts, pipes, chunk, seed=0, rolling=True)
+    slabs = [plan.slab for plan in plans]
+    own = [*model.parameters(), *model.buffers()]
+    weights = sum(t.numel() * t.dtype.itemsize for t in own)
+    # Of the input embedding a step reads one line, unless the same table makes the logits.
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and getattr(head, "weight", None) is getattr(table, "weight", None)
+    unread = 0 if tied else sum(t.numel() * t.dtype.itemsize for t in table.parameters())
+    return Size(
+        policy=str(wanted),
+        dtype=str(facts.layers[0].heads.dtype).removeprefix("torch."),
+        slots=tuple(plan.spec.pipe.slots or 0 for plan in plans),
+        weights=weights,
+        stream=sum(slab.nbytes() for slab in slabs),
+        step_weights=weights - unread,
+        step_stream=sum(slab.step_bytes() for slab in slabs),
+    )
+
+
+def read_bytes(text: str) -> int:
+    """Bytes as people write them: `80GB`, `1.5 TiB`, `512 MB`; `3.35TB/s` for bytes a second.
+
+    Raises:
+        WeirError: it is no such thing.
+    """
+    words = text.strip().lower().removesuffix("/s").strip()
+    number = words.rstrip("abcdefghijklmnopqrstuvwxyz ")
+    scale = words[len(number) :].strip()
+    factors = {"": 1, "b": 1}
+    for place, letter in enumerate("kmgtp", 1):
+        factors |= {letter: 1000**place, f"{letter}b": 1000**place, f"{letter}ib": 1024**place}
+    try:
+        value = float(number.replace("_", "")) * factors[scale]
+    except (ValueError, KeyError):
+        value = -1.0
+    if not 0 < value < 2**63:
+        raise WeirError(f"{text!r} is no number of bytes above 0; write 80GB, 1.5 TB or 24 GiB")
+    return int(value)

@@ -1,0 +1,103 @@
+"""`weir size`: what a model and its streams take, before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from weir.cli.app import command
+from weir.cli.common import AsJson, Chunk, PolicyText, output, print_json
+from weir.cli.common import size as for_people
+
+
+@command()
+def size(
+    model_name: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="nano, a folder, a config.json, or a Hugging Face Hub id."
+        ),
+    ],
+    policy: PolicyText = "streaming_llm(budget=256)",
+    chunk: Chunk = 64,
+    dtype: Annotated[
+        str, typer.Option(help="Of weights, keys and values: auto, float32, bfloat16 or float16.")
+    ] = "auto",
+    memory: Annotated[
+        str | None, typer.Option(help="How many streams fit into this: 80GB, 24 GiB.")
+    ] = None,
+    bandwidth: Annotated[
+        str | None, typer.Option(help="Tokens per second if memory is read so fast: 3.35TB/s.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how many bytes a stream and the weights take, and how many streams fit.
+
+    Only the model's configuration is read, no weight is loaded.
+    """
+    from weir.cache import read_bytes, size_of
+    from weir.errors import WeirError
+    from weir.models import skeleton
+
+    room = None if memory is None else read_bytes(memory)
+    pace = None if bandwidth is None else read_bytes(bandwidth)
+    found = size_of(skeleton(model_name, dtype=dtype), policy, chunk=chunk)
+    streams = None if room is None else found.streams_in(room)
+    facts: dict[str, Any] = {
+        "model": model_name,
+        "policy": found.policy,
+        "chunk": chunk,
+        "dtype": found.dtype,
+        "layers": len(found.slots),
+        "slots": list(found.slots),
+        "stream_bytes": found.stream,
+        "weights_bytes": found.weights,
+        "step_bytes": {"weights": found.step_weights, "each_stream": found.step_stream},
+        "memory_bytes": room,
+        "streams": streams,
+        "bandwidth_bytes_per_s": pace,
+        "tokens_per_s": None,
+    }
+    if pace is not None:
+        facts["tokens_per_s"] = {"one": found.tokens_per_second(pace)}
+        if streams:
+            facts["tokens_per_s"]["all"] = found.tokens_per_second(pace, streams)
+    if as_json:
+        print_json(facts)
+    else:
+        _show(facts)
+    if room is not None and not streams:
+        raise WeirError(
+            f"{memory} holds no stream: the weights take {for_people(found.weights)} and a stream "
+            f"{for_people(found.stream)}"
+        )
+
+
+def _show(facts: dict[str, Any]) -> None:
+    slots = facts["slots"]
+    each = f"{slots[0]:,}" if len(set(slots)) == 1 else f"{min(slots):,} to {max(slots):,}"
+    step = facts["step_bytes"]
+    both = for_people(step["weights"] + step["each_stream"])
+    lines = [
+        ("model", f"{facts['model']}, {facts['layers']} layers, {facts['dtype']}"),
+        ("policy", f"{facts['policy']}, {each} slots a layer and {facts['chunk']} new tokens"),
+        ("weights", for_people(facts["weights_bytes"])),
+        ("a stream", for_people(facts["stream_bytes"])),
+        (
+            "a step",
+            f"{both} read: weights {for_people(step['weights'])}, and each stream "
+            f"{for_people(step['each_stream'])}",
+        ),
+    ]
+    if facts["streams"] is not None:
+        room = for_people(facts["memory_bytes"])
+        lines.append(("streams", f"{facts['streams']:,} fit into {room} beside the weights"))
+    if facts["tokens_per_s"] is not None:
+        paces = facts["tokens_per_s"]
+        text = f"{paces['one']:,.0f} tokens/s of one stream at most"
+        if "all" in paces:
+            text += f", {paces['all']:,.0f} of all {facts['streams']:,} together"
+        lines.append(("pace", f"{text}, at {for_people(facts['bandwidth_bytes_per_s'])}/s"))
+    for name, text in lines:
+        output.print(f"{name:<9} {text}", markup=False, highlight=False, soft_wrap=True)
