@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, shortened, shown
 from weir.policies import policy_of
 
 FACTS = ("policy", "chunk", "positions", "origin", "model")
@@ -72,5 +72,5 @@ def _difference(mine: dict[str, Any], theirs: Any) -> str:
         return f"{shown(theirs)} is no description of one"
     for name, value in mine.items():
         if theirs.get(name) != value:
-            return f"its {name} is {shown(str(theirs.get(name)))}, here {shown(str(value))}"
+            return f"{name} {shortened(str(theirs.get(name)))}, here {shortened(str(value))}"
     return "it says more of it than is known here"

@@ -395,9 +395,12 @@ class Layer:
         part = slab.view(row, row + 1)
         self._remember_nothing(part)
         for name, t in slab.state.items():
-            t[row].zero_()
-            kept = part.state[name]
-            t[row, :, : kept.shape[2] if kept.ndim > 2 else None].copy_(kept[0])
+            first = part.state[name][0]
+            if t[row].shape == first.shape:
+                t[row].copy_(first)
+            else:  # lengthened since, as pools without a limit may
+                t[row].zero_()
+                t[row, :, : first.shape[1]].copy_(first)
         part.open_tail(0, torch.tensor([start], device=slab.keys.device), self.spec.chunk)
         self.lengths[row] = [0] * len(self.spec.pipe.pools)
         self.seeds[row] = seed

@@ -1,0 +1,308 @@
+"""Rows of a cache that come, go and are put elsewhere, each as it would be alone."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from conftest import VOCABULARY, make_llama
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from roundings import close_runs
+from torch import Tensor
+
+import weir
+from weir import StreamingCache, WeirError
+from weir.cache import RowState
+
+CHUNK = 4
+POLICIES = [
+    "sink(2) | recent(6)",
+    "recent(5) | heavy(4) | snap(6, 2, 3)",
+    "sink(1) | recent(4) | reservoir(5, weighted=true)",
+    "sink(1) | recent(4) | balance(8, block=4)",
+    "sink(1) | recent(4) | subgen(6, 3, 2)",
+    "dense",
+]
+SEEDS = (0, 0, 7)
+MODEL = make_llama()
+
+
+@dataclass
+class Alone:
+    """A row of its own, fed in one call: what every row of a batch is to equal."""
+
+    policy: str
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+
+    def cache(self) -> StreamingCache:
+        made = StreamingCache(MODEL, self.policy, chunk=CHUNK, seed=self.seed)
+        with torch.no_grad():
+            MODEL(torch.tensor([self.tokens]), past_key_values=made)
+        return made
+
+
+def check_row(cache: StreamingCache, row: int, alone: StreamingCache) -> None:
+    """A row holds, bit for bit in its places and weights, what it holds alone."""
+    for layer in range(len(cache.stack)):
+        mine, theirs = cache.slots(layer), alone.slots(layer)
+        for head in range(mine.position.shape[1]):
+            held, wanted = mine.position[row, head] >= 0, theirs.position[0, head] >= 0
+            assert torch.equal(mine.position[row, head, held], theirs.position[0, head, wanted])
+            close_runs(mine.a[row, head, held], theirs.a[0, head, wanted], MODEL)
+            close_runs(mine.keys[row, head, held], theirs.keys[0, head, wanted], MODEL)
+            close_runs(mine.values[row, head, held], theirs.values[0, head, wanted], MODEL)
+            assert mine.pool[row, head, held].tolist() == theirs.pool[0, head, wanted].tolist()
+
+
+class RowsThatComeAndGo(RuleBasedStateMachine):
+    """Any sequence of feeding, taking, putting, emptying and reordering rows."""
+
+    @initialize(policy=st.sampled_from(POLICIES), batch=st.integers(1, 3))
+    def open(self, policy: str, batch: int) -> None:
+        self.policy = policy
+        self.cache = StreamingCache(MODEL, policy, chunk=CHUNK, batch=batch)
+        self.rows = [Alone(policy, 0) for _ in range(batch)]
+        self.kept: list[tuple[RowState, Alone]] = []
+
+    @rule(data=st.data(), length=st.integers(1, 11))
+    def feed(self, data: st.DataObject, length: int) -> None:
+        batch = len(self.rows)
+        counts = [data.draw(st.integers(0, length)) for _ in range(batch)]
+        ids = torch.zeros(batch, length, dtype=torch.int64)
+        mask = torch.zeros(batch, length, dtype=torch.int64)
+        for row, count in enumerate(counts):
+            tokens = data.draw(
+                st.lists(st.integers(0, VOCABULARY - 1), min_size=count, max_size=count)
+            )
+            self.rows[row].tokens += tokens
+            if count:
+                ids[row, length - count :] = torch.tensor(tokens)
+                mask[row, length - count :] = 1
+        with torch.no_grad():
+            MODEL(ids, attention_mask=mask, past_key_values=self.cache)
+
+    @rule(data=st.data())
+    def take(self, data: st.DataObject) -> None:
+        row = data.draw(st.integers(0, len(self.rows) - 1))
+        alone = self.rows[row]
+        self.kept.append((self.cache.take_row(row), replace(alone, tokens=list(alone.tokens))))
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def put(self, data: st.DataObject) -> None:
+        row = data.draw(st.integers(0, len(self.rows) - 1))
+        state, alone = data.draw(st.sampled_from(self.kept))
+        self.cache.put_row(row, state)
+        self.rows[row] = replace(alone, tokens=list(alone.tokens))
+
+    @rule(data=st.data(), seed=st.sampled_from(SEEDS))
+    def reset(self, data: st.DataObject, seed: int) -> None:
+        row = data.draw(st.integers(0, len(self.rows) - 1))
+        self.cache.reset_row(row, seed=seed)
+        self.rows[row] = Alone(self.policy, seed)
+
+    @rule(data=st.data())
+    def reorder(self, data: st.DataObject) -> None:
+        batch = len(self.rows)
+        order = data.draw(st.lists(st.integers(0, batch - 1), min_size=1, max_size=3))
+        self.cache.batch_select_indices(torch.tensor(order))
+        self.rows = [replace(self.rows[n], tokens=list(self.rows[n].tokens)) for n in order]
+
+    @rule()
+    def copy(self) -> None:
+        self.cache = copy.deepcopy(self.cache)
+
+    @invariant()
+    def each_row_is_as_it_would_be_alone(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        assert self.cache.seen == [len(alone.tokens) for alone in self.rows]
+        row = sum(self.cache.seen) % len(self.rows)
+        if self.rows[row].tokens:
+            check_row(self.cache, row, self.rows[row].cache())
+
+
+TestRowsThatComeAndGo = RowsThatComeAndGo.TestCase
+TestRowsThatComeAndGo.settings = settings(
+    settings.get_profile("weir"), max_examples=20, stateful_step_count=8
+)
+
+
+def fed(cache: StreamingCache, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    with torch.no_grad():
+        return MODEL(ids, attention_mask=mask, past_key_values=cache).logits
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rows_at_different_folds_answer_as_they_would_alone(ids, policy):
+    tokens = ids(4, 40)
+    cache = StreamingCache(MODEL, policy, chunk=CHUNK, batch=4)
+    alone = [StreamingCache(MODEL, policy, chunk=CHUNK) for _ in range(4)]
+    for column in range(40):
+        there = torch.tensor([column >= row and (column + row) % 5 > 0 for row in range(4)])
+        got = fed(cache, tokens[:, column : column + 1], there[:, None].long())
+        for row in range(4):
+            if there[row]:
+                wanted = fed(alone[row], tokens[row : row + 1, column : column + 1])
+                close_runs(got[row], wanted[0], MODEL)
+    assert len(set(cache.waiting)) > 1
+    for row in range(4):
+        check_row(cache, row, alone[row])
+
+
+def test_a_row_joins_while_the_others_go_on(ids):
+    tokens = ids(2, 60)
+    cache = StreamingCache(MODEL, "sink(2) | recent(6) | heavy(4)", chunk=CHUNK, batch=2)
+    whole = StreamingCache(MODEL, "sink(2) | recent(6) | heavy(4)", chunk=CHUNK)
+    fed(cache, tokens[:, :30], torch.tensor([[1] * 30, [0] * 30]))
+    fed(whole, tokens[1:, :29])
+    cache.put_row(1, whole.take_row(0))
+    assert cache.seen == [30, 29]
+    close_runs(fed(cache, tokens[:, 30:])[1], fed(whole, tokens[1:, 30:])[0], MODEL)
+    check_row(cache, 1, whole)
+
+
+def test_folding_touches_no_row_that_is_not_due(ids):
+    cache = StreamingCache(MODEL, "sink(2) | recent(6) | heavy(4)", chunk=CHUNK, batch=3)
+    tokens = ids(3, 30)
+    fed(cache, tokens[:, :20], torch.tensor([[1] * 20, [0] * 1 + [1] * 19, [0] * 2 + [1] * 18]))
+    assert cache.waiting == [0, 3, 2]
+    events = []
+    cache.on_fold = events.append
+    before = [cache.take_row(row).tensors for row in (0, 2)]
+    fed(cache, tokens[:, 20:21], torch.tensor([[0], [1], [0]]))
+    assert [event.rows for event in events] == [(1,)]
+    assert events[0].seconds > 0
+    for row, was in zip((0, 2), before, strict=True):
+        now = cache.take_row(row).tensors
+        waiting = cache.waiting[row]
+        for name, t in was.items():
+            # The slot that waits for the row's next token, and its query, may hold anything.
+            spare = name.endswith(("keys", "values", "queries"))
+            same = (t == now[name]) | (t != t)
+            assert bool(same.all()) or (spare and int((~same.flatten(3).all(-1)).sum()) <= 2), (
+                name,
+                waiting,
+            )
+
+
+def test_a_state_is_a_copy(ids):
+    cache = StreamingCache(MODEL, "sink(2) | recent(6)", chunk=CHUNK)
+    fed(cache, ids(1, 20))
+    state = cache.take_row(0)
+    kept = {name: t.clone() for name, t in state.tensors.items()}
+    fed(cache, ids(1, 20, seed=1))
+    assert all(torch.equal(t, kept[name]) for name, t in state.tensors.items())
+    assert state.nbytes == cache.nbytes
+
+
+def other(**changes):
+    given = {"policy": "sink(2) | recent(6)", "chunk": CHUNK, **changes}
+    model = given.pop("model", MODEL)
+    return StreamingCache(model, given.pop("policy"), **given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"policy": "sink(2) | recent(7)"}, "with policy"),
+        ({"chunk": 5}, "with chunk 4, and this one has 5"),
+        ({"positions": "original"}, "with positions"),
+        ({"origin": 3}, "with origin 0, and this one has 3"),
+        ({"model": make_llama(layers=1)}, "another model: layers 2, here 1"),
+        ({"model": make_llama(num_key_value_heads=4)}, "another model: heads"),
+        ({"model": make_llama().to(torch.bfloat16)}, "another model: heads"),
+    ],
+)
+def test_a_row_of_another_kind_is_refused(ids, changes, sentence):
+    cache = other()
+    fed(cache, ids(1, 20))
+    for target in (other(**changes), other(**changes, batch=2)):
+        with pytest.raises(WeirError, match=sentence):
+            target.put_row(0, cache.take_row(0))
+        assert target.seen in ([], [0, 0])
+
+
+def test_the_same_policy_may_be_written_in_two_ways(ids):
+    cache = other()
+    fed(cache, ids(1, 20))
+    target = other(policy="streaming_llm(budget=8, sinks=2)")
+    target.put_row(0, cache.take_row(0))
+    assert target.seen == [20]
+
+
+def test_a_state_that_lies_about_its_tensors_is_refused_and_nothing_is_changed(ids):
+    cache = other()
+    fed(cache, ids(1, 20))
+    state = cache.take_row(0)
+    keys = state.tensors["1.keys"]
+    lies = {
+        "no keys of layer 1": None,
+        r"keys of layer 1 in this row's state is \[1, 2, 3": keys[:, :, :3],
+        "is torch.float64": keys.double(),
+    }
+    before = {name: t.clone() for name, t in state.tensors.items()}
+    for sentence, lie in lies.items():
+        tensors = dict(state.tensors)
+        tensors.pop("1.keys")
+        if lie is not None:
+            tensors["1.keys"] = lie
+        with pytest.raises(WeirError, match=sentence):
+            cache.put_row(0, replace(state, tensors=tensors))
+        assert all(torch.equal(t, before[n]) for n, t in cache.take_row(0).tensors.items())
+    with pytest.raises(WeirError, match="what take_row gives"):
+        cache.put_row(0, {"tensors": {}})
+
+
+@pytest.mark.parametrize("row", [-1, 2, True, 1.0, "0", None])
+def test_a_row_that_is_not_there_is_refused(ids, row):
+    cache = other(batch=2)
+    state = cache.take_row(0)
+    for call in (cache.take_row, cache.reset_row, lambda n: cache.put_row(n, state)):
+        with pytest.raises(WeirError, match="does not exist; the rows are 0 to 1"):
+            call(row)
+
+
+def test_a_cache_without_rows_says_how_to_have_some(ids):
+    for call in (lambda c: c.take_row(0), lambda c: c.reset_row(0)):
+        with pytest.raises(WeirError, match="no rows yet: feed it, or make it with batch=n"):
+            call(other())
+
+
+@pytest.mark.parametrize("batch", [0, -1, True, 1.5])
+def test_a_batch_of_no_rows_is_refused(batch):
+    with pytest.raises(WeirError, match="batch must be a whole number from 1 on"):
+        other(batch=batch)
+
+
+def test_one_row_of_a_batch_is_saved_as_a_stream_of_its_own(ids, tmp_path):
+    tokens = ids(3, 50)
+    policy = "sink(1) | recent(4) | reservoir(5, weighted=true)"
+    stream = weir.Stream(MODEL, policy, chunk=CHUNK, seed=5)
+    stream.feed(tokens[:, :30])
+    stream.save(tmp_path / "row", row=2)
+    stream.save(tmp_path / "all")
+    one, every = (weir.Stream.restore(MODEL, tmp_path / name) for name in ("row", "all"))
+    assert (one.cache.batch, one.seen, one.last) == (1, 30, [int(tokens[2, 29])])
+    wanted = stream.feed(tokens[:, 30:], all_logits=True)
+    close_runs(one.feed(tokens[2:, 30:], all_logits=True)[0], wanted[2], MODEL)
+    assert torch.equal(every.feed(tokens[:, 30:], all_logits=True), wanted)
+    with pytest.raises(WeirError, match="row 3 does not exist"):
+        stream.save(tmp_path / "row", row=3)
+
+
+@pytest.mark.parametrize("policy", ["sink(2) | recent(6) | heavy(4)", "recompute(20)"])
+def test_a_copied_stream_is_a_second_one(ids, policy):
+    stream = weir.Stream(MODEL, policy)
+    stream.feed(ids(1, 30))
+    list(stream.generate(3, temperature=1.0))
+    second = copy.deepcopy(stream)
+    assert second.model is MODEL
+    assert list(second.generate(9, temperature=1.0)) == list(stream.generate(9, temperature=1.0))
+    second.feed(ids(1, 5))
+    assert (stream.seen, second.seen) == (42, 47)
