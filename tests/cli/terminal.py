@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,6 +110,14 @@ class Process:
             assert time.monotonic() < end, f"it never said {words!r}: {self.err}"
             assert self._read(0.1) or self.process.poll() is None, self.err
 
+    def wait_until(self, happened: Callable[[], bool], seconds: float = 90) -> None:
+        """Read standard error until something has happened elsewhere."""
+        end = time.monotonic() + seconds
+        while not happened():
+            assert time.monotonic() < end, self.err
+            assert self.process.poll() is None, f"it ended by itself: {self.err}"
+            self._read(0.002)
+
     def interrupt(self) -> None:
         """Ctrl-C."""
         self.process.send_signal(signal.SIGINT)
@@ -128,7 +137,16 @@ class Process:
 
     def end(self) -> Ended:
         """No more input; wait for its end."""
-        out, _ = self.process.communicate(timeout=90)
+        end = time.monotonic() + 90
+        while True:
+            # A terminal that nobody reads would hold up a command that draws its progress.
+            while self._read(0):
+                pass
+            try:
+                out, _ = self.process.communicate(timeout=0.05)
+                break
+            except subprocess.TimeoutExpired:
+                assert time.monotonic() < end, self.err
         while self._read(0):
             pass
         os.close(self._terminal)

@@ -123,9 +123,7 @@ def test_killed_at_a_random_moment_and_resumed_the_file_is_the_same(capsys, word
     draw = random.Random(seed)
     killed = Process(*words)
     wanted = draw.randrange(1, 11)
-    while not path.exists() or path.read_bytes().count(b"\n") < wanted:
-        assert killed.process.poll() is None, "it ended by itself"
-        time.sleep(0.002)
+    killed.wait_until(lambda: path.exists() and path.read_bytes().count(b"\n") >= wanted)
     time.sleep(draw.random() * 0.02)
     killed.process.kill()
     killed.end()
@@ -143,9 +141,7 @@ def test_ctrl_c_says_what_is_done_and_how_to_go_on(words, text, tmp_path):
     tasks = words.index("--tasks") + 1
     words[tasks] = f"ppl(tokens=250, text={text}), ppl(tokens=40000, text={long})"
     process = Process(*words)
-    while not path.exists() or path.read_bytes().count(b"\n") < 2:
-        assert process.process.poll() is None, "it ended by itself"
-        time.sleep(0.002)
+    process.wait_until(lambda: path.exists() and path.read_bytes().count(b"\n") >= 2)
     process.interrupt()
     ended = process.end()
     assert ended.code == 130
