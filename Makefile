@@ -41,7 +41,7 @@ test: lint types docs ## everything that must hold: ruff, mypy, the documentatio
 LESSER := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 \
 	NUMBA_CPU_NAME=generic OMP_NUM_THREADS=1
 MIDDLE := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
-	WEIR_KERNELS=reference OMP_NUM_THREADS=2
+	WEIR_KERNELS=reference OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE
 
 test-kernels: $(VENV)/.installed-dev ## pytest twice more, under the kernels of lesser processors
 	$(call stage,tests under SSE 4.2$(comma) one thread)

@@ -35,7 +35,7 @@ def dot(x: Iterable[float], y: Iterable[float]) -> float:
 
 
 def close(x: float, y: float) -> bool:
-    """Equal but for rounding."""
+    """Equal but for rounding, by the bound of the rule itself: `Halving` has the same."""
     return x == y or abs(x - y) < 1e-5
 
 
