@@ -22,7 +22,7 @@ finally:
 """
 
 COMMANDS = (
-    "advise attention-error bench chat demo eval policies report stream train".split()
+    "advise attention-error bench chat demo eval policies report size stream train".split()
 )  # fmt: skip
 
 

@@ -1,0 +1,160 @@
+"""`weir size`: what a model and its streams take, read from a configuration and from no weight."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from terminal import make_model, run
+from transformers import AutoModelForCausalLM
+
+import weir
+
+SMALL = "sink(4) | recent(20)"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def config(model, tmp_path):
+    """The model's config.json in a folder of its own."""
+    path = tmp_path / "only" / "config.json"
+    path.parent.mkdir()
+    AutoModelForCausalLM.from_pretrained(model).config.save_pretrained(path.parent)
+    return path
+
+
+def facts_of(capsys, *words):
+    ended = run(capsys, "size", *words, "--json")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.endswith("}\n")
+    assert ended.out.count("\n") == 1
+    return json.loads(ended.out)
+
+
+def test_json_is_one_object_with_every_figure_and_nothing_else(capsys, model):
+    facts = facts_of(
+        capsys, model, "--policy", SMALL, "--chunk", 8, "--memory", "1MB", "--bandwidth", "1GB/s"
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    cache = weir.StreamingCache(loaded, SMALL, chunk=8)
+    with torch.no_grad():
+        loaded(torch.tensor([[1]]), past_key_values=cache)
+    weights = sum(t.nbytes for t in [*loaded.parameters(), *loaded.buffers()])
+    table = loaded.get_input_embeddings().weight.nbytes
+    pairs = 2 * 32 * 16 * 4  # keys and values, slots, a head's size, float32
+    streams = (10**6 - weights) // cache.nbytes
+    assert facts == {
+        "model": model,
+        "policy": SMALL,
+        "chunk": 8,
+        "dtype": "float32",
+        "layers": 1,
+        "slots": [24],
+        "stream_bytes": cache.nbytes,
+        "weights_bytes": weights,
+        "step_bytes": {"weights": weights - table, "each_stream": pairs},
+        "memory_bytes": 10**6,
+        "streams": streams,
+        "bandwidth_bytes_per_s": 10**9,
+        "tokens_per_s": {
+            "one": pytest.approx(1e9 / (weights - table + pairs)),
+            "all": pytest.approx(streams * 1e9 / (weights - table + streams * pairs)),
+        },
+    }
+    assert streams > 1
+
+
+def test_for_people_it_is_a_few_lines(capsys, model):
+    ended = run(capsys, "size", model, "--memory", "1MB", "--bandwidth", "1GB/s")
+    assert (ended.code, ended.err) == (0, "")
+    lines = ended.out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == [
+        "model", "policy", "weights", "a stream", "a step", "streams", "pace"
+    ]  # fmt: skip
+    assert lines[0] == f"model     {model}, 1 layers, float32"
+    assert lines[1].endswith("streaming_llm(budget=256), 256 slots a layer and 64 new tokens")
+    assert " fit into 1.0 MB beside the weights" in lines[5]
+    assert lines[6].endswith(" together, at 1.0 GB/s")
+    plain = run(capsys, "size", model).out.splitlines()
+    assert plain == lines[:5]
+
+
+def test_layers_of_unlike_budgets_are_told_as_a_range(capsys):
+    ended = run(capsys, "size", "nano", "--policy", "pyramid(snap(64, 8, 7), beta=3)")
+    assert ended.code == 0
+    slots = facts_of(capsys, "nano", "--policy", "pyramid(snap(64, 8, 7), beta=3)")["slots"]
+    assert len(slots) == 4
+    assert min(slots) < max(slots)
+    assert f"{min(slots)} to {max(slots)} slots a layer" in ended.out
+
+
+def test_a_configuration_is_enough_and_no_weight_is_looked_for(capsys, model, config):
+    with_weights = facts_of(capsys, model)
+    for given in (config, config.parent):
+        assert facts_of(capsys, given) == {**with_weights, "model": str(given)}
+
+
+def test_another_dtype_is_what_the_model_would_be_loaded_in(capsys, config):
+    whole, half = facts_of(capsys, config), facts_of(capsys, config, "--dtype", "bfloat16")
+    assert (whole["dtype"], half["dtype"]) == ("float32", "bfloat16")
+    assert half["step_bytes"]["each_stream"] * 2 == whole["step_bytes"]["each_stream"]
+    assert half["weights_bytes"] < whole["weights_bytes"]
+
+
+def test_a_memory_that_holds_no_stream_says_so_after_the_figures(capsys, model):
+    ended = run(capsys, "size", model, "--memory", "1kB", "--bandwidth", "1GB/s", "--json")
+    assert ended.code == 1
+    facts = json.loads(ended.out)
+    assert facts["streams"] == 0
+    assert list(facts["tokens_per_s"]) == ["one"]
+    assert ended.err.count("\n") == 1
+    assert "1kB holds no stream: the weights take " in ended.err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--policy", "dense"), "dense has no limit, so nobody knows how much a stream will take"),
+        (("--policy", "recent(2) | recent"), "recent"),
+        (("--memory", "much"), "'much' is no number of bytes above 0; write 80GB"),
+        (("--bandwidth", "-3GB/s"), "'-3GB/s' is no number of bytes above 0"),
+        (("--dtype", "float99"), "float99"),
+        (("--dtype", "int8"), "int8"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(capsys, model, words, sentence):
+    ended = run(capsys, "size", model, *words)
+    assert (ended.code, ended.out) == (1, "")
+    assert sentence in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_a_folder_without_a_configuration_is_refused(capsys, tmp_path):
+    ended = run(capsys, "size", tmp_path)
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err == (
+        f"weir: the folder {tmp_path} has no config.json, which says how large a model is\n"
+    )
+
+
+def test_what_is_no_configuration_is_refused(capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text("{")
+    for given in (path, tmp_path, tmp_path / "nowhere"):
+        ended = run(capsys, "size", given)
+        assert (ended.code, ended.out) == (1, "")
+        assert ended.err.count("\n") == 1
+        assert str(given) in ended.err
+
+
+def test_a_model_that_cannot_be_served_has_no_size(capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
+    ended = run(capsys, "size", path)
+    assert (ended.code, ended.out) == (1, "")
+    assert "gpt2" in ended.err
