@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.generation import stopping_criteria
 
 import weir
+from weir.cli import main
 from weir.models.loading import ASSETS
 from weir.pools import POOLS, Pool
 
@@ -75,7 +77,9 @@ def test_every_python_example_is_python(page: str) -> None:
 
 
 @needs_nano
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/writing-a-pool.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/quickstart.md", "docs/rows.md", "docs/writing-a-pool.md"]
+)
 def test_the_examples_of_a_page_run_one_after_the_other(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pools_as_before: None
 ) -> None:
@@ -96,6 +100,17 @@ def test_what_a_policy_answers_and_refuses_is_as_shown() -> None:
         told: list[str] = []
         doctest.DocTestRunner(verbose=False).run(example, out=told.append)
         assert not told, "".join(told)
+
+
+@needs_nano
+def test_what_weir_size_says_is_as_shown(monkeypatch, capsys) -> None:
+    (shown,) = blocks("docs/speed.md", "console")
+    command, answer = shown.split("\n", 1)
+    monkeypatch.setattr("sys.argv", shlex.split(command.removeprefix("$ ")))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    assert capsys.readouterr().out == answer
 
 
 def test_the_new_pool_takes_fewer_than_thirty_lines() -> None:
