@@ -242,6 +242,8 @@ class Balance:
             least = self.precision / math.sqrt(self.came) * self.longest
             for i in [i for i in self.buckets if 2.0**i <= least]:
                 self.erased += self.buckets.pop(i).count()
+            while sum(tower.count() > 0 for tower in self.towers()) > self.n:
+                self.erased += self.buckets.pop(min(self.buckets)).count()
         self.make_room()
 
     def take_prompt(self, tokens: list[Token], block: int) -> None:

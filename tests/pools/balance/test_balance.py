@@ -160,6 +160,8 @@ POOLS = [
     (Balance(60, 16, sets="separate", precision=4.0), 1, 300, 1.0, False),
     (Balance(60, 8, "paper", 4.0, sets="separate", precision=2.0), 11, 500, 0.7, True),
     (Balance(40, 8, "authors", None, 1.0, sets="separate", eager=True), 11, 400, 1.0, False),
+    (Balance(4, sets="separate", precision=0.0), 3, 30, 1.0, False),
+    (Balance(6, halves="paper", sets="separate", precision=0.0, eager=True), 7, 40, 0.7, True),
 ]
 
 

@@ -58,7 +58,8 @@ class Balance(Pool):
             Algorithm 1, with one set for the denominator and others for the numerator, by the
             length of the value; each token then takes two slots, and `constant` is not used.
         precision: the paper's epsilon, for separate sets: when there is no room, values shorter
-            than precision / sqrt(tokens so far) times the longest are erased from the numerator.
+            than precision / sqrt(tokens so far) times the longest are erased from the numerator,
+            and the shortest where their lengths fill more buckets than there are slots.
         eager: halve a level as soon as it has a block, as Algorithm 4 does. The policy is then not
             exact below its budget.
     """
@@ -123,8 +124,9 @@ class Balance(Pool):
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
         """Why tensors cannot be its state; see `Pool.wrong_state`."""
-        # A token of level l stands for 2^l; of an odd block one rises without another.
-        if not within(state["level"], EMPTY, min(LEVELS - 1, ahead.bit_length() + 1)):
+        # In a few slots, and in sets that have a few each, lone tokens rise to meet the next ones.
+        most = LEVELS if self.sets == "separate" else max(ahead.bit_length() + 1, math.isqrt(ahead))
+        if not within(state["level"], EMPTY, min(LEVELS - 1, most)):
             return "level is none that so few tokens reach"
         if not within(state["level"][:, :, held:], EMPTY, EMPTY):
             return "level is that of a slot that is not in use"

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from weir.errors import WeirError
+
 LEVELS = 64
 """More than the logarithm of the length of any stream."""
 
@@ -57,7 +59,7 @@ class Group:
         size = min(block, max(1, self.sizes[level] // 2 * 2))
         self.halved[level].append(size)
         self.sizes[level] -= size
-        self.sizes[min(level + 1, LEVELS - 1)] += (size + 1) // 2
+        self.sizes[level + 1] += (size + 1) // 2
 
 
 def make_room(groups: Sequence[Group], slots: int, block: int, eager: bool = False) -> None:
@@ -65,7 +67,12 @@ def make_room(groups: Sequence[Group], slots: int, block: int, eager: bool = Fal
 
     While there are more tokens than slots (`eager`: or any level has its threshold), the lowest
     level that has its threshold is halved; of groups, which share the slots evenly, the first. If
-    none has, the lowest level that has tokens gives what it has.
+    none has, the lowest level that has tokens gives what it has. One token of each group stays
+    whatever is halved, so no more groups may have tokens than there are slots.
+
+    Raises:
+        WeirError: the highest level is to be halved: so few slots that tokens rise with almost
+            every one that comes.
     """
     used = [group for group in groups if group.levels]
     while (crowded := sum(sum(group.sizes) for group in used) > slots) or eager:
@@ -77,6 +84,11 @@ def make_room(groups: Sequence[Group], slots: int, block: int, eager: bool = Fal
         if found is None:
             return
         group, level = found
+        if level == LEVELS - 1:
+            raise WeirError(
+                f"balance cannot halve {len(used)} sets of tokens any further in {slots} slots; "
+                "give it more slots, or, with separate sets, a larger precision"
+            )
         group.halve(level, block)
 
 

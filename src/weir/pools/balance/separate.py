@@ -2,8 +2,9 @@
 
 Every token enters a merge-and-reduce for the denominator, where all values count as 1, and one for
 the numerator, in the bucket of values about as long as its own, 2^(i-1) to 2^i: a walk can then not
-be led by a few long values. So a token takes two slots. Buckets whose values are so short that they
-make no difference are erased when there is no room.
+be led by a few long values. So a token takes two slots. When there is no room, buckets whose values
+are so short that they make no difference are erased, and those of the shortest values where there
+are more buckets than slots.
 """
 
 from __future__ import annotations
@@ -77,14 +78,24 @@ class Head:
             self.groups[group].sizes[level] += 1
 
     def make_room(self, short: float) -> None:
-        """Erase buckets of values up to `short`, if there is no room, and then halve."""
+        """Erase buckets of values up to `short`, if there is no room, and then halve.
+
+        The last token of a group cannot be halved away. So where there are more groups than slots,
+        those of the shortest values, which make the least difference, are erased too.
+        """
         if sum(sum(group.sizes) for group in self.groups) > self.slots:
             for number in [number for number in self.open if 2.0**number <= short]:
-                gone = self.open.pop(number)
-                self.groups[gone] = Group()
-                self.tokens = [-1 if group == gone else group for group in self.tokens]
+                self._erase(number)
+            while sum(group.levels > 0 for group in self.groups) > self.slots:
+                self._erase(min(self.open))
         longest = [self.groups[self.open[number]] for number in sorted(self.open, reverse=True)]
         make_room([self.groups[0], *longest], self.slots, self.block, self.eager)
+
+    def _erase(self, number: int) -> None:
+        """Let go of all tokens of a bucket."""
+        gone = self.open.pop(number)
+        self.groups[gone] = Group()
+        self.tokens = [-1 if group == gone else group for group in self.tokens]
 
     def padded(self, groups: int) -> list[Group]:
         """Its groups, and as many without tokens as it takes to make so many."""

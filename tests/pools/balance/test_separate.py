@@ -1,0 +1,89 @@
+"""Sets of their own for ranges of lengths, where there are more ranges than slots."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weir.errors import WeirError
+from weir.pools import Balance, Fold
+from weir.pools.balance.schedule import Group, make_room
+from weir.pools.balance.separate import NO_BUCKET, Head, admit
+from weir.pools.draws import Draws
+from weir.slab import Form, Slots
+
+MOST = 20_000
+"""Halvings that no test here comes near, unless it has no end."""
+
+
+@pytest.fixture(autouse=True)
+def bounded(monkeypatch):
+    """Halvings are counted, and too many are an error instead of a loop without end."""
+    halve, calls = Group.halve, []
+
+    def counted(self, level, block):
+        calls.append(level)
+        assert len(calls) < MOST, "it halves for ever"
+        halve(self, level, block)
+
+    monkeypatch.setattr(Group, "halve", counted)
+    return calls
+
+
+def arrivals(*numbers):
+    """The buckets of tokens that arrive, each with its place in the denominator before it."""
+    return [number for bucket in numbers for number in (NO_BUCKET, bucket)]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_more_ranges_than_slots_lose_the_shortest_values(bounded, eager):
+    numbers = arrivals(3, -2, 5, 1, 0)
+    head = admit(Head(4, 2, eager), numbers, [0] * 10, [0.0] * 5)
+    assert bounded
+    assert sorted(head.open) == [1, 3, 5]
+    kept = [bucket for bucket, group in zip(numbers, head.tokens, strict=True) if group >= 0]
+    assert kept == [NO_BUCKET, 3, NO_BUCKET, NO_BUCKET, 5, NO_BUCKET, 1, NO_BUCKET]
+    assert sum(sum(group.sizes) for group in head.groups) == 4
+
+
+def test_as_many_ranges_as_slots_are_all_kept(bounded):
+    head = admit(Head(4, 2, eager=False), arrivals(3, 5, 1, 3, 5, 1), [0] * 12, [0.0] * 6)
+    assert bounded
+    assert sorted(head.open) == [1, 3, 5]
+    assert -1 not in head.tokens
+
+
+def test_a_stream_of_values_of_every_size_keeps_its_slots_and_the_longest_values():
+    pool = Balance(4, sets="separate", precision=0.0)
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(1, 1, 40, 3, generator=generator)
+    sizes = 4.0 ** (torch.arange(40) * 7 % 10)
+    values = torch.randn(1, 1, 40, 2, generator=generator).sign() * sizes[:, None]
+    place = torch.arange(40).view(1, 1, -1)
+    zeros = torch.zeros(1, 1, 40)
+    whole = Slots(keys, values, zeros, zeros, place)
+    held = whole.part(0, 0)
+    fold = Fold(Draws(0), torch.tensor([0]), Form(0.5), state=pool.state(held))
+    for start in range(0, 40, 5):
+        held, _ = pool.fold(held, whole.part(start, start + 5), fold)
+        assert len(held) <= 4
+        assert pool.wrong_state(fold.state, len(held), start + 5) is None
+    above = ~held.a.isneginf()
+    assert int((~held.b.isneginf()).sum()) == 1
+    assert sorted(sizes[held.position[above]].tolist()) == [4.0**7, 4.0**8, 4.0**9]
+
+
+def test_sets_that_cannot_be_halved_any_further_say_so():
+    with pytest.raises(WeirError, match="cannot halve 4 sets of tokens any further in 4 slots"):
+        admit(Head(4, 2, eager=False), arrivals(*[5, 3, 1] * 99), [0] * 594, [0.0] * 297)
+
+
+def test_a_few_slots_remember_levels_that_a_restored_stream_may_have():
+    pool, group, highest = Balance(4), Group(), 0
+    for came in range(1, 2001):
+        group.sizes[0] += 1
+        make_room([group], 4, 2)
+        highest = max(highest, group.levels - 1)
+        state = {"level": torch.tensor([[[highest, -1, -1, -1]]])}
+        assert pool.wrong_state(state, 1, came) is None
+    assert highest > (2000).bit_length() + 1
