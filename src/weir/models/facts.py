@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from weir.errors import WeirError
+from weir.models.turns import turns_of
 from weir.slab import Alibi, Heads, LayerPositions, Rotary
 
 INTERFACE_FAMILIES = frozenset(
@@ -96,6 +97,11 @@ def describe(model: PreTrainedModel, reach: int | None = None) -> ModelFacts:
     """
     model = transformers_model(model)
     config = model.config.get_text_config(decoder=True)
+    with turns_of(config).lock:  # during a call in another thread its attention is called weir
+        return _describe(model, config, reach)
+
+
+def _describe(model: PreTrainedModel, config: Any, reach: int | None) -> ModelFacts:
     _refuse(model, config)
     decoder = model.get_decoder()
     modules = attention_modules(decoder)

@@ -29,9 +29,10 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from weir.errors import WeirError
 from weir.models.compiling import Compiled, CompiledStep, Compiling
-from weir.models.facts import ModelFacts, describe
+from weir.models.facts import ModelFacts, describe, input_device
 from weir.models.methods import Around
 from weir.models.own_attention import install, unmasked
+from weir.models.turns import turns_of, wait_for_others
 from weir.slab import Form
 
 _COMPILED: weakref.WeakKeyDictionary[nn.Module, Compiling] = weakref.WeakKeyDictionary()
@@ -39,9 +40,6 @@ _COMPILED: weakref.WeakKeyDictionary[nn.Module, Compiling] = weakref.WeakKeyDict
 
 _ATTACHED: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
 """By decoder."""
-
-_TURNS: weakref.WeakValueDictionary[int, _Turns] = weakref.WeakValueDictionary()
-"""By the id of a configuration: models made from one object switch attention together."""
 
 _MAKING = threading.RLock()
 """Held while the dictionaries above change; by one thread twice where its garbage is collected."""
@@ -116,13 +114,6 @@ class Streaming(Protocol):
         """The call has ended, and everything is as it is to stay: say what was refused in it."""
 
 
-class _Turns:
-    """Whose turn it is to call the models of one configuration."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-
-
 class Attachment:
     """What weir puts on one model, shared by its caches.
 
@@ -136,7 +127,8 @@ class Attachment:
         self.facts = facts
         self.caches: weakref.WeakSet[Any] = weakref.WeakSet()
         self.running: Attending | None = None
-        self._turns = _TURNS.setdefault(id(facts.config), _Turns())
+        self._turns = turns_of(facts.config)
+        self._alone = False
         self._signature = inspect.signature(facts.decoder.forward)
         self._forward = Around(facts.decoder, "forward", self._call)
         compiling = _COMPILED.get(facts.decoder)
@@ -158,10 +150,17 @@ class Attachment:
 
     def compile(self, compiling: Compiling | None) -> None:
         """Compile decode steps from now on; None: do not."""
-        self._compiled = None
+        compiled = None
         if compiling is not None:
             compiling.rotaries = self._rotaries
-            self._compiled = Compiled(self._forward.own, compiling)
+            compiled = Compiled(self._forward.own, compiling)
+        self._compiled = compiled
+
+    def give_up(self, cache: Streaming) -> None:
+        """One cache less, after the call that is under way."""
+        with self._turns.lock:
+            self.caches.discard(cache)
+            _leave_unused(self.facts.decoder)
 
     def leave(self) -> None:
         """Take everything off; the model is as it was."""
@@ -182,6 +181,10 @@ class Attachment:
                 )
             _refuse_images(given)
             _refuse_checkpointing(self.facts.decoder)
+            _refuse_weightless(self.facts.decoder)
+            if not self._alone:
+                wait_for_others(self.facts.decoder, Attachment._call.__code__)
+                self._alone = True
             previous = self.facts.config._attn_implementation
             running: Running | None = cache.begin(given)
             try:
@@ -208,12 +211,13 @@ class Attachment:
         """The decoder's output, by a compiled step where there can be one."""
         given = {**running.given, **self._replaced(running.given)}
         plain = any(given.get(name) for name in _MORE) or given.get("return_dict") is False
-        if self._compiled is not None and not plain:
+        compiled = self._compiled  # another thread may say that no more is to be compiled
+        if compiled is not None and not plain:
             step = running.step()
             if step is not None:
                 self.running = step
                 try:
-                    output = self._compiled(step, given)
+                    output = compiled(step, given)
                 finally:
                     self.running = running
                 if output is not None:
@@ -277,6 +281,11 @@ def _refuse_checkpointing(decoder: Any) -> None:
         )
 
 
+def _refuse_weightless(decoder: Any) -> None:
+    if decoder.get_input_embeddings().weight.is_meta:
+        input_device(decoder)  # says so, or knows where the weights wait
+
+
 def attach(model: PreTrainedModel, cache: Streaming) -> Attachment:
     """The attachment of a model, made with its first cache; `cache` is one more of them.
 
@@ -323,8 +332,7 @@ def compile_steps(model: PreTrainedModel, *, on: bool = True, **options: Any) ->
 
 def detach(cache: Streaming) -> None:
     """Give up one cache of a model; with the last one everything goes that weir put on it."""
-    cache.attachment.caches.discard(cache)
-    _leave_unused(cache.attachment.facts.decoder)
+    cache.attachment.give_up(cache)
 
 
 def _release(reference: weakref.ref[nn.Module]) -> None:

@@ -34,13 +34,19 @@ class Around:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the method, with `around` in front."""
-        if self._around is None:
+        around = self._around  # another thread may remove it
+        if around is None:
             return self.own(*args, **kwargs)
-        return self._around(self.own, *args, **kwargs)
+        return around(self.own, *args, **kwargs)
 
     def __reduce__(self) -> Any:
-        """In a copy or a pickle of the module: the method of its class, bound to the copy."""
-        return getattr, (self._module, self._name)
+        """In a copy or a pickle of the module: the method as it was, of the copy.
+
+        That of its class, or what another library had put in its place; to be read without weir.
+        """
+        if self._before is None:
+            return getattr, (self._module, self._name)
+        return functools.partial, (self._before,)
 
     def remove(self) -> None:
         """Give the module back what it had; what another library put there since stays."""

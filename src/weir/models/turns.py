@@ -1,0 +1,67 @@
+"""Whose turn it is to call a model: what a call switches, another thread must not see.
+
+Models made from one configuration object switch attention together, so they take turns together.
+Knows nothing about caches or attention.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+_TURNS: weakref.WeakValueDictionary[int, Turns] = weakref.WeakValueDictionary()
+"""By the id of a configuration, which they hold on to."""
+
+_MAKING = threading.RLock()
+"""By one thread twice where its garbage is collected while it holds it."""
+
+_CALL = nn.Module._call_impl.__code__
+
+
+class Turns:
+    """Whose turn it is to call the models of one configuration: the thread that holds `lock`."""
+
+    def __init__(self, config: Any) -> None:
+        self.lock = threading.RLock()
+        self._config = config
+
+
+def turns_of(config: Any) -> Turns:
+    """The turns of the models of a configuration, the same as long as anybody holds them."""
+    with _MAKING:
+        found = _TURNS.get(id(config))
+        if found is None:
+            found = _TURNS[id(config)] = Turns(config)
+        return found
+
+
+def wait_for_others(module: nn.Module, taking: CodeType) -> None:
+    """Wait for the calls of a module that began in other threads before it was made to take turns.
+
+    They hold no lock, so they are looked for where they are: in the threads' stacks.
+
+    Args:
+        module: the module; the turn to call it is the caller's.
+        taking: the code of the function that takes turns; a call within it is one that waits.
+    """
+    while any(
+        _calls(frame, module, taking)
+        for thread, frame in sys._current_frames().items()
+        if thread != threading.get_ident()
+    ):
+        time.sleep(1e-3)
+
+
+def _calls(frame: Any, module: nn.Module, taking: CodeType) -> bool:
+    """Whether a thread whose innermost frame this is calls the module, not taking turns."""
+    while frame is not None and frame.f_code is not taking:
+        if frame.f_code is _CALL and frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back
+    return False
