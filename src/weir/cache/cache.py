@@ -6,7 +6,6 @@ who move them. Knows nothing about what the pools do, nor how a call goes throug
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,17 +14,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from weir.cache.contents import Contents, contents_of, report
+from weir.cache.for_transformers import ForTransformers
 from weir.cache.forward import Folded, Forward
 from weir.cache.layer import Layer
 from weir.cache.layers import pipes_of, plan_layers, reach_of
+from weir.cache.memory import check_room
 from weir.cache.rows import Rows
-from weir.cache.state import RowState, check_kind
+from weir.cache.state import RowState, check_facts, check_kind, own_tensors
 from weir.errors import WeirError, shortened, shown
 from weir.models import (
-    DROPPING,
     Endings,
     attach,
     describe,
@@ -41,7 +40,7 @@ Prefill = Literal["chunked", "full"]
 Failures = Literal["raise", "keep"]
 
 
-class StreamingCache(Cache):
+class StreamingCache(ForTransformers):
     """A KV cache of fixed size for streams without end.
 
     Pass it to `model.generate(..., past_key_values=cache)` or `model(..., past_key_values=cache)`.
@@ -83,8 +82,6 @@ class StreamingCache(Cache):
         PolicyError: the policy cannot be read.
     """
 
-    rows: Rows
-
     def __init__(
         self,
         model: PreTrainedModel,
@@ -123,26 +120,13 @@ class StreamingCache(Cache):
         facts = describe(served, reach=reach_of(pipes, chunk, rolling=rolling))
         self._rotaries = facts.rotations
         self.plans = plan_layers(facts, pipes, chunk, seed=seed, rolling=rolling)
-        self._check_room(batch or 1)
+        check_room(self.plans, self.policy, batch or 1, self._device)
         self.stack = [Layer(plan.spec) for plan in self.plans]
         self._kind = facts.kind
         self._model = weakref.ref(served)
         self.attachment = attach(served, self)
         self._batch = batch
         self.reset()
-
-    def _check_room(self, batch: int) -> None:
-        """Refuse slots that do not fit into what memory is free, before any is taken."""
-        if any(plan.spec.pipe.slots is None for plan in self.plans):
-            return  # it grows, and nobody knows how far
-        needed = sum(plan.slab.nbytes(batch) for plan in self.plans)
-        free = free_memory(self._device)
-        if free is not None and needed > free:
-            raise WeirError(
-                f"the slots of {shortened(str(self.policy))} in {len(self.plans)} layers take "
-                f"{needed:,} bytes for {batch} row{'s' * (batch > 1)}, and {free:,} are free on "
-                f"{self._device}; take a smaller budget, or fewer rows"
-            )
 
     # --- what transformers asks of a cache
 
@@ -164,87 +148,6 @@ class StreamingCache(Cache):
         key_states.weir = (forward, layer_idx)  # type: ignore[attr-defined]
         return key_states, value_states
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns fed so far, padding too; `generate` feeds what comes after them."""
-        return self.rows.columns
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Sizes for a mask nobody reads: (query_length, 0)."""
-        return query_length, 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Columns fed so far."""
-        return self.rows.columns
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """No limit on what can be fed: -1."""
-        return -1
-
-    def __len__(self) -> int:
-        """Layers of the model, as for every cache of transformers."""
-        return len(self.stack)
-
-    def __bool__(self) -> bool:
-        """True, from the first token on and before; but see `models.DROPPING`."""
-        return self.attachment.facts.kind not in DROPPING
-
-    @property
-    def is_compileable(self) -> bool:
-        """False: `generate` is not to compile the forward."""
-        return False
-
-    @property
-    def is_initialized(self) -> bool:
-        """Whether anything was fed."""
-        return self.rows.columns > 0
-
-    @property
-    def batch_size(self) -> int:
-        """Rows of the batch; -1 before the first token."""
-        return -1 if self.rows.batch is None else self.rows.batch
-
-    @property
-    def is_croppable(self) -> bool:
-        """False: tokens that were folded cannot be taken back."""
-        return False
-
-    def crop(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: tokens that were folded cannot be taken back.
-
-        Raises:
-            WeirError: always.
-        """
-        raise WeirError("a StreamingCache cannot be cropped: what left its slots is gone")
-
-    def activate_past_recording(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: assisted and prompt-lookup decoding take tokens back.
-
-        Raises:
-            WeirError: always.
-        """
-        raise WeirError(
-            "assisted and prompt-lookup decoding take back tokens, which a StreamingCache cannot; "
-            "generate without assistant_model and prompt_lookup_num_tokens"
-        )
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Rows change places, as beam search asks after each step; `beam_idx` [batch]."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` [n], in that order; a row may come more than once."""
-        if self.rows.batch is None:
-            return
-        for layer in self.stack:
-            if layer.slab is not None:
-                layer.select_rows(indices.to(layer.slab.keys.device, torch.int64))
-        self.rows = self.rows.select(indices.tolist())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times."""
-        if self.rows.batch is not None:
-            self.batch_select_indices(torch.arange(self.rows.batch).repeat_interleave(repeats))
-
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamingCache:
         """A cache of the same model that goes on from here alone: one prompt, many answers."""
         model = self._model()
@@ -256,17 +159,6 @@ class StreamingCache(Cache):
         )
         made.put_rows(self.take_rows())
         return made
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: the model would have to go along.
-
-        Raises:
-            WeirError: always.
-        """
-        raise WeirError(
-            "a StreamingCache cannot be pickled or copied shallowly; copy.deepcopy makes a second "
-            "one, and weir.Stream saves to a file"
-        )
 
     def reset(self) -> None:
         """Forget everything; the next call starts a new stream in each row."""
@@ -331,7 +223,8 @@ class StreamingCache(Cache):
             self._open(1)
         self._check_row(row)
         check_kind(self.kind, state.kind)
-        own = [self._own_tensors(index, state) for index in range(len(self.stack))]
+        check_facts(self.stack, self.chunk, state.facts)
+        own = [own_tensors(layer, state) for layer in self.stack]
         facts = state.facts
         other = Rows(
             facts["columns"],
@@ -382,36 +275,9 @@ class StreamingCache(Cache):
             layer.reset_row(row, self.origin, self.seed if seed is None else seed)
         self.rows = self.rows.with_row(row, Rows.empty(1))
 
-    def _own_tensors(self, index: int, state: RowState) -> dict[str, Tensor]:
-        """The tensors of a state for one layer, checked, on the layer's device."""
-        slab = self.stack[index].slab
-        assert slab is not None
-        found = {}
-        for name, mine in slab.tensors().items():
-            theirs = state.tensors.get(f"{index}.{name}")
-            if theirs is None:
-                raise WeirError(f"this row's state has no {name} of layer {index}")
-            grows = self.stack[index].spec.pipe.slots is None and mine.ndim > 2
-            shape = list(mine.shape[1:])
-            own = list(theirs.shape[1:])
-            if grows and len(own) == len(shape):
-                shape[1], own[1] = 0, 0
-            if theirs.ndim != mine.ndim or theirs.shape[0] != 1 or own != shape:
-                raise WeirError(
-                    f"{name} of layer {index} in this row's state is {list(theirs.shape)}, and "
-                    f"this cache needs {[1, *mine.shape[1:]]}"
-                )
-            if theirs.dtype != mine.dtype:
-                raise WeirError(
-                    f"{name} of layer {index} in this row's state is {theirs.dtype}, and this "
-                    f"cache has {mine.dtype}"
-                )
-            found[name] = theirs.to(mine.device)
-        return found
-
     def _open(self, batch: int) -> None:
         """Make the slots of so many empty rows."""
-        self._check_room(batch)
+        check_room(self.plans, self.policy, batch, self._device)
         model = self._model()
         for layer, plan in zip(self.stack, self.plans, strict=True):
             device = self._device_of(model, plan.spec.index)
@@ -562,7 +428,7 @@ class StreamingCache(Cache):
             without=without,
         )
         if self.rows.batch is None and len(begun.after.seen) > 1:
-            self._check_room(len(begun.after.seen))
+            check_room(self.plans, self.policy, len(begun.after.seen), self._device)
         return Forward(self, given, begun, self._rotaries, without)
 
     def end(self) -> None:
@@ -580,20 +446,6 @@ class StreamingCache(Cache):
                 "a call with this cache was interrupted while it folded; reset() it or restore a "
                 "saved session"
             )
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that can be allocated on a device; None where nobody says so."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from weir.cache.layer import Layer
 from weir.errors import WeirError, shortened, shown
 from weir.policies import policy_of
+from weir.pools import fits
 
 FACTS = ("policy", "chunk", "positions", "origin", "model")
 """What two caches must have in common for a row of one to go on in the other."""
@@ -74,3 +76,64 @@ def _difference(mine: dict[str, Any], theirs: Any) -> str:
         if theirs.get(name) != value:
             return f"{name} {shortened(str(theirs.get(name)))}, here {shortened(str(value))}"
     return "it says more of it than is known here"
+
+
+def check_facts(stack: list[Layer], chunk: int, facts: Any) -> None:
+    """Refuse facts of a row that no row of such a cache can have.
+
+    Args:
+        stack: the cache's layers.
+        chunk: tokens between two folds.
+        facts: `RowState.facts`.
+
+    Raises:
+        WeirError: naming the fact.
+    """
+    facts = facts if isinstance(facts, dict) else {}
+    limits = {"columns": None, "seen": None, "waiting": chunk - 1, "claimed": None, "seed": None}
+    for name, limit in limits.items():
+        value = facts.get(name)
+        if not fits(value, int) or not 0 <= value <= (2**63 if limit is None else limit):
+            raise WeirError(f"{name} of this row's state is {shown(value)}, which no row has")
+    lengths = facts.get("lengths")
+    pools = [layer.spec.pipe.pools for layer in stack]
+    if not isinstance(lengths, list) or len(lengths) != len(stack):
+        raise WeirError(f"lengths of this row's state are not those of {len(stack)} layers")
+    for layer, (its, own) in enumerate(zip(lengths, pools, strict=True)):
+        slots = [pool.slots() for pool in own]
+        if not (isinstance(its, list) and len(its) == len(own)) or not all(
+            fits(n, int) and 0 <= n <= (facts["seen"] if limit is None else limit)
+            for n, limit in zip(its, slots, strict=True)
+        ):
+            raise WeirError(
+                f"lengths of layer {layer} in this row's state are {shown(str(its))}, and its "
+                f"pools hold at most {slots}"
+            )
+
+
+def own_tensors(layer: Layer, state: RowState) -> dict[str, Tensor]:
+    """The tensors of a state for one layer, checked, on the layer's device."""
+    slab, index = layer.slab, layer.spec.index
+    assert slab is not None
+    found = {}
+    for name, mine in slab.tensors().items():
+        theirs = state.tensors.get(f"{index}.{name}")
+        if theirs is None:
+            raise WeirError(f"this row's state has no {name} of layer {index}")
+        grows = layer.spec.pipe.slots is None and mine.ndim > 2
+        shape = list(mine.shape[1:])
+        own = list(theirs.shape[1:])
+        if grows and len(own) == len(shape):
+            shape[1], own[1] = 0, 0
+        if theirs.ndim != mine.ndim or theirs.shape[0] != 1 or own != shape:
+            raise WeirError(
+                f"{name} of layer {index} in this row's state is {list(theirs.shape)}, and "
+                f"this cache needs {[1, *mine.shape[1:]]}"
+            )
+        if theirs.dtype != mine.dtype:
+            raise WeirError(
+                f"{name} of layer {index} in this row's state is {theirs.dtype}, and this "
+                f"cache has {mine.dtype}"
+            )
+        found[name] = theirs.to(mine.device)
+    return found

@@ -1,7 +1,8 @@
 """One layer's stream: append, attend, fold."""
 
 from weir.cache.layer.decode import DecodeSlots
-from weir.cache.layer.layer import Layer, RowsNotFinite
+from weir.cache.layer.finite import RowsNotFinite
+from weir.cache.layer.layer import Layer
 from weir.cache.layer.plan import Piece, Plan, cut
 from weir.cache.layer.spec import LayerSpec
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from weir.cache.layer.attend import in_place, read
 from weir.cache.layer.decode import DecodeSlots
+from weir.cache.layer.finite import RowsNotFinite, finite_columns, first_unfinite
 from weir.cache.layer.fold import Folding
 from weir.cache.layer.mask import mask_of_piece, mask_of_step
 from weir.cache.layer.plan import Piece, Plan, cut
@@ -29,20 +30,6 @@ from weir.cache.layer.queries import store_last_queries, store_queries
 from weir.cache.layer.spec import LayerSpec
 from weir.errors import WeirError
 from weir.slab import Form, Heads, Slab, Slots, slot_lines
-
-
-class RowsNotFinite(Exception):
-    """Keys or values of some rows are not finite; the forward has to do without these rows.
-
-    Attributes:
-        layer: which layer found it.
-        columns: by row, the first column whose key or value is not finite.
-    """
-
-    def __init__(self, layer: int, columns: dict[int, int]) -> None:
-        super().__init__(f"layer {layer}, rows {sorted(columns)}")
-        self.layer = layer
-        self.columns = columns
 
 
 @dataclass(frozen=True)
@@ -233,11 +220,11 @@ class Layer:
             # The least and the greatest tell: NaN makes NaN of both.
             if all(map(math.isfinite, [*keys.aminmax(), *values.aminmax()])):
                 return
-            columns = self._first_unfinite(_finite_columns(keys, values), plan)
+            columns = first_unfinite(finite_columns(keys, values), plan)
             if columns:
                 raise RowsNotFinite(self.spec.index, columns)
         else:
-            self._unchecked = [_finite_columns(keys, values)]
+            self._unchecked = [finite_columns(keys, values)]
 
     @property
     def unchecked(self) -> list[Tensor]:
@@ -252,24 +239,11 @@ class Layer:
         if not self._unchecked:
             return {}
         if self._unchecked[0].dtype == torch.bool:
-            return self._first_unfinite(self._unchecked[0], plan)
+            return first_unfinite(self._unchecked[0], plan)
         finite = torch.stack(
             [t.isfinite().reshape(t.shape[0], -1).all(dim=1) for t in self._unchecked]
         )
         return dict.fromkeys((~finite.all(dim=0)).nonzero()[:, 0].tolist(), 0)
-
-    @staticmethod
-    def _first_unfinite(finite: Tensor, plan: Plan) -> dict[int, int]:
-        """By row, its first token among the columns where `finite` [batch, length] is false."""
-        found: dict[int, int] = {}
-        wrong = (~finite).tolist()
-        for piece in plan.pieces:
-            columns = piece.columns.tolist()
-            for row, count in enumerate(piece.counts):
-                bad = [column for column in columns[row][:count] if wrong[row][column]]
-                if bad and row not in found:
-                    found[row] = bad[0]
-        return found
 
     def _check_like(self, keys: Tensor, values: Tensor) -> None:
         """Refuse keys and values that do not fit the slots there are."""
@@ -504,12 +478,6 @@ class Layer:
             slots = torch.arange(stop, device=exact.device)
             exact |= (slots >= torch.tensor(used, device=exact.device)[:, None])[:, None]
         return bool(exact.all())
-
-
-def _finite_columns(keys: Tensor, values: Tensor) -> Tensor:
-    """Which columns have finite keys and values in all heads [batch, length], bool."""
-    finite = keys.isfinite().all(dim=3) & values.isfinite().all(dim=3)
-    return finite.all(dim=1)
 
 
 def _lines(piece: Piece, slots: list[int], kv_heads: int, size: int) -> Tensor:
