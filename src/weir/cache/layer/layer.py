@@ -69,8 +69,6 @@ class Layer:
     def __init__(self, spec: LayerSpec) -> None:
         self.spec = spec
         self.folding = Folding(spec)
-        seed = spec.draws.seed
-        self._seed = seed if isinstance(seed, int) else seed[0]
         self.reset()
 
     def reset(self) -> None:
@@ -116,6 +114,11 @@ class Layer:
         self.lengths = [[0] * len(self.spec.pipe.pools) for _ in range(batch)]
         self.seeds = list(seeds)
         self._plain = True
+
+    def _seeds_of(self, batch: int) -> list[int]:
+        """The seeds of rows that were not given any: those of the layer's draws."""
+        seed = self.spec.draws.seed
+        return [seed] * batch if isinstance(seed, int) else list(seed)
 
     def feed(
         self,
@@ -183,7 +186,7 @@ class Layer:
             group = heads // kv_heads
             sizes = Heads(kv_heads, group, keys.shape[3], values.shape[3], keys.dtype)
             first = plan.pieces[0].start
-            self.allocate(sizes, batch, first, keys.device, [self._seed] * batch)
+            self.allocate(sizes, batch, first, keys.device, self._seeds_of(batch))
         self._check_like(keys, values)
         if plan.step:
             return self._attend_step(queries, keys, values, form, plan.pieces[0]).flatten(1, 2)
