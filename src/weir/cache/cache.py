@@ -73,7 +73,7 @@ class StreamingCache(ForTransformers):
     Attributes:
         on_fold: called after each forward in which rows folded, with what folded; None to listen no
             longer. It must not use the cache's model.
-        failed: by row, why its tokens of the last forward were refused.
+        failed: by row, why its tokens of the last forward were refused, with `failures="keep"`.
         plans: of each layer its pipe and the sizes of its slots, known before there are any.
 
     Raises:
@@ -438,7 +438,9 @@ class StreamingCache(ForTransformers):
             WeirError: tokens of a row were refused; the other rows went on.
         """
         if self.failed and self.failures == "raise":
-            raise self.failed[min(self.failed)]
+            # An error that is raised knows this frame: held here, it would keep the cache alive.
+            failed, self.failed = self.failed, {}
+            raise failed[min(failed)]
 
     def _check_whole(self) -> None:
         if self.broken:

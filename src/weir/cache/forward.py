@@ -208,10 +208,11 @@ class Forward:
         return found
 
     def _noted(self, failed: dict[int, tuple[int, int]]) -> WeirError:
-        """Tell the cache which rows failed; what is to be said of the first."""
+        """Tell the cache which rows failed; what is to be said of the first, to be raised."""
         for row, (layer, column) in failed.items():
             self.owner.failed[row] = self._refusal(row, layer, column)
-        return self.owner.failed[min(failed)]
+        # Not the one that the cache holds: raised, it would hold the cache in turn.
+        return self._refusal(min(failed), *failed[min(failed)])
 
     def _refusal(self, row: int, layer: int, column: int) -> NotFiniteError:
         ids = self.given.get("input_ids")

@@ -174,7 +174,9 @@ class Attachment:
             given = self._named(args, kwargs)
             cache = given.get("past_key_values")
             if self.running is not None or not isinstance(cache, Streaming):
-                return own(*args, **kwargs)  # or a module around this one has begun the call
+                return own(*args, **kwargs)
+            if cache.attachment.running is not None:
+                return own(*args, **kwargs)  # a module around this one has begun the call
             if cache.attachment is not self:
                 raise WeirError(
                     "this cache was made for another model; a cache serves one model only"

@@ -29,7 +29,7 @@ class Around:
         self.own: Callable[..., Any] = getattr(self._module, self._name)
         self._around: Callable[..., Any] | None = around
         self._before = vars(self._module).get(self._name)
-        functools.update_wrapper(self, self.own)
+        functools.update_wrapper(self, self.own, updated=())
         vars(self._module)[self._name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
