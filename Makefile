@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 BOOK := src/weir/assets/war-and-peace.txt.xz
 
-# What a target passes on: make test TESTS="tests/test_policy.py -k typo", make bench TOKENS=100000.
+# What a target passes on: make test TESTS="tests/policies/test_policy.py -k typo", make bench TOKENS=100000.
 TESTS ?=
 WORKERS ?= 2
 TOKENS ?= 20000
