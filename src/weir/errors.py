@@ -51,8 +51,9 @@ class NotFiniteError(WeirError):
         place: int | None = None,
         token: int | None = None,
         from_there: bool = False,
+        others: bool = False,
     ) -> None:
-        """`from_there`: the tokens of the call in front of it were taken in."""
+        """`from_there`: the tokens in front of it were taken in; `others`: other rows went on."""
         named = "" if token is None else f" (id {token})"
         whose = "" if row is None else f" of row {row}"
         made = "the model made logits that are no numbers"
@@ -65,7 +66,10 @@ class NotFiniteError(WeirError):
             if place is not None:
                 made += f" of token {place + 1}{named}"
         stream = "stream" if row is None else "row"
-        super().__init__(f"{what} were refused: {made}; the {stream} is as it was before them")
+        more = ", and the other rows took in theirs" if others else ""
+        super().__init__(
+            f"{what} were refused: {made}; the {stream} is as it was before them{more}"
+        )
         self.layer = layer
         self.row = row
         self.place = place

@@ -306,3 +306,48 @@ def test_a_copied_stream_is_a_second_one(ids, policy):
     assert list(second.generate(9, temperature=1.0)) == list(stream.generate(9, temperature=1.0))
     second.feed(ids(1, 5))
     assert (stream.seen, second.seen) == (42, 47)
+
+
+def test_who_listens_to_folds_sees_the_cache_as_it_is_to_stay(ids):
+    cache = StreamingCache(MODEL, "sink(2) | recent(6)", chunk=CHUNK)
+    whole = StreamingCache(MODEL, "sink(2) | recent(6)", chunk=CHUNK)
+    seen = []
+
+    def listen(folded) -> None:
+        seen.append((cache.seen, cache.take_row(0).facts["seen"]))
+        raise ValueError("heard")
+
+    cache.on_fold = listen
+    with pytest.raises(ValueError, match="heard"):
+        fed(cache, ids(1, 20))
+    cache.on_fold = None
+    assert seen == [([20], 20)]
+    wanted = fed(whole, torch.cat([ids(1, 20), ids(1, 9, seed=1)], dim=1))[:, 20:]
+    close_runs(fed(cache, ids(1, 9, seed=1)), wanted, MODEL)
+
+
+def test_a_seed_may_be_as_large_as_one_likes(ids, tmp_path):
+    stream = weir.Stream(MODEL, "sink(1) | recent(4) | reservoir(5)", seed=2**70)
+    stream.feed(ids(1, 30))
+    stream.save(tmp_path / "s")
+    again = weir.Stream.restore(MODEL, tmp_path / "s")
+    assert torch.equal(again.feed(ids(1, 9)), stream.feed(ids(1, 9)))
+
+
+@pytest.mark.parametrize("rows", [[], [2], [-1]])
+def test_rows_that_cannot_be_kept_are_refused(ids, rows):
+    cache = other()
+    fed(cache, ids(2, 20))
+    with pytest.raises(WeirError, match="cannot be kept: the rows are 0 to 1"):
+        cache.batch_select_indices(torch.tensor(rows, dtype=torch.int64))
+    with pytest.raises(WeirError, match="once or more"):
+        cache.batch_repeat_interleave(0)
+    assert cache.seen == [20, 20]
+
+
+def test_a_detached_cache_is_refused_though_another_lives(ids):
+    cache, another = other(), other()
+    cache.detach()
+    with pytest.raises(WeirError, match="was detached from its model"):
+        fed(cache, ids(1, 9))
+    assert fed(another, ids(1, 9)).isfinite().all()

@@ -72,7 +72,8 @@ class StreamingCache(ForTransformers):
 
     Attributes:
         on_fold: called after each forward in which rows folded, with what folded; None to listen no
-            longer. It must not use the cache's model.
+            longer. Everything is as it is to stay by then, so rows may be looked at, taken and put;
+            what it raises comes out of the call.
         failed: by row, why its tokens of the last forward were refused, with `failures="keep"`.
         plans: of each layer its pipe and the sizes of its slots, known before there are any.
 
@@ -167,6 +168,7 @@ class StreamingCache(ForTransformers):
         self.rows = Rows()
         self.broken = False
         self.failed: dict[int, WeirError] = {}
+        self.folded: Folded | None = None
         if self._batch is not None:
             self._open(self._batch)
 
@@ -416,8 +418,10 @@ class StreamingCache(ForTransformers):
             WeirError: the forward does not continue this stream.
         """
         self._check_whole()
+        if self not in self.attachment.caches:
+            raise WeirError("this cache was detached from its model; make a new one")
         if not without:
-            self.failed = {}
+            self.failed, self.folded = {}, None
         begun = self.rows.begin(
             given,
             Endings.of(getattr(self._model(), "generation_config", None)),
@@ -437,6 +441,9 @@ class StreamingCache(ForTransformers):
         Raises:
             WeirError: tokens of a row were refused; the other rows went on.
         """
+        folded, self.folded = self.folded, None
+        if folded is not None and self.on_fold is not None:
+            self.on_fold(folded)
         if self.failed and self.failures == "raise":
             # An error that is raised knows this frame: held here, it would keep the cache alive.
             failed, self.failed = self.failed, {}

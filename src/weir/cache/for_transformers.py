@@ -14,8 +14,9 @@ from transformers.cache_utils import Cache
 
 from weir.cache.layer import Layer
 from weir.cache.rows import Rows
-from weir.errors import WeirError
+from weir.errors import WeirError, shown
 from weir.models import DROPPING
+from weir.pools import fits
 
 
 class ForTransformers(Cache):
@@ -98,16 +99,33 @@ class ForTransformers(Cache):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` [n], in that order; a row may come more than once."""
-        if self.rows.batch is None:
+        """Keep the rows `indices` [n], in that order; a row may come more than once.
+
+        Raises:
+            WeirError: there is no such row, or none is named.
+        """
+        batch = self.rows.batch
+        if batch is None:
             return
+        wanted = indices.tolist()
+        if not wanted or not all(0 <= row < batch for row in wanted):
+            raise WeirError(
+                f"rows {shown(str(wanted))} cannot be kept: the rows are 0 to {batch - 1}, and one "
+                "at least has to stay"
+            )
         for layer in self.stack:
             if layer.slab is not None:
                 layer.select_rows(indices.to(layer.slab.keys.device, torch.int64))
-        self.rows = self.rows.select(indices.tolist())
+        self.rows = self.rows.select(wanted)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times."""
+        """Every row `repeats` times.
+
+        Raises:
+            WeirError: that is less than once.
+        """
+        if not fits(repeats, int) or repeats < 1:
+            raise WeirError(f"rows are repeated once or more, not {shown(repeats)} times")
         if self.rows.batch is not None:
             self.batch_select_indices(torch.arange(self.rows.batch).repeat_interleave(repeats))
 

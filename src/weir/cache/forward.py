@@ -7,7 +7,6 @@ are no numbers, the call is finished, or made again, without these rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,7 +40,7 @@ class Owner(Protocol):
     rows: Rows
     broken: bool
     failed: dict[int, WeirError]
-    on_fold: Callable[[Folded], None] | None
+    folded: Folded | None
 
     def begin(self, given: dict[str, Any], without: tuple[int, ...] = ()) -> Forward:
         """Another forward with the same arguments, without some rows."""
@@ -183,8 +182,7 @@ class Forward:
         owner.broken = False
         if due:
             seconds = sum(layer.take_fold_seconds() for layer in owner.stack)
-            if owner.on_fold is not None:
-                owner.on_fold(Folded(due, seconds))
+            owner.folded = Folded(due, seconds)
 
     def _undo(self) -> None:
         for layer in self.owner.stack:
@@ -209,16 +207,22 @@ class Forward:
 
     def _noted(self, failed: dict[int, tuple[int, int]]) -> WeirError:
         """Tell the cache which rows failed; what is to be said of the first, to be raised."""
+        with_tokens = {row for piece in self.plan.pieces for row, n in enumerate(piece.counts) if n}
+        others = bool(with_tokens - set(failed))
         for row, (layer, column) in failed.items():
-            self.owner.failed[row] = self._refusal(row, layer, column)
+            self.owner.failed[row] = self._refusal(row, layer, column, others=others)
         # Not the one that the cache holds: raised, it would hold the cache in turn.
         return self._refusal(min(failed), *failed[min(failed)])
 
-    def _refusal(self, row: int, layer: int, column: int) -> NotFiniteError:
+    def _refusal(
+        self, row: int, layer: int, column: int, *, others: bool = False
+    ) -> NotFiniteError:
         ids = self.given.get("input_ids")
         token = None if ids is None else int(ids[row, column])
         batch = len(self.plan.pieces[0].counts)
-        return NotFiniteError(layer, row=row if batch > 1 else None, place=column, token=token)
+        return NotFiniteError(
+            layer, row=row if batch > 1 else None, place=column, token=token, others=others
+        )
 
 
 class _NoGradient(torch.autograd.Function):

@@ -93,7 +93,7 @@ def check_facts(stack: list[Layer], chunk: int, facts: Any) -> None:
     limits = {"columns": None, "seen": None, "waiting": chunk - 1, "claimed": None, "seed": None}
     for name, limit in limits.items():
         value = facts.get(name)
-        if not fits(value, int) or not 0 <= value <= (2**63 if limit is None else limit):
+        if not fits(value, int) or value < 0 or (limit is not None and value > limit):
             raise WeirError(f"{name} of this row's state is {shown(value)}, which no row has")
     lengths = facts.get("lengths")
     pools = [layer.spec.pipe.pools for layer in stack]

@@ -43,6 +43,17 @@ class Ranked(Pool):
             to be told apart by age at once: where the first is equal the second decides, and so on.
         """
 
+    def _check_scores(self, scores: tuple[Tensor, ...], slots: Slots) -> None:
+        """Refuse what no slots can be ranked by.
+
+        Raises:
+            WeirError: by the pool's name.
+        """
+        wrong = [_no_score(score, slots) for score in scores] or ["there is none"]
+        for problem in wrong:
+            if problem is not None:
+                raise WeirError(f"the pool {self.name} cannot rank by its score: {problem}")
+
     def slots(self) -> int:
         """As many slots as tokens are kept: the first parameter."""
         return int(getattr(self, fields(cast(Any, self))[0].name))
@@ -58,7 +69,21 @@ class Ranked(Pool):
             return split(both, both.held)
         score = self.score(both, fold)
         scores = score if isinstance(score, tuple) else (score,)
+        self._check_scores(scores, both)
         return split(both, highest(self.slots(), both.held, *scores))
+
+
+def _no_score(it: object, slots: Slots) -> str | None:
+    """Why something is no score of these slots; None if it is one."""
+    if not isinstance(it, Tensor):
+        return f"it is no tensor but a {type(it).__name__}"
+    if it.shape != slots.position.shape:
+        return f"its shape is {list(it.shape)}, and the slots are {list(slots.position.shape)}"
+    if not it.is_floating_point():
+        return f"it is of {it.dtype}, and has to be of floating point"
+    if bool((it.isnan() & slots.held).any()):
+        return "it is not a number for some tokens"
+    return None
 
 
 def highest(n: int, among: Tensor, *scores: Tensor) -> Tensor:
