@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -125,6 +126,22 @@ def test_a_model_is_bit_for_bit_as_before_once_its_cache_is_gone(name: str, how:
     del cache
     assert traces(model) == as_it_was
     assert torch.equal(logits(model, ids), before)
+
+
+@families
+def test_a_cache_goes_at_once_and_not_when_python_collects_circles(name: str) -> None:
+    model, ids = shared(name), tokens(1, 12)
+    gc.collect()
+    as_it_was = traces(model)
+    gc.disable()
+    try:
+        cache = StreamingCache(model, "streaming_llm(budget=20)", chunk=8)
+        for part in ids.split([10, 1, 1], dim=1):
+            logits(model, part, past_key_values=cache)
+        del cache
+        assert traces(model) == as_it_was
+    finally:
+        gc.enable()
 
 
 @families

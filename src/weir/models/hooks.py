@@ -381,6 +381,8 @@ def weir_attention(
         if mark is None:
             raise WeirError("weir attention was chosen for a call without a StreamingCache")
         cache, layer = mark
+        # A layer keeps its last keys for a while, and with the mark they would keep the cache.
+        del key.weir  # type: ignore[attr-defined]
     form = Form(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         softcap=softcap,
