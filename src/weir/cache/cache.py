@@ -451,6 +451,8 @@ class StreamingCache(ForTransformers):
 
     def _check_whole(self) -> None:
         if self.broken:
+            self.attachment.wait()  # it may be folding in another thread
+        if self.broken:
             raise WeirError(
                 "a call with this cache was interrupted while it folded; reset() it or restore a "
                 "saved session"

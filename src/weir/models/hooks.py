@@ -141,6 +141,11 @@ class Attachment:
         self.compile(compiling)
         self._uninstall = install(facts.kind, facts.decoder, facts.attentions, self)
 
+    def wait(self) -> None:
+        """Wait for the call that another thread may be making."""
+        with self._turns.lock:
+            pass
+
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form
     ) -> Tensor:
