@@ -193,3 +193,13 @@ def test_generate_of_transformers_is_told_and_the_cache_is_as_it_was(llama, ids)
     with torch.no_grad():
         wanted = llama(tokens, past_key_values=whole).logits[:, 20:]
     close_runs(got, wanted, llama)
+
+
+def test_a_row_without_an_embedding_is_not_fed_when_another_row_fails_too(llama, ids):
+    tokens = torch.cat([good(ids, 6, seed=s) for s in (0, 1, 2)])
+    tokens[0, 2], tokens[1, 3] = 61, BAD
+    cache = weir.StreamingCache(llama, "sink(2) | recent(8)", chunk=4, failures="keep")
+    with torch.no_grad(), poisoned(llama, torch.nan, 1):
+        llama(tokens, past_key_values=cache)
+    assert cache.seen == [0, 0, 6]
+    assert sorted(cache.failed) == [0, 1]

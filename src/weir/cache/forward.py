@@ -167,10 +167,16 @@ class Forward:
         """The call without some rows, if any is left with tokens."""
         self._undo()
         error = self._noted(failed)
-        with_tokens = {row for piece in self.plan.pieces for row, n in enumerate(piece.counts) if n}
-        if with_tokens <= set(failed):
+        if self._with_tokens() <= set(failed):
             raise error from None
-        return self.owner.begin(self.given, (*self._without, *failed))
+        # `given` has ids that can be looked up, so rows of others would no longer be refused.
+        refused = self._begun.refused
+        self.owner.failed |= refused
+        return self.owner.begin(self.given, (*self._without, *refused, *failed))
+
+    def _with_tokens(self) -> set[int]:
+        """The rows that have a token in this call."""
+        return {row for piece in self.plan.pieces for row, n in enumerate(piece.counts) if n}
 
     def _commit(self) -> None:
         owner = self.owner
@@ -207,8 +213,7 @@ class Forward:
 
     def _noted(self, failed: dict[int, tuple[int, int]]) -> WeirError:
         """Tell the cache which rows failed; what is to be said of the first, to be raised."""
-        with_tokens = {row for piece in self.plan.pieces for row, n in enumerate(piece.counts) if n}
-        others = bool(with_tokens - set(failed))
+        others = bool(self._with_tokens() - set(failed))
         for row, (layer, column) in failed.items():
             self.owner.failed[row] = self._refusal(row, layer, column, others=others)
         # Not the one that the cache holds: raised, it would hold the cache in turn.
