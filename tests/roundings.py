@@ -101,6 +101,8 @@ def _measured(model: PreTrainedModel, length: int) -> tuple[float, float]:
         # Terms of the model's longest sum of products with weights.
         longest = max(weight.shape[-1] for weight in model.parameters() if weight.ndim > 1)
         moves, size = _sensitivity(model, length, math.sqrt(2 / longest))
+        if not math.isfinite(moves) or not size:
+            raise ValueError("measure a model before it is made to go wrong: call run_off(model)")
         mine[length] = moves * torch.finfo(model.dtype).eps * math.sqrt(longest / 6), size
     return mine[length]
 

@@ -21,7 +21,7 @@ ORDER = (
     "errors < kernels < slab < pools, models < policies < cache < stream < weir"
     " < train, serve < evals, bench < cli"
 )
-"""Each imports to its left only; `weir` is the face of all, `serve` is still to come."""
+"""Each imports to its left only; `weir` is the face of all."""
 LEVEL = {room: n for n, level in enumerate(ORDER.split(" < ")) for room in level.split(", ")}
 ROOMS = LEVEL.keys() - {"errors", "weir"}
 
@@ -247,3 +247,17 @@ PLANTED = {
 def test_what_breaks_a_rule_is_found(tmp_path: Path, planted: str) -> None:
     rule, name, text = PLANTED[planted]
     assert len(broken(house_of(tmp_path, {**SOUND, name: text}), rule)) == 1
+
+
+def test_no_test_imports_from_a_conftest() -> None:
+    """There are several: which one the name stands for depends on what pytest was given first."""
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    sources = {path: ast.walk(ast.parse(path.read_text("utf-8"))) for path in files}
+    found = [
+        path.name
+        for path, nodes in sources.items()
+        for node in nodes
+        if (isinstance(node, ast.ImportFrom) and node.module == "conftest")
+        or (isinstance(node, ast.Import) and "conftest" in [name.name for name in node.names])
+    ]
+    assert found == []

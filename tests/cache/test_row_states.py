@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from conftest import VOCABULARY, make_llama
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from reference.naive import VOCABULARY, make_llama
 from roundings import close_runs
 from torch import Tensor
 
@@ -59,6 +61,20 @@ def check_row(cache: StreamingCache, row: int, alone: StreamingCache) -> None:
             assert mine.pool[row, head, held].tolist() == theirs.pool[0, head, wanted].tolist()
 
 
+@contextmanager
+def broken_model() -> Iterator[None]:
+    """Behind its last layer the model fails, when every layer has taken in its tokens."""
+
+    def fail(*given: object) -> None:
+        raise ZeroDivisionError
+
+    hook = MODEL.model.norm.register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 class RowsThatComeAndGo(RuleBasedStateMachine):
     """Any sequence of feeding, taking, putting, emptying and reordering rows."""
 
@@ -85,6 +101,27 @@ class RowsThatComeAndGo(RuleBasedStateMachine):
                 mask[row, length - count :] = 1
         with torch.no_grad():
             MODEL(ids, attention_mask=mask, past_key_values=self.cache)
+
+    @precondition(lambda self: self.policy != "dense")
+    @rule(data=st.data(), length=st.integers(1, 11), refused=st.booleans())
+    def feed_some(self, data: st.DataObject, length: int, refused: bool) -> None:
+        start = data.draw(st.integers(0, len(self.rows) - 1))
+        stop = data.draw(st.integers(start + 1, len(self.rows)))
+        ids = data.draw(
+            st.lists(
+                st.lists(st.integers(0, VOCABULARY - 1), min_size=length, max_size=length),
+                min_size=stop - start,
+                max_size=stop - start,
+            )
+        )
+        with torch.no_grad(), self.cache.only(start, stop):
+            if refused:
+                with broken_model(), pytest.raises(ZeroDivisionError):
+                    MODEL(torch.tensor(ids), past_key_values=self.cache)
+                return
+            MODEL(torch.tensor(ids), past_key_values=self.cache)
+        for row, tokens in zip(range(start, stop), ids, strict=True):
+            self.rows[row].tokens += tokens
 
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
@@ -191,6 +228,68 @@ def test_folding_touches_no_row_that_is_not_due(ids):
             )
 
 
+def test_narrowed_to_a_row_the_others_are_left_alone_and_the_model_computes_for_it_alone(ids):
+    cache = StreamingCache(MODEL, "sink(2) | recent(6) | heavy(4)", chunk=CHUNK, batch=3)
+    tokens = ids(3, 30)
+    fed(cache, tokens[:, :21])
+    before = [cache.take_row(row) for row in (0, 2)]
+    alone = StreamingCache(MODEL, "sink(2) | recent(6) | heavy(4)", chunk=CHUNK)
+    fed(alone, tokens[1:2, :21])
+    with cache.only(1, 2):
+        assert (cache.batch, cache.seen) == (1, [21])
+        got = fed(cache, tokens[1:2, 21:])
+        with pytest.raises(WeirError, match="narrowed already"), cache.only(0, 1):
+            pass
+    assert got.shape[0] == 1
+    close_runs(got, fed(alone, tokens[1:2, 21:]), MODEL)
+    assert (cache.batch, cache.seen) == (3, [21, 30, 21])
+    check_row(cache, 1, alone)
+    for was, row in zip(before, (0, 2), strict=True):
+        now = cache.take_row(row)
+        assert {**now.facts, "columns": 0} == {**was.facts, "columns": 0}
+        assert all(torch.equal(t, now.tensors[name]) for name, t in was.tensors.items())
+
+
+def test_what_fails_in_a_narrowed_cache_never_happened(ids):
+    cache = StreamingCache(MODEL, "sink(2) | recent(6) | heavy(4)", chunk=CHUNK, batch=2)
+    tokens = ids(2, 40)
+    fed(cache, tokens[:, :20])
+    alone = StreamingCache(MODEL, "sink(2) | recent(6) | heavy(4)", chunk=CHUNK)
+    fed(alone, tokens[1:, :20])
+    with cache.only(1, 2), broken_model(), pytest.raises(ZeroDivisionError):
+        fed(cache, tokens[1:, 20:])  # of several chunks, all but the last of which were folded
+    assert cache.seen == [20, 20]
+    check_row(cache, 1, alone)
+    more = tokens[1:, :9]
+    with cache.only(1, 2):
+        close_runs(fed(cache, more), fed(alone, more), MODEL)
+
+
+def test_which_rows_there_are_is_not_changed_in_a_narrowed_cache(ids):
+    cache = other(batch=3)
+    fed(cache, ids(3, 20))
+    changes = [
+        cache.reset,
+        lambda: cache.put_rows([]),
+        lambda: cache.batch_select_indices(torch.tensor([0])),
+    ]
+    for change in changes:
+        with cache.only(1, 2), pytest.raises(WeirError, match="leave only"):
+            change()
+    assert cache.seen == [20] * 3
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 3), (2, 3), (1, 1), (1, 0), (-1, 1), (0, None)])
+def test_a_cache_is_not_narrowed_to_rows_that_are_not_there(start, stop):
+    with pytest.raises(WeirError, match="does not exist"), other(batch=2).only(start, stop):
+        pass
+
+
+def test_without_a_limit_a_cache_is_not_narrowed():
+    with pytest.raises(WeirError, match="has no limit"), other(policy="dense", batch=2).only(0, 1):
+        pass
+
+
 def test_a_state_is_a_copy(ids):
     cache = StreamingCache(MODEL, "sink(2) | recent(6)", chunk=CHUNK)
     fed(cache, ids(1, 20))
@@ -217,6 +316,7 @@ def other(**changes):
         ({"model": make_llama(layers=1)}, "another model: layers 2, here 1"),
         ({"model": make_llama(num_key_value_heads=4)}, "another model: heads"),
         ({"model": make_llama().to(torch.bfloat16)}, "another model: heads"),
+        ({"model": make_llama(seed=1)}, "another model, whose weights are others"),
     ],
 )
 def test_a_row_of_another_kind_is_refused(ids, changes, sentence):
@@ -242,9 +342,9 @@ def test_a_state_that_lies_about_its_tensors_is_refused_and_nothing_is_changed(i
     state = cache.take_row(0)
     keys = state.tensors["1.keys"]
     lies = {
-        "no keys of layer 1": None,
-        r"keys of layer 1 in this row's state is \[1, 2, 3": keys[:, :, :3],
-        "is torch.float64": keys.double(),
+        "layer 1: keys is missing": None,
+        r"layer 1: keys is \[1, 2, 3, ": keys[:, :, :3],
+        "layer 1: keys is float64 and must be float32": keys.double(),
     }
     before = {name: t.clone() for name, t in state.tensors.items()}
     for sentence, lie in lies.items():
@@ -257,6 +357,63 @@ def test_a_state_that_lies_about_its_tensors_is_refused_and_nothing_is_changed(i
         assert all(torch.equal(t, before[n]) for n, t in cache.take_row(0).tensors.items())
     with pytest.raises(WeirError, match="what take_row gives"):
         cache.put_row(0, {"tensors": {}})
+
+
+LIES = {
+    "position does not rise": ("0.position", (0, 1, 5), 3),
+    "position has places": ("0.position", (0, 0, 1), 99),
+    "keys has numbers that are not finite": ("1.keys", (0, 0, 2, 0), torch.nan),
+    "b gives weight to slots|b has numbers": ("0.b", (0, 0, 0), torch.inf),
+    "a is not 0 in slots that wait": ("1.a", (0, 0, 9), 1.0),
+    "'0.moods' is no tensor of this layer|'moods' is no tensor": ("0.moods", None, 0),
+    "'7.keys' is of no layer": ("7.keys", None, 0),
+    "last must be a whole number from 0 to 60, not 61": ("last", None, 61),
+    "ended must be true or false, not 3": ("ended", None, 3),
+    "waiting must be a whole number from 0 to 3, not 4": ("waiting", None, 4),
+    "'mood' is a fact too many": ("mood", None, 1),
+}
+
+
+@pytest.mark.parametrize("sentence", LIES)
+def test_a_state_that_no_row_can_have_is_refused_as_in_a_file(ids, sentence):
+    cache, (name, place, lie) = other(), LIES[sentence]
+    fed(cache, ids(1, 20))
+    state, before = cache.take_row(0), cache.take_row(0)
+    if place is not None:
+        state.tensors[name][place] = lie
+    elif "." in name:
+        state.tensors[name] = state.tensors["0.keys"]
+    else:
+        state.facts[name] = lie
+    for call in (lambda: cache.put_row(0, state), lambda: cache.put_rows([before, state])):
+        with pytest.raises(WeirError, match=f"that of no row: .*({sentence})"):
+            call()
+        now = cache.take_row(0)
+        assert now.facts == before.facts
+        assert all(torch.equal(t, before.tensors[n]) for n, t in now.tensors.items())
+
+
+@pytest.mark.parametrize("rows", [5, None, "row", [3], {"kind": 1}])
+def test_rows_that_are_no_states_are_refused_and_nothing_is_changed(ids, rows):
+    cache = other()
+    fed(cache, ids(1, 20))
+    with pytest.raises(WeirError, match="what take_row gives, not"):
+        cache.put_rows(rows)
+    assert cache.seen == [20]
+    cache.put_rows(state for state in cache.take_rows())  # any that can be gone through will do
+    assert cache.seen == [20]
+
+
+def test_a_row_that_was_read_before_the_weights_were_trained_is_not_put_back(ids):
+    model = make_llama(seed=4)
+    cache = other(model=model)
+    with torch.no_grad():
+        model(ids(1, 20), past_key_values=cache)
+        state = cache.take_row(0)
+        cache.put_row(0, state)
+        model.model.layers[0].self_attn.k_proj.weight[0, 0] += 1
+    with pytest.raises(WeirError, match="another model, whose weights are others"):
+        cache.put_row(0, state)
 
 
 @pytest.mark.parametrize("row", [-1, 2, True, 1.0, "0", None])
@@ -324,6 +481,35 @@ def test_who_listens_to_folds_sees_the_cache_as_it_is_to_stay(ids):
     assert seen == [([20], 20)]
     wanted = fed(whole, torch.cat([ids(1, 20), ids(1, 9, seed=1)], dim=1))[:, 20:]
     close_runs(fed(cache, ids(1, 9, seed=1)), wanted, MODEL)
+
+
+@pytest.mark.parametrize("listener", [5, "print", [print]])
+def test_what_cannot_be_called_does_not_listen(ids, listener):
+    cache, heard = other(), []
+    cache.on_fold = heard.append
+    with pytest.raises(WeirError, match=r"on_fold is called with what folded, and .* cannot be"):
+        cache.on_fold = listener
+    fed(cache, ids(1, 20))
+    assert heard
+
+
+def test_a_cache_of_so_many_rows_does_not_say_that_a_reset_would_change_that(ids):
+    fixed, free = other(batch=3), other()
+    fed(free, ids(3, 20))
+    for cache, instead in ((fixed, "or make a cache with batch=2"), (free, "or reset() it")):
+        with pytest.raises(WeirError, match="holds 3 rows but a batch of 2 was fed;") as error:
+            fed(cache, ids(2, 5))
+        assert instead in str(error.value)
+    fixed.reset()
+    with pytest.raises(WeirError, match="holds 3 rows"):
+        fed(fixed, ids(2, 5))
+
+
+@pytest.mark.parametrize("policy", ["sink(2) | recent(6) | heavy(4)", "recompute(20)"])
+def test_a_stream_is_not_copied_shallowly(ids, policy):
+    stream = weir.Stream(MODEL, policy)
+    with pytest.raises(WeirError, match=r"both would go on in one cache; copy\.deepcopy makes"):
+        copy.copy(stream)
 
 
 def test_a_seed_may_be_as_large_as_one_likes(ids, tmp_path):

@@ -73,7 +73,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: object, columns: int = 100) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["weir", *map(str, words)])
         patch.setenv("COLUMNS", str(columns))
-        for console in (common.output, common.messages):
+        for console in (common.output(), common.messages()):
             # A console made while COLUMNS was set keeps that width for good.
             patch.setattr(console, "_width", columns)
         with pytest.raises(SystemExit) as ended:

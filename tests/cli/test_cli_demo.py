@@ -11,7 +11,7 @@ import pytest
 from terminal import run
 
 from weir.evals.demo import POLICIES
-from weir.evals.measures.perplexity import Reader
+from weir.evals.measures.perplexity import PerplexityMeter
 
 KEYS = {"policy", "ppl", "ppl_by_block", "kv_bytes", "bytes_by_block", "tokens_per_s", "slots"}
 
@@ -73,7 +73,7 @@ def test_for_people_it_is_a_table_that_fits_the_terminal(
 
 
 def test_ctrl_c_ends_it_with_what_was_read_so_far(capsys, monkeypatch, tmp_path):
-    take, count = Reader.take, 0
+    take, count = PerplexityMeter.take, 0
 
     def pressed(self, piece):
         nonlocal count
@@ -82,7 +82,7 @@ def test_ctrl_c_ends_it_with_what_was_read_so_far(capsys, monkeypatch, tmp_path)
             os.kill(os.getpid(), signal.SIGINT)
         take(self, piece)
 
-    monkeypatch.setattr(Reader, "take", pressed)
+    monkeypatch.setattr(PerplexityMeter, "take", pressed)
     ended = run(capsys, "demo", "--out", tmp_path, "--tokens", 2000, "--json")
     facts = json.loads(ended.out)
     assert ended.code == 0

@@ -90,7 +90,8 @@ USAGE = {
     "a temperature below zero": (["chat", "--temperature", "-1"], "'--temperature'"),
     "answers of no tokens": (["chat", "--max-tokens", "0"], "'--max-tokens'"),
     "a demo of too few tokens": (["demo", "--tokens", "10"], "'--tokens'"),
-    "training without a text": (["train", "--out", "x"], "'--text'"),
+    "training without a text": (["train", "--out", "x"], "give --text"),
+    "steps of a text": (["train", "--out", "x", "--text", "y", "--steps", "3"], "--tokens"),
 }
 
 

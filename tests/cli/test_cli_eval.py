@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from terminal import Process, make_model, run
+
+from weir.evals import grid
 
 WORDS = "The prince was silent, but she looked at him significantly, awaiting a reply. "
 TASKS = "ppl(tokens=250, text={text}), ppl(tokens=400, text={text}, block=100)"
@@ -28,13 +31,44 @@ def text(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture
-def words(model, text, tmp_path) -> list[object]:
+def words_of(model: str, text: Path, out: Path) -> list[object]:
     """The options of a grid of 2 tasks and 6 policies of a budget or without."""
     return [
         "eval", "--model", model, "--tasks", TASKS.format(text=text), "--policies", POLICIES,
-        "--budgets", "24,48", "--chunk", 8, "--out", tmp_path / "r.jsonl",
+        "--budgets", "24,48", "--chunk", 8, "--out", out,
     ]  # fmt: skip
+
+
+@pytest.fixture
+def words(model, text, tmp_path) -> list[object]:
+    """The options of a grid, for a file that is not there yet."""
+    return words_of(model, text, tmp_path / "r.jsonl")
+
+
+@pytest.fixture(scope="module")
+def done(model, text, tmp_path_factory) -> Path:
+    """The file of that grid, written without the command; nobody changes it."""
+    path = tmp_path_factory.mktemp("done") / "r.jsonl"
+    tasks = TASKS.format(text=text)
+    grid.run(grid.make_grid([model], tasks, POLICIES, budgets=(24, 48), chunk=8), path)
+    return path
+
+
+WIDE = [f"ppl(tokens={n})" for n in range(250, 258)]
+WIDE_POLICIES = "sink(4) | recent(20), h2o(24)"
+
+
+def on(text: Path) -> str:
+    """The tasks of a table with many columns."""
+    return ", ".join(f"{task[:-1]}, text={text})" for task in WIDE)
+
+
+@pytest.fixture(scope="module")
+def wide(model, text, tmp_path_factory) -> Path:
+    """The file of a grid whose table has many columns."""
+    path = tmp_path_factory.mktemp("wide") / "r.jsonl"
+    grid.run(grid.make_grid([model], on(text), WIDE_POLICIES, chunk=8), path)
+    return path
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -60,15 +94,14 @@ def test_json_is_one_object_and_the_file_has_every_cell(capsys, words, tmp_path)
     assert len(records[0]["cells"]) == 12
 
 
-def test_the_same_grid_twice_gives_the_same_numbers(capsys, words, tmp_path):
+def test_the_same_grid_twice_gives_the_same_numbers(capsys, words, tmp_path, done):
     run(capsys, *words)
-    again = [tmp_path / "again.jsonl" if word == tmp_path / "r.jsonl" else word for word in words]
-    run(capsys, *again)
-    assert lines(tmp_path / "r.jsonl") == lines(tmp_path / "again.jsonl")
+    assert lines(tmp_path / "r.jsonl") == lines(done)
 
 
-def test_for_people_it_is_a_table_with_the_best_marked(capsys, words, tmp_path):
-    ended = run(capsys, *words, columns=120)
+def test_for_people_it_is_a_table_with_the_best_marked(capsys, words, tmp_path, done):
+    shutil.copy(done, tmp_path)
+    ended = run(capsys, *words, "--resume", columns=120)
     assert (ended.code, ended.err) == (0, "")
     for word in ("policy", "ppl(tokens=250", "cache, MB", "h2o(budget=24)", "r.jsonl"):
         assert word in ended.out
@@ -77,12 +110,12 @@ def test_for_people_it_is_a_table_with_the_best_marked(capsys, words, tmp_path):
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 100])
 def test_a_table_too_wide_for_the_terminal_is_printed_in_parts(
-    capsys, model, text, tmp_path, columns
+    capsys, model, text, tmp_path, columns, wide
 ):
-    tasks = [f"ppl(tokens={n}, text={text})" for n in range(250, 258)]
+    shutil.copy(wide, tmp_path)
     words = [
-        "eval", "--model", model, "--tasks", ", ".join(tasks), "--policies",
-        "sink(4) | recent(20), h2o(24)", "--chunk", 8, "--out", tmp_path / "r.jsonl",
+        "eval", "--model", model, "--tasks", on(text), "--policies", WIDE_POLICIES,
+        "--chunk", 8, "--out", tmp_path / "r.jsonl", "--resume",
     ]  # fmt: skip
     ended = run(capsys, *words, columns=columns)
     tables = ended.out.splitlines()[:-1]
@@ -92,7 +125,7 @@ def test_a_table_too_wide_for_the_terminal_is_printed_in_parts(
     assert sum("h2o(24)" in line for line in tables) == len(heads)
     # Each has as many columns as fit, and every column is there once, in order and whole.
     shown = [word.strip() for line in heads for word in line.split("┃")[2:-1]]
-    assert shown == [*(f"ppl(tokens={n})" for n in range(250, 258)), "cache, MB"]
+    assert shown == [*WIDE, "cache, MB"]
     assert all(len(line) + len("─ ppl(tokens=250) ┃") > columns for line in heads[:-1])
 
 
@@ -104,8 +137,10 @@ def test_names_are_printed_as_they_are(capsys, tmp_path):
     assert '"hub:a:id:no:ne"' in ended.err
 
 
-def test_names_too_long_for_a_terminal_are_broken_and_figures_are_not(capsys, words):
-    run(capsys, *words)
+def test_names_too_long_for_a_terminal_are_broken_and_figures_are_not(
+    capsys, words, tmp_path, done
+):
+    shutil.copy(done, tmp_path)
     ended = run(capsys, *words, "--resume", columns=24)
     facts = json.loads(run(capsys, *words, "--resume", "--json").out)
     for record in facts["records"]:
@@ -114,11 +149,10 @@ def test_names_too_long_for_a_terminal_are_broken_and_figures_are_not(capsys, wo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_killed_at_a_random_moment_and_resumed_the_file_is_the_same(capsys, words, tmp_path, seed):
-    path = tmp_path / "r.jsonl"
-    run(capsys, *words)
-    whole = lines(path)
-    path.unlink()
+def test_killed_at_a_random_moment_and_resumed_the_file_is_the_same(
+    capsys, words, tmp_path, seed, done
+):
+    path, whole = tmp_path / "r.jsonl", lines(done)
     # A moment after so many cells, in the middle of another one.
     draw = random.Random(seed)
     killed = Process(*words)
@@ -127,8 +161,8 @@ def test_killed_at_a_random_moment_and_resumed_the_file_is_the_same(capsys, word
     time.sleep(draw.random() * 0.02)
     killed.process.kill()
     killed.end()
-    done = path.read_bytes().count(b"\n")
-    assert wanted <= done < len(whole)
+    there = path.read_bytes().count(b"\n")
+    assert wanted <= there < len(whole)
     ended = run(capsys, *words, "--resume")
     assert (ended.code, ended.err) == (0, "")
     assert lines(path) == whole
@@ -198,8 +232,8 @@ def test_what_is_wrong_is_one_line(capsys, words, changes, code, said, tmp_path)
     assert not (tmp_path / "r.jsonl").exists()
 
 
-def test_a_file_that_is_there_is_kept(capsys, words, tmp_path):
-    run(capsys, *words)
+def test_a_file_that_is_there_is_kept(capsys, words, tmp_path, done):
+    shutil.copy(done, tmp_path)
     before = (tmp_path / "r.jsonl").read_bytes()
     ended = run(capsys, *words)
     assert (ended.code, ended.err.count("\n")) == (1, 1)

@@ -10,6 +10,7 @@ from terminal import make_model, run
 from transformers import AutoModelForCausalLM
 
 import weir
+from weir.models import set_sink
 
 SMALL = "sink(4) | recent(20)"
 
@@ -55,6 +56,7 @@ def test_json_is_one_object_with_every_figure_and_nothing_else(capsys, model):
         "dtype": "float32",
         "layers": 1,
         "slots": [24],
+        "sink": {"kind": "none", "tokens": [], "slots": None},
         "stream_bytes": cache.nbytes,
         "weights_bytes": weights,
         "step_bytes": {"weights": weights - table, "each_stream": pairs},
@@ -84,6 +86,26 @@ def test_for_people_it_is_a_few_lines(capsys, model):
     assert plain == lines[:5]
 
 
+@pytest.mark.parametrize(
+    ("kind", "tokens", "said"),
+    [
+        ("zero", [], "a Zero Sink, which needs no slot"),
+        ("learnable", [3], "a learned token in front of every text, so sink(1) is enough"),
+        ("learnable", [3, 5], "2 learned tokens in front of every text, so sink(2) is enough"),
+    ],
+)
+def test_a_sink_that_the_model_was_trained_with_is_told(
+    capsys, model, tmp_path, kind, tokens, said
+):
+    config = AutoModelForCausalLM.from_pretrained(model).config
+    set_sink(config, kind, tokens)
+    config.save_pretrained(tmp_path)
+    ended = run(capsys, "size", tmp_path)
+    assert ended.out.splitlines()[1] == f"sink      {said}"
+    wanted = {"kind": kind, "tokens": tokens, "slots": len(tokens)}
+    assert facts_of(capsys, tmp_path)["sink"] == wanted
+
+
 def test_layers_of_unlike_budgets_are_told_as_a_range(capsys):
     ended = run(capsys, "size", "nano", "--policy", "pyramid(snap(64, 8, 7), beta=3)")
     assert ended.code == 0
@@ -104,6 +126,22 @@ def test_another_dtype_is_what_the_model_would_be_loaded_in(capsys, config):
     assert (whole["dtype"], half["dtype"]) == ("float32", "bfloat16")
     assert half["step_bytes"]["each_stream"] * 2 == whole["step_bytes"]["each_stream"]
     assert half["weights_bytes"] < whole["weights_bytes"]
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_nano_takes_what_it_would_be_loaded_in(capsys, monkeypatch, gpu):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert facts_of(capsys, "nano")["dtype"] == ("bfloat16" if gpu else "float32")
+    if not gpu:
+        assert str(weir.load("nano")[0].dtype) == "torch.float32"
+
+
+def test_a_configuration_of_more_layers_than_any_model_has_is_refused_at_once(capsys, config):
+    facts = json.loads(config.read_text())
+    config.write_text(json.dumps({**facts, "num_hidden_layers": 10**6}))
+    ended = run(capsys, "size", config)
+    assert (ended.code, ended.out) == (1, "")
+    assert "says 1,000,000 layers, and no model has more than 2,000" in ended.err
 
 
 def test_a_memory_that_holds_no_stream_says_so_after_the_figures(capsys, model):

@@ -14,7 +14,7 @@ from terminal import Process, make_model, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import weir
-from weir.evals.measures.perplexity import Reader, read
+from weir.evals.measures.perplexity import PerplexityMeter, read
 from weir.stream.text import encode
 
 SMALL = "sink(4) | recent(20)"
@@ -128,14 +128,14 @@ def test_ctrl_c_reports_what_was_read_so_far(model, tmp_path):
 def test_a_table_says_where_ctrl_c_ended_it(capsys, model, text, monkeypatch):
     taken = []
 
-    def take(self: Reader, piece: torch.Tensor) -> None:
+    def take(self: PerplexityMeter, piece: torch.Tensor) -> None:
         take_it(self, piece)
         taken.append(len(piece))
         if sum(taken) > 1000:
             os.kill(os.getpid(), signal.SIGINT)
 
-    take_it = Reader.take
-    monkeypatch.setattr(Reader, "take", take)
+    take_it = PerplexityMeter.take
+    monkeypatch.setattr(PerplexityMeter, "take", take)
     words = ("--text", text, "--model", model, "--policy", SMALL, "--block", 1000)
     ended = run(capsys, "stream", *words)
     assert ended.code == 0
@@ -144,7 +144,7 @@ def test_a_table_says_where_ctrl_c_ended_it(capsys, model, text, monkeypatch):
     assert "1 to 1,000 " in ended.out
     assert f"interrupted after {read} of " in ended.out
     taken.clear()
-    monkeypatch.setattr(Reader, "take", take_it)
+    monkeypatch.setattr(PerplexityMeter, "take", take_it)
     assert "interrupted" not in run(capsys, "stream", *words, "--tokens", 1100).out
 
 

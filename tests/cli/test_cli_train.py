@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from pathlib import Path
@@ -54,11 +55,11 @@ def test_a_trained_folder_is_a_model_for_every_other_command(capsys, text, tmp_p
     assert facts["parameters"] > 0
     assert 1 < facts["book_ppl"] < 640
     assert 0 <= facts["recall"] <= 1
-    assert "step 26: 9,984 tokens, book loss" in ended.err
+    assert "step 26 of 26: 9,984 tokens, loss" in ended.err and "tokens/s" in ended.err
     assert steps == list(range(26))
 
     model, tokenizer = weir.load(str(out), device="cpu")
-    assert model.config.max_position_embeddings == 192
+    assert model.config.max_position_embeddings == 193  # the text's and the start token
     assert sum(p.numel() for p in model.parameters()) == facts["parameters"]
     assert tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
 
@@ -100,6 +101,10 @@ def test_a_run_that_was_interrupted_says_so_and_goes_on(capsys, text, tmp_path, 
         (("--out", "/dev/null/model"), "/dev/null/model"),
         (("--width", 33), "33"),
         (("--rows", 500), "500"),
+        (("--sink", "some"), "none, zero, learnable"),
+        (("--preset", "huge"), "nano, small, medium, large, not 'huge'"),
+        (("--exercises", "maybe"), "auto, on, off"),
+        (("--length", 2000), "samples of 2000 take"),
     ],
 )
 def test_what_cannot_be_trained_is_one_line(capsys, text, tmp_path, changes, says):
@@ -108,3 +113,31 @@ def test_what_cannot_be_trained_is_one_line(capsys, text, tmp_path, changes, say
     assert (ended.code, ended.out, ended.err.count("\n")) == (1, "", 1), ended
     assert ended.err.startswith("weir: ")
     assert says in ended.err
+
+
+def test_on_the_packaged_book_a_model_is_trained_that_chat_opens(
+    capsys, monkeypatch, tmp_path, steps
+):
+    """The default vocabulary and a short text: no names in it, hence no exercises, and a note."""
+    out = tmp_path / "model"
+    book = ASSETS / "war-and-peace.txt.xz"
+    small = ("--width", 32, "--layers", 1, "--rows", 2, "--tokens", 3000, "--no-compiled")
+    ended = run(capsys, "train", "--text", book, "--out", out, *small)
+    assert ended.code == 0, ended.err
+    assert "training on the text alone, without exercises: the exercises need" in ended.err
+    assert "recall" not in ended.out
+    typed = io.TextIOWrapper(io.BytesIO(b"Good evening, Prince\n"), "utf-8")
+    monkeypatch.setattr("sys.stdin", typed)
+    answered = run(capsys, "chat", "--model", out, "--max-tokens", 5, "--temperature", 0)
+    assert answered.code == 0, answered.err
+    assert "continues your text" in answered.err
+    assert "tokens seen" in answered.err
+
+
+def test_another_sink_is_refused_where_a_run_was_begun(capsys, text, tmp_path, steps):
+    words = ("--text", text, "--out", tmp_path, "--tokens", 2000, "--no-compiled", *SIZE)
+    assert run(capsys, "train", *words, "--sink", "none").code == 0
+    steps.clear()
+    ended = run(capsys, "train", *words, "--sink", "learnable:2")
+    assert (ended.code, ended.out, steps) == (1, "", [])
+    assert "was begun with sink=none, not learnable:2" in ended.err

@@ -78,7 +78,8 @@ def test_every_python_example_is_python(page: str) -> None:
 
 @needs_nano
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/quickstart.md", "docs/rows.md", "docs/writing-a-pool.md"]
+    "page",
+    ["README.md", "docs/images.md", "docs/quickstart.md", "docs/rows.md", "docs/writing-a-pool.md"],
 )
 def test_the_examples_of_a_page_run_one_after_the_other(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pools_as_before: None

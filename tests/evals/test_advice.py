@@ -10,7 +10,7 @@ from weir.errors import WeirError
 from weir.evals import advice
 from weir.evals.advice import advise, budget_in
 from weir.evals.measures.perplexity import read
-from weir.stream.text import PACKAGED, encode, read_text
+from weir.stream.text import BOOK, encode, read_text
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +42,13 @@ def test_the_policies_are_tried_on_the_text_and_the_best_is_named(nano, monkeypa
     monkeypatch.setattr(advice, "CANDIDATES", ("window", "streaming_llm", "subgen"))
     told: list[tuple[str, float]] = []
     found = advise(
-        model, tokenizer, str(PACKAGED), 1_000_000, tokens=900,
+        model, tokenizer, str(BOOK), 1_000_000, tokens=900,
         on_step=lambda policy, share: told.append((policy, share)),
     )  # fmt: skip
     assert found.best.policy.startswith("streaming_llm(")
     assert [one.ppl for one in found.tries] == sorted(one.ppl for one in found.tries)
     assert all(one.kv_bytes <= 1_000_000 for one in found.tries)
-    ids = encode(tokenizer, read_text(PACKAGED), 900)
+    ids = encode(tokenizer, read_text(BOOK), 900)
     wanted = read(weir.Stream(model, found.best.policy), ids).ppl
     assert found.best.ppl == pytest.approx(wanted, rel=nll_off(model, 899))
     assert (found.tokens, found.window, found.everything) == (900, 512, False)
@@ -58,7 +58,7 @@ def test_the_policies_are_tried_on_the_text_and_the_best_is_named(nano, monkeypa
 
 def test_more_memory_than_the_window_needs_is_left(nano, monkeypatch):
     monkeypatch.setattr(advice, "CANDIDATES", ("streaming_llm",))
-    found = advise(*nano, str(PACKAGED), 10**9, tokens=600)
+    found = advise(*nano, str(BOOK), 10**9, tokens=600)
     assert found.best.budget == 512 - 64
 
 
@@ -73,12 +73,12 @@ def test_a_text_that_fits_needs_no_policy(nano, tmp_path):
 
 def test_too_little_memory_is_refused_with_what_it_takes(nano):
     with pytest.raises(WeirError, match=r"10,000 bytes are too few .* takes 675,840\. A smaller"):
-        advise(*nano, str(PACKAGED), 10_000)
+        advise(*nano, str(BOOK), 10_000)
 
 
 def test_a_chunk_that_leaves_no_room_in_the_window_is_named(nano):
     with pytest.raises(WeirError, match=r"a chunk of 600 .* than the model's window of 512"):
-        advise(*nano, str(PACKAGED), 10**9, chunk=600)
+        advise(*nano, str(BOOK), 10**9, chunk=600)
 
 
 def test_a_text_that_is_shorter_than_the_sample_is_refused(nano, tmp_path):
@@ -91,11 +91,11 @@ def test_a_text_that_is_shorter_than_the_sample_is_refused(nano, tmp_path):
 
 def test_it_is_said_whether_anything_was_evicted(nano, monkeypatch):
     monkeypatch.setattr(advice, "CANDIDATES", ("window", "pyramidkv"))
-    few = advise(*nano, str(PACKAGED), 10**9, tokens=448 + 64 - 1)
+    few = advise(*nano, str(BOOK), 10**9, tokens=448 + 64 - 1)
     # Of a pyramid some layers have less than the budget.
     assert {one.policy.partition("(")[0]: one.evicted for one in few.tries} == {
         "window": False,
         "pyramidkv": True,
     }
-    more = advise(*nano, str(PACKAGED), 10**9, tokens=448 + 64)
+    more = advise(*nano, str(BOOK), 10**9, tokens=448 + 64)
     assert all(one.evicted for one in more.tries)

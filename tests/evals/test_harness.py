@@ -25,6 +25,7 @@ from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from weir.evals.harness import WeirLM  # noqa: E402
+from weir.models import set_sink  # noqa: E402
 
 DATA = Path(__file__).parents[1] / "data" / "harness" / "rows.json"
 BASE = {
@@ -124,6 +125,32 @@ def test_the_whole_text_is_one_stream(nano: tuple[Any, Any]) -> None:
         ids = [tokenizer.bos_token_id, *tokenizer(row["text"])["input_ids"]]
         nll = weir.Stream(model, "sink(4) | recent(12)", chunk=4).score(ids)[0, 1:].sum()
         assert _numbers(one) == pytest.approx([-float(nll)], abs=sum_off(model))
+
+
+def test_a_learned_sink_stands_in_front_and_is_not_asked_for() -> None:
+    model, tokenizer = weir.load("nano", device="cpu")
+    tokenizer.eos_token = tokenizer.pad_token
+    front = [tokenizer.bos_token_id, 7]
+    set_sink(model.config, "learnable", front)
+    said = answers(WeirLM(model, "dense", tokenizer=tokenizer, batch_size=2))
+    rows = json.loads(DATA.read_text())
+
+    def ids(text: str) -> list[int]:
+        return [*front, *tokenizer(text)["input_ids"][1:]]
+
+    def likelihood(text: str, given: int) -> float:
+        return -float(weir.Stream(model, "dense").score(ids(text))[0, given:].sum())
+
+    for row, one in zip(rows, said["reading"], strict=True):
+        wanted = likelihood(row["text"], len(front))
+        assert _numbers(one) == pytest.approx([wanted], abs=sum_off(model))
+    question, choice = rows[0]["question"], rows[0]["choices"][0]
+    wanted = likelihood(question + choice, len(ids(question)))
+    assert _numbers(said["choosing"][0])[0] == pytest.approx(wanted, abs=sum_off(model))
+    stream = weir.Stream(model, "dense")
+    stream.feed(ids(f"{rows[0]['text']} {question}"))
+    written = tokenizer.decode(list(stream.generate(24)))
+    assert said["writing"][0] == [[written.split(".")[0]]]
 
 
 def test_the_entry_point_the_harness_looks_for_leads_to_the_model() -> None:

@@ -35,8 +35,8 @@ KNOWN = {"any-1": Any1}
 
 
 def test_tasks_are_calls_with_commas_between_them():
-    found = read_tasks("any-1(n=5, x=2), any-1 , any-1(flag=true, n=none)", KNOWN)
-    assert found == [Any1(5, 2.0), Any1(), Any1(None, flag=True)]
+    found = read_tasks("any-1(n=5, x=2), any-1 , any-1(flag=true, n=none, x=1_000.5)", KNOWN)
+    assert found == [Any1(5, 2.0), Any1(), Any1(None, 1000.5, flag=True)]
     assert isinstance(found[0].x, float)
 
 
@@ -66,6 +66,7 @@ def test_a_text_may_be_a_path_and_stands_in_quotes_where_it_must(written, path):
         ("any-1(n=3.5)", "none, not 3.5 (character 9: any-1(n=»3.5))"),
         ("any-1(n=3", "expected ',' or ')'"),
         ("any-1(n=)", "expected a value"),
+        (f"any-1(n={'9' * 5000})", "no number here can be this large (character 9: "),
         ("any-1 any-1", "expected ',' or the end"),
         ("any-1,", "expected a task"),
         ("", "expected a task"),
@@ -79,8 +80,10 @@ def test_what_cannot_be_read_is_refused_where_it_stands(written, problem):
 
 def test_every_task_is_written_as_it_is_read():
     for name, kind in TASKS.items():
-        needs_file = "file" in inspect.signature(kind).parameters
-        (made,) = read_tasks(f"{name}(file='a, b.jsonl')" if needs_file else name, TASKS)
+        takes = inspect.signature(kind).parameters.values()
+        files = [it.name for it in takes if it.name == "file" or it.default is it.empty]
+        given = ", ".join(f"{file}='a, b.jsonl'" for file in files)
+        (made,) = read_tasks(f"{name}({given})" if files else name, TASKS)
         assert type(made) is kind
         assert read_tasks(str(made), TASKS) == [made]
 
@@ -143,4 +146,5 @@ def test_a_budget_that_makes_no_sense_is_refused_when_it_is_put_in():
 
 def test_the_nearest_word_is_named_and_none_is_if_none_is_near():
     assert near("buz", ["buzz", "dense"]) == ", did you mean 'buzz'?"
+    assert near("XSum", ["xsum", "qasper"]) == ", did you mean 'xsum'?"
     assert near("xyz", ["buzz", "dense"]) == ""

@@ -170,6 +170,29 @@ def test_a_slot_of_the_numerator_alone_adds_nothing_to_the_denominator(gap, dtyp
     assert (decode(*case.arguments(), splits=splits).double() - wanted).abs().max() <= bound
 
 
+@settings(max_examples=15)
+@given(case=cases(), splits=st.sampled_from([1, 2, 4]))
+def test_a_zero_sink_is_a_slot_more_whose_key_and_value_are_zero(case: Case, splits: int) -> None:
+    sinks = torch.zeros(case.queries.shape[1:3], device=DEVICE)
+    sunk = replace(case, form=Form(case.form.scale, sinks=sinks))
+    longer = [
+        torch.cat([torch.zeros_like(t[:, :, :1]), t], dim=2)
+        for t in (case.keys, case.values, case.a, case.b)
+    ]
+    bias = case.bias
+    if bias is not None:
+        bias = torch.cat([torch.zeros_like(bias[..., :1]), bias], dim=-1)
+    plain = Case(case.queries, *longer, Form(case.form.scale), bias)
+    found, expected = decode(*sunk.arguments(), splits=splits), plain.answer()
+    size = replace(plain, values=plain.values.abs()).answer()
+    bound = 4 * off(plain) * size + roundoff(found.dtype) * expected.abs() + 1e-30
+    if found.dtype == torch.float16:  # its smallest number
+        bound = bound + 2.0**-25
+        near_the_end = expected.abs() > torch.finfo(torch.float16).max / 2
+        found, expected = (t.masked_fill(near_the_end, 0.0) for t in (found, expected))
+    assert bool(((found.float() - expected).abs() <= bound).all())
+
+
 def test_a_query_that_sees_nothing_answers_zero() -> None:
     ones = torch.ones(1, 2, 5, 32, device=DEVICE)
     nothing = torch.full((1, 2, 5), -math.inf, device=DEVICE)

@@ -114,6 +114,12 @@ def cut(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:5000])
 
 
+def untold(folder: Path) -> None:
+    """A GPT-2 without tokenizer files."""
+    without("tokenizer.json", "tokenizer_config.json")(folder)
+    config(model_type="gpt2")(folder)
+
+
 def of_another_kind(folder: Path) -> None:
     T5ForConditionalGeneration(
         T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
@@ -129,6 +135,7 @@ DAMAGED = {
     "a configuration that is no JSON": (written("config.json", "{"), "holds no model"),
     "a kind nobody knows": (config(model_type="nosuch"), "holds no model .*nosuch"),
     "no tokenizer": (without("tokenizer.json", "tokenizer_config.json"), "has no tokenizer"),
+    "no tokenizer, where transformers makes an empty one": (untold, "has no tokenizer files"),
     "a tokenizer that is no JSON": (written("tokenizer.json", "{"), "has no tokenizer"),
     "no weights": (without("model.safetensors"), "cannot be read as a causal language model"),
     "weights cut short": (cut, "cannot be read as a causal language model"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from model_runs import reads_as, restored_goes_on, rows_read_alone
 from reference.pyramid import exact_budgets
 from reference.snap import snap_of
 from roundings import close_runs, off
@@ -221,48 +222,19 @@ def test_a_model_reads_as_with_naive_pools(tall, ids, naive, twins, whole):
 
     folds = [twins.pipe(snap_of(6 + n, 6, 5, logits_of=logits_of)) for n in (32, 23, 13, 4)]
     twin = naive(tall, lambda held, new, at: folds[at.layer](held, new, at), 1, 5)
-    text = ids(1, 130)
     stream = weir.Stream(tall, SMALL, chunk=5, prefill="full" if whole else "chunked")
-    parts = [stream.feed(text[:, :whole], all_logits=True)] if whole else []
-    parts.append(stream.feed(text[:, whole:], all_logits=True))
-    told = [twin.feed(text[0, :whole].tolist(), at_once=True)] if whole else []
-    told.append(twin.feed(text[0, whole:].tolist()))
-    close_runs(torch.cat(parts, dim=1)[0], torch.cat(told), tall)
-    for layer in range(4):
-        held = stream.slots(layer)
-        for head in range(2):
-            position = held.position[0, head]
-            wanted = sorted(t.position for t in twin.slots(layer, head))
-            assert sorted(position[position >= 0].tolist()) == wanted
+    reads_as(stream, twin, ids(1, 130), whole)
 
 
 @pytest.mark.parametrize("prefill", ["chunked", "full"])
 @pytest.mark.parametrize("text", PIPES)
 def test_a_padded_row_reads_as_it_would_alone(tall, ids, text, prefill):
-    tokens, pads = ids(3, 90), [0, 13, 40]
-    mask = torch.ones_like(tokens)
-    for row, n in enumerate(pads):
-        mask[row, :n] = 0
-    together = weir.StreamingCache(tall, text, chunk=7, prefill=prefill)
-    with torch.no_grad():
-        both = tall(tokens, attention_mask=mask, past_key_values=together).logits
-        for row, n in enumerate(pads):
-            alone = weir.StreamingCache(tall, text, chunk=7, prefill=prefill)
-            single = tall(tokens[row : row + 1, n:], past_key_values=alone).logits
-            close_runs(both[row, n:], single[0], tall)
+    rows_read_alone(tall, text, ids(3, 90), [0, 13, 40], chunk=7, prefill=prefill)
 
 
 @pytest.mark.parametrize("text", PIPES)
 def test_a_restored_stream_goes_on_bit_for_bit_in_the_same_bytes(tall, ids, text, tmp_path):
-    tokens = ids(1, 160)
-    stream = weir.Stream(tall, text, chunk=7)
-    stream.feed(tokens[:, :73])
-    before = stream.report()["bytes"]
-    stream.save(tmp_path / "s.safetensors")
-    wanted = stream.feed(tokens[:, 73:], all_logits=True)
-    restored = weir.Stream.restore(tall, tmp_path / "s.safetensors")
-    assert torch.equal(restored.feed(tokens[:, 73:], all_logits=True), wanted)
-    assert stream.report()["bytes"] == restored.report()["bytes"] == before
+    assert len(restored_goes_on(tall, text, ids(1, 160), 73, tmp_path, chunk=7)) == 1
 
 
 def test_layers_with_a_window_of_their_own_have_no_part_in_it(ids):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from model_runs import has_one_size, restored_goes_on
 from reference.heavy import heavy_of
 from roundings import close_runs, run_off
 from streams import NaiveRow, Streams, fed, places, tokens, unharmed
@@ -156,27 +157,13 @@ def test_below_its_budget_it_is_dense_attention(llama, ids, text):
 
 
 def test_its_slab_has_the_announced_slots_and_never_another_size(llama, ids):
-    stream = weir.Stream(llama, "h2o(budget=20)", chunk=6)
-    sizes = set()
-    for _ in range(12):
-        stream.feed(ids(2, 11))
-        sizes.add(stream.nbytes)
-    assert len(sizes) == 1
-    assert [len(layer.slab) for layer in stream.cache.stack] == [20 + 6] * 2
+    stream = has_one_size(llama, "h2o(budget=20)", [ids(2, 11)] * 12, 20, chunk=6)
     assert stream.report()["layers"][0]["slots"] == {"recent": 10, "heavy": 10, "new": 0}
 
 
 def test_a_restored_stream_goes_on_bit_for_bit(llama, ids, tmp_path):
-    stream = weir.Stream(llama, "h2o(budget=12)", chunk=5)
-    stream.feed(ids(2, 63))
-    stream.save(tmp_path / "session.safetensors")
-    other = weir.Stream.restore(llama, tmp_path / "session.safetensors")
-    more = ids(2, 41, seed=1)
-    assert torch.equal(stream.feed(more, all_logits=True), other.feed(more, all_logits=True))
-    for layer in range(2):
-        mine, theirs = stream.slots(layer), other.slots(layer)
-        for name in ("position", "mass", "keys", "values"):
-            assert torch.equal(getattr(mine, name), getattr(theirs, name))
+    tokens = torch.cat([ids(2, 63), ids(2, 41, seed=1)], dim=1)
+    restored_goes_on(llama, "h2o(budget=12)", tokens, 63, tmp_path, chunk=5)
 
 
 # --- bad input

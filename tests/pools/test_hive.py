@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from model_runs import has_one_size, restored_goes_on
 from reference.heavy import heavy_of
 from reference.hive import hive_of
 from roundings import close_runs
@@ -312,27 +313,13 @@ def test_with_log_n_logits_are_scaled_by_the_number_of_tokens_seen(
 
 
 def test_its_slab_has_the_announced_slots_and_never_another_size(llama, ids):
-    stream = weir.Stream(llama, "buzz(budget=30, stride=3)", chunk=6)
-    sizes = set()
-    for _ in range(12):
-        stream.feed(ids(2, 11))
-        sizes.add(stream.nbytes)
-    assert len(sizes) == 1
-    assert [len(layer.slab) for layer in stream.cache.stack] == [30 + 6] * 2
+    has_one_size(llama, "buzz(budget=30, stride=3)", [ids(2, 11)] * 12, 30, chunk=6)
 
 
 @pytest.mark.parametrize("count", [50, 63, 77])
 def test_a_restored_stream_goes_on_bit_for_bit(llama, ids, tmp_path, count):
-    stream = weir.Stream(llama, "buzz(budget=20, stride=3)", chunk=5)
-    stream.feed(ids(2, count))
-    stream.save(tmp_path / "session.safetensors")
-    other = weir.Stream.restore(llama, tmp_path / "session.safetensors")
-    more = ids(2, 41, seed=1)
-    assert torch.equal(stream.feed(more, all_logits=True), other.feed(more, all_logits=True))
-    for layer in range(2):
-        mine, theirs = stream.slots(layer), other.slots(layer)
-        for name in ("position", "mass", "keys", "values"):
-            assert torch.equal(getattr(mine, name), getattr(theirs, name))
+    tokens = torch.cat([ids(2, count), ids(2, 41, seed=1)], dim=1)
+    restored_goes_on(llama, "buzz(budget=20, stride=3)", tokens, count, tmp_path, chunk=5)
 
 
 def test_rows_that_change_places_take_their_hives_along(llama, ids):

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from conftest import Naive
 from hypothesis import given
 from hypothesis import strategies as st
+from model_runs import fed, holds_as, restored_goes_on, rows_read_alone
 from reference.kcenter import kcenter_of, squared_distance
+from reference.naive import Naive
 from roundings import close_runs, off
 from torch import Tensor
 
@@ -195,26 +196,6 @@ def centres_of(recent: int, k: int):
     return fold
 
 
-def fed(model, cache, tokens: Tensor, cuts: list[int], mask: Tensor | None = None) -> Tensor:
-    """Logits of all tokens, fed in calls of the lengths `cuts`."""
-    out, done = [], 0
-    with torch.no_grad():
-        for width in cuts:
-            seen = None if mask is None else mask[:, : done + width]
-            piece = tokens[:, done : done + width]
-            out.append(model(piece, attention_mask=seen, past_key_values=cache).logits)
-            done += width
-    return torch.cat(out, dim=1)
-
-
-def same_slots(cache, naive: Naive) -> None:
-    """Every head of every layer holds the same tokens as in the naive loop."""
-    for layer, head in itertools.product(range(2), range(2)):
-        position = cache.slots(layer).position[0, head]
-        wanted = sorted(t.position for t in naive.slots(layer, head))
-        assert sorted(position[position >= 0].tolist()) == wanted
-
-
 @pytest.mark.parametrize("positions", ["rolling", "original"])
 @pytest.mark.parametrize("chunk", [1, 5])
 def test_a_model_reads_on_as_the_naive_loop_does(llama, ids, positions, chunk):
@@ -223,7 +204,7 @@ def test_a_model_reads_on_as_the_naive_loop_does(llama, ids, positions, chunk):
     naive = Naive(llama, centres_of(8, 6), pools=2, chunk=chunk, rolling=positions == "rolling")
     got = fed(llama, cache, tokens, [50, 1, 1, 68])[0]
     close_runs(got, naive.feed(tokens[0]), llama)
-    same_slots(cache, naive)
+    holds_as(cache, naive)
 
 
 def test_a_whole_prompt_is_compressed_once_as_in_the_paper(llama, ids):
@@ -232,7 +213,7 @@ def test_a_whole_prompt_is_compressed_once_as_in_the_paper(llama, ids):
     fed(llama, cache, tokens, [90])
     naive = Naive(llama, centres_of(10, 10), pools=2, chunk=4)
     naive.feed(tokens[0], at_once=True)
-    same_slots(cache, naive)
+    holds_as(cache, naive)
     positions = cache.slots(0).position[0]
     held = [sorted(p for p in head.tolist() if p >= 0) for head in positions]
     assert all(head[0] == 0 and head[-10:] == list(range(80, 90)) for head in held)
@@ -246,26 +227,12 @@ def test_below_its_budget_it_is_dense(llama, ids):
 
 
 def test_a_row_gets_what_it_would_get_alone(llama, ids):
-    tokens, mask = ids(2, 80), torch.ones(2, 80, dtype=torch.int64)
-    mask[1, :13] = 0
-    cache = weir.StreamingCache(llama, "kcenter(budget=12)", chunk=4)
-    together = fed(llama, cache, tokens, [30, 1, 49], mask)
-    for row, padding in ((0, 0), (1, 13)):
-        alone = weir.StreamingCache(llama, "kcenter(budget=12)", chunk=4)
-        wanted = fed(llama, alone, tokens[row : row + 1, padding:], [80 - padding])
-        close_runs(together[row, padding:], wanted[0], llama)
+    rows_read_alone(llama, "kcenter(budget=12)", ids(2, 80), [0, 13], [30, 1, 49], chunk=4)
 
 
 def test_a_stream_goes_on_bit_for_bit_after_it_was_restored(llama, ids, tmp_path):
-    tokens = ids(1, 100)
-    stream = weir.Stream(llama, "kcenter(budget=12)", chunk=4)
-    stream.feed(tokens[:, :50])
-    size = stream.report()["bytes"]
-    stream.save(tmp_path / "session.safetensors")
-    again = weir.Stream.restore(llama, tmp_path / "session.safetensors")
-    one, other = (s.feed(tokens[:, 50:], all_logits=True) for s in (stream, again))
-    assert torch.equal(one, other)
-    assert stream.report()["bytes"] == again.report()["bytes"] == size
+    sizes = restored_goes_on(llama, "kcenter(budget=12)", ids(1, 100), 50, tmp_path, chunk=4)
+    assert len(sizes) == 1
 
 
 def test_squared_distances_of_the_reference():

@@ -68,6 +68,11 @@ def test_a_name_that_is_a_value_is_refused(name):
         pool(name)
 
 
+def test_the_name_of_tokens_that_wait_is_refused():
+    with pytest.raises(WeirError, match="a pool cannot be called new: a cache says so of tokens"):
+        pool("new")
+
+
 def test_a_decorator_without_a_name_is_refused():
     with pytest.raises(WeirError, match="a pool cannot be called <class"):
         pool(made())  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from model_runs import reads_as, restored_goes_on, rows_read_alone
 from reference.snap import pooled_at, snap_of
 from roundings import close, close_runs, off, softmax_off, within
 from torch import Tensor
@@ -409,56 +410,22 @@ def test_a_model_reads_as_with_naive_pools(llama, ids, naive, twins, positions, 
         key = at.rotate(token.key[None], [token.position])[0]
         return (queries @ key * llama.model.layers[at.layer].self_attn.scaling).tolist()
 
-    text = ids(1, 150)
-    twin = naive(
-        llama, twins.pipe(snap_of(16, 4, 5, logits_of=logits_of)), 1, chunk, positions == "rolling"
-    )
+    fold = twins.pipe(snap_of(16, 4, 5, logits_of=logits_of))
+    twin = naive(llama, fold, 1, chunk, positions == "rolling")
     prefill = "full" if whole else "chunked"
     stream = weir.Stream(llama, "snap(16, 4, 5)", chunk=chunk, positions=positions, prefill=prefill)
-    parts = [stream.feed(text[:, :whole], all_logits=True)] if whole else []
-    parts.append(stream.feed(text[:, whole:], all_logits=True))
-    told = [twin.feed(text[0, :whole].tolist(), at_once=True)] if whole else []
-    told.append(twin.feed(text[0, whole:].tolist()))
-    close_runs(torch.cat(parts, dim=1)[0], torch.cat(told), llama)
-    for layer in range(2):
-        held = stream.slots(layer)
-        for head in range(2):
-            position = held.position[0, head]
-            wanted = sorted(t.position for t in twin.slots(layer, head))
-            assert sorted(position[position >= 0].tolist()) == wanted
+    reads_as(stream, twin, ids(1, 150), whole)
 
 
 @pytest.mark.parametrize("prefill", ["chunked", "full"])
 @pytest.mark.parametrize("policy", PIPES)
 def test_a_padded_row_reads_as_it_would_alone(llama, ids, policy, prefill):
-    text, pads = ids(3, 90), [0, 13, 40]
-    mask = torch.ones_like(text)
-    for row, n in enumerate(pads):
-        mask[row, :n] = 0
-    together = weir.StreamingCache(llama, policy, chunk=7, prefill=prefill)
-    with torch.no_grad():
-        both = llama(text, attention_mask=mask, past_key_values=together).logits
-        for row, n in enumerate(pads):
-            alone = weir.StreamingCache(llama, policy, chunk=7, prefill=prefill)
-            single = llama(text[row : row + 1, n:], past_key_values=alone).logits
-            close_runs(both[row, n:], single[0], llama)
-            mine, its = together.slots(1), alone.slots(1)
-            found = its.position[0]
-            held = mine.position[row, :, : found.shape[1]]
-            assert torch.equal(held, found)
+    rows_read_alone(llama, policy, ids(3, 90), [0, 13, 40], chunk=7, prefill=prefill)
 
 
 @pytest.mark.parametrize("policy", PIPES)
 def test_a_restored_stream_goes_on_bit_for_bit_in_the_same_bytes(llama, ids, policy, tmp_path):
-    text = ids(1, 160)
-    stream = weir.Stream(llama, policy, chunk=7)
-    stream.feed(text[:, :73])
-    before = stream.report()["bytes"]
-    stream.save(tmp_path / "s.safetensors")
-    wanted = stream.feed(text[:, 73:], all_logits=True)
-    restored = weir.Stream.restore(llama, tmp_path / "s.safetensors")
-    assert torch.equal(restored.feed(text[:, 73:], all_logits=True), wanted)
-    assert stream.report()["bytes"] == restored.report()["bytes"] == before
+    assert len(restored_goes_on(llama, policy, ids(1, 160), 73, tmp_path, chunk=7)) == 1
 
 
 def test_the_named_policy_holds_its_budget_and_no_more():

@@ -26,8 +26,11 @@ class Token:
 Place = Token | None
 """A half may be shorter than half: then some of its places are empty."""
 
-Coin = Callable[[int, int], float]
-"""From a level and a position to a uniform number."""
+Coin = Callable[[int, int, int], float]
+"""From a level, a position and, in the highest level, a block to a uniform number."""
+
+HIGHEST = 63
+"""The level that is halved into itself."""
 
 
 def dot(x: Iterable[float], y: Iterable[float]) -> float:
@@ -191,10 +194,17 @@ class Tower:
         """Line 13, for the oldest block of a level."""
         mine = self.sets[level]
         size = min(block, max(1, len(mine) - len(mine) % 2))
+        if level == HIGHEST:
+            places = sum(token.position for token in mine[:size] if token is not None)
+            stays = balance(mine[:size], lambda token: self.coin(level, token.position, places))
+            self.sets[level] = [*stays, *mine[size:]]
+            return
         self.sets[level] = mine[size:]
         if level + 1 == len(self.sets):
             self.sets.append([])
-        self.sets[level + 1] += balance(mine[:size], lambda token: self.coin(level, token.position))
+        self.sets[level + 1] += balance(
+            mine[:size], lambda token: self.coin(level, token.position, 0)
+        )
 
 
 @dataclass
@@ -257,7 +267,7 @@ class Balance:
             blocks = [left[i : min(i + block, halved)] for i in range(0, halved, block)]
             left = []
             for part in blocks:
-                left += self.balance(part, lambda token, at=level: self.coin(at, token.position))
+                left += self.balance(part, lambda token, at=level: self.coin(at, token.position, 0))
             if not left:
                 break
             self.main.sets.append([])
@@ -289,7 +299,7 @@ class Balance:
                     (level, place)
                     for place, tower in enumerate(used)
                     for level, tokens in enumerate(tower.sets)
-                    if tokens
+                    if len(tokens) > (level == HIGHEST)
                 ]
             if not ready or not (crowded or self.eager):
                 return

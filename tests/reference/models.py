@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.nemotron import modeling_nemotron
 
+import weir.models  # noqa: F401  (transformers then knows the attention of a Zero Sink)
+
 VOCABULARY = 97
 WINDOW = 24
 """Of sliding layers beside full ones."""
@@ -35,6 +37,7 @@ _LLAMA_LIKE = {
 }
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 # Every expert is chosen: a router that tips over for a rounding is not what is tested here.
+_ZERO_SINK = {"weir_sink": {"kind": "zero"}, "attn_implementation": "weir_zero_sink"}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4}
 _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 4}
 _WIDE = {**_LLAMA_LIKE, "hidden_size": 64}  # heads of 16, for partial rotary embedding
@@ -118,6 +121,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3Config", {**_LLAMA_LIKE, "no_rope_layers": [1, 0]}),
     "gpt-neox": ("GPTNeoXConfig", {**_NO_KV, **_rope("default", partial_rotary_factor=0.25)}),
     "gpt-oss": ("GptOssConfig", {**_LLAMA_LIKE, **_MIXED, **_LOCAL_EXPERTS, "head_dim": 8}),
+    "llama-zero-sink": ("LlamaConfig", {**_LLAMA_LIKE, **_ZERO_SINK}),
+    "qwen3-zero-sink": ("Qwen3Config", {**_LLAMA_LIKE, "head_dim": 16, **_ZERO_SINK}),
+    "gemma2-zero-sink": ("Gemma2Config", _gemma3(attn_logit_softcapping=5.0, **_ZERO_SINK)),
     "apertus": ("ApertusConfig", _LLAMA_LIKE),
     "arcee": ("ArceeConfig", _LLAMA_LIKE),
     "exaone4": ("Exaone4Config", {**_LLAMA_LIKE, **_MIXED}),

@@ -13,17 +13,20 @@ from collections.abc import Callable
 from typing import Any
 
 Logit = Callable[[Any, int, Any, Any], list[float]]
+Sinks = Callable[[Any], list[float]]
 
 
-def softmax(logits: list[float]) -> list[float]:
-    """e^x over its sum."""
+def softmax(logits: list[float], sink: float = -math.inf) -> list[float]:
+    """e^x over its sum, in which a sink of a model counts."""
     top = max(logits)
     powers = [math.exp(x - top) for x in logits]
-    total = math.fsum(powers)
+    total = math.fsum([*powers, math.exp(sink - top)])
     return [p / total for p in powers]
 
 
-def votes_of(tokens: list[Any], window: int, logits_of: Logit, at: Any) -> dict[int, float]:
+def votes_of(
+    tokens: list[Any], window: int, logits_of: Logit, at: Any, sinks_of: Sinks | None = None
+) -> dict[int, float]:
     """What each token before the window gets, by its place."""
     votes: dict[int, list[float]] = {t.position: [] for t in tokens}
     for place in range(max(0, at.seen - window), at.seen):
@@ -31,8 +34,10 @@ def votes_of(tokens: list[Any], window: int, logits_of: Logit, at: Any) -> dict[
         if not seen:
             continue
         by_token = [logits_of(at, place, token, at.queries[place]) for token in seen]
-        for of_head in zip(*by_token, strict=True):
-            for token, share in zip(seen, softmax(list(of_head)), strict=True):
+        heads = list(zip(*by_token, strict=True))
+        sinks = [-math.inf] * len(heads) if sinks_of is None else sinks_of(at)
+        for of_head, sink in zip(heads, sinks, strict=True):
+            for token, share in zip(seen, softmax(list(of_head), sink), strict=True):
                 votes[token.position].append(share)
     return {p: math.fsum(v) for p, v in votes.items() if p < at.seen - window}
 
@@ -44,17 +49,24 @@ def pooled_at(place: int, votes: dict[int, float], kernel: int, average: bool) -
 
 
 def snap_of(
-    budget: int, window: int, kernel: int, average: bool = False, *, logits_of: Logit
+    budget: int,
+    window: int,
+    kernel: int,
+    average: bool = False,
+    *,
+    logits_of: Logit,
+    sinks_of: Sinks | None = None,
 ) -> Callable[..., tuple[list[Any], list[Any]]]:
     """A fold (mine, new, at) -> (mine, gone).
 
     Args:
         budget, window, kernel, average: as in the pool.
         logits_of: (at, place of the query, token, queries) -> a logit for each head of the group.
+        sinks_of: at -> the sink logit of each head of the group; None where the model has none.
     """
 
     def scores(tokens: list[Any], at: Any) -> dict[int, tuple[float, float]]:
-        votes = votes_of(tokens, window, logits_of, at)
+        votes = votes_of(tokens, window, logits_of, at, sinks_of)
         return {
             t.position: (pooled_at(t.position, votes, kernel, average), votes[t.position])
             if t.position in votes

@@ -36,7 +36,7 @@ def streaming_logits(
 
     Args:
         model: a causal language model.
-        ids: [batch, length].
+        ids: [batch, length], or embeddings in their place [batch, length, width].
         sinks: tokens from the start of the stream that stay.
         budget: tokens that stay in all; a new one attends to these and to itself.
         unrotated: layers that do not rotate (or bias) at all.
@@ -56,7 +56,8 @@ def streaming_logits(
     with torch.no_grad():
         for place in range(ids.shape[1]):
             token = ids[:, place : place + 1]
-            out = model(input_ids=token, past_key_values=kept, use_cache=True, **extra)
+            name = "inputs_embeds" if token.is_floating_point() else "input_ids"
+            out = model(**{name: token}, past_key_values=kept, use_cache=True, **extra)
             logits.append(out.logits)
     return torch.cat(logits, dim=1)
 

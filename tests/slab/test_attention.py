@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ class Case:
 
 @st.composite
 def cases(draw, capped: bool = True, apart: bool = True) -> Case:
-    """Calls of all small shapes; `capped` ones have soft-capping or sinks, `apart` ones a != b."""
+    """Calls of all small shapes; `capped` ones may have soft-capping, `apart` ones a != b."""
     batch, kv_heads, group, length = (draw(st.integers(1, 3)) for _ in range(4))
     slots, key_dim, value_dim = (draw(st.integers(1, 7)) for _ in range(3))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
@@ -63,7 +63,7 @@ def cases(draw, capped: bool = True, apart: bool = True) -> Case:
         others = torch.arange(slots) != draw(st.integers(0, slots - 1))
         a, b = a.masked_fill(others, -math.inf), b.masked_fill(others, -math.inf)
     softcap = draw(st.sampled_from([None, 2.0, 30.0])) if capped else None
-    sinks = normal(kv_heads, group) * 3 if capped and draw(st.booleans()) else None
+    sinks = normal(kv_heads, group) * 3 if draw(st.booleans()) else None
     bias = None
     if draw(st.booleans()):
         shape = [batch, kv_heads, group, length, slots]
@@ -325,9 +325,44 @@ def test_logits_beyond_what_exp_can_hold_do_no_harm():
     assert above.item() == pytest.approx(2 * math.e, rel=off(4))
     sunk = Form(1.0, sinks=torch.tensor([[501.0]]))
     zeros = torch.zeros(1, 1, 2)
-    both = two_weight_attention(queries, keys, values, zeros, zeros, sunk)
     wanted = (2 + 4 / math.e) / (1 + 1 / math.e + math.e)
-    assert both.item() == pytest.approx(wanted, rel=off(8))
+    case = Case(queries, keys, values, zeros, zeros, sunk, None)
+    for both in (reference(case), split(case), fused_attention(queries, keys, values, sunk)):
+        assert both.item() == pytest.approx(wanted, rel=off(8))
+
+
+@given(cases(capped=False))
+def test_a_zero_sink_is_a_slot_more_whose_key_and_value_are_zero(case):
+    # StreamingLLM, section 3.3: SoftMax_1 "is equivalent to prepending a token with an all-zero Key
+    # and Value features in the attention computation".
+    batch, kv_heads, group = case.queries.shape[:3]
+    sunk = replace(case, form=Form(case.form.scale, sinks=torch.zeros(kv_heads, group)))
+
+    def with_a_slot(t: Tensor) -> Tensor:
+        return torch.cat([torch.zeros_like(t[:, :, :1]), t], dim=2)
+
+    bias = case.bias
+    if bias is not None:
+        bias = torch.cat([torch.zeros_like(bias[..., :1]), bias], dim=-1)
+    longer = replace(
+        case,
+        keys=with_a_slot(case.keys),
+        values=with_a_slot(case.values),
+        a=with_a_slot(case.a),
+        b=with_a_slot(case.b),
+        form=Form(case.form.scale),
+        bias=bias,
+    )
+    wanted, size, mass, _ = looped(longer)
+    for way in WAYS.values():
+        assert_within(way(sunk), wanted, rounding(case) * size + TINY)
+    got = attention_mass(sunk.queries, sunk.keys, sunk.b, sunk.form, sunk.bias)
+    assert_within(got, mass[:, :, 1:], rounding(case) * mass[:, :, 1:] + TINY)
+    wanted, size, _, _ = looped(replace(longer, a=longer.b))
+    weight = case.b[:, :, None, None]
+    bias = weight if case.bias is None else case.bias + weight
+    got = fused_attention(case.queries, case.keys, case.values, sunk.form, bias)
+    assert_within(got, wanted, rounding(case) * size + TINY)
 
 
 def test_a_query_that_sees_nothing_gets_zero():
@@ -343,7 +378,7 @@ def test_a_query_that_sees_nothing_gets_zero():
     assert attention_mass(queries, keys, empty, Form(0.5)).eq(0).all()
 
 
-def test_only_plain_logits_are_fused():
+def test_logits_that_are_not_capped_are_fused():
     assert fuses(Form(1.0))
+    assert fuses(Form(1.0, sinks=torch.zeros(1, 1)))
     assert not fuses(Form(1.0, softcap=30.0))
-    assert not fuses(Form(1.0, sinks=torch.zeros(1, 1)))

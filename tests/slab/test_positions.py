@@ -13,7 +13,7 @@ from torch import Tensor
 from weir.cache.layer.fold import Folding
 from weir.cache.layer.spec import LayerSpec
 from weir.policies.grammar import policy
-from weir.slab.positions import LayerPositions, Rotary, rolled
+from weir.slab.positions import LayerPositions, Rotary, rolled, rotation_tables
 from weir.slab.slab import Slab
 from weir.slab.spec import Heads
 
@@ -65,6 +65,18 @@ def test_tables_are_for_models_that_rotate_by_themselves(pairs):
     one, two = x.chunk(2, dim=-1)
     got = x * cos + torch.cat([-two, one], dim=-1) * sin
     close(got, its.rotate(x, places[:, None]), ROTATION, size=2 * 1.25 * largest(x))
+
+
+def test_each_type_of_layers_gets_its_own_tables_and_one_without_any_the_first():
+    wide, narrow = Rotary(torch.tensor([1.0, 0.5])), Rotary(torch.tensor([0.25, 0.125]))
+    rotaries = {"full": wide, "sliding": narrow}
+    places = torch.arange(3)
+    for kind, own in (("sliding", narrow), ("full", wide), (None, wide), ("other", wide)):
+        made = rotation_tables(rotaries, kind, places, 4)
+        assert made is not None
+        for mine, wanted in zip(made, own.tables(places, 4), strict=True):
+            assert torch.equal(mine, wanted), kind
+    assert rotation_tables({}, None, places, 4) is None
 
 
 def test_logits_at_four_million_are_those_at_zero():

@@ -1,7 +1,7 @@
 """The slab under pools it has never heard of: they need no change to slab, cache or attention.
 
 Each toy pool here has a twin of a few lines that works on Python lists; a Llama read token by token
-with the twins (`Naive` in conftest) must give the logits that weir gives.
+with the twins (`Naive` in reference/naive.py) must give the logits that weir gives.
 """
 
 from __future__ import annotations
@@ -451,6 +451,11 @@ def a_slab() -> Slab:
     """An empty slab of eight slots, one row and two heads, with every buffer."""
     heads = Heads(2, 1, 4, 4, torch.float32)
     return Slab(SlabSpec(heads, 8, masters=3, mass=True, two_weights=True, frames=True), 1)
+
+
+def test_a_slab_knows_the_sizes_it_was_made_for():
+    heads = Heads(2, 3, 8, 4, torch.bfloat16)
+    assert Slab(SlabSpec(heads, 5), 7).heads(3) == heads
 
 
 def test_taking_slots_leaves_what_was_not_named_empty():

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from weir.models import load
-from weir.stream.answer import LONGEST, AnswerText
+from weir.stream.answer import LONGEST, AnswerText, until_stop
 
 WORDS = ["the", "▁the", "▁", "▁▁", "quick", "▁dog", "s", "é", "▁é", "日本", "."]
 
@@ -175,3 +175,16 @@ def test_what_may_begin_a_stop_is_held_back_until_it_does_not():
     assert pieces("bytes", tokens, ("<|end|>",)) == ["a", "", "<b", "", "", "<|x", ""]
     assert pieces("bytes", tokens[:-1], ("<|end|>",)) == ["a", "", "<b", "", "", "<|"]
     assert pieces("bytes", tokens, ("", "<b")) == ["a", "", "", "", "", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "left"),
+    [
+        ("a.b,c", (",", "."), "a"),
+        ("abc", ("", "x"), "abc"),
+        ("\nab", ("\n",), ""),
+        ("abcd", ("c", "bcd"), "a"),  # the one that begins first, though the other ends in it
+    ],
+)
+def test_a_text_ends_in_front_of_the_first_of_its_stops(text, stops, left):
+    assert until_stop(text, stops) == left

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 import weir
 from weir.errors import WeirError
+from weir.models import set_sink
 from weir.stream.conversation import Conversation
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|end|>"]
@@ -131,6 +132,20 @@ def test_all_that_is_fed_is_the_templates_rendering_of_the_whole(model, template
     )
     assert talk.tokenizer.decode(talk.stream.fed) == talk.tokenizer.decode(whole)
     assert talk.stream.fed == whole
+
+
+@pytest.mark.parametrize("template", [CHATML, INST, None])
+def test_a_learned_sink_stands_in_front_of_the_first_turn_once(model, template, monkeypatch):
+    # INST has the first of the two tokens itself, CHATML none.
+    monkeypatch.setattr(model.config, "weir_sink", {}, raising=False)
+    talk = talk_of(model, template, "</s>")
+    before = talk.turn("Hello")
+    front = talk.tokenizer.convert_tokens_to_ids(["<s>", "<|end|>"])
+    set_sink(model.config, "learnable", front)
+    assert talk.turn("Hello") == [*front, *(before if template is CHATML else before[1:])]
+    tell(talk, "Good day.</s>")
+    list(talk.say("Hello"))
+    assert talk.turn("Bye")[:1] != front[:1]
 
 
 def test_a_turn_feeds_only_what_is_new(model):

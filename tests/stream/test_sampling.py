@@ -44,6 +44,12 @@ def test_a_vast_temperature_draws_from_all_that_can_be_drawn(temperature):
     assert {row[0] for row in drawn(Sampling(temperature), logits)} == {0, 1, 3}
 
 
+@pytest.mark.parametrize("more", [{"temperature": True}, {"temperature": False}, {"top_p": True}])
+def test_true_and_false_are_no_numbers(more):
+    with pytest.raises(WeirError, match=f"{next(iter(more))} must be a number from 0"):
+        Sampling(**more)
+
+
 @pytest.mark.parametrize("temperature", [0, 0.0, Fraction(0), Fraction(1, 10**400)])
 def test_greedy_asks_nothing_of_the_generator(temperature):
     generator = torch.Generator().manual_seed(1)
@@ -77,3 +83,12 @@ def test_a_stream_at_a_tiny_temperature_goes_on_as_the_greedy_one(llama, ids, te
         stream.feed(ids(1, 40))
         tokens.append(list(stream.generate(30, **how)))
     assert tokens[0] == tokens[1] == tokens[2]
+
+
+def test_min_p_draws_from_what_is_nearly_as_likely_as_the_likeliest():
+    logits = torch.tensor([[0.6, 0.3, 0.08, 0.02]]).log()
+    assert {row[0] for row in drawn(Sampling(1.0, min_p=0.4), logits)} == {0, 1}
+    assert {row[0] for row in drawn(Sampling(1.0, min_p=1), logits, 50)} == {0}
+    assert {row[0] for row in drawn(Sampling(1.0, min_p=0.0), logits, 2000)} == {0, 1, 2, 3}
+    with pytest.raises(WeirError, match="min_p must be a number from 0 to 1, not 2"):
+        Sampling(min_p=2)

@@ -131,7 +131,7 @@ WRONG: dict[str, tuple[Callable[[Facts, Tensors], None], str]] = {
     "no policy": (without(0, "policy"), "policy is missing"),
     "a policy that is a number": (fact("policy", to=7), "policy must be a text, not 7"),
     "another policy": (fact("policy", to="streaming_llm(16)"), "kind is not that of a cache"),
-    "a fact too many": (fact("mood", to="good"), "'mood' is no fact of a session"),
+    "a fact too many": (fact("mood", to="good"), "'mood' is a fact too many"),
     "a model that is a list": (fact("model", to=[]), "model must be facts by name, not a list"),
     "an argument of nobody's": (fact("made_with", to={"x": 1}), "made_with.chunk is missing"),
     "a chunk of 2^40": (fact("made_with", "chunk", to=2**40), "take [0-9,]* bytes for 1 row"),
@@ -162,6 +162,9 @@ WRONG: dict[str, tuple[Callable[[Facts, Tensors], None], str]] = {
     "no keys": (without(1, "0.1.keys"), "row 0, layer 1: keys is missing"),
     "no generator": (without(1, "generator"), "generator is missing"),
     "no logits": (without(1, "logits"), "logits is missing"),
+    "logits that are none": (number("logits", 0, 7, to=math.nan), "logits has numbers that no tok"),
+    "endless logits": (number("logits", 0, 7, to=math.inf), "logits has numbers that no token"),
+    "logits of nothing": (number("logits", 0, to=-math.inf), "logits has numbers that no token"),
     "logits of others": (tensor("logits", lambda t: t[:, :-1]), r"logits is \[1, 60\]"),
     "logits in words": (tensor("logits", lambda t: t.long()), "logits is .* of torch.int64"),
     "half a generator": (tensor("generator", lambda t: t[:99]), r"generator is \[99\]"),
@@ -252,6 +255,15 @@ def test_sums_and_queries_that_are_no_numbers_are_refused(llama, files, tmp_path
     tensors[f"0.0.{name}"].flatten()[0] = math.nan
     write(tmp_path / "file", facts, tensors)
     refused(llama, tmp_path / "file", f"row 0, layer 0: {name} has numbers that")
+
+
+@pytest.mark.parametrize("name", ["mask", "numerator", "denominator"])
+@pytest.mark.parametrize("to", [math.nan, 0.25])
+def test_weights_that_attention_would_read_otherwise_are_refused(llama, files, tmp_path, name, to):
+    facts, tensors = files(llama, POLICIES[8])
+    tensors[f"0.1.{name}"][0, 1, 4] = to
+    write(tmp_path / "file", facts, tensors)
+    refused(llama, tmp_path / "file", f"row 0, layer 1: {name} is not what a and b say")
 
 
 @pytest.mark.parametrize(

@@ -82,13 +82,16 @@ def test_a_tokenizer_without_the_words_is_refused(text, sentence):
 # --- books
 
 
-def test_a_book_sample_is_the_start_token_and_a_stretch_of_the_book(words, tokens):
+@pytest.mark.parametrize("front", [[], [0], [0, 7, 9]])
+def test_a_book_sample_is_what_stands_in_front_and_a_stretch_of_the_book(tokens, front):
     for seed in range(20):
-        ids, weight = exercises.book_sample(words, tokens, LENGTH, np.random.default_rng(seed))
-        assert ids[0] == words.start
-        assert places(tokens, ids[1:])
+        rng = np.random.default_rng(seed)
+        ids, weight = exercises.book_sample(np.array(front, dtype=int), tokens, LENGTH, rng)
+        assert ids[: len(front)].tolist() == front
+        assert places(tokens, ids[len(front) :])
         assert ids.shape == weight.shape == (LENGTH,)
-        assert (weight == 1).all()
+        nothing_to_predict = max(1, len(front))
+        assert not weight[:nothing_to_predict].any() and (weight[nothing_to_predict:] == 1).all()
 
 
 # --- segments
@@ -99,7 +102,7 @@ def test_what_has_weight_in_segments_has_followed_the_same_before(words, seed):
     rng = np.random.default_rng(seed)
     row, weight = exercises.segment_sample(words, LENGTH, 3, 16, rng)
     assert row.shape == weight.shape == (LENGTH,)
-    assert row[0] == words.start
+    assert row[0] == words.front[0]
     assert set(row[1:].tolist()) <= set(words.plain.tolist())
     assert 0.2 < weight.mean() < 0.6
     for first, end in runs(weight):
@@ -130,7 +133,7 @@ def test_every_answer_with_weight_was_stated_in_full_before(words, novel, blank)
         rng = np.random.default_rng(seed)
         row, weight = exercises.recall_sample(words, book, LENGTH, plainly, rng)
         assert row.shape == weight.shape == (LENGTH,)
-        assert row[0] == words.start
+        assert row[0] == words.front[0]
         for first, end in runs(weight):
             assert set(row[first:end].tolist()) <= set(words.digits.tolist())
             whole = np.append(row[first - 3 : end], words.stop)
@@ -197,7 +200,7 @@ def test_the_answer_was_said_exactly_so_far_before_it_is_due(words, blank, lengt
         rng = np.random.default_rng(distance)
         row, answer = exercises.recall_exercise(words, blank, distance, length, rng)
         assert row.shape == (length,)
-        assert row[0] == words.start
+        assert row[0] == words.front[0]
         facts = stated(words, row)
         assert len(facts) == len({name for _, name, _ in facts}) == 8
         assert row[-2:].tolist() == [words.verb, words.space]

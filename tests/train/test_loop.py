@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import lzma
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from roundings import close, off
-from transformers import AutoModelForCausalLM
 
 from weir.errors import WeirError
-from weir.models.loading import load
-from weir.train import loop
-from weir.train.loop import Recipe
+from weir.train import corpus, loop
+from weir.train.log import read_log
+from weir.train.loop import Lesson, Recipe
 
 TINY = Recipe(
     tokens=40 * 4 * 192,
@@ -34,6 +31,18 @@ TINY = Recipe(
 @pytest.fixture
 def model(tokenizer):
     return loop.new_model(TINY, tokenizer)
+
+
+@pytest.fixture
+def lesson(tokenizer, tokens):
+    return Lesson.of(TINY, tokenizer, tokens)
+
+
+def of_sink(sink, tokenizer, tokens, **changes):
+    """A recipe of text alone with a sink, its tokenizer, its lesson and its model."""
+    recipe = replace(TINY, sink=sink, exercise_rows=0, **changes)
+    reader = corpus.with_sinks(tokenizer.backend_tokenizer, recipe.kind.count)
+    return recipe, reader, Lesson.of(recipe, reader, tokens), loop.new_model(recipe, reader)
 
 
 def attention_on_start(model, ids):
@@ -63,6 +72,14 @@ def assert_same_weights(left, right):
     [
         ({"width": 30}, "30 wide has no 2 heads of an even size: choose a multiple of 4"),
         ({"length": 191}, "samples of 191 tokens: choose 192 or more"),
+        ({"length": 100, "exercise_rows": 0}, "cannot be taught on samples of 100 tokens"),
+        ({"kv_heads": 3}, "2 heads cannot share 3 KV heads"),
+        ({"optimizer": "sgd"}, "muon or adamw, not 'sgd'"),
+        ({"exercise_rows": 4}, "4 of 4 samples are exercises"),
+        ({"sink": "learnable:0"}, "1 to 64 tokens, not 0: choose none"),
+        ({"sink": "learnable:x"}, "not 'learnable:x'"),
+        ({"sink": "one"}, "none, zero, learnable, .*, not 'one'"),
+        ({"sink": "none:2"}, "not 'none:2'"),
         ({"tokens": 767}, "767 tokens are less than one step .* choose 768 or more"),
     ],
 )
@@ -87,38 +104,67 @@ def test_the_rate_rises_is_held_and_falls_to_zero():
 # --- batches
 
 
-def test_a_batch_depends_on_nothing_but_its_arguments(words, tokens):
-    first = loop.batch(TINY, words, tokens, 30)
+def test_a_batch_depends_on_nothing_but_its_arguments(lesson):
+    first = loop.batch(TINY, lesson, 30)
     np.random.seed(5)
     torch.manual_seed(5)
-    loop.batch(TINY, words, tokens, 7)
-    for left, right in zip(first, loop.batch(TINY, words, tokens, 30), strict=True):
-        assert torch.equal(left, right)
+    loop.batch(TINY, lesson, 7)
+    again = loop.batch(TINY, lesson, 30)
+    for name in ("ids", "weight", "text"):
+        assert torch.equal(getattr(first, name), getattr(again, name))
     for other in (
-        loop.batch(TINY, words, tokens, 31),
-        loop.batch(replace(TINY, seed=1), words, tokens, 30),
+        loop.batch(TINY, lesson, 31),
+        loop.batch(replace(TINY, seed=1), lesson, 30),
     ):
-        assert (first[0] != other[0]).any(dim=1).all(), "every row must be another"
+        assert (first.ids != other.ids).any(dim=1).all(), "every row must be another"
 
 
-def test_losses_are_averaged_apart_and_then_added(words, tokens):
+def test_losses_are_averaged_apart_and_then_added(words, lesson):
     recipe = replace(TINY, rows=8, exercise_rows=3, exercise_weight=0.6)
     for step in (0, 25):
-        ids, weight = loop.batch(recipe, words, tokens, step)
-        assert ids.shape == weight.shape == (8, 192)
-        assert ids.dtype == torch.int64
-        assert (ids == words.start).nonzero()[:, 1].tolist() == [0] * 8
+        given = loop.batch(recipe, lesson, step)
+        assert given.ids.shape == given.weight.shape == given.text.shape == (8, 193)
+        assert given.ids.dtype == torch.int64
+        assert (given.ids == words.front[0]).nonzero()[:, 1].tolist() == [0] * 8
         wanted = torch.tensor([0.6 / 3] * 3 + [1 / 5] * 5)
-        close(weight.sum(dim=1), wanted, terms=192)
+        close(given.weight.sum(dim=1), wanted, terms=193)
+        close(given.text.sum(dim=1), torch.tensor([0.0] * 3 + [1 / 5] * 5), terms=193)
 
 
-def test_exercises_are_segments_first_and_then_mostly_recall(words, tokens):
+@pytest.mark.parametrize(("sink", "front"), [("zero", 0), ("learnable", 1), ("learnable:3", 3)])
+def test_every_sink_sees_the_same_passages_and_is_scored_on_the_same_tokens(
+    tokenizer, tokens, sink, front
+):
+    recipe, _, plain, _ = of_sink("none", tokenizer, tokens)
+    wanted = loop.batch(recipe, plain, 5)
+    recipe, reader, lesson, _ = of_sink(sink, tokenizer, tokens)
+    got = loop.batch(recipe, lesson, 5)
+    assert lesson.front.tolist() == reader("")["input_ids"]
+    assert got.ids.shape == (4, 192 + front)
+    assert (got.ids[:, :front] == torch.from_numpy(lesson.front)).all()
+    assert torch.equal(got.ids[:, front:], wanted.ids)
+    assert torch.equal(got.text[:, front:], wanted.text)
+    assert not wanted.text[:, 0].any() and (wanted.text[:, 1:] > 0).all()
+    # The sink has to say something of the first word; nobody has to foretell the sink.
+    assert not got.weight[:, :front].any() and (got.weight[:, max(1, front) :] > 0).all()
+
+
+@pytest.mark.parametrize("sink", ["zero", "learnable", "learnable:3"])
+def test_every_sink_begins_from_the_same_weights(tokenizer, tokens, sink):
+    plain = of_sink("none", tokenizer, tokens)[3].state_dict()
+    other = of_sink(sink, tokenizer, tokens)[3].state_dict()
+    assert plain.keys() == other.keys()
+    for name, weight in plain.items():
+        assert torch.equal(other[name][: len(weight)], weight), name
+
+
+def test_exercises_are_segments_first_and_then_mostly_recall(words, lesson):
     recipe = replace(TINY, tokens=100 * 4 * 192, only_segments=0.4)
     digits = torch.from_numpy(words.digits)
 
     def recalls(step):
-        ids, weight = loop.batch(recipe, words, tokens, step)
-        answers = [ids[row][weight[row] > 0] for row in range(recipe.exercise_rows)]
+        given = loop.batch(recipe, lesson, step)
+        answers = [given.ids[row][given.weight[row] > 0] for row in range(recipe.exercise_rows)]
         return np.mean([bool(torch.isin(answer, digits).all()) for answer in answers])
 
     assert not any(recalls(step) for step in range(40))
@@ -128,23 +174,26 @@ def test_exercises_are_segments_first_and_then_mostly_recall(words, tokens):
 # --- losses
 
 
-def test_the_loss_is_the_weighted_cross_entropy_of_the_next_token(model, words, tokens):
-    ids, weight = loop.batch(TINY, words, tokens, 3)
-    logits = model(input_ids=ids).logits.double()
+def test_the_losses_are_weighted_cross_entropies_of_the_next_token(model, lesson):
+    given = loop.batch(TINY, lesson, 3)
+    logits = model(input_ids=given.ids).logits.double()
     nll = torch.nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+        logits[:, :-1].flatten(0, 1), given.ids[:, 1:].flatten(), reduction="none"
     )
-    wanted = (nll * weight[:, 1:].flatten()).sum().item()
-    # The model runs in bfloat16, whose 8 bits leave logits near 1 an error of 2^-8.
-    assert loop.weighted_loss(model, ids, weight).item() == pytest.approx(wanted, rel=2**-8)
+    got = loop.losses(model, given.ids, given.weight, given.text)
+    for loss, weight in zip(got, (given.weight, given.text), strict=True):
+        wanted = (nll * weight[:, 1:].flatten()).sum().item()
+        # The model runs in bfloat16, whose 8 bits leave logits near 1 an error of 2^-8.
+        assert loss.item() == pytest.approx(wanted, rel=2**-8)
+    assert got[0].requires_grad and not got[1].requires_grad
 
 
-def test_book_loss_of_a_model_that_knows_nothing_is_that_of_guessing(model, words, tokens):
+def test_book_loss_of_a_model_that_knows_nothing_is_that_of_guessing(model, lesson):
     with torch.no_grad():
         model.model.embed_tokens.weight.zero_()
     # A sum in float32 over 32 rows.
     wanted = pytest.approx(np.log(len(model.lm_head.weight)), rel=off(32 * 191))
-    assert loop.book_loss(model, words, tokens) == wanted
+    assert loop.book_loss(model, lesson) == wanted
 
 
 def test_recall_counts_questions_of_which_every_digit_is_right(words, tokens):
@@ -152,7 +201,7 @@ def test_recall_counts_questions_of_which_every_digit_is_right(words, tokens):
         """Repeats the digits it is fed, and in every second row gets the last one wrong."""
 
         device = torch.device("cpu")
-        config = loop.LlamaConfig(max_position_embeddings=192)
+        config = loop.LlamaConfig(max_position_embeddings=192, vocab_size=4096)
 
         def forward(self, input_ids, use_cache):
             guess = input_ids.roll(-1, dims=1)
@@ -162,20 +211,20 @@ def test_recall_counts_questions_of_which_every_digit_is_right(words, tokens):
     assert loop.recall_accuracy(Answers(), words, tokens, questions=10) == 0.5
 
 
-def test_sink_loss_is_how_many_nats_attention_stays_below_the_share(model, words, tokens):
-    ids, _ = loop.batch(TINY, words, tokens, 0)
+def test_sink_loss_is_how_many_nats_attention_stays_below_the_share(model, lesson):
+    ids = loop.batch(TINY, lesson, 0).ids
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.zero_()  # attention is even: 1 / (i + 1) at query i
-    even = 1 / torch.arange(65, 193, dtype=torch.float64)
+    even = 1 / torch.arange(65, 194, dtype=torch.float64)
     wanted = (np.log(0.8) - (even + 0.01).log()).mean().item()
     assert loop.sink_loss(model, ids, 0.8).item() == pytest.approx(wanted, rel=2**-8)
     assert loop.sink_loss(model, ids, 0.01).item() == 0
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_the_sink_loss_rests_attention_on_the_start_token(model, words, tokens):
-    ids, _ = loop.batch(TINY, words, tokens, 0)
+def test_the_sink_loss_rests_attention_on_the_start_token(model, lesson):
+    ids = loop.batch(TINY, lesson, 0).ids
     stepper = torch.optim.AdamW(model.parameters(), lr=1e-2)
     before = attention_on_start(model, ids)
     for _ in range(40):
@@ -191,29 +240,34 @@ def test_the_sink_loss_rests_attention_on_the_start_token(model, words, tokens):
 
 def train(recipe, tokenizer, tokens, out, **options):
     out.mkdir(exist_ok=True)
-    return loop.train(recipe, tokenizer, tokens, out, compiled=False, **options)
+    lesson = Lesson.of(recipe, tokenizer, tokens)
+    return loop.train(recipe, tokenizer, lesson, out, compiled=False, **options)
 
 
-def test_training_lowers_the_loss_and_writes_it_down(model, tokenizer, words, tokens, tmp_path):
-    before = loop.book_loss(model, words, loop.split(tokens)[1])
+def test_training_lowers_the_loss_and_writes_it_down(model, tokenizer, lesson, tokens, tmp_path):
+    before = loop.book_loss(model, lesson)
     told = []
     trained = train(
         TINY, tokenizer, tokens, tmp_path, look_every=20, on_step=lambda *step: told.append(step)
     )
-    after = loop.book_loss(trained, words, loop.split(tokens)[1])
+    after = loop.book_loss(trained, lesson)
     assert after < before - 1
     assert [step[:2] for step in told] == [(n, 40) for n in range(1, 41)]
-    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [facts["step"] for facts in log] == [20, 40]
-    assert [facts["tokens"] for facts in log] == [20 * 768, 40 * 768]
-    assert log[-1]["book_loss"] == after
-    assert log[-1] == told[-1][2]
+    log = read_log(tmp_path / "loss.csv")
+    assert [facts["step"] for facts in log] == list(range(1, 41))
+    assert [facts["tokens"] for facts in log] == [n * 768 for n in range(1, 41)]
+    assert [facts["step"] for facts in log if facts["held_out_loss"]] == [20, 40]
+    assert log[-1]["held_out_loss"] == after
+    assert all(log[-1][name] == told[-1][2][name] for name in log[-1])
+    assert all(facts["tokens_per_s"] > 0 for facts in log)
 
 
 def test_the_held_out_text_is_not_trained_on(tokens):
-    book, held_out = loop.split(tokens)
-    np.testing.assert_array_equal(np.concatenate([book, held_out]), tokens)
-    assert len(held_out) == pytest.approx(len(tokens) / 100, abs=1)
+    for length in (192, 16):
+        book, held_out = loop.split(tokens, length)
+        np.testing.assert_array_equal(np.concatenate([book, held_out]), tokens)
+        wanted = max(len(tokens) // 100, min(len(tokens) // 10, 8 * length))
+        assert len(held_out) == wanted
 
 
 def test_the_sink_loss_comes_in_when_the_recipe_says(tokenizer, tokens, tmp_path):
@@ -237,10 +291,21 @@ def test_the_sink_loss_comes_in_when_the_recipe_says(tokenizer, tokens, tmp_path
     ]
 
 
-def test_a_run_that_was_broken_off_ends_with_the_weights_of_one_that_was_not(
-    tokenizer, tokens, tmp_path
+@pytest.mark.parametrize(
+    ("sink", "optimizer"), [("taught", "muon"), ("none", "adamw"), ("zero", "muon")]
+)
+def test_a_run_that_was_broken_off_ends_as_one_that_was_not(
+    tokenizer, tokens, tmp_path, sink, optimizer
 ):
-    recipe = replace(TINY, tokens=12 * 768, sinks_after=0.5)
+    exercises = 2 if sink == "taught" else 0
+    recipe = replace(
+        TINY,
+        tokens=12 * 768,
+        sinks_after=0.5,
+        sink=sink,
+        optimizer=optimizer,
+        exercise_rows=exercises,
+    )
     whole = train(recipe, tokenizer, tokens, tmp_path / "whole", look_every=5)
 
     def break_off(step, steps, facts):
@@ -249,6 +314,9 @@ def test_a_run_that_was_broken_off_ends_with_the_weights_of_one_that_was_not(
 
     with pytest.raises(KeyboardInterrupt):
         train(recipe, tokenizer, tokens, tmp_path / "two", look_every=5, on_step=break_off)
+    assert len(read_log(tmp_path / "two" / "loss.csv")) == 8
+    with (tmp_path / "two" / "loss.csv").open("a") as log:
+        log.write("9,6912,5.1")  # a line that was torn when the power went
     told = []
     second = train(
         recipe,
@@ -260,47 +328,47 @@ def test_a_run_that_was_broken_off_ends_with_the_weights_of_one_that_was_not(
     )
     assert told == list(range(6, 13)), "it must go on after the last checkpoint"
     assert_same_weights(weights_of(second), weights_of(whole))
+    logs = [read_log(tmp_path / name / "loss.csv") for name in ("whole", "two")]
+    for left, right in zip(*logs, strict=True):
+        del left["tokens_per_s"], right["tokens_per_s"]
+        assert left == right
+    assert [row["step"] for row in logs[1]] == list(range(1, 13))
+
+
+def test_a_step_in_parts_is_the_step(tokenizer, tokens, tmp_path, monkeypatch):
+    recipe = replace(TINY, tokens=768)
+    train(recipe, tokenizer, tokens, tmp_path / "whole")
+    monkeypatch.setattr(loop, "MOST_LOGITS", 3 * 193 * len(tokenizer))  # three rows, then one
+    parts, losses_of = [], loop.losses
+    monkeypatch.setattr(
+        loop,
+        "losses",
+        lambda model, ids, *more: parts.append(len(ids)) or losses_of(model, ids, *more),
+    )
+    train(recipe, tokenizer, tokens, tmp_path / "parts")
+    assert parts[:2] == [3, 1] and max(parts) == 3
+    whole, in_parts = (read_log(tmp_path / name / "loss.csv")[0] for name in ("whole", "parts"))
+    for name in ("loss", "objective"):  # sums of 4 x 192 losses in float32, in another order
+        assert in_parts[name] == pytest.approx(whole[name], rel=off(4 * 192))
 
 
 def test_a_run_of_another_shape_is_not_taken_up(tokenizer, tokens, tmp_path):
     train(replace(TINY, tokens=768), tokenizer, tokens, tmp_path)
-    with pytest.raises(WeirError, match=r"begun with inner=64, not 96"):
-        train(replace(TINY, inner=96), tokenizer, tokens, tmp_path)
+    for changes, sentence in (
+        ({"inner": 96}, "begun with inner=64, not 96"),
+        ({"sink": "learnable"}, "begun with sink=taught, not learnable"),
+        ({"rate": 1e-3}, "begun with rate=0.02, not 0.001"),
+        ({"seed": 4}, "begun with seed=0, not 4"),
+    ):
+        with pytest.raises(WeirError, match=sentence):
+            train(replace(TINY, tokens=768, **changes), tokenizer, tokens, tmp_path)
 
 
 def test_a_text_too_short_to_hold_some_of_it_out_is_refused(tokenizer, tokens, tmp_path):
-    with pytest.raises(WeirError, match=r"makes 19,000 tokens; it takes 19,200"):
-        train(TINY, tokenizer, tokens[:19_000], tmp_path)
+    with pytest.raises(WeirError, match=r"makes 3,839 tokens; samples of 192 take 3,840"):
+        train(TINY, tokenizer, tokens[:3839], tmp_path)
 
 
-def test_from_books_to_a_folder_with_a_model_and_its_figures(books, tokens, tmp_path):
-    text, out = tmp_path / "books.txt.xz", tmp_path / "deep" / "out"
-    text.write_bytes(lzma.compress("\n\0\n".join(books).encode()))
-    recipe = replace(TINY, tokens=10 * 768)
-    figures = loop.run(recipe, text, out, vocabulary=640, compiled=False)
-
-    reader, tokenizer = load(str(out))
-    assert len(tokenizer) == 640
-    assert next(reader.parameters()).dtype == torch.bfloat16
-    assert figures["parameters"] == sum(p.numel() for p in reader.parameters())
-    np.testing.assert_array_equal(np.load(out / "tokens.npy"), tokens)
-    saved = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    assert figures == loop.figures(saved, tokenizer, loop.split(tokens)[1])
-    assert 1 < figures["book_ppl"] < 640
-    assert 0 <= figures["recall"] <= 1
-
-    told = []
-    again = loop.run(recipe, text, out, compiled=False, on_step=lambda *step: told.append(step))
-    assert again == figures
-    assert told == [], "a run that is done must not be done again"
-    longer = replace(recipe, tokens=12 * 768)
-    loop.run(longer, text, out, compiled=False, on_step=lambda *step: told.append(step[:2]))
-    assert told == [(11, 12), (12, 12)]
-
-
-def test_a_folder_that_cannot_be_made_is_named(books, tmp_path):
-    text, blocked = tmp_path / "books.txt", tmp_path / "blocked"
-    text.write_text(books[0], "utf-8")
-    blocked.write_text("a file, not a folder")
-    with pytest.raises(WeirError, match=r"cannot write to .*blocked"):
-        loop.run(TINY, text, blocked, compiled=False)
+def test_a_loss_that_is_no_number_ends_the_run_by_name(tokenizer, tokens, tmp_path):
+    with pytest.raises(WeirError, match=r"at step \d+ the loss is no number any more"):
+        train(replace(TINY, rate=1e38, sink="none", exercise_rows=0), tokenizer, tokens, tmp_path)

@@ -22,16 +22,16 @@ class Decoding(Contender):
     Attributes:
         model: the model.
         cache: the cache.
-        token: what is fed at every step [1, 1].
+        token: what is fed at every step [rows, 1].
     """
 
-    def __init__(self, model: PreTrainedModel, cache: object) -> None:
+    def __init__(self, model: PreTrainedModel, cache: object, rows: int = 1) -> None:
         self.model = model
         self.cache = cache
-        self.token = torch.ones(1, 1, dtype=torch.int64)
+        self.token = torch.ones(rows, 1, dtype=torch.int64)
 
     def step(self) -> None:
-        """One forward of one token."""
+        """One forward of one token of each row."""
         self.feed(self.token)
 
     def feed(self, ids: Tensor) -> None:
@@ -78,8 +78,8 @@ class Weir(Decoding):
 
     cache: StreamingCache
 
-    def __init__(self, model: PreTrainedModel, policy: str, chunk: int = 64) -> None:
-        super().__init__(model, StreamingCache(model, policy, chunk=chunk))
+    def __init__(self, model: PreTrainedModel, policy: str, chunk: int = 64, rows: int = 1) -> None:
+        super().__init__(model, StreamingCache(model, policy, chunk=chunk, batch=rows), rows)
         self.folds: list[float] = []
         self.cache.on_fold = lambda folded: self.folds.append(folded.seconds)
 

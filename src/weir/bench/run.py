@@ -26,11 +26,12 @@ from weir.bench.figures import (
     memory,
     policies,
     recompute,
+    rows,
 )
 from weir.kernels import paths
 
 # They register.
-_MEASURE = (decode, policies, recompute, answer, halvings, memory, kvpress, kernel, flat)
+_MEASURE = (decode, rows, policies, recompute, answer, halvings, memory, kvpress, kernel, flat)
 
 
 @dataclass

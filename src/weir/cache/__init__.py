@@ -3,24 +3,43 @@
 from weir.cache.cache import Positions, Prefill, StreamingCache
 from weir.cache.contents import Contents
 from weir.cache.forward import Folded, Forward
+from weir.cache.holding import Held, Holding
 from weir.cache.layers import LayerPlan, pipes_of, plan_layers
 from weir.cache.memory import free_memory
+from weir.cache.rowcheck import check_numbers, check_row, check_sizes, row_facts
+from weir.cache.schema import FARTHEST, Kind, Wrong, at, list_of, optional, record, text, whole
 from weir.cache.size import Size, read_bytes, size_of
-from weir.cache.state import RowState
+from weir.cache.state import RowState, check_state
 
 __all__ = [
+    "FARTHEST",
     "Contents",
     "Folded",
     "Forward",
+    "Held",
+    "Holding",
+    "Kind",
     "LayerPlan",
     "Positions",
     "Prefill",
     "RowState",
     "Size",
     "StreamingCache",
+    "Wrong",
+    "at",
+    "check_numbers",
+    "check_row",
+    "check_sizes",
+    "check_state",
     "free_memory",
+    "list_of",
+    "optional",
     "pipes_of",
     "plan_layers",
     "read_bytes",
+    "record",
+    "row_facts",
     "size_of",
+    "text",
+    "whole",
 ]

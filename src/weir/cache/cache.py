@@ -7,22 +7,20 @@ who move them. Knows nothing about what the pools do, nor how a call goes throug
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from weir.cache.contents import Contents, contents_of, report
-from weir.cache.for_transformers import ForTransformers
 from weir.cache.forward import Folded, Forward
+from weir.cache.holding import Holding, holding_of
 from weir.cache.layer import Layer
 from weir.cache.layers import pipes_of, plan_layers, reach_of
 from weir.cache.memory import check_room
+from weir.cache.moving import MovingRows
 from weir.cache.rows import Rows
-from weir.cache.state import RowState, check_facts, check_kind, own_tensors
 from weir.errors import WeirError, shortened, shown
 from weir.models import (
     Endings,
@@ -40,7 +38,7 @@ Prefill = Literal["chunked", "full"]
 Failures = Literal["raise", "keep"]
 
 
-class StreamingCache(ForTransformers):
+class StreamingCache(MovingRows):
     """A KV cache of fixed size for streams without end.
 
     Pass it to `model.generate(..., past_key_values=cache)` or `model(..., past_key_values=cache)`.
@@ -114,7 +112,7 @@ class StreamingCache(ForTransformers):
         self.prefill = prefill
         self.origin = origin
         self.failures = failures
-        self.on_fold: Callable[[Folded], None] | None = None
+        self._on_fold: Callable[[Folded], None] | None = None
         rolling = positions == "rolling"
         pipes = pipes_of(self.policy, describe(served))
         self._device = input_device(served)
@@ -162,7 +160,12 @@ class StreamingCache(ForTransformers):
         return made
 
     def reset(self) -> None:
-        """Forget everything; the next call starts a new stream in each row."""
+        """Forget everything; the next call starts a new stream in each row.
+
+        Raises:
+            WeirError: it is narrowed to some of its rows (`only`).
+        """
+        self._check_wide()
         for layer in self.stack:
             layer.reset()
         self.rows = Rows()
@@ -172,141 +175,23 @@ class StreamingCache(ForTransformers):
         if self._batch is not None:
             self._open(self._batch)
 
+    @property
+    def on_fold(self) -> Callable[[Folded], None] | None:
+        """Called after each forward in which rows folded; see the class."""
+        return self._on_fold
+
+    @on_fold.setter
+    def on_fold(self, listener: Callable[[Folded], None] | None) -> None:
+        if listener is not None and not callable(listener):
+            raise WeirError(
+                f"on_fold is called with what folded, and {shown(listener)} cannot be; give it a "
+                "function, or None"
+            )
+        self._on_fold = listener
+
     def detach(self) -> None:
         """Take weir out of the model; the cache cannot be used any more."""
         detach(self)
-
-    # --- rows that come and go
-
-    def take_row(self, row: int) -> RowState:
-        """The whole state of a row, to be put into this cache or another; the row stays as it is.
-
-        Raises:
-            WeirError: there is no such row.
-        """
-        self._check_row(row)
-        self._check_whole()
-        only = self.rows.select([row])
-        tensors: dict[str, Tensor] = {}
-        lengths = []
-        for index, layer in enumerate(self.stack):
-            its, used = layer.take_row(row)
-            tensors |= {f"{index}.{name}": t for name, t in its.items()}
-            lengths.append(used)
-        facts = {
-            "columns": only.columns,
-            "seen": only.seen[0],
-            "waiting": only.waiting[0],
-            "claimed": only.claimed[0],
-            "last": only.last[0],
-            "ended": only.ended[0],
-            "seed": self.stack[0].seeds[row],
-            "lengths": lengths,
-        }
-        return RowState(self.kind, facts, tensors)
-
-    def put_row(self, row: int, state: RowState) -> None:
-        """Put a row in the place of another, to go on as it would have where it was taken.
-
-        Args:
-            row: which row; of a cache that nothing was fed to, row 0 makes it a cache of one row.
-            state: from `take_row` of any cache of the same model, policy, chunk, positions and
-                origin.
-
-        Raises:
-            WeirError: there is no such row, or the state is of another model, policy, chunk or
-                dtype, or not whole; the row is as it was.
-        """
-        if not isinstance(state, RowState):
-            raise WeirError(f"a row's state is what take_row gives, not {shown(state)}")
-        self._check_whole()
-        if self.rows.batch is None and row == 0 and not isinstance(row, bool):
-            check_kind(self.kind, state.kind)
-            self._open(1)
-        self._check_row(row)
-        check_kind(self.kind, state.kind)
-        check_facts(self.stack, self.chunk, state.facts)
-        own = [own_tensors(layer, state) for layer in self.stack]
-        facts = state.facts
-        other = Rows(
-            facts["columns"],
-            *([facts[name]] for name in ("seen", "waiting", "claimed", "last", "ended")),
-        )
-        for layer, tensors, lengths in zip(self.stack, own, facts["lengths"], strict=True):
-            layer.put_row(row, tensors, lengths, facts["seed"])
-        self.rows = self.rows.with_row(row, other)
-
-    def take_rows(self) -> list[RowState]:
-        """The whole state of every row; none before the first token."""
-        self._check_whole()
-        if self.rows.batch is None or self.stack[0].slab is None:
-            return []
-        return [self.take_row(row) for row in range(self.rows.batch)]
-
-    def put_rows(self, states: Sequence[RowState]) -> None:
-        """Take over rows of another cache in place of all of its own.
-
-        Raises:
-            WeirError: as `put_row`.
-        """
-        for state in states:
-            check_kind(self.kind, state.kind)
-        self.reset()
-        if not states:
-            return
-        self._open(len(states))
-        for row, state in enumerate(states):
-            self.put_row(row, state)
-        self.rows = replace(self.rows, columns=max(state.facts["columns"] for state in states))
-
-    def reset_row(self, row: int, *, seed: int | None = None) -> None:
-        """Empty a row, for a new stream; the others stay as they are.
-
-        Args:
-            row: which row.
-            seed: of its draws; None for the cache's.
-
-        Raises:
-            WeirError: there is no such row, or the seed is none.
-        """
-        if seed is not None and (not fits(seed, int) or seed < 0):
-            raise WeirError(f"seed must be a whole number from 0 on, not {shown(seed)}")
-        self._check_whole()
-        self._check_row(row)
-        for layer in self.stack:
-            layer.reset_row(row, self.origin, self.seed if seed is None else seed)
-        self.rows = self.rows.with_row(row, Rows.empty(1))
-
-    def _open(self, batch: int) -> None:
-        """Make the slots of so many empty rows."""
-        check_room(self.plans, self.policy, batch, self._device)
-        model = self._model()
-        for layer, plan in zip(self.stack, self.plans, strict=True):
-            device = self._device_of(model, plan.spec.index)
-            start = torch.full((batch,), self.origin, dtype=torch.int64, device=device)
-            layer.allocate(plan.heads, batch, start, device, [self.seed] * batch)
-        self.rows = Rows.empty(batch)
-
-    def _device_of(self, model: PreTrainedModel | None, layer: int) -> torch.device:
-        """Where the keys of a layer come to be."""
-        placed = getattr(model, "hf_device_map", None)
-        if model is None or not placed:
-            return self._device
-        module = self.attachment.facts.attentions[layer]
-        held = next(module.parameters(), None)
-        where = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-        if where is not None:
-            return torch.device(where)
-        return self._device if held is None or held.device.type == "meta" else held.device
-
-    def _check_row(self, row: int) -> None:
-        batch = self.rows.batch
-        if batch is None or self.stack[0].slab is None:
-            raise WeirError(
-                "this cache has no rows yet: feed it, or make it with batch=n for n empty rows"
-            )
-        if not fits(row, int) or not 0 <= row < batch:
-            raise WeirError(f"row {shown(row)} does not exist; the rows are 0 to {batch - 1}")
 
     # --- what people, the stream and the command line ask
 
@@ -361,8 +246,22 @@ class StreamingCache(ForTransformers):
             )
         return contents_of(self.stack[layer], self.rows.waiting)
 
+    def holding(self, row: int = 0) -> Holding:
+        """Which tokens of a row are still held, by whom, in all layers.
+
+        Raises:
+            WeirError: nothing was fed yet, or there is no such row.
+        """
+        self._check_whole()
+        self._check_row(row)
+        return holding_of(self.stack, row, self.rows.seen[row], self.rows.waiting[row], self.origin)
+
     def report(self, row: int = 0) -> dict[str, Any]:
-        """Bytes, tokens seen, and per layer its bytes and the slots of every pool in one row."""
+        """Bytes, tokens seen, and per layer its bytes and the slots that one row holds.
+
+        "slots" has them by pool, with the tokens that wait for the next fold as "new"; "held" is
+        their sum.
+        """
         self._check_whole()
         waiting = self.rows.waiting[row] if self.rows.waiting else 0
         return {
@@ -382,31 +281,6 @@ class StreamingCache(ForTransformers):
             "positions": self.positions,
             "prefill": self.prefill,
             "origin": self.origin,
-        }
-
-    @property
-    def kind(self) -> dict[str, Any]:
-        """What a cache must have in common with this one to go on with its rows (`RowState`)."""
-        heads = []
-        for layer, plan in zip(self.stack, self.plans, strict=True):
-            sizes, slab = plan.heads, layer.slab
-            its = [sizes.kv_heads, sizes.group, sizes.key_dim, sizes.value_dim, sizes.dtype]
-            if slab is not None:  # of a model spread over devices, this device's share
-                its[0], its[2:] = (
-                    slab.keys.shape[1],
-                    [
-                        slab.keys.shape[3],
-                        slab.values.shape[3],
-                        slab.keys.dtype,
-                    ],
-                )
-            heads.append([*its[:4], str(its[4]).removeprefix("torch.")])
-        return {
-            "policy": str(self.policy),
-            "chunk": self.chunk,
-            "positions": self.positions,
-            "origin": self.origin,
-            "model": {"kind": self._kind, "layers": len(self.stack), "heads": heads},
         }
 
     # --- what the hooks of the model ask
@@ -430,6 +304,7 @@ class StreamingCache(ForTransformers):
             prefill=self.prefill == "full",
             origin=self.origin,
             without=without,
+            fixed=self._batch is not None,
         )
         if self.rows.batch is None and len(begun.after.seen) > 1:
             check_room(self.plans, self.policy, len(begun.after.seen), self._device)
@@ -448,15 +323,6 @@ class StreamingCache(ForTransformers):
             # An error that is raised knows this frame: held here, it would keep the cache alive.
             failed, self.failed = self.failed, {}
             raise failed[min(failed)]
-
-    def _check_whole(self) -> None:
-        if self.broken:
-            self.attachment.wait()  # it may be folding in another thread
-        if self.broken:
-            raise WeirError(
-                "a call with this cache was interrupted while it folded; reset() it or restore a "
-                "saved session"
-            )
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

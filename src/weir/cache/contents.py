@@ -10,6 +10,7 @@ from torch import Tensor
 
 from weir.cache.layer import Layer
 from weir.errors import WeirError
+from weir.pools import WAITING
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,8 @@ def contents_of(layer: Layer, waiting: list[int]) -> Contents:
     used = steps < torch.tensor(ends, device=steps.device)[:, None]
     position = part.position.masked_fill(~used[:, None], -1)
     pools = torch.full_like(position, -1)
-    names = tuple(pool.name for pool in layer.spec.pipe.pools)
-    for row, lengths in enumerate(layer.lengths):
-        start = 0
-        for pool in (*layer.spec.pipe.front, *layer.spec.pipe.run):
-            pools[row, :, start : start + lengths[pool]] = pool
-            start += lengths[pool]
-        pools[row, :, start : ends[row]] = len(names)
+    for row, end in enumerate(ends):
+        pools[row, :, :end] = pools_of(layer, row, end)
     empty = position < 0
     return Contents(
         position=position,
@@ -67,24 +63,40 @@ def contents_of(layer: Layer, waiting: list[int]) -> Contents:
         keys=part.keys.clone(),
         values=part.values.clone(),
         pool=pools.masked_fill(empty, -1),
-        pools=(*names, "new"),
+        pools=pool_names(layer),
         mass=None if part.mass is None else part.mass.clone(),
     )
 
 
-def report(layer: Layer, row: int, waiting: int) -> dict[str, Any]:
-    """A layer's pipe, its bytes, and the slots that every pool of a row holds, as JSON can hold it.
+def pool_names(layer: Layer) -> tuple[str, ...]:
+    """The pools of a layer in the order of its pipe, and `WAITING` for what waits for a fold."""
+    return (*(pool.name for pool in layer.spec.pipe.pools), WAITING)
 
-    `waiting` tokens are in the row's tail.
+
+def pools_of(layer: Layer, row: int, end: int) -> Tensor:
+    """Which of `pool_names` has each of a row's first `end` slots [end], int64."""
+    pools = torch.full((end,), len(layer.spec.pipe.pools))
+    start = 0
+    for pool in (*layer.spec.pipe.front, *layer.spec.pipe.run):
+        pools[start : start + layer.lengths[row][pool]] = pool
+        start += layer.lengths[row][pool]
+    return pools
+
+
+def report(layer: Layer, row: int, waiting: int) -> dict[str, Any]:
+    """A layer's pipe, its bytes, and the slots that a row holds, by pool and together.
+
+    As JSON can hold it; `waiting` tokens are in the row's tail.
     """
     pools = layer.spec.pipe.pools
     lengths = layer.lengths[row] if layer.slab is not None else [0] * len(pools)
     held: dict[str, int] = {}
     for pool, length in zip(pools, lengths, strict=True):
         held[pool.name] = held.get(pool.name, 0) + length
-    held["new"] = waiting
+    held[WAITING] = waiting
     return {
         "policy": str(layer.spec.pipe),
         "slots": held,
+        "held": sum(held.values()),
         "bytes": 0 if layer.slab is None else layer.slab.nbytes,
     }

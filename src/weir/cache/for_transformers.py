@@ -102,8 +102,9 @@ class ForTransformers(Cache):
         """Keep the rows `indices` [n], in that order; a row may come more than once.
 
         Raises:
-            WeirError: there is no such row, or none is named.
+            WeirError: there is no such row, none is named, or the cache is narrowed (`only`).
         """
+        self._check_wide()
         batch = self.rows.batch
         if batch is None:
             return
@@ -139,3 +140,8 @@ class ForTransformers(Cache):
             "a StreamingCache cannot be pickled or copied shallowly; copy.deepcopy makes a second "
             "one, and weir.Stream saves to a file"
         )
+
+    def _check_wide(self) -> None:
+        """Refuse what changes which rows there are, while some are all there is."""
+        if any(layer.narrowed for layer in self.stack):
+            raise WeirError("this cache is narrowed to some of its rows; leave only() first")

@@ -17,7 +17,7 @@ from weir.cache.layer import Layer, Plan, RowsNotFinite
 from weir.cache.rows import Begun, Rows
 from weir.cache.step import Step
 from weir.errors import NotFiniteError, WeirError
-from weir.slab import Form, Rotary
+from weir.slab import Form, Rotary, rotation_tables
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,7 @@ class Forward:
         self, kind: str | None, width: int, device: torch.device
     ) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines at the places of the call; see `models.hooks.Attending`."""
-        if not self._rotaries:
-            return None
-        rotary = self._rotaries.get(kind) or next(iter(self._rotaries.values()))
-        return rotary.tables(self.plan.positions.to(device), width)
+        return rotation_tables(self._rotaries, kind, self.plan.positions.to(device), width)
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from weir.cache.layer import LayerSpec
 from weir.errors import WeirError
 from weir.models import ModelFacts
 from weir.policies import Pipe, Policy
 from weir.pools import Draws, Recent
-from weir.slab import Heads, SlabSpec
+from weir.slab import Heads, Slab, SlabSpec
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,15 @@ class LayerPlan:
     spec: LayerSpec
     heads: Heads
 
-    @property
+    @cached_property
     def slab(self) -> SlabSpec:
         """Its buffers."""
         return self.spec.slab(self.heads)
+
+    def of(self, slab: Slab | None) -> LayerPlan:
+        """The plan with the heads that the slots were made for, if there are slots."""
+        heads = self.heads if slab is None else slab.heads(self.heads.group)
+        return self if heads == self.heads else replace(self, heads=heads)
 
 
 def pipes_of(policy: Policy, facts: ModelFacts) -> list[Pipe]:

@@ -100,6 +100,7 @@ class Rows:
         prefill: bool,
         origin: int,
         without: Collection[int] = (),
+        fixed: bool = False,
     ) -> Begun:
         """Take in a forward.
 
@@ -109,6 +110,7 @@ class Rows:
             vocabulary: token ids run from 0 to this, exclusive.
             chunk, prefill, origin: as for `plan.cut`; `prefill` counts for a first forward only.
             without: rows whose tokens are left out.
+            fixed: there are as many rows as the cache was made with, also after a reset.
 
         Raises:
             WeirError: the forward does not continue the stream of every row, or none of its rows
@@ -116,7 +118,7 @@ class Rows:
         """
         tokens = _tokens(given)
         batch, length = tokens.shape[:2]
-        self._check_shape(batch, length)
+        self._check_shape(batch, length, fixed)
         if given.get("use_cache") is False:
             # Also where nobody said so: MPT's configurations do.
             raise WeirError(
@@ -181,15 +183,20 @@ class Rows:
         ]
         return Rows(self.columns, *parts)
 
-    def _check_shape(self, batch: int, length: int) -> None:
+    def _check_shape(self, batch: int, length: int, fixed: bool) -> None:
         if length == 0 and self.columns:
             raise WeirError(f"nothing new was fed after {self.columns} tokens; {GO_ON}")
         if length == 0:
             raise WeirError("a prompt of zero tokens was fed; a stream needs at least one")
         if self.seen and batch != self.batch:
+            instead = "use one cache per batch, or reset() it"
+            if fixed:
+                instead = (
+                    "feed all of them, those that get no token with attention_mask 0, or make a "
+                    f"cache with batch={batch}"
+                )
             raise WeirError(
-                f"this cache holds {self.batch} rows but a batch of {batch} was fed; "
-                "use one cache per batch, or reset() it"
+                f"this cache holds {self.batch} rows but a batch of {batch} was fed; {instead}"
             )
 
     def _claim(self, mask: Tensor | None, batch: int, length: int) -> Tensor | None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from weir.cache.layer import Layer
+from weir.cache.layers import LayerPlan
+from weir.cache.rowcheck import check_numbers, check_row, check_sizes, row_facts
+from weir.cache.schema import Wrong, at
 from weir.errors import WeirError, shortened, shown
 from weir.policies import policy_of
-from weir.pools import fits
 
-FACTS = ("policy", "chunk", "positions", "origin", "model")
+FACTS = ("policy", "chunk", "positions", "origin", "model", "weights")
 """What two caches must have in common for a row of one to go on in the other."""
 
 
@@ -22,7 +25,8 @@ class RowState:
 
     Attributes:
         kind: what the cache must be: `policy`, `chunk`, `positions`, `origin`, and of the `model`
-            its type, layers, and the sizes and dtype of each layer's heads; as JSON can hold it.
+            its type, layers, and the sizes and dtype of each layer's heads; and what tells its
+            `weights` from those of others; as JSON can hold it.
         facts: of the row: columns, seen, waiting, claimed, last, ended, seed, and lengths (slots in
             use by layer and pool); as JSON can hold it.
         tensors: `LAYER.NAME` for each buffer of each layer [1, kv_heads, ...], on the device of the
@@ -53,6 +57,8 @@ def check_kind(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
             if name == "model":
                 what = _difference(mine["model"], theirs.get("model"))
                 raise WeirError(f"this row is of another model: {what}")
+            if name == "weights":
+                raise WeirError("this row is of another model, whose weights are others")
             if name == "policy" and _same_policy(mine[name], theirs.get(name)):
                 continue
             raise WeirError(
@@ -78,62 +84,57 @@ def _difference(mine: dict[str, Any], theirs: Any) -> str:
     return "it says more of it than is known here"
 
 
-def check_facts(stack: list[Layer], chunk: int, facts: Any) -> None:
-    """Refuse facts of a row that no row of such a cache can have.
+def check_state(
+    plans: Sequence[LayerPlan], state: RowState, *, vocabulary: int, chunk: int, origin: int
+) -> None:
+    """Refuse a state that no row of such a cache can have, as a session file's are refused.
 
     Args:
-        stack: the cache's layers.
-        chunk: tokens between two folds.
-        facts: `RowState.facts`.
+        plans: every layer of the cache, its heads as they are.
+        state: of the cache's kind (`check_kind`).
+        vocabulary: token ids run from 0 to this, exclusive.
+        chunk, origin: of the cache.
 
     Raises:
-        WeirError: naming the fact.
+        WeirError: naming the fact or the tensor.
     """
-    facts = facts if isinstance(facts, dict) else {}
-    limits = {"columns": None, "seen": None, "waiting": chunk - 1, "claimed": None, "seed": None}
-    for name, limit in limits.items():
-        value = facts.get(name)
-        if not fits(value, int) or value < 0 or (limit is not None and value > limit):
-            raise WeirError(f"{name} of this row's state is {shown(value)}, which no row has")
-    lengths = facts.get("lengths")
-    pools = [layer.spec.pipe.pools for layer in stack]
-    if not isinstance(lengths, list) or len(lengths) != len(stack):
-        raise WeirError(f"lengths of this row's state are not those of {len(stack)} layers")
-    for layer, (its, own) in enumerate(zip(lengths, pools, strict=True)):
-        slots = [pool.slots() for pool in own]
-        if not (isinstance(its, list) and len(its) == len(own)) or not all(
-            fits(n, int) and 0 <= n <= (facts["seen"] if limit is None else limit)
-            for n, limit in zip(its, slots, strict=True)
-        ):
-            raise WeirError(
-                f"lengths of layer {layer} in this row's state are {shown(str(its))}, and its "
-                f"pools hold at most {slots}"
-            )
+    try:
+        facts = state.facts
+        row_facts(plans, vocabulary, chunk)(facts, "")
+        # Whether it was fed through a cache that folds whole prompts, nobody knows.
+        check_row(facts, chunk=chunk, origin=origin, whole_prompt=True)
+        each = _by_layer(state.tensors, len(plans))
+        for layer, (plan, tensors) in enumerate(zip(plans, each, strict=True)):
+            with at(f"layer {layer}"):
+                sizes = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+                check_sizes(plan, sizes, facts["lengths"][layer])
+                check_numbers(plan, tensors, facts, origin)
+    except Wrong as wrong:
+        raise WeirError(f"this row's state is that of no row: {wrong}") from None
+
+
+def _by_layer(tensors: Mapping[str, Tensor], layers: int) -> list[dict[str, Tensor]]:
+    """The tensors of each layer by their own names.
+
+    Raises:
+        Wrong: one is of no layer, or is none.
+    """
+    each: list[dict[str, Tensor]] = [{} for _ in range(layers)]
+    for name, t in tensors.items():
+        layer, _, own = str(name).partition(".")
+        if not layer.isdecimal() or int(layer) >= layers or name != f"{int(layer)}.{own}":
+            raise Wrong(f"{shown(name)} is of no layer")
+        if not isinstance(t, Tensor):
+            raise Wrong(f"{name} is no tensor")
+        each[int(layer)][own] = t
+    return each
 
 
 def own_tensors(layer: Layer, state: RowState) -> dict[str, Tensor]:
-    """The tensors of a state for one layer, checked, on the layer's device."""
-    slab, index = layer.slab, layer.spec.index
+    """The tensors of a state, checked before, for one layer and on its device."""
+    slab = layer.slab
     assert slab is not None
-    found = {}
-    for name, mine in slab.tensors().items():
-        theirs = state.tensors.get(f"{index}.{name}")
-        if theirs is None:
-            raise WeirError(f"this row's state has no {name} of layer {index}")
-        grows = layer.spec.pipe.slots is None and mine.ndim > 2
-        shape = list(mine.shape[1:])
-        own = list(theirs.shape[1:])
-        if grows and len(own) == len(shape):
-            shape[1], own[1] = 0, 0
-        if theirs.ndim != mine.ndim or theirs.shape[0] != 1 or own != shape:
-            raise WeirError(
-                f"{name} of layer {index} in this row's state is {list(theirs.shape)}, and "
-                f"this cache needs {[1, *mine.shape[1:]]}"
-            )
-        if theirs.dtype != mine.dtype:
-            raise WeirError(
-                f"{name} of layer {index} in this row's state is {theirs.dtype}, and this "
-                f"cache has {mine.dtype}"
-            )
-        found[name] = theirs.to(mine.device)
-    return found
+    return {
+        name: state.tensors[f"{layer.spec.index}.{name}"].to(mine.device)
+        for name, mine in slab.tensors().items()
+    }

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from weir.cache.layer import DecodeSlots
-from weir.slab import Form, Rotary
+from weir.slab import Form, Rotary, rotation_tables
 
 
 class Step(Cache):
@@ -69,10 +69,7 @@ class Step(Cache):
         self, kind: str | None, width: int, device: torch.device
     ) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines at the rows' places; see `models.hooks.Attending`."""
-        if not self.rotaries:
-            return None
-        rotary = self.rotaries.get(kind) or next(iter(self.rotaries.values()))
-        return rotary.tables(self.positions, width)
+        return rotation_tables(self.rotaries, kind, self.positions, width)
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form

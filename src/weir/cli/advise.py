@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from weir.cli.app import command
 from weir.cli.common import (
@@ -41,7 +40,7 @@ def advise(
     as_json: AsJson = False,
 ) -> None:
     """Try policies on the beginning of a text, within so much memory, and name one."""
-    from weir.evals.advice import advise as ask
+    from weir.evals import advice
 
     allowed = _bytes(memory)
     model, tokenizer = load_model(model_name)
@@ -51,7 +50,7 @@ def advise(
         def show(policy: str, share: float) -> None:
             bar.update(row, completed=share, note=policy)
 
-        found = ask(
+        found = advice.advise(
             model,
             tokenizer,
             str(text),
@@ -81,13 +80,15 @@ def _bytes(text: str) -> int:
 
 
 def _print(model_name: str, found: Advice) -> None:
+    from rich.table import Table
+
     best = found.best
     if found.everything:
         line = (
             f"all {found.available:,} tokens of the text fit the window of {model_name} and the "
             f"memory ({size(best.kv_bytes)}): take dense, nothing need go"
         )
-        output.print(line, markup=False, highlight=False, soft_wrap=True)
+        output().print(line, markup=False, highlight=False, soft_wrap=True)
         return
     table = Table()
     table.add_column("policy", no_wrap=True)
@@ -96,16 +97,16 @@ def _print(model_name: str, found: Advice) -> None:
     for one in found.tries:
         row = (f"{one.ppl:.2f}", size(one.kv_bytes), f"{one.tokens_per_s:,.0f}")
         table.add_row(one.policy, *row)
-    output.print(table)
+    output().print(table)
     line = (
         f"take {best.policy}: perplexity {best.ppl:.2f} on the first {found.tokens:,} of "
         f"{found.available:,} tokens, {size(best.kv_bytes)} of cache for one stream"
     )
-    output.print(line, markup=False, highlight=False, soft_wrap=True)
+    output().print(line, markup=False, highlight=False, soft_wrap=True)
     idle = [one.policy for one in found.tries if not one.evicted]
     if idle:
         line = (
             f"{found.tokens:,} tokens are too few to tell: nothing was evicted under "
             f"{', '.join(idle)}, so the perplexity there is that of dense; try on more text"
         )
-        output.print(line, markup=False, highlight=False, soft_wrap=True)
+        output().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from weir.cli.app import command
 from weir.cli.common import (
@@ -17,6 +15,7 @@ from weir.cli.common import (
     ModelName,
     interruptible,
     load_model,
+    numbers,
     output,
     print_json,
     progress,
@@ -26,7 +25,7 @@ from weir.cli.common import (
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
-    from weir.evals.attention_error import Row
+    from weir.evals.attention_error import LayerError
 
 RATES = "1/2,1/4,1/8,1/16"
 MOST_SHOWN = 6
@@ -77,7 +76,7 @@ def attention_error(
     As in BalanceKV's section 4.1: each layer gets the exact model's queries, keys and values; the
     first tokens stay exact, a share of the others is kept, and the last queries are asked.
     """
-    from weir.evals.attention_error import ask, mean_rows, measure_error, set_up
+    from weir.evals.attention_error import mean_over_layers, measure_error, set_up, size_policies
     from weir.evals.attention_error.plot import check_plot, write_plot
     from weir.evals.notation import read_policies, takes_budget
     from weir.pools.balance import check_block
@@ -86,7 +85,7 @@ def attention_error(
     if plot is not None:
         check_plot(plot)
     names = read_policies(policy)
-    for size in _numbers("--blocks", blocks):
+    for size in numbers("--blocks", blocks):
         check_block(size)
         names.append(f"balancekv(block={size})")
     shared = [name for name in names if takes_budget(name)]
@@ -102,10 +101,10 @@ def attention_error(
     with waiting(f"tokenising {text}"):
         ids = encode(tokenizer, words, None if tokens is None else tokens)
     setup = set_up(model, len(ids), tokens, queries, exact, whole=not stream, chunk=chunk)
-    asked, missing = ask(names, setup, wanted)
+    sized, missing = size_policies(names, setup, wanted)
     for reason in missing:
         say(f"weir: {reason}")
-    chosen = _numbers("--layers", layers) or None
+    chosen = numbers("--layers", layers) or None
     with interruptible() as interrupt, progress() as bar:
         task = bar.add_task("attention error", total=None, note="")
 
@@ -114,7 +113,7 @@ def attention_error(
             return bool(interrupt)
 
         rows = measure_error(
-            model, ids, asked, setup, layers=chosen, seeds=range(seeds), on_step=show
+            model, ids, sized, setup, layers=chosen, seeds=range(seeds), on_step=show
         )
     if interrupt:
         say(f"interrupted; {len(rows)} measurements were made")
@@ -128,7 +127,7 @@ def attention_error(
         "chunk": chunk if stream else None,
         "seeds": seeds,
         "rows": [row.as_json() for row in rows],
-        "means": mean_rows(rows),
+        "means": mean_over_layers(rows),
         "left_out": missing,
         "interrupted": bool(interrupt),
     }
@@ -140,7 +139,10 @@ def attention_error(
         _print(rows, facts)
 
 
-def _print(rows: list[Row], facts: dict[str, Any]) -> None:
+def _print(rows: list[LayerError], facts: dict[str, Any]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
     layers = sorted({row.layer for row in rows})
     # Of a deep model the mean has to do; --json has every layer.
     shown = layers if len(layers) <= MOST_SHOWN else []
@@ -161,23 +163,14 @@ def _print(rows: list[Row], facts: dict[str, Any]) -> None:
                 f"{mean['kept']:.0%}",
                 f"{1000 * mean['seconds']:.0f} ms",
             )
-        output.print(table)
+        output().print(table)
     how = f"a stream in chunks of {facts['chunk']}" if facts["stream"] else "one prompt"
     line = (
         f"{facts['model']}: relative error of the answers to the last {facts['queries']} of "
         f"{facts['tokens']} tokens, the first {facts['exact']} exact, the text before them "
         f"as {how}, {facts['seeds']} {'seed' if facts['seeds'] == 1 else 'seeds'}"
     )
-    output.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not all(word.isdecimal() for word in words):
-        raise typer.BadParameter(
-            f"{option} takes whole numbers with commas between them, not {text!r}"
-        )
-    return [int(word) for word in words]
+    output().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _rates(text: str) -> list[float]:

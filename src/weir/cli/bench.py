@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from weir.cli.app import command
 from weir.cli.common import AsJson, messages, output, print_json, say
@@ -69,7 +68,7 @@ def bench(
         QUICK if quick else Sizes(),
         flat=tokens,
         kvpress=kvpress,
-        say=lambda what: say(f"measuring {what}") if messages.is_terminal else None,
+        say=lambda what: say(f"measuring {what}") if messages().is_terminal else None,
     )
     made = measure(
         setting,
@@ -105,6 +104,8 @@ def _write(made: Bench, out: Path) -> None:
 
 
 def _print(made: Bench, quick: bool) -> None:
+    from rich.table import Table
+
     from weir.bench.report import machine_line, number, target
 
     table = Table(title="a tiny model: these figures say nothing" if quick else None)
@@ -121,7 +122,7 @@ def _print(made: Bench, quick: bool) -> None:
             target(row),
             {True: "yes", False: "no", None: ""}[row.met],
         )
-    output.print(table)
+    output().print(table)
     for name, dtype, why in made.skipped:
         say(f"not measured: {name} {dtype}: {why}")
-    output.print(machine_line(made), markup=False, highlight=False, soft_wrap=True)
+    output().print(machine_line(made), markup=False, highlight=False, soft_wrap=True)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
 from weir.errors import written
 
 Node = TypeVar("Node", ast.FunctionDef, ast.ClassDef)
-SOURCE = Path(str(resources.files("weir")))
+SOURCE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def chat(
     if session is not None:
         say(f"{conversation.stream.seen:,} tokens seen before")
     with interruptible(noted=math.inf) as interrupt:
-        while (line := _ask(interrupt)) is not None:
+        while (line := _read_line(interrupt)) is not None:
             try:
                 if line.startswith("/"):
                     with interrupt.noting(0):
@@ -85,7 +85,7 @@ def chat(
                 say(f"interrupted{'; nothing has changed' if line.startswith('/') else ''}")
 
 
-def _ask(interrupt: Interrupt) -> str | None:
+def _read_line(interrupt: Interrupt) -> str | None:
     """The next line; None at the end of the input. Ctrl-C at the prompt starts a new line."""
     terminal = sys.stdin.isatty()
     if terminal:
@@ -121,9 +121,9 @@ def _write(answer: Iterator[str], interrupt: Interrupt) -> None:
 
 def _tell_state(conversation: Conversation) -> None:
     report = conversation.stream.report()
-    held = [sum(layer["slots"].values()) for layer in report.get("layers", ())]
+    held = [layer["held"] for layer in report.get("layers", ())]
     slots = f"{max(held):,} slots, " if held else ""
-    messages.print(
+    messages().print(
         f"{conversation.stream.seen:,} tokens seen, {slots}{size(conversation.stream.nbytes)}, "
         f"{conversation.rate:,.0f} tokens/s",
         style="dim",

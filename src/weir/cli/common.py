@@ -7,13 +7,14 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -25,9 +26,22 @@ Chunk = Annotated[int, typer.Option(min=1, help="Tokens taken in between two fol
 Seed = Annotated[int, typer.Option(min=0, help="Seed of all random draws.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
-# Without emoji: rich would make a picture of the `:ID:` in hub:ID:SPLIT.
-messages = Console(stderr=True, emoji=False)
-output = Console(emoji=False)
+
+@cache
+def messages() -> Console:
+    """The terminal for what is not the answer: standard error."""
+    from rich.console import Console
+
+    # Without emoji: rich would make a picture of the `:ID:` in hub:ID:SPLIT.
+    return Console(stderr=True, emoji=False)
+
+
+@cache
+def output() -> Console:
+    """The terminal for answers: standard output."""
+    from rich.console import Console
+
+    return Console(emoji=False)
 
 
 def print_json(facts: Any) -> None:
@@ -39,18 +53,24 @@ def print_json(facts: Any) -> None:
 
 def say(text: str) -> None:
     """One line on standard error, as it is: no markup, and not broken where the terminal ends."""
-    messages.print(text, markup=False, highlight=False, soft_wrap=True)
+    messages().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Show on a terminal that something is under way whose end nobody can foretell."""
-    with messages.status(f"{what} …"):
+    with messages().status(f"{what} …"):
         yield
 
 
-def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_model(
+    name: str, *, encoders: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """`weir.load`, which takes a while and says so.
+
+    Args:
+        name: of the model.
+        encoders: an encoder will do as well.
 
     Raises:
         WeirError: as `load`.
@@ -58,12 +78,14 @@ def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     with waiting(f"loading {name}"):
         from transformers.utils.logging import disable_progress_bar
 
-        from weir.models import is_local, load
+        from weir.models import is_encoder, is_local, load, load_encoder
 
+        if encoders and is_encoder(name):
+            load = load_encoder
         if is_local(name):
             disable_progress_bar()
             return load(name)
-    if messages.is_terminal:
+    if messages().is_terminal:
         say(f"fetching {name} from the Hugging Face Hub")  # which shows bars of its own
     return load(name)
 
@@ -84,9 +106,9 @@ def progress() -> Progress:
         MofNCompleteColumn(),
         TextColumn("{task.fields[note]}", markup=False),
         TimeRemainingColumn(),
-        console=messages,
+        console=messages(),
         transient=True,
-        disable=not messages.is_interactive,
+        disable=not messages().is_interactive,
     )
 
 
@@ -133,6 +155,20 @@ def interruptible(noted: float = 1) -> Iterator[Interrupt]:
         yield interrupt
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """Whole numbers with commas between them.
+
+    Raises:
+        typer.BadParameter: they are none; named by their option.
+    """
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isdecimal() for word in words):
+        raise typer.BadParameter(
+            f"{option} takes whole numbers with commas between them, not {text!r}"
+        )
+    return [int(word) for word in words]
 
 
 def size(nbytes: float) -> str:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from weir.cli.app import command
 from weir.cli.common import (
@@ -25,7 +24,9 @@ from weir.cli.common import (
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
-    from weir.evals.measures import Reader
+    from rich.table import Table
+
+    from weir.evals.measures import PerplexityMeter
 
 
 @command()
@@ -48,7 +49,7 @@ def demo(
     if len(ids) < tokens:
         say(f"the packaged excerpt has {len(ids):,} tokens, not {tokens:,}; all of them are read")
     window = model.config.max_position_embeddings
-    console = messages if as_json else output
+    console = messages() if as_json else output()
     console.print(
         f"nano was trained on {window:,} tokens at a time. "
         f"It now reads {len(ids):,} tokens of {demonstration.TITLE}, once under each policy.",
@@ -58,10 +59,10 @@ def demo(
     task = bar.add_task("reading", total=len(ids), note="tokens")
     with interruptible() as interrupt, Live(console=console, refresh_per_second=8) as live:
 
-        def show(readers: list[Reader]) -> bool:
-            done = readers[0].reading.tokens
+        def show(meters: list[PerplexityMeter]) -> bool:
+            done = meters[0].reading.tokens
             bar.update(task, completed=done)
-            table = _table(readers, window)
+            table = _table(meters, window)
             over = done == len(ids) or bool(interrupt)
             live.update(table if over else Group(table, bar), refresh=over)
             return bool(interrupt)
@@ -96,14 +97,16 @@ def _write(result: dict[str, Any], out: Path) -> None:
         raise WeirError(f"cannot write to {out}: {error.strerror}") from None
 
 
-def _table(readers: list[Reader], window: int) -> Table:
-    done = readers[0].reading.tokens
+def _table(meters: list[PerplexityMeter], window: int) -> Table:
+    from rich.table import Table
+
+    done = meters[0].reading.tokens
     table = Table(title=f"{done:,} tokens read: {done / window:.1f} times the window")
     table.add_column("policy", no_wrap=True)
     for head in ("perplexity", "last block", "cache", "tokens/s"):
         table.add_column(head, justify="right", min_width=8, no_wrap=True)
-    for reader in readers:
-        reading = reader.reading
+    for meter in meters:
+        reading = meter.reading
         last = f"{reading.ppl_by_block[-1]:.1f}" if reading.ppl_by_block else ""
         table.add_row(
             reading.policy,

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from weir.cli.app import command
 from weir.cli.common import AsJson, output, print_json, progress, say
@@ -17,8 +15,10 @@ from weir.cli.stream import Positions
 from weir.errors import written
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from weir.evals.grid import Grid, Worker
-    from weir.evals.results import Column, Record
+    from weir.evals.results import CellRecord, Column
     from weir.evals.results import Table as Figures
 
 USUAL = (128, 256, 384)
@@ -31,7 +31,12 @@ WIDE = 100_000
 @command("eval")
 def evaluate(
     tasks: Annotated[
-        str, typer.Option(help="Tasks with commas between them: 'ppl(tokens=5000), recall'.")
+        str,
+        typer.Option(
+            "--tasks",
+            "--task",
+            help="Tasks with commas between them: 'ppl(tokens=5000), recall'.",
+        ),
     ] = "ppl, recall, streameval, attention-error",
     policies: Annotated[
         str, typer.Option(help="Policies with commas between them; all for every named one.")
@@ -67,6 +72,12 @@ def evaluate(
     cluster: Annotated[
         str | None, typer.Option(help="Run on Ray: local, or a cluster's address.")
     ] = None,
+    images: Annotated[
+        Path | None, typer.Option(help="The folder of images of the task caption.")
+    ] = None,
+    captions: Annotated[
+        Path | None, typer.Option(help="COCO's captions of them, a JSON file.")
+    ] = None,
     show: Annotated[
         bool, typer.Option("--list", help="List tasks, parameters and protocols, and leave.")
     ] = False,
@@ -78,8 +89,8 @@ def evaluate(
     """
     from transformers.utils.logging import disable_progress_bar
 
-    from weir.evals.grid import failures, make_grid, one_by_one, run
-    from weir.evals.results import read_results
+    from weir.evals.grid import make_grid, one_by_one, run
+    from weir.evals.results import failures, read_results
 
     disable_progress_bar()  # there is one bar already
     if show:
@@ -87,7 +98,7 @@ def evaluate(
         return 0
     grid = make_grid(
         [name.strip() for name in model.split(",") if name.strip()],
-        tasks,
+        _with_files(tasks, captions, images),
         policies,
         budgets=_budgets(budgets, protocol),
         seeds=_numbers("--seeds", seeds, 0),
@@ -124,7 +135,7 @@ def evaluate(
         )
     else:
         _print(records)
-        output.print(str(out), markup=False, highlight=False, soft_wrap=True)
+        output().print(str(out), markup=False, highlight=False, soft_wrap=True)
     if failed:
         say(f"weir: {len(failed)} of {len(records)} cells failed; --resume tries them again")
     return 1 if failed else 0
@@ -144,18 +155,43 @@ class _Progress:
         self.shares[number] = share
         self._show(number)
 
-    def ended(self, record: Record) -> None:
+    def ended(self, record: CellRecord) -> None:
         self.done.add(record["cell"])
         self.shares.pop(record["cell"], None)
         if record["status"] == "failed":
             where = f"{record['setting']} of {record['model']} under {record['policy']}"
             say(f"failed: {where}, seed {record['seed']}: {record['reason']}")
+        if missing := record.get("result", {}).get("missing"):
+            some = "; ".join(missing[:5]) + ("; ..." if len(missing) > 5 else "")
+            say(f"{record['task']}: {len(missing)} images were left out: {some}")
         self._show(record["cell"])
 
     def _show(self, number: int) -> None:
         cell = self.grid.cells[number]
         note = f"{cell.task.partition('(')[0]} under {cell.policy}"
         self.bar.update(self.row, completed=len(self.done) + sum(self.shares.values()), note=note)
+
+
+def _with_files(tasks: str, captions: Path | None, images: Path | None) -> str:
+    """The tasks, the files of `caption` put into it.
+
+    Raises:
+        BadParameter: it is not among the tasks, or has them already.
+    """
+    files = {"captions": captions, "images": images}
+    written = ", ".join(f'{name}="{path}"' for name, path in files.items() if path is not None)
+    if not written:
+        return tasks
+    head, found, rest = tasks.partition("caption")
+    if not found or any(f"{name}=" in rest.replace(" ", "") for name, it in files.items() if it):
+        raise typer.BadParameter(
+            "--captions and --images are the files of a task caption that is written without them: "
+            "--task caption"
+        )
+    if not rest.startswith("("):
+        return f"{head}caption({written}){rest}"
+    inner = rest[1:].lstrip()
+    return f"{head}caption({written}{'' if inner.startswith(')') else ', '}{inner}"
 
 
 def _budgets(text: str | None, paper: str | None) -> list[int]:
@@ -176,7 +212,9 @@ def _numbers(option: str, text: str, least: int) -> list[int]:
     return [int(word) for word in words]
 
 
-def _print(records: list[Record]) -> None:
+def _print(records: list[CellRecord]) -> None:
+    from rich.text import Text
+
     from weir.evals.results import by_distance, overviews
 
     for found in [*overviews(records), *by_distance(records)]:
@@ -185,7 +223,7 @@ def _print(records: list[Record]) -> None:
             table = _table(found, columns)
             if len(parts) > 1:
                 table.title = Text(f"{found.title} ({number} of {len(parts)})")
-            output.print(table)
+            output().print(table)
 
 
 def _fitting(found: Figures) -> list[Sequence[Column]]:
@@ -195,7 +233,7 @@ def _fitting(found: Figures) -> list[Sequence[Column]]:
     begin = 0
     for end in range(1, len(columns) + 1):
         is_last = end == len(columns)
-        if is_last or _width(_table(found, columns[begin : end + 1])) > output.width:
+        if is_last or _width(_table(found, columns[begin : end + 1])) > output().width:
             parts.append(columns[begin:end])
             begin = end
     return parts
@@ -203,11 +241,14 @@ def _fitting(found: Figures) -> list[Sequence[Column]]:
 
 def _width(table: Table) -> int:
     """Of a table none of whose lines is broken; its title may be."""
-    return output.measure(table, options=output.options.update(width=WIDE)).maximum
+    return output().measure(table, options=output().options.update(width=WIDE)).maximum
 
 
 def _table(found: Figures, columns: Sequence[Column]) -> Table:
     """Some of the columns, beside all of the policies."""
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(title=Text(found.title), title_justify="left")
     table.add_column("policy", overflow="fold")
     for column in columns:
@@ -226,6 +267,8 @@ def _table(found: Figures, columns: Sequence[Column]) -> Table:
 
 
 def _list(as_json: bool) -> None:
+    from rich.text import Text
+
     from weir.evals.grid import PROTOCOLS
     from weir.evals.tasks import TASKS
 
@@ -242,14 +285,14 @@ def _list(as_json: bool) -> None:
     if as_json:
         print_json({"tasks": found, "protocols": papers})
         return
-    output.print(Text("Tasks", style="bold"))
+    output().print(Text("Tasks", style="bold"))
     for row in found:
-        output.print(Text(f"  {row['name']}({row['parameters']})", "cyan"), soft_wrap=True)
-        output.print(Text(f"      {row['about']}"), soft_wrap=True)
-    output.print(Text("\nProtocols", style="bold"))
+        output().print(Text(f"  {row['name']}({row['parameters']})", "cyan"), soft_wrap=True)
+        output().print(Text(f"      {row['about']}"), soft_wrap=True)
+    output().print(Text("\nProtocols", style="bold"))
     for row in papers:
-        output.print(Text(f"  {row['name']}", "cyan"))
-        output.print(Text(f"      {row['about']}"), soft_wrap=True)
+        output().print(Text(f"  {row['name']}", "cyan"))
+        output().print(Text(f"      {row['about']}"), soft_wrap=True)
 
 
 def _parameters(make: Any) -> str:

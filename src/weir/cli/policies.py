@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from rich.padding import Padding
-from rich.text import Text
-
 from weir.cli.app import command
 from weir.cli.catalogue import Entry, read_policies, read_pools
 from weir.cli.common import AsJson, output, print_json
@@ -25,17 +22,22 @@ def policies(as_json: AsJson = False) -> None:
             }
         )
         return
-    output.print(Text("Policies", style="bold"))
+    from rich.text import Text
+
+    output().print(Text("Policies", style="bold"))
     for entry in named:
         it_is = [f"= {entry.pipe}"] if entry.pipe else []
         _print(entry, *it_is, entry.about, f"({entry.paper})")
-    output.print(Text("\nPools", style="bold"))
+    output().print(Text("\nPools", style="bold"))
     for entry in pools:
         _print(entry, entry.about)
-    output.print("\nA pipe is pools with | between them: sink(4) | recent(252)", markup=False)
+    output().print("\nA pipe is pools with | between them: sink(4) | recent(252)", markup=False)
 
 
 def _print(entry: Entry, *lines: str) -> None:
-    output.print(Text(f"  {entry.name}({entry.parameters})", "cyan"), soft_wrap=True)
+    from rich.padding import Padding
+    from rich.text import Text
+
+    output().print(Text(f"  {entry.name}({entry.parameters})", "cyan"), soft_wrap=True)
     for line in lines:
-        output.print(Padding(Text(line), (0, 0, 0, 6), expand=False))
+        output().print(Padding(Text(line), (0, 0, 0, 6), expand=False))

@@ -28,4 +28,4 @@ def report(
         print_json({"pages": [str(page) for page in pages]})
         return
     for page in pages:
-        output.print(str(page), markup=False, highlight=False, soft_wrap=True)
+        output().print(str(page), markup=False, highlight=False, soft_wrap=True)

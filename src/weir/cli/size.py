@@ -38,11 +38,12 @@ def size(
     """
     from weir.cache import read_bytes, size_of
     from weir.errors import WeirError
-    from weir.models import skeleton
+    from weir.models import sink_of, skeleton
 
     room = None if memory is None else read_bytes(memory)
     pace = None if bandwidth is None else read_bytes(bandwidth)
-    found = size_of(skeleton(model_name, dtype=dtype), policy, chunk=chunk)
+    model = skeleton(model_name, dtype=dtype)
+    found, sink = size_of(model, policy, chunk=chunk), sink_of(model.config)
     streams = None if room is None else found.streams_in(room)
     facts: dict[str, Any] = {
         "model": model_name,
@@ -51,6 +52,7 @@ def size(
         "dtype": found.dtype,
         "layers": len(found.slots),
         "slots": list(found.slots),
+        "sink": {"kind": sink.kind, "tokens": list(sink.tokens), "slots": sink.slots},
         "stream_bytes": found.stream,
         "weights_bytes": found.weights,
         "step_bytes": {"weights": found.step_weights, "each_stream": found.step_stream},
@@ -90,6 +92,13 @@ def _show(facts: dict[str, Any]) -> None:
             f"{for_people(step['each_stream'])}",
         ),
     ]
+    sink = facts["sink"]
+    if sink["kind"] == "zero":
+        lines.insert(1, ("sink", "a Zero Sink, which needs no slot"))
+    elif sink["kind"] == "learnable":
+        count = sink["slots"]
+        said = "a learned token" if count == 1 else f"{count} learned tokens"
+        lines.insert(1, ("sink", f"{said} in front of every text, so sink({count}) is enough"))
     if facts["streams"] is not None:
         room = for_people(facts["memory_bytes"])
         lines.append(("streams", f"{facts['streams']:,} fit into {room} beside the weights"))
@@ -100,4 +109,4 @@ def _show(facts: dict[str, Any]) -> None:
             text += f", {paces['all']:,.0f} of all {facts['streams']:,} together"
         lines.append(("pace", f"{text}, at {for_people(facts['bandwidth_bytes_per_s'])}/s"))
     for name, text in lines:
-        output.print(f"{name:<9} {text}", markup=False, highlight=False, soft_wrap=True)
+        output().print(f"{name:<9} {text}", markup=False, highlight=False, soft_wrap=True)

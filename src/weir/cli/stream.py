@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from weir.cli.app import command
 from weir.cli.common import (
@@ -98,6 +97,8 @@ def stream(
 
 def _print(model_name: str, reading: Reading, ended: str | None) -> None:
     """A table of the blocks, and what there is to say of all; `ended` is why it stops early."""
+    from rich.table import Table
+
     table = Table()
     for head in ("tokens", "perplexity", "cache"):
         table.add_column(head, justify="right")
@@ -108,7 +109,7 @@ def _print(model_name: str, reading: Reading, ended: str | None) -> None:
         last = min(first + reading.block, reading.tokens)
         mark = ", interrupted" if ended and last == reading.tokens else ""
         table.add_row(f"{first + 1:,} to {last:,}{mark}", f"{ppl:.2f}", size(held))
-    output.print(table)
+    output().print(table)
     lines = [
         *([ended] if ended else []),
         f"{model_name} under {reading.policy}: perplexity {reading.ppl:.3f} over "
@@ -120,4 +121,4 @@ def _print(model_name: str, reading: Reading, ended: str | None) -> None:
     if reading.memory_growth is not None:
         lines.append(f"process memory since token 5,000: +{size(reading.memory_growth)}")
     for line in lines:
-        output.print(line, markup=False, highlight=False, soft_wrap=True)
+        output().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,84 +1,211 @@
-"""`weir train`: a small model from text, the recipe of the packaged `nano`."""
+"""`weir train`: a small model from text, with the sink one wants; nano's recipe by default."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from weir.cli.app import command
 from weir.cli.common import AsJson, Seed, output, print_json, progress, say
+from weir.errors import WeirError
+
+if TYPE_CHECKING:
+    from weir.train import Preset, Recipe
+
+BOOKS = "Books: UTF-8, plain or .xz, parted by lines with a NUL byte."
+Books = Annotated[Path, typer.Option(help=BOOKS)]
+PresetName = Annotated[
+    str, typer.Option(help="nano, small (two cores), medium or large (160 million; a GPU).")
+]
+Compiled = Annotated[bool, typer.Option(help="Compile the model; faster after a minute.")]
 
 
 @command()
 def train(
-    text: Annotated[
-        Path, typer.Option(help="Books: UTF-8, plain or .xz, parted by lines with a NUL byte.")
-    ],
     out: Annotated[Path, typer.Option(help="Folder for the model; a run found there goes on.")],
-    tokens: Annotated[int, typer.Option(min=10_000, help="Tokens to train on.")] = 32_000_000,
+    text: Annotated[Path | None, typer.Option(help=BOOKS)] = None,
+    preset: PresetName = "nano",
+    sink: Annotated[
+        str | None,
+        typer.Option(help="none, zero, learnable, learnable:N, or taught, which is nano's."),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens to train on; as many as the text is good for."),
+    ] = None,
     vocabulary: Annotated[
-        int, typer.Option(min=300, max=65_535, help="Tokens the tokenizer has.")
-    ] = 4096,
-    width: Annotated[int, typer.Option(min=32, help="Of the hidden states.")] = 256,
-    layers: Annotated[int, typer.Option(min=1, help="Of the model.")] = 4,
-    length: Annotated[int, typer.Option(min=192, help="Tokens in a sample: the window.")] = 512,
-    rows: Annotated[int, typer.Option(min=2, help="Samples in a step.")] = 16,
-    rate: Annotated[float, typer.Option(min=0.0, help="Highest learning rate.")] = 4e-3,
+        int | None, typer.Option(min=300, max=65_000, help="Tokens the tokenizer has.")
+    ] = None,
+    exercises: Annotated[
+        str, typer.Option(help="Recall exercises: on, off, or auto, where the text has the words.")
+    ] = "auto",
+    width: Annotated[int | None, typer.Option(min=8, help="Of the hidden states.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Of the model.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Of a layer, KV heads alike.")] = None,
+    length: Annotated[
+        int | None, typer.Option(min=16, help="Tokens of text in a sample: the window.")
+    ] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Samples in a step.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="muon or adamw.")] = None,
+    rate: Annotated[float | None, typer.Option(min=0.0, help="Highest learning rate.")] = None,
     seed: Seed = 0,
-    compiled: Annotated[
-        bool, typer.Option(help="Compile the model; faster after a minute.")
-    ] = True,
+    compiled: Compiled = True,
+    images: Annotated[
+        bool,
+        typer.Option("--images", help="Draw shapes, and train a model that says what they are."),
+    ] = False,
+    steps: Annotated[int | None, typer.Option(min=1, help="Of a training on images.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a Llama-shaped model on books and recall exercises.
+    """Train a Llama-shaped model on books, with an attention sink of your choice.
 
-    A run that was interrupted goes on where its last checkpoint was.
+    A run that was interrupted goes on where its last checkpoint was. On several GPUs: `accelerate
+    launch --no_python weir train ...`.
     """
     from transformers.utils.logging import disable_progress_bar
 
-    from weir.train import Recipe, run
+    from weir.train import Processes
 
     disable_progress_bar()
+    if images:
+        from weir.cli.train_images import train_on_images
 
-    recipe = Recipe(
-        tokens=tokens,
-        rows=rows,
-        length=length,
-        width=width,
-        layers=layers,
-        inner=3 * width,
-        rate=rate,
-        exercise_rows=max(1, rows * 5 // 16),
-        seed=seed,
-    )
-    with progress() as bar:
-        task = bar.add_task("training", total=recipe.steps, note="tokenising the books")
-
-        def show(step: int, steps: int, facts: dict[str, Any]) -> None:
-            note = f"loss {facts['loss']:.3f}"
-            if "recall" in facts:
-                say(
-                    f"step {step}: {facts['tokens']:,} tokens, book loss {facts['book_loss']:.3f}, "
-                    f"recall {facts['recall']:.2f}"
-                )
-            bar.update(task, completed=step, note=note)
-
-        try:
-            figures = run(recipe, text, out, vocabulary=vocabulary, compiled=compiled, on_step=show)
-        except KeyboardInterrupt:
-            say("the same command goes on from the last checkpoint, if there is one yet")
-            raise
-    facts = {"out": str(out), "recipe": asdict(recipe), **figures}
-    if as_json:
-        print_json(facts)
+        if text is not None:
+            raise typer.BadParameter("--images draws what it trains on; leave out --text")
+        shape = {"steps": steps, "rows": rows, "width": width, "layers": layers, "rate": rate}
+        train_on_images(out, {**shape, "seed": seed}, as_json)
         return
-    output.print(
+    if text is None:
+        raise typer.BadParameter("give --text, the books to train on; or --images")
+    if steps is not None:
+        raise typer.BadParameter("--steps is for --images; how long a text is read says --tokens")
+    chosen = preset_of(preset)
+    if vocabulary is not None:
+        chosen = replace(chosen, vocabulary=vocabulary)
+    recipe = _recipe(
+        chosen,
+        exercises,
+        {
+            "sink": sink,
+            "tokens": tokens,
+            "width": width,
+            "layers": layers,
+            "heads": heads,
+            "length": length,
+            "rows": rows,
+            "optimizer": optimizer,
+            "rate": rate,
+            "seed": seed,
+        },
+    )
+    figures = carry_out(
+        replace(chosen, recipe=recipe),
+        text,
+        out,
+        exercises=exercises,
+        fit_tokens=tokens is None,
+        compiled=compiled,
+    )
+    if not Processes.speaks_here():
+        return
+    if as_json:
+        print_json({"out": str(out), **figures})
+        return
+    recall = "" if figures["recall"] is None else f"; recall {figures['recall']:.1%}"
+    output().print(
         f"{out}: {figures['parameters']:,} parameters; held-out book perplexity "
-        f"{figures['book_ppl']:.2f}; recall {figures['recall']:.1%}",
+        f"{figures['book_ppl']:.2f}{recall}",
         markup=False,
         highlight=False,
         soft_wrap=True,
     )
+
+
+def preset_of(name: str) -> Preset:
+    """The preset of a name.
+
+    Raises:
+        WeirError: there is none.
+    """
+    from weir.train import PRESETS
+
+    if name not in PRESETS:
+        raise WeirError(f"a preset is {', '.join(PRESETS)}, not {name!r}")
+    return PRESETS[name]
+
+
+def _recipe(chosen: Preset, exercises: str, given: dict[str, Any]) -> Recipe:
+    """The preset's recipe with what was given in its place, and what follows from that."""
+    from weir.train import EXERCISES, ROOM
+
+    if exercises not in EXERCISES:
+        raise WeirError(f"exercises are {', '.join(EXERCISES)}, not {exercises!r}")
+    recipe = chosen.recipe
+    changes = {name: value for name, value in given.items() if value is not None}
+    if "heads" in changes:
+        changes["kv_heads"] = changes["heads"]
+    if "width" in changes:
+        changes["inner"] = max(8, recipe.inner * changes["width"] // recipe.width)
+    rows = changes.get("rows", recipe.rows)
+    length = changes.get("length", recipe.length)
+    if exercises == "on" or (recipe.exercise_rows and exercises == "auto"):
+        if exercises == "auto" and (length < ROOM or rows < 2):
+            say(f"training on the text alone: exercises take samples of {ROOM} tokens, and 2 rows")
+            changes["exercise_rows"] = 0
+        else:
+            changes["exercise_rows"] = max(1, rows * 5 // 16)
+    elif exercises == "off":
+        changes["exercise_rows"] = 0
+    return replace(recipe, **changes)
+
+
+def carry_out(
+    preset: Preset,
+    text: Path,
+    out: Path,
+    *,
+    exercises: str = "auto",
+    fit_tokens: bool = False,
+    compiled: bool = True,
+) -> dict[str, Any]:
+    """Run a recipe with progress on standard error; what `weir.train.run` gives back."""
+    from weir.train import Processes, run
+
+    speaks = Processes.speaks_here()
+
+    def tell(note: str) -> None:
+        if speaks:
+            say(note)
+
+    with progress() as bar:
+        task = bar.add_task("training", total=None, note="tokenising the books", visible=speaks)
+
+        def show(step: int, steps: int, facts: dict[str, Any]) -> None:
+            note = f"loss {facts['loss']:.3f}, {facts['tokens_per_s']:,.0f} tokens/s"
+            if "held_out_loss" in facts:
+                recall = f", recall {facts['recall']:.2f}" if "recall" in facts else ""
+                tell(
+                    f"step {step} of {steps}: {facts['tokens']:,} tokens, loss "
+                    f"{facts['loss']:.3f}, held-out loss {facts['held_out_loss']:.3f}{recall}, "
+                    f"{facts['tokens_per_s']:,.0f} tokens/s"
+                )
+            bar.update(task, completed=step, total=steps, note=note)
+
+        try:
+            return run(
+                preset.recipe,
+                text,
+                out,
+                vocabulary=preset.vocabulary,
+                exercises=exercises,
+                fit_tokens=fit_tokens,
+                compiled=compiled,
+                on_step=show,
+                on_note=tell,
+            )
+        except KeyboardInterrupt:
+            tell("the same command goes on from the last checkpoint, if there is one yet")
+            raise

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir.errors import WeirError
-from weir.evals.measures import STEP, Reader
+from weir.evals.measures import STEP, PerplexityMeter
 from weir.evals.notation import with_budget
 from weir.stream import Stream, read_stream
 
@@ -188,11 +188,11 @@ def _try(
     seed: int,
     told: Callable[[float], None],
 ) -> Try:
-    reader = Reader(Stream(model, policy, chunk=chunk, seed=seed))
+    meter = PerplexityMeter(Stream(model, policy, chunk=chunk, seed=seed))
     for piece in sample.split(STEP):
-        reader.take(piece)
-        told(reader.reading.tokens / len(sample))
-    found = reader.reading
-    held = [sum(layer["slots"].values()) for layer in reader.stream.report()["layers"]]
+        meter.take(piece)
+        told(meter.reading.tokens / len(sample))
+    found = meter.reading
+    held = [layer["held"] for layer in meter.stream.report()["layers"]]
     evicted = min(held) < found.tokens
     return Try(policy, budget, found.kv_bytes, found.ppl, found.tokens_per_s, evicted)

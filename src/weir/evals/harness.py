@@ -18,10 +18,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir.cache import Positions, Prefill, StreamingCache
 from weir.errors import WeirError
-from weir.evals.measures import answer, cut, likelihoods, padded
-from weir.models import load
+from weir.evals.measures import generate_answer, likelihoods, padded
+from weir.models import ModelSink, load, sink_of, transformers_model
 from weir.policies import Policy, Recompute, policy_of
-from weir.stream import Stream
+from weir.stream import Stream, render_chat, until_stop
 
 
 class WeirLM(TemplateLM):
@@ -125,6 +125,11 @@ class WeirLM(TemplateLM):
         options = {"add_special_tokens": add_special_tokens, "verbose": False}
         return list(self.tokenizer(string, **options)["input_ids"])
 
+    @property
+    def sink(self) -> ModelSink:
+        """The sink that the model was trained with; tokens of its own stand first in a context."""
+        return sink_of(transformers_model(self.model).config)
+
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
@@ -135,13 +140,8 @@ class WeirLM(TemplateLM):
         """
         if self.tokenizer.chat_template is None:
             raise WeirError("this model has no chat template; leave out --apply_chat_template")
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
+        return render_chat(
+            self.tokenizer, chat_history, add_generation_prompt=add_generation_prompt
         )
 
     # --- the three questions
@@ -156,7 +156,8 @@ class WeirLM(TemplateLM):
         lengths = [len(context) + len(asked) for _, context, asked in requests]
         found: dict[int, tuple[float, bool]] = {}
         for batch in self._batches(lengths, "loglikelihood", disable_tqdm):
-            _, contexts, asked = zip(*(requests[i] for i in batch), strict=True)
+            contexts = [self.sink.first(requests[i][1]) for i in batch]
+            asked = [requests[i][2] for i in batch]
             said = likelihoods(self.stream, contexts, asked)
             for i, one in zip(batch, said, strict=True):
                 found[i] = (one.total, one.greedy)
@@ -168,12 +169,15 @@ class WeirLM(TemplateLM):
     ) -> list[float]:
         """Log-likelihood of each whole text, read as one stream from its first token on."""
         texts = [str(request.args[0]) for request in requests]
-        tokens = [self.tok_encode(text) for text in texts]
+        sink = self.sink
+        front = list(sink.tokens) or [self.prefix_token_id]
+        # What stands in front of a text is given, not asked for.
+        tokens = [sink.first(self.tok_encode(text))[len(sink.tokens) :] for text in texts]
         found: dict[int, float] = {}
         lengths = [len(row) for row in tokens]
         for batch in self._batches(lengths, "loglikelihood_rolling", disable_tqdm):
             asked = [tokens[i] for i in batch]
-            said = likelihoods(self.stream, [[self.prefix_token_id]] * len(batch), asked)
+            said = likelihoods(self.stream, [front] * len(batch), asked)
             for i, one in zip(batch, said, strict=True):
                 found[i] = one.total
                 self.cache_hook.add_partial("loglikelihood_rolling", (texts[i],), one.total)
@@ -186,7 +190,7 @@ class WeirLM(TemplateLM):
         for i, request in enumerate(requests):
             ways.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
         for places in ways.values():
-            contexts = [self.tok_encode(str(requests[i].args[0])) for i in places]
+            contexts = [self.sink.first(self.tok_encode(str(requests[i].args[0]))) for i in places]
             lengths = [len(row) for row in contexts]
             for batch in self._batches(lengths, "generate_until", disable_tqdm):
                 way = dict(requests[places[0]].args[1])
@@ -204,7 +208,7 @@ class WeirLM(TemplateLM):
         if isinstance(self.policy, Recompute):
             known = {name: options[name] for name in SAMPLING if name in options}
             return [
-                answer(self.stream(), self.tokenizer, row, most, stops, **known).text
+                generate_answer(self.stream(), self.tokenizer, row, most, stops, **known).text
                 for row in contexts
             ]
         pad = self.tokenizer.pad_token_id
@@ -221,7 +225,7 @@ class WeirLM(TemplateLM):
         )
         new = written[:, ids.shape[1] :]
         texts = self.tokenizer.batch_decode(new, skip_special_tokens=True)
-        return [cut(text, stops) for text in texts]
+        return [until_stop(text, stops) for text in texts]
 
     def _batches(self, lengths: list[int], what: str, quiet: bool) -> list[list[int]]:
         """Places of the requests, those of like length together, the longest first."""

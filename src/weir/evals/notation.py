@@ -7,25 +7,22 @@ parenthesis or a space.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from weir.errors import PolicyError, WeirError
-from weir.policies import Reader, called, policy_of
-from weir.pools import CONSTANTS
+from weir.policies import NUMBER, Parser, called, nearest, policy_of
+from weir.pools import CONSTANTS, WORD
 
 _BARE = re.compile(r"""[^\s,()'"=]+""")
 _QUOTED = re.compile(r"""'([^']*)'|"([^"]*)\"""")
-_NUMBER = re.compile(r"[-+]?[0-9]+(_[0-9]+)*")
-_FRACTION = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
 
-class _TaskReader(Reader):
-    """Reads tasks: calls whose names may have a hyphen and whose values may be texts."""
+class _TaskParser(Parser):
+    """Parses tasks: calls whose names may have a hyphen and whose values may be texts."""
 
-    name = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+    name = re.compile(rf"{WORD.pattern}(-\w+)*")
     kind = "a task"
 
     def value(self) -> Any:
@@ -35,11 +32,9 @@ class _TaskReader(Reader):
             return quoted.group(1) if quoted.group(2) is None else quoted.group(2)
         if (bare := _BARE.match(self.text, self.at)) is None:
             raise self.wrong("expected a value")
-        self.at = bare.end()
-        if _NUMBER.fullmatch(bare.group()):
-            return int(bare.group())
-        if _FRACTION.fullmatch(bare.group()):
-            return float(bare.group())
+        at, self.at = self.at, bare.end()
+        if NUMBER.fullmatch(bare.group()):
+            return self.number(bare.group(), at)
         return CONSTANTS.get(bare.group().lower(), bare.group())
 
 
@@ -50,19 +45,19 @@ def read_tasks(text: str, known: Mapping[str, Any]) -> list[Any]:
         WeirError: one cannot be read, or nothing is known by its name; the message points at the
             character and says the nearest name.
     """
-    reader = _TaskReader(text)
+    parser = _TaskParser(text)
     made = []
     try:
         while True:
-            call = reader.call()
+            call = parser.call()
             if call.name not in known:
                 problem = f"no task is called {call.name!r}"
-                raise reader.wrong(problem, call.at, sorted(known))
-            made.append(reader.make(call, known[call.name]))
-            if not reader.take(","):
+                raise parser.wrong(problem, call.at, sorted(known))
+            made.append(parser.make(call, known[call.name]))
+            if not parser.take(","):
                 break
-        if reader.at < len(text):
-            raise reader.wrong("expected ',' or the end")
+        if parser.at < len(text):
+            raise parser.wrong("expected ',' or the end")
     except PolicyError as error:
         raise WeirError(str(error)) from None
     return made
@@ -74,12 +69,12 @@ def read_policies(text: str) -> list[str]:
     Raises:
         PolicyError: one cannot be read or makes no sense.
     """
-    reader = Reader(text)
-    found = [str(reader.part())]
-    while reader.take(","):
-        found.append(str(reader.part()))
-    if reader.at < len(text):
-        raise reader.wrong("expected '|', ',' or the end")
+    parser = Parser(text)
+    found = [str(parser.part())]
+    while parser.take(","):
+        found.append(str(parser.part()))
+    if parser.at < len(text):
+        raise parser.wrong("expected '|', ',' or the end")
     return found
 
 
@@ -107,5 +102,5 @@ def with_budget(policy: str, budget: int) -> str:
 
 def near(word: str, words: Iterable[str]) -> str:
     """A hint at the nearest of some words, for the middle of a sentence; empty if none is near."""
-    found = difflib.get_close_matches(word, list(words), 1)
-    return f", did you mean {found[0]!r}?" if found else ""
+    found = nearest(word, words)
+    return "" if found is None else f", did you mean {found!r}?"

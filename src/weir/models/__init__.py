@@ -1,5 +1,6 @@
 """What weir must know of a model, and how it gets inside."""
 
+from weir.models.embedding import embed
 from weir.models.endings import Endings
 from weir.models.facts import (
     DROPPING,
@@ -9,25 +10,51 @@ from weir.models.facts import (
     input_device,
     transformers_model,
 )
-from weir.models.hooks import attach, compile_steps, detach
-from weir.models.loading import ASSETS, is_local, load, skeleton
+from weir.models.hooks import Attachment, attach, compile_steps, detach
+from weir.models.images import PICTURES, Images, images_of
+from weir.models.loading import (
+    ASSETS,
+    is_encoder,
+    is_local,
+    load,
+    load_encoder,
+    load_processor,
+    skeleton,
+)
+from weir.models.sinks import ModelSink, set_sink, sink_at_work, sink_of, zero_sink_attention
 from weir.models.vocabulary import check_ids, out_of_range
+from weir.models.weights import fingerprint, weights_of
 
 __all__ = [
     "ASSETS",
     "DROPPING",
+    "PICTURES",
+    "Attachment",
     "Endings",
+    "Images",
     "LayerFacts",
     "ModelFacts",
+    "ModelSink",
     "attach",
     "check_ids",
     "compile_steps",
     "describe",
     "detach",
+    "embed",
+    "fingerprint",
+    "images_of",
     "input_device",
+    "is_encoder",
     "is_local",
     "load",
+    "load_encoder",
+    "load_processor",
     "out_of_range",
+    "set_sink",
+    "sink_at_work",
+    "sink_of",
     "skeleton",
     "transformers_model",
+    "weights_of",
+    "zero_sink_attention",
 ]

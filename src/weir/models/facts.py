@@ -18,21 +18,26 @@ from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from weir.errors import WeirError
+from weir.models.images import BOTH_WAYS, CAUSAL, TEXT_ONLY, Images, images_of
+from weir.models.sinks import ModelSink, sink_at_work, sink_of
 from weir.models.turns import turns_of
 from weir.slab import Alibi, Heads, LayerPositions, Rotary
 
 INTERFACE_FAMILIES = frozenset(
     """llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 olmo2 smollm3 gpt_neox gpt_oss
     apertus arcee exaone4 granite granitemoe ministral mixtral nemotron olmo olmo3 olmoe persimmon
-    phi qwen2_moe qwen3_moe seed_oss stablelm starcoder2""".split()
+    phi qwen2_moe qwen2_vl_text qwen2_5_vl_text qwen3_moe seed_oss stablelm starcoder2""".split()
 )
 """Model types whose attention goes through transformers' attention interface."""
 
 OWN_FAMILIES = frozenset({"falcon", "mpt", "bloom"})
 """Model types with attention of their own; `families` has what it takes to serve them."""
 
-MULTIMODAL = frozenset({"gemma3"})
-"""Model types around a decoder of another type; weir streams their text."""
+SUNK = frozenset({"gpt_oss"})
+"""Model types with sink logits of their own, one for each head, which they have learned."""
+
+MULTIMODAL = CAUSAL | TEXT_ONLY
+"""Model types around a decoder of another type; of some weir streams the text only (`images`)."""
 
 DROPPING = frozenset({"phi3"})
 """Model types whose `generate` drops a cache that is true once the text is as long as the original
@@ -66,6 +71,8 @@ class ModelFacts:
             a model does not tell its layers apart.
         config: the configuration that says which attention is used.
         vocabulary: token ids run from 0 to this, exclusive.
+        sink: the attention sink it was trained with.
+        images: what there is to know of its images; None for a text model.
     """
 
     kind: str
@@ -76,6 +83,8 @@ class ModelFacts:
     rotations: dict[str | None, Rotary]
     config: Any
     vocabulary: int
+    sink: ModelSink
+    images: Images | None = None
 
     @property
     def sliding(self) -> int | None:
@@ -132,6 +141,8 @@ def _describe(model: PreTrainedModel, config: Any, reach: int | None) -> ModelFa
         rotations=known,
         config=config,
         vocabulary=config.vocab_size,
+        sink=_sink(config),
+        images=images_of(model.config),
     )
 
 
@@ -198,8 +209,12 @@ def attention_modules(decoder: nn.Module) -> list[nn.Module]:
 
 
 def _refuse(model: PreTrainedModel, config: Any) -> None:
-    kind = config.model_type
+    kind, outer = config.model_type, model.config.model_type
     types = getattr(config, "layer_types", None) or []
+    if outer in BOTH_WAYS - MULTIMODAL:
+        raise WeirError(
+            f"the tokens of an image attend both ways in {outer}; weir streams causal decoders only"
+        )
     if model.config.is_encoder_decoder or config.is_encoder_decoder:
         raise WeirError(f"{kind} is an encoder-decoder; weir streams decoders only")
     if getattr(config, "kv_lora_rank", None):
@@ -214,7 +229,6 @@ def _refuse(model: PreTrainedModel, config: Any) -> None:
         )
     if getattr(config, "use_bidirectional_attention", False):
         raise WeirError(f"this {kind} attends both ways; weir streams causal decoders only")
-    outer = model.config.model_type
     if kind not in INTERFACE_FAMILIES | OWN_FAMILIES or outer not in MULTIMODAL | {kind}:
         known = ", ".join(sorted(INTERFACE_FAMILIES | OWN_FAMILIES | MULTIMODAL))
         raise WeirError(f"weir does not know how {outer} attends; it serves {known}")
@@ -236,6 +250,20 @@ def _refuse_closed(kind: str, modules: list[nn.Module]) -> None:
             f"the attention of this {kind} cannot be replaced: its code does not use transformers' "
             f"attention interface (transformers {transformers.__version__}; a newer one may)"
         )
+
+
+def _sink(config: Any) -> ModelSink:
+    """The model's sink, where its attention has it.
+
+    Raises:
+        WeirError: the configuration says one thing and the attention does another.
+    """
+    if sink_of(config).kind == "zero" and config.model_type in OWN_FAMILIES | SUNK:
+        raise WeirError(
+            f"the attention of {config.model_type} takes no Zero Sink, and the model's "
+            "configuration says that it was trained with one"
+        )
+    return sink_at_work(config)
 
 
 def _layer_type(config: Any, index: int) -> str | None:

@@ -29,9 +29,11 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from weir.errors import WeirError
 from weir.models.compiling import Compiled, CompiledStep, Compiling
+from weir.models.embedding import mismatch
 from weir.models.facts import ModelFacts, describe, input_device
 from weir.models.methods import Around
 from weir.models.own_attention import install, unmasked
+from weir.models.sinks import SUNK_ATTENTION
 from weir.models.turns import turns_of, wait_for_others
 from weir.slab import Form
 
@@ -128,6 +130,7 @@ class Attachment:
         self.caches: weakref.WeakSet[Any] = weakref.WeakSet()
         self.running: Attending | None = None
         self._turns = turns_of(facts.config)
+        self._attention = "weir" if facts.sink.kind != "zero" else SUNK_ATTENTION
         self._alone = False
         self._signature = inspect.signature(facts.decoder.forward)
         self._forward = Around(facts.decoder, "forward", self._call)
@@ -186,7 +189,8 @@ class Attachment:
                 raise WeirError(
                     "this cache was made for another model; a cache serves one model only"
                 )
-            _refuse_images(given)
+            if self.facts.images is not None:
+                self.facts.images.check(given)
             _refuse_checkpointing(self.facts.decoder)
             _refuse_weightless(self.facts.decoder)
             if not self._alone:
@@ -195,7 +199,7 @@ class Attachment:
             previous = self.facts.config._attn_implementation
             running: Running | None = cache.begin(given)
             try:
-                self._set_attention("weir")
+                self._set_attention(self._attention)
                 while running is not None:
                     self.running = running
                     try:
@@ -203,6 +207,9 @@ class Attachment:
                     except BaseException as error:
                         running = running.abandon(error)
                         if running is None:
+                            told = mismatch(error)
+                            if told is not None:
+                                raise told from None
                             raise
                     else:
                         running = running.finish()
@@ -272,12 +279,6 @@ class Attachment:
 
 _MORE = ("output_hidden_states", "output_attentions")
 """What a compiled step does not return."""
-
-
-def _refuse_images(given: dict[str, Any]) -> None:
-    kinds = given.get("token_type_ids")
-    if given.get("pixel_values") is not None or (kinds is not None and bool(kinds.any())):
-        raise WeirError("the tokens of an image attend both ways; weir streams text only")
 
 
 def _refuse_checkpointing(decoder: Any) -> None:
@@ -398,4 +399,13 @@ def weir_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
+def weir_sink_attention(
+    module: nn.Module, query: Tensor, key: Tensor, *others: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """`weir_attention` of a model with a Zero Sink: every head has a sink logit of zero."""
+    options["s_aux"] = query.new_zeros(query.shape[1])
+    return weir_attention(module, query, key, *others, **options)
+
+
 AttentionInterface.register("weir", weir_attention)
+AttentionInterface.register(SUNK_ATTENTION, weir_sink_attention)

@@ -11,21 +11,30 @@ from typing import Any
 import torch
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from weir.errors import WeirError
+from weir.models.images import images_of
+from weir.models.sinks import attend_by_sink, begin_with_sink, sink_of
 
 ASSETS = Path(str(resources.files("weir"))) / "assets"
+DEEPEST = 2000
+"""Layers of a model that a configuration is believed; each takes a while to make, bare as it is."""
 
 
 def load(
     name: str, *, dtype: str | torch.dtype = "auto", device: str | torch.device | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal language model, ready to read, and its tokenizer.
+    """A causal language model, or one that sees images, ready to read, and its tokenizer.
 
     Args:
         name: `"nano"` for the packaged model, a folder, or a Hub id.
@@ -36,17 +45,54 @@ def load(
     Raises:
         WeirError: there is no such model, or it cannot be read.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "nano" and dtype == "auto":
-        dtype = torch.float32 if str(device) == "cpu" else torch.bfloat16
-    wanted = _dtype(dtype)
+    return _loaded(name, AutoModelForCausalLM, "a causal language model", dtype, device)
+
+
+def load_encoder(
+    name: str, *, dtype: str | torch.dtype = "auto", device: str | torch.device | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """An encoder such as BERT, which weir can look into and does not stream, and its tokenizer.
+
+    Arguments and errors as for `load`.
+    """
+    return _loaded(name, AutoModel, "an encoder", dtype, device)
+
+
+def is_encoder(name: str) -> bool:
+    """Whether a model is an encoder: made for masked tokens, and not set up as a decoder.
+
+    Raises:
+        WeirError: there is no such model, or its configuration cannot be read.
+    """
+    place, where = _place(name)
+    with _told_as(where):
+        config: Any = AutoConfig.from_pretrained(place, trust_remote_code=False)
+    decodes = getattr(config, "is_decoder", False) or config.is_encoder_decoder
+    return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not decodes
+
+
+def _loaded(
+    name: str,
+    kind: Any,
+    what: str,
+    dtype: str | torch.dtype,
+    device: str | torch.device | None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model of a kind, one of transformers' Auto classes, that is called `what`."""
+    device = device or _device()
+    wanted = _dtype(name, dtype, device)
     place, where = _place(name)
     with _told_as(where):
         config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+    attend_by_sink(config)
     with _told_as(f"{name} has no tokenizer that transformers can read"):
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-    with _told_as(f"{name} cannot be read as a causal language model"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+        # For GPT-2 and others transformers makes one out of nothing; every text is empty to it.
+        raise WeirError(f"{name} has no tokenizer files: save them beside the model")
+    begin_with_sink(tokenizer, sink_of(config))
+    with _told_as(f"{name} cannot be read as {what}"):
+        loaded: Any = _class_for(config, kind).from_pretrained(
             place,
             config=config,
             dtype=wanted,
@@ -62,17 +108,22 @@ def load(
     return model.eval(), tokenizer
 
 
-def skeleton(name: str, *, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
+def skeleton(
+    name: str, *, dtype: str | torch.dtype = "auto", device: str | torch.device | None = None
+) -> PreTrainedModel:
     """A causal language model without weights, on the device `meta`: its shapes and no more.
 
     Args:
         name: `"nano"`, a folder, a `config.json`, or a Hub id; weights are not looked for.
-        dtype: of the weights; "auto" is what the configuration says, float32 if it says nothing.
+        dtype: of the weights; "auto" is what `load` would take: what the configuration says,
+            float32 if it says nothing.
+        device: where it would live; by default a GPU if there is one.
 
     Raises:
-        WeirError: there is no configuration, or it is of no causal language model.
+        WeirError: there is no configuration, it is of no causal language model, or of one that is
+            deeper than any (`DEEPEST`).
     """
-    wanted = _dtype(dtype)
+    wanted = _dtype(name, dtype, device or _device())
     path = Path(name).expanduser()
     if path.is_file():
         place, where = str(path), f"{name} is no configuration of a model"
@@ -82,13 +133,48 @@ def skeleton(name: str, *, dtype: str | torch.dtype = "auto") -> PreTrainedModel
         raise WeirError(f"the folder {name} has no config.json, which says how large a model is")
     with _told_as(where):
         config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+    attend_by_sink(config)
+    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > DEEPEST:
+        raise WeirError(
+            f"the configuration of {name} says {layers:,} layers, and no model has more than "
+            f"{DEEPEST:,}"
+        )
     if wanted == "auto":
         wanted = getattr(config, "dtype", None) or torch.float32
     with _told_as(f"{name} is no causal language model"), torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = _class_for(config, AutoModelForCausalLM).from_config(
             config, dtype=wanted, trust_remote_code=False
         )
     return model.eval()
+
+
+def load_processor(name: str) -> ProcessorMixin:
+    """The processor of a model that sees images: it makes token ids and pixels of text and images.
+
+    Args:
+        name: a folder, or a Hub id.
+
+    Raises:
+        WeirError: there is no such model, or it has no processor for images.
+    """
+    place, where = _place(name)
+    with _told_as(where):
+        found = AutoProcessor.from_pretrained(place, trust_remote_code=False)
+    if not isinstance(found, ProcessorMixin) or not hasattr(found, "image_processor"):
+        raise WeirError(
+            f"{name} has no processor for images, so it sees none; a model that sees images has a "
+            "processor_config.json or a preprocessor_config.json beside its weights"
+        )
+    return found
+
+
+def _class_for(config: Any, kind: Any) -> Any:
+    """The Auto class that makes the model with this configuration, where one of `kind` is asked."""
+    if kind is not AutoModelForCausalLM or images_of(config) is None:
+        return kind
+    # To transformers gemma3 is a causal language model, images or not.
+    return kind if config.model_type == "gemma3" else AutoModelForImageTextToText
 
 
 def is_local(name: str) -> bool:
@@ -109,8 +195,9 @@ def _place(name: str) -> tuple[str, str]:
 
 def _check_weights(name: str, found: dict[str, Any]) -> None:
     """Refuse what transformers would fill up with random numbers."""
-    if found["missing_keys"]:
-        missing = sorted(found["missing_keys"])
+    # What stands on top of an encoder is not in every file of its weights, and not looked at.
+    missing = sorted(key for key in found["missing_keys"] if not key.startswith("pooler."))
+    if missing:
         raise WeirError(f"{name} lacks {len(missing)} of its weights, {missing[0]} for one")
     if found["mismatched_keys"]:
         wrong = sorted(str(key[0]) for key in found["mismatched_keys"])
@@ -120,7 +207,15 @@ def _check_weights(name: str, found: dict[str, Any]) -> None:
         )
 
 
-def _dtype(dtype: str | torch.dtype) -> Any:
+def _device() -> str:
+    """Where models live if nobody says so."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _dtype(name: str, dtype: str | torch.dtype, device: str | torch.device) -> Any:
+    """A dtype, or "auto" where the model's files say which."""
+    if name == "nano" and dtype == "auto":
+        dtype = torch.float32 if str(device) == "cpu" else torch.bfloat16
     found = dtype if dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."), None)
     if found != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise WeirError(f"dtype must be 'auto', 'float32', 'bfloat16' or 'float16', not {dtype!r}")

@@ -6,11 +6,12 @@ Knows nothing about caches or attention.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
 import weakref
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import nn
@@ -50,18 +51,42 @@ def wait_for_others(module: nn.Module, taking: CodeType) -> None:
         module: the module; the turn to call it is the caller's.
         taking: the code of the function that takes turns; a call within it is one that waits.
     """
+    # By frame, whether it calls the module: each is looked into once (`_self_of`).
+    judged: dict[FrameType, bool] = {}
     while any(
-        _calls(frame, module, taking)
+        _calls(frame, module, taking, judged)
         for thread, frame in sys._current_frames().items()
         if thread != threading.get_ident()
     ):
         time.sleep(1e-3)
 
 
-def _calls(frame: Any, module: nn.Module, taking: CodeType) -> bool:
+def _calls(
+    frame: FrameType | None, module: nn.Module, taking: CodeType, judged: dict[FrameType, bool]
+) -> bool:
     """Whether a thread whose innermost frame this is calls the module, not taking turns."""
     while frame is not None and frame.f_code is not taking:
-        if frame.f_code is _CALL and frame.f_locals.get("self") is module:
-            return True
+        if frame.f_code is _CALL:
+            if frame not in judged:
+                judged[frame] = _self_of(frame) is module
+            if judged[frame]:
+                return True
         frame = frame.f_back
     return False
+
+
+def _self_of(frame: FrameType) -> object:
+    """The module that a frame of another thread is a call of.
+
+    Before Python 3.13, `f_locals` copies the frame's variables into a dictionary that the frame
+    keeps. The other thread must not leave the frame meanwhile, or what is copied is freed memory:
+    so nothing may run that lets it go on, as freeing a tensor does. Hence no garbage is collected,
+    and nobody asks a frame twice, which would free what the dictionary held before.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return frame.f_locals.get("self")
+    finally:
+        if collecting:
+            gc.enable()

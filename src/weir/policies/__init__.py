@@ -1,7 +1,7 @@
 """What a policy is, how it is written, and every one that has a name."""
 
 from weir.policies import library  # noqa: F401  (its policies get their names)
-from weir.policies.grammar import Reader, called, policy, policy_of
+from weir.policies.grammar import NUMBER, Parser, called, nearest, policy, policy_of
 from weir.policies.naming import named
 from weir.policies.pipe import Pipe, Policy
 from weir.policies.pyramid import Pyramid
@@ -10,15 +10,17 @@ from weir.policies.registry import NAMED, Called, Named
 
 __all__ = [
     "NAMED",
+    "NUMBER",
     "Called",
     "Named",
+    "Parser",
     "Pipe",
     "Policy",
     "Pyramid",
-    "Reader",
     "Recompute",
     "called",
     "named",
+    "nearest",
     "policy",
     "policy_of",
 ]

@@ -1,6 +1,6 @@
 """How policies are written, and what is wrong with one that cannot be read.
 
-A recursive-descent reader. It finds pools and named policies in their registers, and parameters in
+A recursive-descent parser. It finds pools and named policies in their registers, and parameters in
 their signatures, so that a new one needs no line here.
 """
 
@@ -10,7 +10,7 @@ import difflib
 import inspect
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -33,7 +33,7 @@ def policy(text: str | Policy) -> Policy:
     if not isinstance(text, str):
         kind = type(text).__name__
         raise WeirError(f"a policy is text like 'sink(4) | recent(252)', not of type {kind}")
-    return Reader(text).policy()
+    return Parser(text).policy()
 
 
 policy_of = policy
@@ -49,9 +49,9 @@ def called(text: str) -> Called | None:
     Raises:
         PolicyError: what stands first cannot be read.
     """
-    reader = Reader(text)
-    call = reader.call()
-    if reader.at < len(text) or call.name not in NAMED:
+    parser = Parser(text)
+    call = parser.call()
+    if parser.at < len(text) or call.name not in NAMED:
         return None
     bare = Called(call.name, {}, call.inside)
     if len(call.arguments) > len(bare.parameters):
@@ -63,7 +63,7 @@ def called(text: str) -> Called | None:
     return replace(bare, given={n: it.value for n, it in zip(names, call.arguments, strict=True)})
 
 
-_NUMBER = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+NUMBER = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _SPACE = re.compile(r"\s*")
 
 
@@ -93,8 +93,8 @@ class Argument(typing.NamedTuple):
     value_at: int
 
 
-class Reader:
-    """A recursive-descent reader of one policy, and of whatever else is written as calls are.
+class Parser:
+    """A recursive-descent parser of one policy, and of whatever else is written as calls are.
 
     Attributes:
         text: all of it.
@@ -166,7 +166,7 @@ class Reader:
             if name in given:
                 raise self.wrong(f"{call.name} is given {name!r} twice", at)
             if isinstance(value, str) and Policy in typing.get_args(wanted[name]):
-                value = Reader(self.text, value_at).part()
+                value = Parser(self.text, value_at).part()
             try:
                 given[name] = taken(call.name, name, value, wanted[name])
             except WeirError as error:
@@ -218,13 +218,17 @@ class Reader:
                 return self._inner()
             self.at = word.end()
             return CONSTANTS.get(word.group().lower(), word.group())
-        if (number := _NUMBER.match(self.text, self.at)) is None:
+        if (number := NUMBER.match(self.text, at)) is None:
             raise self.wrong("expected a value")
-        value = float(number.group())
-        if abs(value) > 2**53:
-            raise self.wrong("no number here can be this large")
         self.at = number.end()
-        return value if re.search(r"[.eE]", number.group()) else int(value)
+        return self.number(number.group(), at)
+
+    def number(self, written: str, at: int) -> float:
+        """The number that matches `NUMBER` and begins at `at`: whole without point and exponent."""
+        value = float(written)
+        if abs(value) > 2**53:
+            raise self.wrong("no number here can be this large", at)
+        return value if re.search(r"[.eE]", written) else int(value)
 
     def _inner(self) -> Policy:
         """A policy that is the value of an argument."""
@@ -262,10 +266,16 @@ class Reader:
         """The error to raise about a character, with the nearest of the `names` there are."""
         at = self.at if at is None else at
         word = self.name.match(self.text, at)
-        known = {name.lower(): name for name in names or []}
-        near = difflib.get_close_matches(word.group().lower(), known, 1) if word else []
-        hint = f"; did you mean {known[near[0]]!r}?" if near else ""
+        near = nearest(word.group(), names or []) if word else None
+        hint = "" if near is None else f"; did you mean {near!r}?"
         return PolicyError(problem + hint, self.text, at)
+
+
+def nearest(word: str, names: Iterable[str]) -> str | None:
+    """The name that a word was most likely meant for, in whatever case; None if none is near."""
+    known = {name.lower(): name for name in names}
+    found = difflib.get_close_matches(word.lower(), known, 1)
+    return known[found[0]] if found else None
 
 
 def _is_named(call: Call) -> bool:

@@ -5,12 +5,12 @@ from weir.pools.base import MOST_WEIGHT, Fold, Pool, split
 from weir.pools.draws import Draws
 from weir.pools.heavy import Heavy
 from weir.pools.hive import Hive, best_window
-from weir.pools.kcenter import KCenter
+from weir.pools.kcenter import KCenter, farthest_first
 from weir.pools.outliers import Outliers
 from weir.pools.parameters import Make, checked, fits, hints, taken
 from weir.pools.ranked import Ranked, highest, pooled
 from weir.pools.recent import Recent
-from weir.pools.registry import CONSTANTS, POOLS, WORD, check_free, check_name, pool
+from weir.pools.registry import CONSTANTS, POOLS, WAITING, WORD, check_free, check_name, pool
 from weir.pools.reservoir import Reservoir
 from weir.pools.sink import Sink
 from weir.pools.snap import Snap
@@ -21,6 +21,7 @@ __all__ = [
     "CONSTANTS",
     "MOST_WEIGHT",
     "POOLS",
+    "WAITING",
     "WORD",
     "Balance",
     "Draws",
@@ -42,6 +43,7 @@ __all__ = [
     "check_free",
     "check_name",
     "checked",
+    "farthest_first",
     "fits",
     "highest",
     "hints",

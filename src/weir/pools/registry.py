@@ -21,6 +21,9 @@ POOLS: dict[str, type[Pool]] = {}
 WORD = re.compile(r"[^\W\d]\w*")
 """What a name, and a value that is a word, looks like in a policy."""
 
+WAITING = "new"
+"""What tokens that wait for the next fold go by, where pools are told apart by their names."""
+
 CONSTANTS = {"true": True, "false": False, "none": None}
 """Words that are no names but values, in letters of either case."""
 
@@ -38,6 +41,10 @@ def pool(name: str) -> Callable[[Kind], Kind]:
             registered is no class of `Pool`, lacks a method, or is no dataclass.
     """
     check_name(name, "a pool")
+    if name == WAITING:
+        raise WeirError(
+            f"a pool cannot be called {WAITING}: a cache says so of tokens that no pool holds yet"
+        )
 
     def register(kind: Kind) -> Kind:
         if not (isinstance(kind, type) and issubclass(kind, Pool)):

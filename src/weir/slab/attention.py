@@ -1,12 +1,14 @@
 """Attention over slots with two log-weights: the readable reference, and what is faster.
 
-    z(q) = sum_i e^(l_i + a_i) v_i / sum_i e^(l_i + b_i),  l_i = softcap(<q, k_i> * scale) + bias_i
+    z(q) = sum_i e^(l_i + a_i) v_i / (e^s + sum_i e^(l_i + b_i))
+    l_i = softcap(<q, k_i> * scale) + bias_i
 
-Whatever filled the slots, this is all that reads them:
+where s is the sink logit of the query's head, of models that have such (of others -inf). Whatever
+filled the slots, this is all that reads them:
 
 - `two_weight_attention` is the formula as it stands, for every model and all weights.
-- `split_attention` takes both sums from one set of exponentials; for plain logits.
-- `fused_attention` is PyTorch's; for plain logits, where a = b in every slot.
+- `split_attention` takes both sums from one set of exponentials; for logits without a cap.
+- `fused_attention` is PyTorch's; for logits without a cap, where a = b in every slot.
 - `two_weight_kernel` finds a GPU's kernel for decode steps; for every model and all weights.
 
 All bound the error of an answer by rounding, whatever the logits are: no slot is given a weight
@@ -33,8 +35,9 @@ class Form:
     Attributes:
         scale: factor of the logits, usually 1/sqrt(key_dim).
         softcap: logits become softcap * tanh(logits / softcap); None for no capping.
-        sinks: learned logits, one per query head, that take part in the denominator only
-            [kv_heads, group], float32; None for none (gpt-oss has them).
+        sinks: logits, one per query head, that take part in the denominator only
+            [kv_heads, group], float32; None for none. gpt-oss has learned its own; zeros are a
+            Zero Sink (StreamingLLM, section 3.3).
     """
 
     scale: float
@@ -110,9 +113,16 @@ def fused_attention(
 ) -> Tensor:
     """PyTorch's fused attention; arguments as in `two_weight_attention`, without a and b.
 
-    Weights that are the same in both sums, a = b, are added to `bias`.
+    Weights that are the same in both sums, a = b, are added to `bias`. Sink logits, which PyTorch's
+    has no place for, take one softmax of one column more instead.
     """
     batch, kv_heads, group, length, _ = queries.shape
+    if form.sinks is not None:
+        weights, _ = _softmax_with_sinks(
+            _flat_logits(queries, keys, form, None, bias), form.sinks, batch, length
+        )
+        out = weights.bmm(values.flatten(0, 1).float())
+        return out.view(batch, kv_heads, group, length, -1).to(values.dtype)
     if bias is not None and bias.device.type != "cpu":
         # Only the CPU takes weights of full precision beside queries of half.
         bias = bias.to(queries.dtype)
@@ -192,26 +202,23 @@ def split_attention(
         queries, keys, values, bias: as in `two_weight_attention`.
         mask, numerator, denominator: of `split_weights` [batch, kv_heads, slots]; a mask of -inf
             leaves a slot out of both sums.
-        form: the layer's scale; it has no capping and no sink logits.
+        form: the layer's scale and sink logits; it has no capping.
 
     Returns:
         [batch, kv_heads, group, length, value_dim]; zero for a query that sees nothing.
     """
-    batch, kv_heads, group, length, key_dim = queries.shape
+    batch, kv_heads, group, length, _ = queries.shape
     slots = keys.shape[2]
-    # Each KV head of a row is a matrix of its own, because PyTorch multiplies three dimensions with
-    # less ado than four: in a decode step calls take longer than what they compute. The mask is
-    # clamped because a softmax over nothing but -inf is not a number, also where the factors are 0.
-    logits = torch.baddbmm(
-        mask.reshape(-1, 1, slots).clamp_min(torch.finfo(torch.float32).min),
-        queries.reshape(-1, group * length, key_dim).float(),
-        keys.reshape(-1, slots, key_dim).float().mT,
-        alpha=form.scale,
-    )
-    if bias is not None:
-        logits.view(batch, kv_heads, group, length, slots).add_(bias)
-    weights = logits.softmax(dim=-1)
-    total = weights.bmm(denominator.reshape(-1, slots, 1))
+    # The mask is clamped because a softmax over nothing but -inf is not a number, also where the
+    # factors are 0.
+    mask = mask.clamp_min(torch.finfo(torch.float32).min)
+    logits = _flat_logits(queries, keys, form, mask, bias)
+    if form.sinks is None:
+        weights = logits.softmax(dim=-1)
+        total = weights.bmm(denominator.reshape(-1, slots, 1))
+    else:
+        weights, sunk = _softmax_with_sinks(logits, form.sinks, batch, length)
+        total = weights.bmm(denominator.reshape(-1, slots, 1)) + sunk
     total.masked_fill_(total == 0, torch.inf)
     weights.mul_(numerator.reshape(-1, 1, slots))
     out = weights.bmm(values.reshape(-1, slots, values.shape[3]).float()).div_(total)
@@ -231,8 +238,8 @@ def two_weight_kernel(queries: Tensor) -> Callable[..., Tensor] | None:
 
 
 def fuses(form: Form) -> bool:
-    """Whether `fused_attention` and `split_attention` serve a form: no capping, no sink logits."""
-    return form.softcap is None and form.sinks is None
+    """Whether `fused_attention` and `split_attention` serve a form: logits are not capped."""
+    return form.softcap is None
 
 
 def _through(
@@ -247,6 +254,49 @@ def _through(
 ) -> Tensor:
     """The answers of a kernel, which knows tensors and numbers but no `Form`."""
     return decode(queries, keys, values, a, b, form.scale, form.softcap, form.sinks, bias)
+
+
+def _flat_logits(
+    queries: Tensor, keys: Tensor, form: Form, mask: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """A new tensor [batch * kv_heads, group * length, slots], float32, without capping.
+
+    Each KV head of a row is a matrix of its own, because PyTorch multiplies three dimensions with
+    less ado than four: in a decode step calls take longer than what they compute.
+
+    Args:
+        mask: added to the logits of each slot [batch, kv_heads, slots]; None for nothing.
+    """
+    batch, kv_heads, group, length, key_dim = queries.shape
+    slots = keys.shape[2]
+    logits = torch.baddbmm(
+        keys.new_zeros((), dtype=torch.float32) if mask is None else mask.reshape(-1, 1, slots),
+        queries.reshape(-1, group * length, key_dim).float(),
+        keys.reshape(-1, slots, key_dim).float().mT,
+        beta=0 if mask is None else 1,
+        alpha=form.scale,
+    )
+    if bias is not None:
+        logits.view(batch, kv_heads, group, length, slots).add_(bias)
+    return logits
+
+
+def _softmax_with_sinks(
+    logits: Tensor, sinks: Tensor, batch: int, length: int
+) -> tuple[Tensor, Tensor]:
+    """A softmax over the slots and each head's sink.
+
+    Args:
+        logits: [batch * kv_heads, group * length, slots].
+        sinks: [kv_heads, group].
+        batch, length: rows, and queries of each head.
+
+    Returns:
+        The weights of the slots, and those of the sinks [batch * kv_heads, group * length, 1].
+    """
+    column = sinks.repeat(batch, 1).repeat_interleave(length, dim=1)[:, :, None]
+    weights = torch.cat([logits, column], dim=2).softmax(dim=2)
+    return weights[..., :-1], weights[..., -1:]
 
 
 def _logits(queries: Tensor, keys: Tensor, form: Form, bias: Tensor | None) -> Tensor:

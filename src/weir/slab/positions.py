@@ -14,6 +14,7 @@ first.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -109,6 +110,25 @@ class Turn(NamedTuple):
         turned[..., half : 2 * half] = torch.addcmul(two * self.cos, one, self.sin)
         turned[..., 2 * half :] = x[..., 2 * half :]
         return turned
+
+
+def rotation_tables(
+    rotaries: Mapping[str | None, Rotary], kind: str | None, positions: Tensor, width: int
+) -> tuple[Tensor, Tensor] | None:
+    """Cosines and sines for one type of a model's layers, which rotates by itself.
+
+    Args:
+        rotaries: the rotary embedding of each type of layers that has one.
+        kind: the type; one that has none of its own shares the first.
+        positions, width: as for `Rotary.tables`.
+
+    Returns:
+        Twice [..., width], float32; None where no layer rotates.
+    """
+    if not rotaries:
+        return None
+    rotary = rotaries.get(kind) or next(iter(rotaries.values()))
+    return rotary.tables(positions, width)
 
 
 @dataclass(frozen=True)

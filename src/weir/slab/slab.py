@@ -21,7 +21,7 @@ from torch import Tensor
 
 from weir.slab.attention import split_weights
 from weir.slab.slots import EMPTY, Slots
-from weir.slab.spec import STATE, SlabSpec
+from weir.slab.spec import STATE, Heads, SlabSpec
 
 _BUFFERS = (
     *("keys", "values", "a", "b", "position", "mass"),
@@ -98,6 +98,11 @@ class Slab:
         if self.mask is None or self.numerator is None or self.denominator is None:
             return None
         return self.mask, self.numerator, self.denominator
+
+    def heads(self, group: int) -> Heads:
+        """The sizes of the attention it is for, of `group` query heads to each head of keys."""
+        keys, values = self.keys, self.values
+        return Heads(keys.shape[1], group, keys.shape[3], values.shape[3], keys.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -218,10 +223,11 @@ class Slab:
         for name, t in self._buffers().items():
             t[row].fill_(_FILL.get(name, 0))
 
-    def scrub(self, row: int, slot: int) -> None:
-        """Zero the numbers of a slot that waits for its token; its weights and place stay."""
+    def scrub(self, row: int, start: int, stop: int) -> None:
+        """Zero what is no number in slots that may wait for tokens; weights and places stay."""
         for t in (self.keys, self.values):
-            t[row, :, slot].zero_()
+            some = t[row, :, start:stop]
+            some.masked_fill_(~some.isfinite(), 0.0)
 
     def rows(self, index: Tensor) -> Slab:
         """A slab that holds copies of the rows `index` [n]."""

@@ -1,15 +1,16 @@
 """Endless streams: tokens in, logits out, on disk, as a conversation."""
 
-from weir.stream.answer import AnswerText
+from weir.stream.answer import AnswerText, until_stop
 from weir.stream.conversation import Conversation
 from weir.stream.sampling import Sampling
 from weir.stream.stream import MOST_LOGITS, PIECE, Stream
-from weir.stream.text import PACKAGED, Books, encode, read_books, read_stream, read_text
+from weir.stream.text import BOOK, Books, encode, read_books, read_stream, read_text
 from weir.stream.tokens import Tokens, is_count, read_ids, read_stops
+from weir.stream.turns import Turns, render_chat
 
 __all__ = [
+    "BOOK",
     "MOST_LOGITS",
-    "PACKAGED",
     "PIECE",
     "AnswerText",
     "Books",
@@ -17,6 +18,7 @@ __all__ = [
     "Sampling",
     "Stream",
     "Tokens",
+    "Turns",
     "encode",
     "is_count",
     "read_books",
@@ -24,4 +26,6 @@ __all__ = [
     "read_stops",
     "read_stream",
     "read_text",
+    "render_chat",
+    "until_stop",
 ]

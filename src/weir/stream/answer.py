@@ -74,13 +74,19 @@ class AnswerText:
     def _until_stop(self, new: str) -> str:
         """What of the text held back and the new text can be given out."""
         text = self._held + new
-        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
-        if found:
+        before = until_stop(text, self._stops)
+        if len(before) < len(text):
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return before
         begun = max((_begun(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - begun :]
         return text[: len(text) - begun]
+
+
+def until_stop(text: str, stops: Sequence[str]) -> str:
+    """A text up to where the first of the stops in it begins; the empty stop is none."""
+    found = [text.find(stop) for stop in stops if stop]
+    return text[: min((at for at in found if at >= 0), default=len(text))]
 
 
 def _begun(text: str, stop: str) -> int:

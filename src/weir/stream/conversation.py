@@ -14,18 +14,18 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
+from weir.models import sink_of, transformers_model
 from weir.stream.answer import AnswerText
 from weir.stream.stream import Stream
-
-ANSWER = "an-answer-that-stands-for-all"
-"""What the model is pretended to have said where a template is asked for the turn after."""
+from weir.stream.turns import Turns
 
 
 class Conversation:
     """Turns of a user and a model.
 
     With a chat template, each turn is the text the template adds for it. A model without one simply
-    continues what was said, up to the end of a paragraph.
+    continues what was said, up to the end of a paragraph. In front of the first turn stand the
+    tokens of a learnable sink, where the model has one, whatever the template says.
 
     Args:
         stream: where it takes place; a restored one goes on.
@@ -81,38 +81,13 @@ class Conversation:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise WeirError(f"character {error.start + 1} of that is not UTF-8") from None
-        first = self.stream.seen == 0
-        if self.tokenizer.chat_template is None:
-            ended = first or str(self.tokenizer.decode(self.stream.last)).endswith("\n")
-            ids = self.tokenizer(text if ended else f"\n{text}", add_special_tokens=first)
-            return list(ids["input_ids"])
-        user = {"role": "user", "content": text}
-        if first:
-            return self._encode(self._render([user]))
-        # What comes after an answer does not depend on the turns before it: a short pretended
-        # history stands for the real one, however long that is.
-        history = [{"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}]
-        _, found, after = self._render([*history, user]).partition(ANSWER)
-        if not found:
-            return self._encode(self._render([user]))
-        return self._without_end(self._encode(after))
-
-    def _without_end(self, ids: list[int]) -> list[int]:
-        """A turn without the end of the answer before it, if the model has said that itself."""
-        ends = self.stream.ends
-        place = next((i for i, token in enumerate(ids) if token in ends), None)
-        if place is None or self.stream.last[0] not in ends:
-            return ids
-        between = str(self.tokenizer.decode(ids[:place]))
-        return ids if between.strip() else ids[place + 1 :]
-
-    def _render(self, turns: list[dict[str, str]]) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        )
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        turns = Turns(self.tokenizer, self.stream.ends)
+        said = [{"role": "user", "content": text}]
+        if self.stream.seen == 0:
+            sink = sink_of(transformers_model(self.stream.model).config)
+            return sink.first(turns.whole(said))
+        after = turns.after(said, self.stream.last[0])
+        return turns.whole(said) if after is None else after
 
     def load(self, path: str | Path) -> None:
         """Go on with a saved stream.

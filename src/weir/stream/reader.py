@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from weir.cache import StreamingCache
 from weir.errors import NotFiniteError
+from weir.stream.fed import Fed
 
 
 class Reader(ABC):
@@ -24,7 +25,7 @@ class Reader(ABC):
     Attributes:
         whole_prompt: the first tokens are to come in one piece, however many they are.
         logits: after the last token of each row [batch, vocabulary]; None before the first.
-        last: the last token of each row; none before the first.
+        last: the last token of each row, None where it has no id; none before the first.
     """
 
     whole_prompt = False
@@ -32,7 +33,7 @@ class Reader(ABC):
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.logits: Tensor | None = None
-        self.last: list[int] = []
+        self.last: list[int | None] = []
 
     @property
     @abstractmethod
@@ -46,7 +47,7 @@ class Reader(ABC):
 
     @abstractmethod
     def read(
-        self, piece: Tensor, all_logits: bool, start: int, refused: dict[int, NotFiniteError]
+        self, piece: Fed, all_logits: bool, start: int, refused: dict[int, NotFiniteError]
     ) -> Tensor | None:
         """Read the next tokens of the rows that nothing was refused of.
 
@@ -54,7 +55,7 @@ class Reader(ABC):
         to blame is read.
 
         Args:
-            piece: token ids [batch, length].
+            piece: the tokens.
             all_logits: logits after every token, not only the last.
             start: how many tokens of the call came before the piece.
             refused: by row, why its tokens are not read any more.
@@ -80,9 +81,9 @@ class Reader(ABC):
         self.logits = None if other.logits is None else other.logits.clone()
         self.last = list(other.last)
 
-    def keep(self, piece: Tensor, logits: Tensor, without: Collection[int] = ()) -> Tensor:
+    def keep(self, piece: Fed, logits: Tensor, without: Collection[int] = ()) -> Tensor:
         """Remember the last tokens and logits of all rows but `without`; returns the logits."""
-        last, after = piece[:, -1].tolist(), logits[:, -1].clone()
+        last, after = piece.last, logits[:, -1].clone()
         if without:
             before = torch.zeros_like(after) if self.logits is None else self.logits
             for row in without:
@@ -125,7 +126,7 @@ class CacheReader(Reader):
         self.cache.put_rows(other.cache.take_rows())
 
     def read(
-        self, piece: Tensor, all_logits: bool, start: int, refused: dict[int, NotFiniteError]
+        self, piece: Fed, all_logits: bool, start: int, refused: dict[int, NotFiniteError]
     ) -> Tensor | None:
         """As `Reader.read`: a row fails by itself, the others go on."""
         try:
@@ -139,8 +140,8 @@ class CacheReader(Reader):
         for row, error in new.items():
             place = error.place or 0
             if place:
-                only = {other for other in range(piece.shape[0]) if other != row}
-                before = piece[:, :place]
+                only = {other for other in range(piece.rows) if other != row}
+                before = piece.part(0, place)
                 self.keep(before, self._forward(before, False, only), only)
             refused[row] = NotFiniteError(
                 error.layer,
@@ -151,17 +152,17 @@ class CacheReader(Reader):
             )
         return logits
 
-    def _forward(self, piece: Tensor, all_logits: bool, without: Collection[int]) -> Tensor:
+    def _forward(self, piece: Fed, all_logits: bool, without: Collection[int]) -> Tensor:
         """The model's logits; rows `without` are fed nothing, and theirs mean nothing."""
         more: dict[str, Any] = {}
-        if not (all_logits or piece.shape[1] == 1):
+        if not (all_logits or len(piece) == 1):
             more["logits_to_keep"] = 1
         if without:
-            mask = torch.ones(piece.shape, dtype=torch.int64, device=piece.device)
+            mask = torch.ones_like(piece.ids)
             mask[list(without)] = 0
             more["attention_mask"] = mask
         with torch.no_grad():
             logits: Tensor = self.model(
-                input_ids=piece, past_key_values=self.cache, use_cache=True, **more
+                **piece.given, past_key_values=self.cache, use_cache=True, **more
             ).logits
         return logits

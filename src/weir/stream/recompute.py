@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weir.errors import NotFiniteError, WeirError
-from weir.models import transformers_model
+from weir.models import sink_at_work, transformers_model
 from weir.policies import Recompute
+from weir.stream.fed import Fed
 from weir.stream.reader import Reader
 
 AT_ONCE = 8192
@@ -33,9 +34,11 @@ class Recomputation(Reader):
         """Windows as the policy wants them.
 
         Raises:
-            WeirError: they are longer than the model's own.
+            WeirError: they are longer than the model's own, or the model's attention has not the
+                sink that it was trained with.
         """
         config = transformers_model(model).config.get_text_config(decoder=True)
+        sink_at_work(config)
         limit = getattr(config, "max_position_embeddings", None)
         if limit is not None and policy.budget > limit:
             raise WeirError(
@@ -90,20 +93,26 @@ class Recomputation(Reader):
         return found
 
     def read(
-        self, piece: Tensor, all_logits: bool, start: int, refused: dict[int, NotFiniteError]
+        self, piece: Fed, all_logits: bool, start: int, refused: dict[int, NotFiniteError]
     ) -> Tensor:
         """As `Reader.read`; token by token where some logits are no numbers, and all rows alike.
 
         Raises:
             NotFiniteError: naming the token; those before it were read.
+            WeirError: embeddings were fed.
         """
+        if piece.embeddings is not None:
+            raise WeirError(
+                "recompute reads its window anew from token ids, and takes neither images nor "
+                "embeddings; choose a policy that caches"
+            )
         try:
-            return self.keep(piece, self.forward(piece, all_logits))
+            return self.keep(piece, self.forward(piece.ids, all_logits))
         except NotFiniteError:
-            if piece.shape[1] == 1:
-                token = int(piece[0, 0])
+            if len(piece) == 1:
+                token = int(piece.ids[0, 0])
                 raise NotFiniteError(None, place=start, token=token, from_there=True) from None
-            tokens = enumerate(piece.split(1, dim=1), start)
+            tokens = [(start + at, piece.part(at, at + 1)) for at in range(len(piece))]
             return torch.cat([self.read(it, True, at, refused) for at, it in tokens], dim=1)
 
     def summary(self) -> str:

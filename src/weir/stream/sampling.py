@@ -12,7 +12,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from weir.errors import WeirError, shown
 from weir.stream.tokens import is_count
@@ -31,6 +36,8 @@ class Sampling:
         temperature: 0 takes the likeliest token; otherwise logits are divided by it.
         top_k: draw from the likeliest k only; None from all.
         top_p: draw from the likeliest tokens that make up this probability; None from all.
+        min_p: draw from tokens that are at least so likely as this part of the likeliest (Nguyen
+            et al. 2024, "Turning Up the Heat", section 3); None from all.
 
     Raises:
         WeirError: one of them makes no sense.
@@ -39,16 +46,19 @@ class Sampling:
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.temperature, Real) and 0 <= self.temperature < math.inf):
+        if not (_is_number(self.temperature) and 0 <= self.temperature < math.inf):
             raise WeirError(
                 f"temperature must be a number from 0 on, not {shown(self.temperature)}"
             )
         if self.top_k is not None and not (is_count(self.top_k) and self.top_k):
             raise WeirError(f"top_k must be a whole number from 1 on, not {shown(self.top_k)}")
-        if self.top_p is not None and not (isinstance(self.top_p, Real) and 0 <= self.top_p <= 1):
+        if self.top_p is not None and not (_is_number(self.top_p) and 0 <= self.top_p <= 1):
             raise WeirError(f"top_p must be a number from 0 to 1, not {shown(self.top_p)}")
+        if self.min_p is not None and not (isinstance(self.min_p, Real) and 0 <= self.min_p <= 1):
+            raise WeirError(f"min_p must be a number from 0 to 1, not {shown(self.min_p)}")
 
     def pick(self, logits: Tensor, generator: torch.Generator) -> Tensor:
         """The next token of each row [rows, 1], int64.
@@ -78,7 +88,14 @@ class Sampling:
             warpers.append(TopKLogitsWarper(self.top_k))
         if self.top_p is not None:
             warpers.append(TopPLogitsWarper(float(self.top_p)))
+        if self.min_p is not None:
+            warpers.append(MinPLogitsWarper(float(self.min_p)))
         return warpers
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a number; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _cooled(logits: Tensor, temperature: float) -> Tensor:

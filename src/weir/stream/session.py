@@ -23,13 +23,28 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weir.cache import LayerPlan, RowState, StreamingCache
+from weir.cache import (
+    FARTHEST,
+    Kind,
+    LayerPlan,
+    RowState,
+    StreamingCache,
+    Wrong,
+    at,
+    check_numbers,
+    check_row,
+    check_sizes,
+    list_of,
+    optional,
+    record,
+    row_facts,
+    text,
+    whole,
+)
 from weir.errors import PolicyError, WeirError, shown
+from weir.models import fingerprint
 from weir.policies import Policy, policy_of
-from weir.stream.fingerprint import fingerprint
 from weir.stream.replacing import replacing
-from weir.stream.rowcheck import check_numbers, check_row, check_sizes, row_facts
-from weir.stream.schema import FARTHEST, Kind, Wrong, list_of, record, text, whole
 
 FORMAT = 2
 KEY = "weir_session"
@@ -60,7 +75,7 @@ class Session:
     policy: Policy
     seed: int
     made_with: dict[str, Any]
-    last: list[int]
+    last: list[int | None]
     generator: Tensor
     logits: Tensor | None
     rows: list[RowState]
@@ -90,7 +105,7 @@ def _facts(each_row: Kind = _anything, vocabulary: int = FARTHEST, rows: int | N
         seed=whole(0, None),
         made_with=_MADE_WITH,
         kind=_anything,
-        last=list_of(whole(0, vocabulary - 1), rows),
+        last=list_of(optional(whole(0, vocabulary - 1)), rows),
         rows=list_of(each_row),
     )
 
@@ -109,7 +124,7 @@ def write(path: str | Path, session: Session, kind: dict[str, Any]) -> None:
         "policy": str(session.policy),
         "seed": session.seed,
         "made_with": session.made_with,
-        "kind": kind,
+        "kind": _shape(kind),
         "last": session.last,
         "rows": [row.facts for row in session.rows],
     }
@@ -218,6 +233,8 @@ class SessionFile:
     def read(self, cache: StreamingCache, policy: Policy, vocabulary: int) -> Session:
         """The session, for a cache that was made as it says and is empty.
 
+        Its rows are of this cache's model, which has been checked.
+
         Raises:
             WeirError: a fact or a tensor is not what such a cache can have.
         """
@@ -227,13 +244,13 @@ class SessionFile:
             count = len(facts["rows"])
             if not count and made["chunk"] > CHUNKS:
                 raise Wrong(f"a chunk of {made['chunk']:,} before the first token is too large")
-            if facts["kind"] != cache.kind:
+            if facts["kind"] != _shape(cache.kind):
                 raise Wrong("kind is not that of a cache of this model and policy")
             each_row = row_facts(plans, vocabulary, made["chunk"])
             _facts(each_row, vocabulary, count)(facts, "")
             own, each = self._tensors(count, len(plans))
             _check_stream(own, count, vocabulary)
-            rows = [self._row(index, plans, each) for index in range(count)]
+            rows = [self._row(index, cache.kind, plans, each) for index in range(count)]
         logits = own.get("logits")
         return Session(
             facts["model"],
@@ -265,23 +282,27 @@ class SessionFile:
         return own, each
 
     def _row(
-        self, index: int, plans: Sequence[LayerPlan], each: dict[tuple[int, int], _Tensors]
+        self,
+        index: int,
+        kind: dict[str, Any],
+        plans: Sequence[LayerPlan],
+        each: dict[tuple[int, int], _Tensors],
     ) -> RowState:
-        """A row, checked, and then copied out of the file."""
+        """A row of this kind, checked, and then copied out of the file."""
         facts, made = self.facts["rows"][index], self.facts["made_with"]
         chunk, origin, prompt = made["chunk"], made["origin"], made["prefill"] == "full"
         tensors: _Tensors = {}
-        with _at(f"rows[{index}]"):
+        with at(f"rows[{index}]"):
             check_row(facts, chunk=chunk, origin=origin, whole_prompt=prompt)
         for layer, plan in enumerate(plans):
-            with _at(f"row {index}, layer {layer}"):
+            with at(f"row {index}, layer {layer}"):
                 mapped = each[index, layer]
                 sizes = {name: (tuple(t.shape), t.dtype) for name, t in mapped.items()}
                 check_sizes(plan, sizes, facts["lengths"][layer])
                 check_numbers(plan, mapped, facts, origin)
         for layer in range(len(plans)):
             tensors |= {f"{layer}.{name}": t.clone() for name, t in each[index, layer].items()}
-        return RowState(self.facts["kind"], facts, tensors)
+        return RowState(kind, facts, tensors)
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
@@ -314,19 +335,19 @@ def _check_stream(tensors: _Tensors, rows: int, vocabulary: int) -> None:
             raise Wrong(
                 f"{name} is {list(t.shape)} of {t.dtype} and must be {list(shape)} of {dtypes[0]}"
             )
+    if rows:
+        highest = tensors["logits"].amax(dim=1)  # not a number, if one of them is none
+        if not bool(highest.isfinite().all()):
+            raise Wrong("logits has numbers that no token is drawn from")
     try:
         torch.Generator().set_state(tensors["generator"].clone())
     except RuntimeError:
         raise Wrong("generator is no state of a random generator") from None
 
 
-@contextmanager
-def _at(place: str) -> Iterator[None]:
-    """Say of what is wrong where it is."""
-    try:
-        yield
-    except Wrong as wrong:
-        raise Wrong(f"{place}: {wrong}") from None
+def _shape(kind: dict[str, Any]) -> dict[str, Any]:
+    """A row's kind without its model's weights: a file has a fingerprint of all of them."""
+    return {name: value for name, value in kind.items() if name != "weights"}
 
 
 def _path(path: object) -> Path:

@@ -1,6 +1,7 @@
 """`Stream`: an endless stream of tokens through one model in constant memory.
 
-Tokens in, logits out; what happens between is the cache's business. Knows nothing about text.
+Tokens in, or images, or embeddings; logits out; what happens between is the cache's business. Knows
+nothing about text.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weir.cache import Contents, Positions, Prefill, StreamingCache
+from weir.cache import Contents, Holding, Positions, Prefill, StreamingCache
 from weir.errors import NotFiniteError, WeirError
-from weir.models import Endings, input_device, transformers_model
+from weir.models import Endings, fingerprint, images_of, input_device, transformers_model
 from weir.policies import Policy, Recompute, policy_of
 from weir.stream import session
-from weir.stream.fingerprint import fingerprint
+from weir.stream.fed import Fed, read_fed
 from weir.stream.reader import CacheReader, Reader
 from weir.stream.recompute import Recomputation
 from weir.stream.sampling import Sampling
-from weir.stream.tokens import Tokens, is_count, read_ids, read_stops
+from weir.stream.tokens import Tokens, is_count, read_stops
 
 PIECE = 512
 """Tokens of a forward; more would not be faster and would hold more activations."""
@@ -62,6 +63,7 @@ class Stream:
         _check_head(model)
         self.model = model
         self._device = input_device(transformers_model(model))
+        self._images = images_of(transformers_model(model).config)
         self.policy = policy_of(policy)
         self.seed = seed
         self.cache: StreamingCache | None = None
@@ -86,6 +88,17 @@ class Stream:
     def __repr__(self) -> str:
         return f"<weir.Stream {self._reader.summary()}>"
 
+    def __copy__(self) -> Stream:
+        """Refused: both would feed the same cache.
+
+        Raises:
+            WeirError: always.
+        """
+        raise WeirError(
+            "a Stream cannot be copied shallowly: both would go on in one cache; copy.deepcopy "
+            "makes a second one"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Stream:
         """A second stream of the same model that goes on from here alone.
 
@@ -104,8 +117,8 @@ class Stream:
         return self._reader.seen
 
     @property
-    def last(self) -> list[int]:
-        """The last token of each row; none before the first."""
+    def last(self) -> list[int | None]:
+        """The last token of each row, None where it has no id; none before the first."""
         return list(self._reader.last)
 
     @property
@@ -118,12 +131,30 @@ class Stream:
         """Bytes of keys, values and what belongs to them; fixed from the first token on."""
         return self._reader.nbytes
 
-    def feed(self, token_ids: Tokens, *, all_logits: bool = False) -> Tensor:
+    @property
+    def capacity(self) -> int | None:
+        """Slots that the policy has in its largest layer, those of new tokens not among them.
+
+        None where there is no limit, and where nothing is cached.
+        """
+        each = [] if self.cache is None else self.cache.slots_by_layer
+        return None if None in each else max((n for n in each if n is not None), default=None)
+
+    def feed(
+        self,
+        token_ids: Tokens | None = None,
+        *,
+        embeddings: Tensor | None = None,
+        all_logits: bool = False,
+    ) -> Tensor:
         """Feed tokens, any number, in bounded memory.
 
         Args:
             token_ids: [length], or [batch, length] for several streams in step; what a tokenizer
-                returned will do, as long as it has no padding.
+                returned will do, as long as it has no padding, and so will what the model's
+                processor made of text with images.
+            embeddings: fed in place of ids, [length, width] or [batch, length, width], as the
+                model's decoder reads them; `token_ids` are their ids then, for `last`, or None.
             all_logits: also return the logits before the last; that takes length * vocabulary
                 numbers.
 
@@ -132,15 +163,18 @@ class Stream:
             [batch, length, vocabulary].
 
         Raises:
-            WeirError: there are no tokens, one is out of range, or the batch is not the stream's;
-                nothing was fed.
+            WeirError: there are no tokens, one is out of range, images and image tokens do not go
+                together, embeddings are not the model's, or the batch is not the stream's; nothing
+                was fed.
             NotFiniteError: the model makes keys or values of a token that are not finite numbers;
                 the stream holds the tokens before it, as `seen` says, and goes on from there. In a
                 batch this is so of that row alone: the other rows have taken in all of theirs.
         """
+        return self._feed(self._fed(token_ids, embeddings), all_logits)
+
+    def _feed(self, fed: Fed, all_logits: bool = False) -> Tensor:
         kept = [
-            logits if all_logits else logits[:, -1:]
-            for logits in self._forward(self._ids(token_ids), all_logits)
+            logits if all_logits else logits[:, -1:] for logits in self._forward(fed, all_logits)
         ]
         return torch.cat(kept, dim=1) if all_logits else kept[-1][:, 0]
 
@@ -152,15 +186,16 @@ class Stream:
 
         Returns:
             The negative log-likelihood of each token given everything before it, in nats
-            [batch, length], float32. NaN for the first token of a stream: nothing came before.
+            [batch, length], float32. NaN for the first token of a stream, since nothing came
+            before, and for the pieces of an image, which nobody predicts.
 
         Raises:
             WeirError: as `feed`.
         """
-        ids = self._ids(token_ids)
-        before = self._reader.logits
+        fed = self._fed(token_ids)
+        ids, before = fed.ids, self._reader.logits
         parts, done = [], 0
-        for logits in self._forward(ids, True):
+        for logits in self._forward(fed, True):
             these = ids[:, done : done + logits.shape[1]]
             done += logits.shape[1]
             if before is None:
@@ -169,7 +204,10 @@ class Stream:
                 parts.append(_nll(before[:, None], these[:, :1]))
             parts.append(_nll(logits[:, :-1], these[:, 1:]))
             before = logits[:, -1]
-        return torch.cat(parts, dim=1)
+        found = torch.cat(parts, dim=1)
+        if self._images is None or fed.embeddings is None:
+            return found
+        return found.masked_fill(self._images.in_ids(ids[:, : found.shape[1]]), math.nan)
 
     def generate(
         self,
@@ -215,7 +253,7 @@ class Stream:
             assert self._reader.logits is not None
             chosen = sampling.pick(self._reader.logits, self._generator)
             token = int(chosen)
-            self.feed(chosen)
+            self._feed(Fed(chosen.to(self._device)))
             yield token
             if token in ends:
                 return
@@ -227,6 +265,14 @@ class Stream:
             WeirError: there is no such layer, nothing was fed yet, or nothing is cached.
         """
         return self._cached().slots(layer)
+
+    def holding(self, row: int = 0) -> Holding:
+        """Which tokens of a row are still held, by whom, in all layers; see `weir.cache.Holding`.
+
+        Raises:
+            WeirError: there is no such row, nothing was fed yet, or nothing is cached.
+        """
+        return self._cached().holding(row)
 
     def report(self) -> dict[str, Any]:
         """Bytes, tokens seen, and what each layer holds."""
@@ -302,14 +348,16 @@ class Stream:
         """How many token ids the model knows."""
         return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
-    def _ids(self, token_ids: Tokens) -> Tensor:
-        """Checked token ids [batch, length], int64, on the model's device."""
-        ids, logits = read_ids(token_ids, self._vocabulary), self._reader.logits
-        if logits is not None and logits.shape[0] != ids.shape[0]:
-            raise WeirError(f"this stream has {logits.shape[0]} rows, {ids.shape[0]} were fed")
-        return ids.to(self._device)
+    def _fed(self, token_ids: Tokens | None, embeddings: Tensor | None = None) -> Fed:
+        """Checked tokens, on the model's device."""
+        served = transformers_model(self.model)
+        fed = read_fed(token_ids, embeddings, served, self._images, self._vocabulary)
+        logits = self._reader.logits
+        if logits is not None and logits.shape[0] != fed.rows:
+            raise WeirError(f"this stream has {logits.shape[0]} rows, {fed.rows} were fed")
+        return fed.to(self._device)
 
-    def _forward(self, ids: Tensor, all_logits: bool) -> Iterator[Tensor]:
+    def _forward(self, fed: Fed, all_logits: bool) -> Iterator[Tensor]:
         """Logits after the tokens, some pieces one after the other [batch, piece, vocabulary].
 
         Raises:
@@ -317,12 +365,12 @@ class Stream:
         """
         size = PIECE
         if all_logits:
-            size = max(1, min(size, MOST_LOGITS // (self._vocabulary * ids.shape[0])))
+            size = max(1, min(size, MOST_LOGITS // (self._vocabulary * fed.rows)))
         if self._reader.whole_prompt and not self.seen:
-            size = ids.shape[1]
+            size = len(fed)
         refused: dict[int, NotFiniteError] = {}
-        for start in range(0, ids.shape[1], size):
-            piece = ids[:, start : start + size]
+        for start in range(0, len(fed), size):
+            piece = fed.part(start, start + size)
             logits = self._reader.read(piece, all_logits, start, refused)
             if logits is None:
                 break

@@ -89,7 +89,7 @@ def encode(
     return torch.tensor(ids[:most], dtype=torch.int64)
 
 
-PACKAGED = ASSETS / "war-and-peace.txt.xz"
+BOOK = ASSETS / "war-and-peace.txt.xz"
 """The text that comes with weir: the beginning of *War and Peace*."""
 
 
@@ -136,7 +136,7 @@ def read_stream(
         raise WeirError("no text is named: give the path of a file, or leave text out")
     parts: list[Tensor] = []
     edges = [0]
-    for book in read_books(path or PACKAGED):
+    for book in read_books(path or BOOK):
         left = None if most is None else most - edges[-1]
         if left is not None and left < 1:
             break

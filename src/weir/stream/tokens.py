@@ -25,11 +25,12 @@ Tokens = (
 )
 
 
-def read_ids(given: Tokens, vocabulary: int) -> Tensor:
+def read_ids(given: Tokens | None, vocabulary: int) -> Tensor:
     """Token ids, checked.
 
     Args:
-        given: ids [length] or [batch, length], or what a tokenizer returned, without padding.
+        given: ids [length] or [batch, length], or what a tokenizer returned, without padding; None
+            is refused like anything else that is no ids.
         vocabulary: ids run from 0 to this, exclusive.
 
     Returns:

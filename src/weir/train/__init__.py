@@ -1,6 +1,25 @@
-"""Training the packaged model: corpus, exercises and the loop."""
+"""Training small models: books and exercises, the sinks of StreamingLLM's section 3.3, the loop."""
 
 from weir.train.exercises import DIGITS, Words, passage
-from weir.train.loop import Recipe, run
+from weir.train.folder import EXERCISES, WORK, run
+from weir.train.log import plot_losses, read_log, smoothed
+from weir.train.processes import Processes
+from weir.train.recipe import PRESETS, ROOM, Preset, Recipe, SinkKind
 
-__all__ = ["DIGITS", "Recipe", "Words", "passage", "run"]
+__all__ = [
+    "DIGITS",
+    "EXERCISES",
+    "PRESETS",
+    "ROOM",
+    "WORK",
+    "Preset",
+    "Processes",
+    "Recipe",
+    "SinkKind",
+    "Words",
+    "passage",
+    "plot_losses",
+    "read_log",
+    "run",
+    "smoothed",
+]

@@ -1,7 +1,8 @@
 """What the packaged model practises: books, shuffled segments, and names with numbers.
 
-Each sample is a row of token ids that begins with the start token, and a weight for every token:
-0 where nothing can be learnt from predicting it. Knows nothing about models.
+Each sample is a row of token ids that begins with the tokens that the tokenizer puts in front of
+every text, and a weight for every token: 0 where nothing can be learnt from predicting it. Knows
+nothing about models.
 
 Text alone does not teach a small model to look things up. *Segments*, pieces of random tokens that
 come back in shuffled order, teach it to find an earlier passage by content and to copy on from
@@ -33,9 +34,12 @@ NAMES = tuple(
 
 @dataclass(frozen=True)
 class Words:
-    """The tokens exercises are made of, found in a tokenizer's vocabulary."""
+    """The tokens exercises are made of, found in a tokenizer's vocabulary.
 
-    start: int
+    `front` stands before every text: the start token, or more, or nothing.
+    """
+
+    front: np.ndarray
     names: np.ndarray
     verb: int
     space: int
@@ -70,8 +74,9 @@ class Words:
                 f"{len(names)}: train it on more text or with a larger vocabulary"
             )
         special = set(tokenizer.all_special_ids)
+        special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         return cls(
-            start=int(tokenizer.bos_token_id),
+            front=front_of(tokenizer),
             names=np.array(names),
             verb=one(VERB),
             space=one(" "),
@@ -90,13 +95,31 @@ class Words:
         return np.array([name, self.verb, self.space])
 
 
+def front_of(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """The ids that stand in front of every text [front]: those the tokenizer puts there itself.
+
+    Of one that puts none, its start token, if it has that.
+    """
+    front = list(tokenizer("")["input_ids"])
+    if not front and tokenizer.bos_token_id is not None:
+        front = [tokenizer.bos_token_id]
+    return np.array(front, dtype=np.int64)
+
+
 Sample = tuple[np.ndarray, np.ndarray]
 
 
-def book_sample(words: Words, book: np.ndarray, length: int, rng: np.random.Generator) -> Sample:
-    """The start token and a stretch of a book; ids and weights [length]."""
-    ids = np.concatenate([[words.start], passage(book, length - 1, rng)])
-    return ids, np.ones(length)
+def book_sample(
+    front: np.ndarray, book: np.ndarray, length: int, rng: np.random.Generator
+) -> Sample:
+    """The tokens in front and a stretch of a book; ids and weights [length].
+
+    Which stretch does not depend on what stands in front, only on how long it is.
+    """
+    ids = np.concatenate([front, passage(book, length - len(front), rng)])
+    weights = np.ones(length)
+    weights[: max(1, len(front))] = 0.0  # nothing predicts the first token, nobody need the front
+    return ids, weights
 
 
 def passage(book: np.ndarray, length: int, rng: np.random.Generator) -> np.ndarray:
@@ -119,8 +142,8 @@ def segment_sample(
     weights = np.ones((2 * count, size))
     weights[:, 0] = 0.0
     weights[np.unique(order, return_index=True)[1]] = 0.0  # where each segment comes first
-    ids = np.concatenate([[words.start], segments[order].reshape(-1)])[:length]
-    return ids, np.concatenate([[0.0], weights.reshape(-1)])[:length]
+    ids = np.concatenate([words.front, segments[order].reshape(-1)])[:length]
+    return ids, np.concatenate([np.zeros(len(words.front)), weights.reshape(-1)])[:length]
 
 
 def recall_sample(
@@ -140,9 +163,9 @@ def recall_sample(
     count = int(rng.integers(3, min(24, len(pool))))
     names = rng.choice(pool, size=count, replace=False)
     numbers = rng.choice(words.digits, size=(count, digits))
-    ids: list[np.ndarray] = [np.array([words.start])]
-    weights: list[np.ndarray] = [np.zeros(1)]
-    held, order, told = 1, list[int](), set[int]()
+    ids: list[np.ndarray] = [words.front]
+    weights: list[np.ndarray] = [np.zeros(len(words.front))]
+    held, order, told = len(words.front), list[int](), set[int]()
     while held < length:
         order = order or rng.permutation(np.repeat(np.arange(count), 2)).tolist()
         # The first round says each fact for the first time somewhere; later ones only ask again.
@@ -187,10 +210,10 @@ def recall_exercise(
         raise WeirError(f"no room for {facts} facts and distance {distance} in {length} tokens")
     names = rng.choice(words.names, size=facts, replace=False)
     numbers = rng.choice(words.digits, size=(facts, DIGITS))
-    row = np.concatenate([[words.start], passage(book, length - 1, rng)])
+    row = np.concatenate([words.front, passage(book, length - len(words.front), rng)])
     row[length - ask :] = words.question(names[0])
     free = np.ones(length, dtype=bool)
-    free[[0, *range(length - ask, length)]] = False
+    free[[*range(len(words.front)), *range(length - ask, length)]] = False
     # The first digit stands `distance` tokens before the place of the answer, which is `length`.
     place = length - distance - 3
     for name, number in zip(names, numbers, strict=True):

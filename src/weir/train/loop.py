@@ -1,106 +1,87 @@
 """The training loop: a small Llama on books and exercises, on CPU or GPU, resumable.
 
-Knows nothing about caches or policies: training is plain transformers and plain attention.
+Knows nothing about caches, policies or files of text: training is plain transformers and the
+model's own attention.
 
-The recipe, and why: the two losses are averaged apart and then added, because exercises are a few
-per cent of the tokens and would drown in the text; hidden matrices are trained with Muon, the rest
-with AdamW; the rate is held and then falls to zero over the last part, so that a run can be made
-longer or shorter while it is under way.
+The recipe of nano, and why: the two losses are averaged apart and then added, because exercises are
+a few per cent of the tokens and would drown in the text; hidden matrices are trained with Muon, the
+rest with AdamW; the rate is held and then falls to zero over the last part, so that a run can be
+made longer or shorter while it is under way.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerBase,
-)
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from weir.errors import WeirError
-from weir.stream import read_books
-from weir.train import corpus, exercises
+from weir.models import set_sink
+from weir.train import checkpoint, exercises
 from weir.train.exercises import Words
+from weir.train.log import Log
+from weir.train.processes import Processes
+from weir.train.recipe import Recipe
 
-SHORTEST = 192
-"""Tokens in the shortest sample that has room for the exercises and for `sink_loss`."""
+MOST_LOGITS = 2**28
+"""Logits that are there at one time, 1 GiB of them; a step of more goes through in parts."""
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Everything a run is decided by, besides its text and tokenizer.
+class Lesson:
+    """What is trained on, as the loop takes it.
 
     Attributes:
-        tokens: tokens in all, books and exercises together.
-        rows: samples in a step.
-        length: tokens in a sample, and the model's window.
-        width, layers, heads, kv_heads, inner: the shape of the model.
-        rate: the highest learning rate.
-        falling: the share of the run over which the rate falls to zero.
-        exercise_rows: samples of a step that are exercises.
-        exercise_weight: weight of their loss beside the books' loss.
-        only_segments: the share of the run in which all exercises are segments.
-        sinks_after: the share of the run after which the model is taught to rest its attention on
-            the start token.
-        sink_weight: weight of that loss; 0 leaves it out.
-        sink_share: the share of attention it asks for.
-        seed: of the weights and of every draw.
+        front: ids in front of every sample [front].
+        words: of the exercises; None where there are none.
+        book: ids of the text to train on [tokens].
+        held_out: ids of the text to look at [tokens].
     """
 
-    tokens: int = 32_000_000
-    rows: int = 16
-    length: int = 512
-    width: int = 256
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    inner: int = 768
-    rate: float = 4e-3
-    falling: float = 0.23
-    exercise_rows: int = 5
-    exercise_weight: float = 0.5
-    only_segments: float = 0.3438
-    sinks_after: float = 0.6051
-    sink_weight: float = 0.08
-    sink_share: float = 0.8
-    seed: int = 0
+    front: np.ndarray
+    words: Words | None
+    book: np.ndarray
+    held_out: np.ndarray
 
-    def __post_init__(self) -> None:
-        if self.width % (2 * self.heads):
-            raise WeirError(
-                f"a model {self.width} wide has no {self.heads} heads of an even size: choose a "
-                f"multiple of {2 * self.heads}"
-            )
-        if self.length < SHORTEST:
-            raise WeirError(
-                f"the exercises do not fit in samples of {self.length} tokens: choose {SHORTEST} "
-                "or more"
-            )
-        if not self.steps:
-            raise WeirError(
-                f"{self.tokens:,} tokens are less than one step of {self.rows} samples of "
-                f"{self.length}: choose {self.rows * self.length:,} or more"
-            )
+    @classmethod
+    def of(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, tokens: np.ndarray) -> Lesson:
+        """A text's ids [tokens] as a recipe wants them.
 
-    @property
-    def steps(self) -> int:
-        """Optimiser steps of the whole run."""
-        return self.tokens // (self.rows * self.length)
+        Raises:
+            WeirError: the text is too short, or the tokenizer lacks the words of the exercises.
+        """
+        if len(tokens) < recipe.least:
+            raise WeirError(
+                f"the text makes {len(tokens):,} tokens; samples of {recipe.length} take "
+                f"{recipe.least:,} or more: give more text, or a shorter length"
+            )
+        words = Words.of(tokenizer) if recipe.exercise_rows else None
+        front = words.front if words else exercises.front_of(tokenizer)
+        return cls(front, words, *split(tokens, recipe.length))
+
+
+def split(tokens: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(what is trained on, what is held out): the last 1 % of the text is held out.
+
+    Of a short text up to 10 %, so that it fills a few samples of `length`.
+    """
+    held = max(len(tokens) // 100, min(len(tokens) // 10, 8 * length))
+    return tokens[: len(tokens) - held], tokens[len(tokens) - held :]
 
 
 def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
-    """A Llama of the recipe's shape with random weights."""
-    torch.manual_seed(recipe.seed)
+    """A Llama of the recipe's shape with random weights, whose configuration names its sink.
+
+    The weights do not depend on the sink, but for the rows of the tokens that only it has.
+    """
     config = LlamaConfig(  # type: ignore[call-arg]
         vocab_size=len(tokenizer),
         hidden_size=recipe.width,
@@ -108,71 +89,120 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> LlamaForCau
         num_hidden_layers=recipe.layers,
         num_attention_heads=recipe.heads,
         num_key_value_heads=recipe.kv_heads,
-        max_position_embeddings=recipe.length,
+        max_position_embeddings=recipe.window,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=None,
         pad_token_id=tokenizer.pad_token_id,
         attn_implementation="sdpa",
     )
-    return LlamaForCausalLM(config)
+    front = exercises.front_of(tokenizer).tolist()
+    set_sink(config, recipe.kind.kind, front if recipe.kind.kind == "learnable" else ())
+    torch.manual_seed(recipe.seed)
+    model = LlamaForCausalLM(config)
+    # Each matrix draws from a seed of its own: a longer vocabulary moves no draw after it.
+    for index, weight in enumerate(p for p in model.parameters() if p.ndim == 2):
+        draw = torch.Generator().manual_seed(1000 * recipe.seed + index)
+        with torch.no_grad():
+            weight.normal_(0.0, config.initializer_range, generator=draw)
+    return model
 
 
-def batch(
-    recipe: Recipe, words: Words, book: np.ndarray, step: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ids [rows, length] of one step and the weight of predicting each of them.
+@dataclass(frozen=True)
+class Batch:
+    """One step's samples.
 
-    Depends on nothing but its arguments, so that a resumed run sees what it would have seen.
+    Attributes:
+        ids: [rows, length].
+        weight: of predicting each of them, in what is minimised [rows, length].
+        text: 1 over how many there are, for the tokens of text that stand after a token of text:
+            those that are the same for every sink [rows, length].
+    """
+
+    ids: Tensor
+    weight: Tensor
+    text: Tensor
+
+
+def batch(recipe: Recipe, lesson: Lesson, step: int) -> Batch:
+    """The samples of one step.
+
+    Depends on nothing but its arguments, so that a resumed run sees what it would have seen; and
+    which passages are taken does not depend on what stands in front of them.
     """
     rng = np.random.default_rng([recipe.seed, step])
     done = step / recipe.steps
     samples = []
     for row in range(recipe.rows):
         if row >= recipe.exercise_rows:
-            ids, weight = exercises.book_sample(words, book, recipe.length, rng)
+            ids, weight = exercises.book_sample(lesson.front, lesson.book, recipe.window, rng)
             share = 1.0 / (recipe.rows - recipe.exercise_rows)
         else:
-            ids, weight = _exercise(recipe, words, book, done, rng)
+            ids, weight = _exercise(recipe, lesson, done, rng)
             share = recipe.exercise_weight / recipe.exercise_rows
         samples.append((ids, weight * (share / max(weight.sum(), 1.0))))
     ids, weights = (np.stack(parts) for parts in zip(*samples, strict=True))
-    return torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(weights.astype(np.float32))
+    text = np.zeros(ids.shape)
+    text[recipe.exercise_rows :, len(lesson.front) + 1 :] = 1.0
+    text /= text.sum()
+    return Batch(
+        torch.from_numpy(ids.astype(np.int64)),
+        torch.from_numpy(weights.astype(np.float32)),
+        torch.from_numpy(text.astype(np.float32)),
+    )
 
 
 def _exercise(
-    recipe: Recipe, words: Words, book: np.ndarray, done: float, rng: np.random.Generator
+    recipe: Recipe, lesson: Lesson, done: float, rng: np.random.Generator
 ) -> exercises.Sample:
+    words, length = lesson.words, recipe.window
+    if words is None:
+        raise AssertionError("a recipe with exercises has a lesson with their words")
     if done < recipe.only_segments:
-        return exercises.segment_sample(words, recipe.length, 8, 16, rng)
+        return exercises.segment_sample(words, length, 8, 16, rng)
     if rng.random() < 0.25:
-        return exercises.segment_sample(words, recipe.length, 2, 12, rng)
-    return exercises.recall_sample(words, book, recipe.length, 0.6, rng)
+        return exercises.segment_sample(words, length, 2, 12, rng)
+    return exercises.recall_sample(words, lesson.book, length, 0.6, rng)
 
 
-def rate_at(recipe: Recipe, step: int, warmup: int = 100) -> float:
-    """The learning rate: up over `warmup` steps, held, then straight down to zero."""
+def rate_at(recipe: Recipe, step: int) -> float:
+    """The learning rate: up over 100 steps or a tenth of the run, held, then straight to zero."""
+    warmup = min(100, max(1, recipe.steps // 10))
     left = (recipe.steps - step) / (recipe.falling * recipe.steps)
     return recipe.rate * min(1.0, (step + 1) / warmup, max(left, 0.0))
 
 
-def optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for embeddings and norms."""
+def optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """What trains the matrices inside the layers, and AdamW for embeddings and norms."""
     inside = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not q for q in inside)]
-    return [
-        torch.optim.Muon(inside, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
-    ]
+    adamw: dict[str, Any] = {"betas": (0.9, 0.95), "fused": True}
+    first: torch.optim.Optimizer
+    if recipe.optimizer == "muon":
+        first = torch.optim.Muon(inside, weight_decay=recipe.decay, adjust_lr_fn="match_rms_adamw")
+    else:
+        first = torch.optim.AdamW(inside, weight_decay=recipe.decay, **adamw)
+    return [first, torch.optim.AdamW(others, weight_decay=0.0, **adamw)]
 
 
-def weighted_loss(model: LlamaForCausalLM, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Negative log-likelihood of every next token, times its weight, summed; nats."""
+def losses(
+    model: LlamaForCausalLM, ids: Tensor, weight: Tensor, text: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Negative log-likelihood of every next token, times its weight, summed; nats.
+
+    Args:
+        model: with exact attention.
+        ids: [rows, length].
+        weight, text: [rows, length], as in `Batch`.
+
+    Returns:
+        The sum by `weight`, which is minimised, and that by `text`, without gradient.
+    """
     with torch.autocast(ids.device.type, torch.bfloat16):
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
     target = ids[:, 1:]
     nll = torch.logsumexp(logits, -1) - logits.gather(-1, target[..., None])[..., 0]
-    return (nll * weight[:, 1:]).sum()
+    return (nll * weight[:, 1:]).sum(), (nll.detach() * text[:, 1:]).sum()
 
 
 def sink_loss(model: LlamaForCausalLM, ids: torch.Tensor, share: float) -> torch.Tensor:
@@ -194,14 +224,32 @@ def sink_loss(model: LlamaForCausalLM, ids: torch.Tensor, share: float) -> torch
     return (math.log(share) - (rested + 0.01).log()).relu().mean()
 
 
+def _rows_at_once(model: LlamaForCausalLM) -> int:
+    """How many samples of the window's length make no more than `MOST_LOGITS`."""
+    config = model.config
+    return max(1, MOST_LOGITS // (config.max_position_embeddings * config.vocab_size))
+
+
 @torch.no_grad()
-def book_loss(model: LlamaForCausalLM, words: Words, book: np.ndarray, rows: int = 32) -> float:
-    """Mean negative log-likelihood of held-out text inside the window; nats a token."""
+def book_loss(model: LlamaForCausalLM, lesson: Lesson, rows: int = 32) -> float:
+    """Mean negative log-likelihood of held-out text inside the window; nats a token.
+
+    The tokens that count are the same whatever stands in front: those after a token of text.
+    """
     length = model.config.max_position_embeddings
     rng = np.random.default_rng(1)
-    ids = np.stack([exercises.book_sample(words, book, length, rng)[0] for _ in range(rows)])
-    weight = torch.full(ids.shape, 1.0 / (rows * (length - 1)), device=model.device)
-    return float(weighted_loss(model, torch.from_numpy(ids).to(model.device), weight))
+    front = lesson.front
+    total = 0.0
+    for _ in range(0, rows, 32):
+        ids = np.stack(
+            [exercises.book_sample(front, lesson.held_out, length, rng)[0] for _ in range(32)]
+        )
+        weight = torch.zeros(ids.shape)
+        weight[:, len(front) + 1 :] = 1.0 / (32 * (length - len(front) - 1))
+        given = [part.to(model.device) for part in (torch.from_numpy(ids), weight)]
+        for some, its in zip(*(part.split(_rows_at_once(model)) for part in given), strict=True):
+            total += float(losses(model, some, its, its)[0])
+    return total / len(range(0, rows, 32))
 
 
 @torch.no_grad()
@@ -218,7 +266,7 @@ def recall_accuracy(
         rows.append(np.concatenate([prompt, answer]))
         answers.append(answer)
     guessed = []
-    for some in torch.from_numpy(np.stack(rows)).split(32):
+    for some in torch.from_numpy(np.stack(rows)).split(min(32, _rows_at_once(model))):
         # The right digits are fed; all are answered right exactly if greedy decoding gives them.
         logits = model(input_ids=some.to(model.device), use_cache=False).logits
         guessed.append(logits[:, prompt_length - 1 : -1].argmax(-1).cpu().numpy())
@@ -229,153 +277,131 @@ OnStep = Callable[[int, int, dict[str, Any]], None]
 """Told after every step: its number, how many there are, and what is known."""
 
 
-def split(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(what is trained on, what is held out): the last 1 % of the text is held out."""
-    edge = int(len(tokens) * 0.99)
-    return tokens[:edge], tokens[edge:]
+def figures(model: LlamaForCausalLM, lesson: Lesson, questions: int = 512) -> dict[str, Any]:
+    """What a model card says: size, held-out perplexity and recall, both inside the window.
 
-
-def run(
-    recipe: Recipe,
-    text: Path,
-    out: Path,
-    *,
-    vocabulary: int = 4096,
-    compiled: bool = True,
-    on_step: OnStep = lambda step, steps, facts: None,
-) -> dict[str, Any]:
-    """From books to a model folder: tokenizer, corpus, training, weights in bfloat16.
-
-    What `out` already holds of an earlier run with the same text is taken up again.
-
-    Returns:
-        The figures of the weights as they were saved: parameters, perplexity of held-out text
-        inside the window, and the share of recall exercises answered right.
-
-    Raises:
-        WeirError: the text cannot be read or is too short, its tokenizer lacks the words that
-            exercises are made of, or `out` holds a model of another shape.
+    Recall is None without exercises.
     """
-    books = read_books(text)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise WeirError(f"cannot write to {out}: {error.strerror}") from None
-    if not (out / "tokenizer.json").exists():
-        corpus.train_tokenizer(books, vocabulary).save_pretrained(out)
-    tokenizer = AutoTokenizer.from_pretrained(out)
-    tokens = corpus.load_or_encode(out / "tokens.npy", books, tokenizer)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = train(recipe, tokenizer, tokens, out, device=device, compiled=compiled, on_step=on_step)
-    model.to(torch.bfloat16).save_pretrained(out)  # type: ignore[arg-type]
-    # Read back, for `to` has rounded the rotary frequencies, which are not saved, as well.
-    saved = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32).to(device)  # type: ignore[arg-type]
-    return figures(saved, tokenizer, split(tokens)[1])
-
-
-def figures(
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    held_out: np.ndarray,
-    questions: int = 512,
-) -> dict[str, Any]:
-    """What a model card says: size, held-out perplexity and recall, both inside the window."""
-    words = Words.of(tokenizer)
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
-        "book_ppl": float(np.exp(book_loss(model, words, held_out, rows=64))),
-        "recall": recall_accuracy(model, words, held_out, questions),
+        "book_ppl": float(np.exp(book_loss(model, lesson, rows=64))),
+        "recall": lesson.words and recall_accuracy(model, lesson.words, lesson.held_out, questions),
     }
 
 
 def train(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
-    tokens: np.ndarray,
+    lesson: Lesson,
     out: Path,
     *,
-    device: str = "cpu",
-    look_every: int = 200,
+    processes: Processes | None = None,
+    look_every: int | None = None,
     compiled: bool = True,
     on_step: OnStep = lambda step, steps, facts: None,
 ) -> LlamaForCausalLM:
-    """Train, or take up again what `out` holds; the last 1 % of `tokens` is held out.
+    """Train, or take up again what `out` holds.
 
-    Writes `out/log.jsonl`, a line every `look_every` steps, and `out/checkpoint.pt` with it.
+    Writes `out/loss.csv`, a line a step, and `out/checkpoint.pt`, which has all that the run needs
+    to go on bit for bit on the same machine with as many threads.
+
+    Args:
+        recipe: what to do.
+        tokenizer: of the model.
+        lesson: what to train on.
+        out: a folder.
+        processes: those that train together; None for as many as there are.
+        look_every: steps between two checkpoints with a look at held-out text; None for a
+            twentieth of the run, and at most 200.
+        compiled: compile the model.
+        on_step: told after every step.
 
     Raises:
-        WeirError: as `run`.
+        WeirError: `out` holds a run of another recipe, or the loss is no number any more.
     """
-    words = Words.of(tokenizer)
-    book, held_out = split(tokens)
-    if len(held_out) < recipe.length:
+    processes = processes or Processes.here()
+    if recipe.rows % processes.count:
         raise WeirError(
-            f"the text makes {len(tokens):,} tokens; it takes {100 * recipe.length:,}, so that the "
-            f"1 % that is held out fills a sample of {recipe.length}"
+            f"{recipe.rows} rows cannot be shared among {processes.count} processes: choose a "
+            "multiple"
         )
-    model = new_model(recipe, tokenizer).to(device)  # type: ignore[arg-type]
-    steppers = optimizers(model)
+    look_every = look_every or min(200, max(1, recipe.steps // 20))
+    model = new_model(recipe, tokenizer).to(processes.device)  # type: ignore[arg-type]
+    steppers = optimizers(model, recipe)
     saved = out / "checkpoint.pt"
-    first = _restore(saved, recipe, model, steppers) if saved.exists() else 0
-    loss_of = torch.compile(weighted_loss) if compiled else weighted_loss
-    began = time.monotonic()
-    for step in range(first, recipe.steps):
-        ids, weight = (t.to(device) for t in batch(recipe, words, book, step))
-        loss, pull = loss_of(model, ids, weight), torch.zeros(())
-        loss.backward()
-        if recipe.sink_weight and step >= recipe.sinks_after * recipe.steps:
-            pull = sink_loss(model, ids[-2:], recipe.sink_share)
-            (recipe.sink_weight * pull).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for stepper in steppers:
-            for group in stepper.param_groups:
-                group["lr"] = rate_at(recipe, step)
-            stepper.step()
-            stepper.zero_grad(set_to_none=True)
-        facts: dict[str, Any] = {"loss": float(loss.detach()), "sink_loss": float(pull.detach())}
-        if (step + 1) % look_every == 0 or step + 1 == recipe.steps:
-            facts |= {
+    first, seconds = checkpoint.restore(saved, recipe, model, steppers)
+    losses_of = torch.compile(losses) if compiled else losses
+    began = time.monotonic() - seconds
+    with Log(out / "loss.csv", first, writing=processes.is_first) as log:
+        for step in range(first, recipe.steps):
+            started = time.monotonic()
+            told = _step(recipe, lesson, step, model, steppers, losses_of, processes)
+            facts: dict[str, Any] = {
                 "step": step + 1,
                 "tokens": (step + 1) * recipe.rows * recipe.length,
-                "book_loss": book_loss(model, words, held_out),
-                "recall": recall_accuracy(model, words, held_out),
-                "seconds": round(time.monotonic() - began, 1),
+                "rate": rate_at(recipe, step),
+                **told,
+                "tokens_per_s": round(
+                    recipe.rows * recipe.length / (time.monotonic() - started), 1
+                ),
             }
-            _save(saved, model, steppers, step + 1, recipe)
-            with (out / "log.jsonl").open("a") as log:
-                log.write(json.dumps(facts) + "\n")
-        on_step(step + 1, recipe.steps, facts)
+            if not math.isfinite(facts["objective"]):
+                raise WeirError(
+                    f"at step {step + 1} the loss is no number any more: train into another "
+                    "folder with a lower rate"
+                )
+            if (step + 1) % look_every == 0 or step + 1 == recipe.steps:
+                seconds = time.monotonic() - began
+                facts |= _look(model, lesson, seconds)
+                if processes.is_first:
+                    log.write(facts)
+                    checkpoint.save(saved, recipe, model, steppers, step + 1, seconds)
+            else:
+                log.write(facts)
+            on_step(step + 1, recipe.steps, facts)
     return model
 
 
-def _save(
-    path: Path,
+def _step(
+    recipe: Recipe,
+    lesson: Lesson,
+    step: int,
     model: LlamaForCausalLM,
     steppers: list[torch.optim.Optimizer],
-    step: int,
-    recipe: Recipe,
-) -> None:
-    state = {
-        "model": model.state_dict(),
-        "optimizers": [stepper.state_dict() for stepper in steppers],
-        "step": step,
-        "recipe": asdict(recipe),
+    losses_of: Callable[..., tuple[Tensor, Tensor]],
+    processes: Processes,
+) -> dict[str, float]:
+    """One step of the optimisers; the losses it began from."""
+    given = batch(recipe, lesson, step)
+    mine = [processes.share(part) for part in (given.ids, given.weight, given.text)]
+    objective, text = (torch.zeros((), device=processes.device) for _ in range(2))
+    at_once = _rows_at_once(model)
+    for some in zip(*(part.split(at_once) for part in mine), strict=True):
+        # Losses are sums by weight, so those of a few rows at a time add up to that of all.
+        part, of_text = losses_of(model, *some)
+        part.backward()
+        objective, text = objective + part.detach(), text + of_text
+    pull = torch.zeros((), device=processes.device)
+    if recipe.taught_at(step) and processes.is_first:
+        pull = sink_loss(model, given.ids[-2:].to(processes.device), recipe.sink_share)
+        (recipe.sink_weight * pull).backward()
+    processes.sum_gradients(model.parameters())
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for stepper in steppers:
+        for group in stepper.param_groups:
+            group["lr"] = rate_at(recipe, step)
+        stepper.step()
+        stepper.zero_grad(set_to_none=True)
+    told = processes.sum(torch.stack([text, objective, pull.detach()])).tolist()
+    return dict(zip(("loss", "objective", "sink_loss"), told, strict=True))
+
+
+def _look(model: LlamaForCausalLM, lesson: Lesson, seconds: float) -> dict[str, Any]:
+    """How the model does on held-out text now."""
+    words = lesson.words
+    recall = words and recall_accuracy(model, words, lesson.held_out)
+    return {
+        "held_out_loss": book_loss(model, lesson),
+        **({} if recall is None else {"recall": recall}),
+        "seconds": round(seconds, 1),
     }
-    torch.save(state, path.with_suffix(".tmp"))
-    path.with_suffix(".tmp").replace(path)
-
-
-def _restore(
-    path: Path, recipe: Recipe, model: LlamaForCausalLM, steppers: list[torch.optim.Optimizer]
-) -> int:
-    state = torch.load(path, weights_only=True)
-    for name in ("width", "layers", "heads", "kv_heads", "inner"):
-        began, wanted = state["recipe"][name], getattr(recipe, name)
-        if began != wanted:
-            raise WeirError(
-                f"{path} was begun with {name}={began}, not {wanted}: give that, or another folder"
-            )
-    model.load_state_dict(state["model"])
-    for stepper, held in zip(steppers, state["optimizers"], strict=True):
-        stepper.load_state_dict(held)
-    return int(state["step"])

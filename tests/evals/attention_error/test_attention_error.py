@@ -18,12 +18,12 @@ from weir.evals.attention_error.attention_error import (
     RATES,
     Setup,
     _answer,
-    ask,
-    mean_rows,
+    mean_over_layers,
     measure_error,
     set_up,
+    size_policies,
 )
-from weir.evals.attention_error.capture import capture
+from weir.evals.attention_error.capture import capture, capture_each
 from weir.models.facts import attention_modules
 from weir.policies.pipe import Pipe
 from weir.pools import POOLS, Fold, Pool, Recent, pool
@@ -112,7 +112,9 @@ def error_off(model: PreTrainedModel, error: float) -> float:
 
 
 def errors(model: PreTrainedModel, ids: Tensor, policy: str, setup: Setup) -> list[float]:
-    return [row.error for row in measure_error(model, ids, ask([policy], setup)[0], setup)]
+    return [
+        row.error for row in measure_error(model, ids, size_policies([policy], setup)[0], setup)
+    ]
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -193,6 +195,23 @@ def test_layers_that_slide_are_left_out_and_not_to_be_had():
             capture(model, tokens(1, 20)[0], [layer])
 
 
+def test_layer_by_layer_every_layer_is_heard_sliding_or_not():
+    model, text = make("gemma3"), tokens(1, 40)[0]
+    seen: list[int] = []
+
+    def take(it):
+        seen.append(it.layer)
+        return it.keys
+
+    keys = capture_each(model, text, take)
+    assert seen == sorted(keys) == list(range(model.config.num_hidden_layers))
+    assert all(t.shape[2] == len(text) for t in keys.values())
+    for it in capture(model, text):
+        assert torch.equal(keys[it.layer], it.keys)
+    with pytest.raises(WeirError, match="layer 99 does not exist; the model's layers are 0 to"):
+        capture_each(model, text, take, [99])
+
+
 def test_a_model_is_as_it_was_after_it_was_listened_to(fresh_llama, ids):
     model = fresh_llama()
     with torch.no_grad():
@@ -207,26 +226,26 @@ def test_a_model_is_as_it_was_after_it_was_listened_to(fresh_llama, ids):
 
 def test_a_rate_is_a_share_of_the_middle():
     setup = Setup(1000, 200, 100)
-    asked, missing = ask(["uniform", "streaming_llm", "balancekv(block=8)"], setup, RATES)
+    sized, missing = size_policies(["uniform", "streaming_llm", "balancekv(block=8)"], setup, RATES)
     assert missing == []
-    assert [one.policy.slots for one in asked[:4]] == [
+    assert [one.policy.slots for one in sized[:4]] == [
         101 + 700 // 2,
         101 + 175,
         101 + 88,
         101 + 44,
     ]
-    assert str(asked[0].policy.pools[0]) == str(asked[8].policy.pools[0])  # the sinks are exact
-    assert asked[0].policy.pools[0].n == asked[8].policy.pools[0].n == 100
-    assert [one.policy.slots for one in asked[4:8]] == [100 + 350, 100 + 175, 100 + 88, 100 + 44]
+    assert str(sized[0].policy.pools[0]) == str(sized[8].policy.pools[0])  # the sinks are exact
+    assert sized[0].policy.pools[0].n == sized[8].policy.pools[0].n == 100
+    assert [one.policy.slots for one in sized[4:8]] == [100 + 350, 100 + 175, 100 + 88, 100 + 44]
 
 
 def test_what_is_too_small_is_left_out_with_the_reason():
     setup = Setup(60, 12, 8)
-    asked, missing = ask(["streaming_llm", "subgen"], setup, [0.5, 0.01])
-    assert [one.name for one in asked].count("streaming_llm") == 2
+    sized, missing = size_policies(["streaming_llm", "subgen"], setup, [0.5, 0.01])
+    assert [one.name for one in sized].count("streaming_llm") == 2
     assert any("subgen is left out at a rate of 0.01" in reason for reason in missing)
     with pytest.raises(WeirError, match="subgen is left out"):
-        ask(["subgen"], setup, [0.01])
+        size_policies(["subgen"], setup, [0.01])
 
 
 @pytest.mark.parametrize(
@@ -243,7 +262,7 @@ def test_what_is_too_small_is_left_out_with_the_reason():
 )
 def test_what_cannot_be_measured_is_refused(names, rates, reason):
     with pytest.raises(WeirError, match=reason):
-        ask(names, Setup(60, 12, 8), rates)
+        size_policies(names, Setup(60, 12, 8), rates)
 
 
 def test_the_setting_is_the_papers_where_there_is_room(llama):
@@ -262,19 +281,19 @@ def test_the_setting_is_the_papers_where_there_is_room(llama):
 
 def test_seeds_make_means_and_deviations(llama, ids):
     setup = Setup(LENGTH, QUERIES, 0)
-    asked, _ = ask(["uniform(budget=20, sinks=4, recent=4)", "recent(20)"], setup)
+    sized, _ = size_policies(["uniform(budget=20, sinks=4, recent=4)", "recent(20)"], setup)
     steps: list[tuple[int, int]] = []
     text = ids(1, LENGTH)[0]
     rows = measure_error(
-        llama, text, asked, setup, seeds=range(3), on_step=lambda *n: steps.append(n) or False
+        llama, text, sized, setup, seeds=range(3), on_step=lambda *n: steps.append(n) or False
     )
-    again = measure_error(llama, text, asked, setup, seeds=range(3))
+    again = measure_error(llama, text, sized, setup, seeds=range(3))
     assert [row.errors for row in rows] == [row.errors for row in again]
     assert steps == [(n, 4) for n in range(1, 5)]
     assert len(set(rows[0].errors)) == 3 and rows[0].deviation > 0
     assert rows[2].deviation == 0
     assert rows[2].kept == pytest.approx(20 / BEFORE)
-    means = mean_rows(rows)
+    means = mean_over_layers(rows)
     assert [mean["policy"] for mean in means] == [rows[0].policy, rows[2].policy]
     by_seed = [(one + other) / 2 for one, other in zip(rows[0].errors, rows[1].errors, strict=True)]
     assert means[0]["error"] == pytest.approx(sum(by_seed) / 3)
@@ -284,7 +303,7 @@ def test_seeds_make_means_and_deviations(llama, ids):
 
 def test_it_can_be_ended_early(llama, ids):
     setup = Setup(LENGTH, QUERIES, 0)
-    asked, _ = ask(["recent(20)", "recent(10)"], setup)
+    sized, _ = size_policies(["recent(20)", "recent(10)"], setup)
     text = ids(1, LENGTH)[0]
-    rows = measure_error(llama, text, asked, setup, on_step=lambda done, total: done == 3)
+    rows = measure_error(llama, text, sized, setup, on_step=lambda done, total: done == 3)
     assert len(rows) == 3

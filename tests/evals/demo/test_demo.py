@@ -16,10 +16,10 @@ from transformers import AutoTokenizer
 import weir
 from weir.evals import demo
 from weir.evals.demo.report import COLOURS
-from weir.evals.demo.run import BOOK, POLICIES, TITLE
+from weir.evals.demo.run import POLICIES, TITLE
 from weir.evals.measures.perplexity import read
 from weir.models.loading import ASSETS
-from weir.stream.text import read_text
+from weir.stream.text import BOOK, read_text
 
 SMALL = ("dense", "window(24)", "streaming_llm(24)", "streaming_llm(48)")
 VOID = {"meta", "br", "wbr", "img", "link", "input", "hr"}

@@ -1,12 +1,13 @@
-"""Wilson's interval, against figures worked out by hand and its own definition."""
+"""Wilson's and Student's intervals, against printed figures and their own definitions."""
 
 from __future__ import annotations
 
 import math
+from statistics import NormalDist, fmean, stdev
 
 import pytest
 
-from weir.evals.measures.intervals import counted, wilson
+from weir.evals.measures.intervals import around_mean, counted, student, wilson
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,34 @@ def test_its_ends_are_where_the_share_seen_is_just_likely_enough(right, asked):
 def test_nothing_asked_says_nothing():
     assert counted(0, 0) == {"right": 0, "asked": 0, "accuracy": None, "low": 0.0, "high": 1.0}
     assert counted(3, 4)["accuracy"] == 0.75
+
+
+@pytest.mark.parametrize(
+    ("freedom", "confidence", "t"),
+    [
+        # Student's own table as it is printed everywhere: two-sided, three digits.
+        (1, 0.95, 12.706),
+        (2, 0.95, 4.303),
+        (3, 0.95, 3.182),
+        (4, 0.99, 4.604),
+        (7, 0.95, 2.365),
+        (8, 0.90, 1.860),
+        (30, 0.95, 2.042),
+        (101, 0.99, 2.625),
+    ],
+)
+def test_students_table(freedom, confidence, t):
+    assert student(freedom, confidence) == pytest.approx(t, abs=5e-4)
+
+
+def test_with_many_figures_the_interval_of_a_mean_is_the_normal_one():
+    figures = [float(n % 7) for n in range(3000)]
+    mean, reach = around_mean(figures)
+    assert mean == fmean(figures)
+    assert reach is not None
+    z = NormalDist().inv_cdf(0.975)
+    assert reach == pytest.approx(z * stdev(figures) / math.sqrt(3000), rel=1e-3)
+
+
+def test_one_figure_has_no_interval():
+    assert around_mean([3.5]) == (3.5, None)

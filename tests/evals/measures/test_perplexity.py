@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 import weir
 from weir.errors import WeirError
 from weir.evals.measures import perplexity as module
-from weir.evals.measures.perplexity import Reader, read
+from weir.evals.measures.perplexity import PerplexityMeter, read
 from weir.models.loading import ASSETS
 from weir.stream.text import encode
 
@@ -123,12 +123,12 @@ def test_reading_ends_early_with_what_was_read_until_then():
 
 
 def test_perplexity_is_known_from_the_second_token_on():
-    reader = Reader(Constant())
-    assert math.isnan(reader.reading.ppl)
-    reader.take(torch.tensor([5]))
-    assert math.isnan(reader.reading.ppl)
-    reader.take(torch.tensor([7]))
-    assert reader.reading.ppl == pytest.approx(math.exp(0.7), rel=off(2))
+    meter = PerplexityMeter(Constant())
+    assert math.isnan(meter.reading.ppl)
+    meter.take(torch.tensor([5]))
+    assert math.isnan(meter.reading.ppl)
+    meter.take(torch.tensor([7]))
+    assert meter.reading.ppl == pytest.approx(math.exp(0.7), rel=off(2))
 
 
 def test_a_model_that_breaks_down_is_not_reported_as_a_good_one():
@@ -165,11 +165,11 @@ def test_the_last_thousand_tokens_are_compared_with_the_second_thousand():
 def test_memory_grows_when_it_rises_above_its_most_up_to_token_5000(monkeypatch):
     held = iter([500, 450, 480, 620, 510])
     monkeypatch.setattr(module, "_memory", lambda: next(held))
-    reader = Reader(Constant())
+    meter = PerplexityMeter(Constant())
     grown = []
     for length in (4000, 999, 200, 200, 200):
-        reader.take(torch.ones(length, dtype=torch.int64))
-        grown.append(reader.reading.memory_growth)
+        meter.take(torch.ones(length, dtype=torch.int64))
+        grown.append(meter.reading.memory_growth)
     assert grown == [None, None, 0, 120, 120]
 
 

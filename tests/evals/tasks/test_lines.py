@@ -78,10 +78,10 @@ def test_the_first_number_counts_and_in_a_chat_the_last(
     assert (found["right"], found["asked"], found["answers"]) == (2, 3, answers)
     prompt = task.cases(seed=0)[0].prompt
     if chat:
-        assert asked[0] == (prompt, {"most": 100, "chat": True})
+        assert asked[0] == (prompt, {"max_new_tokens": 100, "chat": True})
     else:
         begun = f"{prompt}\nline red-kite: REGISTER_CONTENT is <"
-        assert asked[0] == (begun, {"most": 15, "stops": (">",)})
+        assert asked[0] == (begun, {"max_new_tokens": 15, "stops": (">",)})
     assert found["accuracy"] == pytest.approx(2 / 3)
     assert (found["kv_bytes"], found["share"]) == (64, 0.5)
 

@@ -31,7 +31,7 @@ def test_dense_finds_every_needle_inside_the_window() -> None:
 
 def test_a_window_finds_what_is_near_and_loses_what_has_left() -> None:
     task = Needle(longest=480, lengths=2, depths=5, samples=2)
-    found = task.run(nano("streaming_llm(budget=200, sinks=1)", chunk=1), quiet)
+    found = task.run(nano("streaming_llm(budget=200, sinks=1)", chunk=8), quiet)
     assert by_depth(found, 240)[1:] == [1, 1, 1, 1]
     assert by_depth(found, 480) == [0, 0, 0, 1, 1]
     assert found["accuracy"] == pytest.approx(np.mean([c["accuracy"] for c in found["cells"]]))
@@ -42,7 +42,7 @@ def test_the_needle_stands_at_its_depth_and_the_question_at_the_end() -> None:
     hay = np.full(500, words.plain[7])
     for depth, place in [(0.0, 1), (0.5, 45), (1.0, 90)]:
         row, number = exercise(words, hay, 100, depth, np.random.default_rng(0))
-        assert len(row) == 100 and row[0] == words.start
+        assert len(row) == 100 and row[0] == words.front[0]
         said = words.statement(row[97], number)
         assert (row[place : place + 7] == said).all()
         assert (row[97:] == words.question(row[97])).all()

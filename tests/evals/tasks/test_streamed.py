@@ -11,14 +11,14 @@ from roundings import nll_off, run_off
 
 import weir
 from weir.errors import WeirError
-from weir.evals.attention_error.attention_error import ask, measure_error, set_up
+from weir.evals.attention_error.attention_error import measure_error, set_up, size_policies
 from weir.evals.task import Subject
 from weir.evals.tasks.attention_error import AttentionError
 from weir.evals.tasks.efficiency import Efficiency
 from weir.evals.tasks.ppl import Perplexity
-from weir.evals.tasks.recall import Recall, distances_to, make_plan, sample
-from weir.evals.tasks.streameval import Exercises, StreamEval, Text, make_schedule
-from weir.stream.text import PACKAGED, read_stream, read_text
+from weir.evals.tasks.recall import Recall, distances_to, make_layout, sample
+from weir.evals.tasks.streameval import ExerciseLines, StreamEval, TextLines, make_schedule
+from weir.stream.text import BOOK, read_stream, read_text
 from weir.train.exercises import Words
 
 
@@ -38,7 +38,7 @@ def silent(share: float) -> None:
 @pytest.fixture(scope="module")
 def two_books(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("text") / "books.txt"
-    words = read_text(PACKAGED)
+    words = read_text(BOOK)
     path.write_text(words[:900] + "\n\0\n" + words[5000:5700])
     return str(path)
 
@@ -52,7 +52,7 @@ def test_books_are_one_stream_with_one_start_token(nano, two_books):
     begin, middle, end = books.edges
     assert (begin, end) == (0, len(books.ids))
     assert books.ids.tolist().count(tokenizer.bos_token_id) == 1
-    words = read_text(PACKAGED)
+    words = read_text(BOOK)
     assert tokenizer.decode(books.ids[1:middle]) == words[:900].strip("\n")
     assert tokenizer.decode(books.ids[middle:]) == "\n\n" + words[5000:5700].strip("\n")
     pieces = list(books.pieces(100))
@@ -123,13 +123,13 @@ def test_every_answer_is_due_its_distance_after_its_number(nano, seed):
     rng = np.random.default_rng(seed)
     distances = distances_to(600)
     assert distances == [16, 32, 64, 128, 256, 512, 600]
-    plan = make_plan(distances, 40, rng)
+    layout = make_layout(distances, 40, rng)
     book = read_stream(nano[1], most=5000).ids.numpy()
-    row, numbers = sample(words, book, plan, rng)
-    assert len(row) == plan.length
-    assert row[0] == words.start
-    assert (row[1:] != words.start).all()
-    for distance, number, place in zip(distances, numbers, plan.answers, strict=True):
+    row, numbers = sample(words, book, layout, rng)
+    assert len(row) == layout.length
+    assert row[0] == words.front[0]
+    assert (row[1:] != words.front[0]).all()
+    for distance, number, place in zip(distances, numbers, layout.answers, strict=True):
         assert row[place : place + 3].tolist() == number.tolist()
         assert row[place - distance : place - distance + 3].tolist() == number.tolist()
         # Both stand in statements of the same name, which is said nowhere else as one.
@@ -145,10 +145,10 @@ def test_recall_inside_the_window_is_that_of_a_plain_loop_answer_for_answer(nano
     # The same streams, and a greedy loop of transformers over each.
     words, rng = Words.of(tokenizer), np.random.default_rng(3)
     book = read_stream(tokenizer, most=200_000).ids.numpy()
-    plan = make_plan(distances_to(200), 20, rng)
-    rows = [sample(words, book, plan, rng) for _ in range(6)]
+    layout = make_layout(distances_to(200), 20, rng)
+    rows = [sample(words, book, layout, rng) for _ in range(6)]
     hits = []
-    for question, place in enumerate(plan.answers):
+    for question, place in enumerate(layout.answers):
         right = 0
         for row, numbers in rows:
             prompt = torch.from_numpy(row[:place])[None]
@@ -199,7 +199,7 @@ def test_streameval_with_exact_attention_is_a_plain_loop_answer_for_answer(nano)
     found = task.run(subject(nano, seed=1), silent)
     rng = np.random.default_rng(1)
     schedule = make_schedule((10,), 3, 10, rng)
-    lines = Exercises(tokenizer, 3, schedule[-1][0], rng)
+    lines = ExerciseLines(tokenizer, 3, schedule[-1][0], rng)
     right = 0
     for row in range(3):
         ids: list[int] = []
@@ -232,7 +232,7 @@ def test_streameval_holds_inside_the_cache_and_falls_to_chance_beyond(nano):
 
 def test_the_papers_lines_are_for_other_models_and_read_one_stream_at_a_time(nano):
     model, tokenizer = nano
-    lines = Text(tokenizer, 1, 5, np.random.default_rng(0))
+    lines = TextLines(tokenizer, 1, 5, np.random.default_rng(0))
     assert tokenizer.decode(lines.line(1)[0]) == (
         f"line {lines.names[1]}: REGISTER_CONTENT is <{lines.numbers[1]}>\n"
     )
@@ -289,8 +289,8 @@ def test_the_attention_error_is_that_of_its_command_and_none_where_all_is_kept(n
     ids = read_stream(tokenizer, most=512).ids
     setup = set_up(model, 512)
     for policy, rate in (("h2o(budget=100)", None), ("uniform", 0.25)):
-        asked, _ = ask([policy], setup, [rate] if rate else [])
-        rows = measure_error(model, ids, asked, setup, seeds=(3,))
+        sized, _ = size_policies([policy], setup, [rate] if rate else [])
+        rows = measure_error(model, ids, sized, setup, seeds=(3,))
         found = AttentionError(rate=rate).run(subject(nano, policy, seed=3), silent)
         assert [row["error"] for row in found["by_layer"]] == [row.error for row in rows]
         assert found["error"] == pytest.approx(np.mean([row.error for row in rows]))
@@ -317,5 +317,5 @@ def test_the_same_seed_gives_the_same_figures_and_another_other_ones(nano, task)
     assert set(task.metrics) <= set(once)
     if not isinstance(task, Perplexity):
         rngs = [np.random.default_rng(seed) for seed in (4, 5)]
-        a, b = (make_plan([16, 64], 256, rng) for rng in rngs)
+        a, b = (make_layout([16, 64], 256, rng) for rng in rngs)
         assert a != b

@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from flows import Flow, PoolStream
 from hypothesis import given
 from hypothesis import strategies as st
+from model_runs import fed, holds_as, restored_goes_on, rows_read_alone
+from reference import balance as naive_file
 from reference.balance import Balance as Reference
 from reference.balance import SoftmaxBalance, Token
 from roundings import close, close_runs, largest, weights_off, within
@@ -20,32 +24,17 @@ from torch import Tensor
 import weir
 from weir.errors import WeirError
 from weir.pools import Balance, Fold, Recent, Sink
-from weir.pools.balance.schedule import LEVELS
+from weir.pools.balance import balance as pool_file
+from weir.pools.balance import merge_reduce, schedule
 from weir.pools.draws import Draws
 from weir.slab import Form
-from weir.slab.slots import Slots
 
 FOLD = Fold(Draws(0), torch.tensor([0]), Form(0.5))
 
 
-@dataclass
-class Flow:
-    """Tokens of whole streams: keys, values [batch, kv_heads, length, dim] and weights."""
-
-    keys: Tensor
-    values: Tensor
-    weighted: bool = False
-
-    def at(self, position: Tensor) -> Slots:
-        """The tokens at places [batch, kv_heads, n], -1 for none."""
-        place, empty = position.clamp_min(0), position < 0
-        keys, values = (
-            t.gather(2, place[..., None].expand(-1, -1, -1, t.shape[3]))
-            for t in (self.keys, self.values)
-        )
-        a, b = ((position // n % 3 * 0.5 * self.weighted) for n in (16, 32))
-        a, b = (t.float().masked_fill(empty, -torch.inf) for t in (a, b))
-        return Slots(keys, values, a, b, position)
+def weights(position: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-weights of tokens that are weighted."""
+    return position // 16 % 3 * 0.5, position // 32 % 3 * 0.5
 
 
 def lumps(batch: int, heads: int, length: int, seed: int = 0) -> Flow:
@@ -61,58 +50,36 @@ def lumps(batch: int, heads: int, length: int, seed: int = 0) -> Flow:
 
 
 @dataclass
-class Stream:
-    """A pool that folds a flow; iterating yields the arrivals of each fold.
+class Stream(PoolStream):
+    """A pool that folds a flow; the naive loop asks for the same scale."""
 
-    Attributes:
-        share: of its tokens that each head of each row gets.
-    """
-
-    pool: Balance
-    flow: Flow
-    chunk: int
-    share: float = 1.0
-    draws: Draws = FOLD.draws
-    held: Slots = field(init=False)
-    state: dict[str, Tensor] = field(init=False)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        generator = torch.Generator().manual_seed(1)
-        length, shape = self.flow.keys.shape[2], self.flow.keys.shape[:2]
-        self.held = self.flow.at(torch.empty(*shape, 0, dtype=torch.int64))
-        self.state = self.pool.state(self.held)
-        for start in range(0, length, self.chunk):
-            place = torch.arange(start, min(start + self.chunk, length)).expand(*shape, -1)
-            if self.share < 1:
-                place = place.where(torch.rand(place.shape, generator=generator) < self.share, -1)
-            fold = replace(FOLD, draws=self.draws, state=dict(self.state), unbroken=self.share == 1)
-            self.held, rest = self.pool.fold(self.held, self.flow.at(place), fold)
-            assert len(rest) == 0
-            assert len(self.held) <= self.pool.slots()
-            for name, t in self.state.items():
-                assert fold.state[name].shape == t.shape
-                assert fold.state[name].dtype == t.dtype
-            self.state = fold.state
-            yield place
-
-    def whole(self) -> Stream:
-        """The same, after the last fold."""
-        for _ in self:
-            pass
-        return self
+    form: Form = FOLD.form
 
 
 def coins(draws: Draws, head: int, length: int) -> tuple[Any, Any]:
     """The draws of one head, by level and place: of the first set of tokens, and of the others."""
     place = torch.arange(length).expand(1, head + 1, -1)
-    tables: dict[int, list[float]] = {}
+    tables: dict[tuple[int, int], list[float]] = {}
 
-    def coin(purpose: int, position: int) -> float:
-        if purpose not in tables:
-            tables[purpose] = draws.uniform(purpose, place)[0, head].tolist()
-        return tables[purpose][position]
+    def coin(purpose: int, position: int, block: int) -> float:
+        if (purpose, block) not in tables:
+            tables[purpose, block] = draws.uniform(purpose, place, block)[0, head].tolist()
+        return tables[purpose, block][position]
 
-    return coin, lambda level, position: coin(LEVELS + level, position)
+    return coin, lambda level, *more: coin(schedule.LEVELS + level, *more)
+
+
+@pytest.fixture
+def few_levels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Streams reach the highest level, which is the fourth, at once."""
+    for file in (schedule, merge_reduce, pool_file):
+        monkeypatch.setattr(file, "LEVELS", 4)
+    monkeypatch.setattr(naive_file, "HIGHEST", 3)
+    for known in (schedule.schedule, schedule.at_once):
+        known.cache_clear()
+    yield
+    for known in (schedule.schedule, schedule.at_once):
+        known.cache_clear()
 
 
 def reference_of(pool: Balance, draws: Draws, head: int, length: int, scale: float) -> Reference:
@@ -167,24 +134,31 @@ POOLS = [
 
 @pytest.mark.parametrize(("pool", "chunk", "length", "share", "weighted"), POOLS)
 def test_it_holds_what_a_naive_loop_holds(pool, chunk, length, share, weighted):
+    compare(pool, chunk, length, share, weighted)
+
+
+@pytest.mark.parametrize(("pool", "chunk", "length", "share", "weighted"), POOLS[2::3])
+def test_so_it_does_where_the_highest_level_is_halved_into_itself(
+    few_levels, pool, chunk, length, share, weighted
+):
+    stream = compare(pool, chunk, length, share, weighted)
+    assert int(stream.state["level"].max()) == 3
+
+
+def compare(pool: Balance, chunk: int, length: int, share: float, weighted: bool) -> Stream:
+    """A stream that was compared, fold by fold, with what a naive loop holds."""
     flow = lumps(2, 2, length)
-    flow.weighted = weighted
+    flow.weights = weights if weighted else None
     stream = Stream(pool, flow, chunk, share, Draws(3))
     naive = {
         (row, head): reference_of(pool, stream.draws, head, length, FOLD.form.scale)
         for row, head in itertools.product(range(2), range(2))
     }
-    whole = flow.at(torch.arange(length).expand(2, 2, -1))
-    lists = {name: t.tolist() for name, t in whole.tensors().items()}
-    for arrivals in stream:
-        for (row, head), loop in naive.items():
-            for p in arrivals[row, head].tolist():
-                if p >= 0:
-                    mine = (lists[name][row][head][p] for name in ("keys", "values", "a", "b"))
-                    loop.take(Token(p, *mine))
-            agree(stream, row, head, loop)
+    for row, head, loop in stream.beside(naive, Token):
+        agree(stream, row, head, loop)
     if pool.precision > 1:
         assert all(loop.erased for loop in naive.values())
+    return stream
 
 
 @pytest.mark.parametrize(
@@ -197,13 +171,23 @@ def test_it_holds_what_a_naive_loop_holds(pool, chunk, length, share, weighted):
     ],
 )
 def test_it_does_not_matter_how_the_stream_was_cut(pool):
-    flow = lumps(1, 3, 300)
-    one, *others = (Stream(pool, flow, chunk).whole() for chunk in (1, 7, 64, 300))
+    check_cuts(pool, 300)
+
+
+def check_cuts(pool: Balance, length: int) -> None:
+    """Streams that were cut differently hold the same."""
+    flow = lumps(1, 3, length)
+    one, *others = (Stream(pool, flow, chunk).whole() for chunk in (1, 7, 64, length))
     for other in others:
         assert len(one.held) == len(other.held)
         for head in range(3):
             slots = [sorted(slots_of(stream, head)) for stream in (one, other)]
             assert slots[0] == slots[1]
+
+
+@pytest.mark.parametrize("pool", [Balance(8), Balance(8, sets="separate", precision=1.0)])
+def test_nor_does_it_where_the_highest_level_is_halved_into_itself(few_levels, pool):
+    check_cuts(pool, 150)
 
 
 def slots_of(stream: Stream, head: int) -> list[tuple[float, ...]]:
@@ -256,6 +240,35 @@ def test_a_stream_of_any_length_keeps_its_slots_and_its_whole_weight():
         60_000, rel=weights_off(60_000)
     )
     assert stream.held.a.max() > 8 * math.log(2)
+
+
+def test_so_few_slots_that_all_levels_are_used_up_keep_their_weight_too():
+    """As many sets as slots: a lone token of each rises with almost every one that comes."""
+    flow = lumps(1, 2, 600)
+    lengths = 4.0 ** (torch.arange(600) % 3)
+    flow.values = F.normalize(torch.ones_like(flow.values), dim=-1) * lengths[:, None]
+    stream = Stream(Balance(4, sets="separate", precision=0.0), flow, 50).whole()
+    held, levels = stream.held, stream.state["level"]
+    assert len(held) == 4
+    assert levels.amax(dim=2).tolist() == [[schedule.LEVELS - 1] * 2]
+    below = held.b.double().exp().sum(dim=2)
+    within(below, torch.full_like(below, 600), weights_off(600) * 600)
+    for kind in range(3):
+        above = (held.a.double().exp() * (held.position % 3 == kind)).sum(dim=2)
+        within(above, torch.full_like(above, 200), weights_off(200) * 200)
+    assert stream.pool.wrong_state(stream.state, 4, 600) is None
+
+
+def test_the_highest_level_is_as_fair_to_old_tokens_as_to_new_ones(few_levels):
+    """What stays is drawn anew each time: a half of all tokens stands for each half of them."""
+    flow, shares = lumps(1, 64, 400), []
+    for seed in range(8):
+        held = Stream(Balance(4), flow, 50, draws=Draws(seed)).whole().held
+        old = held.position < 200
+        shares += (held.a.double().exp() * old).sum(dim=2).flatten().tolist()
+    mean = sum(shares) / len(shares)
+    spread = torch.tensor(shares).std().item() / len(shares) ** 0.5
+    assert abs(mean - 200) < 4 * spread, (mean, spread)
 
 
 PROMPTS = [
@@ -402,18 +415,6 @@ FLAT = "sink(2) | recent(6) | balance(16, 8, halves=authors, sets=flat)"
 APART = "sink(2) | recent(6) | balance(24, block=4, sets=separate)"
 
 
-def fed(model: Any, cache: Any, tokens: Tensor, cuts: list[int], mask: Any = None) -> Tensor:
-    """Logits of all tokens, fed in calls of the lengths `cuts`."""
-    out, done = [], 0
-    with torch.no_grad():
-        for width in cuts:
-            seen = None if mask is None else mask[:, : done + width]
-            piece = tokens[:, done : done + width]
-            out.append(model(piece, attention_mask=seen, past_key_values=cache).logits)
-            done += width
-    return torch.cat(out, dim=1)
-
-
 def naive_pipe(pool: Balance, length: int, scale: float) -> Callable[..., Any]:
     """Two sinks, six recent tokens and the naive loop."""
     loops: dict[tuple[int, int], Reference] = {}
@@ -452,10 +453,7 @@ def test_a_model_reads_on_as_the_naive_loop_does(llama, ids, naive, text, positi
     loop = naive(llama, fold, pools=3, chunk=chunk, rolling=positions == "rolling")
     got = fed(llama, cache, tokens, [50, 1, 1, 48])[0]
     close_runs(got, loop.feed(tokens[0]), llama)
-    for layer, head in itertools.product(range(2), range(2)):
-        position = cache.slots(layer).position[0, head]
-        wanted = sorted(t.position for t in loop.slots(layer, head))
-        assert sorted(position[position >= 0].tolist()) == wanted
+    holds_as(cache, loop)
 
 
 @pytest.mark.parametrize(("budget", "length"), [("balancekv(budget=64)", 64), (APART, 20)])
@@ -481,26 +479,12 @@ def test_a_prompt_that_a_model_reads_whole_is_halved_in_rounds(shallow, ids, tex
 
 @pytest.mark.parametrize("text", [SMALL, FLAT, APART])
 def test_a_row_gets_what_it_would_get_alone(llama, ids, text):
-    tokens, mask = ids(2, 80), torch.ones(2, 80, dtype=torch.int64)
-    mask[1, :13] = 0
-    together = fed(llama, weir.StreamingCache(llama, text, chunk=4), tokens, [30, 1, 49], mask)
-    for row, padding in ((0, 0), (1, 13)):
-        alone = weir.StreamingCache(llama, text, chunk=4)
-        wanted = fed(llama, alone, tokens[row : row + 1, padding:], [80 - padding])
-        close_runs(together[row, padding:], wanted[0], llama)
+    rows_read_alone(llama, text, ids(2, 80), [0, 13], [30, 1, 49], chunk=4)
 
 
 @pytest.mark.parametrize("text", [SMALL, FLAT, APART])
 def test_a_stream_goes_on_bit_for_bit_after_it_was_restored(llama, ids, tmp_path, text):
-    tokens = ids(1, 100)
-    stream = weir.Stream(llama, text, chunk=4)
-    stream.feed(tokens[:, :50])
-    size = stream.report()["bytes"]
-    stream.save(tmp_path / "session.safetensors")
-    again = weir.Stream.restore(llama, tmp_path / "session.safetensors")
-    one, other = (s.feed(tokens[:, 50:], all_logits=True) for s in (stream, again))
-    assert torch.equal(one, other)
-    assert stream.report()["bytes"] == again.report()["bytes"] == size
+    assert len(restored_goes_on(llama, text, ids(1, 100), 50, tmp_path, chunk=4)) == 1
 
 
 def test_after_a_pool_that_lets_heads_differ_it_takes_what_each_lets_go(llama, ids):

@@ -9,10 +9,10 @@ import pytest
 import weir
 from weir.evals.attention_error.attention_error import (
     RATES,
-    ask,
-    mean_rows,
+    mean_over_layers,
     measure_error,
     set_up,
+    size_policies,
 )
 from weir.stream.text import encode, read_text
 
@@ -27,8 +27,12 @@ def errors():
 
     def measure(names, rates, tokens, seeds):
         setup = set_up(model, len(ids), tokens, 256, 256)
-        rows = measure_error(model, ids, ask(names, setup, rates)[0], setup, seeds=range(seeds))
-        return rows, {(mean["name"], mean["rate"]): mean["error"] for mean in mean_rows(rows)}
+        rows = measure_error(
+            model, ids, size_policies(names, setup, rates)[0], setup, seeds=range(seeds)
+        )
+        return rows, {
+            (mean["name"], mean["rate"]): mean["error"] for mean in mean_over_layers(rows)
+        }
 
     return measure
 
@@ -44,8 +48,8 @@ def pieces():
         found = {}
         for ids in texts:
             setup = set_up(model, len(ids), 512)
-            asked = ask(names, setup, rates)[0]
-            for row in measure_error(model, ids, asked, setup, seeds=range(3)):
+            sized = size_policies(names, setup, rates)[0]
+            for row in measure_error(model, ids, sized, setup, seeds=range(3)):
                 found.setdefault((row.name, row.rate, row.layer), []).append(row.error)
         return {place: fmean(errors) for place, errors in found.items()}
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weir.errors import WeirError
 from weir.pools import Balance, Fold
-from weir.pools.balance.schedule import Group, make_room
+from weir.pools.balance.schedule import LEVELS, Group, make_room
 from weir.pools.balance.separate import NO_BUCKET, Head, admit
 from weir.pools.draws import Draws
 from weir.slab import Form, Slots
 
-MOST = 20_000
+MOST = 100_000
 """Halvings that no test here comes near, unless it has no end."""
 
 
@@ -73,9 +72,12 @@ def test_a_stream_of_values_of_every_size_keeps_its_slots_and_the_longest_values
     assert sorted(sizes[held.position[above]].tolist()) == [4.0**7, 4.0**8, 4.0**9]
 
 
-def test_sets_that_cannot_be_halved_any_further_say_so():
-    with pytest.raises(WeirError, match="cannot halve 4 sets of tokens any further in 4 slots"):
-        admit(Head(4, 2, eager=False), arrivals(*[5, 3, 1] * 99), [0] * 594, [0.0] * 297)
+@pytest.mark.parametrize("eager", [False, True])
+def test_as_many_sets_as_slots_go_on_for_ever(bounded, eager):
+    head = admit(Head(4, 2, eager=eager), arrivals(*[5, 3, 1] * 99), [0] * 594, [0.0] * 297)
+    assert LEVELS - 1 in bounded
+    assert sorted(head.open) == [1, 3, 5]
+    assert [sum(group.sizes) for group in head.groups] == [1, 1, 1, 1]
 
 
 def test_a_few_slots_remember_levels_that_a_restored_stream_may_have():

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from conftest import Naive
+from flows import Flow, PoolStream
 from hypothesis import given
 from hypothesis import strategies as st
+from model_runs import fed, holds_as, restored_goes_on, rows_read_alone
+from reference.naive import Naive
 from reference.subgen import SubGen as Reference
 from roundings import close, close_runs, weights_off, within
 from torch import Tensor
@@ -39,30 +41,16 @@ class Token:
     b: float = 0.0
 
 
-@dataclass
-class Flow:
-    """Tokens of whole streams: keys, values [batch, kv_heads, length, dim] and weights."""
+def weights(position: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-weights of tokens that are weighted."""
+    return position % 5 * 0.3, position % 7 * 0.3
 
-    keys: Tensor
-    values: Tensor
-    weighted: bool = False
 
-    def at(self, position: Tensor) -> Slots:
-        """The tokens at places [batch, kv_heads, n], -1 for none."""
-        place, empty = position.clamp_min(0), position < 0
-        keys, values = (
-            t.gather(2, place[..., None].expand(-1, -1, -1, t.shape[3]))
-            for t in (self.keys, self.values)
-        )
-        a, b = ((position % n * 0.3 * self.weighted).masked_fill(empty, -torch.inf) for n in (5, 7))
-        return Slots(keys, values, a.float(), b.float(), position)
-
-    def token(self, row: int, head: int, place: int) -> Token:
-        """One of them, as the naive loop takes it."""
-        slots = self.at(torch.full((*self.keys.shape[:2], 1), place))
-        found = slots.map(lambda t: t[row, head, 0][None, None, None])
-        key, value = found.keys.flatten().tolist(), found.values.flatten().tolist()
-        return Token(place, key, value, found.a.item(), found.b.item())
+def token_of(flow: Flow, row: int, head: int, place: int) -> Token:
+    """A token of a flow, as the naive loop takes it."""
+    slots = flow.at(torch.full((*flow.keys.shape[:2], 1), place))
+    parts = (slots.keys, slots.values, slots.a, slots.b)
+    return Token(place, *(t[row, head, 0].tolist() for t in parts))
 
 
 def lumps(batch: int, heads: int, length: int, seed: int = 0) -> Flow:
@@ -79,44 +67,13 @@ def lumps(batch: int, heads: int, length: int, seed: int = 0) -> Flow:
     return Flow(keys, values)
 
 
-@dataclass
-class Stream:
-    """A pool that folds a flow; iterating yields the arrivals of each fold.
-
-    Attributes:
-        share: of its tokens that each head of each row gets.
-    """
-
-    pool: SubGen
-    flow: Flow
-    chunk: int
-    share: float = 1.0
-    draws: Draws = FOLD.draws
-    held: Slots = field(init=False)
-    state: dict[str, Tensor] = field(init=False)
+class Stream(PoolStream):
+    """A pool that folds a flow, and never has a slot that is empty in all heads and rows."""
 
     def __iter__(self) -> Iterator[Tensor]:
-        generator = torch.Generator().manual_seed(1)
-        length, shape = self.flow.keys.shape[2], self.flow.keys.shape[:2]
-        self.held = self.flow.at(torch.empty(*shape, 0, dtype=torch.int64))
-        self.state = self.pool.state(self.held)
-        for start in range(0, length, self.chunk):
-            place = torch.arange(start, min(start + self.chunk, length)).expand(*shape, -1)
-            if self.share < 1:
-                place = place.where(torch.rand(place.shape, generator=generator) < self.share, -1)
-            fold = replace(FOLD, draws=self.draws, state=dict(self.state), unbroken=self.share == 1)
-            self.held, rest = self.pool.fold(self.held, self.flow.at(place), fold)
-            assert len(rest) == 0
-            assert self.pool.slots() is None or len(self.held) <= self.pool.slots()
+        for place in super().__iter__():
             assert bool(self.held.held.any(dim=0).any(dim=0).all()), "a column is empty everywhere"
-            self.state = fold.state
             yield place
-
-    def whole(self) -> Stream:
-        """The same, after the last fold."""
-        for _ in self:
-            pass
-        return self
 
 
 def coins(draws: Draws, pool: SubGen, head: int, length: int) -> Callable[[str, int, int], float]:
@@ -179,21 +136,14 @@ UNBOUNDED = SubGen(samples=6, clusters=None, per_cluster=3, delta=7.0)
 )
 def test_it_holds_what_a_naive_loop_holds(pool, chunk, length, share, weighted):
     flow = lumps(2, 2, length)
-    flow.weighted = weighted
+    flow.weights = weights if weighted else None
     stream = Stream(pool, flow, chunk, share, Draws(3))
     naive = {
         (row, head): reference_of(pool, coins(stream.draws, pool, head, length))
         for row, head in itertools.product(range(2), range(2))
     }
-    whole = flow.at(torch.arange(length).expand(2, 2, -1))
-    lists = {name: t.tolist() for name, t in whole.tensors().items()}
-    for arrivals in stream:
-        for (row, head), loop in naive.items():
-            for p in arrivals[row, head].tolist():
-                if p >= 0:
-                    names = ("keys", "values", "a", "b")
-                    loop.take(Token(p, *(lists[name][row][head][p] for name in names)))
-            agree(stream, row, head, loop)
+    for row, head, loop in stream.beside(naive, Token):
+        agree(stream, row, head, loop)
     if pool.clusters and pool.clusters > 1:
         assert all(loop.merges for loop in naive.values())
     if pool.clusters is None:
@@ -236,7 +186,7 @@ def test_the_invariants_of_both_lemmas_hold(tokens, s, m, t, delta, chunk):
     seen = 0
     for arrivals in stream:
         for _ in range(arrivals.shape[2]):
-            naive.take(flow.token(0, 0, seen))
+            naive.take(token_of(flow, 0, 0, seen))
             seen += 1
         agree(stream, 0, 0, naive)
         state = {name: x[0, 0] for name, x in stream.state.items()}
@@ -376,7 +326,7 @@ def test_the_denominators_error_falls_with_the_root_of_the_samples_of_a_cluster(
 
 def test_while_all_tokens_fit_they_are_kept_as_they_are():
     flow = lumps(1, 2, 21 + 1)
-    flow.weighted = True
+    flow.weights = weights
     stream = Stream(BOUNDED, flow, 1)
     for arrivals in stream:
         seen = int(arrivals[0, 0, 0]) + 1
@@ -514,18 +464,6 @@ def naive_pipe(pool: SubGen, length: int) -> Callable[..., Any]:
     return fold
 
 
-def fed(model: Any, cache: Any, tokens: Tensor, cuts: list[int], mask: Any = None) -> Tensor:
-    """Logits of all tokens, fed in calls of the lengths `cuts`."""
-    out, done = [], 0
-    with torch.no_grad():
-        for width in cuts:
-            seen = None if mask is None else mask[:, : done + width]
-            piece = tokens[:, done : done + width]
-            out.append(model(piece, attention_mask=seen, past_key_values=cache).logits)
-            done += width
-    return torch.cat(out, dim=1)
-
-
 @pytest.mark.parametrize(("positions", "chunk"), [("rolling", 5), ("original", 1)])
 @pytest.mark.parametrize("text", [SMALL, OPEN])
 def test_a_model_reads_on_as_the_naive_loop_does(llama, ids, text, positions, chunk):
@@ -535,10 +473,7 @@ def test_a_model_reads_on_as_the_naive_loop_does(llama, ids, text, positions, ch
     naive = Naive(llama, fold, pools=3, chunk=chunk, rolling=positions == "rolling")
     got = fed(llama, cache, tokens, [50, 1, 1, 48])[0]
     close_runs(got, naive.feed(tokens[0]), llama)
-    for layer, head in itertools.product(range(2), range(2)):
-        position = cache.slots(layer).position[0, head]
-        wanted = sorted(t.position for t in naive.slots(layer, head))
-        assert sorted(position[position >= 0].tolist()) == wanted
+    holds_as(cache, naive)
 
 
 def test_below_its_budget_it_is_dense(llama, ids):
@@ -563,26 +498,13 @@ def test_a_whole_prompt_at_once_is_sampled_as_one_that_came_in_chunks(llama, ids
 
 @pytest.mark.parametrize("text", [SMALL, OPEN])
 def test_a_row_gets_what_it_would_get_alone(llama, ids, text):
-    tokens, mask = ids(2, 80), torch.ones(2, 80, dtype=torch.int64)
-    mask[1, :13] = 0
-    together = fed(llama, weir.StreamingCache(llama, text, chunk=4), tokens, [30, 1, 49], mask)
-    for row, padding in ((0, 0), (1, 13)):
-        alone = weir.StreamingCache(llama, text, chunk=4)
-        wanted = fed(llama, alone, tokens[row : row + 1, padding:], [80 - padding])
-        close_runs(together[row, padding:], wanted[0], llama)
+    rows_read_alone(llama, text, ids(2, 80), [0, 13], [30, 1, 49], chunk=4)
 
 
 @pytest.mark.parametrize("text", [SMALL, OPEN])
 def test_a_stream_goes_on_bit_for_bit_after_it_was_restored(llama, ids, tmp_path, text):
-    tokens = ids(1, 100)
-    stream = weir.Stream(llama, text, chunk=4)
-    stream.feed(tokens[:, :50])
-    size = stream.report()["bytes"]
-    stream.save(tmp_path / "session.safetensors")
-    again = weir.Stream.restore(llama, tmp_path / "session.safetensors")
-    one, other = (s.feed(tokens[:, 50:], all_logits=True) for s in (stream, again))
-    assert torch.equal(one, other)
-    assert text is OPEN or stream.report()["bytes"] == again.report()["bytes"] == size
+    sizes = restored_goes_on(llama, text, ids(1, 100), 50, tmp_path, chunk=4)
+    assert text is OPEN or len(sizes) == 1
 
 
 def test_rows_of_a_stream_without_a_limit_grow_apart(llama, ids):
@@ -590,12 +512,7 @@ def test_rows_of_a_stream_without_a_limit_grow_apart(llama, ids):
     tokens = ids(2, 200)
     tokens[0] = 7
     text = "recent(4) | subgen(samples=2, clusters=none, per_cluster=1, delta=0.5)"
-    cache = weir.StreamingCache(llama, text, chunk=4)
-    mask = torch.ones_like(tokens)
-    mask[1, :2] = 0
-    together = fed(llama, cache, tokens, [90, 110], mask)
-    for row, padding in ((0, 0), (1, 2)):
-        alone = weir.StreamingCache(llama, text, chunk=4)
-        wanted = fed(llama, alone, tokens[row : row + 1, padding:], [200 - padding])
-        close_runs(together[row, padding:], wanted[0], llama)
-    assert cache.slots(0).position.shape[2] > 20
+    rows_read_alone(llama, text, tokens, [0, 2], [90, 110], chunk=4)
+    stream = weir.Stream(llama, text, chunk=4)
+    stream.feed(tokens)
+    assert stream.slots(0).position.shape[2] > 20

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,13 +24,14 @@ from weir.cache.layer.attend import in_place, read
 from weir.cache.layer.decode import DecodeSlots
 from weir.cache.layer.finite import RowsNotFinite, finite_columns, first_unfinite
 from weir.cache.layer.fold import Folding
+from weir.cache.layer.layerrows import LayerRows
 from weir.cache.layer.mask import mask_of_piece, mask_of_step
 from weir.cache.layer.plan import Piece, Plan, cut
 from weir.cache.layer.prefill import attend_prompt
 from weir.cache.layer.queries import store_last_queries, store_queries
 from weir.cache.layer.spec import LayerSpec
 from weir.errors import WeirError
-from weir.slab import Form, Heads, Slab, Slots, slot_lines
+from weir.slab import Form, Heads, Slab, Slots
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Backup:
     lengths: list[list[int]]
 
 
-class Layer:
+class Layer(LayerRows):
     """The stream of one layer: a slab, a pipe, and how far each row of the batch has come.
 
     Attributes:
@@ -67,58 +69,20 @@ class Layer:
     """
 
     def __init__(self, spec: LayerSpec) -> None:
-        self.spec = spec
         self.folding = Folding(spec)
-        self.reset()
+        super().__init__(spec)
 
     def reset(self) -> None:
         """Forget everything, and give the slots back."""
-        self.slab: Slab | None = None
-        self.lengths: list[list[int]] = []
-        self.seeds: list[int] = []
+        super().reset()
         self.form: Form | None = None
         # Numbers of the last forward that are to be finite, each with its rows in front, and that
         # nobody has looked at yet: looking means waiting for an accelerator, and costs a step on a
         # CPU more than all layers together at its end.
         self._unchecked: list[Tensor] = []
-        # Whether every slot in use holds one token that counts once: then weights are not read.
-        self._plain = True
         self._pending: Pending | None = None
         self._backup: Backup | None = None
         self._fold_seconds = 0.0
-
-    def allocate(
-        self, heads: Heads, batch: int, start: Tensor, device: torch.device, seeds: list[int]
-    ) -> None:
-        """Make the slots of a batch, without a token.
-
-        Args:
-            heads: the sizes of the layer's attention.
-            batch: rows.
-            start: each row's first place in the stream [batch], int64.
-            device: where.
-            seeds: of each row's draws.
-
-        Raises:
-            WeirError: there is no memory for them.
-        """
-        spec = self.spec.slab(heads)
-        try:
-            slab = Slab(spec, batch, device)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise WeirError(f"no memory for {spec.slots} slots in every layer: {reason}") from None
-        self._remember_nothing(slab)
-        slab.open_tail(0, start, self.spec.chunk)
-        self.slab = slab
-        self.lengths = [[0] * len(self.spec.pipe.pools) for _ in range(batch)]
-        self.seeds = list(seeds)
-        self._plain = True
-
-    def _seeds_of(self, batch: int) -> list[int]:
-        """The seeds of rows that were not given any: those of the layer's draws."""
-        seed = self.spec.draws.seed
-        return [seed] * batch if isinstance(seed, int) else list(seed)
 
     def feed(
         self,
@@ -130,6 +94,7 @@ class Layer:
         seen: int = 0,
         waiting: int = 0,
         prefill: bool = False,
+        answers: bool = True,
     ) -> Tensor:
         """Take in tokens of rows that are in step and keep them: `attend` and `commit` in one.
 
@@ -137,6 +102,8 @@ class Layer:
             queries, keys, values, form: as for `attend`.
             seen, waiting: tokens that each row has seen, and that its tail holds.
             prefill: attend exactly to all of them and fold them once.
+            answers: with `prefill`, whether they are answered; if not, they are only taken in, and
+                what is returned is zeros.
         """
         batch, length = keys.shape[0], keys.shape[2]
         plan = cut(
@@ -149,12 +116,18 @@ class Layer:
             keys.device,
             prefill=prefill,
         )
-        out = self.attend(queries, keys, values, form, plan)
+        out = self.attend(queries, keys, values, form, plan, answers)
         self.commit()
         return out
 
     def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, form: Form, plan: Plan
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        form: Form,
+        plan: Plan,
+        answers: bool = True,
     ) -> Tensor:
         """Take in new tokens and answer their queries; `commit` or `undo` comes next.
 
@@ -164,6 +137,7 @@ class Layer:
             values: [batch, kv_heads, length, value_dim].
             form: how the layer attends.
             plan: how the forward is cut.
+            answers: whether the queries of a whole prompt are answered; others always are.
 
         Returns:
             [batch, heads, length, value_dim]; what stands in columns without a token means nothing.
@@ -190,7 +164,8 @@ class Layer:
         self._check_like(keys, values)
         if plan.step:
             return self._attend_step(queries, keys, values, form, plan.pieces[0]).flatten(1, 2)
-        take = self._attend_exactly if plan.prefill else self._attend_piece
+        exactly = partial(self._attend_exactly, answers=answers)
+        take = exactly if plan.prefill else self._attend_piece
         if plan.regular and len(plan.pieces) == 1:
             return take(queries, keys, values, form, plan.pieces[0]).flatten(1, 2)
         if plan.regular:
@@ -322,6 +297,11 @@ class Layer:
         if backup is not None:
             self.slab, self.lengths = backup.slab, backup.lengths
             self._plain = self.slab is None or self._is_plain(self.slab)
+        if self.slab is not None:
+            # What is no number would make others so, in a step that reads the whole slab, though
+            # its weight were zero.
+            for row, used in enumerate(self.lengths):
+                self.slab.scrub(row, sum(used), sum(used) + self.spec.chunk)
 
     def undo_rows(self, rows: list[int]) -> None:
         """Take the tokens of some rows out of a step that has not been committed."""
@@ -330,75 +310,8 @@ class Layer:
         piece = self._pending.piece
         ends = self.ends(piece.waiting)
         for row in rows:
-            # What is no number would make others so, though its weight were zero.
-            self.slab.scrub(row, ends[row])
+            self.slab.scrub(row, ends[row], ends[row] + 1)
         self._pending = Pending(piece.without(rows), self._pending.form)
-
-    # --- rows
-
-    def ends(self, waiting: list[int]) -> list[int]:
-        """Per row, the number of slots in use."""
-        return [sum(row) + w for row, w in zip(self.lengths, waiting, strict=True)]
-
-    def select_rows(self, index: Tensor) -> None:
-        """Keep, repeat or reorder the rows of the batch as `index` [n] says."""
-        if self.slab is None:
-            return
-        self.slab = self.slab.rows(index)
-        self.lengths = [list(self.lengths[row]) for row in index.tolist()]
-        self.seeds = [self.seeds[row] for row in index.tolist()]
-
-    def take_row(self, row: int) -> tuple[dict[str, Tensor], list[int]]:
-        """Copies of a row's tensors [1, kv_heads, ...] by name, and its lengths."""
-        assert self.slab is not None
-        return self.slab.view(row, row + 1).copy().tensors(), list(self.lengths[row])
-
-    def put_row(self, row: int, tensors: dict[str, Tensor], lengths: list[int], seed: int) -> None:
-        """Overwrite a row by one that was taken; sizes and types have been checked."""
-        slab = self.slab
-        assert slab is not None
-        if self.spec.pipe.slots is None:
-            tensors = self._of_one_size(slab, tensors)
-        slab.put_row(row, tensors)
-        self.lengths[row] = list(lengths)
-        self.seeds[row] = seed
-        self._plain = self._is_plain(slab)
-
-    def reset_row(self, row: int, start: int, seed: int) -> None:
-        """Empty a row; its next token stands at the place `start` of the stream."""
-        slab = self.slab
-        assert slab is not None
-        slab.clear(row)
-        part = slab.view(row, row + 1)
-        self._remember_nothing(part)
-        for name, t in slab.state.items():
-            first = part.state[name][0]
-            if t[row].shape == first.shape:
-                t[row].copy_(first)
-            else:  # lengthened since, as pools without a limit may
-                t[row].zero_()
-                t[row, :, : first.shape[1]].copy_(first)
-        part.open_tail(0, torch.tensor([start], device=slab.keys.device), self.spec.chunk)
-        self.lengths[row] = [0] * len(self.spec.pipe.pools)
-        self.seeds[row] = seed
-        self._plain = self._is_plain(slab)
-
-    @staticmethod
-    def _of_one_size(slab: Slab, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a row of a pipe without a limit, and the slab, made equally long."""
-        other = Slab.of(tensors)
-        slab.grow(len(other), 0 if other.masters is None else other.masters.shape[2])
-        other.grow(len(slab), 0 if slab.masters is None else slab.masters.shape[2])
-        slab.lengthen_state(other)
-        other.lengthen_state(slab)
-        return other.tensors()
-
-    def _remember_nothing(self, slab: Slab) -> None:
-        """Give a slab what its pools remember before the first token."""
-        with torch.inference_mode(False):
-            for index, pool in enumerate(self.spec.pipe.pools):
-                for name, t in pool.state(slab.run(0, 0)).items():
-                    slab.state[f"{index}.{name}"] = t
 
     # --- pieces
 
@@ -413,26 +326,25 @@ class Layer:
         slab, spec = self.slab, self.spec
         assert slab is not None
         queries, keys = in_place(spec, slab, queries, keys, piece)
-        ends = self.ends(piece.waiting)
-        in_step = len(set(ends)) == 1
+        ends = piece.ends(tuple(self.ends(piece.waiting)))
         kv_heads = keys.shape[1]
-        if in_step:
-            slab.append(keys, values, ends[0])
+        if ends.in_step:
+            slab.append(keys, values, ends.stop - 1)
             bias = mask_of_piece(
-                spec.positions, slab, piece, ends[0] + 1, queries.dtype, in_step=True
+                spec.positions, slab, piece, ends.stop, queries.dtype, in_step=True
             )
         else:
-            slab.append_each(keys, values, _lines(piece, ends, kv_heads, len(slab)))
+            slab.append_each(keys, values, ends.lines(kv_heads, len(slab)))
             bias = mask_of_step(spec.positions, slab, piece, ends, queries.dtype)
         if slab.queries is not None:
-            places = [spec.pipe.needs_queries + n for n in piece.waiting]
-            if len(set(places)) == 1:
-                slab.store_queries(queries, places[0])
+            places = piece.ends(tuple(spec.pipe.needs_queries + n for n in piece.waiting))
+            if places.in_step:
+                slab.store_queries(queries, places.stop - 1)
             else:
-                lines = _lines(piece, places, kv_heads, slab.queries.shape[2])
+                lines = places.lines(kv_heads, slab.queries.shape[2])
                 slab.store_queries_each(queries, lines)
         self._pending = Pending(piece, form)
-        return read(spec, slab, queries, form, bias, max(ends) + 1, plain=self._plain)
+        return read(spec, slab, queries, form, bias, ends.stop, plain=self._plain)
 
     def _attend_piece(
         self, queries: Tensor, keys: Tensor, values: Tensor, form: Form, piece: Piece
@@ -458,7 +370,13 @@ class Layer:
         return read(spec, slab, queries, form, bias, stop, plain=self._plain and in_step)
 
     def _attend_exactly(
-        self, queries: Tensor, keys: Tensor, values: Tensor, form: Form, piece: Piece
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        form: Form,
+        piece: Piece,
+        answers: bool,
     ) -> Tensor:
         """A whole prompt: plain causal attention over it, then one fold.
 
@@ -466,30 +384,11 @@ class Layer:
         """
         assert self.slab is not None
         queries, keys = in_place(self.spec, self.slab, queries, keys, piece)
-        out, arrivals = attend_prompt(self.spec, queries, keys, values, form, piece)
+        out, arrivals = attend_prompt(self.spec, queries, keys, values, form, piece, answers)
         store_last_queries(self.slab, self.spec, queries, piece)
         self._pending = Pending(piece, form, arrivals)
         self._commit_early()
         return out
-
-    def _is_plain(self, slab: Slab) -> bool:
-        """Whether all slots that folds have filled hold a token that counts once."""
-        used = [sum(row) for row in self.lengths]
-        stop = max(used)
-        exact = (slab.a[:, :, :stop] == 0) & (slab.b[:, :, :stop] == 0)
-        if min(used) < stop:
-            slots = torch.arange(stop, device=exact.device)
-            exact |= (slots >= torch.tensor(used, device=exact.device)[:, None])[:, None]
-        return bool(exact.all())
-
-
-def _lines(piece: Piece, slots: list[int], kv_heads: int, size: int) -> Tensor:
-    """`slot_lines` of one slot of each row, made once for all layers that lie alike."""
-    name = ("lines", tuple(slots), kv_heads, size)
-    if name not in piece.shared:
-        of_rows = torch.tensor(slots, device=piece.device)
-        piece.shared[name] = slot_lines(of_rows, kv_heads, size)
-    return piece.shared[name]
 
 
 def _columns(t: Tensor, index: Tensor) -> Tensor:

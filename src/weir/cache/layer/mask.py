@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from weir.cache.layer.plan import Piece
+from weir.cache.layer.ragged import StepEnds
 from weir.slab import Alibi, LayerPositions, Slab
 
 
@@ -53,7 +54,7 @@ def mask_of_piece(
 
 
 def mask_of_step(
-    positions: LayerPositions, slab: Slab, piece: Piece, ends: list[int], dtype: torch.dtype
+    positions: LayerPositions, slab: Slab, piece: Piece, ends: StepEnds, dtype: torch.dtype
 ) -> Tensor | None:
     """What is added to the logits of one query of each row, whose rows end in different slots.
 
@@ -61,23 +62,13 @@ def mask_of_step(
         positions: what the layer knows about them.
         slab: the slots, the token of each row among them.
         piece: one token of each row.
-        ends: the slot of each row's token; what lies behind it the row does not see.
+        ends: the slots of those tokens; what lies behind its own a row does not see.
         dtype: of a mask without biases.
 
     Returns:
         As `mask_of_piece`, over the slots up to the last of `ends`.
     """
-    stop, window = max(ends) + 1, positions.window
-    name = ("mask of a step", tuple(ends), window, dtype)
-    bias = piece.shared.get(name)
-    if bias is None:
-        slots = torch.arange(stop, device=piece.device)
-        end = torch.tensor(ends, device=piece.device)[:, None]
-        seen = slots <= end if window is None else (slots <= end) & (slots > end - window)
-        bias = torch.zeros(seen.shape, dtype=dtype, device=piece.device)
-        bias = bias.masked_fill_(~seen, -torch.inf)[:, None, None, None]
-        piece.shared[name] = bias
-    return _tilted(bias, positions, slab, piece, stop)
+    return _tilted(ends.mask(positions.window, dtype), positions, slab, piece, ends.stop)
 
 
 def band(

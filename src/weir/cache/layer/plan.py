@@ -14,6 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from weir.cache.layer.ragged import StepEnds
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -36,8 +38,10 @@ class Piece:
     due: list[int]
     origin: int
     device: torch.device
-    # What layers that lie alike make of the piece, by what it depends on: made once.
-    shared: dict[object, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    # The ends of layers that lie alike: made once for all of them.
+    _ends: dict[tuple[int, ...], StepEnds] = field(
+        default_factory=dict, compare=False, repr=False, init=False
+    )
 
     @property
     def width(self) -> int:
@@ -87,9 +91,14 @@ class Piece:
         """The same piece in which some rows have no token; for one token of each row."""
         gone = set(rows)
         counts = [0 if row in gone else count for row, count in enumerate(self.counts)]
-        return replace(
-            self, counts=counts, due=[row for row in self.due if row not in gone], shared={}
-        )
+        return replace(self, counts=counts, due=[row for row in self.due if row not in gone])
+
+    def ends(self, slots: tuple[int, ...]) -> StepEnds:
+        """The slots that one token of each row goes to, as layers use them."""
+        ends = self._ends.get(slots)
+        if ends is None:
+            ends = self._ends[slots] = StepEnds(slots, self.device)
+        return ends
 
 
 @dataclass(frozen=True)
@@ -117,9 +126,7 @@ class Plan:
         """The same plan for a layer that lives on another device than the token ids."""
         if all(piece.device == device for piece in self.pieces):
             return self
-        moved = [
-            replace(p, columns=p.columns.to(device), device=device, shared={}) for p in self.pieces
-        ]
+        moved = [replace(p, columns=p.columns.to(device), device=device) for p in self.pieces]
         return replace(self, pieces=moved, positions=self.positions.to(device))
 
     def after(self, seen: list[int], waiting: list[int]) -> tuple[list[int], list[int]]:

@@ -26,7 +26,13 @@ QUERY_BLOCK = 256
 
 
 def attend_prompt(
-    spec: LayerSpec, queries: Tensor, keys: Tensor, values: Tensor, form: Form, piece: Piece
+    spec: LayerSpec,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    form: Form,
+    piece: Piece,
+    answers: bool = True,
 ) -> tuple[Tensor, Slots]:
     """Answer every query of a prompt from all tokens before it.
 
@@ -37,6 +43,7 @@ def attend_prompt(
         values: [batch, kv_heads, width, value_dim].
         form: how the layer attends.
         piece: the prompt's tokens; rows may have fewer than `width`.
+        answers: whether anybody asks; if not, the answers are zeros and only the tokens count.
 
     Returns:
         Answers [batch, kv_heads, group, width, value_dim], and the tokens.
@@ -46,7 +53,8 @@ def attend_prompt(
     received = zeros.clone() if spec.pipe.needs_mass else None
     steps = torch.arange(width, device=keys.device)[None, None]
     outs = []
-    for start in range(0, width, QUERY_BLOCK):
+    asked = answers or received is not None
+    for start in range(0, width if asked else 0, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, width)
         bias = band(stop - start, stop, positions.window, queries.dtype, keys.device)
         if positions.alibi is not None:
@@ -56,9 +64,13 @@ def attend_prompt(
         if received is not None:
             real = torch.where(piece.real[:, None, None, start:stop, None], 0.0, -torch.inf)
             received[:, :, :stop] += attention_mass(block, k, weights, form, bias + real)
+        if not answers:
+            continue
         if fuses(form):
             outs.append(fused_attention(block, k, v, form, bias))
         else:
             outs.append(two_weight_attention(block, k, v, weights, weights, form, bias))
     position = piece.positions.expand(-1, kv_heads, -1)
-    return torch.cat(outs, dim=3), Slots(keys, values, zeros, zeros.clone(), position, received)
+    shape = (*queries.shape[:-1], values.shape[3])
+    out = torch.cat(outs, dim=3) if answers else values.new_zeros(shape)
+    return out, Slots(keys, values, zeros, zeros.clone(), position, received)

@@ -2,18 +2,21 @@
 
 from weir.evals.attention_error.attention_error import (
     MOST_TOKENS,
-    Row,
-    ask,
-    mean_rows,
+    LayerError,
+    mean_over_layers,
     measure_error,
     set_up,
+    size_policies,
 )
+from weir.evals.attention_error.capture import Captured, capture_each
 
 __all__ = [
     "MOST_TOKENS",
-    "Row",
-    "ask",
-    "mean_rows",
+    "Captured",
+    "LayerError",
+    "capture_each",
+    "mean_over_layers",
     "measure_error",
     "set_up",
+    "size_policies",
 ]

@@ -75,7 +75,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SizedPolicy:
     """A policy that is to be measured.
 
     Attributes:
@@ -90,7 +90,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Row:
+class LayerError:
     """The error of one layer under one policy, over several seeds.
 
     Attributes:
@@ -160,9 +160,9 @@ def set_up(
     return Setup(tokens, queries, exact, whole, chunk)
 
 
-def ask(
+def size_policies(
     names: Sequence[str], setup: Setup, rates: Sequence[float] = ()
-) -> tuple[list[Asked], list[str]]:
+) -> tuple[list[SizedPolicy], list[str]]:
     """The policies to be measured, at every rate.
 
     Args:
@@ -179,38 +179,38 @@ def ask(
         WeirError: a policy takes no budget where a rate makes one, or nothing can be measured.
         PolicyError: a policy cannot be read.
     """
-    asked, missing = [], []
+    sized, missing = [], []
     for name in names:
         for rate in rates or (None,):
             if rate is None:
-                asked.append(Asked(name, _cached(name)))
+                sized.append(SizedPolicy(name, _cached(name)))
                 continue
             text = _with_rate(name, rate, setup)
             try:
-                asked.append(Asked(name, policy_of(text), rate))
+                sized.append(SizedPolicy(name, policy_of(text), rate))
             except PolicyError as error:
                 missing.append(f"{name} is left out at a rate of {rate:g}: {error}")
-    if not asked:
+    if not sized:
         raise WeirError(missing[0] if missing else "no policy was given")
-    return asked, missing
+    return sized, missing
 
 
 def measure_error(
     model: PreTrainedModel,
     ids: Tensor,
-    asked: Sequence[Asked],
+    sized: Sequence[SizedPolicy],
     setup: Setup,
     *,
     layers: Sequence[int] | None = None,
     seeds: Sequence[int] = (0,),
     on_step: Callable[[int, int], bool] | None = None,
-) -> list[Row]:
+) -> list[LayerError]:
     """The error of every layer under every policy.
 
     Args:
         model: a causal language model.
         ids: the text [length], int64, `setup.tokens` of it are read.
-        asked: the policies, from `ask`.
+        sized: the policies, from `size_policies`.
         setup: what is exact and what is asked.
         layers: which layers; None for all that see the whole text.
         seeds: of all random draws; each is measured.
@@ -224,28 +224,30 @@ def measure_error(
     """
     heard = capture(model, ids[: setup.tokens], layers)
     exact = [_answer(it, Pipe((Recent(None),)), 0, setup).out for it in heard]
-    rows: list[Row] = []
-    for one in asked:
+    rows: list[LayerError] = []
+    for one in sized:
         for it, wanted in zip(heard, exact, strict=True):
             pipe = one.policy.for_layer(it.layer, it.layers)
             answers = [_answer(it, pipe, seed, setup) for seed in seeds]
             errors = [_relative(answer.out, wanted) for answer in answers]
             seconds = median(answer.seconds for answer in answers)
             kept = fmean(answer.kept for answer in answers)
-            rows.append(Row(str(one.policy), one.name, one.rate, it.layer, errors, kept, seconds))
-            if on_step is not None and on_step(len(rows), len(asked) * len(heard)):
+            rows.append(
+                LayerError(str(one.policy), one.name, one.rate, it.layer, errors, kept, seconds)
+            )
+            if on_step is not None and on_step(len(rows), len(sized) * len(heard)):
                 return rows
     return rows
 
 
-def mean_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def mean_over_layers(rows: Sequence[LayerError]) -> list[dict[str, Any]]:
     """For each policy and rate, the mean over the layers, seed by seed.
 
     Returns:
         For each: policy, name, rate, error and deviation (of the layers' mean, over the seeds),
         kept, seconds (of all layers together).
     """
-    groups: dict[tuple[str, str, float | None], list[Row]] = {}
+    groups: dict[tuple[str, str, float | None], list[LayerError]] = {}
     for row in rows:
         groups.setdefault((row.name, row.policy, row.rate), []).append(row)
     found = []
@@ -318,8 +320,9 @@ def _answer(it: Captured, pipe: Pipe, seed: int, setup: Setup) -> _Answer:
 
 
 def _feed(layer: Layer, it: Captured, start: int, stop: int, *, whole: bool = False) -> Tensor:
+    """Feed a stretch; one that is taken in `whole` is what is held, and nobody asks it."""
     queries, keys, values = (t[:, :, start:stop] for t in (it.queries, it.keys, it.values))
-    return layer.feed(queries, keys, values, it.form, seen=start, prefill=whole)
+    return layer.feed(queries, keys, values, it.form, seen=start, prefill=whole, answers=not whole)
 
 
 @dataclass(frozen=True)

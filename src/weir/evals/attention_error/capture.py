@@ -6,9 +6,9 @@ looked at.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,10 @@ from transformers import PreTrainedModel
 
 from weir.cache import Forward, StreamingCache
 from weir.errors import WeirError
+from weir.models import input_device, transformers_model
 from weir.slab import Form, LayerPositions
+
+Taken = TypeVar("Taken")
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,14 @@ class Captured:
 class _Listener(StreamingCache):
     """A cache without a limit that takes down what some layers are given."""
 
-    heard: dict[int, Captured]
-
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int], length: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, length: int, take: Callable[[Captured], Any]
+    ) -> None:
         super().__init__(model, "dense", positions="original", chunk=length)
-        self.wanted = frozenset(layers)
-        self.heard: dict[int, Captured] = {}
+        self.device = input_device(transformers_model(model))
+        self.wanted: frozenset[int] = frozenset()
+        self.take = take
+        self.heard: dict[int, Any] = {}
 
     def begin(self, given: dict[str, Any], without: tuple[int, ...] = ()) -> Forward:
         """As ever, with an ear on the layers."""
@@ -63,7 +68,8 @@ class _Listener(StreamingCache):
             if layer in self.wanted:
                 spec = self.stack[layer].spec
                 heard = queries.float(), keys.float(), values.float()
-                self.heard[layer] = Captured(layer, spec.layers, *heard, form, spec.positions)
+                it = Captured(layer, spec.layers, *heard, form, spec.positions)
+                self.heard[layer] = self.take(it)
             return attend(layer, queries, keys, values, form)
 
         forward.attend = listen  # type: ignore[method-assign]
@@ -84,27 +90,65 @@ def capture(
     Raises:
         WeirError: the model cannot be served, or there is no such layer, or it slides.
     """
-    listener = _Listener(model, (), len(ids))
+    listener = _Listener(model, len(ids), lambda it: it)
     try:
-        count = len(listener.stack)
-        whole = [n for n, layer in enumerate(listener.stack) if layer.spec.positions.window is None]
-        wanted = whole if layers is None else list(dict.fromkeys(layers))
-        for layer in wanted:
-            if not 0 <= layer < count:
+        windows = [layer.spec.positions.window for layer in listener.stack]
+        whole = [n for n, window in enumerate(windows) if window is None]
+        for layer in layers or ():
+            if 0 <= layer < len(windows) and windows[layer] is not None:
                 raise WeirError(
-                    f"layer {layer} does not exist; the model's layers are 0 to {count - 1}"
+                    f"layer {layer} slides over a window of {windows[layer]} tokens of its own, "
+                    "whatever the policy; take others"
                 )
-            if layer not in whole:
-                window = listener.stack[layer].spec.positions.window
-                raise WeirError(
-                    f"layer {layer} slides over a window of {window} tokens of its own, whatever "
-                    "the policy; take others"
-                )
+        wanted = whole if layers is None else layers
         if not wanted:
             raise WeirError("every layer of this model slides over a window of its own")
-        listener.wanted = frozenset(wanted)
-        with torch.no_grad():
-            model(input_ids=ids[None].to(model.device), past_key_values=listener, use_cache=True)
-        return [listener.heard[layer] for layer in sorted(wanted)]
+        return list(_listen(listener, ids, wanted).values())
     finally:
         listener.detach()
+
+
+def capture_each(
+    model: PreTrainedModel,
+    ids: Tensor,
+    take: Callable[[Captured], Taken],
+    layers: Sequence[int] | None = None,
+) -> dict[int, Taken]:
+    """What `take` makes of each layer's queries, keys and values, layer by layer, sliding or not.
+
+    What it does not keep is gone before the next layer, so no more than one layer is held beside
+    the keys and values that the model itself needs to read the text exactly.
+
+    Args:
+        model: a causal language model.
+        ids: the text [length], int64.
+        take: told each layer in the order of the model.
+        layers: which layers, from 0 on; None for all.
+
+    Returns:
+        By layer, what `take` returned.
+
+    Raises:
+        WeirError: the model cannot be served, or there is no such layer.
+    """
+    listener = _Listener(model, len(ids), take)
+    try:
+        every = range(len(listener.stack))
+        return _listen(listener, ids, every if layers is None else layers)
+    finally:
+        listener.detach()
+
+
+def _listen(listener: _Listener, ids: Tensor, layers: Sequence[int]) -> dict[int, Any]:
+    """By layer, what the listener takes down of some layers while its model reads `ids`."""
+    count = len(listener.stack)
+    for layer in layers:
+        if not 0 <= layer < count:
+            raise WeirError(
+                f"layer {layer} does not exist; the model's layers are 0 to {count - 1}"
+            )
+    listener.wanted = frozenset(layers)
+    decoder = listener.attachment.facts.decoder  # logits of a whole text would be large
+    with torch.no_grad():
+        decoder(input_ids=ids[None].to(listener.device), past_key_values=listener, use_cache=True)
+    return {layer: listener.heard[layer] for layer in sorted(listener.wanted)}

@@ -7,7 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from weir.errors import WeirError
-from weir.evals.attention_error.attention_error import Row
+from weir.evals.attention_error.attention_error import LayerError
 
 KINDS = (".svg", ".png", ".pdf")
 ACROSS = 4
@@ -26,7 +26,7 @@ def check_plot(path: Path) -> None:
         raise WeirError(f"there is no folder {path.parent} to write the plot to")
 
 
-def write_plot(rows: Sequence[Row], path: Path) -> None:
+def write_plot(rows: Sequence[LayerError], path: Path) -> None:
     """Draw the errors, with bars of one standard deviation, as BalanceKV's Figure 1.
 
     Without rates there is one point for each policy.

@@ -28,13 +28,13 @@ class Recipe:
 
     Attributes:
         prompt: a template over the fields of a record.
-        most: tokens of an answer.
+        max_new_tokens: of an answer; at most so many.
         stops: texts that end it.
         score: from a record's fields and the answers, a list of one, to figures; "score" counts.
     """
 
     prompt: jinja2.Template
-    most: int
+    max_new_tokens: int
     stops: tuple[str, ...]
     score: Callable[[dict[str, Any], list[str]], dict[str, float]]
 

@@ -8,11 +8,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from weir.evals.measures import STEP, Reader
-from weir.models import ASSETS
-from weir.stream import Stream, encode, read_text
+from weir.evals.measures import STEP, PerplexityMeter
+from weir.stream import BOOK, Stream, encode, read_text
 
-BOOK = ASSETS / "war-and-peace.txt.xz"
 TITLE = "War and Peace"
 POLICIES = (
     "dense",
@@ -34,7 +32,7 @@ def read_book(
     *,
     policies: tuple[str, ...] = POLICIES,
     block: int = 500,
-    on_step: Callable[[list[Reader]], bool | None] = lambda readers: None,
+    on_step: Callable[[list[PerplexityMeter]], bool | None] = lambda meters: None,
 ) -> dict[str, Any]:
     """Read the tokens `ids` of the book under every policy.
 
@@ -49,24 +47,20 @@ def read_book(
         {"model_window", "book", "tokens", "block", "policies": [figures of each]}; the figures are
         those of `weir stream`, and "slots" (None for no limit).
     """
-    readers = [Reader(Stream(model, policy), block) for policy in policies]
+    meters = [PerplexityMeter(Stream(model, policy), block) for policy in policies]
     for piece in ids.split(STEP):
-        for reader in readers:
-            reader.take(piece)
-        if on_step(readers):
+        for meter in meters:
+            meter.take(piece)
+        if on_step(meters):
             break
-    for reader in readers:
-        reader.close()
+    for meter in meters:
+        meter.close()
     return {
         "model_window": model.config.max_position_embeddings,
         "book": f"Leo Tolstoy, {TITLE}",
-        "tokens": readers[0].reading.tokens,
+        "tokens": meters[0].reading.tokens,
         "block": block,
         "policies": [
-            {**reader.reading.as_json(), "slots": _slots(reader.stream)} for reader in readers
+            {**meter.reading.as_json(), "slots": meter.stream.capacity} for meter in meters
         ],
     }
-
-
-def _slots(stream: Stream) -> int | None:
-    return None if stream.cache is None else stream.cache.slots_by_layer[0]

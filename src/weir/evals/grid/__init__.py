@@ -2,13 +2,12 @@
 
 from weir.evals.grid.grid import Grid, make_grid
 from weir.evals.grid.protocols import PROTOCOLS, protocol
-from weir.evals.grid.runner import Worker, failures, one_by_one, run
+from weir.evals.grid.runner import Worker, one_by_one, run
 
 __all__ = [
     "PROTOCOLS",
     "Grid",
     "Worker",
-    "failures",
     "make_grid",
     "one_by_one",
     "protocol",

@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from weir.errors import WeirError
 from weir.evals.data import needed
 from weir.evals.grid.grid import Cell
 from weir.evals.grid.runner import Numbered, Told, Worker, failed, measure
-from weir.evals.results import Record
+from weir.evals.results import CellRecord
 
 LOCAL = "local"
 TRIES = 4
@@ -48,7 +49,7 @@ def on_ray(address: str) -> Worker:
     return lambda cells, told: _run(ray, address, cells, told)
 
 
-def _run(ray: Any, address: str, cells: list[Numbered], told: Told) -> Iterator[Record]:
+def _run(ray: Any, address: str, cells: list[Numbered], told: Told) -> Iterator[CellRecord]:
     if not cells:
         return
     threads = torch.get_num_threads()
@@ -59,7 +60,10 @@ def _run(ray: Any, address: str, cells: list[Numbered], told: Told) -> Iterator[
         most = max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
         # Such a cell must fit somewhere, or Ray would wait for a larger machine for ever.
         remote = ray.remote(num_cpus=min(threads, most), max_retries=TRIES - 1)(_measure)
-        waiting = {remote.remote(number, cell, threads): (number, cell) for number, cell in cells}
+        # As a dictionary: a `Cell` would have the worker import all of weir to read it.
+        waiting = {
+            remote.remote(number, asdict(cell), threads): (number, cell) for number, cell in cells
+        }
         while waiting:
             (ended, *_), _ = ray.wait(list(waiting))
             number, cell = waiting.pop(ended)
@@ -75,10 +79,10 @@ def _run(ray: Any, address: str, cells: list[Numbered], told: Told) -> Iterator[
             ray.shutdown()
 
 
-def _measure(number: int, cell: Cell, threads: int) -> Record:
-    """A cell, in a worker."""
+def _measure(number: int, cell: dict[str, Any], threads: int) -> CellRecord:
+    """A cell, given by its fields, in a worker."""
     torch.set_num_threads(threads)
-    return measure(number, cell)
+    return measure(number, Cell(**cell))
 
 
 def _connect(ray: Any, address: str, threads: int) -> None:

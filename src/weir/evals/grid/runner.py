@@ -6,7 +6,7 @@ A cell that fails is recorded with its reason and stops nothing. Knows nothing a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from weir.errors import WeirError
 from weir.evals.grid.grid import Cell, Grid
 from weir.evals.grid.protocols import Protocol, protocol
 from weir.evals.notation import takes_budget
-from weir.evals.results import Record, ResultsFile
+from weir.evals.results import CellRecord, ResultsFile, failures
 from weir.evals.task import Subject
 from weir.models import load
 from weir.policies import policy_of
@@ -26,7 +26,7 @@ from weir.policies import policy_of
 Numbered = tuple[int, Cell]
 Told = Callable[[int, float], None]
 """Told of a cell, by its number in the grid, how much of it is done."""
-Worker = Callable[[list[Numbered], Told], Iterator[Record]]
+Worker = Callable[[list[Numbered], Told], Iterator[CellRecord]]
 """Runs cells and yields the record of each as it ends, in any order."""
 
 
@@ -37,8 +37,8 @@ def run(
     resume: bool = False,
     work: Worker | None = None,
     on_progress: Told = lambda number, share: None,
-    on_record: Callable[[Record], None] = lambda record: None,
-) -> list[Record]:
+    on_record: Callable[[CellRecord], None] = lambda record: None,
+) -> list[CellRecord]:
     """Run what is not done yet, and return the records of all cells in the order of the grid.
 
     Args:
@@ -64,7 +64,7 @@ def run(
         return list(results.records.values())
 
 
-def one_by_one(cells: list[Numbered], told: Told) -> Iterator[Record]:
+def one_by_one(cells: list[Numbered], told: Told) -> Iterator[CellRecord]:
     """Cells in this process, in order."""
     for number, cell in cells:
         yield measure(number, cell, partial(told, number))
@@ -72,7 +72,7 @@ def one_by_one(cells: list[Numbered], told: Told) -> Iterator[Record]:
 
 def measure(
     number: int, cell: Cell, progress: Callable[[float], None] = lambda share: None
-) -> Record:
+) -> CellRecord:
     """Run one cell; whatever goes wrong in it becomes its record."""
     begun = time.perf_counter()
     try:
@@ -82,13 +82,13 @@ def measure(
     return {**_facts(number, cell), **found, "seconds": round(time.perf_counter() - begun, 3)}
 
 
-def failed(number: int, cell: Cell, why: str, seconds: float | None = None) -> Record:
+def failed(number: int, cell: Cell, why: str, seconds: float | None = None) -> CellRecord:
     """The record of a cell that failed, after so many seconds if that is known."""
     took = None if seconds is None else round(seconds, 3)
     return {**_facts(number, cell), "status": "failed", "reason": why, "seconds": took}
 
 
-def _facts(number: int, cell: Cell) -> Record:
+def _facts(number: int, cell: Cell) -> CellRecord:
     """What every record of a cell says."""
     return {
         "cell": number,
@@ -105,7 +105,7 @@ def _facts(number: int, cell: Cell) -> Record:
     }
 
 
-def _figures(cell: Cell, progress: Callable[[float], None]) -> Record:
+def _figures(cell: Cell, progress: Callable[[float], None]) -> CellRecord:
     task = cell.the_task()
     result = task.run(subject_of(cell), progress)
     metric, better = next(iter(task.metrics.items()))
@@ -156,8 +156,3 @@ def reason(error: Exception) -> str:
     if isinstance(error, WeirError):
         return " ".join(lines)
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def failures(records: Iterable[Record]) -> list[Record]:
-    """The records of cells that failed."""
-    return [record for record in records if record["status"] == "failed"]

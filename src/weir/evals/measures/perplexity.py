@@ -89,7 +89,7 @@ class Reading:
         }
 
 
-class Reader:
+class PerplexityMeter:
     """Reads a text piece by piece and keeps the figures.
 
     Args:
@@ -163,13 +163,13 @@ def read(
         block: tokens in a block of `ppl_by_block`.
         on_step: called after every `STEP` tokens; reading ends early when it returns True.
     """
-    reader = Reader(stream, block)
+    meter = PerplexityMeter(stream, block)
     for piece in ids.split(STEP):
-        reader.take(piece)
-        if on_step(reader.reading):
+        meter.take(piece)
+        if on_step(meter.reading):
             break
-    reader.close()
-    return reader.reading
+    meter.close()
+    return meter.reading
 
 
 def _cuts(length: int, in_block: int, block: int) -> list[int]:

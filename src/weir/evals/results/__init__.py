@@ -1,15 +1,16 @@
 """Results on disk, checked, summed up and reported."""
 
-from weir.evals.results.file import Record, ResultsFile, read_results
+from weir.evals.results.file import CellRecord, ResultsFile, failures, read_results
 from weir.evals.results.json_values import for_json
 from weir.evals.results.summary import Column, Table, by_distance, overviews
 
 __all__ = [
+    "CellRecord",
     "Column",
-    "Record",
     "ResultsFile",
     "Table",
     "by_distance",
+    "failures",
     "for_json",
     "overviews",
     "read_results",

@@ -18,11 +18,11 @@ from types import TracebackType
 from typing import Any
 
 from weir.errors import WeirError
-from weir.evals.data import Record as Fields
+from weir.evals.data import Record
 from weir.evals.results.checks import check_cell, check_grid
 from weir.evals.results.json_values import for_json
 
-Record = dict[str, Any]
+CellRecord = dict[str, Any]
 """What is known of one cell, with its number in the grid under "cell"."""
 MOST = 3
 """Values of a field that are named where two grids differ."""
@@ -45,9 +45,9 @@ class ResultsFile:
             written.
     """
 
-    def __init__(self, path: Path, grid: Record, *, resume: bool = False) -> None:
+    def __init__(self, path: Path, grid: dict[str, Any], *, resume: bool = False) -> None:
         self.path = path
-        self.records: dict[int, Record] = {}
+        self.records: dict[int, CellRecord] = {}
         self._grid = grid
         try:
             _check_kind(path)
@@ -77,7 +77,7 @@ class ResultsFile:
     ) -> None:
         os.close(self._file)
 
-    def append(self, record: Record) -> None:
+    def append(self, record: CellRecord) -> None:
         """Write the record of a cell, whole or not at all.
 
         Raises:
@@ -120,7 +120,7 @@ class ResultsFile:
             )
         self.records = {record["cell"]: record for record in found[1:]}
 
-    def _write(self, record: Record) -> None:
+    def _write(self, record: CellRecord) -> None:
         before = os.fstat(self._file).st_size
         line = _line(record)
         try:
@@ -131,7 +131,7 @@ class ResultsFile:
             os.ftruncate(self._file, before)
             raise _cannot_write(self.path, error) from None
 
-    def _rewrite(self, records: list[Record]) -> None:
+    def _rewrite(self, records: list[CellRecord]) -> None:
         """Put another file in its place, at once, and go on with that."""
         folder = self.path.parent
         made, name = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=folder)
@@ -151,7 +151,7 @@ class ResultsFile:
         self._lock()
 
 
-def read_results(path: str | Path) -> tuple[Record, list[Record]]:
+def read_results(path: str | Path) -> tuple[dict[str, Any], list[CellRecord]]:
     """The grid and the records of a file; a last line cut short is left.
 
     Raises:
@@ -167,6 +167,11 @@ def read_results(path: str | Path) -> tuple[Record, list[Record]]:
     return found[0], found[1:]
 
 
+def failures(records: Iterable[CellRecord]) -> list[CellRecord]:
+    """The records of cells that failed."""
+    return [record for record in records if record["status"] == "failed"]
+
+
 def unique(values: Iterable[Any]) -> tuple[Any, ...]:
     """Each value once, in the order they first come."""
     return tuple(dict.fromkeys(values))
@@ -179,7 +184,7 @@ def _check_kind(path: Path) -> None:
         raise WeirError(f"{path} is not a regular file but {kind}, and results need a file")
 
 
-def _difference(there: list[Record], here: list[Record]) -> str:
+def _difference(there: list[CellRecord], here: list[CellRecord]) -> str:
     """What tells the cells of two grids apart, field by field."""
     found = []
     for name in unique(key for cell in (*there, *here) for key in cell):
@@ -197,7 +202,7 @@ def _few(values: list[str]) -> str:
     return ", ".join(values[:MOST]) + (f" and {more} more" if more > 0 else "")
 
 
-def _read(path: Path) -> tuple[list[Record], int]:
+def _read(path: Path) -> tuple[list[CellRecord], int]:
     """The lines of a file, and how many of its bytes are whole lines.
 
     Raises:
@@ -208,7 +213,7 @@ def _read(path: Path) -> tuple[list[Record], int]:
     except OSError as error:
         raise WeirError(f"cannot read {path}: {error.strerror}") from None
     whole = raw.rfind(b"\n") + 1
-    found: list[Record] = []
+    found: list[CellRecord] = []
     lines: dict[int, int] = {}  # of each cell, where it stands
     for number, line in enumerate(raw[:whole].splitlines(), 1):
         key = "grid" if number == 1 else "cell"
@@ -221,20 +226,20 @@ def _read(path: Path) -> tuple[list[Record], int]:
                 f"{path}, line {number}: not a line that weir eval writes"
                 + (", so this is no results file" if number == 1 else "")
             )
-        fields = Fields(f"{path}, line {number}", record)
+        read = Record(f"{path}, line {number}", record)
         if number == 1:
-            cells = check_grid(fields)
+            cells = check_grid(read)
         else:
-            check_cell(fields, cells)
+            check_cell(read, cells)
             if (before := lines.setdefault(record["cell"], number)) != number:
-                raise fields.wrong("cell", f"is that of line {before}: {record['cell']}")
+                raise read.wrong("cell", f"is that of line {before}: {record['cell']}")
         found.append(record)
     if not found and raw.strip() and not raw.startswith(b'{"grid"'[: len(raw)]):
         raise WeirError(f"{path}, line 1: not a line that weir eval writes")
     return found, whole
 
 
-def _line(record: Record) -> bytes:
+def _line(record: CellRecord) -> bytes:
     return (json.dumps(for_json(record), ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 

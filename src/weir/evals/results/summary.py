@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from weir.evals.results.file import Record, unique
+from weir.evals.results.file import CellRecord, unique
 
 if TYPE_CHECKING:
     from weir.evals.task import Better
@@ -74,7 +74,7 @@ class Table:
     columns: tuple[Column, ...]
 
 
-def overviews(records: Sequence[Record]) -> list[Table]:
+def overviews(records: Sequence[CellRecord]) -> list[Table]:
     """For each model and protocol, every policy's main figure of every setting, and its bytes."""
     done = [record for record in records if record["status"] == "done"]
     tables = []
@@ -92,7 +92,7 @@ def overviews(records: Sequence[Record]) -> list[Table]:
     return tables
 
 
-def by_distance(records: Sequence[Record]) -> list[Table]:
+def by_distance(records: Sequence[CellRecord]) -> list[Table]:
     """For each model and setting whose results are by distance, the share of right answers."""
     done = [r for r in records if r["status"] == "done" and r["result"].get("by_distance")]
     short = heads(list(unique(record["setting"] for record in done)))
@@ -119,7 +119,7 @@ def by_distance(records: Sequence[Record]) -> list[Table]:
     return tables
 
 
-def _head(setting: str, record: Record) -> str:
+def _head(setting: str, record: CellRecord) -> str:
     """The setting, and what is measured where the task has another name."""
     metric = record["metric"]
     named = metric == record["task"] or metric in ("accuracy", "error")
@@ -143,9 +143,9 @@ def heads(settings: list[str]) -> dict[str, str]:
     return {s: short[s] if times[short[s]] == 1 else head for s, head in found.items()}
 
 
-def grouped(records: Iterable[Record], *keys: str) -> dict[tuple[Any, ...], list[Record]]:
+def grouped(records: Iterable[CellRecord], *keys: str) -> dict[tuple[Any, ...], list[CellRecord]]:
     """Records that agree in some fields, in the order they first come."""
-    found: dict[tuple[Any, ...], list[Record]] = {}
+    found: dict[tuple[Any, ...], list[CellRecord]] = {}
     for record in records:
         found.setdefault(tuple(record[key] for key in keys), []).append(record)
     return found
@@ -153,7 +153,7 @@ def grouped(records: Iterable[Record], *keys: str) -> dict[tuple[Any, ...], list
 
 def _column(
     head: str,
-    records: list[Record],
+    records: list[CellRecord],
     policies: Sequence[str],
     field: str,
     better: Better | None,

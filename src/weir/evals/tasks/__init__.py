@@ -2,6 +2,7 @@
 
 from weir.evals.task import TASKS
 from weir.evals.tasks.attention_error import AttentionError
+from weir.evals.tasks.caption import Caption
 from weir.evals.tasks.choice import Choice
 from weir.evals.tasks.docqa import DocumentQA
 from weir.evals.tasks.efficiency import Efficiency
@@ -16,6 +17,7 @@ from weir.evals.tasks.summary import Summary
 __all__ = [
     "TASKS",
     "AttentionError",
+    "Caption",
     "Choice",
     "DocumentQA",
     "Efficiency",

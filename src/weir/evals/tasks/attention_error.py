@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weir.errors import WeirError
-from weir.evals.attention_error import MOST_TOKENS, ask, mean_rows, measure_error, set_up
+from weir.evals.attention_error import (
+    MOST_TOKENS,
+    mean_over_layers,
+    measure_error,
+    set_up,
+    size_policies,
+)
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.stream import read_stream
 
@@ -52,14 +58,14 @@ class AttentionError(Task):
         ids = read_stream(subject.tokenizer, self.text, self.tokens or MOST_TOKENS).ids
         setup = set_up(subject.model, len(ids), self.tokens, self.queries, self.exact)
         rates = () if self.rate is None else (self.rate,)
-        asked, _ = ask([str(subject.policy)], setup, rates)
+        sized, _ = size_policies([str(subject.policy)], setup, rates)
 
         def told(done: int, rows: int) -> bool:
             progress(done / rows)
             return False
 
-        rows = measure_error(subject.model, ids, asked, setup, seeds=(subject.seed,), on_step=told)
-        (mean,) = mean_rows(rows)
+        rows = measure_error(subject.model, ids, sized, setup, seeds=(subject.seed,), on_step=told)
+        (mean,) = mean_over_layers(rows)
         return {
             "error": mean["error"],
             "by_layer": [

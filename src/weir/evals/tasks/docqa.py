@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from weir.errors import WeirError
 from weir.evals.data import Record, read_records
-from weir.evals.measures import ask, contains, counted, is_exact, taken
+from weir.evals.measures import ask, contains, costs, counted, is_exact
 from weir.evals.task import Better, Progress, Subject, Task, task
 
 MOST = 100
@@ -96,7 +96,7 @@ class DocumentQA(Task):
         Returns:
             "exact_match" and "contains" (a right answer stands in it, the metric of Lost in the
             Middle), both in SQuAD's normal form; "right", "asked", "low" and "high" (95 %) of the
-            exact matches; "answers"; and what `taken` says of the caches.
+            exact matches; "answers"; and what `costs` says of the caches.
         """
         cases = self.cases()
         answers, texts = [], []
@@ -111,7 +111,7 @@ class DocumentQA(Task):
             **exact,
             "contains": sum(contains(text, case.answers) for text, case in pairs) / len(cases),
             "answers": texts,
-            **taken(answers),
+            **costs(answers),
         }
 
     def cases(self) -> list[Case]:

@@ -108,20 +108,12 @@ class Efficiency(Task):
             str(subject.policy): lambda: subject.stream(self.prompt, self.tokens),
             EXACT: lambda: exact.stream(self.prompt, self.tokens),
         }
-        held = _slots(stream)
+        slots = stream.capacity
         limit = subject.model.config.get_text_config(decoder=True).max_position_embeddings
-        if held is not None and held <= limit:
-            again = replace(subject, policy=policy_of(f"recompute(budget={held})"), rate=None)
+        if slots is not None and slots <= limit:
+            again = replace(subject, policy=policy_of(f"recompute(budget={slots})"), rate=None)
             rivals[RECOMPUTE] = again.stream
         return rivals
-
-
-def _slots(stream: Stream) -> int | None:
-    """Slots of the largest layer, without the tail; None where there is no limit or no cache."""
-    if stream.cache is None:
-        return None
-    each = stream.cache.slots_by_layer
-    return None if None in each else max(n for n in each if n is not None)
 
 
 def _seconds(stream: Stream, ids: Tensor) -> float:

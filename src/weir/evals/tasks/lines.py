@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from weir.errors import WeirError
 from weir.evals.data import read_records
-from weir.evals.measures import Answer, ask, counted, taken
+from weir.evals.measures import Answer, ask, costs, counted
 from weir.evals.task import Better, Progress, Subject, Task, task
 
 SAMPLES = 50
@@ -77,12 +77,14 @@ class Lines(Task):
             right += number_in(answers[-1].text, last=self.chat) == case.number
             progress(len(answers) / len(cases))
         texts = [one.text for one in answers]
-        return {**counted(right, len(cases)), "answers": texts, **taken(answers)}
+        return {**counted(right, len(cases)), "answers": texts, **costs(answers)}
 
     def _ask(self, subject: Subject, case: Case) -> Answer:
         if self.chat:
-            return ask(subject, case.prompt, most=100, chat=True)
-        return ask(subject, f"{case.prompt}\n{beginning(case.name)}", most=15, stops=(">",))
+            return ask(subject, case.prompt, max_new_tokens=100, chat=True)
+        return ask(
+            subject, f"{case.prompt}\n{beginning(case.name)}", max_new_tokens=15, stops=(">",)
+        )
 
     def cases(self, seed: int) -> list[Case]:
         """The questions.

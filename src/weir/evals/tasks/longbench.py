@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from weir.errors import WeirError
 from weir.evals.data import Record, read_records
 from weir.evals.data.recipes import recipe_of
-from weir.evals.measures import ask, taken
+from weir.evals.measures import ask, costs
 from weir.evals.task import Better, Progress, Subject, Task, task
 
 PLAIN = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
@@ -59,7 +59,7 @@ class LongBench(Task):
 
         Returns:
             "score", the mean of the data set's metric, from 0 to 1; "dataset"; "asked"; the score
-            "by_length", in LongBench-E's groups; "answers"; and what `taken` says of the caches.
+            "by_length", in LongBench-E's groups; "answers"; and what `costs` says of the caches.
         """
         records = read_records(self.file, self.samples)
         name = records[0].text("dataset").removesuffix("_e")
@@ -71,7 +71,7 @@ class LongBench(Task):
             if self.truncate is not None:
                 prompt = without_middle(subject.tokenizer, prompt, self.truncate)
             chat = self.chat and name not in PLAIN
-            answers.append(ask(subject, prompt, recipe.most, recipe.stops, chat))
+            answers.append(ask(subject, prompt, recipe.max_new_tokens, recipe.stops, chat))
             scores.append(float(recipe.score(row, [answers[-1].text])["score"]))
             progress(len(scores) / len(rows))
         return {
@@ -80,7 +80,7 @@ class LongBench(Task):
             "asked": len(rows),
             "by_length": by_length(rows, scores),
             "answers": [one.text for one in answers],
-            **taken(answers),
+            **costs(answers),
         }
 
 

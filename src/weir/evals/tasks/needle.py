@@ -28,7 +28,7 @@ FORMATS = ("exercises", "text")
 SHORTEST = 64
 MOST = 50
 """Tokens of an answer in words."""
-BOOK = 200_000
+BOOK_TOKENS = 200_000
 """Tokens of the text from which hay is taken, more where the longest hay needs more."""
 
 
@@ -83,7 +83,7 @@ class Needle(Task):
         form = self.format or ("exercises" if subject.name == "nano" else "text")
         seek = self._exercises if form == "exercises" else self._words
         lengths = [self.longest * (i + 1) // self.lengths for i in range(self.lengths)]
-        size = max(BOOK, 2 * self.longest)
+        size = max(BOOK_TOKENS, 2 * self.longest)
         hay = read_stream(subject.tokenizer, self.text, size).ids
         if len(hay) <= self.longest:
             raise WeirError(f"hay of {self.longest:,} tokens takes a longer text than {len(hay):,}")
@@ -166,8 +166,9 @@ def exercise(
     name = int(rng.choice(words.names))
     number = rng.choice(words.digits, size=DIGITS)
     said, asked = words.statement(name, number), words.question(name)
-    row = np.concatenate([[words.start], passage(hay, length - 1, rng)])
-    place = 1 + round(depth * (length - 1 - len(said) - len(asked)))
+    front = len(words.front)
+    row = np.concatenate([words.front, passage(hay, length - front, rng)])
+    place = front + round(depth * (length - front - len(said) - len(asked)))
     row[place : place + len(said)] = said
     row[length - len(asked) :] = asked
     return row, number

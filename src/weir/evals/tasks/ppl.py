@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weir.errors import WeirError
-from weir.evals.measures import STEP, Reader
+from weir.evals.measures import STEP, PerplexityMeter
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.stream import read_stream
 
@@ -51,19 +51,19 @@ class Perplexity(Task):
             nowhere), "kv_bytes".
         """
         books = read_stream(subject.tokenizer, self.text, self.tokens, self.start)
-        reader = Reader(subject.stream(), self.block)
-        reading = reader.reading
+        meter = PerplexityMeter(subject.stream(), self.block)
+        reading = meter.reading
         by_book: list[dict[str, Any]] = []
         nll, scored, begun, largest = 0.0, 0, 0, 0
         for piece in books.pieces(STEP):
-            reader.take(piece)
+            meter.take(piece)
             largest = max(largest, reading.kv_bytes)
             progress(reading.tokens / len(books.ids))
             if reading.tokens in books.edges:
                 mean = (reading.nll - nll) / max(1, reading.scored - scored)
                 by_book.append({"tokens": reading.tokens - begun, "ppl": math.exp(min(mean, 700))})
                 nll, scored, begun = reading.nll, reading.scored, reading.tokens
-        reader.close()
+        meter.close()
         return {
             "ppl": reading.ppl,
             "tokens": reading.tokens,

@@ -25,12 +25,12 @@ SAID = 4 + DIGITS
 ASK = 3
 """Tokens of a question: name, verb, space."""
 NEAREST = 16
-BOOK = 200_000
+BOOK_TOKENS = 200_000
 """Tokens of the text from which passages are taken."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class Layout:
     """Where statements and answers stand, the same in every sample.
 
     Attributes:
@@ -82,28 +82,28 @@ class Recall(Task):
             same "by_distance"; "tokens" of one stream, "kv_bytes" of one.
         """
         words = Words.of(subject.tokenizer)
-        book = read_stream(subject.tokenizer, self.text, BOOK).ids.numpy()
+        book = read_stream(subject.tokenizer, self.text, BOOK_TOKENS).ids.numpy()
         rng = np.random.default_rng(subject.seed)
         distances = distances_to(self.farthest)
-        plan = make_plan(distances, self.before, rng)
-        if len(book) <= plan.length:
+        layout = make_layout(distances, self.before, rng)
+        if len(book) <= layout.length:
             raise WeirError(
-                f"recall takes stretches of {plan.length:,} tokens from a text, and this one has "
+                f"recall takes stretches of {layout.length:,} tokens from a text, and this one has "
                 f"{len(book):,}"
             )
         rows, numbers = zip(
-            *(sample(words, book, plan, rng) for _ in range(self.samples)), strict=True
+            *(sample(words, book, layout, rng) for _ in range(self.samples)), strict=True
         )
         ids, wanted = torch.from_numpy(np.stack(rows)), torch.from_numpy(np.stack(numbers))
         stream = subject.stream()
         right, fed = [], 0
-        for question, place in enumerate(plan.answers):
+        for question, place in enumerate(layout.answers):
             stream.feed(ids[:, fed : place - 1])
             fed = place - 1 + DIGITS
             logits = stream.feed(ids[:, place - 1 : fed], all_logits=True)
             hits = (logits.argmax(-1).cpu() == wanted[:, question]).all(dim=-1)
             right.append(int(hits.sum()))
-            progress(fed / plan.length)
+            progress(fed / layout.length)
         total = counted(sum(right), self.samples * len(right))
         return {
             "recall": total.pop("accuracy"),
@@ -112,7 +112,7 @@ class Recall(Task):
                 {"distance": distance, **counted(hits, self.samples)}
                 for distance, hits in zip(distances, right, strict=True)
             ],
-            "tokens": plan.length,
+            "tokens": layout.length,
             "kv_bytes": stream.nbytes // self.samples,
         }
 
@@ -125,7 +125,7 @@ def distances_to(farthest: int) -> list[int]:
     return found if found[-1] == farthest else [*found, farthest]
 
 
-def make_plan(distances: list[int], before: int, rng: np.random.Generator) -> Plan:
+def make_layout(distances: list[int], before: int, rng: np.random.Generator) -> Layout:
     """Places such that each answer is due its distance after its number, and nothing overlaps."""
     while True:
         gaps = rng.integers(8, 48, size=len(distances))
@@ -134,19 +134,19 @@ def make_plan(distances: list[int], before: int, rng: np.random.Generator) -> Pl
         begins = np.sort(np.concatenate([statements, answers - ASK]))
         if (np.diff(begins) >= SAID).all():
             places = tuple(statements.tolist()), tuple(answers.tolist())
-            return Plan(*places, length=int(answers[-1]) + DIGITS + 1)
+            return Layout(*places, length=int(answers[-1]) + DIGITS + 1)
 
 
 def sample(
-    words: Words, book: np.ndarray, plan: Plan, rng: np.random.Generator
+    words: Words, book: np.ndarray, layout: Layout, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """A stream [length] and the numbers that are asked for [questions, digits]."""
-    count = len(plan.answers)
+    count = len(layout.answers)
     names = rng.choice(words.names, size=count, replace=False)
     numbers = rng.choice(words.digits, size=(count, DIGITS))
-    row = np.concatenate([[words.start], passage(book, plan.length - 1, rng)])
+    row = np.concatenate([words.front, passage(book, layout.length - len(words.front), rng)])
     for name, number, said, asked in zip(
-        names, numbers, plan.statements, plan.answers, strict=True
+        names, numbers, layout.statements, layout.answers, strict=True
     ):
         for place in (said, asked - ASK):
             row[place : place + SAID] = words.statement(name, number)

@@ -74,7 +74,7 @@ class StreamEval(Task):
         """
         rng = np.random.default_rng(subject.seed)
         form = self.format or ("exercises" if subject.name == "nano" else "text")
-        kind = Exercises if form == "exercises" else Text
+        kind = ExerciseLines if form == "exercises" else TextLines
         distances = DISTANCES if self.distance is None else (self.distance,)
         schedule = make_schedule(distances, self.queries, self.every, rng)
         hits = dict.fromkeys(distances, 0)
@@ -126,7 +126,9 @@ def make_schedule(
     return schedule
 
 
-def _ask_all(stream: Stream, lines: Lines, schedule: list[Query]) -> Iterator[tuple[Query, int]]:
+def _ask_all(
+    stream: Stream, lines: LineSource, schedule: list[Query]
+) -> Iterator[tuple[Query, int]]:
     """Feed lines and questions; yields each query with how many rows answered it right."""
     fed = 0
     after: Tensor | None = None
@@ -143,7 +145,7 @@ def _ask_all(stream: Stream, lines: Lines, schedule: list[Query]) -> Iterator[tu
         after, fed = lines.after, place
 
 
-class Lines(ABC):
+class LineSource(ABC):
     """The lines of some streams side by side, each with a name and a number.
 
     Attributes:
@@ -179,7 +181,7 @@ class Lines(ABC):
         """How many of the answers [rows, n] are right."""
 
 
-class Exercises(Lines):
+class ExerciseLines(LineSource):
     """Lines as nano's exercises have them, 7 tokens each; any word may be a name.
 
     All lines have one length, so many streams are read side by side.
@@ -217,7 +219,8 @@ class Exercises(Lines):
         )
         if number:
             return said
-        return torch.cat([torch.full((len(said), 1), self.words.start), said], dim=1)
+        front = torch.from_numpy(self.words.front).expand(len(said), -1)
+        return torch.cat([front, said], dim=1)
 
     def question(self, number: int) -> Tensor:
         """The beginning of the statement, "table has "."""
@@ -233,7 +236,7 @@ class Exercises(Lines):
         return int((answer.numpy() == self.numbers[:, number]).all(axis=1).sum())
 
 
-class Text(Lines):
+class TextLines(LineSource):
     """Lines as the paper has them; they differ in length, so a stream is read by itself."""
 
     at_once = 1

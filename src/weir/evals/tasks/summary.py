@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from weir.errors import WeirError
 from weir.evals.data import Record, read_records
-from weir.evals.measures import ask, rouge_scores, self_bleu, taken
+from weir.evals.measures import ask, costs, rouge_scores, self_bleu
 from weir.evals.task import Better, Progress, Subject, Task, task
 
 FIELDS = (("document", "summary"), ("article", "highlights"))
@@ -53,7 +53,7 @@ class Summary(Task):
 
         Returns:
             "rouge" (the geometric mean), "rouge1", "rouge2", "rougeL" and "self_bleu", all from 0
-            to 1; "asked"; "answers"; and what `taken` says of the caches, "share" being the cache's
+            to 1; "asked"; "answers"; and what `costs` says of the caches, "share" being the cache's
             budget as the paper counts it.
         """
         rouge_scores(["ready"], ["ready"])  # rather no package now than after hours of summaries
@@ -74,7 +74,7 @@ class Summary(Task):
             "self_bleu": self_bleu(texts),
             "asked": len(pairs),
             "answers": texts,
-            **taken(answers),
+            **costs(answers),
         }
 
 

@@ -52,6 +52,11 @@ class _Queue:
         """The places in use alone."""
         return self.pick(_in_front(self.used))
 
+    def without(self, sizes: Tensor) -> _Queue:
+        """The places behind blocks of these `sizes` [lines, blocks] are in use, and no others."""
+        place = torch.arange(self.used.shape[1], device=sizes.device)
+        return replace(self, used=self.used & (place >= sizes.sum(dim=1, keepdim=True)))
+
     @classmethod
     def of(cls, *queues: _Queue) -> _Queue:
         """One queue after the other, gaps and all."""
@@ -87,7 +92,8 @@ class Merging:
             blocks: for each group of each head of each row, in that order.
             halving: how blocks are halved.
             draws: random numbers; a token of level l is given those of purpose l, and in any group
-                but the first those of purpose l + 64.
+                but the first those of purpose l + 64. In the highest level, where it may be halved
+                again and again, they also depend on the other tokens of its block.
             scale: the factor of the logits.
 
         Returns:
@@ -96,15 +102,19 @@ class Merging:
         """
         batch, heads, _ = self.level.shape
         top = max(n for of_group in blocks for n in range(LEVELS) if of_group[n] or not n)
-        top = max(top + 1, int(self.level.max()) if self.level.numel() else 0)
+        top = max(min(top + 1, LEVELS - 1), int(self.level.max()) if self.level.numel() else 0)
         group = torch.arange(len(blocks), device=self.level.device)[:, None] % self.groups
         rest, marks, rising = [], [], self._queue(LEVELS)
         for level in range(top + 1):
             queue = _Queue.of(self._queue(level), rising).packed()
             sizes = _padded([of_group[level] for of_group in blocks], self.level.device)
-            rising = self._halve(queue, sizes, level, halving, draws, scale)
-            place = torch.arange(queue.used.shape[1], device=sizes.device)
-            queue.used = queue.used & (place >= sizes.sum(dim=1, keepdim=True))
+            if level < LEVELS - 1:
+                rising = self._halve(queue, sizes, level, halving, draws, scale)
+                queue = queue.without(sizes)
+            else:
+                for size in sizes.split(1, dim=1):
+                    stays = self._halve(queue, size, level, halving, draws, scale)
+                    queue = _Queue.of(stays, queue.without(size)).packed()
             rest.append(_Queue(*(t.reshape(batch * heads, -1) for t in queue.tensors())))
             mark = (level * self.groups + group).expand(queue.used.shape)
             marks.append(mark.reshape(batch * heads, -1))
@@ -156,7 +166,11 @@ class Merging:
         token = cut.token.clamp_min(0)
         head = torch.arange(lines, device=sizes.device)[:, None] // self.groups
         keys, values = (t.flatten(0, 1)[head, token] for t in (self.line.keys, self.line.values))
-        u = self._draw(draws, level)[head, token, self._kind(lines)]
+        if level < LEVELS - 1:
+            u = self._draw(draws, level)[head, token, self._kind(lines)]
+        else:
+            line = torch.arange(lines, device=sizes.device)[:, None]
+            u = self._draw_again(draws, token, nobody)[head, token, line % self.groups]
         shape = (lines * blocks, 1, width)
         sets = Sets(*(t.reshape(*shape, *t.shape[2:]) for t in (keys, values, a, b, u)))
         chosen, a, b = halving.halve(sets, scale)
@@ -172,6 +186,31 @@ class Merging:
         if self.groups > 1:
             kinds.append(draws.uniform(level + LEVELS, self.line.position))
         return torch.stack(kinds, dim=-1).flatten(0, 1)
+
+    def _draw_again(self, draws: Draws, token: Tensor, nobody: Tensor) -> Tensor:
+        """Draws of the highest level, where one block of each line is halved at a time.
+
+        Of a block one token at least goes for good, so no two blocks hold the same tokens: the sum
+        of their places tells one from another.
+
+        Args:
+            draws: random numbers.
+            token: the tokens of each line's block [lines, n].
+            nobody: where there is none [lines, n], bool.
+
+        Returns:
+            Uniform numbers of each token in each group [batch * kv_heads, n, groups].
+        """
+        position = self.line.position
+        batch, heads, _ = position.shape
+        head = torch.arange(len(token), device=token.device)[:, None] // self.groups
+        places = position.flatten(0, 1)[head, token].masked_fill(nobody, 0).sum(dim=1)
+        index = places.view(batch, heads, self.groups, 1)
+        found = [
+            draws.uniform(LEVELS - 1 + LEVELS * (group > 0), position, index[:, :, group])
+            for group in range(self.groups)
+        ]
+        return torch.stack(found, dim=-1).flatten(0, 1)
 
     def _kind(self, lines: int) -> Tensor:
         """0 for the first group of a head, 1 for the others [lines, 1]."""

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from weir.errors import WeirError
-
 LEVELS = 64
-"""More than the logarithm of the length of any stream."""
+"""More than the logarithm of the length of any stream. Where few slots let lone tokens rise, they
+meet in the highest level, which is halved into itself."""
 
 
 @lru_cache(maxsize=1024)
@@ -55,11 +54,14 @@ class Group:
         return max((level for level, size in enumerate(self.sizes) if size), default=-1) + 1
 
     def halve(self, level: int, block: int) -> None:
-        """Halve the oldest tokens of a level: an even number, at most a block; or one rises."""
+        """Halve the oldest tokens of a level: an even number, at most a block; or one rises.
+
+        What stays of a block of the highest level stays there, older than the rest of it.
+        """
         size = min(block, max(1, self.sizes[level] // 2 * 2))
         self.halved[level].append(size)
         self.sizes[level] -= size
-        self.sizes[level + 1] += (size + 1) // 2
+        self.sizes[min(level + 1, LEVELS - 1)] += (size + 1) // 2
 
 
 def make_room(groups: Sequence[Group], slots: int, block: int, eager: bool = False) -> None:
@@ -67,12 +69,9 @@ def make_room(groups: Sequence[Group], slots: int, block: int, eager: bool = Fal
 
     While there are more tokens than slots (`eager`: or any level has its threshold), the lowest
     level that has its threshold is halved; of groups, which share the slots evenly, the first. If
-    none has, the lowest level that has tokens gives what it has. One token of each group stays
-    whatever is halved, so no more groups may have tokens than there are slots.
-
-    Raises:
-        WeirError: the highest level is to be halved: so few slots that tokens rise with almost
-            every one that comes.
+    none has, the lowest level that has tokens gives what it has, but the highest no lone token: it
+    could not rise. One token of each group stays whatever is halved, so no more groups may have
+    tokens than there are slots.
     """
     used = [group for group in groups if group.levels]
     while (crowded := sum(sum(group.sizes) for group in used) > slots) or eager:
@@ -80,15 +79,10 @@ def make_room(groups: Sequence[Group], slots: int, block: int, eager: bool = Fal
         enough = thresholds(slots // max(1, len(used)), block, levels)
         found = _first(used, enough)
         if found is None and crowded:
-            found = _first(used, (1,) * levels)
+            found = _first(used, (1,) * min(levels, LEVELS - 1) + (2,))
         if found is None:
             return
         group, level = found
-        if level == LEVELS - 1:
-            raise WeirError(
-                f"balance cannot halve {len(used)} sets of tokens any further in {slots} slots; "
-                "give it more slots, or, with separate sets, a larger precision"
-            )
         group.halve(level, block)
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from string import Template
 
 from weir.errors import WeirError
-from weir.evals.grid import failures
-from weir.evals.results.file import Record, read_results, unique
+from weir.evals.results.file import CellRecord, failures, read_results, unique
 from weir.evals.results.report.plots import along, heat, pareto
 from weir.evals.results.report.tables import as_html, as_markdown
 from weir.evals.results.summary import CACHE, Table, by_distance, grouped, heads, overviews
@@ -72,7 +71,7 @@ def write_report(results: Path, out: Path) -> list[Path]:
     return pages
 
 
-def _parts(done: Sequence[Record]) -> Iterator[Part]:
+def _parts(done: Sequence[CellRecord]) -> Iterator[Part]:
     for table in overviews(done):
         words = (
             f"{MARKS} Figures of several seeds are their means. {CACHE} is a policy's largest "
@@ -113,7 +112,7 @@ def _parts(done: Sequence[Record]) -> Iterator[Part]:
                 yield Part(title, words, picture=picture, name=f"{kind}-{number}")
 
 
-def _facts(cells: int, records: Sequence[Record]) -> str:
+def _facts(cells: int, records: Sequence[CellRecord]) -> str:
     """What was run, in a sentence."""
 
     def several(word: str, values: Sequence[object]) -> str:
@@ -134,7 +133,7 @@ def _facts(cells: int, records: Sequence[Record]) -> str:
     )
 
 
-def _html(parts: Sequence[Part], facts: str, failed: Sequence[Record], source: str) -> str:
+def _html(parts: Sequence[Part], facts: str, failed: Sequence[CellRecord], source: str) -> str:
     body = []
     for part in parts:
         body.append(f"<h2>{html.escape(part.title)}</h2>\n<p>{html.escape(part.words)}</p>")
@@ -151,7 +150,7 @@ def _html(parts: Sequence[Part], facts: str, failed: Sequence[Record], source: s
     )
 
 
-def _markdown(parts: Sequence[Part], facts: str, failed: Sequence[Record], source: str) -> str:
+def _markdown(parts: Sequence[Part], facts: str, failed: Sequence[CellRecord], source: str) -> str:
     body = ["# Results", facts]
     for part in parts:
         body += [f"## {part.title}", part.words]
@@ -165,6 +164,6 @@ def _markdown(parts: Sequence[Part], facts: str, failed: Sequence[Record], sourc
     return "\n\n".join(body) + "\n"
 
 
-def _failure(record: Record) -> str:
+def _failure(record: CellRecord) -> str:
     where = f"{record['setting']} of {record['model']} under {record['policy']}"
     return f"{where}, seed {record['seed']}: {record['reason']}"

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from weir.evals.results.file import Record, unique
+from weir.evals.results.file import CellRecord, unique
 from weir.evals.results.summary import grouped
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def front(points: Sequence[tuple[float, float]], higher: bool) -> list[int]:
     return best
 
 
-def pareto(records: Sequence[Record], label: str) -> str | None:
+def pareto(records: Sequence[CellRecord], label: str) -> str | None:
     """Every policy's figure against the bytes of its cache, budgets joined; the front in grey.
 
     Args:
@@ -83,7 +83,7 @@ def pareto(records: Sequence[Record], label: str) -> str | None:
     return out[0]
 
 
-def along(records: Sequence[Record]) -> str | None:
+def along(records: Sequence[CellRecord]) -> str | None:
     """Perplexity of each block of a text, a line per policy; None where there are no blocks.
 
     Args:
@@ -112,7 +112,7 @@ def along(records: Sequence[Record]) -> str | None:
     return out[0]
 
 
-def heat(records: Sequence[Record]) -> str | None:
+def heat(records: Sequence[CellRecord]) -> str | None:
     """What was found by length and depth, a panel per policy; None where there are no such cells.
 
     Args:
@@ -147,7 +147,7 @@ def heat(records: Sequence[Record]) -> str | None:
     return out[0]
 
 
-def _share(cells: Sequence[Record]) -> float:
+def _share(cells: Sequence[dict[str, Any]]) -> float:
     """Mean accuracy; where nothing was asked NaN, which is drawn as a hole."""
     return float(mean(cell["accuracy"] for cell in cells)) if cells else math.nan
 

@@ -1,8 +1,9 @@
-"""Whether rows read from a file can be rows of a cache: names, sizes, types and numbers.
+"""Whether rows that somebody else made can be rows of a cache: names, sizes, types and numbers.
 
-Sizes and types are those of the cache's `SlabSpec`s, and are checked before a tensor is read, so no
-file makes anything larger than the cache it is for. Of the numbers all that the next tokens rely on
-is checked: where slots stand, what they weigh, what pools remember. Knows nothing about files.
+Sizes and types are those of the cache's `SlabSpec`s, and are checked before a tensor of a file is
+read, so no file makes anything larger than the cache it is for. Of the numbers all that the next
+tokens rely on is checked: where slots stand, what they weigh, what pools remember. Knows nothing
+about files.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weir.cache import LayerPlan
+from weir.cache.layers import LayerPlan
+from weir.cache.schema import FARTHEST, Kind, Wrong, list_of, optional, record, truth, whole
 from weir.errors import shown
 from weir.pools import MOST_WEIGHT
-from weir.slab import EMPTY
-from weir.stream.schema import FARTHEST, Kind, Wrong, list_of, optional, record, truth, whole
+from weir.slab import EMPTY, split_weights
 
 Size = tuple[tuple[int, ...], torch.dtype]
 """A tensor's shape and dtype."""
@@ -103,7 +104,7 @@ def check_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[in
         if its != shape and not (longer and (*its[:2], *its[3:]) == (*shape[:2], *shape[3:])):
             raise Wrong(f"{name} is {list(its)} and must be {list(shape)}")
     slots = found["position"][0][2]
-    for name in ("keys", "values", "a", "b", "mass", "weighted", "mask", "frame"):
+    for name in ("keys", "values", "a", "b", "mass", "mask", "numerator", "denominator", "frame"):
         if name in found and found[name][0][2] != slots:
             raise Wrong(f"{name} has {found[name][0][2]} slots and position {slots}")
     if sum(lengths) + plan.spec.chunk > slots:
@@ -133,10 +134,11 @@ def check_numbers(
     ahead = origin + facts["seen"] - facts["waiting"]
     _check_positions(tensors["position"], front, used, ahead, chunk, origin)
     empty = tensors["position"][:, :, :front] == EMPTY
-    for name in ("a", "b", "mask"):
+    for name in ("a", "b"):
         if name in tensors:
             _check_weights(name, tensors[name], empty, used, chunk)
-    for name in ("keys", "values", "masters", "weighted"):
+    _check_split(tensors)
+    for name in ("keys", "values", "masters"):
         if name in tensors and not bool(tensors[name].isfinite().all()):
             raise Wrong(f"{name} has numbers that are not finite")
     if "mass" in tensors and not bool(
@@ -175,7 +177,7 @@ def _check_positions(
             f"position has places that are not among those of the stream, {origin} to {ahead}"
         )
     run = used - front
-    rising = torch.arange(ahead - run, ahead + chunk)
+    rising = torch.arange(ahead - run, ahead + chunk, device=position.device)
     if not bool((rest[:, :, : run + chunk] == rising).all()):
         raise Wrong("position does not rise from token to token where the newest tokens are")
     if not bool((rest[:, :, run + chunk :] == EMPTY).all()):
@@ -200,6 +202,17 @@ def _check_weights(name: str, weights: Tensor, empty: Tensor, used: int, chunk: 
         raise Wrong(f"{name} is not 0 in slots that wait for a token")
     if bool((weights[:, :, used + chunk :] != -math.inf).any()):
         raise Wrong(f"{name} gives weight to slots that are not in use")
+
+
+def _check_split(tensors: Mapping[str, Tensor]) -> None:
+    """The weights as `split_attention` reads them are those of a and b."""
+    for name, t in zip(
+        ("mask", "numerator", "denominator"),
+        split_weights(tensors["a"], tensors["b"]),
+        strict=True,
+    ):
+        if name in tensors and not torch.allclose(tensors[name], t):  # exp rounds by device
+            raise Wrong(f"{name} is not what a and b say")
 
 
 def _named(dtype: torch.dtype) -> str:

@@ -9,8 +9,8 @@ from reference.answers import plain_answer
 from reference.subjects import nano
 
 from weir.errors import WeirError
-from weir.evals.measures.answers import cut
-from weir.evals.measures.asking import ask, prompt_ids, taken
+from weir.evals.measures.answers import ask, costs, prompt_ids
+from weir.models import set_sink
 
 PROMPT = "It was late, and the old prince had gone to bed. In the house"
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
@@ -39,15 +39,28 @@ def test_a_prompt_in_a_template_has_the_template_and_no_second_start_token() -> 
     assert tokenizer.bos_token_id not in turn
 
 
+def test_a_learned_sink_stands_in_front_of_a_template() -> None:
+    one = nano()
+    one.tokenizer.chat_template = TEMPLATE
+    plain = prompt_ids(one.tokenizer, PROMPT, chat=True)
+    without = ask(one, PROMPT, 1, chat=True).seen
+    set_sink(one.model.config, "learnable", [one.tokenizer.bos_token_id, 7])
+    assert ask(one, PROMPT, 1, chat=True).seen == without + 2
+    # A plain prompt has the first of them already.
+    alone = ask(nano(), PROMPT, 1).seen
+    assert ask(one, PROMPT, 1).seen == alone + 1
+    assert without >= len(plain)
+
+
 def test_what_was_taken_is_counted_in_slots_and_bytes() -> None:
     short, long = ask(nano(), PROMPT, 4), ask(nano(), PROMPT * 8, 4)
-    both = taken([short, long])
+    both = costs([short, long])
     assert (both["share"], both["kv_bytes"]) == (1.0, long.kv_bytes)
     assert both["tokens"] == (short.seen + long.seen) / 2
     small = ask(nano("sink(4) | recent(12)", chunk=4), PROMPT * 8, 4)
     assert small.held is not None and 16 <= small.held < 20 < small.seen
-    assert taken([small])["share"] == small.held / small.seen
-    assert taken([ask(nano("recompute(budget=64)"), PROMPT, 4)])["share"] is None
+    assert costs([small])["share"] == small.held / small.seen
+    assert costs([ask(nano("recompute(budget=64)"), PROMPT, 4)])["share"] is None
 
 
 def test_a_protocol_keeps_the_answer_and_compresses_the_prompt_once() -> None:
@@ -55,13 +68,3 @@ def test_a_protocol_keeps_the_answer_and_compresses_the_prompt_once() -> None:
     one = ask(nano("snapkv(window=4)", **options), PROMPT * 8, 30)
     prompt = len(nano().tokenizer(PROMPT * 8)["input_ids"])
     assert one.held == round(prompt / 4) + 30
-
-
-@pytest.mark.parametrize(
-    ("text", "stops", "left"),
-    [("a.b,c", (",", "."), "a"), ("abc", ("", "x"), "abc"), ("\nab", ("\n",), "")],
-)
-def test_a_text_is_cut_at_the_first_of_its_stops(
-    text: str, stops: tuple[str, ...], left: str
-) -> None:
-    assert cut(text, stops) == left

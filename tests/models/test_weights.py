@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-from weir.stream import fingerprint as module
-from weir.stream.fingerprint import fingerprint
+from weir.models import weights as module
+from weir.models.weights import PLACES, fingerprint, weights_of
 
 
 class Quantised(Tensor):
@@ -134,9 +134,40 @@ def test_weights_in_buffers_count_and_what_is_not_saved_does_not(fresh_llama):
     assert len({it["weights"] for it in (before, with_zeros, fingerprint(model))}) == 3
 
 
-@pytest.mark.parametrize("name", module.PLACES)
+@pytest.mark.parametrize("name", PLACES)
 def test_a_model_that_places_or_sees_tokens_otherwise_is_another(fresh_llama, name):
     model = fresh_llama()
     before = fingerprint(model)
     setattr(model.config, name, {"rope_theta": 5e5})
     assert fingerprint(model) != before
+
+
+def test_weights_are_looked_at_again_only_where_one_was_written_to_or_replaced(
+    fresh_llama, monkeypatch
+):
+    model = fresh_llama()
+    decoder, config, looks = model.model, model.config, []
+    numbers = module._numbers
+    monkeypatch.setattr(module, "_numbers", lambda t: looks.append(1) or numbers(t))
+    first = weights_of(decoder, config)
+    assert looks
+    looks.clear()
+    assert weights_of(decoder, config) == first
+    assert not looks
+    weight = decoder.layers[0].mlp.up_proj
+    with torch.no_grad():
+        weight.weight[0, 0] += 1
+    written = weights_of(decoder, config)
+    weight.weight = nn.Parameter(weight.weight.detach() * 2)
+    replaced_one = weights_of(decoder, config)
+    config.sliding_window = 7
+    assert len({first, written, replaced_one, weights_of(decoder, config)}) == 4
+    assert weights_of(fresh_llama().model, fresh_llama().config) == first
+
+
+def test_weights_that_were_made_in_inference_mode_have_a_digest_too(fresh_llama):
+    with torch.inference_mode():
+        model = fresh_llama()
+    assert weights_of(model.model, model.config) == weights_of(
+        fresh_llama().model, fresh_llama().config
+    )

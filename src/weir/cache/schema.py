@@ -1,4 +1,4 @@
-"""What facts read from a file may be: tables of kinds, and one sentence for what is not.
+"""What facts that somebody else made may be: tables of kinds, and one sentence for what is not.
 
 A kind is a function that looks at a value and raises `Wrong` with the place of what it found; kinds
 are made of kinds. Knows nothing about streams.
@@ -6,7 +6,8 @@ are made of kinds. Knows nothing about streams.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from weir.errors import shown
@@ -20,6 +21,15 @@ FARTHEST = 2**53
 
 class Wrong(Exception):
     """A fact that is not what it has to be; says which, what it should be and what it is."""
+
+
+@contextmanager
+def at(place: str) -> Iterator[None]:
+    """Say of what is wrong where it is."""
+    try:
+        yield
+    except Wrong as wrong:
+        raise Wrong(f"{place}: {wrong}") from None
 
 
 def whole(low: int = 0, high: int | None = FARTHEST) -> Kind:
@@ -88,7 +98,7 @@ def record(**kinds: Kind) -> Kind:
             kind(value[name], f"{dot}{name}")
         for name in value:
             if name not in kinds:
-                raise Wrong(f"{dot}{shown(name)} is no fact of a session")
+                raise Wrong(f"{dot}{shown(name)} is a fact too many")
 
     return check
 

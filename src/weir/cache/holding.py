@@ -1,0 +1,150 @@
+"""Who still holds which tokens: a row's slots in all layers and KV heads, told by token.
+
+For pages and pictures that show a text and what is left of it. Knows nothing about text, nor why a
+pool keeps what it keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weir.cache.contents import pool_names, pools_of
+from weir.cache.layer import Layer
+from weir.errors import WeirError
+from weir.pools import WAITING
+
+MOST = 700.0
+"""Log-weights beyond are shown as this: e^710 is more than float64 can say."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Where one token is still held.
+
+    Attributes:
+        token: which token of the row, from 0 on, counting all that were fed.
+        pairs: in how many pairs of a layer and a KV head it holds a slot.
+        pools: in how many of them, by pool; pools that do not hold it are left out.
+        above, below: how many tokens its slots stand for in the numerator and in the denominator
+            of attention, the mean over those pairs: 1 where no pool weighs.
+    """
+
+    token: int
+    pairs: int
+    pools: dict[str, int]
+    above: float
+    below: float
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The slots in use of one row of a cache, one entry for each slot [slots].
+
+    A slot always has the key and value of one token. Where a pool weighs, it speaks for others too,
+    which hold no slot: those tokens are gone, and what they said to attention is estimated.
+
+    Attributes:
+        seen: tokens of the row so far.
+        pairs: of a layer and a KV head, how many there are.
+        pools: their names in the order of the pipe, and last "new" for tokens that wait for the
+            next fold; pools of one name are one.
+        layer, head: whose slot it is, int64; the head is a KV head.
+        token: which token holds it, from 0 on, counting all that were fed, int64.
+        pool: which of `pools`, int64.
+        a, b: log-weights in numerator and denominator, float32.
+    """
+
+    seen: int
+    pairs: int
+    pools: tuple[str, ...]
+    layer: Tensor
+    head: Tensor
+    token: Tensor
+    pool: Tensor
+    a: Tensor
+    b: Tensor
+
+    def tokens(self) -> list[Held]:
+        """The tokens that are held anywhere, from the oldest to the newest."""
+        token, at = self.token.unique(return_inverse=True)
+        heads = int(self.head.max()) + 1 if len(self.head) else 1
+        pair = self.layer * heads + self.head
+        counts = _pairs(at, pair, len(token))
+        by_pool = [
+            _pairs(at[mine], pair[mine], len(token)).tolist()
+            for mine in (self.pool == n for n in range(len(self.pools)))
+        ]
+        above, below = (
+            (torch.zeros(len(token), dtype=torch.float64).index_add_(0, at, weight) / counts)
+            for weight in (w.double().clamp_max(MOST).exp() for w in (self.a, self.b))
+        )
+        return [
+            Held(
+                number,
+                count,
+                {name: held[n] for name, held in zip(self.pools, by_pool, strict=True) if held[n]},
+                float(above[n]),
+                float(below[n]),
+            )
+            for n, (number, count) in enumerate(zip(token.tolist(), counts.tolist(), strict=True))
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """What a page needs to shade a text by, as JSON can hold it."""
+        return {
+            "seen": self.seen,
+            "pairs": self.pairs,
+            "pools": list(self.pools),
+            "tokens": [vars(held) for held in self.tokens()],
+        }
+
+
+def holding_of(layers: Sequence[Layer], row: int, seen: int, waiting: int, origin: int) -> Holding:
+    """What the layers hold of one row.
+
+    Args:
+        layers: all layers.
+        row: which row.
+        seen: its tokens so far.
+        waiting: of them those that wait for a fold.
+        origin: the place in the stream of the first token.
+
+    Raises:
+        WeirError: nothing was fed yet.
+    """
+    known = dict.fromkeys(name for layer in layers for name in pool_names(layer))
+    names = (*(name for name in known if name != WAITING), WAITING)
+    parts: list[tuple[Tensor, ...]] = []
+    pairs = 0
+    for index, layer in enumerate(layers):
+        slab = layer.slab
+        if slab is None:
+            raise WeirError("nothing was fed to this cache yet")
+        end = sum(layer.lengths[row]) + waiting
+        place, a, b = (t[row, :, :end].cpu() for t in (slab.position, slab.a, slab.b))
+        used = place >= 0
+        number = torch.tensor([names.index(name) for name in pool_names(layer)])
+        pool = number[pools_of(layer, row, end)].expand(place.shape)
+        head = used.nonzero()[:, 0]
+        here = torch.full_like(head, index)
+        parts.append((here, head, place[used] - origin, pool[used], a[used], b[used]))
+        pairs += place.shape[0]
+    layer_of, head, token, pool, a, b = (torch.cat(part) for part in zip(*parts, strict=True))
+    return Holding(seen, pairs, names, layer_of, head, token, pool, a, b)
+
+
+def _pairs(at: Tensor, pair: Tensor, tokens: int) -> Tensor:
+    """In how many pairs each token holds a slot [tokens], int64; several slots of one count once.
+
+    Args:
+        at: by slot, which token [slots].
+        pair: by slot, which pair of a layer and a head [slots].
+        tokens: how many.
+    """
+    different = torch.stack([at, pair]).unique(dim=1)
+    return torch.bincount(different[0], minlength=tokens)

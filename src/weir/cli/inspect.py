@@ -1,0 +1,126 @@
+"""`weir inspect`: what the papers show of their models, of any model and text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weir.cli.app import command
+from weir.cli.common import (
+    AsJson,
+    ModelName,
+    Seed,
+    load_model,
+    numbers,
+    output,
+    print_json,
+    progress,
+    say,
+)
+from weir.errors import WeirError
+
+
+@command()
+def inspect(
+    text: Annotated[
+        Path | None,
+        typer.Option(help="The text: UTF-8, plain or .xz [default: the packaged book]"),
+    ] = None,
+    model_name: ModelName = "nano",
+    out: Annotated[Path, typer.Option(help="Folder for index.html and its pictures.")] = Path(
+        "inspect"
+    ),
+    only: Annotated[
+        str, typer.Option(help="Sections with commas between them: maps,kept. By default all.")
+    ] = "",
+    layers: Annotated[
+        str, typer.Option(help="Which layers: 0,5. By default what shows best.")
+    ] = "",
+    heads: Annotated[
+        str, typer.Option(help="Which query heads: 0,1. By default what shows best.")
+    ] = "",
+    policy: Annotated[
+        str | None, typer.Option(help="A pipe or a named policy, to show what it keeps.")
+    ] = None,
+    sequences: Annotated[
+        int, typer.Option(min=1, help="Short sequences that maps are averaged over.")
+    ] = 256,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of each of them.")] = 16,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens of a long text, at most [default: by section]"),
+    ] = None,
+    at: Annotated[
+        str,
+        typer.Option(
+            help="After how many tokens to show what is kept: 100,500 [default: quarters]"
+        ),
+    ] = "",
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Look into a model: attention maps, sinks, keys, norms, and what a policy keeps, as one page.
+
+    The sections are those of the papers' own figures: the docs have a paragraph about each.
+    """
+    from weir.evals.inspect import Asked, Page, check_places, chosen, look, sizes
+    from weir.policies import policy_of
+    from weir.stream import BOOK, read_books
+
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    chosen(names)
+    if policy is not None:
+        policy_of(policy)
+    which = numbers("--layers", layers), numbers("--heads", heads)
+    words = "\n\n".join(read_books(BOOK if text is None else text))
+    model, tokenizer = load_model(model_name, encoders=True)
+    check_places(model, *which)
+    asked = Asked(
+        model,
+        tokenizer,
+        model_name,
+        words,
+        layers=tuple(dict.fromkeys(which[0])) or None,
+        heads=tuple(dict.fromkeys(which[1])) or None,
+        policy=policy,
+        sequences=sequences,
+        length=length,
+        tokens=tokens,
+        moments=tuple(numbers("--at", at)) or None,
+        seed=seed,
+    )
+    title = "the packaged text" if text is None else text.name
+    count, each = sizes(model)
+    about = f"{model_name} ({model.config.model_type}): {count} layers, {each} query heads in each."
+    page = Page(out, f"A look into {model_name}", f"{about} The text is {title}.")
+    with progress() as bar:
+        task = bar.add_task("", total=None, note="")
+
+        def show(name: str, done: int, of: int) -> None:
+            bar.update(task, description=name, completed=done, total=of)
+
+        for found in look(asked, names, show):
+            if isinstance(found, tuple):
+                page.leave_out(found[0], str(found[1]))
+            else:
+                page.add(found)
+    if not page.sections:
+        raise WeirError(next(iter(page.left_out.values())))
+    for name, why in page.left_out.items():
+        say(f"weir: {name} is left out: {why}")
+    if as_json:
+        print_json(
+            {
+                "model": model_name,
+                "text": None if text is None else str(text),
+                "seed": seed,
+                "sections": {section.name: section.facts for section in page.sections},
+                "left_out": page.left_out,
+                "files": [str(path) for path in page.files],
+            }
+        )
+        return
+    for path in page.files:
+        output().print(str(path), markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,104 @@
+"""`weir serve`: endless sessions of many clients, behind OpenAI's HTTP API."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weir.cli.app import command
+from weir.cli.common import Chunk, PolicyText, load_model, say, size
+from weir.errors import WeirError
+
+
+@command()
+def serve(
+    model_name: Annotated[
+        str, typer.Argument(metavar="MODEL", help="nano, a folder, or a Hugging Face Hub id.")
+    ],
+    policy: PolicyText = "streaming_llm(budget=256)",
+    chunk: Chunk = 64,
+    rows: Annotated[int, typer.Option(min=1, help="Turns that are answered at once.")] = 8,
+    keep: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Ends of turns kept in memory; by default as many as fit, or 256."
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="A folder where ends of turns are kept instead of in memory."),
+    ] = None,
+    disk: Annotated[
+        str | None, typer.Option(help="With --data: bytes that may be kept there, as in 200GB.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="The address to serve at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any that is free.")] = 8000,
+    keys: Annotated[
+        Path | None, typer.Option(help="A file with a SHA-256 of each key that is taken.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="What clients call the model; by default MODEL.")
+    ] = None,
+    max_prompt: Annotated[
+        int, typer.Option(min=1, help="Tokens that one request may feed.")
+    ] = 1_000_000,
+    max_answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 65_536,
+    queue: Annotated[int, typer.Option(min=1, help="Turns that may wait for a row.")] = 64,
+    drain: Annotated[
+        float, typer.Option(min=1, help="Seconds that answers have to end after SIGTERM.")
+    ] = 30.0,
+) -> None:
+    """Serve a model whose conversations have no end, in memory that is fixed at the start.
+
+    Clients of OpenAI's API only need the address. Without --keys only this machine is served.
+    """
+    try:
+        from weir.serve.app import Keys, bind, log_json, make_app, run_app
+    except ModuleNotFoundError as error:
+        raise WeirError(
+            f"weir serve needs {error.name}, which is not installed: pip install 'weir[serve]'"
+        ) from None
+    from weir.cache import read_bytes
+    from weir.policies import policy_of
+    from weir.serve import Desk, Engine, Limits, MemoryStore, Store, room_for
+    from weir.serve.store import DiskStore
+
+    if disk is not None and data is None:
+        raise WeirError("--disk is for --data: name the folder that may grow so large")
+    if keep is not None and data is not None:
+        raise WeirError("--keep is for memory, and with --data nothing is kept there; use --disk")
+    most = None if disk is None else read_bytes(disk)
+
+    wanted = policy_of(policy)
+    limits = Limits(prompt=max_prompt, answer=max_answer, queue=queue, drain=drain)
+    taken = Keys() if keys is None else Keys.read(keys)
+    bound = bind(host, port, taken)  # first, so that nothing is loaded in vain
+    with contextlib.ExitStack() as ending:
+        ending.callback(bound.close)
+        kept = keep if data is None else 0
+        room = room_for(model_name, wanted, chunk=chunk, rows=rows, kept=kept)
+        ends = f"ends of {room.kept} turns {size(room.kept * room.row)}; "
+        say(
+            f"{model_name} under {wanted}: weights {size(room.weights)}, {rows} rows of "
+            f"{size(room.row)}; {ends if room.kept else ''}{size(room.all)} in all, and never more"
+        )
+        model, tokenizer = load_model(model_name)
+        store: Store
+        if data is None:
+            store = MemoryStore(room.kept)
+        else:
+            store = ending.enter_context(DiskStore(data, model, wanted, chunk=chunk, limit=most))
+            room_there = "" if most is None else f", at most {size(most)}"
+            say(f"ends of turns in {data}, {size(room.row)} each{room_there}")
+        engine = Engine(model, wanted, rows, store, chunk=chunk, queue=limits.queue)
+        desk = Desk(engine, store, tokenizer, name or model_name, limits)
+        log_json()
+        app = make_app(desk, taken)
+        address, number = bound.getsockname()[:2]
+        shown = f"[{address}]" if ":" in address else address
+        known = f"{len(taken)} keys" if taken else "no keys: for this machine only"
+        say(f"http://{shown}:{number}/v1 ({known})")
+        run_app(app, bound, limits)

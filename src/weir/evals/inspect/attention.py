@@ -1,0 +1,322 @@
+"""The attention of a model while it reads, block of queries by block: logits and weights.
+
+Only sums that somebody makes of a block's numbers are kept, so a map of a long sequence is never
+whole anywhere. There are two ways into a model:
+
+- whatever weir streams is read through a dense cache of weir, which sees queries and keys of every
+  family as the attention sees them, with the layer's windows, biases, capping and sink logits;
+- any other, encoders such as BERT among them, through transformers' attention interface, with a
+  function of ours in the place of the model's; the masks are transformers'.
+
+Knows nothing about pictures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from weir.cache import Forward, StreamingCache
+from weir.errors import WeirError
+from weir.models import describe, input_device, sink_of, transformers_model
+from weir.slab import Form, LayerPositions
+
+PIECE = 256
+"""Tokens that a model reads in one call."""
+BLOCK = 64
+"""Queries whose logits are there at one time."""
+OURS = "weir-inspect"
+"""Our attention function's name in transformers."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What one layer attends in one call: new tokens' queries, and the keys that they may see.
+
+    Attributes:
+        layer: which layer, from 0 on.
+        queries: [batch, kv_heads, group, length, key_dim]; `group` query heads share a KV head.
+        keys: [batch, kv_heads, slots, key_dim].
+        first: the place of the first query in the sequence.
+        places: of the keys [slots], int64.
+        form: the factor of the logits, their capping, and sink logits.
+        positions: the layer's window and linear biases, where weir reads them off the model.
+        mask: what transformers says in their place: true where a query looks, broadcasts with
+            [batch, 1, length, slots]; None for everywhere.
+    """
+
+    layer: int
+    queries: Tensor
+    keys: Tensor
+    first: int
+    places: Tensor
+    form: Form
+    positions: LayerPositions | None = None
+    mask: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Queries of each head."""
+        return self.queries.shape[3]
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """(start, stop) of blocks of queries, `BLOCK` at most in each."""
+        for start in range(0, self.length, BLOCK):
+            yield start, min(start + BLOCK, self.length)
+
+    def logits(self, start: int, stop: int) -> Tensor:
+        """What goes into the softmax: scaled, capped, with linear biases, before sink logits.
+
+        ALiBi is counted from the query's own place, where it is 0: a constant of each query is
+        nothing to a softmax.
+
+        Args:
+            start, stop: which queries, counted in this call.
+
+        Returns:
+            [batch, heads, stop - start, slots], float32; -inf where a query does not look.
+        """
+        merged = (self.queries[..., start:stop, :].float() * self.form.scale).flatten(2, 3)
+        logits = merged @ self.keys.float().mT
+        logits = logits.unflatten(2, (-1, stop - start))
+        if self.form.softcap is not None:
+            logits = logits.div_(self.form.softcap).tanh_().mul_(self.form.softcap)
+        if self.positions is not None:
+            here = torch.arange(start, stop, device=self.places.device) + self.first
+            self._place(logits, self.positions, here)
+        elif self.mask is not None:
+            logits.masked_fill_(~self.mask[:, None, :, start:stop], -torch.inf)
+        return logits.flatten(1, 2)
+
+    def weights(self, start: int, stop: int) -> Tensor:
+        """Attention as the model's: the softmax of `logits`, of the same shape.
+
+        A model's sink logit takes its part of the sum, so that the weights then sum to less than 1.
+        """
+        logits = self.logits(start, stop)
+        sinks = self.form.sinks
+        if sinks is None:
+            return logits.softmax(dim=-1)
+        extra = sinks.to(logits.device).flatten()[None, :, None, None]
+        extra = extra.expand(*logits.shape[:3], 1)
+        return torch.cat([logits, extra], dim=-1).softmax(dim=-1)[..., :-1]
+
+    def _place(self, logits: Tensor, positions: LayerPositions, here: Tensor) -> None:
+        """Add a layer's linear biases, and hide what the queries at places `here` do not see."""
+        if positions.alibi is not None:
+            kv_heads = logits.shape[1]
+            both = torch.cat([self.places, here])[None, None]
+            bias = positions.alibi.bias(both, kv_heads, 0, self.first)
+            keys, own = bias.split([len(self.places), len(here)], dim=-1)
+            logits += keys - own.mT
+        ahead = here[:, None] - self.places
+        seen = ahead >= 0
+        if positions.window is not None:
+            seen &= ahead < positions.window
+        logits.masked_fill_(~seen, -torch.inf)
+
+
+Look = Callable[[Attention], None]
+"""Is shown every layer of every call, and keeps what it wants of it."""
+
+
+def watch(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
+    """Let a model read sequences from their beginning, and show its attention to `look`.
+
+    Args:
+        model: a causal language model, in calls of `PIECE` tokens, or an encoder, in one.
+        ids: [batch, length], int64, without padding.
+        look: called for each layer of each call.
+
+    Raises:
+        WeirError: the model does not attend by softmax, or not in a way that can be looked at.
+    """
+    model = transformers_model(model)
+    try:
+        describe(model)
+    except WeirError:
+        if sink_of(model.config).kind == "zero":
+            raise  # only weir knows of that sink
+        _watch_another(model, ids, look)
+        return
+    watcher = _Watcher(model, look)
+    more = {"logits_to_keep": 1}
+    try:
+        with torch.no_grad():
+            for piece in ids.to(input_device(model)).split(PIECE, dim=1):
+                model(input_ids=piece, past_key_values=watcher, use_cache=True, **more)
+    finally:
+        watcher.detach()
+
+
+def looks_ahead(model: PreTrainedModel) -> bool:
+    """Whether its tokens see those behind them, as an encoder's do."""
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        return False
+    modules = [m for m in model.modules() if isinstance(getattr(m, "is_causal", None), bool)]
+    return bool(modules) and not any(m.is_causal for m in modules)
+
+
+class _Watcher(StreamingCache):
+    """A cache without a limit that shows what each layer is given."""
+
+    def __init__(self, model: PreTrainedModel, look: Look) -> None:
+        super().__init__(model, "dense", positions="original", chunk=PIECE)
+        self.look = look
+
+    def begin(self, given: dict[str, Any], without: tuple[int, ...] = ()) -> Forward:
+        """As ever, with an eye on the layers."""
+        forward = super().begin(given, without)
+        attend = forward.attend
+
+        def show(layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form) -> Tensor:
+            out = attend(layer, queries, keys, values, form)
+            self._show(forward, layer, queries, keys.shape[1], form)
+            return out
+
+        forward.attend = show  # type: ignore[method-assign]
+        return forward
+
+    def _show(
+        self, forward: Forward, layer: int, queries: Tensor, kv_heads: int, form: Form
+    ) -> None:
+        (piece,) = forward.plan.on(queries.device).pieces  # a call is no longer than the tail
+        its = self.stack[layer]
+        assert its.slab is not None
+        positions = its.spec.positions
+        if positions.rotary is not None and not positions.placed:
+            queries = positions.rotary.rotate(queries, piece.positions)
+        # All rows and heads alike: tokens in order, and those of this call behind them.
+        end = its.ends(piece.waiting)[0] + piece.width
+        self.look(
+            Attention(
+                layer,
+                queries.unflatten(1, (kv_heads, -1)),
+                its.slab.keys[:, :, :end],
+                int(piece.start[0]),
+                its.slab.position[0, 0, :end],
+                form,
+                positions,
+            )
+        )
+
+
+# --- models that weir does not stream
+
+_showing: list[Callable[..., None]] = []
+"""What the attention function below shows its arguments to; none between calls."""
+
+
+def _watch_another(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
+    """`watch` through transformers' attention interface."""
+    kind = model.config.model_type
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise WeirError(f"{kind} is an encoder-decoder; weir looks into decoders and encoders")
+    ahead = looks_ahead(model)
+    pieces = [ids] if ahead else list(ids.split(PIECE, dim=1))
+    seen, shown = 0, 0
+    past: Any = None
+
+    def show(module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, form: Form) -> None:
+        nonlocal shown
+        index = getattr(module, "layer_idx", None)
+        if not isinstance(index, int):
+            index = shown % max(1, _layers(model))
+        shown += 1
+        # A cache of transformers' that slides gives its last keys and the new ones.
+        end = seen + q.shape[2]
+        places = torch.arange(end - k.shape[2], end, device=k.device)
+        whole = q.unflatten(1, (k.shape[1], -1))
+        look(Attention(index, whole, k, seen, places, form, None, mask))
+
+    with torch.no_grad(), _ours(model, show):
+        for piece in pieces:
+            given: dict[str, Any] = {} if ahead else {"use_cache": True, "past_key_values": past}
+            out = model(input_ids=piece.to(input_device(model)), **given)
+            if not shown:
+                raise WeirError(
+                    f"this {kind} has no attention weights to show: none of its layers asks "
+                    "transformers' attention interface for them"
+                )
+            past = getattr(out, "past_key_values", None)
+            seen += piece.shape[1]
+
+
+def _layers(model: PreTrainedModel) -> int:
+    return int(getattr(model.config.get_text_config(), "num_hidden_layers", 1))
+
+
+@contextmanager
+def _ours(model: PreTrainedModel, show: Callable[..., None]) -> Iterator[None]:
+    """Our attention function in the place of a model's."""
+    config = model.config
+    before = config._attn_implementation
+    config._attn_implementation = {"": OURS}
+    _showing.append(show)
+    try:
+        yield
+    finally:
+        _showing.pop()
+        config._attn_implementation = {"": before}
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function while `watch` looks into a model that weir does not stream.
+
+    Args:
+        query: [batch, heads, length, key_dim].
+        key, value: [batch, kv_heads, slots, dim], those of tokens read before among them.
+
+    Returns:
+        ([batch, length, heads, value_dim], None), block by block.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    form = Form(scale, softcap, None if s_aux is None else s_aux.float().view(key.shape[1], -1))
+    mask = attention_mask
+    if mask is not None and mask.dtype != torch.bool:
+        raise WeirError(
+            "this model adds numbers of its own to its attention logits, which cannot be told from "
+            "a mask"
+        )
+    _showing[-1](module, query, key, mask, form)
+    if softcap is None and s_aux is None:
+        out = F.scaled_dot_product_attention(
+            query, key, value, mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return out.transpose(1, 2).contiguous(), None
+    places = torch.arange(key.shape[2], device=key.device)
+    group = query.unflatten(1, (key.shape[1], -1))
+    whole = Attention(0, group, key, 0, places, form, None, mask)
+    parts = []
+    for start, stop in whole.blocks():
+        weights = whole.weights(start, stop).unflatten(1, (key.shape[1], -1))
+        parts.append((weights @ value.float()[:, :, None]).flatten(1, 2))
+    return torch.cat(parts, dim=2).to(value.dtype).transpose(1, 2).contiguous(), None
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """transformers' mask as booleans: None only where every query sees everything."""
+    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+
+
+AttentionInterface.register(OURS, _attend)
+AttentionMaskInterface.register(OURS, _mask)

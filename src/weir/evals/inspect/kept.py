@@ -1,0 +1,252 @@
+"""What a policy keeps of a text: each token by the pools that still hold it, at several moments.
+
+A token is *held* by a KV head of a layer while its own key and value lie in a slot there. Pools
+that weigh (`balance`, `subgen`, `uniform`, ...) let a slot speak for tokens that are gone; those
+are shown as gone, and the slot says for how many it speaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from weir.cache import Holding
+from weir.errors import WeirError
+from weir.evals.inspect.kept_text import STYLE, colour_of, fragment_of
+from weir.evals.inspect.section import Asked, Picture, Section, Table, drawing
+from weir.models import describe
+from weir.policies import Recompute, policy_of
+from weir.stream import Stream
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+POLICY = "sink(4) | recent(60) | heavy(64)"
+"""Where none is named: one pool of each kind, and one that every head fills as it likes."""
+USUAL = 1024
+"""Tokens of the text that are read."""
+MOST = 4096
+"""Tokens whose slots are drawn and whose text is written out, at most."""
+FEWEST = 8
+"""Of tokens."""
+QUARTERS = 4
+"""The text is looked at after each of them where no moments are named."""
+MOST_MOMENTS = 12
+COLUMNS = 640
+"""Of a strip; several tokens share one where there are more."""
+GONE, UNREAD = (0.93, 0.94, 0.95), (1.0, 1.0, 1.0)
+
+
+def section(asked: Asked) -> Section:
+    """What the policy holds of the text, as strips over layers and heads, and as text.
+
+    Raises:
+        PolicyError: the policy cannot be read.
+        WeirError: the policy holds nothing, the text is too short or too long, or the model cannot
+            be served.
+    """
+    name = POLICY if asked.policy is None else asked.policy
+    if isinstance(policy_of(name), Recompute):
+        raise WeirError(
+            "recompute reads its window anew for every token and holds nothing, so there is "
+            "nothing to show; name another policy"
+        )
+    if asked.tokens is not None and asked.tokens > MOST:
+        raise WeirError(
+            f"the slots of {asked.tokens:,} tokens are too many for one picture; "
+            f"take {MOST:,} at most"
+        )
+    ids = asked.ids(asked.tokens or USUAL)
+    if len(ids) < FEWEST:
+        raise WeirError(f"{len(ids)} tokens are too few; take a text of {FEWEST} or more")
+    found = follow(asked, name, ids, moments_of(asked, len(ids)))
+    layers, heads = chosen(asked)
+    strips = draw(found, len(ids), layers, heads)
+    pictures = (Picture("kept", strips, f"Which tokens {name} holds in every layer and head."),)
+    return Section(
+        "kept",
+        "What the policy keeps",
+        _text(name, found),
+        pictures,
+        _table(found),
+        {
+            "policy": str(policy_of(name)),
+            "tokens": len(ids),
+            "moments": [holding.as_json() for holding in found],
+        },
+        fragment_of(asked.tokenizer, ids, found),
+        STYLE,
+    )
+
+
+def moments_of(asked: Asked, tokens: int) -> list[int]:
+    """After how many tokens of a text it is looked: as asked for, or after each quarter.
+
+    Raises:
+        WeirError: a moment is not within the text, or there are too many.
+    """
+    if asked.moments is None:
+        return [tokens * (n + 1) // QUARTERS for n in range(QUARTERS)]
+    moments = sorted(set(asked.moments))
+    for moment in moments:
+        if not 1 <= moment <= tokens:
+            raise WeirError(
+                f"there is no moment after {moment:,} tokens; {tokens:,} tokens of the text are "
+                "read, and --tokens reads more"
+            )
+    if len(moments) > MOST_MOMENTS:
+        raise WeirError(f"{len(moments)} moments are too many; take {MOST_MOMENTS} at most")
+    return moments
+
+
+def chosen(asked: Asked) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The layers and KV heads that are shown; all where none were chosen."""
+    known = describe(asked.model).layers
+    layers = tuple(range(len(known))) if asked.layers is None else asked.layers
+    heads = asked.kv_heads(known[layers[0]].heads.group)
+    return layers, tuple(range(known[layers[0]].heads.kv_heads)) if heads is None else heads
+
+
+def follow(asked: Asked, policy: str, ids: Tensor, moments: Sequence[int]) -> list[Holding]:
+    """What the chosen layers and heads hold at each moment, while a text is read as a stream.
+
+    Args:
+        asked: the model, layers, heads and seed, and who is told of moments that were reached.
+        policy: a policy that caches.
+        ids: the text [tokens], int64.
+        moments: after how many tokens it is looked at, rising.
+    """
+    layers, heads = chosen(asked)
+    stream = Stream(asked.model, policy, seed=asked.seed)
+    found: list[Holding] = []
+    before = 0
+    try:
+        for moment in moments:
+            stream.feed(ids[before:moment])
+            found.append(only(stream.holding(), layers, heads))
+            before = moment
+            asked.on_step(len(found), len(moments))
+    finally:
+        if stream.cache is not None:
+            stream.cache.detach()
+    return found
+
+
+def only(holding: Holding, layers: Sequence[int], heads: Sequence[int]) -> Holding:
+    """The slots of some layers and KV heads."""
+    mine = torch.isin(holding.layer, torch.tensor(layers))
+    mine &= torch.isin(holding.head, torch.tensor(heads))
+    names = ("layer", "head", "token", "pool", "a", "b")
+    parts = {name: getattr(holding, name)[mine] for name in names}
+    return replace(holding, pairs=len(layers) * len(heads), **parts)
+
+
+def strip(holding: Holding, tokens: int, layers: Sequence[int], heads: Sequence[int]) -> Tensor:
+    """Which pool holds each token in each pair of a layer and a KV head.
+
+    Args:
+        holding: of these layers and heads.
+        tokens: of the whole text.
+        layers, heads: in the order of the lines.
+
+    Returns:
+        [layers * heads, tokens], int64: a number of `holding.pools`, -1 for gone, -2 for tokens
+        that were not read yet.
+    """
+    found = torch.full((len(layers) * len(heads), tokens), -2)
+    found[:, : holding.seen] = -1
+    for line, (layer, head) in enumerate(product(layers, heads)):
+        mine = (holding.layer == layer) & (holding.head == head)
+        found[line, holding.token[mine]] = holding.pool[mine]
+    return found
+
+
+def draw(
+    found: Sequence[Holding], tokens: int, layers: Sequence[int], heads: Sequence[int]
+) -> Figure:
+    """A strip for each moment, one line for each layer and KV head, one column for each token."""
+    from matplotlib.colors import to_rgb
+    from matplotlib.patches import Patch
+
+    pools = found[-1].pools
+    colours = [to_rgb(colour_of(pools, pool)) for pool in pools]
+    palette = torch.tensor([*colours, UNREAD, GONE])  # -2 and -1 from the end
+    lines = len(layers) * len(heads)
+    height = min(1.6, max(0.55, 0.07 * lines))
+    with drawing(0.9 + (height + 0.38) * len(found)) as figure:
+        panels = figure.subplots(len(found), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, holding in zip(panels, found, strict=True):
+            image = narrowed(palette[strip(holding, tokens, layers, heads)]).numpy()
+            axes.imshow(image, aspect="auto", interpolation="nearest", extent=(0, tokens, lines, 0))
+            axes.axvline(holding.seen, color="#1b2733", lw=1)
+            axes.set_title(f"after {holding.seen:,} tokens", loc="left", fontsize=9, pad=3)
+            every = max(1, -(-len(layers) // 8))
+            middles = [(n + 0.5) * len(heads) for n in range(0, len(layers), every)]
+            axes.set_yticks(middles, [str(layer) for layer in layers[::every]])
+            axes.tick_params(axis="y", length=0)
+            for n in range(1, len(layers) if len(layers) <= 12 else 0):
+                axes.axhline(n * len(heads), color="white", lw=0.8)
+            axes.spines[:].set_color("#c8d0d6")
+        panels[-1].set_xlabel("place in the text, tokens")
+        figure.supylabel(f"layer ({len(heads)} KV head{'s'[: len(heads) > 1]} each)", size=9)
+        handles = [
+            Patch(color=colour, label=pool) for pool, colour in zip(pools, colours, strict=True)
+        ]
+        handles.append(Patch(facecolor=GONE, edgecolor="#c8d0d6", label="gone"))
+        figure.legend(
+            handles=handles, loc="outside upper center", ncols=min(6, len(handles)), frameon=False
+        )
+    return figure
+
+
+def narrowed(image: Tensor) -> Tensor:
+    """An image with as many columns as a picture shows, neighbours mixed [lines, columns, 3].
+
+    Args:
+        image: [lines, tokens, 3].
+    """
+    lines, tokens, _ = image.shape
+    step = -(-tokens // COLUMNS)
+    column = torch.arange(tokens) // step
+    count = torch.bincount(column)
+    mixed = torch.zeros(lines, len(count), 3).index_add_(1, column, image)
+    return mixed / count[:, None]
+
+
+def _text(policy: str, found: Sequence[Holding]) -> str:
+    last = found[-1]
+    times = "after " + ", ".join(f"{holding.seen:,}" for holding in found) + " tokens"
+    weighs = any(held.above != 1 or held.below != 1 for held in last.tokens())
+    text = (
+        f"A stream under {policy}, looked at {times}. A token is held by a KV head of a layer "
+        "while its own key and value lie in a slot there; its colour is the pool, and "
+        f'"{last.pools[-1]}" are tokens that wait for the next fold.'
+    )
+    if weighs:
+        text += (
+            " Slots of this policy speak for others too: tokens that are gone are still counted in "
+            "an estimate, and a token's label says for how many its slots stand."
+        )
+    return text + (
+        " Below is the text itself. The more layers and heads hold a token, the stronger its shade "
+        "and its line; tokens without a line are gone from all of them. Point at one, or tap it, "
+        "to see who holds it."
+    )
+
+
+def _table(found: Sequence[Holding]) -> Table:
+    pools = found[-1].pools
+    rows = []
+    for holding in found:
+        held = holding.tokens()
+        everywhere = sum(it.pairs == holding.pairs for it in held)
+        slots = torch.bincount(holding.pool, minlength=len(pools)) / holding.pairs
+        cells = (holding.seen, len(held), everywhere)
+        rows.append((*(f"{n:,}" for n in cells), *(f"{n:.1f}" for n in slots.tolist())))
+    heads = ("tokens read", "held by some", "held by all", *(f"{pool}, slots" for pool in pools))
+    return Table(heads, tuple(rows))

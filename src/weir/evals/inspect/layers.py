@@ -1,0 +1,356 @@
+"""For which layers and heads sinks matter: perplexity of a stream whose sinks some cannot see.
+
+StreamingLLM (Xiao et al. 2024), Table 1, taken apart: the model reads a text under
+`sink(4) | recent(n)`, and the slots of the sinks are left empty in one layer alone, in all layers
+but one, or in one KV head. Everything else is the same, the newest tokens too, so what changes is
+what those sinks are worth there. Only tokens are scored that come when something has been evicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from weir.errors import WeirError
+from weir.evals.inspect.attention import looks_ahead
+from weir.evals.inspect.section import Asked, Picture, Section, Table, drawing
+from weir.evals.inspect.shares import FIRST, window_of
+from weir.models import ModelFacts, describe
+from weir.policies import Pipe, Policy
+from weir.pools import Fold, Pool, Recent, Sink
+from weir.slab import Slots
+from weir.stream import Stream
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+BUDGET = 1024
+"""Slots, at most: half of a model's window if that is less."""
+CHUNK = 64
+SCORED = 2000
+"""Tokens that are scored where no number is named."""
+LEAST = 100
+"""Fewer tokens are no measurement."""
+MOST_HEADS = 64
+"""KV heads that are measured one by one where none are chosen."""
+
+
+@dataclass(frozen=True)
+class SinkOfSome(Pool):
+    """`sink(n)` for some KV heads only; in the others its slots stay empty.
+
+    Attributes:
+        n: how many tokens.
+        hidden: the KV heads that do without.
+    """
+
+    name = "sink"
+    in_order = True
+
+    n: int
+    hidden: tuple[int, ...] = ()
+
+    def slots(self) -> int:
+        """As many slots as tokens are kept."""
+        return self.n
+
+    def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
+        """As `sink`, and the tokens of hidden heads are gone."""
+        before = len(held)
+        held, new = Sink(self.n).fold(held, new, fold)
+        if self.hidden and len(held) > before:
+            index = torch.arange(len(held), device=held.position.device)
+            index = index.expand(held.position.shape).clone()
+            index[:, list(self.hidden)] = -1
+            held = held.take(index)
+        return held, new
+
+
+@dataclass(frozen=True, repr=False)
+class ByLayer(Policy):
+    """A pipe for every layer that follows the policy.
+
+    Attributes:
+        pipes: from the bottom layer up.
+        text: what it is called.
+    """
+
+    pipes: tuple[Pipe, ...]
+    text: str = field(default="by layer", compare=False)
+
+    def for_layer(self, layer: int, layers: int) -> Pipe:
+        """The layer's own."""
+        return self.pipes[layer]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How the model reads.
+
+    Attributes:
+        served: the layers that follow the policy; others slide over windows of their own.
+        kv_heads: of each of them.
+        recent: the newest tokens that are kept.
+        chunk: tokens between two folds.
+        start: the first token that is scored.
+    """
+
+    served: tuple[int, ...]
+    kv_heads: tuple[int, ...]
+    recent: int
+    chunk: int
+
+    @property
+    def start(self) -> int:
+        """From here on something has been evicted before every token."""
+        return FIRST + self.recent + self.chunk
+
+    def policy(self, hidden: dict[int, tuple[int, ...]]) -> ByLayer:
+        """`sink(4) | recent(n)`, without the sinks of some KV heads of some layers."""
+        return ByLayer(
+            tuple(
+                Pipe((SinkOfSome(FIRST, hidden.get(layer, ())), Recent(self.recent)), "sinks")
+                for layer in self.served
+            )
+        )
+
+    def all_of(self, layers: Iterable[int]) -> dict[int, tuple[int, ...]]:
+        """All KV heads of some layers."""
+        sizes = dict(zip(self.served, self.kv_heads, strict=True))
+        return {layer: tuple(range(sizes[layer])) for layer in layers}
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a text costs with some sinks hidden.
+
+    Attributes:
+        layer: the layer that it is about.
+        head: the KV head; None for all of them.
+        ppl: perplexity.
+        rise: nats per token above the loss with all sinks.
+        error: the standard error of that mean, token by token.
+    """
+
+    layer: int
+    head: int | None
+    ppl: float
+    rise: float
+    error: float
+
+
+def section(asked: Asked) -> Section:
+    """Perplexity without the sinks of each layer, with those of each layer alone, and by KV head.
+
+    Raises:
+        WeirError: the model cannot be served, the text is too short, or no chosen layer follows a
+            policy.
+    """
+    if looks_ahead(asked.model):
+        raise WeirError(
+            f"{asked.model.config.model_type} sees its whole text at once, so it reads no stream "
+            "that could do without its first tokens"
+        )
+    facts = describe(asked.model)
+    setup = set_up(asked, facts)
+    layers = [n for n in setup.served if asked.layers is None or n in asked.layers]
+    if not layers:
+        raise WeirError("the chosen layers slide over windows of their own, whatever the policy")
+    ids = asked.ids(asked.tokens or setup.start + SCORED)
+    if len(ids) < setup.start + LEAST:
+        raise WeirError(
+            f"{len(ids):,} tokens are too few to say what sinks are worth under "
+            f"{FIRST + setup.recent} slots; it takes {setup.start + LEAST:,}"
+        )
+    heads = _heads(asked, facts, setup, layers)
+    total, done = 2 + 2 * len(layers) + len(heads), 0
+
+    def read(hidden: dict[int, tuple[int, ...]]) -> Tensor:
+        nonlocal done
+        losses = losses_of(asked, ids, setup, hidden)
+        done += 1
+        asked.on_step(done, total)
+        return losses
+
+    def loss(layer: int, head: int | None, hidden: dict[int, tuple[int, ...]]) -> Loss:
+        mine = read(hidden)
+        apart = mine - seen
+        error = float(apart.std()) / len(apart) ** 0.5
+        return Loss(layer, head, _ppl(mine), float(apart.mean()), error)
+
+    seen = read({})
+    unseen = read(setup.all_of(setup.served))
+    without = [loss(layer, None, setup.all_of([layer])) for layer in layers]
+    alone = [loss(layer, None, setup.all_of(set(setup.served) - {layer})) for layer in layers]
+    by_head = [loss(layer, head, {layer: (head,)}) for layer, head in heads]
+    return _told(setup, len(ids), _ppl(seen), _ppl(unseen), without, alone, by_head)
+
+
+def set_up(asked: Asked, facts: ModelFacts) -> Setup:
+    """How a model is to read: half of its window in slots, `BUDGET` at most."""
+    windows = [layer.positions.window for layer in facts.layers]
+    served = [n for n, window in enumerate(windows) if window is None] or list(range(len(windows)))
+    most = min(window_of(asked.model), facts.sliding or BUDGET * 2)
+    budget = max(2 * FIRST, min(BUDGET, most // 2))
+    kv_heads = tuple(facts.layers[n].heads.kv_heads for n in served)
+    return Setup(tuple(served), kv_heads, budget - FIRST, max(1, min(CHUNK, budget // 4)))
+
+
+def losses_of(
+    asked: Asked, ids: Tensor, setup: Setup, hidden: dict[int, tuple[int, ...]]
+) -> Tensor:
+    """What each scored token costs, in nats [tokens - start], float64.
+
+    Args:
+        asked: the model.
+        ids: the text [tokens], int64.
+        setup: how it is read.
+        hidden: by layer, the KV heads that do without sinks.
+    """
+    stream = Stream(asked.model, setup.policy(hidden), chunk=setup.chunk)
+    try:
+        # The first number is about a token that nothing came before.
+        return stream.score(ids[None])[0].double().cpu()[setup.start :]
+    finally:
+        if stream.cache is not None:
+            stream.cache.detach()
+
+
+def _heads(
+    asked: Asked, facts: ModelFacts, setup: Setup, layers: Sequence[int]
+) -> list[tuple[int, int]]:
+    """The KV heads that are measured one by one, each with its layer."""
+    group = facts.layers[layers[0]].heads.group
+    chosen = asked.kv_heads(group)
+    sizes = dict(zip(setup.served, setup.kv_heads, strict=True))
+    if chosen is None and sum(sizes[layer] for layer in layers) > MOST_HEADS:
+        return []
+    return [
+        (layer, head)
+        for layer in layers
+        for head in range(sizes[layer])
+        if chosen is None or head in chosen
+    ]
+
+
+def _ppl(losses: Tensor) -> float:
+    return float(losses.mean().clamp(max=700.0).exp())
+
+
+def _told(
+    setup: Setup,
+    tokens: int,
+    seen: float,
+    unseen: float,
+    without: list[Loss],
+    alone: list[Loss],
+    by_head: list[Loss],
+) -> Section:
+    """The section, from what was measured."""
+    scored = tokens - setup.start
+    text = (
+        f"Perplexity of {scored:,} tokens read as a stream under sink({FIRST}) | "
+        f"recent({setup.recent}), positions inside the cache: {seen:,.1f} if every layer sees the "
+        f"first {FIRST} tokens, {unseen:,.1f} if none does. First, they are hidden in one layer "
+        "and all others see them; then one layer alone sees them. The newest tokens are the same "
+        "in all runs. A layer whose loss hardly rises could do without its sinks."
+    )
+    pictures = []
+    with drawing(2.8) as figure:
+        _draw(figure.subplots(), without, seen, unseen, "hidden in this layer alone")
+        alt = "Perplexity when the sinks are hidden in one layer, for each layer."
+        pictures.append(Picture("layers-without", figure, alt))
+    with drawing(2.8) as figure:
+        _draw(figure.subplots(), alone, seen, unseen, "seen by this layer alone")
+        alt = "Perplexity when one layer alone sees the sinks, for each layer."
+        pictures.append(Picture("layers-alone", figure, alt))
+    if by_head:
+        layers = list(dict.fromkeys(loss.layer for loss in by_head))
+        with drawing(0.9 + 0.32 * len(layers)) as figure:
+            _heat(figure, by_head)
+        text += " Last, they are hidden in one KV head of one layer."
+        alt = "Rise of the loss when the sinks are hidden in one KV head, by layer and head."
+        pictures.append(Picture("layers-heads", figure, alt))
+    rows = tuple(
+        (
+            str(one.layer),
+            f"{one.ppl:,.1f}",
+            f"{one.rise:+.3f} ± {one.error:.3f}",
+            f"{other.ppl:,.1f}",
+        )
+        for one, other in zip(without, alone, strict=True)
+    )
+    facts = {
+        "tokens": tokens,
+        "scored": scored,
+        "sinks": FIRST,
+        "recent": setup.recent,
+        "chunk": setup.chunk,
+        "ppl": seen,
+        "ppl_without": unseen,
+        "hidden_in": [vars(loss) for loss in without],
+        "seen_by": [vars(loss) for loss in alone],
+        "hidden_in_head": [vars(loss) for loss in by_head],
+    }
+    heads = ("layer", "ppl hidden", "rise, nats", "ppl alone")
+    title = "Where sinks matter"
+    return Section("layers", title, text, tuple(pictures), Table(heads, rows), facts)
+
+
+def _draw(axes: Axes, losses: list[Loss], seen: float, unseen: float, label: str) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    axes.axhline(unseen, color="#c0392b", lw=1, ls="--", label="hidden everywhere")
+    axes.axhline(seen, color="#77828c", lw=1, ls="--", label="seen everywhere")
+    axes.plot(
+        [loss.layer for loss in losses],
+        [loss.ppl for loss in losses],
+        "o",
+        ms=6,
+        color="#2c6e9b",
+        label=label,
+    )
+    axes.set_yscale("log")  # as even as nats are
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.margins(x=0.08, y=0.12)
+    axes.set_xlabel("layer")
+    axes.set_ylabel("perplexity")
+    axes.grid(axis="y", color="#e3e7ea", lw=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.figure.legend(
+        loc="outside upper center", frameon=False, fontsize=8, ncols=3, title="sinks",
+        title_fontsize=8,
+    )  # fmt: skip
+
+
+def _heat(figure: Figure, losses: list[Loss]) -> None:
+    axes = figure.subplots()
+    layers = list(dict.fromkeys(loss.layer for loss in losses))
+    heads = list(dict.fromkeys(loss.head for loss in losses))
+    of = {(loss.layer, loss.head): loss.rise for loss in losses}
+    rises = [[of.get((layer, head), float("nan")) for head in heads] for layer in layers]
+    far = max(abs(loss.rise) for loss in losses) or 1.0
+    image = axes.imshow(rises, cmap="coolwarm", vmin=-far, vmax=far, aspect="auto")
+    axes.set_xticks(range(len(heads)), [str(head) for head in heads])
+    axes.set_yticks(range(len(layers)), [str(layer) for layer in layers])
+    if len(losses) <= MOST_HEADS // 2:
+        for row, layer in enumerate(layers):
+            for column, head in enumerate(heads):
+                if (layer, head) in of:
+                    value = of[layer, head]
+                    colour = "white" if abs(value) > 0.7 * far else "#1b2733"
+                    axes.text(
+                        column, row, f"{value:+.3f}", ha="center", va="center", color=colour
+                    )  # fmt: skip
+    axes.set_xlabel("KV head whose sinks are hidden")
+    axes.set_ylabel("layer")
+    figure.colorbar(image, label="nats per token")

@@ -1,0 +1,280 @@
+"""Which attention sink a model was trained with, and softmax-off-by-one for those with a Zero Sink.
+
+StreamingLLM (Xiao et al. 2023), section 3.3, trains models in three ways: as ever; with SoftMax_1,
+whose denominator has one more, so that attention need not sum up to one ("Zero Sink"); and with a
+learnable token in front of every sample. The configuration of a model says which it was, in plain
+JSON, so that it travels with the weights. Knows nothing about caches, and copies no model's code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tokenizers import processors
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from weir.errors import WeirError
+
+ATTENTION = "weir_zero_sink"
+"""The name of `zero_sink_attention` among transformers' attention implementations."""
+SUNK_ATTENTION = "weir_sink"
+"""The name of weir's own attention for such models, in calls with one of its caches."""
+KINDS = ("none", "zero", "learnable")
+"""The three models of Table 3: vanilla, Zero Sink, learnable sink."""
+
+
+@dataclass(frozen=True)
+class ModelSink:
+    """The attention sink that a model was trained with.
+
+    Attributes:
+        kind: one of `KINDS`.
+        tokens: ids that stood in front of every sample, in their order; of a learnable sink only.
+
+    Raises:
+        WeirError: there is no such sink.
+    """
+
+    kind: str = "none"
+    tokens: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise WeirError(f"a model's sink is one of {', '.join(KINDS)}, not {self.kind!r}")
+        if any(type(token) is not int or token < 0 for token in self.tokens):
+            raise WeirError(f"a sink's tokens are ids of 0 or more, not {list(self.tokens)}")
+        if (self.kind == "learnable") != bool(self.tokens):
+            raise WeirError(
+                "a learnable sink has at least one token, and no other sink has any; this one is "
+                f"{self.kind} with the tokens {list(self.tokens)}"
+            )
+
+    @property
+    def slots(self) -> int | None:
+        """Slots that its attention needs for sinks; None where training has not settled that."""
+        return None if self.kind == "none" else len(self.tokens)
+
+    def first(self, ids: Sequence[int]) -> list[int]:
+        """A text's ids with the sink's tokens in front, once.
+
+        What of them a tokenizer has put there already is taken for them.
+
+        Args:
+            ids: of the beginning of a stream.
+        """
+        there = min(len(ids), len(self.tokens))
+        while tuple(ids[:there]) != self.tokens[:there]:
+            there -= 1
+        return [*self.tokens, *ids[there:]]
+
+
+def sink_of(config: PreTrainedConfig) -> ModelSink:
+    """The sink of the model that a configuration describes.
+
+    Args:
+        config: of a model; of one with several parts, the text decoder's is read.
+
+    Raises:
+        WeirError: the configuration has an entry `weir_sink` that says nothing weir can read.
+    """
+    entry = getattr(config.get_text_config(decoder=True), "weir_sink", None)
+    if entry is None:
+        return ModelSink()
+    if not isinstance(entry, dict) or not isinstance(entry.get("tokens", []), list | tuple):
+        raise WeirError(
+            f"the model's configuration says weir_sink = {entry!r}; weir reads "
+            '{"kind": "none", "zero" or "learnable", "tokens": [ids]}'
+        )
+    return ModelSink(entry.get("kind", "none"), tuple(entry.get("tokens", [])))
+
+
+def set_sink(config: PreTrainedConfig, kind: str, tokens: Iterable[int] = ()) -> None:
+    """Write into a model's configuration which sink the model has; `save_pretrained` keeps it.
+
+    With "zero" the attention is `zero_sink_attention` from here on, in a model that is made from
+    the configuration as in one that has it. A saved folder asks for it too, so that
+    `AutoModelForCausalLM.from_pretrained(folder)` takes it after `import weir.models`; without that
+    transformers says that it does not know the attention, rather than answer by another.
+
+    Args:
+        config: of a causal language model; of one with several parts, the text decoder's is set.
+        kind: one of `KINDS`.
+        tokens: ids that stand in front of every sample; for "learnable" only.
+
+    Raises:
+        WeirError: there is no such sink.
+    """
+    sink = ModelSink(kind, tuple(tokens))
+    text: Any = config.get_text_config(decoder=True)
+    text.weir_sink = {"kind": sink.kind, "tokens": list(sink.tokens)}
+    if sink.kind == "zero":
+        attend_by_sink(config)
+    elif text._attn_implementation == ATTENTION:
+        vars(text).pop("attn_implementation", None)
+        text._attn_implementation = "sdpa"
+
+
+def attend_by_sink(config: PreTrainedConfig) -> None:
+    """Choose `zero_sink_attention` where a configuration says that its model has a Zero Sink.
+
+    Raises:
+        WeirError: as `sink_of`.
+    """
+    text: Any = config.get_text_config(decoder=True)
+    if sink_of(config).kind == "zero":
+        # Once for this process, and once, as a plain attribute, for the file: transformers reads
+        # `attn_implementation` in a config.json, and does not write it.
+        text._attn_implementation = {"": ATTENTION}
+        text.attn_implementation = ATTENTION
+
+
+def sink_at_work(config: PreTrainedConfig) -> ModelSink:
+    """The sink of a model whose attention is the one it was trained with.
+
+    Args:
+        config: of a model that is loaded.
+
+    Raises:
+        WeirError: it was trained with a Zero Sink, and its attention has none.
+    """
+    sink, text = sink_of(config), config.get_text_config(decoder=True)
+    # During a call with a cache of weir, in another thread, its attention is weir's.
+    if sink.kind == "zero" and text._attn_implementation not in (ATTENTION, SUNK_ATTENTION):
+        raise WeirError(
+            "this model was trained with a Zero Sink and its attention is "
+            f"{text._attn_implementation!r}, which has none; load it with weir.load, or call "
+            f"model.set_attn_implementation({ATTENTION!r})"
+        )
+    return sink
+
+
+def begin_with_sink(tokenizer: PreTrainedTokenizerBase, sink: ModelSink) -> None:
+    """Have a tokenizer put a learnable sink's tokens in front of every text, if it does not yet.
+
+    Args:
+        tokenizer: of the model that has the sink; it is changed.
+        sink: another than a learnable one has no tokens, and changes nothing.
+
+    Raises:
+        WeirError: the tokenizer does not know the tokens, or cannot be changed.
+    """
+    count = len(sink.tokens)
+    if not count or tuple(tokenizer("a")["input_ids"][:count]) == sink.tokens:
+        return
+    names = tokenizer.convert_ids_to_tokens(list(sink.tokens))
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or None in names:
+        why = "is not a fast one" if backend is None else "does not know all of them"
+        raise WeirError(
+            f"the model's sink is the tokens {list(sink.tokens)}, and its tokenizer neither puts "
+            f"them in front of a text nor can be told to, for it {why}"
+        )
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*names, "$A"],
+        special_tokens=list(dict.fromkeys(zip(names, sink.tokens, strict=True))),
+    )
+
+
+def zero_sink_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' attention function with SoftMax_1: e^l_i / (1 + sum_j e^l_j).
+
+    As if an all-zero key and value stood before the first token, seen by every query (StreamingLLM,
+    section 3.3, equation 2). That is how it is computed, by PyTorch's fused attention; where
+    weights are asked for (`output_attentions`) or logits are capped, by the formula.
+
+    Args:
+        query: [batch, heads, length, key_dim].
+        key, value: [batch, kv_heads, tokens, dim].
+        attention_mask: [batch, 1 or heads, length, tokens], true (or 0) where a query may look;
+            None for causal attention, or of one query to everything.
+        dropout, scaling, is_causal: as transformers passes them.
+        kwargs: `softcap` and `output_attentions` are heeded, others passed on.
+
+    Returns:
+        Answers [batch, length, heads, value_dim], and, if they were asked for, the weights
+        [batch, heads, length, tokens], which sum up to less than one.
+
+    Raises:
+        WeirError: the model has sink logits of its own.
+    """
+    if kwargs.get("s_aux") is not None:
+        raise WeirError("a model with sink logits of its own, as gpt_oss, takes no Zero Sink")
+    length = query.shape[2]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(causal) and length > 1 and attention_mask is None
+    if kwargs.get("softcap") is not None or kwargs.get("output_attentions"):
+        return _formula(
+            query, key, value, attention_mask, causal, dropout, scaling, kwargs.get("softcap")
+        )
+    if causal:
+        # A query before the first as well: then causal attention is as PyTorch knows it, and no
+        # mask is read. Keys behind the queries' are of slots that are not filled yet.
+        query = F.pad(query, (0, 0, 1, 0))
+    if attention_mask is not None:
+        seen = 1.0 if attention_mask.dtype == torch.bool else 0.0
+        attention_mask = F.pad(attention_mask, (1, 0), value=seen)
+    out, _ = sdpa_attention_forward(
+        module,
+        query,
+        F.pad(key, (0, 0, 1, 0)),
+        F.pad(value, (0, 0, 1, 0)),
+        attention_mask,
+        dropout=dropout,
+        scaling=scaling,
+        is_causal=causal,
+        **kwargs,
+    )
+    return out[:, -length:], None
+
+
+def _formula(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """`zero_sink_attention` as it is written, in float32, with its weights."""
+    group = query.shape[1] // key.shape[1]
+    key, value = repeat_kv(key, group), repeat_kv(value, group)
+    logits = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        logits = (logits / softcap).tanh() * softcap
+    if causal:
+        mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        logits = logits.masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        logits = logits + mask
+    weights = F.pad(logits, (1, 0)).softmax(dim=-1, dtype=torch.float32)[..., 1:]
+    weights = F.dropout(weights.to(value.dtype), dropout)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+AttentionInterface.register(ATTENTION, zero_sink_attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

@@ -1,0 +1,47 @@
+"""Endless sessions of many clients at once, through one model."""
+
+from weir.serve.choosing import Choice, Chooser, Choosing, Constraint
+from weir.serve.desk import Asked, Desk, Plan, TooLong, Wish
+from weir.serve.engine import Busy, Cancelled, Engine, Load
+from weir.serve.limits import Limits
+from weir.serve.mailbox import End, Failure, Mailbox, Piece, Standing
+from weir.serve.messages import Message, chain
+from weir.serve.records import MemoryStore, Record, Session, Store
+from weir.serve.room import Room, room_for
+from weir.serve.shelf import MemoryShelf, Shelf
+from weir.serve.turn import Listener, Node, Turn
+
+__all__ = [
+    "Asked",
+    "Busy",
+    "Cancelled",
+    "Choice",
+    "Chooser",
+    "Choosing",
+    "Constraint",
+    "Desk",
+    "End",
+    "Engine",
+    "Failure",
+    "Limits",
+    "Listener",
+    "Load",
+    "Mailbox",
+    "MemoryShelf",
+    "MemoryStore",
+    "Message",
+    "Node",
+    "Piece",
+    "Plan",
+    "Record",
+    "Room",
+    "Session",
+    "Shelf",
+    "Standing",
+    "Store",
+    "TooLong",
+    "Turn",
+    "Wish",
+    "chain",
+    "room_for",
+]

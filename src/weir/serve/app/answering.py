@@ -1,0 +1,257 @@
+"""From a body to events of its answers, for as long as the client is there."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from weir.errors import NotFiniteError, WeirError
+from weir.serve.app.bodies import Body
+from weir.serve.app.errors import Refused, failed, overloaded
+from weir.serve.app.guard import note
+from weir.serve.app.logs import LOG
+from weir.serve.app.metrics import Metrics
+from weir.serve.app.reading import Gone
+from weir.serve.desk import Asked, Desk, Plan, TooLong, Wish
+from weir.serve.engine import Busy, Cancelled
+from weir.serve.mailbox import End, Event, Failure, Mailbox, Piece
+from weir.serve.turn import Stage
+
+T = TypeVar("T")
+TRIES = 3
+"""How often a turn is begun whose beginning was dropped while it waited."""
+
+
+@dataclass
+class Answers:
+    """Answers to one request, as they come.
+
+    Attributes:
+        desk: who is asked.
+        asked: the request under way.
+        began: events that have come already.
+        ends: by answer, how it ended.
+    """
+
+    desk: Desk
+    metrics: Metrics
+    asked: Asked
+    began: Sequence[Event]
+    ends: dict[int, End] = field(default_factory=dict)
+    _last: dict[int, float] = field(default_factory=dict)
+
+    async def events(self) -> AsyncIterator[list[Piece | End]]:
+        """Events until all answers have ended.
+
+        Raises:
+            Refused: one of them failed; then all are given up.
+        """
+        events = self.began
+        while True:
+            good: list[Piece | End] = []
+            for event in events:
+                if isinstance(event, Failure):
+                    self.asked.open.discard(event.answer)
+                    raise why(event.error)
+                self._count(event)
+                good.append(event)
+            if good:
+                yield good
+            if not self.asked.open:
+                return
+            events = await self.asked.mailbox.take()
+
+    def _count(self, event: Piece | End) -> None:
+        if isinstance(event, Piece):
+            before = self._last.get(event.answer)
+            if before is not None:
+                self.metrics.between.observe(event.at - before)
+            self._last[event.answer] = event.at
+            return
+        self.ends[event.answer] = event
+        self.asked.open.discard(event.answer)
+        self.metrics.turns.labels(event.reason).inc()
+        self.metrics.tokens.labels("answered").inc(event.tokens)
+
+    def close(self) -> None:
+        """Nobody wants what is still to come."""
+        if self.asked.open:
+            self.metrics.turns.labels("given up").inc(len(self.asked.open))
+        self.desk.done(self.asked)
+
+    def usage(self) -> dict[str, Any]:
+        """What the request took, as OpenAI tells it, and in `weir` where its streams stand.
+
+        Of several answers `seen` and `held` are the largest, `bytes` and `folds` those of all.
+        """
+        plan, ends = self.asked.plan, list(self.ends.values())
+        answered = sum(end.tokens for end in ends)
+        standings = [end.standing for end in ends]
+        return {
+            "prompt_tokens": plan.prompt,
+            "completion_tokens": answered,
+            "total_tokens": plan.prompt + answered,
+            "prompt_tokens_details": {"cached_tokens": plan.cached},
+            "weir": {
+                "seen": max((standing.seen for standing in standings), default=0),
+                "held": max((standing.held for standing in standings), default=0),
+                "bytes": sum(standing.bytes for standing in standings),
+                "folds": sum(standing.folds for standing in standings),
+            },
+        }
+
+
+def wish_of(desk: Desk, body: Body, limit: int | None, logprobs: int | None, default: int) -> Wish:
+    """How a body wants to be answered.
+
+    Raises:
+        Refused: it asks for what the model does not have, or for too much.
+    """
+    limits, rows = desk.limits, desk.engine.load().rows
+    if body.answers > rows:
+        raise Refused(400, f"Invalid 'n': this server gives {rows} at most.", param="n")
+    if limit is not None and limit > limits.answer:
+        name = "max_tokens" if body.max_tokens == limit else "max_completion_tokens"
+        raise Refused(
+            400, f"Invalid '{name}': an answer has {limits.answer:,} at most.", param=name
+        )
+    for token in body.logit_bias or {}:
+        if not (token.isascii() and token.isdecimal() and len(token) < 10) or not (
+            int(token) < desk.vocabulary
+        ):
+            raise Refused(
+                400,
+                f"Invalid 'logit_bias': its keys are tokens from 0 to {desk.vocabulary - 1}.",
+                param="logit_bias",
+            )
+    try:
+        choosings = body.choosings(logprobs, secrets.randbits(62))
+    except WeirError as error:
+        raise Refused(400, str(error)) from None
+    ends = frozenset(body.stop_token_ids or ())
+    ends = ends if body.ignore_eos else ends | desk.ends
+    return Wish(choosings, limit or min(default, limits.answer), body.stops, ends)
+
+
+async def begin(
+    request: Request, plan: Callable[[str], Plan], wish: Wish, owner: str, param: str
+) -> Answers:
+    """Let a request be answered, and wait until the first token has come.
+
+    Args:
+        request: of the client, who may leave meanwhile.
+        plan: makes its plan, in a thread; called again where what it begins from was dropped.
+        wish: how it wants to be answered.
+        owner: whose it is.
+        param: what the plan is made of, for errors.
+
+    Raises:
+        Refused: it is not answered.
+        Gone: nobody waits for an answer.
+    """
+    desk: Desk = request.app.state.desk
+    metrics: Metrics = request.app.state.metrics
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    for again in range(TRIES):
+        try:
+            made = await asyncio.to_thread(plan, owner)
+        except TooLong as error:
+            raise Refused(400, str(error), param=param, code="prompt_too_long") from None
+        except WeirError as error:
+            raise Refused(400, str(error), param=param, code="invalid_value") from None
+        mailbox = Mailbox(loop, desk.limits.unread * len(wish.choosings))
+        try:
+            asked = desk.ask(made, wish, mailbox)
+        except Busy:
+            raise overloaded("too many requests wait for a row") from None
+        except WeirError:
+            raise closing() from None
+        answers = Answers(desk, metrics, asked, ())
+        try:
+            answers.began = await while_there(request, _first(asked, desk))
+        except BaseException:
+            answers.close()
+            raise
+        first = answers.began[0]
+        if isinstance(first, Failure) and again + 1 < TRIES and _dropped(desk, made):
+            answers.asked.open.clear()
+            answers.close()
+            continue
+        if isinstance(first, Failure):
+            answers.close()
+            raise why(first.error)
+        break
+    metrics.tokens.labels("read").inc(made.prompt - made.cached)
+    metrics.tokens.labels("cached").inc(made.cached)
+    metrics.first.observe(loop.time() - began)
+    note(request.scope, read=made.prompt - made.cached, cached=made.cached)
+    return answers
+
+
+async def _first(asked: Asked, desk: Desk) -> Sequence[Event]:
+    """The first events of a request; it is given up if it waits too long for a row."""
+    waiting = asyncio.ensure_future(asked.mailbox.take())
+    try:
+        done, _ = await asyncio.wait({waiting}, timeout=desk.limits.wait)
+        if not done and asked.turns[0].stage is Stage.WAITING:
+            raise overloaded("no row has become free in time")
+        return await waiting
+    finally:
+        waiting.cancel()
+
+
+def _dropped(desk: Desk, plan: Plan) -> bool:
+    """Whether the turn that a plan goes on from is not kept any more."""
+    parent = plan.parent
+    return parent is not None and desk.store.find(plan.owner, parent.node) is None
+
+
+async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, unless the client hangs up before.
+
+    Raises:
+        Gone: it did; the work is cancelled.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(hung_up(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Gone
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def hung_up(receive: Callable[[], Any]) -> None:
+    """Returns when the client has hung up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def why(error: Exception) -> Refused:
+    """What a client is told of a turn that failed: nothing of the server's folders and memory."""
+    if isinstance(error, Cancelled):
+        return overloaded("the answer was not read in time, and was given up")
+    LOG.error("turn failed", exc_info=error)
+    if isinstance(error, NotFiniteError):
+        return failed(str(error))
+    return failed()
+
+
+def closing() -> Refused:
+    """The server is ending."""
+    return Refused(
+        503,
+        "the server is ending and takes no more requests",
+        code="server_closing",
+        kind="server_error",
+        headers={"Retry-After": "5"},
+    )

@@ -1,0 +1,76 @@
+"""The application: its routes, and what becomes of errors."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import Depends, FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from weir import __version__
+from weir.serve.app import chat, completions, models, operations, sessions
+from weir.serve.app.errors import Refused, failed
+from weir.serve.app.guard import Guard
+from weir.serve.app.keys import Keys
+from weir.serve.app.metrics import Metrics
+from weir.serve.app.reading import Gone, authorised
+from weir.serve.desk import Desk
+
+
+def make_app(desk: Desk, keys: Keys | None = None) -> ASGIApp:
+    """An application that serves a desk; its engine runs from start to end of the application.
+
+    Args:
+        desk: who answers.
+        keys: of clients. Without any, only requests to this machine's own names are answered.
+    """
+
+    @asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        desk.open()
+        yield
+        desk.close(desk.limits.drain)
+
+    app = FastAPI(
+        title="weir",
+        version=__version__,
+        lifespan=life,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
+    app.state.desk, app.state.keys = desk, keys or Keys()
+    app.state.metrics = metrics = Metrics(desk)
+    app.add_exception_handler(Refused, _refused)
+    app.add_exception_handler(Gone, _gone)
+    app.add_exception_handler(HTTPException, _plain)
+    app.add_exception_handler(Exception, _failed)
+    app.include_router(operations.public)
+    for part in (chat, completions, models, sessions, operations):
+        app.include_router(part.router, dependencies=[Depends(authorised)])
+    return Guard(app, metrics, local=not app.state.keys)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    return error.response()
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # which nobody reads
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return failed().response()  # the error itself goes on to the guard, which logs it
+
+
+async def _plain(request: Request, error: Exception) -> Response:
+    """What Starlette says of paths and methods that there are not."""
+    assert isinstance(error, HTTPException)
+    message = f"there is no {request.method} {request.url.path[:200]} here"
+    headers = dict(error.headers) if error.headers else None
+    return Refused(error.status_code, message, code="not_found", headers=headers).response()

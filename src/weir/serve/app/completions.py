@@ -1,0 +1,152 @@
+"""`POST /v1/completions`: a text is continued, and nothing of it is kept."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import JSONResponse, Response
+
+from weir.serve.app.answering import Answers, begin, while_there, wish_of
+from weir.serve.app.bodies import TextBody
+from weir.serve.app.errors import Refused
+from weir.serve.app.eventstream import DONE, EventStream, frame
+from weir.serve.app.guard import note
+from weir.serve.app.models import check_model
+from weir.serve.app.reading import authorised, read_body
+from weir.serve.app.told import Tokens, finite
+from weir.serve.desk import Desk
+from weir.serve.mailbox import End, Piece
+
+LIMIT = 16
+"""Tokens of an answer where the client names no number, as OpenAI has it."""
+
+router = APIRouter()
+SCHEMA = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": TextBody.model_json_schema()}},
+    }
+}
+
+
+@router.post("/v1/completions", openapi_extra=SCHEMA)
+async def complete(request: Request, owner: str = Depends(authorised)) -> Response:
+    """Continue a text."""
+    desk: Desk = request.app.state.desk
+    body = await read_body(request, TextBody, owner)
+    check_model(desk, body.model)
+    wish = wish_of(desk, body, body.max_tokens, body.logprobs, LIMIT)
+    prompt = body.only_prompt
+    answers = await begin(request, lambda who: desk.plan_text(who, prompt), wish, owner, "prompt")
+    form = Form(body, desk, Tokens(desk.tokenizer, wish.ends), wish.ends)
+    if body.stream:
+        return EventStream(
+            form.frames(answers),
+            answers.asked.mailbox.overrun,
+            desk.limits.stall,
+            answers.close,
+            {},
+        )
+    try:
+        whole = await while_there(request, form.whole(answers))
+    finally:
+        answers.close()
+    note(request.scope, answered=whole["usage"]["completion_tokens"])
+    return JSONResponse(whole)
+
+
+class Form:
+    """The forms that an answer has on the wire.
+
+    Args:
+        body: what was asked for.
+        desk: who answers.
+        tokens: tells of them.
+        ends: those that are no part of an answer.
+    """
+
+    def __init__(self, body: TextBody, desk: Desk, tokens: Tokens, ends: frozenset[int]) -> None:
+        self._body = body
+        self._tokens = tokens
+        self._ends = ends
+        self._offsets = [0] * body.answers
+        self._head = {
+            "id": f"cmpl-{secrets.token_hex(16)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": desk.name,
+        }
+
+    async def whole(self, answers: Answers) -> dict[str, Any]:
+        """All of it as one object."""
+        texts: list[list[str]] = [[] for _ in range(self._body.answers)]
+        pieces: list[list[Piece]] = [[] for _ in texts]
+        async for events in answers.events():
+            for event in events:
+                texts[event.answer].append(event.text)
+                if isinstance(event, Piece):
+                    pieces[event.answer].append(event)
+        choices = [
+            self._choice(answer, "".join(text), own, answers.ends[answer].reason)
+            for answer, (text, own) in enumerate(zip(texts, pieces, strict=True))
+        ]
+        return {**self._head, "choices": choices, "usage": answers.usage()}
+
+    async def frames(self, answers: Answers) -> AsyncIterator[bytes]:
+        """All of it as events."""
+        usage = {"usage": None} if self._body.tells_usage else {}
+        try:
+            async for events in answers.events():
+                parts = []
+                for event in events:
+                    own = [event] if isinstance(event, Piece) else []
+                    reason = event.reason if isinstance(event, End) else None
+                    if event.text or reason or self._body.logprobs is not None:
+                        choice = self._choice(event.answer, event.text, own, reason)
+                        parts.append(frame({**self._head, "choices": [choice], **usage}))
+                if parts:
+                    yield b"".join(parts)
+        except Refused as refused:
+            yield frame(refused.body)
+            return
+        if self._body.tells_usage:
+            yield frame({**self._head, "choices": [], "usage": answers.usage()})
+        yield DONE
+
+    def _choice(
+        self, answer: int, text: str, pieces: list[Piece], reason: str | None
+    ) -> dict[str, Any]:
+        return {
+            "index": answer,
+            "text": text,
+            "logprobs": self._logprobs(answer, pieces),
+            "finish_reason": reason,
+        }
+
+    def _logprobs(self, answer: int, pieces: list[Piece]) -> dict[str, Any] | None:
+        """As the older of OpenAI's forms has them: lists beside each other."""
+        if self._body.logprobs is None:
+            return None
+        told: dict[str, Any] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+        for piece in pieces:
+            choice = piece.choice
+            if choice.logprob is None or choice.token in self._ends:
+                continue
+            text = self._tokens.text(choice.token)
+            told["tokens"].append(text)
+            told["token_logprobs"].append(finite(choice.logprob))
+            told["top_logprobs"].append(
+                {self._tokens.text(token): finite(logprob) for token, logprob in choice.top}
+            )
+            told["text_offset"].append(self._offsets[answer])
+            self._offsets[answer] += len(text)
+        return told

@@ -1,0 +1,106 @@
+"""Errors as OpenAI's clients read them. Knows nothing about what went wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.responses import JSONResponse
+
+CODES = {
+    "missing": "missing_required_parameter",
+    "extra_forbidden": "unknown_parameter",
+}
+
+
+class Refused(Exception):
+    """A request that is not answered.
+
+    Args:
+        status: of HTTP.
+        message: what is wrong, and what to do.
+        param: which part of the request.
+        code: for programs.
+        kind: OpenAI's type of the error.
+        headers: to be sent with it.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = "invalid_request_error",
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = error_object(message, kind, param, code)
+        self.headers = headers
+
+    def response(self) -> JSONResponse:
+        """What is sent."""
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def error_object(
+    message: str, kind: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """An error as JSON."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def overloaded(message: str) -> Refused:
+    """Too much at once: the client is to come again."""
+    return Refused(
+        429,
+        message,
+        code="rate_limit_exceeded",
+        kind="rate_limit_error",
+        headers={"Retry-After": "1"},
+    )
+
+
+def not_found(what: str) -> Refused:
+    """There is no such thing, or it is somebody else's: nobody can tell which."""
+    return Refused(404, f"there is no such {what}", code="not_found")
+
+
+def failed(message: str = "the server failed to answer; its log says why") -> Refused:
+    """Not the client's fault."""
+    return Refused(500, message, code="server_error", kind="server_error")
+
+
+def invalid(error: ValidationError) -> Refused:
+    """The first thing that is wrong with a body; what it says instead is not repeated."""
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    # Of a value that might have been several things, what lies deepest is what was meant.
+    first = found[0]
+    for other in found[1:]:
+        inside = (param_of(first["loc"]) or "") + "["
+        if (param_of(other["loc"]) or "").startswith(inside):
+            first = other
+    kind, message = first["type"], first["msg"]
+    param = param_of(first["loc"])
+    if kind == "json_invalid":
+        return Refused(400, f"the body is no JSON that can be read: {message}", code="invalid_json")
+    if kind == "extra_forbidden":
+        message = f"Unrecognized request argument supplied: {param}"
+    elif kind == "missing":
+        message = f"Missing required parameter: '{param}'."
+    elif param:
+        message = f"Invalid '{param}': {message[:1].lower()}{message[1:]}."
+    return Refused(400, message, param=param, code=CODES.get(kind, "invalid_value"))
+
+
+def param_of(loc: tuple[int | str, ...]) -> str | None:
+    """`messages[0].role` for where pydantic found something; names of types are left out."""
+    path = ""
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
+            path += f".{part}" if path else part
+    return path or None

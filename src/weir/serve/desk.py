@@ -1,0 +1,368 @@
+"""Where requests become turns: a history is found again, and only what is new is rendered.
+
+Between those who speak text and an engine that knows tokens. Knows nothing about HTTP.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from transformers import PreTrainedTokenizerBase
+
+from weir.errors import WeirError, shown
+from weir.models import Endings, sink_of, transformers_model
+from weir.serve.choosing import Chooser, Choosing
+from weir.serve.engine import Busy, Engine
+from weir.serve.limits import Limits
+from weir.serve.mailbox import Failure, Mailbox, Standing
+from weir.serve.messages import Message, chain
+from weir.serve.records import Record, Store
+from weir.serve.relay import Relay
+from weir.serve.turn import Turn
+from weir.stream import Turns
+
+
+class TooLong(WeirError):
+    """More tokens than one request may feed."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a request asks the model.
+
+    Attributes:
+        owner: whose it is.
+        ids: tokens to be fed.
+        parent: the turn it goes on from; None from the beginning.
+        session: the session its end belongs to; None where the end is not kept.
+        chain: the hash of all messages.
+        messages: those that are new since `parent`.
+    """
+
+    owner: str
+    ids: list[int]
+    parent: Record | None = None
+    session: str | None = None
+    chain: str = ""
+    messages: tuple[Message, ...] = ()
+
+    @property
+    def cached(self) -> int:
+        """Tokens that need not be read: all before, but the last, which no answer reads itself."""
+        return 0 if self.parent is None else self.parent.seen - 1
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of everything before the answer."""
+        return len(self.ids) + (0 if self.parent is None else self.parent.seen)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How a request wants to be answered.
+
+    Attributes:
+        choosings: one for each answer.
+        limit: tokens of an answer.
+        stops: texts that end one.
+        ends: tokens that end one.
+    """
+
+    choosings: Sequence[Choosing]
+    limit: int
+    stops: Sequence[str]
+    ends: frozenset[int]
+
+    def ending_with(self, stop: str) -> Wish:
+        """The same, ended by one text more."""
+        return replace(self, stops=[*self.stops, stop])
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request under way.
+
+    Attributes:
+        plan: what it asks.
+        turns: one for each answer.
+        mailbox: where the answers come.
+    """
+
+    plan: Plan
+    turns: list[Turn]
+    mailbox: Mailbox
+    open: set[int] = field(default_factory=set)
+
+
+class Desk:
+    """Takes requests of many owners to one engine.
+
+    Args:
+        engine: answers them; its thread is this desk's from `open` on.
+        store: the engine's shelf.
+        tokenizer: of its model.
+        name: of the model, as clients call it.
+        limits: of what they may ask.
+
+    Attributes:
+        failure: why the engine has ended, if it did so by itself.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: Store,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        limits: Limits,
+    ) -> None:
+        self.engine = engine
+        self.store = store
+        self.tokenizer = tokenizer
+        self.name = name
+        self.limits = limits
+        self.failure: Exception | None = None
+        self.ends = frozenset(Endings.of(engine.model.generation_config).stops)
+        self._turns = Turns(tokenizer, self.ends)
+        self._sink = sink_of(transformers_model(engine.model).config)
+        self._tokenizing = threading.Lock()
+        # The first call puts out what a tokenizer's file says of padding; no thread decodes yet.
+        tokenizer("x")
+        self._open: Counter[str] = Counter()
+        self._asked: set[Asked] = set()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="weir-engine", daemon=True)
+        # What is kept of one model and policy is of no use to another.
+        kind = [name, str(engine.cache.policy), engine.cache.chunk, engine.cache.positions]
+        self._root = hashlib.sha256(json.dumps(kind).encode()).hexdigest()
+
+    # --- its engine
+
+    def open(self) -> None:
+        """Begin to answer."""
+        self._thread.start()
+
+    def close(self, seconds: float) -> None:
+        """Take no more requests, and wait so long for those under way."""
+        self.engine.stop()
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        try:
+            self.engine.run()
+        except Exception as error:
+            # Not a turn's fault, and nothing is answered any more: nobody is to wait in vain.
+            self.failure = error
+            with self._lock:
+                asked = list(self._asked)
+            for each in asked:
+                for answer in range(len(each.turns)):
+                    each.mailbox.post(Failure(answer, error))
+
+    # --- what is asked
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model knows."""
+        return int(self.engine.model.config.get_text_config(decoder=True).vocab_size)
+
+    @property
+    def paragraphs(self) -> bool:
+        """Whether answers in a chat end with their line: where the model has no chat template."""
+        return not self._turns.templated
+
+    def plan_chat(self, owner: str, messages: Sequence[Message], session: str | None) -> Plan:
+        """The turn that a history asks for, from the longest beginning of it that was saved.
+
+        Args:
+            owner: whose it is; only what is saved for them is looked at.
+            messages: the whole history, the last of which is to be answered.
+            session: the session its end belongs to, where the client names one.
+
+        Raises:
+            TooLong: it would feed more tokens than it may.
+            WeirError: the template refuses the messages, or they make no tokens.
+        """
+        hashes = chain(self._root, messages)
+        for at in range(len(messages) - 2, -1, -1):
+            if messages[at].role != "assistant":
+                continue
+            parent = self.store.at(owner, hashes[at])
+            if parent is None:
+                continue
+            new = tuple(messages[at + 1 :])
+            ids = self._after(new, parent.last)
+            if ids:
+                named = session or parent.session
+                return self._checked(Plan(owner, ids, parent, named, hashes[-1], new))
+        with self._tokenizing:
+            ids = self._turns.whole([message.for_template() for message in messages])
+        ids = self._sink.first(ids)
+        named = session or f"sess_{secrets.token_hex(16)}"
+        return self._checked(Plan(owner, ids, None, named, hashes[-1], tuple(messages)))
+
+    def plan_text(self, owner: str, prompt: str | Sequence[int]) -> Plan:
+        """A turn that continues a text, or tokens, and is not kept.
+
+        Raises:
+            TooLong: it would feed more tokens than it may.
+            WeirError: a token is out of range, or there are none.
+        """
+        if isinstance(prompt, str):
+            with self._tokenizing:
+                ids = self._sink.first(self.tokenizer(prompt)["input_ids"])
+        else:
+            ids = list(prompt)
+            wrong = next((token for token in ids if not 0 <= token < self.vocabulary), None)
+            if wrong is not None:
+                last = self.vocabulary - 1
+                raise WeirError(f"token {shown(wrong)} does not exist; ids are 0 to {last}")
+        return self._checked(Plan(owner, ids))
+
+    def _after(self, messages: Sequence[Message], last: int) -> list[int] | None:
+        """What is new as ids; None where it can only be told with what was before."""
+        try:
+            with self._tokenizing:
+                return self._turns.after([message.for_template() for message in messages], last)
+        except WeirError:
+            return None  # a template that wants more of a history than stands for it here
+
+    def _checked(self, plan: Plan) -> Plan:
+        if not plan.ids:
+            raise WeirError("that makes no tokens; say something")
+        if len(plan.ids) > self.limits.prompt:
+            raise TooLong(
+                f"that is {len(plan.ids):,} tokens to read, and one request may have "
+                f"{self.limits.prompt:,}; send the rest in further turns"
+            )
+        return plan
+
+    # --- answers
+
+    def ask(self, plan: Plan, wish: Wish, mailbox: Mailbox) -> Asked:
+        """Let the engine answer.
+
+        Raises:
+            Busy: too many wait.
+            WeirError: the engine takes no more.
+        """
+        turns = [self._turn(plan, wish, answer, mailbox) for answer in range(len(wish.choosings))]
+        turns[0].answers = turns[1:]
+        asked = Asked(plan, turns, mailbox, set(range(len(turns))))
+        if self.failure is not None:
+            raise WeirError("the engine has failed, and nothing is answered any more")
+        with self._lock:
+            self._asked.add(asked)
+        try:
+            self.engine.submit(turns[0])
+        except WeirError:
+            self.done(asked)
+            raise
+        return asked
+
+    def _turn(self, plan: Plan, wish: Wish, answer: int, mailbox: Mailbox) -> Turn:
+        def save(turn: Turn, text: str, standing: Standing) -> None:
+            if plan.session is not None:
+                self._save(plan, turn, text, standing)
+
+        choosing = wish.choosings[answer]
+        cache = self.engine.cache
+        relay = Relay(answer, cache, self.tokenizer, wish.stops, mailbox, save)
+        relay.turn = Turn(
+            node=secrets.token_hex(16),
+            start=None if plan.parent is None else plan.parent.node,
+            ids=plan.ids,
+            limit=wish.limit,
+            stops=wish.ends,
+            chooser=Chooser(choosing, tuple(plan.ids)),
+            listener=relay,
+            client=plan.owner,
+            keep=plan.session is not None,
+        )
+        return relay.turn
+
+    def _save(self, plan: Plan, turn: Turn, text: str, standing: Standing) -> None:
+        assert plan.session is not None
+        answer = Message("assistant", text)
+        (end,) = chain(plan.chain, [answer])
+        record = Record(
+            node=turn.node,
+            owner=plan.owner,
+            session=plan.session,
+            parent=None if plan.parent is None else plan.parent.node,
+            chain=end,
+            messages=(*plan.messages, answer),
+            last=turn.chosen[-1],
+            seen=standing.seen,
+            usage={
+                "prompt_tokens": plan.prompt,
+                "cached_tokens": plan.cached,
+                "completion_tokens": len(turn.chosen),
+                "held": standing.held,
+                "bytes": standing.bytes,
+                "folds": standing.folds,
+            },
+        )
+        try:
+            self.store.add(record)
+        except Exception:
+            self.engine.forget(turn.node)
+            raise
+        if plan.parent is not None and plan.parent.session == plan.session:
+            return
+        sessions = self.store.sessions(plan.owner)
+        for session in sessions[: max(0, len(sessions) - self.limits.sessions)]:
+            for node in session.nodes:
+                self.engine.forget(node)
+
+    def cancel(self, asked: Asked) -> None:
+        """Nobody wants a request's answers any more."""
+        for turn in asked.turns:
+            self.engine.cancel(turn)
+
+    def done(self, asked: Asked) -> None:
+        """A request is over; its answers that are not are cancelled."""
+        with self._lock:
+            self._asked.discard(asked)
+        if asked.open:
+            self.cancel(asked)
+
+    def enter(self, owner: str) -> None:
+        """A request of an owner's begins; nothing of it is read before.
+
+        Raises:
+            Busy: too many of theirs, or of all, are under way.
+        """
+        with self._lock:
+            if self._open[owner] >= self.limits.requests:
+                raise Busy("too many requests of this key are under way")
+            if self._open.total() >= self.limits.open:
+                raise Busy("too many requests are under way")
+            self._open[owner] += 1
+
+    def leave(self, owner: str) -> None:
+        """A request that was let in is over."""
+        with self._lock:
+            self._open[owner] -= 1
+            if not self._open[owner]:
+                del self._open[owner]
+
+    def open_of(self, owner: str) -> int:
+        """Requests of an owner that are under way."""
+        with self._lock:
+            return self._open[owner]
+
+    def forget(self, owner: str, session: str) -> bool:
+        """Delete a session of an owner's; False if there is none."""
+        found = self.store.session(owner, session)
+        if found is None:
+            return False
+        for node in found.nodes:
+            self.engine.forget(node)
+        return True

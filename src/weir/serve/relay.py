@@ -1,0 +1,97 @@
+"""A listener that makes text of an answer, saves its record, and passes both on to a mailbox.
+
+Lives in the engine's thread. Knows nothing about event loops or HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from weir.cache import StreamingCache
+from weir.serve.choosing import Choice
+from weir.serve.mailbox import End, Failure, Mailbox, Piece, Standing
+from weir.serve.turn import Turn
+from weir.stream import AnswerText
+
+Save = Callable[[Turn, str, Standing], None]
+"""Keeps the record of a turn that ended, with the text of its answer."""
+
+
+class Relay:
+    """Who is told about one answer.
+
+    Args:
+        answer: which of the request's, from 0.
+        cache: the engine's.
+        tokenizer: of its model.
+        stops: texts that end the answer.
+        mailbox: who is told further.
+        save: what is done before anybody hears that the turn ended.
+
+    Attributes:
+        turn: the turn; set before it is submitted.
+    """
+
+    turn: Turn
+
+    def __init__(
+        self,
+        answer: int,
+        cache: StreamingCache,
+        tokenizer: PreTrainedTokenizerBase,
+        stops: Sequence[str],
+        mailbox: Mailbox,
+        save: Save,
+    ) -> None:
+        self._answer = answer
+        self._cache = cache
+        self._text = AnswerText(tokenizer, stops)
+        self._said: list[str] = []
+        self._mailbox = mailbox
+        self._save = save
+        self._standing: Standing | None = None
+
+    def chose(self, choice: Choice) -> str | None:
+        """A token has come: its text goes on; "stop" where a stop text is whole."""
+        turn = self.turn
+        ends = choice.token in turn.stops
+        new = "" if ends else self._text.add(choice.token)
+        if new:
+            self._said.append(new)
+        if self._mailbox.full:
+            turn.cancelled = True  # nobody fetches it; the next step ends it
+        else:
+            self._mailbox.post(Piece(self._answer, new, choice, time.perf_counter()))
+        if ends or self._text.stopped or len(turn.chosen) >= turn.limit:
+            # The row is the turn's until it has ended, and may be another's when it is saved.
+            assert turn.row is not None
+            self._standing = standing(self._cache, turn.row)
+        return "stop" if self._text.stopped else None
+
+    def ended(self, reason: str) -> None:
+        """The end of the turn is safe: so is its record, and then the client may know."""
+        assert self._standing is not None
+        held = "" if self._text.stopped else self._text.end()
+        try:
+            self._save(self.turn, "".join([*self._said, held]), self._standing)
+        except Exception as error:
+            self.failed(error)
+            return
+        tokens = len(self.turn.chosen)
+        self._mailbox.post(End(self._answer, held, reason, tokens, self._standing))
+
+    def failed(self, error: Exception) -> None:
+        """The turn never happened."""
+        self._mailbox.post(Failure(self._answer, error))
+
+
+def standing(cache: StreamingCache, row: int) -> Standing:
+    """Where a row's stream stands after its last token was chosen and before it is read."""
+    report = cache.report(row)
+    seen = cache.seen[row]
+    held = max((layer["held"] for layer in report["layers"]), default=0)
+    folds = (seen - cache.waiting[row]) // cache.chunk
+    return Standing(seen + 1, held, cache.nbytes // (cache.batch or 1), folds)

@@ -1,0 +1,217 @@
+"""A session on its way from one store to another: one safetensors file.
+
+Of each turn it has the snapshot, bytes for bytes as a store has it, and the record; as text a
+checksum of each. Nothing is believed of one that comes back: its turns are checked as if they were
+new, and get new names. Knows nothing about tables.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from weir.cache import FARTHEST, Wrong, list_of, optional, text, whole
+from weir.cache import record as facts_of
+from weir.errors import WeirError, shown
+from weir.serve.messages import Message
+from weir.serve.records import Record
+from weir.serve.store.snapshot import Form, read_foreign
+
+FORMAT = 1
+KEY = "weir_sessions"
+
+
+@dataclass
+class Parcel:
+    """Turns of a session, those that go on from others behind them.
+
+    Attributes:
+        records: of the turns.
+        snapshots: of the same, as files.
+    """
+
+    records: list[Record] = field(default_factory=list)
+    snapshots: list[bytes] = field(default_factory=list)
+
+    def add(self, record: Record, snapshot: bytes) -> None:
+        """One turn more."""
+        self.records.append(record)
+        self.snapshots.append(snapshot)
+
+    def renamed(self, owner: str) -> Parcel:
+        """The same as a session of this owner's, and under names that nobody has."""
+        session = f"sess_{secrets.token_hex(16)}"
+        names = {record.node: secrets.token_hex(16) for record in self.records}
+        records = [
+            replace(
+                record,
+                node=names[record.node],
+                owner=owner,
+                session=session,
+                parent=None if record.parent is None else names.get(record.parent),
+            )
+            for record in self.records
+        ]
+        return Parcel(records, self.snapshots)
+
+    def write(self, path: Path) -> None:
+        """Write a file, whole or not at all.
+
+        Raises:
+            WeirError: it cannot be written.
+        """
+        said = {
+            "format": FORMAT,
+            "turns": [
+                {**_said(record), "sha256": hashlib.sha256(data).hexdigest()}
+                for record, data in zip(self.records, self.snapshots, strict=True)
+            ],
+        }
+        tensors = {
+            str(n): torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            for n, data in enumerate(self.snapshots)
+        }
+        try:
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.name}.") as folder:
+                new = Path(folder) / "new"
+                save_file(tensors, str(new), metadata={KEY: json.dumps(said)})
+                with open(new, "rb+") as file:
+                    os.fsync(file.fileno())
+                os.replace(new, path)
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise WeirError(f"cannot write the session {path}: {reason}") from None
+
+    @classmethod
+    def read(cls, path: Path, form: Form, limit: int | None) -> Parcel:
+        """Read a file.
+
+        Args:
+            path: of the file.
+            form: what its rows must be rows of.
+            limit: bytes that it may have; None for any number.
+
+        Raises:
+            WeirError: it is missing, too large, damaged or no export of weir, or a turn in it
+                cannot be gone on from here.
+        """
+        if not path.is_file():
+            raise WeirError(f"there is no file {path}")
+        size = path.stat().st_size
+        if limit is not None and size > limit:
+            raise WeirError(f"{path} has {size:,} bytes, and the store {limit:,} for all sessions")
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                said = json.loads((file.metadata() or {})[KEY])
+                mapped = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError, ValueError, LookupError, RecursionError) as error:
+            raise WeirError(
+                f"{path} is damaged or no session that weir exported ({shown(str(error))})"
+            ) from None
+        try:
+            return cls._checked(said, mapped, form)
+        except (Wrong, WeirError) as error:
+            raise WeirError(f"{path} cannot be imported: {error}") from None
+
+    @classmethod
+    def _checked(cls, said: Any, mapped: dict[str, torch.Tensor], form: Form) -> Parcel:
+        """What a file says and holds, looked through.
+
+        Raises:
+            Wrong, WeirError: naming what is wrong.
+        """
+        facts_of(format=whole(FORMAT, FORMAT), turns=list_of(_turn(form.vocabulary)))(said, "")
+        turns = said["turns"]
+        if set(mapped) != {str(n) for n in range(len(turns))} or not turns:
+            raise Wrong(f"it has {len(mapped)} snapshots of {len(turns)} turns")
+        parcel = cls()
+        known: set[str] = set()
+        for n, turn in enumerate(turns):
+            t = mapped[str(n)]
+            if t.dtype != torch.uint8 or t.dim() != 1:
+                raise Wrong(f"snapshot {n} is no file")
+            data = t.numpy().tobytes()
+            if hashlib.sha256(data).hexdigest() != turn.pop("sha256"):
+                raise Wrong(f"turns[{n}] is damaged: its checksum is not that of its snapshot")
+            try:
+                node = read_foreign(form, data)
+            except WeirError as error:
+                raise Wrong(f"turns[{n}]: {error}") from None
+            seen = node.state.facts["seen"] + len(node.pending)
+            if (turn["last"],) != node.pending or turn["seen"] != seen:
+                raise Wrong(f"turns[{n}] does not end where its snapshot does")
+            if turn["node"] in known:
+                raise Wrong(f"turns[{n}] is there twice")
+            known.add(turn["node"])
+            messages = tuple(Message(*each) for each in turn.pop("messages"))
+            parcel.add(Record(owner="", session="", messages=messages, **turn), data)
+        return parcel
+
+
+def _said(record: Record) -> dict[str, Any]:
+    """A record as it travels: not whose it was, nor under which name."""
+    return {
+        "node": record.node,
+        "parent": record.parent,
+        "chain": record.chain,
+        "messages": [[each.role, each.content, each.name] for each in record.messages],
+        "last": record.last,
+        "seen": record.seen,
+        "usage": record.usage,
+        "created": record.created,
+    }
+
+
+def _turn(vocabulary: int) -> Any:
+    """What is said of a turn."""
+    return facts_of(
+        node=text(),
+        parent=optional(text()),
+        chain=_chain,
+        messages=list_of(_message),
+        last=whole(0, vocabulary - 1),
+        seen=whole(1),
+        usage=_usage,
+        created=_time,
+        sha256=text(),
+    )
+
+
+def _chain(value: Any, place: str) -> None:
+    if not isinstance(value, str) or not set(value) <= set("0123456789abcdef") or len(value) > 64:
+        raise Wrong(f"{place} must be a hash, not {shown(value)}")
+
+
+def _message(value: Any, place: str) -> None:
+    list_of(_anything, 3)(value, place)
+    role, content, name = value
+    text("system", "user", "assistant", "tool", "developer")(role, f"{place}.role")
+    text()(content, f"{place}.content")
+    optional(text())(name, f"{place}.name")
+
+
+def _usage(value: Any, place: str) -> None:
+    if not isinstance(value, dict):
+        raise Wrong(f"{place} must be numbers by name, not {shown(value)}")
+    for name, number in value.items():
+        whole(0, FARTHEST)(number, f"{place}.{shown(name)}")
+
+
+def _time(value: Any, place: str) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value <= FARTHEST:
+        raise Wrong(f"{place} must be seconds since 1970, not {shown(value)}")
+
+
+def _anything(value: Any, place: str) -> None:
+    """What is looked at afterwards."""

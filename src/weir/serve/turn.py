@@ -1,0 +1,97 @@
+"""One turn of a session: tokens that are read, then an answer token by token.
+
+A turn starts at a node, the end of an earlier turn, and its own end is a new node; nodes never
+change, so that any of them can be gone on from, more than once and again after a failure. Knows
+nothing about text, models or rows' contents.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from weir.cache import RowState
+from weir.serve.choosing import Choice, Chooser
+
+
+class Stage(enum.Enum):
+    """How far a turn has come."""
+
+    WAITING = "waiting"
+    READING = "reading"
+    ANSWERING = "answering"
+    DONE = "done"
+
+
+@dataclass(frozen=True)
+class Node:
+    """The end of a turn: all that is needed to go on from there.
+
+    Attributes:
+        state: of the row.
+        pending: tokens of the turn that the row has not read yet: the last of its answer.
+    """
+
+    state: RowState
+    pending: tuple[int, ...]
+
+
+class Listener(Protocol):
+    """Who asked for a turn. Called in the engine's thread, so that nobody may take long."""
+
+    def chose(self, choice: Choice) -> str | None:
+        """A token of the answer has come.
+
+        Returns:
+            Why the answer ends with it, if it does: "stop"; None to go on.
+        """
+
+    def ended(self, reason: str) -> None:
+        """The turn is over and saved: "stop", or "length"."""
+
+    def failed(self, error: Exception) -> None:
+        """The turn never happened; what it started from is as it was."""
+
+
+@dataclass(eq=False)
+class Turn:
+    """One turn.
+
+    Attributes:
+        node: the name of its end.
+        start: the node it goes on from; None for a new stream.
+        ids: what is to be read before the answer, one token or more.
+        limit: tokens of the answer, 1 or more.
+        stops: tokens that end it.
+        chooser: how its tokens are chosen.
+        listener: who is told.
+        client: who is asking; turns of clients take turns.
+        seed: of the row's draws, where the stream is new.
+        answers: further turns that begin where its prompt ends: other answers to the same prompt.
+        keep: whether its end is saved.
+    """
+
+    node: str
+    start: str | None
+    ids: Sequence[int]
+    limit: int
+    stops: frozenset[int]
+    chooser: Chooser
+    listener: Listener
+    client: str = ""
+    seed: int = 0
+    answers: list[Turn] = field(default_factory=list)
+    keep: bool = True
+
+    # How it goes; the engine's alone.
+    stage: Stage = Stage.WAITING
+    cancelled: bool = False
+    row: int | None = None
+    todo: list[int] = field(default_factory=list)
+    read: int = 0
+    chosen: list[int] = field(default_factory=list)
+    forked: tuple[RowState, Tensor] | None = None

@@ -1,0 +1,73 @@
+"""What a run needs to go on: weights, optimisers, step and recipe, in one file, whole or old.
+
+Batches and rates follow from recipe and step, and nothing is drawn while training, so there is no
+state of random numbers to keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weir.errors import WeirError
+from weir.train.recipe import Recipe
+
+
+def save(
+    path: Path,
+    recipe: Recipe,
+    model: nn.Module,
+    steppers: list[torch.optim.Optimizer],
+    step: int,
+    seconds: float,
+) -> None:
+    """Write a checkpoint; a run that is killed meanwhile keeps the one before."""
+    state = {
+        "model": model.state_dict(),
+        "optimizers": [stepper.state_dict() for stepper in steppers],
+        "step": step,
+        "seconds": seconds,
+        "recipe": asdict(recipe),
+    }
+    unfinished = path.with_suffix(".tmp")
+    torch.save(state, unfinished)
+    unfinished.replace(path)
+
+
+def restore(
+    path: Path, recipe: Recipe, model: nn.Module, steppers: list[torch.optim.Optimizer]
+) -> tuple[int, float]:
+    """Load a checkpoint into model and optimisers; its step, and the seconds it took so far.
+
+    (0, 0.0) where there is none.
+
+    Raises:
+        WeirError: it was begun by another recipe.
+    """
+    if not path.exists():
+        return 0, 0.0
+    state = torch.load(path, weights_only=True, map_location="cpu")
+    check_same(recipe, state["recipe"], str(path))
+    model.load_state_dict(state["model"])
+    for stepper, held in zip(steppers, state["optimizers"], strict=True):
+        stepper.load_state_dict(held)
+    return int(state["step"]), float(state["seconds"])
+
+
+def check_same(recipe: Recipe, begun: Mapping[str, Any], where: str) -> None:
+    """Refuse to go on with a run that was begun by another recipe; its tokens may differ.
+
+    Raises:
+        WeirError: it names the first thing that differs.
+    """
+    name = recipe.differs_from(begun)
+    if name is not None:
+        raise WeirError(
+            f"{where} was begun with {name}={begun.get(name)}, not {getattr(recipe, name)}: give "
+            "that, or another folder"
+        )

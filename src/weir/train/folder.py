@@ -1,0 +1,238 @@
+"""From books to a folder with a model: everything is checked first, then tokenised, then trained.
+
+The folder holds a model only when the run is done; what the run needs on the way, its log and its
+loss curves lie in `training/` inside. Knows nothing of how a step is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+
+from weir.errors import WeirError
+from weir.stream import read_books
+from weir.train import checkpoint, corpus, loop
+from weir.train.exercises import Words
+from weir.train.log import plot_losses
+from weir.train.loop import Lesson, OnStep
+from weir.train.processes import Processes
+from weir.train.recipe import Recipe
+
+WORK = "training"
+"""The folder of a run inside that of its model."""
+EXERCISES = ("auto", "on", "off")
+PASSES = 8
+"""Passes through a short text after which no more is learnt from it by more."""
+FEWEST = 1_000_000
+"""Tokens below which nothing is learnt at all, however often a text comes back."""
+
+
+def run(
+    recipe: Recipe,
+    text: Path,
+    out: Path,
+    *,
+    vocabulary: int = 4096,
+    exercises: str = "auto",
+    fit_tokens: bool = False,
+    shared: Path | None = None,
+    compiled: bool = True,
+    on_step: OnStep = lambda step, steps, facts: None,
+    on_note: Callable[[str], None] = lambda note: None,
+) -> dict[str, Any]:
+    """From books to a model folder: tokenizer, corpus, training, weights in bfloat16.
+
+    What `out` already holds of an earlier run with the same text is taken up again.
+
+    Args:
+        recipe: what to do.
+        text: books, UTF-8, plain or .xz.
+        out: the folder for the model.
+        vocabulary: tokens the tokenizer is to have; a text that cannot fill it makes fewer.
+        exercises: "on" refuses a text whose tokenizer lacks their words, "auto" does without them
+            then, and says so, "off" leaves them out.
+        fit_tokens: train on fewer tokens than the recipe says where the text is short: `PASSES`
+            times as many as it has, and `FEWEST` at least.
+        shared: a folder for what runs on the same text and vocabulary have in common.
+        compiled: compile the model.
+        on_step: told after every step.
+        on_note: told what a user would want to know.
+
+    Returns:
+        The figures of the weights as they were saved: parameters, perplexity of held-out text
+        inside the window, the share of recall exercises answered right (None without exercises);
+        "vocabulary", and the "recipe" that was followed.
+
+    Raises:
+        WeirError: the text cannot be read or is too short, its tokenizer lacks the words that
+            exercises are made of, `out` cannot be written to, or holds another model or run.
+    """
+    if exercises not in EXERCISES:
+        raise WeirError(f"exercises are {', '.join(EXERCISES)}, not {exercises!r}")
+    if exercises == "off":
+        recipe = replace(recipe, exercise_rows=0)
+    books = read_books(text)
+    size = sum(len(book.encode()) for book in books)
+    if size < recipe.least:  # no tokenizer makes more tokens than there are bytes
+        raise WeirError(
+            f"{text} has {size:,} bytes; samples of {recipe.length} take {recipe.least:,} tokens "
+            "or more: give more text, or a shorter length"
+        )
+    begun = {"text": _digest(books), "vocabulary": vocabulary}
+    processes = Processes.here()
+    with _folder(out, begun, recipe, processes) as work:
+        common = shared or work
+        if processes.is_first:
+            common.mkdir(parents=True, exist_ok=True)
+            corpus.load_or_train(common / "base.json", books, vocabulary)
+        processes.wait()
+        backend = corpus.load_or_train(common / "base.json", books, vocabulary)
+        tokenizer = corpus.with_sinks(backend, recipe.kind.count)
+        recipe = _with_exercises(recipe, tokenizer, exercises, on_note)
+        if (filled := backend.get_vocab_size()) < vocabulary:
+            on_note(f"the text fills a vocabulary of {filled:,} tokens, not {vocabulary:,}")
+        if processes.is_first:
+            corpus.load_or_encode(common / "tokens.npy", books, tokenizer)
+        processes.wait()
+        tokens = corpus.load_or_encode(common / "tokens.npy", books, tokenizer)
+        if fit_tokens:
+            recipe = replace(recipe, tokens=fitting(recipe.tokens, len(tokens)))
+        lesson = Lesson.of(recipe, tokenizer, tokens)
+        if processes.is_first:
+            _note_down(work, begun, recipe)
+    model = loop.train(
+        recipe, tokenizer, lesson, work, processes=processes, compiled=compiled, on_step=on_step
+    )
+    if processes.is_first:
+        _finish(model, tokenizer, work, out)
+    processes.wait()
+    # Read back, for the weights have been rounded.
+    saved = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32)
+    saved.to(processes.device)  # type: ignore[arg-type]
+    return {
+        **loop.figures(saved, lesson),
+        "vocabulary": len(tokenizer),
+        "recipe": asdict(recipe),
+    }
+
+
+def fitting(most: int, size: int) -> int:
+    """How many tokens, at `most`, to train on where the text has `size`."""
+    return min(most, max(FEWEST, PASSES * size))
+
+
+def _digest(books: list[str]) -> str:
+    """What a text is known by."""
+    digest = hashlib.sha256()
+    for book in books:
+        digest.update(book.encode())
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
+def _with_exercises(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    exercises: str,
+    on_note: Callable[[str], None],
+) -> Recipe:
+    """The recipe, without its exercises where they are not to be had and need not be."""
+    if not recipe.exercise_rows:
+        return recipe
+    try:
+        Words.of(tokenizer)
+    except WeirError as error:
+        if exercises == "on":
+            raise
+        on_note(f"training on the text alone, without exercises: {error}")
+        return replace(recipe, exercise_rows=0)
+    return recipe
+
+
+@contextmanager
+def _folder(
+    out: Path, begun: dict[str, Any], recipe: Recipe, processes: Processes
+) -> Iterator[Path]:
+    """The folder of a run, checked; what was made is taken away where it comes to nothing.
+
+    Raises:
+        WeirError: it cannot be written to, or holds another model or run.
+    """
+    work = out / WORK
+    first_new = next((p for p in [*reversed(work.parents), work] if not p.exists()), None)
+    _check_old(work, out, begun, recipe)
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        probe = work / f"probe-{processes.rank}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise WeirError(f"cannot write to {out}: {error.strerror}") from None
+    try:
+        yield work
+    except WeirError:
+        if first_new is not None:
+            shutil.rmtree(first_new, ignore_errors=True)
+        raise
+
+
+def _check_old(work: Path, out: Path, begun: dict[str, Any], recipe: Recipe) -> None:
+    """Refuse a folder with a model that is not this run's, or with another run."""
+    noted = work / "run.json"
+    if not noted.exists():
+        if (out / "config.json").exists():
+            raise WeirError(f"{out} holds a model that was not trained there: give another folder")
+        return
+    try:
+        old = json.loads(noted.read_text("utf-8"))
+        same_text, same_vocabulary = (old[name] == begun[name] for name in ("text", "vocabulary"))
+        of_old = old["recipe"]
+    except (ValueError, KeyError, TypeError):
+        raise WeirError(f"{noted} cannot be read: give another folder") from None
+    if not same_text:
+        raise WeirError(f"{out} holds a run on another text: give that text, or another folder")
+    if not same_vocabulary:
+        raise WeirError(
+            f"{out} was begun with vocabulary={old['vocabulary']}, not {begun['vocabulary']}: give "
+            "that, or another folder"
+        )
+    # Exercises may yet be left out, for words that the tokenizer lacks: that is seen later.
+    checkpoint.check_same(
+        replace(recipe, exercise_rows=0), {**of_old, "exercise_rows": 0}, str(out)
+    )
+
+
+def _note_down(work: Path, begun: dict[str, Any], recipe: Recipe) -> None:
+    """Write what the run was begun with; refuse where exercises have come or gone."""
+    noted = work / "run.json"
+    if noted.exists():
+        old = json.loads(noted.read_text("utf-8"))
+        checkpoint.check_same(recipe, old["recipe"], str(work.parent))
+    unfinished = noted.with_suffix(".tmp")
+    unfinished.write_text(json.dumps({**begun, "recipe": asdict(recipe)}, indent=1) + "\n", "utf-8")
+    unfinished.replace(noted)
+
+
+def _finish(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, work: Path, out: Path
+) -> None:
+    """Put the model into its folder, its configuration last: with it the folder is a model."""
+    whole = work / "model"
+    model.to(torch.bfloat16).save_pretrained(whole)  # type: ignore[arg-type]
+    tokenizer.save_pretrained(whole)
+    names = sorted(path.name for path in whole.iterdir())
+    for name in sorted(names, key="config.json".__eq__):
+        (whole / name).replace(out / name)
+    with contextlib.suppress(OSError):
+        whole.rmdir()
+    plot_losses({out.name: work / "loss.csv"}, work / "loss.png", f"Training {out.name}")

@@ -1,0 +1,132 @@
+"""The log of a run: a line of CSV a step, and the loss curves drawn from such logs.
+
+Knows nothing of models. A run that goes on from a checkpoint drops the lines after it, so that no
+step stands there twice.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import numpy as np
+
+COLUMNS = (
+    "step",
+    "tokens",
+    "loss",
+    "objective",
+    "sink_loss",
+    "rate",
+    "tokens_per_s",
+    "held_out_loss",
+    "recall",
+)
+"""`loss` is the text's alone, without what the sink predicts, so that models with different sinks
+can be compared; `objective` is what is minimised. The last two are known at checkpoints only."""
+
+
+class Log:
+    """Writes a run's log; what it holds of steps after `done` is dropped first.
+
+    Args:
+        path: the .csv.
+        done: steps that the run has behind it.
+        writing: false for a process that leaves the log to another.
+    """
+
+    def __init__(self, path: Path, done: int, *, writing: bool = True) -> None:
+        self._file: TextIO | None = None
+        if not writing:
+            return
+        kept = [row for row in read_log(path) if row["step"] <= done] if path.exists() else []
+        unfinished = path.with_suffix(".tmp")
+        with unfinished.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(kept)
+        unfinished.replace(path)
+        self._file = path.open("a", newline="", encoding="utf-8")
+        self._writer = csv.DictWriter(self._file, COLUMNS, lineterminator="\n")
+
+    def write(self, facts: Mapping[str, Any]) -> None:
+        """Add a step's line; it is in the file when this returns."""
+        if self._file is None:
+            return
+        self._writer.writerow({name: facts.get(name, "") for name in COLUMNS})
+        self._file.flush()
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log; numbers as numbers, what is not known as "".
+
+    A last line that is torn is left out.
+    """
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if None not in row.values()]
+    return [
+        {
+            name: "" if value == "" else int(value) if name in ("step", "tokens") else float(value)
+            for name, value in row.items()
+        }
+        for row in rows
+    ]
+
+
+def smoothed(values: np.ndarray, share: float = 0.02) -> np.ndarray:
+    """A running mean over the last `share` of all values, and never fewer than there are yet."""
+    span = max(1, round(len(values) * share))
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    upto = np.arange(1, len(values) + 1)
+    since = np.maximum(upto - span, 0)
+    return (total[upto] - total[since]) / (upto - since)
+
+
+def plot_losses(logs: Mapping[str, Path], out: Path, title: str) -> None:
+    """Draw the loss curves of one or more runs: of the text they train on, and held out (dots).
+
+    Args:
+        logs: the log of each run, by its name.
+        out: the .png to write.
+        title: stands above.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+    axes = figure.subplots()
+    highest = 0.0
+    for name, path in logs.items():
+        rows = read_log(path)
+        tokens = np.array([row["tokens"] for row in rows]) / 1e6
+        losses = smoothed(np.array([row["loss"] for row in rows]))
+        [line] = axes.plot(tokens, losses, label=name, linewidth=1.4)
+        looks = [
+            (row["tokens"] / 1e6, row["held_out_loss"]) for row in rows if row["held_out_loss"]
+        ]
+        if looks:
+            axes.plot(*zip(*looks, strict=True), "o", color=line.get_color(), markersize=3)
+        highest = max(highest, losses[len(losses) // 20])
+    # The fall from guessing at the very beginning would press all else together.
+    axes.set_ylim(top=highest)
+    axes.set_title(title)
+    axes.set_xlabel("tokens of text trained on (millions)")
+    axes.set_ylabel("loss (nats per token); dots: held out")
+    axes.grid(alpha=0.3)
+    if len(logs) > 1:
+        axes.legend()
+    figure.savefig(out, dpi=130)

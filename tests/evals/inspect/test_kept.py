@@ -1,0 +1,158 @@
+"""What a policy keeps, moment by moment: by hand, and slot for slot as the layers say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weir
+from weir.errors import PolicyError, WeirError
+from weir.evals.inspect.kept import (
+    COLUMNS,
+    chosen,
+    follow,
+    narrowed,
+    only,
+    section,
+    strip,
+)
+from weir.evals.inspect.section import Asked
+
+TEXT = "All happy families are alike; each unhappy family is unhappy in its own way. " * 40
+
+
+@pytest.fixture(scope="module")
+def nano():
+    return weir.load("nano")
+
+
+def asked_of(model, **more):
+    return Asked(model, None, "a model", "", **more)
+
+
+def test_streaming_llm_by_hand(llama, ids):
+    steps = []
+    asked = asked_of(llama, on_step=lambda done, of: steps.append((done, of)))
+    # Folds come after 64 and 128 tokens.
+    found = follow(asked, "sink(2) | recent(30)", ids(1, 150)[0], [50, 64, 140])
+    assert steps == [(1, 3), (2, 3), (3, 3)]
+    sinks, recent, new = range(3)
+    first, second, third = (strip(holding, 150, (0, 1), (0, 1)) for holding in found)
+    wanted = torch.full((4, 150), -2)
+    wanted[:, :50] = new
+    assert torch.equal(first, wanted)
+    wanted[:, :64] = -1
+    wanted[:, :2], wanted[:, 34:64] = sinks, recent
+    assert torch.equal(second, wanted)
+    wanted[:, :140] = -1
+    wanted[:, :2], wanted[:, 98:128], wanted[:, 128:140] = sinks, recent, new
+    assert torch.equal(third, wanted)
+
+
+def test_heads_that_keep_their_own_are_shown_head_by_head(llama, ids):
+    text = ids(1, 200)
+    (holding,) = follow(asked_of(llama), "recent(20) | heavy(20)", text[0], [200])
+    got = strip(holding, 200, (0, 1), (0, 1))
+    stream = weir.Stream(llama, "recent(20) | heavy(20)")
+    stream.feed(text)
+    for layer in range(2):
+        has = stream.slots(layer)
+        for head in range(2):
+            line = got[2 * layer + head]
+            for pool, name in enumerate(has.pools):
+                mine = has.position[0, head, has.pool[0, head] == pool]
+                assert torch.equal(
+                    (line == holding.pools.index(name)).nonzero()[:, 0], mine.sort()[0]
+                )
+    assert len({tuple((line == 1).tolist()) for line in got}) == 4  # each head has its own
+
+
+def test_chosen_layers_and_heads_are_counted_alone(llama, ids):
+    asked = asked_of(llama, layers=(1,), heads=(3,))  # query head 3 reads KV head 1
+    assert chosen(asked) == ((1,), (1,))
+    text = ids(1, 200)[0]
+    (all_of,) = follow(asked_of(llama), "recent(20) | heavy(20)", text, [200])
+    (holding,) = follow(asked, "recent(20) | heavy(20)", text, [200])
+    assert holding.pairs == 1 and {held.pairs for held in holding.tokens()} == {1}
+    lines = strip(all_of, 200, (0, 1), (0, 1))  # layer by layer
+    assert torch.equal(strip(holding, 200, (1,), (1,)), lines[3:])
+    second_heads = only(all_of, (0, 1), (1,))
+    assert second_heads.pairs == 2
+    assert torch.equal(strip(second_heads, 200, (0, 1), (1,)), lines[1::2])
+
+
+def test_a_picture_of_many_tokens_mixes_neighbours():
+    image = torch.zeros(2, 3 * COLUMNS - 1, 3)
+    image[0, 3] = 1.0
+    small = narrowed(image)
+    assert small.shape == (2, COLUMNS, 3)
+    assert small[0, 1].tolist() == pytest.approx([1 / 3] * 3)
+    assert float(small.sum()) == pytest.approx(1.0)
+    assert torch.equal(narrowed(image[:, :COLUMNS]), image[:, :COLUMNS])
+
+
+def test_the_section_shows_every_quarter(nano):
+    told = section(Asked(*nano, "nano", TEXT, policy="sink(4) | recent(28)", tokens=256))
+    assert told.table is not None
+    assert told.table.heads == (
+        "tokens read",
+        "held by some",
+        "held by all",
+        "sink, slots",
+        "recent, slots",
+        "new, slots",
+    )
+    assert told.table.rows == (
+        ("64", "32", "32", "4.0", "28.0", "0.0"),
+        ("128", "32", "32", "4.0", "28.0", "0.0"),
+        ("192", "32", "32", "4.0", "28.0", "0.0"),
+        ("256", "32", "32", "4.0", "28.0", "0.0"),
+    )
+    assert [moment["seen"] for moment in told.facts["moments"]] == [64, 128, 192, 256]
+    assert told.facts["policy"] == "sink(4) | recent(28)"
+    (picture,) = told.pictures
+    assert len(picture.figure.axes) == 4
+    assert "tokens" in picture.figure.axes[-1].get_xlabel() and picture.figure.get_supylabel()
+    labels = [text.get_text() for text in picture.figure.legends[0].get_texts()]
+    assert labels == ["sink", "recent", "new", "gone"]
+    assert "speak for others" not in told.text and told.fragment and told.style
+
+
+def test_a_policy_that_weighs_is_said_to(nano):
+    policy = "sink(4) | recent(28) | balance(32, block=16)"
+    told = section(Asked(*nano, "nano", TEXT, policy=policy, tokens=400))
+    assert "Slots of this policy speak for others too" in told.text
+    assert "in the numerator" in told.fragment
+
+
+def test_what_holds_nothing_and_what_cannot_be_read_is_refused(nano):
+    with pytest.raises(WeirError, match=r"recompute reads its window anew .* name another policy"):
+        section(Asked(*nano, "nano", TEXT, policy="recompute(budget=64)"))
+    with pytest.raises(PolicyError):
+        section(Asked(*nano, "nano", TEXT, policy="sink(4) | recnt(28)"))
+    with pytest.raises(WeirError, match="3 tokens are too few; take a text of 8 or more"):
+        section(Asked(*nano, "nano", "so it"))
+    with pytest.raises(WeirError, match="5,000 tokens are too many for one picture"):
+        section(Asked(*nano, "nano", TEXT, tokens=5000))
+
+
+def test_the_model_is_as_it_was_afterwards(fresh_llama, ids):
+    model = fresh_llama()
+    with torch.no_grad():
+        before = model(ids(1, 20)).logits
+        follow(asked_of(model), "sink(1) | recent(4)", ids(1, 20)[0], [20])
+        assert torch.equal(model(ids(1, 20)).logits, before)
+    assert not model.model._forward_hooks and not model.model._forward_pre_hooks
+
+
+def test_moments_are_those_that_are_named(nano):
+    told = section(Asked(*nano, "nano", TEXT, tokens=100, moments=(90, 7, 90)))
+    assert [moment["seen"] for moment in told.facts["moments"]] == [7, 90]
+    assert "looked at after 7, 90 tokens" in told.text
+    for moments, why in (
+        ((101,), "no moment after 101 tokens; 100 tokens of the text are read"),
+        ((0, 5), "no moment after 0 tokens"),
+        (tuple(range(1, 30)), "29 moments are too many; take 12 at most"),
+    ):
+        with pytest.raises(WeirError, match=why):
+            section(Asked(*nano, "nano", TEXT, tokens=100, moments=moments))

@@ -1,0 +1,169 @@
+"""Keys and values as a cache holds them, turned back, and what the section says of them."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from reference.models import make, tokens
+
+import weir
+from weir.errors import WeirError
+from weir.evals.attention_error.capture import capture_each
+from weir.evals.inspect.covering import cover
+from weir.evals.inspect.keys import (
+    KEYS,
+    TURNED,
+    VALUES,
+    Vectors,
+    cloud_of,
+    kinds_of,
+    layers_of,
+    measure,
+    section,
+    some_of,
+)
+from weir.evals.inspect.section import Asked
+
+TEXT = "All happy families are alike; each unhappy family is unhappy in its own way. " * 12
+
+
+@pytest.fixture(scope="module")
+def nano():
+    return weir.load("nano")
+
+
+def asked_of(model, **more):
+    return Asked(model, None, "a model", "", **more)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-yarn", "falcon", "phi3", "bloom", "gemma3"])
+def test_keys_are_those_that_a_cache_holds(family):
+    model, text = make(family), tokens(1, 20)
+    stream = weir.Stream(model, "dense", positions="original")
+    stream.feed(text)
+    for layer, kinds in capture_each(model, text[0], kinds_of).items():
+        held = stream.slots(layer)
+        torch.testing.assert_close(kinds[KEYS], held.keys, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(kinds[VALUES], held.values, rtol=1e-4, atol=1e-4)
+
+
+def test_turned_back_keys_are_those_before_rotation(llama, ids):
+    text = ids(1, 30)[0]
+    layer = llama.model.layers[0]
+    with torch.no_grad():
+        inner = layer.input_layernorm(llama.model.embed_tokens(text))
+        wanted = layer.self_attn.k_proj(inner).view(30, 2, 16).transpose(0, 1)
+    kinds = capture_each(llama, text, kinds_of, [0])[0]
+    torch.testing.assert_close(kinds[TURNED][0], wanted, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(kinds[KEYS][0], wanted, atol=0.1)
+
+
+def test_keys_that_are_not_rotated_are_not_turned_back():
+    kinds = capture_each(make("bloom"), tokens(1, 20)[0], kinds_of)
+    assert all(list(of) == [KEYS, VALUES] for of in kinds.values())
+    measured, _ = measure(asked_of(make("bloom")), tokens(1, 20), [0])
+    assert {it.kind for it in measured} == {KEYS, VALUES}
+
+
+def test_scores_are_of_the_chosen_layers_and_heads_without_the_first_token(llama, ids):
+    texts = ids(2, 40)
+    measured, vectors = measure(asked_of(llama, heads=(3,), seed=5), texts, [1])
+    assert [(it.layer, it.head, it.kind) for it in measured] == [
+        (1, 1, kind)
+        for kind in (KEYS, TURNED, VALUES)  # query head 3 reads KV head 1
+    ]
+    for number, text in enumerate(texts):
+        kinds = capture_each(llama, text, kinds_of, [1])[1]
+        for it in measured:
+            points = kinds[it.kind][0, [1], 1:]
+            covering = cover(points, 5 + 1000 * number + 1)
+            assert it.scores[number] == float(covering.score)
+            assert it.radius[number] == covering.radius[0].tolist()
+            assert it.control[number] == covering.control[0].tolist()
+    assert [(it.layer, it.head, it.kind) for it in vectors] == [(1, 1, KEYS), (1, 1, VALUES)]
+    assert all(len(it.points) == 39 for it in vectors)
+
+
+def test_layers_are_spread_from_the_first_to_the_last():
+    assert some_of(range(32)) == (0, 8, 16, 23, 31)
+    assert some_of(range(4)) == (0, 1, 2, 3)
+    assert some_of(range(1)) == (0,)
+    assert some_of((2, 7)) == (2, 7)
+    assert layers_of(asked_of(make("llama"))) == (0, 1)
+    assert layers_of(asked_of(make("llama"), layers=(1,))) == (1,)
+
+
+def test_a_plane_keeps_neighbours_together_and_comes_again_with_its_seed():
+    generator = torch.Generator().manual_seed(1)
+    middles = 20 * torch.randn(3, 8, generator=generator)
+    points = middles.repeat_interleave(12, dim=0) + torch.randn(36, 8, generator=generator)
+    cloud = cloud_of(Vectors(0, 0, KEYS, points), seed=3)
+    assert torch.equal(cloud.place, cloud_of(Vectors(0, 0, KEYS, points), seed=3).place)
+    nearest = torch.cdist(cloud.place, cloud.place).fill_diagonal_(torch.inf).argmin(dim=1)
+    assert torch.equal(nearest // 12, torch.arange(36) // 12)
+    assert int(cloud.centre.sum()) == 16 and bool(cloud.centre[0])
+    # Three picks are one of each cluster, so the first three centres are far apart.
+    assert len({int(n) // 12 for n in cloud.centre.nonzero().flatten()}) == 3
+
+
+def test_tokens_that_are_all_the_same_have_a_plane_too():
+    cloud = cloud_of(Vectors(0, 0, KEYS, torch.ones(12, 4)), seed=0)
+    assert cloud.place.isfinite().all() and int(cloud.centre.sum()) == 6
+
+
+def test_the_section_says_the_same_for_the_same_seed(nano):
+    told, again = (section(Asked(*nano, "nano", TEXT, tokens=48, seed=2)) for _ in range(2))
+    assert told.facts == again.facts and told.text == again.text
+    assert told.facts["passages"] == 5 and told.facts["tokens"] == 48
+    assert len(told.facts["heads"]) == 4 * 2 * 3
+    assert told.table is not None and len(told.table.rows) == 9
+    assert [picture.name for picture in told.pictures] == [
+        "keys-plane",
+        "keys-covering",
+        "keys-scores",
+    ]
+    plane, covering, scores = (picture.figure for picture in told.pictures)
+    assert len(plane.axes) == 9 and plane.get_supxlabel() and plane.get_supylabel()
+    for figure in (covering, scores):
+        (axes,) = figure.axes
+        assert axes.get_xlabel() and axes.get_ylabel()
+        labels = [text.get_text() for text in figure.legends[0].get_texts()]
+        assert labels == [KEYS, TURNED, VALUES]
+
+
+def test_steps_are_told_up_to_the_last(nano):
+    steps = []
+    section(
+        Asked(*nano, "nano", TEXT, tokens=32, layers=(0, 2), on_step=lambda *s: steps.append(s))
+    )
+    assert steps == [(n + 1, 14) for n in range(14)]  # 5 passages and 2 planes of 2 layers
+
+
+def test_many_heads_share_rows_of_the_table():
+    from weir.evals.inspect.keys import _table
+    from weir.evals.inspect.keys_pictures import Measured
+
+    def measured(layer, head, kind, score):
+        return Measured(layer, head, kind, (1, 2), [[1.0, 1.0]], [[1.0, 1.0]], [score])
+
+    few = [measured(layer, head, KEYS, 0.1 * layer) for layer in range(2) for head in range(3)]
+    assert [row[0] for row in _table(few).rows][:2] == ["layer 0, head 0", "layer 0, head 1"]
+    many = [measured(layer, head, KEYS, 0.1 * layer) for layer in range(2) for head in range(30)]
+    assert _table(many).rows == (("layer 0", "0.00"), ("layer 1", "0.10"), ("all", "0.05"))
+
+
+def test_without_scikit_learn_the_extra_is_named(nano, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.setitem(sys.modules, "sklearn.manifold", None)
+    with pytest.raises(WeirError, match=r'pip install "weir\[inspect\]"'):
+        section(Asked(*nano, "nano", TEXT))
+
+
+def test_a_short_text_is_one_passage_and_a_shorter_one_is_refused(nano):
+    told = section(Asked(*nano, "nano", "so it goes, and so it ends", layers=(0,)))
+    assert told.facts["passages"] == 1 and told.facts["tokens"] < 30
+    assert told.facts["heads"][0]["reach"] is None
+    with pytest.raises(WeirError, match=r"3 tokens are too few; take a text, .* of 9 or more"):
+        section(Asked(*nano, "nano", "so it"))

@@ -1,0 +1,294 @@
+"""The sink experiment at toy size, its figures against direct computations, and its verdicts."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from roundings import close
+from transformers import LlamaConfig
+
+import weir
+from weir.errors import WeirError
+from weir.evals.sinks import Asked, findings, measure, paper, run, tables, write_page
+from weir.models.loading import ASSETS
+from weir.stream import read_text
+from weir.train import PRESETS, WORK, Preset, Recipe
+
+TOY = Preset(
+    Recipe(
+        tokens=30 * 4 * 64,
+        rows=4,
+        length=64,
+        width=32,
+        layers=2,
+        heads=2,
+        kv_heads=2,
+        inner=64,
+        optimizer="adamw",
+        exercise_rows=0,
+        rate=1e-2,
+        sink="none",
+    ),
+    400,
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("books") / "book.txt"
+    path.write_text(read_text(ASSETS / "war-and-peace.txt.xz")[8000:38000], "utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def asked(text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("sinks")
+    return Asked(text, out, TOY, read=2000, samples=8, compiled=False)
+
+
+@pytest.fixture(scope="module")
+def result(asked):
+    return run(asked)
+
+
+# --- the experiment
+
+
+def test_every_model_is_streamed_with_every_configuration(asked, result):
+    assert list(result["models"]) == list(paper.VARIANTS)
+    for sink, model in result["models"].items():
+        assert set(model["ppl"]) == {"0", "1", "2", "4"}
+        assert all(1 < ppl < 400 for ppl in model["ppl"].values())
+        loaded, tokenizer = weir.load(str(asked.folder(sink)))
+        assert model["front"] == len(tokenizer("")["input_ids"])
+        assert loaded.config.max_position_embeddings == 64 + model["front"]
+    assert [model["front"] for model in result["models"].values()] == [0, 0, 1, 2]
+    assert len(result["findings"]) == 11
+
+
+def test_the_models_differ_in_nothing_but_their_sink(asked, result):
+    notes = [
+        json.loads((asked.folder(sink) / WORK / "run.json").read_text()) for sink in asked.sinks
+    ]
+    for note in notes:
+        assert note["recipe"].pop("sink") in asked.sinks
+    assert all(note == notes[0] for note in notes)
+
+
+def test_a_run_that_is_over_computes_nothing_again(asked, result, monkeypatch):
+    def again(*given):
+        raise AssertionError("measured again")
+
+    for name in ("stream_losses", "inside_window", "attention_shares"):
+        monkeypatch.setattr(measure, name, again)
+    assert run(asked) == result
+    # Other settings are other figures.
+    with pytest.raises(AssertionError, match="measured again"):
+        run(replace(asked, read=2500))
+
+
+def test_the_experiment_is_written_as_page_table_and_pictures(asked, result, tmp_path):
+    logs = {sink: asked.folder(sink) / WORK / "loss.csv" for sink in asked.sinks}
+    files = write_page(result, logs, tmp_path)
+    assert {file.name for file in files} == {path.name for path in tmp_path.iterdir()}
+    page = (tmp_path / "sinks.md").read_text("utf-8")
+    for finding in result["findings"]:
+        assert f"| {finding['claim']} | {finding['verdict']} |" in page
+    for number in ("18.49", "29,214", "25.73", f"{result['models']['zero']['ppl']['1']:,.2f}"):
+        assert number in page
+    assert json.loads((tmp_path / "sinks.json").read_text())["models"].keys() == logs.keys()
+    with (tmp_path / "sinks.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 4 * 4 * 2
+    of_zero = [row for row in rows if (row["model"], row["sinks"]) == ("zero", "1")]
+    assert float(of_zero[0]["ppl"]) == result["models"]["zero"]["ppl"]["1"]
+    assert of_zero[0]["paper_ppl"] == "19.9" and of_zero[0]["recent"] == "31"
+    for name in ("sinks-ppl.png", "sinks-loss.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_papers_figures_stand_beside_ours(result):
+    perplexity = tables(result)[0]
+    assert perplexity.rows[1] == ("Vanilla, paper", "27.87", "18.49", "18.05", "18.05")
+    assert perplexity.rows[0][0] == "Vanilla, here"
+    assert len(perplexity.rows) == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"sinks": ()}, "name each sink once, not none at all"),
+        ({"sinks": ("learnable", "learnable:1")}, "name each sink once"),
+        ({"sinks": ("taught",)}, "choose learnable"),
+        ({"sinks": ("some",)}, "a sink is none"),
+        ({"budget": 4}, "4 slots has no room for 4 initial tokens"),
+        ({"budget": 60}, "60 slots and 15 tokens between folds are more than the window of 64"),
+        ({"read": 1999}, "1,999 tokens are too few to stream: choose 2,000"),
+        ({"held_out": ()}, "no held-out text"),
+    ],
+)
+def test_an_experiment_that_makes_no_sense_is_refused(text, tmp_path, changes, sentence):
+    with pytest.raises(WeirError, match=sentence):
+        Asked(text, tmp_path, TOY, **changes)
+
+
+def test_a_held_out_text_that_is_too_short_is_refused(asked, result):
+    with pytest.raises(WeirError, match="tokens, and 900,000 are to be streamed"):
+        run(replace(asked, read=900_000))
+
+
+def test_the_presets_of_the_experiment_stream_half_their_window(text, tmp_path):
+    asked = Asked(text, tmp_path)
+    assert (asked.slots, asked.tail) == (128, 32)
+    assert asked.preset is PRESETS["small"]
+
+
+# --- what is measured
+
+
+@pytest.fixture(scope="module")
+def model(asked, result):
+    loaded, _ = weir.load(str(asked.folder("learnable:2")), dtype="float32")
+    return loaded
+
+
+def test_stream_losses_are_those_of_plain_attention_while_everything_is_held(model):
+    text = torch.randint(5, 390, (1001,), generator=torch.Generator().manual_seed(0))
+    front = [0, 400]
+    policy = measure.policy_of_config(4, 2000)
+    got = measure.stream_losses(model, front, text, policy, 16)
+    ids = torch.cat([torch.tensor(front), text])[None]
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0].double()
+    # The first token of the text has only the sinks before it: it does not count.
+    wanted = torch.nn.functional.cross_entropy(logits[2:-1], text[1:], reduction="none")
+    close(torch.tensor(got), wanted.view(2, 500).mean(1), terms=1000)
+
+
+def test_configurations_are_the_policies_of_the_paper():
+    assert measure.policy_of_config(0, 128) == "window(budget=128)"
+    assert measure.policy_of_config(4, 128) == "streaming_llm(budget=128, sinks=4)"
+    for x in paper.CONFIGS:
+        weir.policy(measure.policy_of_config(x, 128))
+
+
+def test_attention_shares_are_those_of_output_attentions(model):
+    text = np.random.default_rng(0).integers(5, 390, 500)
+    front = [0, 400]
+    got = measure.attention_shares(model, front, text, 40, 3)
+    rows = measure._with_front(front, measure._passages(text, 40, 3, np.random.default_rng(15)))
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        maps = model(input_ids=rows, output_attentions=True).attentions
+    model.set_attn_implementation("sdpa")
+    for layer, found in zip(maps, got, strict=True):
+        late = layer[:, :, 21:].double()
+        assert found["first"] == pytest.approx(float(late[..., 0].mean()), rel=1e-4)
+        assert found["first_4"] == pytest.approx(float(late[..., :4].sum(-1).mean()), rel=1e-4)
+        assert found["nowhere"] == pytest.approx(0, abs=1e-5)
+        assert found["even"] == pytest.approx(np.mean([1 / n for n in range(22, 43)]))
+
+
+def test_a_zero_sink_takes_attention_from_everywhere(asked, result):
+    for layer in result["models"]["zero"]["attention"]:
+        assert 0.001 < layer["nowhere"] < 0.5
+
+
+class Oracle(torch.nn.Module):
+    """Has logits for what follows each token, whatever was before it [50, 50]."""
+
+    device = torch.device("cpu")
+    config = LlamaConfig(vocab_size=50)
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+    def forward(self, input_ids, use_cache):
+        return type("Out", (), {"logits": self.table[input_ids]})
+
+
+def following(step):
+    """The logits of one who says that n + step follows n [50, 50]."""
+    return 20.0 * torch.eye(50)[(torch.arange(50) + step) % 50]
+
+
+def test_abilities_are_those_of_a_model_that_knows_what_follows_and_of_one_that_does_not():
+    cycle = np.arange(4000) % 50
+    knows, errs = Oracle(following(1)), Oracle(following(7))
+    front = [3]
+    for name in ("last_word", "recall"):
+        ask = measure.ABILITIES[name]
+        assert ask(knows, front, cycle, 40, 64)["accuracy"] == 1
+        assert ask(errs, front, cycle, 40, 64)["accuracy"] == 0
+    # Of four continuations of a cycle the others are wrong only where they begin.
+    noise = np.random.default_rng(0).integers(0, 50, 4000)
+    guesses = Oracle(torch.randn(50, 50, generator=torch.Generator().manual_seed(0)))
+    chosen = measure.continuation(guesses, front, noise, 40, 400)
+    assert 0.15 < chosen["accuracy"] < 0.35
+    # Who finds all alike has not chosen.
+    even = Oracle(torch.zeros(50, 50))
+    assert measure.continuation(even, front, noise, 40, 64)["accuracy"] == 0
+    assert measure.continuation(knows, front, cycle, 40, 64)["accuracy"] > 0.9
+    assert np.isclose(measure.inside_window(knows, front, cycle, 40, 5), 0, atol=1e-4).all()
+
+
+# --- verdicts
+
+
+def losses(*, plus=0.0, spread=0.001, count=20):
+    return (3 + plus + spread * np.random.default_rng(1).standard_normal(count)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("plus", "spread", "needs", "without"),
+    [
+        (0.5, 0.001, "reproduced", "not reproduced"),
+        (0.0, 0.001, "not reproduced", "reproduced"),
+        (-0.2, 0.001, "not reproduced", "reproduced"),
+        (0.02, 0.2, "not settled", "not settled"),
+        (0.5, 5.0, "not settled", "not settled"),
+    ],
+)
+def test_a_verdict_takes_the_whole_interval_on_one_side(plus, spread, needs, without):
+    worse, base = losses(plus=plus, spread=spread), [3.0] * 20
+    assert findings.needs("", worse, base, "").verdict == needs
+    assert findings.does_without("", worse, base, "").verdict == without
+
+
+def test_excess_is_a_factor_of_perplexity_from_paired_blocks():
+    base = np.random.default_rng(0).normal(3, 1, 30)  # blocks differ more than models do
+    found = findings.needs("c", (base + np.log(1.1)).tolist(), base.tolist(), "w")
+    assert found.excess == pytest.approx(0.1)
+    assert found.low == pytest.approx(0.1) and found.high == pytest.approx(0.1)
+    assert found.verdict == "reproduced"
+
+
+def test_one_block_settles_nothing():
+    assert findings.needs("", [9.0], [1.0], "").verdict == "not settled"
+
+
+def test_the_papers_claims_are_compared_as_it_has_them():
+    blocks = {
+        model: {
+            str(x): losses(plus=float(np.log(ppl)) - 3)
+            for x, ppl in zip(paper.CONFIGS, figures, strict=True)
+        }
+        for model, figures in paper.PERPLEXITY.items()
+    }
+    inside = {model: losses() for model in paper.PERPLEXITY}
+    found = findings.findings(blocks, inside)
+    assert {finding.verdict for finding in found} == {"reproduced"}
+    assert len(found) == 11
+    assert not findings.findings({}, {})
+
+
+def test_that_a_sink_is_enough_is_not_settled_where_none_is_needed():
+    same = {str(x): losses() for x in paper.CONFIGS}
+    found = findings.findings({"learnable": same}, {})
+    assert [finding.verdict for finding in found] == ["not reproduced", "not settled"]

@@ -1,0 +1,141 @@
+"""What must hold of every policy in a model, for the tests of pools and policies to ask.
+
+A batch's rows read as they would alone, a restored stream goes on bit for bit, and a model reads as
+with naive pools. Knows nothing about any pool.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import torch
+from reference.naive import Naive
+from roundings import close_runs
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import weir
+
+
+@torch.no_grad()
+def fed(
+    model: PreTrainedModel,
+    cache: weir.StreamingCache,
+    tokens: Tensor,
+    sizes: list[int] | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Logits of all tokens, fed in forwards of the given sizes [batch, length, vocabulary]."""
+    start, parts = 0, []
+    for size in sizes or [tokens.shape[1]]:
+        stop = start + size
+        seen = None if mask is None else mask[:, :stop]
+        piece = tokens[:, start:stop]
+        parts.append(model(piece, attention_mask=seen, past_key_values=cache).logits)
+        start = stop
+    assert start == tokens.shape[1]
+    return torch.cat(parts, dim=1)
+
+
+def holds_as(held: weir.StreamingCache | weir.Stream, twin: Naive) -> None:
+    """Every head of every layer holds the same tokens as in the naive loop; of the first row."""
+    config = twin.model.config
+    heads = range(config.num_key_value_heads)
+    for layer, head in itertools.product(range(config.num_hidden_layers), heads):
+        wanted = sorted(t.position for t in twin.slots(layer, head))
+        assert _tokens(held.slots(layer).position[0])[head] == wanted
+
+
+def reads_as(stream: weir.Stream, twin: Naive, tokens: Tensor, whole: int = 0) -> None:
+    """The stream and the naive loop read the same [1, length], `whole` tokens of it at once."""
+    parts = [stream.feed(tokens[:, :whole], all_logits=True)] if whole else []
+    parts.append(stream.feed(tokens[:, whole:], all_logits=True))
+    told = [twin.feed(tokens[0, :whole].tolist(), at_once=True)] if whole else []
+    told.append(twin.feed(tokens[0, whole:].tolist()))
+    close_runs(torch.cat(parts, dim=1)[0], torch.cat(told), twin.model)
+    holds_as(stream, twin)
+
+
+def rows_read_alone(
+    model: PreTrainedModel,
+    policy: str,
+    tokens: Tensor,
+    pads: list[int],
+    sizes: list[int] | None = None,
+    **options: Any,
+) -> None:
+    """Each row of a batch reads and holds what it would by itself.
+
+    Args:
+        model: the model.
+        policy: the policy.
+        tokens: [batch, length].
+        pads: of each row, how many tokens at its beginning are padding.
+        sizes: in which the batch is fed; a row alone is fed at once.
+        options: of the caches.
+    """
+    mask = torch.ones_like(tokens)
+    for row, padding in enumerate(pads):
+        mask[row, :padding] = 0
+    together = weir.StreamingCache(model, policy, **options)
+    got = fed(model, together, tokens, sizes, mask)
+    for row, padding in enumerate(pads):
+        alone = weir.StreamingCache(model, policy, **options)
+        wanted = fed(model, alone, tokens[row : row + 1, padding:])
+        close_runs(got[row, padding:], wanted[0], model)
+        for layer in range(len(alone.stack)):
+            mine, its = together.slots(layer), alone.slots(layer)
+            assert _tokens(mine.position[row]) == _tokens(its.position[0])
+
+
+def _tokens(position: Tensor) -> list[list[int]]:
+    """The places [kv_heads, slots] that are held, by head, from the oldest on."""
+    return [sorted(place for place in head if place >= 0) for head in position.tolist()]
+
+
+def restored_goes_on(
+    model: PreTrainedModel, policy: str, tokens: Tensor, saved_at: int, folder: Path, chunk: int
+) -> set[int]:
+    """A stream that was saved and restored reads on and holds what the saved one does, bit for bit.
+
+    Args:
+        model: the model.
+        policy: the policy.
+        tokens: [batch, length].
+        saved_at: after how many of them the stream is saved.
+        folder: for the file.
+        chunk: tokens between folds.
+
+    Returns:
+        The bytes of its cache when it was saved, and of either in the end.
+    """
+    stream = weir.Stream(model, policy, chunk=chunk)
+    stream.feed(tokens[:, :saved_at])
+    sizes = {stream.nbytes}
+    stream.save(folder / "session.safetensors")
+    again = weir.Stream.restore(model, folder / "session.safetensors")
+    one, other = (s.feed(tokens[:, saved_at:], all_logits=True) for s in (stream, again))
+    assert torch.equal(one, other)
+    for layer in range(len(stream.cache.stack)):
+        mine, theirs = stream.slots(layer), again.slots(layer)
+        for name in ("position", "a", "b", "keys", "values", "pool"):
+            assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+        assert (mine.mass is None) == (theirs.mass is None)
+        assert mine.mass is None or torch.equal(mine.mass, theirs.mass)
+    return sizes | {stream.nbytes, again.nbytes}
+
+
+def has_one_size(
+    model: PreTrainedModel, policy: str, pieces: list[Tensor], slots: int, chunk: int
+) -> weir.Stream:
+    """The slabs have the announced slots and the tail's, and as many bytes after every piece."""
+    stream = weir.Stream(model, policy, chunk=chunk)
+    sizes = set()
+    for piece in pieces:
+        stream.feed(piece)
+        sizes.add(stream.nbytes)
+    assert len(sizes) == 1
+    assert {len(layer.slab) for layer in stream.cache.stack} == {slots + chunk}
+    return stream

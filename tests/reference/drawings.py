@@ -1,0 +1,21 @@
+"""A folder of a tiny captioner, of random weights, with drawings and captions in COCO's format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from reference.models import randomized
+from weir.train.images import ImageRecipe, make_captioner, scenes, write_captions
+
+
+def captioner(folder: Path, drawings: int = 4) -> PreTrainedModel:
+    """Write the folder; the model that is in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model, processor = make_captioner(ImageRecipe(width=16, layers=1))
+    randomized(model)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    write_captions(scenes()[:: 612 // drawings][:drawings], folder, seed=0)
+    return model

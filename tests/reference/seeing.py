@@ -1,0 +1,258 @@
+"""Small random models that see images, of every family weir streams images through, and pictures.
+
+Vision towers of one layer and a few patches; each image is a handful of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+
+from reference.models import VOCABULARY, randomized
+
+IMAGE = VOCABULARY - 1
+"""The id that stands for a piece of an image."""
+VIDEO, BEGIN, END = VOCABULARY - 2, VOCABULARY - 3, VOCABULARY - 4
+
+_TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+
+
+def _text(kind: str, **more: Any) -> dict[str, Any]:
+    return {"model_type": kind, **_TEXT, **more}
+
+
+_THREE_AXES = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [2, 1, 1],
+    }
+}
+_QWEN_TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": BEGIN,
+    "vision_end_token_id": END,
+}
+
+CONFIGS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "llava": (
+        "LlavaConfig",
+        {
+            "text_config": _text("llama"),
+            "vision_config": {"model_type": "clip_vision_model", **_VISION},
+            "image_token_index": IMAGE,
+            "vision_feature_layer": -1,
+        },
+        16,
+    ),
+    "llava-next": (
+        "LlavaNextConfig",
+        {
+            "text_config": _text("llama"),
+            "vision_config": {"model_type": "clip_vision_model", **_VISION},
+            "image_token_index": IMAGE,
+            "vision_feature_layer": -1,
+            "image_grid_pinpoints": [[16, 16]],
+        },
+        36,
+    ),
+    "pixtral": (
+        "LlavaConfig",
+        {
+            "text_config": _text("mistral", head_dim=8, sliding_window=None),
+            "vision_config": {"model_type": "pixtral", "head_dim": 8, **_VISION},
+            "image_token_index": IMAGE,
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+        },
+        16,
+    ),
+    "internvl": (
+        "InternVLConfig",
+        {
+            "text_config": _text("qwen2"),
+            "vision_config": {
+                **_VISION,
+                "image_size": [16, 16],
+                "patch_size": [4, 4],
+                "model_type": "internvl_vision",
+            },
+            "image_token_id": IMAGE,
+            "downsample_ratio": 0.5,
+        },
+        4,
+    ),
+    "idefics3": (
+        "Idefics3Config",
+        {
+            "text_config": _text("llama"),
+            "vision_config": {"model_type": "idefics3_vision", **_VISION},
+            "image_token_id": IMAGE,
+            "scale_factor": 2,
+            "pad_token_id": 0,
+        },
+        4,
+    ),
+    "smolvlm": (
+        "SmolVLMConfig",
+        {
+            "text_config": _text("llama"),
+            "vision_config": {"model_type": "smolvlm_vision", **_VISION},
+            "image_token_id": IMAGE,
+            "scale_factor": 2,
+            "pad_token_id": 0,
+        },
+        4,
+    ),
+    "mistral3": (
+        "Mistral3Config",
+        {
+            "text_config": _text("mistral", head_dim=8, sliding_window=None),
+            "vision_config": {"model_type": "pixtral", "head_dim": 8, **_VISION},
+            "image_token_index": IMAGE,
+            "vision_feature_layer": -1,
+            "spatial_merge_size": 2,
+        },
+        4,
+    ),
+    "qwen2-vl": (
+        "Qwen2VLConfig",
+        {
+            "text_config": _text("qwen2_vl_text", **_THREE_AXES),
+            "vision_config": {
+                "depth": 1,
+                "embed_dim": 16,
+                "hidden_size": 32,
+                "num_heads": 2,
+                "mlp_ratio": 2,
+                "patch_size": 2,
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 1,
+            },
+            **_QWEN_TOKENS,
+        },
+        6,
+    ),
+    "qwen2.5-vl": (
+        "Qwen2_5_VLConfig",
+        {
+            "text_config": _text("qwen2_5_vl_text", **_THREE_AXES),
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "out_hidden_size": 32,
+                "intermediate_size": 24,
+                "num_heads": 2,
+                "patch_size": 2,
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 1,
+                "window_size": 8,
+                "fullatt_block_indexes": [0],
+            },
+            **_QWEN_TOKENS,
+        },
+        6,
+    ),
+}
+"""A configuration class, its values, and tokens of an image, by the name a test is shown under."""
+
+CAUSAL = [name for name in CONFIGS if not name.startswith("qwen")]
+"""Families whose image tokens stand at places like those of words."""
+
+
+def make_seeing(name: str, **changes: Any) -> PreTrainedModel:
+    """A new model of the family, in evaluation mode; `changes` go into its configuration."""
+    kind, values, _ = CONFIGS[name]
+    config = getattr(transformers, kind)(**{**values, **changes})
+    return randomized(AutoModelForImageTextToText.from_config(config, dtype=torch.float32))
+
+
+@cache
+def seeing(name: str) -> PreTrainedModel:
+    """One model of the family for all tests, which leave it as it is."""
+    return make_seeing(name)
+
+
+@dataclass
+class Prompt:
+    """Rows of ids with images between them.
+
+    Attributes:
+        ids: [batch, length], each image a run of image tokens.
+        pictures: the decoder's arguments that bring the pixels; none without an image.
+    """
+
+    ids: Tensor
+    pictures: dict[str, Tensor]
+
+    @property
+    def given(self) -> dict[str, Tensor]:
+        """All arguments."""
+        return {"input_ids": self.ids, **self.pictures}
+
+
+def prompt(name: str, *rows: list[int], seed: int = 0) -> Prompt:
+    """Rows of one length: so many random words for each positive number, an image for each 0.
+
+    Args:
+        name: the family.
+        rows: as said; shorter rows are padded on the left with id 0.
+        seed: of words and pixels.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    each, made, images = CONFIGS[name][2], [], []
+    for row in rows:
+        ids: list[int] = []
+        for part in row:
+            if part:
+                ids += torch.randint(1, END, (part,), generator=draw).tolist()
+            else:
+                ids += [IMAGE] * each
+                images.append(torch.randn(3, 16, 16, generator=draw))
+        made.append(ids)
+    length = max(map(len, made))
+    padded = torch.tensor([[0] * (length - len(ids)) + ids for ids in made])
+    return Prompt(padded, _pictures(name, images, [row.count(0) for row in rows]))
+
+
+def _pictures(name: str, images: list[Tensor], counts: list[int]) -> dict[str, Tensor]:
+    if not images:
+        return {}
+    if name in ("idefics3", "smolvlm"):
+        # By row, those of rows with fewer padded with black ones.
+        most, left = max(counts), list(images)
+        black = torch.zeros(3, 16, 16)
+        rows = [torch.stack([left.pop(0) for _ in range(n)] + [black] * (most - n)) for n in counts]
+        return {"pixel_values": torch.stack(rows)}
+    pictures = {"pixel_values": torch.stack(images)}
+    if name == "llava-next":  # the whole, and the only part it is cut into
+        pictures["pixel_values"] = torch.stack([torch.stack([t, t / 2]) for t in images])
+    if name in ("llava-next", "pixtral", "mistral3"):
+        pictures["image_sizes"] = torch.tensor([[16, 16]] * len(images))
+    return pictures

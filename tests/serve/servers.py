@@ -1,0 +1,141 @@
+"""Servers for tests: a small random model with a tokenizer of bytes, on a real socket."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import torch
+import uvicorn
+from openai import OpenAI
+from reference.naive import make_llama
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from weir.serve import Desk, Engine, Limits, MemoryStore
+from weir.serve.app import Keys, bind, make_app
+
+POLICY = "sink(2) | recent(6) | heavy(4)"
+SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>"]
+CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def make_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """Every byte is a token, and there are some special ones."""
+    bytes_of = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({c: n for n, c in enumerate(bytes_of)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(SPECIAL)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> Any:
+    """A random Llama that says ASCII letters only, so that any answer is text, and no end token."""
+    model = make_llama(layers=1, vocab_size=len(tokenizer), tie_word_embeddings=False)
+    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    letters = tokenizer("abcdefghijklmnopqrstuvwxyz .", add_special_tokens=False)["input_ids"]
+    others = torch.ones(len(tokenizer), dtype=torch.bool)
+    others[letters] = False
+
+    def only_letters(module: Any, given: Any, out: Any) -> Any:
+        return out.masked_fill(others, -50.0)
+
+    model.lm_head.register_forward_hook(only_letters)
+    return model
+
+
+@dataclass
+class Server:
+    """A server on a port of its own."""
+
+    desk: Desk
+    server: uvicorn.Server
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self, key: str = "none", **given: Any) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **given)
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=60)
+
+    def settled(self) -> None:
+        """Wait until nobody is answered any more."""
+        for _ in range(1000):
+            load = self.desk.engine.load()
+            if not load.busy and not load.waiting and not self.desk.open_of(""):
+                return
+            time.sleep(0.01)
+        raise AssertionError(f"turns do not come to an end: {self.desk.engine.load()}")
+
+
+def make_desk(
+    rows: int = 3, limits: Limits | None = None, template: str | None = CHATML, most: int = 256
+) -> Desk:
+    """A desk with an engine of a small model."""
+    limits = limits or Limits()
+    tokenizer = make_tokenizer(template)
+    store = MemoryStore(most)
+    engine = Engine(make_model(tokenizer), POLICY, rows, store, chunk=4, queue=limits.queue)
+    return Desk(engine, store, tokenizer, "small", limits)
+
+
+@contextlib.contextmanager
+def serving(desk: Desk, keys: Keys | None = None) -> Iterator[Server]:
+    """A desk served by uvicorn in a thread of its own."""
+    bound = bind("127.0.0.1", 0, keys or Keys())
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # what is not read is soon too much
+    config = uvicorn.Config(
+        make_app(desk, keys),
+        http="h11",
+        log_config=None,
+        lifespan="on",
+        timeout_graceful_shutdown=5,
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    try:
+        yield Server(desk, server, bound.getsockname()[1])
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        bound.close()
+        assert not thread.is_alive()
+
+
+def raw(
+    port: int, path: str, body: bytes, *headers: str, length: int | None = None
+) -> socket.socket:
+    """A request by hand, whose answer is still to be read."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(30)
+    connection.connect(("127.0.0.1", port))
+    head = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body) if length is None else length}",
+        *headers,
+    ]
+    connection.sendall("\r\n".join([*head, "", ""]).encode() + body)
+    return connection

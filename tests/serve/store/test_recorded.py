@@ -1,0 +1,425 @@
+"""Whose turns are whose; and a store in any course of events is as one in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from reference.naive import make_llama
+from safetensors import safe_open
+from safetensors.torch import save_file
+from stores import CHUNK, NODES, POLICY, Cut, has, kept, kill, record, same, store
+
+from weir.errors import WeirError
+from weir.serve.records import MemoryStore, Record, Session
+from weir.serve.store import DiskStore, parcel
+from weir.serve.store import folder as folder_file
+
+# Threads of processes that were killed end as they may.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+def saved(its: DiskStore, name: str, n: int = 0, **given: Any) -> Record:
+    """A turn as the engine and the desk save it."""
+    made = record(name, n, **given)
+    assert kept(its, name, NODES[n]) is None
+    its.add(made)
+    return made
+
+
+def test_records_are_found_again_as_they_were(tmp_path):
+    with store(tmp_path) as its:
+        first = saved(its, "a")
+        second = saved(its, "b", 1, parent="a", created=2.0)  # the clock went back
+        other = saved(its, "c", 2, session="t", chain=second.chain)
+    with store(tmp_path) as its:
+        assert its.find("me", "a") == first
+        assert its.at("me", first.chain) == first
+        assert its.at("me", second.chain) == other  # the newest
+        assert its.session("me", "s") == Session("s", second, ("a", "b"), first.created)
+        assert [each.id for each in its.sessions("me")] == ["s", "t"]
+        its.get("a")
+        assert [each.id for each in its.sessions("me")] == ["t", "s"]
+    with store(tmp_path) as its:
+        assert [each.id for each in its.sessions("me")] == ["t", "s"]
+        its.drop("c")
+        assert its.at("me", second.chain) == second
+        assert its.session("me", "t") is None
+
+
+def test_what_is_anothers_is_as_what_never_was(tmp_path):
+    with store(tmp_path) as its:
+        mine = saved(its, "a")
+        saved(its, "b", 1, parent="a", owner="you")
+        for owner in ("you", "", "ME", "me ", "\ud800", "' OR 1=1 --", "%"):
+            assert its.find(owner, "a") is None
+            assert its.at(owner, mine.chain) is None
+            assert owner == "you" or (its.sessions(owner), its.session(owner, "s")) == ([], None)
+            assert its.delete(owner, "a") == []
+            with pytest.raises(WeirError, match="there is no such session"):
+                its.export_session(owner, "t", tmp_path / "out")
+        for unknown in ("", "\ud800", "../a", "a\x00", "%"):
+            assert its.find("me", unknown) is its.at("me", unknown) is None
+            assert its.session("me", unknown) is None
+        assert its.find("me", "a") == mine
+        assert its.delete("me", "a") == ["a"]
+        assert its.find("you", "b") is not None  # only what is the owner's goes with it
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_turn_goes_with_all_that_go_on_from_it(tmp_path):
+    with store(tmp_path) as its:
+        for n, (name, parent) in enumerate([("a", None), ("b", "a"), ("c", "b"), ("d", "a")]):
+            saved(its, name, n, parent=parent)
+        assert sorted(its.delete("me", "b")) == ["b", "c"]
+        session = its.session("me", "s")
+        assert session is not None and session.nodes == ("a", "d")
+        assert has(its, "a", NODES[0]) and not has(its, "c", NODES[2])
+        assert its.delete("me", "b") == []
+
+
+def test_a_record_needs_its_node(tmp_path):
+    with store(tmp_path) as its:
+        with pytest.raises(WeirError, match="no room to keep this turn"):
+            its.add(record("a"))
+        kept(its, "a", NODES[0])
+        with pytest.raises(WeirError, match="is no text"):
+            its.add(record("a", session="\ud800"))
+        assert its.find("me", "a") is None
+        assert has(its, "a", NODES[0])
+    with store(tmp_path) as its:
+        assert not has(its, "a", NODES[0])  # nobody was told of it
+    assert not list((tmp_path / "nodes").iterdir())
+
+
+def test_sessions_used_longest_ago_go_at_the_limit(tmp_path):
+    with store(tmp_path / "a") as its:
+        saved(its, "x")
+        size = its.nbytes + 200
+    with store(tmp_path / "b", limit=2 * size) as its:
+        saved(its, "a", session="a")
+        saved(its, "b", session="b")
+        its.get("a")
+        saved(its, "c", session="c")
+        assert [each.id for each in its.sessions("me")] == ["a", "c"]
+
+
+def test_a_damaged_turn_is_not_found_again(tmp_path):
+    with store(tmp_path) as its:
+        made = saved(its, "a")
+        (path,) = (tmp_path / "nodes").iterdir()
+        path.write_bytes(bytes(path.stat().st_size))
+        with pytest.raises(WeirError, match="turn 'a' cannot be gone on from"):
+            _ = its.get("a").state
+        assert its.at("me", made.chain) is None
+
+
+# --- sessions that travel
+
+
+def exported(folder: Path) -> Path:
+    with store(folder / "one") as its:
+        saved(its, "a", 0)
+        saved(its, "b", 1, parent="a")
+        saved(its, "c", 2, parent="a", owner="you")
+        assert its.export_session("me", "s", folder / "file") == 2
+    return folder / "file"
+
+
+def test_a_session_travels(tmp_path):
+    path = exported(tmp_path)
+    assert [each.name for each in tmp_path.iterdir() if each.is_file()] == ["file"]
+    with store(tmp_path / "two") as its:
+        first, again = its.import_session("you", path), its.import_session("you", path)
+        assert first.id != again.id and not set(first.nodes) & {"a", "b", *again.nodes}
+        assert its.sessions("me") == []
+    with store(tmp_path / "two") as its:
+        for session in (first, again):
+            assert its.session("you", session.id) == session
+            for n, node in enumerate(session.nodes):
+                assert same(its.get(node), NODES[n])
+                parent = session.nodes[0] if n else None
+                wanted = record(node, n, owner="you", session=session.id, parent=parent)
+                assert its.find("you", node) == wanted
+
+
+def test_a_session_that_does_not_fit_is_refused_and_others_stay(tmp_path):
+    path = exported(tmp_path)
+    with store(tmp_path / "two", limit=path.stat().st_size - 1) as its:
+        saved(its, "a")
+        with pytest.raises(WeirError, match="for all sessions"):
+            its.import_session("me", path)
+        assert has(its, "a", NODES[0])
+    with store(tmp_path / "three", limit=path.stat().st_size) as its:
+        saved(its, "a")
+        assert len(its.import_session("me", path).nodes) == 2
+        assert its.find("me", "a") is None
+
+
+def test_a_full_disk_refuses_a_session_whole(tmp_path, monkeypatch):
+    path = exported(tmp_path)
+    with store(tmp_path / "two") as its:
+        write, count = its._files.write, itertools.count()
+
+        def full(*given):
+            if next(count):
+                raise OSError(28, "No space left on device")
+            write(*given)
+
+        monkeypatch.setattr(its._files, "write", full)
+        with pytest.raises(WeirError, match="is full"):
+            its.import_session("me", path)
+        assert its.sessions("me") == []
+    assert not list((tmp_path / "two" / "nodes").iterdir())
+
+
+def lie(path: Path, *place: Any, to: Any) -> None:
+    """Change what a file says, and its checksums where they are of what it says."""
+    with safe_open(path, framework="pt") as file:
+        said = json.loads(file.metadata()[parcel.KEY])
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    at: Any = said
+    for step in place[:-1]:
+        at = at[step]
+    at[place[-1]] = to
+    save_file(tensors, path, metadata={parcel.KEY: json.dumps(said)})
+
+
+TURN = ("turns", 1)
+LIES = [
+    ("format must be", (("format",), 2)),
+    ("turns must be a list", (("turns",), {})),
+    ("it has 2 snapshots of 0 turns", (("turns",), [])),
+    (r"turns\[1\].last must be", ((*TURN, "last"), 61)),
+    (r"turns\[1\] does not end where", ((*TURN, "last"), 7)),
+    (r"turns\[1\] does not end where", ((*TURN, "seen"), 7)),
+    (r"turns\[1\].seen must be", ((*TURN, "seen"), -1)),
+    (r"turns\[1\].chain must be a hash", ((*TURN, "chain"), "../x")),
+    (r"turns\[1\].node must be a text", ((*TURN, "node"), 3)),
+    (r"turns\[1\] is there twice", ((*TURN, "node"), "a")),
+    (r"turns\[1\].parent must be a text", ((*TURN, "parent"), [])),
+    (r"turns\[1\].messages\[0\] must have 3", ((*TURN, "messages", 0), ["user"])),
+    (r"messages\[0\].role must be", ((*TURN, "messages", 0, 0), "root")),
+    (r"messages\[0\].content must be", ((*TURN, "messages", 0, 1), None)),
+    (r"usage.'bytes' must be", ((*TURN, "usage", "bytes"), 1e9)),
+    (r"usage must be numbers", ((*TURN, "usage"), [1])),
+    (r"created must be seconds", ((*TURN, "created"), float("nan"))),
+    (r"turns\[1\].created must be seconds", ((*TURN, "created"), 10**400)),
+    (r"turns\[1\] is damaged", ((*TURN, "sha256"), "0" * 64)),
+    (r"'owner' is a fact too many", ((*TURN, "owner"), "you")),
+]
+
+
+@pytest.mark.parametrize(("sentence", "lied"), LIES)
+def test_a_file_that_lies_is_refused_and_nothing_of_it_is_kept(tmp_path, sentence, lied):
+    path, (place, to) = exported(tmp_path), lied
+    lie(path, *place, to=to)
+    with store(tmp_path / "two") as its:
+        with pytest.raises(WeirError, match=sentence) as error:
+            its.import_session("me", path)
+        assert str(path) in str(error.value) and "\n" not in str(error.value)
+        assert its.sessions("me") == []
+    assert not list((tmp_path / "two" / "nodes").iterdir())
+
+
+def forged(path: Path, change: Any) -> None:
+    """A file with a changed snapshot whose checksum is right."""
+    with safe_open(path, framework="pt") as file:
+        said = json.loads(file.metadata()[parcel.KEY])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    data = change(tensors["1"].numpy().tobytes())
+    said["turns"][1]["sha256"] = hashlib.sha256(data).hexdigest()
+    tensors["1"] = torch.tensor(list(data), dtype=torch.uint8)
+    save_file(tensors, path.with_suffix(".new"), metadata={parcel.KEY: json.dumps(said)})
+    path.with_suffix(".new").replace(path)
+
+
+def said_otherwise(old: str, new: str) -> Any:
+    def change(data: bytes) -> bytes:
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        text = header["__metadata__"]["weir_node"]
+        assert old in text
+        header["__metadata__"]["weir_node"] = text.replace(old, new)
+        written = json.dumps(header).encode()
+        written += b" " * (-len(written) % 8)
+        return len(written).to_bytes(8, "little") + written + data[8 + length :]
+
+    return change
+
+
+def infinite(data: bytes) -> bytes:
+    """The first numbers of the file, whichever they are."""
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    start, end = header["0.keys"]["data_offsets"]
+    start, end = (8 + length + at for at in (start, end))
+    return data[:start] + b"\xff" * (end - start) + data[end:]
+
+
+FORGED = [
+    ("damaged or no snapshot of weir", lambda data: data[:-9]),
+    ("damaged or no snapshot of weir", lambda data: b""),
+    ("damaged or no snapshot of weir", lambda data: b"\xff" * 64),
+    ("it has the format 7", said_otherwise('"format": 1', '"format": 7')),
+    ("another model", said_otherwise('"width": 32', '"width": 33')),
+    ("its rows have the policy", said_otherwise("recent(6)", "recent(7)")),
+    ("pending must be a list", said_otherwise('"pending": [1]', '"pending": 1')),
+    (r"pending\[0\] must be a whole", said_otherwise('"pending": [1]', '"pending": [61]')),
+    ("no row: seen must be", said_otherwise('"seen": 21', '"seen": "21"')),
+    ("keys has numbers that are not finite", infinite),
+]
+
+
+@pytest.mark.parametrize(("sentence", "change"), FORGED)
+def test_a_forged_snapshot_is_refused_though_its_checksum_is_right(tmp_path, sentence, change):
+    path = exported(tmp_path)
+    forged(path, change)
+    with store(tmp_path / "two") as its:
+        with pytest.raises(WeirError, match=sentence):
+            its.import_session("me", path)
+        assert its.sessions("me") == []
+
+
+def test_what_is_no_export_is_refused(tmp_path):
+    save_file({"a": torch.zeros(2)}, tmp_path / "other")
+    (tmp_path / "text").write_text("x" * 100)
+    with store(tmp_path / "two") as its:
+        for name in ("other", "text", "nothing", "two"):
+            with pytest.raises(WeirError, match=str(tmp_path / name)):
+                its.import_session("me", tmp_path / name)
+        saved(its, "a")
+        with pytest.raises(WeirError, match="cannot write the session"):
+            its.export_session("me", "s", tmp_path / "nowhere" / "file")
+    with pytest.raises(WeirError, match="another model"):
+        DiskStore(tmp_path / "two", make_llama(layers=1, seed=9), POLICY, chunk=CHUNK)
+
+
+# --- any course of events
+
+
+class Stores(RuleBasedStateMachine):
+    """Turns, forks, deletions, kills and restarts, beside a store in plain Python."""
+
+    @initialize()
+    def open(self) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        self.its = store(self.folder)
+        self.oracle = MemoryStore(10_000)
+        self.known: dict[str, tuple[int, Record]] = {}
+        self.count = 0
+
+    def teardown(self) -> None:
+        if hasattr(self, "its"):
+            self.its.close()
+            shutil.rmtree(self.folder)
+
+    def make(self, data: st.DataObject, n: int) -> Record:
+        parent = data.draw(st.sampled_from([None, *self.known]))
+        self.count += 1
+        given: dict[str, Any] = {"owner": data.draw(st.sampled_from(["me", "you"]))}
+        given["chain"] = f"{data.draw(st.integers(0, 3)):064x}"
+        given["session"] = data.draw(st.sampled_from(["s", "t"]))
+        if parent is not None:
+            given |= {"parent": parent, "owner": self.known[parent][1].owner}
+        return record(f"n{self.count}", n, created=float(self.count), **given)
+
+    @rule(data=st.data(), n=st.integers(0, 5))
+    def turn(self, data: st.DataObject, n: int) -> None:
+        made = self.make(data, n)
+        assert kept(self.its, made.node, NODES[n]) is None
+        self.its.add(made)
+        self.oracle.put(made.node, NODES[n], lambda error: None)
+        self.oracle.add(made)
+        self.known[made.node] = (n, made)
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def get(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.known)))
+        assert same(self.its.get(name), self.oracle.get(name))
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.known)))
+        self.its.drop(name)
+        self.oracle.drop(name)
+        del self.known[name]
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), owner=st.sampled_from(["me", "you"]))
+    def delete(self, data: st.DataObject, owner: str) -> None:
+        name = data.draw(st.sampled_from(sorted(self.known)))
+        gone: set[str] = set()
+        if self.known[name][1].owner == owner:
+            more = {name}
+            while more:
+                gone |= more
+                more = {k for k, (_, made) in self.known.items() if made.parent in gone} - gone
+        assert set(self.its.delete(owner, name)) == gone
+        for each in gone:
+            self.oracle.drop(each)
+            del self.known[each]
+
+    @rule()
+    def restart(self) -> None:
+        self.its.close()
+        self.its = store(self.folder)
+
+    @rule(data=st.data(), n=st.integers(0, 5), after=st.integers(0, 8))
+    def killed(self, data: st.DataObject, n: int, after: int) -> None:
+        """In the course of a turn, which is there whole or not at all; others are as they were."""
+        made = self.make(data, n)
+        told = []
+
+        def done(error: Exception | None) -> None:
+            self.its.add(made)
+            told.append(error)
+
+        folder_file.os = Cut(after)  # type: ignore[attr-defined]
+        try:
+            self.its.put(made.node, NODES[n], done)
+            self.its._writer._thread.join(0.05 if after < 5 else 0.01)
+        finally:
+            kill(self.its)
+        self.its = store(self.folder)
+        found = self.its.find(made.owner, made.node)
+        assert found is not None or not told
+        if found is not None:
+            assert found == made
+            self.oracle.put(made.node, NODES[n], lambda error: None)
+            self.oracle.add(made)
+            self.known[made.node] = (n, made)
+
+    @invariant()
+    def is_as_the_oracle(self) -> None:
+        if not hasattr(self, "its"):
+            return
+        for owner in ("me", "you", "nobody"):
+            mine = {each.id: each for each in self.its.sessions(owner)}
+            assert mine == {each.id: each for each in self.oracle.sessions(owner)}
+            for n in range(4):
+                chain = f"{n:064x}"
+                assert self.its.at(owner, chain) == self.oracle.at(owner, chain)
+        for name, (_, made) in self.known.items():
+            assert self.its.find(made.owner, name) == made
+        sizes = [path.stat().st_size for path in (self.folder / "nodes").iterdir()]
+        assert len(sizes) == len(self.known)
+        assert self.its.nbytes == sum(sizes)
+
+
+TestStores = Stores.TestCase
+TestStores.settings = settings(
+    settings.get_profile("weir"), max_examples=12, stateful_step_count=12
+)

@@ -1,0 +1,58 @@
+"""A mailbox holds so much and no more, and never makes the engine wait."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from weir.serve import Choice, Failure, Mailbox, Piece
+
+
+def piece(number: int) -> Piece:
+    return Piece(0, str(number), Choice(number), 0.0)
+
+
+def test_events_come_in_order_from_any_thread():
+    async def read() -> list[str]:
+        mailbox = Mailbox(asyncio.get_running_loop(), 1000)
+
+        def post() -> None:
+            for number in range(500):
+                mailbox.post(piece(number))
+            mailbox.post(Failure(0, ValueError("the end")))
+
+        thread = threading.Thread(target=post)
+        thread.start()
+        found: list[str] = []
+        while True:
+            for event in await mailbox.take():
+                if isinstance(event, Failure):
+                    thread.join()
+                    return found
+                found.append(event.text)
+
+    assert asyncio.run(read()) == [str(number) for number in range(500)]
+
+
+def test_what_is_too_much_is_lost_and_known_to_be():
+    async def read() -> None:
+        mailbox = Mailbox(asyncio.get_running_loop(), 3)
+        for number in range(3):
+            mailbox.post(piece(number))
+        assert not mailbox.full
+        mailbox.post(piece(3))
+        mailbox.post(Failure(0, ValueError("cancelled")))
+        assert mailbox.full
+        await asyncio.wait_for(mailbox.overrun.wait(), 5)
+        events = await mailbox.take()
+        assert [e.text for e in events if isinstance(e, Piece)] == ["0", "1", "2"]
+        assert isinstance(events[-1], Failure)
+
+    asyncio.run(read())
+
+
+def test_posting_to_a_loop_that_has_ended_hurts_nobody():
+    async def make() -> Mailbox:
+        return Mailbox(asyncio.get_running_loop(), 3)
+
+    asyncio.run(make()).post(piece(0))

@@ -1,0 +1,313 @@
+"""Clients that leave, that do not read, that are too many; and a server that is told to end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from servers import Server, make_desk, raw, serving
+
+from weir.errors import WeirError
+from weir.models import ASSETS
+from weir.serve import Busy, Limits
+from weir.serve.app.logs import AsJson
+
+USER = {"role": "user", "content": "Hello there"}
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    limits = Limits(queue=1, wait=0.5, stall=1.0, unread=200, requests=3)
+    with serving(make_desk(rows=1, limits=limits, most=3)) as server:
+        yield server
+
+
+def body_of(**given) -> dict:
+    return {"model": "small", "messages": [USER], "temperature": 0, **given}
+
+
+def count(server: Server, name: str) -> float:
+    """A number of the metrics."""
+    text = httpx.get(f"{server.url}/metrics").text
+    found = [line.split()[-1] for line in text.splitlines() if line.startswith(f"{name} ")]
+    return float(found[0]) if found else 0.0
+
+
+def busy(server: Server) -> None:
+    """Wait until the only row is busy."""
+    for _ in range(1000):
+        if server.desk.engine.load().busy:
+            return
+        time.sleep(0.005)
+    raise AssertionError("nothing is answered")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_hangs_up_gives_the_row_back(server, stream):
+    seen = server.desk.engine.load().seen
+    body = json.dumps(body_of(max_tokens=60_000, stream=stream)).encode()
+    with raw(server.port, CHAT, body) as connection:
+        busy(server)
+        if stream:
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+    server.settled()
+    assert server.desk.engine.load().seen - seen < 30_000
+    assert server.post(CHAT, body_of(max_tokens=2)).status_code == 200
+
+
+@pytest.mark.parametrize("limits", [Limits(stall=0.5), Limits(stall=60, unread=20)])
+def test_who_does_not_read_is_cut_off(limits):
+    with serving(make_desk(rows=1, limits=limits)) as server:
+        read_nothing(server)
+
+
+def read_nothing(server: Server) -> None:
+    body = json.dumps(body_of(max_tokens=60_000, stream=True, logprobs=True, top_logprobs=20))
+    given_up = count(server, 'weir_turns_total{ended="given up"}')
+    with raw(server.port, CHAT, body.encode()) as connection:
+        busy(server)
+        server.settled()
+        assert count(server, 'weir_turns_total{ended="given up"}') == given_up + 1
+        assert server.desk.engine.load().seen < 1000
+        read = b""
+        try:
+            while more := connection.recv(1 << 16):
+                read += more
+        except OSError:
+            pass
+        assert read.startswith(b"HTTP/1.1 200")
+        assert b"[DONE]" not in read
+    assert server.post(CHAT, body_of(max_tokens=2)).status_code == 200
+
+
+def test_who_comes_when_all_is_full_is_to_come_again(server):
+    client = server.client()
+    stream = client.chat.completions.create(**body_of(max_tokens=60_000), stream=True)
+    next(iter(stream))
+    waited = []
+
+    def wait() -> None:
+        began = time.perf_counter()
+        answer = server.post(CHAT, body_of(max_tokens=2))
+        waited.append((answer, time.perf_counter() - began))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    while not server.desk.engine.load().waiting:
+        time.sleep(0.005)
+    with pytest.raises(openai.RateLimitError) as error:
+        client.chat.completions.create(**body_of())
+    assert error.value.response.headers["retry-after"] == "1"
+    assert error.value.code == "rate_limit_exceeded"
+    assert "wait for a row" in str(error.value)
+    waiting.join()
+    ((answer, seconds),) = waited
+    assert answer.status_code == 429
+    assert "no row has become free in time" in answer.json()["error"]["message"]
+    assert seconds >= 0.5
+    stream.close()
+    server.settled()
+
+
+def test_requests_of_one_key_are_bounded_also_while_they_are_being_sent(server):
+    half = [raw(server.port, CHAT, b"", "X: y", length=50) for _ in range(3)]
+    while server.desk.open_of("") < 3:
+        time.sleep(0.005)
+    answer = server.post(CHAT, body_of(max_tokens=2))
+    assert answer.status_code == 429
+    assert "of this key" in answer.json()["error"]["message"]
+    half.pop().close()
+    while server.desk.open_of("") == 3:
+        time.sleep(0.005)
+    assert server.post(CHAT, body_of(max_tokens=2)).status_code == 200
+    # Who does not send the rest is told so in the end, and counts no longer.
+    assert half[0].recv(1000).startswith(b"HTTP/1.1 408")
+    server.settled()
+    for each in half:
+        each.close()
+
+
+def test_requests_of_all_are_bounded():
+    desk = make_desk(limits=Limits(requests=2, open=3))
+    for owner in "aab":
+        desk.enter(owner)
+    for owner in "ac":
+        with pytest.raises(Busy, match="too many requests"):
+            desk.enter(owner)
+    desk.leave("a")
+    desk.enter("c")
+
+
+def test_a_turn_whose_beginning_was_dropped_while_it_waited_is_read_anew(server, monkeypatch):
+    first = server.post(CHAT, body_of(max_tokens=4)).json()
+    said = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
+    messages = [USER, said, {"role": "user", "content": "Go on"}]
+    submit = server.desk.engine.submit
+
+    def drop_before(turn):
+        monkeypatch.undo()
+        server.desk.engine.forget(turn.start)
+        submit(turn)
+
+    kept = server.post(CHAT, body_of(messages=messages, max_tokens=4)).json()
+    assert kept["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    monkeypatch.setattr(server.desk.engine, "submit", drop_before)
+    anew = server.post(CHAT, body_of(messages=messages, max_tokens=4)).json()
+    assert anew["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert anew["choices"] == kept["choices"]
+
+
+def test_ends_of_turns_are_kept_so_many_and_no_more(server):
+    for number in range(6):
+        messages = [{"role": "user", "content": f"Number {number}"}]
+        server.post(CHAT, body_of(messages=messages, max_tokens=2))
+    told = httpx.get(f"{server.url}/v1/sessions").json()["data"]
+    assert len(told) == 3
+
+
+def test_a_turn_that_cannot_be_saved_fails_and_nobody_hears_of_an_end(server, monkeypatch):
+    def full(record):
+        raise WeirError("the disk of /srv/weir is full")
+
+    monkeypatch.setattr(server.desk.store, "add", full)
+    answer = server.post(CHAT, body_of(max_tokens=2))
+    assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+    assert "/srv" not in answer.text
+    text = server.post(CHAT, body_of(max_tokens=2, stream=True)).text
+    assert '"server_error"' in text
+    assert "[DONE]" not in text
+    assert '"finish_reason":"length"' not in text
+    monkeypatch.undo()
+    assert server.post(CHAT, body_of(max_tokens=2)).status_code == 200
+
+
+def test_what_happens_is_counted(server):
+    folds, read = count(server, "weir_folds_total"), count(server, 'weir_tokens_total{kind="read"}')
+    used = server.post(CHAT, body_of(max_tokens=20)).json()["usage"]
+    assert count(server, 'weir_tokens_total{kind="read"}') == read + used["prompt_tokens"]
+    # A prompt folds many times in one call, an answer once in four.
+    assert used["weir"]["folds"] == used["weir"]["seen"] // 4
+    assert count(server, "weir_folds_total") == folds + 1 + 20 // 4
+    assert count(server, "weir_fold_seconds_total") > 0
+    assert count(server, 'weir_rows{state="resting"}') == 1
+    assert count(server, 'weir_turns_total{ended="length"}') > 0
+    assert count(server, "weir_between_tokens_seconds_count") >= 19
+    assert count(server, "weir_cache_bytes") == server.desk.engine.cache.nbytes
+
+
+def test_the_log_says_what_was_asked_and_never_what_was_said(server, caplog):
+    caplog.set_level(logging.DEBUG)
+    secret = {"role": "user", "content": "my-secret"}
+    answer = server.post(CHAT, body_of(messages=[secret], max_tokens=30))
+    httpx.get(f"{server.url}/v1/a%1b[31m%0a%7f%c2%9b")
+    lines = [AsJson().format(record) for record in caplog.records if record.name == "weir.serve"]
+    told = [json.loads(line) for line in lines]
+    (chat,) = [one for one in told if one.get("path") == CHAT]
+    assert (chat["status"], chat["answered"], chat["id"]) == (
+        200,
+        30,
+        answer.headers["x-request-id"],
+    )
+    assert not any("my-secret" in line for line in lines)
+    said = answer.json()["choices"][0]["message"]["content"]
+    assert not any(said in line for line in lines)
+    assert not any(ord(char) < 32 or ord(char) > 126 for line in lines for char in line)
+    assert any("\x1b" in one["path"] for one in told if "path" in one)
+
+
+def test_an_engine_that_ends_by_itself_leaves_nobody_waiting():
+    with serving(make_desk(rows=1)) as server:
+        client = server.client()
+        stream = client.chat.completions.create(**body_of(max_tokens=60_000), stream=True)
+        next(iter(stream))
+        server.desk.engine.step = lambda: 1 / 0
+        with pytest.raises(openai.APIError, match="failed to answer"):
+            list(stream)
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        assert server.post(CHAT, body_of()).status_code == 503
+
+
+needs_nano = pytest.mark.skipif(
+    not (ASSETS / "nano" / "model.safetensors").exists(), reason="nano is not packaged here"
+)
+
+
+@contextlib.contextmanager
+def started(*given: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`weir serve nano` in a process of its own, and where it is."""
+    source = str(Path(__file__).parents[2] / "src")
+    command = [sys.executable, "-c", "from weir.cli import main; main()", "serve", "nano"]
+    process = subprocess.Popen(
+        [*command, "--rows", "2", "--port", "0", *given],
+        env={**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        lines = [process.stderr.readline()]
+        while not (found := re.match(r"(http://127\.0\.0\.1:\d+)/v1 \(no keys: ", lines[-1])):
+            assert lines[-1], lines
+            lines.append(process.stderr.readline())
+        assert re.search(r"weights .*, 2 rows of .* in all, and never more", lines[0])
+        # The socket is bound but nobody listens yet, so that the first to come may be refused.
+        for _ in range(400):
+            with contextlib.suppress(httpx.ConnectError):
+                httpx.get(f"{found[1]}/health")
+                break
+            time.sleep(0.05)
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+@needs_nano
+def test_a_server_that_is_told_to_end_lets_answers_end_first():
+    with started("--keep", "4") as (process, url):
+        body = {"model": "nano", "prompt": "Prince Andrew", "max_tokens": 100, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert process.wait(30) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+
+
+@pytest.mark.slow
+@needs_nano
+def test_what_a_client_saw_the_end_of_is_there_after_a_kill(tmp_path):
+    folder = str(tmp_path / "data")
+    body = {"model": "nano", "max_tokens": 5, "temperature": 0}
+    messages = [{"role": "user", "content": "Prince Andrew"}]
+    with started("--data", folder) as (process, url):
+        first = httpx.post(f"{url}{CHAT}", json={**body, "messages": messages}, timeout=60)
+        process.kill()
+        process.wait()
+    content = first.json()["choices"][0]["message"]["content"]
+    messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "Then"}]
+    with started("--data", folder, "--disk", "1GB") as (_, url):
+        answer = httpx.post(f"{url}{CHAT}", json={**body, "messages": messages}, timeout=60).json()
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == (
+            first.json()["usage"]["total_tokens"] - 1
+        )
+        told = httpx.get(f"{url}/v1/sessions/{first.headers['x-session-id']}").json()
+        assert told["turns"] == 2

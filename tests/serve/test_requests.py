@@ -1,0 +1,358 @@
+"""Requests that cannot be answered are refused by name, and keys keep their sessions apart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+
+import httpx
+import pytest
+from servers import make_desk, make_tokenizer, raw, serving
+
+from weir.errors import WeirError
+from weir.serve import Limits
+from weir.serve.app import Keys, bind
+from weir.serve.app.bodies import IGNORED, REFUSED, Body
+
+ALICE, BOB = "wk-alice-0123456789", "wk-bob-0123456789"
+LIMITS = Limits(body=20_000, prompt=400, answer=100, requests=4, sessions=3)
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def hash_of(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(make_desk(rows=2, limits=LIMITS), Keys([hash_of(ALICE), hash_of(BOB)])) as server:
+        yield server
+
+
+def send(server, path, body, key=ALICE, **headers) -> httpx.Response:
+    return server.post(path, body, Authorization=f"Bearer {key}", **headers)
+
+
+def chat_of(content="Hi", **given) -> dict:
+    messages = given.pop("messages", [{"role": "user", "content": content}])
+    return {"model": "small", "messages": messages, "max_tokens": 2, "temperature": 0, **given}
+
+
+def error_of(answer: httpx.Response) -> tuple[int, str | None, str]:
+    body = answer.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert answer.headers["x-request-id"].startswith("req_")
+    return answer.status_code, body["error"]["param"], body["error"]["message"]
+
+
+# --- completions
+
+
+def test_a_text_is_continued(server):
+    client = server.client(ALICE)
+    given = {"model": "small", "temperature": 0, "max_tokens": 5}
+    answer = client.completions.create(prompt="Hello", **given)
+    assert answer.object == "text_completion"
+    assert (len(answer.choices[0].text), answer.choices[0].finish_reason) == (5, "length")
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 5)
+    ids = make_tokenizer()("Hello")["input_ids"]
+    for prompt in (ids, [ids], ["Hello"]):
+        assert client.completions.create(prompt=prompt, **given).choices == answer.choices
+    chunks = list(client.completions.create(prompt="Hello", stream=True, **given))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == answer.choices[0].text
+    assert chunks[-1].choices[0].finish_reason == "length"
+    default = {"model": "small", "temperature": 0}
+    assert len(client.completions.create(prompt="Hello", **default).choices[0].text) == 16
+
+
+def test_logprobs_of_a_text_stand_beside_each_other(server):
+    client = server.client(ALICE)
+    given = {"model": "small", "temperature": 0, "max_tokens": 5, "logprobs": 2, "prompt": "Hello"}
+    choice = client.completions.create(**given).choices[0]
+    told = choice.logprobs
+    assert "".join(told.tokens) == choice.text
+    assert told.text_offset == [0, 1, 2, 3, 4]
+    for token, logprob, top in zip(
+        told.tokens, told.token_logprobs, told.top_logprobs, strict=True
+    ):
+        assert top[token] == logprob == max(top.values())
+        assert len(top) == 2
+    chunks = client.completions.create(stream=True, **given)
+    logprobs = [chunk.choices[0].logprobs for chunk in chunks]
+    assert [o for one in logprobs for o in one.text_offset] == told.text_offset
+
+
+# --- what is refused
+
+BAD = {
+    "no model": ({"messages": [{"role": "user", "content": "x"}]}, "model"),
+    "no messages": ({"model": "small"}, "messages"),
+    "none at all": (chat_of(messages=[]), "messages"),
+    "no list": (chat_of(messages="Hi"), "messages"),
+    "a wrong role": (chat_of(messages=[{"role": "king", "content": "x"}]), "messages[0].role"),
+    "no role": (chat_of(messages=[{"content": "x"}]), "messages[0].role"),
+    "a tool": (chat_of(messages=[{"role": "tool", "content": "x"}]), "messages[0].role"),
+    "no text": (chat_of(messages=[{"role": "user", "content": 7}]), "messages[0].content"),
+    "a picture": (
+        chat_of(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
+        "messages[0].content[0].type",
+    ),
+    "an answer last": (chat_of(messages=[{"role": "assistant", "content": "x"}]), "messages"),
+    "an enormous prompt": (chat_of("x" * 401), "messages"),
+    "a cold one": (chat_of(temperature=-1), "temperature"),
+    "a hot one": (chat_of(temperature=2.5), "temperature"),
+    "text for a number": (chat_of(temperature="0.5"), "temperature"),
+    "truth for a number": (chat_of(max_tokens=True), "max_tokens"),
+    "half a token": (chat_of(max_tokens=1.5), "max_tokens"),
+    "no tokens": (chat_of(max_tokens=0), "max_tokens"),
+    "fewer": (chat_of(max_tokens=-5), "max_tokens"),
+    "too many": (chat_of(max_tokens=101), "max_tokens"),
+    "absurdly many": (chat_of(max_completion_tokens=10**30), "max_completion_tokens"),
+    "top_p": (chat_of(top_p=1.5), "top_p"),
+    "top_k": (chat_of(top_k=-2), "top_k"),
+    "min_p": (chat_of(min_p=-0.1), "min_p"),
+    "a penalty": (chat_of(presence_penalty=3), "presence_penalty"),
+    "no penalty": (chat_of(repetition_penalty=0), "repetition_penalty"),
+    "no answers": (chat_of(n=0), "n"),
+    "more answers than rows": (chat_of(n=3), "n"),
+    "a thousand answers": (chat_of(n=1000), "n"),
+    "a long seed": (chat_of(seed=2**63), "seed"),
+    "five stops": (chat_of(stop=list("abcde")), "stop"),
+    "an empty stop": (chat_of(stop=""), "stop"),
+    "a bias on no token": (chat_of(logit_bias={"x": 1}), "logit_bias"),
+    "a bias on none there is": (chat_of(logit_bias={"259": 1}), "logit_bias"),
+    "a bias below": (chat_of(logit_bias={"-1": 1}), "logit_bias"),
+    "a strong bias": (chat_of(logit_bias={"1": 101}), "logit_bias"),
+    "likely ones of none": (chat_of(top_logprobs=2), "top_logprobs"),
+    "too many likely ones": (chat_of(logprobs=True, top_logprobs=21), "top_logprobs"),
+    "an unknown field": (chat_of(temprature=1), "temprature"),
+    "a template": (chat_of(chat_template="{{ x }}"), "chat_template"),
+    "a schema": (chat_of(response_format={"type": "json_object"}), "response_format"),
+    "tools": (chat_of(tools=[{"type": "function"}]), "tools"),
+    "a called tool": (
+        chat_of(messages=[{"role": "assistant", "tool_calls": [{"id": "1"}]}]),
+        "messages[0].tool_calls",
+    ),
+    "an unknown option": (
+        chat_of(stream_options={"include": True}),
+        "stream_options.include",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_request_is_refused_where_it_is_wrong(server, name):
+    body, param = BAD[name]
+    status, told, message = error_of(send(server, CHAT, body))
+    assert (status, told) == (400, param), message
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        ("", "prompt"),
+        ([], "prompt"),
+        ([259], "prompt"),
+        ([-1], "prompt[0]"),
+        (["a", "b"], "prompt"),
+    ],
+)
+def test_a_bad_prompt_is_refused(server, prompt, param):
+    assert error_of(send(server, TEXT, {"model": "small", "prompt": prompt}))[:2] == (400, param)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[1]",
+        b'"chat"',
+        b'{"model": "small", "messages": [{"role": "user", "content": "\xff"}]}',
+        b'{"model": "small", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"model": "small", "temperature": NaN, "messages": [{"role": "user", "content": "x"}]}',
+        b"[" * 10_000,
+    ],
+)
+def test_what_is_no_json_of_a_request_is_refused(server, body):
+    headers = {"Authorization": f"Bearer {ALICE}", "Content-Type": "application/json"}
+    answer = httpx.post(f"{server.url}{CHAT}", content=body, headers=headers)
+    assert error_of(answer)[0] == 400
+
+
+def test_bodies_are_bounded_and_json(server):
+    assert error_of(send(server, CHAT, chat_of("x" * 20_000)))[0] == 413
+    headers = {"Authorization": f"Bearer {ALICE}", "Content-Type": "application/json"}
+
+    def endless():
+        for _ in range(30):
+            yield b" " * 1000
+
+    answer = httpx.post(f"{server.url}{CHAT}", content=endless(), headers=headers)
+    assert error_of(answer)[0] == 413
+    answer = httpx.post(
+        f"{server.url}{CHAT}",
+        data={"a": "b"},
+        headers=headers | {"Content-Type": "application/x-www-form-urlencoded"},
+    )
+    assert error_of(answer)[0] == 415
+
+
+def test_what_is_ignored_is_taken_and_what_is_refused_may_ask_for_nothing(server):
+    assert not set(IGNORED) & set(REFUSED)
+    assert set(IGNORED) | set(REFUSED) < set(Body.model_fields)
+    plain = send(server, CHAT, chat_of()).json()["choices"]
+    nothing = {name: values[-1] for name, values in REFUSED.items()}
+    ignored = dict.fromkeys(IGNORED, "x")
+    assert send(server, CHAT, chat_of(**nothing, **ignored)).json()["choices"] == plain
+    for name in REFUSED:
+        status, param, message = error_of(send(server, CHAT, chat_of(**{name: {"a": "b"}})))
+        assert (status, param) == (400, name)
+        assert "not served here" in message
+
+
+# --- keys
+
+
+def test_every_route_but_health_needs_a_key(server):
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    right = {"Authorization": f"Bearer {ALICE}"}
+    for path in ("/v1/models", "/v1/models/small", "/v1/sessions", "/metrics"):
+        assert error_of(httpx.get(f"{server.url}{path}"))[0] == 401
+        assert httpx.get(f"{server.url}{path}", headers=right).status_code == 200
+    assert error_of(httpx.get(f"{server.url}/openapi.json"))[0] == 401
+    described = httpx.get(f"{server.url}/openapi.json", headers=right).json()["paths"]
+    assert {"/health", "/metrics", CHAT, TEXT} <= set(described)
+    for path in set(described) - {"/health"}:
+        for method in described[path]:
+            url = f"{server.url}{path.replace('{name}', 'small')}"
+            assert error_of(httpx.request(method, url))[0] == 401
+    for path in (CHAT, TEXT):
+        for key in ("x", "wrong", ALICE[:-1], ALICE + "x", hash_of(ALICE)):
+            # Also where the body is nonsense: nobody reads it.
+            answer = send(server, path, {"nonsense": 1}, key)
+            assert error_of(answer)[0] == 401
+            assert answer.headers["www-authenticate"] == "Bearer"
+        basic = server.post(path, chat_of(), Authorization=f"Basic {ALICE}")
+        assert basic.status_code == 401
+
+
+def test_what_one_key_said_is_unknown_to_another(server):
+    name = {"x-session-id": "diary"}
+    messages = [{"role": "user", "content": "My secret"}]
+    first = send(server, CHAT, chat_of(messages=messages), **name).json()
+    messages += [first["choices"][0]["message"], {"role": "user", "content": "And?"}]
+    messages[1] = {"role": "assistant", "content": messages[1]["content"]}
+    theirs = send(server, CHAT, chat_of(messages=messages), BOB).json()
+    assert theirs["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    mine = send(server, CHAT, chat_of(messages=messages)).json()
+    assert mine["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert mine["choices"] == theirs["choices"]
+
+    def bodies(key: str, session: str) -> list[dict]:
+        url, headers = f"{server.url}/v1/sessions/{session}", {"Authorization": f"Bearer {key}"}
+        answers = [httpx.get(url, headers=headers), httpx.delete(url, headers=headers)]
+        assert {answer.status_code for answer in answers} == {404}
+        return [answer.json() for answer in answers]
+
+    assert bodies(BOB, "diary") == bodies(BOB, "unknown")
+    # Bob's diary is another one.
+    send(server, CHAT, chat_of(), BOB, **name)
+    url = f"{server.url}/v1/sessions/diary"
+    told = [httpx.get(url, headers={"Authorization": f"Bearer {k}"}).json() for k in (ALICE, BOB)]
+    assert [one["turns"] for one in told] == [2, 1]
+
+
+def test_sessions_of_a_key_are_bounded_and_the_oldest_goes(server):
+    headers = {"Authorization": f"Bearer {BOB}"}
+    for number in range(5):
+        send(server, CHAT, chat_of(), BOB, **{"x-session-id": f"s{number}"})
+    told = httpx.get(f"{server.url}/v1/sessions", headers=headers).json()["data"]
+    assert [one["id"] for one in told] == ["s4", "s3", "s2"]
+
+
+@pytest.mark.parametrize("name", ["", ".", "../x", "a b", "a" * 129, "a\u00e9", "a/b"])
+def test_names_of_sessions_are_plain(server, name):
+    answer = send(server, CHAT, chat_of(), **{"x-session-id": name.encode("latin-1")})
+    assert error_of(answer)[:2] == (400, "x-session-id")
+
+
+def test_keys_are_read_from_a_file_as_hashes(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(f"# who\n{hash_of(ALICE)} alice\n\nsha256:{hash_of(BOB).upper()}  # bob\n")
+    keys = Keys.read(path)
+    assert len(keys) == 2
+    assert keys.owner(ALICE) == hash_of(ALICE)
+    assert keys.owner(BOB) == hash_of(BOB)
+    assert keys.owner("") is keys.owner("\udcff") is None
+    path.write_text(f"{ALICE}\n")
+    with pytest.raises(WeirError, match=r"line 1 of .* is no SHA-256 of a key") as error:
+        Keys.read(path)
+    assert ALICE not in str(error.value)
+    path.write_text("# nobody\n")
+    with pytest.raises(WeirError, match="has no keys"):
+        Keys.read(path)
+    with pytest.raises(WeirError, match="cannot read the keys"):
+        Keys.read(tmp_path / "none")
+
+
+def test_without_keys_nobody_elsewhere_is_served():
+    for host in ("0.0.0.0", "::"):
+        with pytest.raises(WeirError, match="without keys everybody could use it"):
+            bind(host, 0, Keys())
+    with pytest.raises(WeirError, match="is no address to serve at"):
+        bind("no such host", 0, Keys())
+    bind("0.0.0.0", 0, Keys([hash_of(ALICE)])).close()
+    with bind("127.0.0.1", 0, Keys()) as bound:
+        bound.listen()
+        port = bound.getsockname()[1]
+        with pytest.raises(WeirError, match=f"cannot serve at 127.0.0.1:{port}: "):
+            bind("127.0.0.1", port, Keys())
+    with serving(make_desk(rows=1)) as server:
+        body = json.dumps(chat_of()).encode()
+        for host, status in (("localhost", b"200"), ("evil.example", b"421")):
+            with raw(server.port, CHAT, body, "Connection: close") as connection:
+                first = connection.recv(100)
+                assert first.split()[1] == b"200"
+            answer = httpx.get(f"{server.url}/v1/models", headers={"Host": f"{host}:80"})
+            assert str(answer.status_code).encode() == status
+
+
+# --- the rest
+
+
+def test_models_tell_of_a_window_without_end(server):
+    client = server.client(ALICE)
+    (one,) = client.models.list().data
+    assert one.id == "small"
+    told = client.models.retrieve("small").model_dump()
+    for name in ("max_model_len", "context_length", "context_window", "max_context_length"):
+        assert told[name] >= 10**9
+    answer = httpx.get(
+        f"{server.url}/v1/models/other/one", headers={"Authorization": f"Bearer {ALICE}"}
+    )
+    assert error_of(answer)[:2] == (404, "model")
+
+
+def test_what_is_not_there_is_an_error_of_the_same_form(server):
+    assert error_of(httpx.get(f"{server.url}/v1/nothing"))[0] == 404
+    assert error_of(httpx.get(f"{server.url}{CHAT}"))[0] == 405
+    assert error_of(httpx.get(f"{server.url}/docs"))[0] == 404
+
+
+def test_half_a_request_hurts_nobody(server):
+    for piece in (
+        b"",
+        b"POST",
+        b"\x00\xff\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+    ):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+            connection.sendall(piece)
+    with raw(server.port, CHAT, b"", f"Authorization: Bearer {ALICE}", length=50):
+        pass
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert send(server, CHAT, chat_of()).status_code == 200
