@@ -55,7 +55,7 @@ def embed(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor:
         read.append(kwargs["inputs_embeds"])
         return BaseModelOutputWithPast(last_hidden_state=kwargs["inputs_embeds"])
 
-    with turns_of(model.config.get_text_config(decoder=True)).lock, torch.no_grad():
+    with turns_of(model.config.get_text_config(decoder=True)), torch.no_grad():
         around = Around(model.get_decoder(), "forward", answer)
         try:
             model.base_model(**there, use_cache=False)

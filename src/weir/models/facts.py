@@ -106,7 +106,7 @@ def describe(model: PreTrainedModel, reach: int | None = None) -> ModelFacts:
     """
     model = transformers_model(model)
     config = model.config.get_text_config(decoder=True)
-    with turns_of(config).lock:  # during a call in another thread its attention is called weir
+    with turns_of(config):  # during a call in another thread its attention is called weir
         return _describe(model, config, reach)
 
 

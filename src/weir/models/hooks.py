@@ -146,7 +146,7 @@ class Attachment:
 
     def wait(self) -> None:
         """Wait for the call that another thread may be making."""
-        with self._turns.lock:
+        with self._turns:
             pass
 
     def attend(
@@ -166,7 +166,7 @@ class Attachment:
 
     def give_up(self, cache: Streaming) -> None:
         """One cache less, after the call that is under way."""
-        with self._turns.lock:
+        with self._turns:
             self.caches.discard(cache)
             _leave_unused(self.facts.decoder)
 
@@ -178,7 +178,7 @@ class Attachment:
 
     def _call(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The decoder's forward, with a cache of weir or without one."""
-        with self._turns.lock:
+        with self._turns:
             given = self._named(args, kwargs)
             cache = given.get("past_key_values")
             if self.running is not None or not isinstance(cache, Streaming):

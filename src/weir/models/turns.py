@@ -25,12 +25,26 @@ _MAKING = threading.RLock()
 _CALL = nn.Module._call_impl.__code__
 
 
+_LOOKING = threading.Lock()
+"""Held by the thread that has switched garbage collection off."""
+
+
 class Turns:
-    """Whose turn it is to call the models of one configuration: the thread that holds `lock`."""
+    """Whose turn it is to call the models of one configuration: `with turns:` takes it.
+
+    A lock of its own would not do: these turns are the same for all only as long as somebody holds
+    them, and who waits for a lock holds no more than that.
+    """
 
     def __init__(self, config: Any) -> None:
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
         self._config = config
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
 
 
 def turns_of(config: Any) -> Turns:
@@ -83,10 +97,11 @@ def _self_of(frame: FrameType) -> object:
     so nothing may run that lets it go on, as freeing a tensor does. Hence no garbage is collected,
     and nobody asks a frame twice, which would free what the dictionary held before.
     """
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        return frame.f_locals.get("self")
-    finally:
-        if collecting:
-            gc.enable()
+    with _LOOKING:
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return frame.f_locals.get("self")
+        finally:
+            if collecting:
+                gc.enable()
