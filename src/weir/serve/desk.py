@@ -22,7 +22,7 @@ from weir.serve.engine import Busy, Engine
 from weir.serve.limits import Limits
 from weir.serve.mailbox import Failure, Mailbox, Standing
 from weir.serve.messages import Message, chain
-from weir.serve.records import Record, Store
+from weir.serve.records import Record, Store, packed
 from weir.serve.relay import Relay
 from weir.serve.turn import Turn
 from weir.stream import Turns
@@ -308,6 +308,7 @@ class Desk:
                 "bytes": standing.bytes,
                 "folds": standing.folds,
             },
+            ids=packed([*plan.ids, *turn.chosen]),
         )
         try:
             self.store.add(record)

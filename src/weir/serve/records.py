@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,6 +33,8 @@ class Record:
         seen: tokens of the stream so far, the last of its answer too.
         usage: what it took, as it was told to the client.
         created: when it ended, in seconds since 1970.
+        ids: the tokens of this turn, what was fed and the answer, as `packed` writes them: they
+            stand in the stream right before `seen`. Empty where they are not known.
     """
 
     node: str
@@ -43,6 +47,39 @@ class Record:
     seen: int
     usage: dict[str, int] = field(default_factory=dict)
     created: float = field(default_factory=time.time)
+    ids: bytes = b""
+
+
+def packed(ids: Iterable[int]) -> bytes:
+    """Token ids in four bytes each: a prompt of a million is kept as such."""
+    return array("I", ids).tobytes()
+
+
+def unpacked(ids: bytes) -> array[int]:
+    """The token ids that `packed` has written."""
+    found = array("I")
+    found.frombytes(ids)
+    return found
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The tokens of one turn in its stream.
+
+    Attributes:
+        node: the turn's end.
+        end: how many tokens the stream has there.
+        ids: `Record.ids`.
+    """
+
+    node: str
+    end: int
+    ids: bytes
+
+    @property
+    def start(self) -> int:
+        """The place in the stream of its first token."""
+        return self.end - len(self.ids) // 4
 
 
 @dataclass(frozen=True)
@@ -83,6 +120,11 @@ class Store(Shelf, Protocol):
 
     def find(self, owner: str, node: str) -> Record | None:
         """A turn of the owner's, if its node is kept."""
+
+    def line(self, owner: str, node: str) -> list[Stretch]:
+        """The tokens that led to a turn of the owner's, the oldest first: back to the beginning of
+        the stream, or to the last turn whose tokens are not known or that is not kept.
+        """
 
     def session(self, owner: str, session: str) -> Session | None:
         """A session of the owner's."""
@@ -161,6 +203,19 @@ class MemoryStore:
         with self._lock:
             record = self._records.get(node)
             return record if record is not None and record.owner == owner else None
+
+    def line(self, owner: str, node: str) -> list[Stretch]:
+        """The tokens that led to a turn of the owner's, as far back as its turns are kept."""
+        found: list[Stretch] = []
+        with self._lock:
+            record = self.find(owner, node)
+            while record is not None:
+                here = Stretch(record.node, record.seen, record.ids)
+                found.append(here)
+                parent = None if record.parent is None else self.find(owner, record.parent)
+                goes_on = parent is not None and parent.seen == here.start < here.end
+                record = parent if goes_on else None
+        return found[::-1]
 
     def session(self, owner: str, session: str) -> Session | None:
         """A session of the owner's."""

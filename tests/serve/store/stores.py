@@ -14,7 +14,7 @@ from weir.cache import StreamingCache
 from weir.errors import WeirError
 from weir.serve import Node
 from weir.serve.messages import Message
-from weir.serve.records import Record
+from weir.serve.records import Record, packed
 from weir.serve.store import DiskShelf, DiskStore
 from weir.serve.store import folder as folder_file
 
@@ -98,6 +98,7 @@ def record(node: str, n: int = 0, **given: Any) -> Record:
         "seen": state.facts["seen"] + 1,
         "usage": {"bytes": 5},
         "created": 3.5,
+        "ids": packed([*range(state.facts["seen"]), last]),
         **given,
     }
     return Record(node, **made)

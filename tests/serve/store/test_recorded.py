@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from stores import CHUNK, NODES, POLICY, Cut, has, kept, kill, record, same, store
 
 from weir.errors import WeirError
-from weir.serve.records import MemoryStore, Record, Session
+from weir.serve.records import MemoryStore, Record, Session, packed, unpacked
 from weir.serve.store import DiskStore, parcel
 from weir.serve.store import folder as folder_file
 
@@ -75,6 +75,30 @@ def test_what_is_anothers_is_as_what_never_was(tmp_path):
         assert its.delete("me", "a") == ["a"]
         assert its.find("you", "b") is not None  # only what is the owner's goes with it
     assert not (tmp_path / "out").exists()
+
+
+def test_the_tokens_of_a_stream_are_told_as_far_back_as_its_turns_line_up(tmp_path):
+    with store(tmp_path) as disk:
+        for its in (disk, MemoryStore()):
+            for name, parent, seen, ids in [
+                ("a", None, 5, [1, 2, 3, 4, 5]),
+                ("b", "a", 8, [6, 7, 2**20]),
+                ("c", "b", 9, [9]),
+                ("other", "a", 6, [9]),
+                ("gap", "b", 9, []),  # from a store that kept no tokens
+                ("on", "gap", 11, [1, 2]),
+                ("wrong", "a", 9, [1, 2]),
+            ]:
+                assert kept(its, name, NODES[0]) is None
+                its.add(record(name, parent=parent, seen=seen, ids=packed(ids)))
+            told = [(each.start, unpacked(each.ids).tolist()) for each in its.line("me", "c")]
+            assert told == [(0, [1, 2, 3, 4, 5]), (5, [6, 7, 2**20]), (8, [9])]
+            assert [each.node for each in its.line("me", "other")] == ["a", "other"]
+            assert [each.node for each in its.line("me", "on")] == ["gap", "on"]
+            assert [each.node for each in its.line("me", "wrong")] == ["wrong"]
+            assert its.line("you", "c") == its.line("me", "\ud800") == []
+            its.drop("a")
+            assert [each.node for each in its.line("me", "c")] == ["b", "c"]
 
 
 def test_a_turn_goes_with_all_that_go_on_from_it(tmp_path):
@@ -215,6 +239,8 @@ LIES = [
     (r"usage must be numbers", ((*TURN, "usage"), [1])),
     (r"created must be seconds", ((*TURN, "created"), float("nan"))),
     (r"turns\[1\].created must be seconds", ((*TURN, "created"), 10**400)),
+    (r"turns\[1\].ids\[0\] must be a whole number from 0 to 60", ((*TURN, "ids", 0), 61)),
+    (r"turns\[1\] has more tokens than its stream", ((*TURN, "ids"), [1] * 99)),
     (r"turns\[1\] is damaged", ((*TURN, "sha256"), "0" * 64)),
     (r"'owner' is a fact too many", ((*TURN, "owner"), "you")),
 ]

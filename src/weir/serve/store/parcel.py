@@ -24,7 +24,7 @@ from weir.cache import FARTHEST, Wrong, list_of, optional, text, whole
 from weir.cache import record as facts_of
 from weir.errors import WeirError, shown
 from weir.serve.messages import Message
-from weir.serve.records import Record
+from weir.serve.records import Record, packed, unpacked
 from weir.serve.store.snapshot import Form, read_foreign
 
 FORMAT = 1
@@ -153,8 +153,11 @@ class Parcel:
             if turn["node"] in known:
                 raise Wrong(f"turns[{n}] is there twice")
             known.add(turn["node"])
+            if len(turn["ids"]) > turn["seen"]:
+                raise Wrong(f"turns[{n}] has more tokens than its stream")
             messages = tuple(Message(*each) for each in turn.pop("messages"))
-            parcel.add(Record(owner="", session="", messages=messages, **turn), data)
+            ids = packed(turn.pop("ids"))
+            parcel.add(Record(owner="", session="", messages=messages, ids=ids, **turn), data)
         return parcel
 
 
@@ -169,6 +172,7 @@ def _said(record: Record) -> dict[str, Any]:
         "seen": record.seen,
         "usage": record.usage,
         "created": record.created,
+        "ids": unpacked(record.ids).tolist(),
     }
 
 
@@ -183,6 +187,7 @@ def _turn(vocabulary: int) -> Any:
         seen=whole(1),
         usage=_usage,
         created=_time,
+        ids=list_of(whole(0, vocabulary - 1)),
         sha256=text(),
     )
 

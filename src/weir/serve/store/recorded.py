@@ -14,12 +14,12 @@ from typing import Any
 
 from weir.errors import WeirError
 from weir.serve.messages import Message
-from weir.serve.records import Record, Session
+from weir.serve.records import Record, Session, Stretch
 from weir.serve.store.parcel import Parcel
 from weir.serve.store.shelved import DiskShelf
 from weir.serve.store.tables import one, rows
 
-_COLUMNS = "node, owner, session, parent, chain, messages, last, seen, usage, created"
+_COLUMNS = "node, owner, session, parent, chain, messages, last, seen, usage, created, ids"
 
 
 class DiskStore(DiskShelf):
@@ -54,6 +54,24 @@ class DiskStore(DiskShelf):
     def find(self, owner: str, node: str) -> Record | None:
         """A turn of the owner's, if its node is kept."""
         return self._record("owner = ? AND node = ?", owner, node)
+
+    def line(self, owner: str, node: str) -> list[Stretch]:
+        """The tokens that led to a turn of the owner's, as far back as its turns are kept."""
+        if not _texts([owner, node]):
+            return []
+        with self._tables.reading() as db:
+            found = rows(
+                db,
+                "WITH RECURSIVE line (node, parent, seen, ids) AS (SELECT node, parent, seen, ids "
+                "FROM records WHERE node = ?1 AND owner = ?2 UNION ALL SELECT records.node, "
+                "records.parent, records.seen, records.ids FROM records JOIN line "
+                "ON records.node = line.parent AND records.owner = ?2 "
+                "AND records.seen = line.seen - length(line.ids) / 4 AND records.seen < line.seen) "
+                "SELECT node, seen, ids FROM line ORDER BY seen",
+                node,
+                owner,
+            )
+        return [Stretch(row["node"], row["seen"], row["ids"]) for row in found]
 
     def session(self, owner: str, session: str) -> Session | None:
         """A session of the owner's."""
@@ -202,7 +220,7 @@ def _insert(db: sqlite3.Connection, record: Record) -> None:
     db.execute("DELETE FROM records WHERE node = ?", (record.node,))
     messages = [[each.role, each.content, each.name] for each in record.messages]
     db.execute(
-        f"INSERT INTO records ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        f"INSERT INTO records ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             record.node,
             record.owner,
@@ -214,6 +232,7 @@ def _insert(db: sqlite3.Connection, record: Record) -> None:
             record.seen,
             json.dumps(record.usage),
             record.created,
+            record.ids,
         ),
     )
 

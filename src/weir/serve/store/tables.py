@@ -44,7 +44,8 @@ CREATE TABLE records (
     last INTEGER NOT NULL,
     seen INTEGER NOT NULL,
     usage TEXT NOT NULL,  -- JSON: numbers by name
-    created REAL NOT NULL
+    created REAL NOT NULL,
+    ids BLOB NOT NULL  -- tokens, four bytes each
 );
 CREATE INDEX records_chain ON records (owner, chain);
 CREATE INDEX records_session ON records (owner, session);
