@@ -356,3 +356,9 @@ def test_half_a_request_hurts_nobody(server):
         pass
     assert httpx.get(f"{server.url}/health").status_code == 200
     assert send(server, CHAT, chat_of()).status_code == 200
+
+
+def test_a_whole_number_may_be_written_with_a_point(server):
+    given = chat_of(max_tokens=2.0, n=1.0, seed=7.0, top_k=3.0)
+    assert send(server, CHAT, given).json()["usage"]["completion_tokens"] == 2
+    assert error_of(send(server, CHAT, chat_of(max_tokens=2.5)))[:2] == (400, "max_tokens")

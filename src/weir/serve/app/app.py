@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 
 from weir import __version__
 from weir.serve.app import chat, completions, models, operations, sessions
+from weir.serve.app.described import ERRORS
 from weir.serve.app.errors import Refused, failed
 from weir.serve.app.guard import Guard
 from weir.serve.app.keys import Keys
@@ -49,9 +50,9 @@ def make_app(desk: Desk, keys: Keys | None = None) -> ASGIApp:
     app.add_exception_handler(Gone, _gone)
     app.add_exception_handler(HTTPException, _plain)
     app.add_exception_handler(Exception, _failed)
-    app.include_router(operations.public)
+    app.include_router(operations.public, responses=ERRORS)
     for part in (chat, completions, models, sessions, operations):
-        app.include_router(part.router, dependencies=[Depends(authorised)])
+        app.include_router(part.router, dependencies=[Depends(authorised)], responses=ERRORS)
     return Guard(app, metrics, local=not app.state.keys)
 
 

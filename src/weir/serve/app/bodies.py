@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from weir.serve.choosing import Choosing
@@ -43,16 +50,30 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
 }
 
+
+def _whole(value: Any) -> Any:
+    """100.0 is 100, as JSON has it; programs without integers send that."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
-Token = Annotated[int, Field(ge=0, lt=2**31)]
+Token = Annotated[Whole, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+
+
+def _harmless_only(schema: dict[str, Any]) -> None:
+    """Say in a schema what a field may be that is known and not served."""
+    for name, harmless in REFUSED.items():
+        if name in schema.get("properties", {}):
+            schema["properties"][name]["enum"] = list(harmless)
 
 
 class Strict(BaseModel):
     """A body whose numbers are numbers, and which has no field that is not here."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=_harmless_only)
 
 
 class TextPart(BaseModel):
@@ -104,15 +125,15 @@ class Body(Strict):
     model: Annotated[str, StringConstraints(max_length=512)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    n: Annotated[Whole, Field(ge=1, le=128)] | None = None
+    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=16)] | None = None
     ignore_eos: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
@@ -193,16 +214,16 @@ class ChatBody(Body):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
 
 
 class TextBody(Body):
     """`POST /v1/completions`."""
 
     prompt: str | list[Token] | list[str] | list[list[Token]]
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    logprobs: Annotated[Whole, Field(ge=0, le=5)] | None = None
 
     @field_validator("prompt", mode="after")
     @classmethod

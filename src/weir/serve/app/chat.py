@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from weir.serve.app.answering import Answers, begin, while_there, wish_of
 from weir.serve.app.bodies import ChatBody
+from weir.serve.app.described import takes
 from weir.serve.app.errors import Refused
 from weir.serve.app.eventstream import DONE, EventStream, frame
 from weir.serve.app.guard import note
@@ -22,15 +23,9 @@ from weir.serve.desk import Desk
 from weir.serve.mailbox import End, Piece
 
 router = APIRouter()
-SCHEMA = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": ChatBody.model_json_schema()}},
-    }
-}
 
 
-@router.post("/v1/chat/completions", openapi_extra=SCHEMA)
+@router.post("/v1/chat/completions", openapi_extra=takes(ChatBody, streams=True))
 async def chat(request: Request, owner: str = Depends(authorised)) -> Response:
     """Answer a conversation, of which only what is new is read."""
     desk: Desk = request.app.state.desk

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from weir.serve.app.answering import Answers, begin, while_there, wish_of
 from weir.serve.app.bodies import TextBody
+from weir.serve.app.described import takes
 from weir.serve.app.errors import Refused
 from weir.serve.app.eventstream import DONE, EventStream, frame
 from weir.serve.app.guard import note
@@ -25,15 +26,9 @@ LIMIT = 16
 """Tokens of an answer where the client names no number, as OpenAI has it."""
 
 router = APIRouter()
-SCHEMA = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": TextBody.model_json_schema()}},
-    }
-}
 
 
-@router.post("/v1/completions", openapi_extra=SCHEMA)
+@router.post("/v1/completions", openapi_extra=takes(TextBody, streams=True))
 async def complete(request: Request, owner: str = Depends(authorised)) -> Response:
     """Continue a text."""
     desk: Desk = request.app.state.desk

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.responses import JSONResponse
 
 CODES = {
     "missing": "missing_required_parameter",
     "extra_forbidden": "unknown_parameter",
 }
+
+
+class ErrorFacts(BaseModel):
+    """What is wrong: in words, of which kind, in which part of the request, and for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """An error as OpenAI's clients read it."""
+
+    error: ErrorFacts
 
 
 class Refused(Exception):

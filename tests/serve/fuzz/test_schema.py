@@ -1,0 +1,73 @@
+"""Requests made from the server's own description, right ones and wrong ones, by schemathesis.
+
+`WEIR_FUZZ=500` makes so many of each kind for each route.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import load_all_checks
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+from servers import Server, make_desk, serving
+
+from weir.serve import Limits
+
+EXAMPLES = int(os.environ.get("WEIR_FUZZ", "8"))
+LIMITS = Limits(body=20_000, prompt=400, answer=10)
+QUICK = settings(
+    max_examples=EXAMPLES,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+load_all_checks()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(make_desk(rows=2, limits=LIMITS)) as server:
+        yield server
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+def test_whatever_is_asked_is_answered_as_described(server: Server, mode: GenerationMode) -> None:
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    asked = 0
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        if mode is GenerationMode.NEGATIVE and not operation.body:
+            continue  # any name in a path is a good one
+
+        @QUICK
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def ask(case: schemathesis.Case) -> None:
+            nonlocal asked
+            asked += 1
+            if mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
+                case.body["model"] = "small"
+            # What is right by its form may be refused for what it says: an empty prompt is.
+            case.call_and_validate(excluded_checks=[positive_data_acceptance], timeout=60)
+
+        ask()
+    assert asked >= 2 * EXAMPLES
+    server.settled()
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_the_description_is_whole(server: Server) -> None:
+    described = httpx.get(f"{server.url}/openapi.json").json()
+    assert "HTTPValidationError" not in str(described)
+    assert "$defs" not in str(described)
+    known = described["components"]["schemas"]
+    assert {"ChatMessage", "StreamOptions", "ErrorBody"} <= set(known)
+    for path in described["paths"].values():
+        for operation in path.values():
+            assert "default" in operation["responses"]
