@@ -95,7 +95,7 @@ $(BIN)/python:
 # The version is read from __init__.py when weir is installed, hence that prerequisite.
 $(VENV)/.installed: pyproject.toml constraints.txt src/weir/__init__.py | $(BIN)/python
 	$(call stage,weir and what it needs)
-	$(install) -e .
+	$(install) -e '.[cli,plots]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

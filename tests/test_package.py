@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 import weir
+from weir.cli.missing import EXTRAS
 from weir.models.facts import INTERFACE_FAMILIES, OWN_FAMILIES
 from weir.policies.registry import NAMED
 from weir.pools import POOLS
@@ -112,8 +113,44 @@ def test_the_face_hands_out_its_names_when_they_are_asked_for() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+LIGHT = """
+import sys
+
+sys.modules |= dict.fromkeys(["matplotlib", "rich", "typer", "numba", "sklearn"])
+import torch, weir
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes = dict(vocab_size=50, hidden_size=16, intermediate_size=16, num_attention_heads=2)
+model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1))
+stream = weir.Stream(model, "sink(2) | recent(4) | kcenter(4)", chunk=4)
+stream.feed(torch.arange(40)[None])
+assert stream.seen == 40
+import weir.cli
+sys.argv = ["weir", "policies"]
+weir.cli.main()
+"""
+"""A process without what the core of weir does not ask for."""
+
+
+def test_the_core_needs_no_command_line_and_no_plots() -> None:
+    command = [sys.executable, "-c", LIGHT]
+    done = subprocess.run(command, cwd=SOURCE.parent, capture_output=True, text=True)
+    said = "weir: this needs typer, which is not installed: pip install 'weir[cli]'\n"
+    assert (done.returncode, done.stderr) == (1, said)
+    core = {name_of(line) for line in PROJECT["dependencies"]}
+    assert core == {"numpy", "safetensors", "tokenizers", "torch", "transformers"}
+
+
+def test_every_optional_package_is_brought_by_the_extra_that_is_named() -> None:
+    extras = PROJECT["optional-dependencies"]
+    called = {"pil": "pillow", "sklearn": "scikit_learn"}
+    for package, extra in EXTRAS.items():
+        brings = {name_of(line) for line in extras[extra]}
+        assert called.get(package.lower(), package.lower()) in brings, package
+
+
 OPTIONAL = {
-    *("lm_eval", "numba", "ray", "rouge_score", "sacrebleu", "triton", "pillow"),
+    *("lm_eval", "matplotlib", "numba", "ray", "rich", "rouge_score", "sacrebleu", "triton"),
+    *("pillow", "typer"),
     *("fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"),
 }
 """What extras bring."""

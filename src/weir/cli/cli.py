@@ -10,6 +10,7 @@ import io
 import os
 import sys
 
+from weir.cli.missing import told
 from weir.errors import WeirError
 
 
@@ -25,6 +26,11 @@ def main() -> None:
         sys.stdout.flush()
     except WeirError as error:
         code = _fail(str(error), 1)
+    except ModuleNotFoundError as error:
+        needed = told(error)
+        if needed is None:
+            raise
+        code = _fail(needed, 1)
     except KeyboardInterrupt:
         code = 130
     except OSError as error:

@@ -55,15 +55,10 @@ def serve(
 
     Clients of OpenAI's API only need the address. Without --keys only this machine is served.
     """
-    try:
-        from weir.serve.app import Keys, bind, log_json, make_app, run_app
-    except ModuleNotFoundError as error:
-        raise WeirError(
-            f"weir serve needs {error.name}, which is not installed: pip install 'weir[serve]'"
-        ) from None
     from weir.cache import read_bytes
     from weir.policies import policy_of
     from weir.serve import Desk, Engine, Limits, MemoryStore, Store, room_for
+    from weir.serve.app import Keys, bind, log_json, make_app, run_app
     from weir.serve.store import DiskStore
 
     if disk is not None and data is None:
