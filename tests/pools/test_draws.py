@@ -46,6 +46,14 @@ def test_the_draws_are_those_of_every_release():
     ]
 
 
+def test_heads_that_are_shared_out_draw_what_they_would_together():
+    whole = Draws(seed=1, layer=2).uniform(3, places(heads=4, n=8))
+    share = Draws(seed=1, layer=2, first=2)
+    assert torch.equal(share.uniform(3, places(heads=2, n=8)), whole[:, 2:])
+    # What is one draw for all heads is the same one wherever it is made.
+    assert torch.equal(share.of_layer().uniform(3, places(n=8)), whole[:, :1])
+
+
 def test_mixing_is_splitmix64():
     # Vigna's reference of SplitMix64 seeded with 0 begins with these three.
     golden = 0x9E3779B97F4A7C15

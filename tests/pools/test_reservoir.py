@@ -75,6 +75,9 @@ class Told:
     numbers: tuple[float, ...]
     pool: int = 0
 
+    def of_layer(self):
+        return self
+
     def uniform(self, purpose, position, index=0):
         return torch.tensor(self.numbers, dtype=torch.float64)[position.clamp_min(0)]
 

@@ -87,7 +87,7 @@ def plan_layers(
         window = None if everywhere else layer.positions.window
         own = pipe if window is None else Pipe((Recent(window),))
         positions = replace(layer.positions, window=window, rolling=rolling)
-        draws = Draws(seed, index)
+        draws = Draws(seed, index, first=layer.first_head)
         spec = LayerSpec(own, positions, chunk, draws, index, len(pipes))
         plans.append(LayerPlan(spec, layer.heads))
     return plans

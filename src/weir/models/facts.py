@@ -50,11 +50,14 @@ class LayerFacts:
 
     Attributes:
         positions: what it does with them, for keys that stay where they were said.
-        heads: the sizes of its attention.
+        heads: the sizes of its attention; of a model whose heads are shared out over processes
+            (`tp_plan`), of this one's share.
+        first_head: the first KV head of that share.
     """
 
     positions: LayerPositions
     heads: Heads
+    first_head: int = 0
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ def _describe(model: PreTrainedModel, config: Any, reach: int | None) -> ModelFa
         positions = LayerPositions(
             rotary, alibi, _window(config, kind), rolling=False, placed=kind_placed
         )
-        layers.append(LayerFacts(positions, _heads(config, module, model.dtype)))
+        layers.append(LayerFacts(positions, *_heads(config, module, model.dtype)))
     return ModelFacts(
         kind=config.model_type,
         # Around a multimodal model's decoder there is another module, which makes the masks.
@@ -278,8 +281,8 @@ def _window(config: Any, kind: str | None) -> int | None:
     return None if window is None else int(window)
 
 
-def _heads(config: Any, module: Any, dtype: torch.dtype) -> Heads:
-    """The sizes of an attention module, as its keys and values come to weir."""
+def _heads(config: Any, module: Any, dtype: torch.dtype) -> tuple[Heads, int]:
+    """The sizes of an attention module, as its keys and values come to weir, and its first head."""
     names = ("num_attention_heads", "num_heads", "n_heads", "n_head")
     heads = next(int(n) for name in names if (n := getattr(config, name, None)) is not None)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -287,23 +290,31 @@ def _heads(config: Any, module: Any, dtype: torch.dtype) -> Heads:
         kv_heads = module.num_kv_heads
     dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
     dim = dim or config.hidden_size // heads
-    shares = _shares(module)
+    shares, mine = _shares(module)
     if kv_heads % shares == 0:
         heads, kv_heads = heads // shares, kv_heads // shares
-    return Heads(kv_heads, heads // kv_heads, int(dim), int(dim), dtype)
+    else:
+        mine = 0
+    return Heads(kv_heads, heads // kv_heads, int(dim), int(dim), dtype), mine * kv_heads
 
 
-def _shares(module: nn.Module) -> int:
-    """Over how many processes the heads of an attention module are shared out (`tp_plan`)."""
-    # Projections to heads are cut by rows, the one back from them by columns.
-    return max(
-        (
-            p.shape[0] // p.to_local().shape[0]
-            for p in module.parameters()
-            if hasattr(p, "to_local")
-        ),
-        default=1,
-    )
+def _shares(module: nn.Module) -> tuple[int, int]:
+    """Over how many processes the heads of an attention module are shared out (`tp_plan`), and
+    which of them this one is.
+    """
+    p: Any
+    for p in module.parameters():
+        if not hasattr(p, "device_mesh"):  # of a DTensor, a class that takes a second to import
+            continue
+        mesh = p.device_mesh
+        at = mesh.get_coordinate() or [0] * mesh.ndim
+        # Other dimensions of a mesh share out data or layers, and say so by their names.
+        names = mesh.mesh_dim_names or ("tp",) * mesh.ndim
+        for dim, placement in enumerate(p.placements):
+            # Projections to heads are cut by rows, the one back from them by columns.
+            if placement.is_shard(0) and names[dim] == "tp":
+                return mesh.size(dim), at[dim]
+    return 1, 0
 
 
 def _rotates(config: Any, module: Any) -> bool:

@@ -56,17 +56,24 @@ class Draws:
             of their own.
         layer: which layer.
         pool: which pool of the pipe, so that two pools draw different numbers for a token.
+        first: the first KV head of the layer that is here, where heads are shared out over
+            processes: each draws what it would in one process.
     """
 
     seed: int | tuple[int, ...]
     layer: int = 0
     pool: int = 0
+    first: int = 0
 
     def of_rows(self, rows: Sequence[int]) -> Draws:
         """The draws of some rows of the batch, in this order: for tensors that hold only those."""
         if isinstance(self.seed, int):
             return self
         return replace(self, seed=tuple(self.seed[row] for row in rows))
+
+    def of_layer(self) -> Draws:
+        """Draws that all heads of the layer share, wherever they are."""
+        return replace(self, first=0)
 
     def uniform(self, purpose: int, position: Tensor, index: int | Tensor = 0) -> Tensor:
         """Uniform numbers in [0, 1), float64, one for each entry of `position`.
@@ -90,7 +97,7 @@ class Draws:
 
     def _of_tokens(self, purpose: int, position: Tensor) -> Tensor:
         """What all parts of a draw's name but the index make of the seed [batch, kv_heads, n]."""
-        heads = torch.arange(position.shape[1], device=position.device)[None, :, None]
+        heads = torch.arange(position.shape[1], device=position.device)[None, :, None] + self.first
         return _step(_step(self._of_rows(purpose, position), heads), position)
 
     def _of_rows(self, purpose: int, position: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class Sample(Pool):
         if self.per_head:
             return fold.draws.uniform(0, position)
         # As one head, so that a token's number does not depend on the head it is in.
-        return fold.draws.uniform(0, position.flatten(1)[:, None]).view(position.shape)
+        return fold.draws.of_layer().uniform(0, position.flatten(1)[:, None]).view(position.shape)
 
     def came_with(self, held: Slots, fold: Fold) -> Slots:
         """What is held, with the weights its tokens came in with."""
