@@ -34,6 +34,24 @@ def test_events_come_in_order_from_any_thread():
     assert asyncio.run(read()) == [str(number) for number in range(500)]
 
 
+def test_a_wake_that_comes_late_does_not_hold_the_loop():
+    async def read() -> None:
+        mailbox = Mailbox(asyncio.get_running_loop(), 9)
+        mailbox.post(piece(0))
+        assert len(await mailbox.take()) == 1  # and the wake for it is still to come
+        waiting = asyncio.ensure_future(mailbox.take())
+        rescue = threading.Timer(1.0, mailbox.post, [piece(1)])  # ends a loop that is held
+        rescue.start()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        rescue.cancel()
+        mailbox.post(piece(2))
+        assert [e.text for e in await waiting if isinstance(e, Piece)] == ["2"]
+
+    asyncio.run(read())
+
+
 def test_what_is_too_much_is_lost_and_known_to_be():
     async def read() -> None:
         mailbox = Mailbox(asyncio.get_running_loop(), 3)

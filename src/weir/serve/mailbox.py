@@ -127,8 +127,10 @@ class Mailbox:
         """All events that are there, once there are any."""
         while True:
             with self._lock:
+                # Also where there are none: events that were taken before their wake came leave it
+                # behind, and who waits for what has happened already never lets the loop go on.
+                self._some.clear()
                 if self._events:
                     events, self._events = self._events, []
-                    self._some.clear()
                     return events
             await self._some.wait()
