@@ -5,9 +5,11 @@ from weir.serve.desk import Asked, Desk, Plan, TooLong, Wish
 from weir.serve.engine import Busy, Cancelled, Engine, Load
 from weir.serve.limits import Limits
 from weir.serve.mailbox import End, Failure, Mailbox, Piece, Standing
+from weir.serve.memory import MemoryStore
 from weir.serve.messages import Message, chain
-from weir.serve.records import MemoryStore, Record, Session, Store
+from weir.serve.records import Record, Session, Store
 from weir.serve.room import Room, room_for
+from weir.serve.sessions import Sessions, Unknown
 from weir.serve.shelf import MemoryShelf, Shelf
 from weir.serve.turn import Listener, Node, Turn
 
@@ -36,11 +38,13 @@ __all__ = [
     "Record",
     "Room",
     "Session",
+    "Sessions",
     "Shelf",
     "Standing",
     "Store",
     "TooLong",
     "Turn",
+    "Unknown",
     "Wish",
     "chain",
     "room_for",

@@ -24,6 +24,7 @@ from weir.serve.mailbox import Failure, Mailbox, Standing
 from weir.serve.messages import Message, chain
 from weir.serve.records import Record, Store, packed
 from weir.serve.relay import Relay
+from weir.serve.sessions import Sessions
 from weir.serve.turn import Turn
 from weir.stream import Turns
 
@@ -111,6 +112,7 @@ class Desk:
         limits: of what they may ask.
 
     Attributes:
+        sessions: what is done with those that stand.
         failure: why the engine has ended, if it did so by itself.
     """
 
@@ -127,6 +129,7 @@ class Desk:
         self.tokenizer = tokenizer
         self.name = name
         self.limits = limits
+        self.sessions = Sessions(engine, store, limits)
         self.failure: Exception | None = None
         self.ends = frozenset(Endings.of(engine.model.generation_config).stops)
         self._turns = Turns(tokenizer, self.ends)
@@ -317,10 +320,7 @@ class Desk:
             raise
         if plan.parent is not None and plan.parent.session == plan.session:
             return
-        sessions = self.store.sessions(plan.owner)
-        for session in sessions[: max(0, len(sessions) - self.limits.sessions)]:
-            for node in session.nodes:
-                self.engine.forget(node)
+        self.sessions.trim(plan.owner)
 
     def cancel(self, asked: Asked) -> None:
         """Nobody wants a request's answers any more."""
@@ -358,12 +358,3 @@ class Desk:
         """Requests of an owner that are under way."""
         with self._lock:
             return self._open[owner]
-
-    def forget(self, owner: str, session: str) -> bool:
-        """Delete a session of an owner's; False if there is none."""
-        found = self.store.session(owner, session)
-        if found is None:
-            return False
-        for node in found.nodes:
-            self.engine.forget(node)
-        return True

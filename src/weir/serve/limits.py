@@ -13,6 +13,7 @@ class Limits:
 
     Attributes:
         body: bytes of a request.
+        parcel: bytes of a session's file that is imported or exported.
         prompt: tokens that one request may feed.
         answer: tokens of an answer at most.
         answer_default: tokens of a chat's answer where the client names no number.
@@ -28,6 +29,7 @@ class Limits:
     """
 
     body: int = 16_000_000
+    parcel: int = 1_000_000_000
     prompt: int = 1_000_000
     answer: int = 65_536
     answer_default: int = 4096

@@ -1,20 +1,19 @@
 """What is kept of turns beside their state: whose they are, and where in a conversation they stand.
 
-A protocol, and memory as its simplest form. Knows nothing about HTTP or models.
+Records, and a protocol for who keeps them. Knows nothing about HTTP or models.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
 from typing import Protocol
 
-from weir.errors import WeirError
 from weir.serve.messages import Message
-from weir.serve.shelf import Done, MemoryShelf, Shelf
+from weir.serve.shelf import Shelf
 from weir.serve.turn import Node
 
 
@@ -84,19 +83,25 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Session:
-    """A conversation of an owner's.
+    """A conversation of an owner's, without what was said in it.
 
     Attributes:
         id: its name, among the owner's.
-        head: its newest turn.
-        nodes: all its turns that are kept, the oldest first.
-        created: when its first turn that is kept ended, in seconds since 1970.
+        head: the node of its newest turn.
+        turns: how many are kept.
+        created: when the first that is kept ended, in seconds since 1970.
+        used: when its newest ended.
+        seen: tokens of the stream at its newest.
+        usage: of its newest.
     """
 
     id: str
-    head: Record
-    nodes: tuple[str, ...]
+    head: str
+    turns: int
     created: float
+    used: float
+    seen: int
+    usage: dict[str, int]
 
 
 class Store(Shelf, Protocol):
@@ -106,6 +111,9 @@ class Store(Shelf, Protocol):
     told that it ended before both are. A node without a record is nobody's and may be dropped when
     a store is opened. `drop` drops a node's record as well, and a session goes with its last node.
     What a store has no room for it drops by itself, what was used longest ago first.
+
+    A turn may be in several sessions, since a fork shares what came before it. It goes when it is
+    in none any more; the session of its record is the one it has been in for longest.
     """
 
     def add(self, record: Record) -> None:
@@ -132,106 +140,47 @@ class Store(Shelf, Protocol):
     def sessions(self, owner: str) -> list[Session]:
         """All of the owner's, those used longest ago first."""
 
+    def turns(self, owner: str, session: str) -> list[Record]:
+        """The turns of a session that are kept, in the order they came; none if there is none."""
 
-class MemoryStore:
-    """A store in memory, at most so many nodes; all is gone when the process ends.
+    def fork(self, owner: str, node: str, session: str) -> Session:
+        """Begin a session that ends with a turn: with that and those it goes on from.
+
+        Raises:
+            WeirError: the owner has no such turn, or a session of this name.
+        """
+
+    def leave(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:
+        """Take turns out of a session.
+
+        Returns:
+            Those that were in no other: they are dropped.
+
+        Raises:
+            WeirError: the disk does not let go of them.
+        """
+
+    def take_in(self, records: Sequence[Record], nodes: Sequence[Node]) -> Session:
+        """Keep turns of one new session, those that go on from others behind them; all or none.
+
+        Raises:
+            WeirError: they cannot be kept.
+        """
+
+    def scratch(self) -> TemporaryDirectory[str]:
+        """A folder for a large file on its way, on the disk that nodes are on."""
+
+
+def path_to(node: str, turns: Mapping[str, str | None]) -> list[str]:
+    """The turns that lead to one, it too, the oldest first.
 
     Args:
-        most: nodes that are kept.
+        node: of the turn.
+        turns: what each goes on from, by node; what is not there ends the path.
     """
-
-    def __init__(self, most: int = 256) -> None:
-        self._most = most
-        self._lock = threading.RLock()
-        self._shelf = MemoryShelf(most + 64)  # beside them, those whose records are to come
-        self._records: dict[str, Record] = {}  # by node, the one used longest ago first
-        self._chains: dict[tuple[str, str], list[str]] = {}
-
-    def get(self, name: str) -> Node:
-        """A node.
-
-        Raises:
-            WeirError: there is none of that name.
-        """
-        with self._lock:
-            node = self._shelf.get(name)
-            if name in self._records:
-                self._records[name] = self._records.pop(name)
-            return node
-
-    def put(self, name: str, node: Node, done: Done) -> None:
-        """Keep a node."""
-        with self._lock:
-            self._shelf.put(name, node, lambda error: None)
-        done(None)
-
-    def drop(self, name: str) -> None:
-        """Forget a node and its record."""
-        with self._lock:
-            self._shelf.drop(name)
-            record = self._records.pop(name, None)
-            if record is not None:
-                place = (record.owner, record.chain)
-                self._chains[place].remove(name)
-                if not self._chains[place]:
-                    del self._chains[place]
-
-    def add(self, record: Record) -> None:
-        """Keep the record of a node.
-
-        Raises:
-            WeirError: its node is not kept any more.
-        """
-        with self._lock:
-            try:
-                self._shelf.get(record.node)
-            except WeirError:
-                raise WeirError("there is no room to keep this turn") from None
-            self._records[record.node] = record
-            self._chains.setdefault((record.owner, record.chain), []).append(record.node)
-            while len(self._records) > self._most:
-                self.drop(next(iter(self._records)))
-
-    def at(self, owner: str, chain: str) -> Record | None:
-        """The owner's newest turn that ends a conversation of this hash."""
-        with self._lock:
-            nodes = self._chains.get((owner, chain))
-            return self._records[nodes[-1]] if nodes else None
-
-    def find(self, owner: str, node: str) -> Record | None:
-        """A turn of the owner's."""
-        with self._lock:
-            record = self._records.get(node)
-            return record if record is not None and record.owner == owner else None
-
-    def line(self, owner: str, node: str) -> list[Stretch]:
-        """The tokens that led to a turn of the owner's, as far back as its turns are kept."""
-        found: list[Stretch] = []
-        with self._lock:
-            record = self.find(owner, node)
-            while record is not None:
-                here = Stretch(record.node, record.seen, record.ids)
-                found.append(here)
-                parent = None if record.parent is None else self.find(owner, record.parent)
-                goes_on = parent is not None and parent.seen == here.start < here.end
-                record = parent if goes_on else None
-        return found[::-1]
-
-    def session(self, owner: str, session: str) -> Session | None:
-        """A session of the owner's."""
-        return next((one for one in self.sessions(owner) if one.id == session), None)
-
-    def sessions(self, owner: str) -> list[Session]:
-        """All of the owner's, those used longest ago first."""
-        with self._lock:
-            own = [record for record in self._records.values() if record.owner == owner]
-        by_session: dict[str, list[Record]] = {}
-        for record in own:
-            # A session stands where its node stands that was used last.
-            by_session[record.session] = [*by_session.pop(record.session, []), record]
-        found = []
-        for name, records in by_session.items():
-            records.sort(key=lambda record: record.created)
-            nodes = tuple(record.node for record in records)
-            found.append(Session(name, records[-1], nodes, records[0].created))
-        return found
+    path: dict[str, None] = {}
+    at: str | None = node
+    while at is not None and at in turns and at not in path:
+        path[at] = None
+        at = turns[at]
+    return list(reversed(path))

@@ -83,6 +83,11 @@ def not_found(what: str) -> Refused:
     return Refused(404, f"there is no such {what}", code="not_found")
 
 
+def conflict(message: str, code: str, *, param: str | None = None) -> Refused:
+    """It cannot be done as things stand."""
+    return Refused(409, message, param=param, code=code)
+
+
 def failed(message: str = "the server failed to answer; its log says why") -> Refused:
     """Not the client's fault."""
     return Refused(500, message, code="server_error", kind="server_error")

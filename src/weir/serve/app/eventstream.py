@@ -24,6 +24,7 @@ class EventStream(Response):
         stall: seconds that the client may leave what is sent unread.
         close: called when it is over, however.
         headers: beside those of an event stream.
+        kind: its media type.
     """
 
     def __init__(
@@ -33,9 +34,10 @@ class EventStream(Response):
         stall: float,
         close: Callable[[], None],
         headers: dict[str, str],
+        kind: str = "text/event-stream",
     ) -> None:
         fixed = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(media_type="text/event-stream", headers={**fixed, **headers})
+        super().__init__(media_type=kind, headers={**fixed, **headers})
         del self.headers["content-length"]
         self._frames = frames
         self._overrun = overrun

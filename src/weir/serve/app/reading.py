@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import AsyncIterator
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -18,6 +19,7 @@ from weir.serve.engine import Busy
 T = TypeVar("T", bound=BaseModel)
 SESSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 HEADER = "x-session-id"
+JSON = "application/json"
 
 
 class Gone(Exception):
@@ -45,6 +47,67 @@ def authorised(request: Request) -> str:
     return owner
 
 
+def enter(request: Request, owner: str) -> Desk:
+    """A request counts as one of its owner's from now on.
+
+    Raises:
+        Refused: there are too many already.
+    """
+    desk: Desk = request.app.state.desk
+    try:
+        desk.enter(owner)
+    except Busy as error:
+        raise overloaded(str(error)) from None
+    at_end(request.scope, lambda: desk.leave(owner))
+    return desk
+
+
+async def chunks(request: Request, kind: str, limit: int, seconds: float) -> AsyncIterator[bytes]:
+    """The body of a request, as it comes.
+
+    Args:
+        request: whose.
+        kind: its media type.
+        limit: bytes that it may have.
+        seconds: in which all of it must be there.
+
+    Raises:
+        Refused: it is too large, of another type, or comes too slowly.
+        Gone: it does not come whole.
+    """
+    if request.headers.get("content-type", "").partition(";")[0].strip() != kind:
+        # Pages in a browser may send anything else to any address without asking.
+        what = "JSON" if kind == JSON else "a file"
+        raise Refused(415, f"the body must be {what}: Content-Type: {kind}")
+    too_large = Refused(
+        413,
+        f"the body may have {limit:,} bytes",
+        code="request_too_large",
+        headers={"Connection": "close"},
+    )
+    told = request.headers.get("content-length", "0")
+    if not told.isdecimal() or int(told) > limit:
+        raise too_large
+    read, until = 0, asyncio.get_running_loop().time() + seconds
+    parts = request.stream()
+    try:
+        while True:
+            async with asyncio.timeout_at(until):
+                chunk = await anext(parts, None)
+            if chunk is None:
+                return
+            read += len(chunk)
+            if read > limit:
+                raise too_large
+            yield chunk
+    except TimeoutError:
+        raise Refused(
+            408, "the body did not come in time", headers={"Connection": "close"}
+        ) from None
+    except ClientDisconnect:
+        raise Gone from None
+
+
 async def read_body(request: Request, kind: type[T], owner: str) -> T:
     """The body of a request, which counts as one of its owner's from now on.
 
@@ -53,38 +116,10 @@ async def read_body(request: Request, kind: type[T], owner: str) -> T:
             should be.
         Gone: it does not come whole.
     """
-    desk: Desk = request.app.state.desk
-    limits = desk.limits
-    try:
-        desk.enter(owner)
-    except Busy as error:
-        raise overloaded(str(error)) from None
-    at_end(request.scope, lambda: desk.leave(owner))
-    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        # Pages in a browser may send anything else to any address without asking.
-        raise Refused(415, "the body must be JSON: Content-Type: application/json")
-    too_large = Refused(
-        413,
-        f"the body may have {limits.body:,} bytes",
-        code="request_too_large",
-        headers={"Connection": "close"},
-    )
-    told = request.headers.get("content-length", "0")
-    if not told.isdecimal() or int(told) > limits.body:
-        raise too_large
+    limits = enter(request, owner).limits
     read = bytearray()
-    try:
-        async with asyncio.timeout(limits.stall):
-            async for chunk in request.stream():
-                read += chunk
-                if len(read) > limits.body:
-                    raise too_large
-    except TimeoutError:
-        raise Refused(
-            408, "the body did not come in time", headers={"Connection": "close"}
-        ) from None
-    except ClientDisconnect:
-        raise Gone from None
+    async for chunk in chunks(request, JSON, limits.body, limits.stall):
+        read += chunk
     try:
         return kind.model_validate_json(bytes(read))
     except ValidationError as error:

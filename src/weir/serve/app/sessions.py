@@ -2,31 +2,79 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Request
+from pydantic import Field, StringConstraints
+from starlette.responses import Response
 
-from weir.serve.app.errors import not_found
-from weir.serve.app.reading import authorised
+from weir.errors import WeirError
+from weir.serve.app.bodies import Strict
+from weir.serve.app.described import takes
+from weir.serve.app.errors import Refused, not_found, overloaded
+from weir.serve.app.eventstream import EventStream
+from weir.serve.app.reading import SESSION, authorised, chunks, enter, read_body
 from weir.serve.desk import Desk
-from weir.serve.records import Session
+from weir.serve.engine import Busy
+from weir.serve.records import Record, Session
+from weir.serve.sessions import Unknown
+
+FILE = "application/octet-stream"
+READ = 2**18
+SLOWEST = 20
+"""A file may take so many times as long as a body."""
+
+BINARY = {FILE: {"schema": {"type": "string", "format": "binary"}}}
 
 router = APIRouter()
+T = TypeVar("T")
+Turn = Annotated[str, StringConstraints(pattern=r"^(resp_)?[0-9a-f]{32}$")]
+
+
+class ForkBody(Strict):
+    """`POST /v1/sessions/{name}/fork`."""
+
+    turn: Turn | None = None
+    id: Annotated[str, StringConstraints(pattern=f"^{SESSION.pattern}$")] | None = None
+
+
+class RewindBody(Strict):
+    """`POST /v1/sessions/{name}/rewind`."""
+
+    turn: Turn
 
 
 @router.get("/v1/sessions")
 async def sessions(request: Request, owner: str = Depends(authorised)) -> dict[str, Any]:
     """All sessions, the one used last first."""
     desk: Desk = request.app.state.desk
-    found = desk.store.sessions(owner)
+    found = await asyncio.to_thread(desk.store.sessions, owner)
     return {"object": "list", "data": [told(session) for session in reversed(found)]}
+
+
+@router.post(
+    "/v1/sessions/import", openapi_extra={"requestBody": {"required": True, "content": BINARY}}
+)
+async def take_in(request: Request, owner: str = Depends(authorised)) -> dict[str, Any]:
+    """Take in a session that was exported, as a new one."""
+    desk = enter(request, owner)
+    limits = desk.limits
+    with desk.store.scratch() as folder:
+        path = Path(folder) / "session"
+        with open(path, "wb") as file:
+            async for chunk in chunks(request, FILE, limits.parcel, SLOWEST * limits.stall):
+                await asyncio.to_thread(file.write, chunk)
+        return told(await done(lambda: desk.sessions.unpack(owner, path)))
 
 
 @router.get("/v1/sessions/{name}")
 async def session(name: str, request: Request, owner: str = Depends(authorised)) -> dict[str, Any]:
     """One session."""
     desk: Desk = request.app.state.desk
-    found = desk.store.session(owner, name)
+    found = await asyncio.to_thread(desk.store.session, owner, name)
     if found is None:
         raise not_found("session")
     return told(found)
@@ -34,24 +82,122 @@ async def session(name: str, request: Request, owner: str = Depends(authorised))
 
 @router.delete("/v1/sessions/{name}")
 async def delete(name: str, request: Request, owner: str = Depends(authorised)) -> dict[str, Any]:
-    """Delete a session: no turn goes on from any of its own any more."""
+    """Delete a session: no turn goes on from any that was in it alone."""
     desk: Desk = request.app.state.desk
-    if not desk.forget(owner, name):
+    if not await done(lambda: desk.sessions.delete(owner, name)):
         raise not_found("session")
     return {"id": name, "object": "session", "deleted": True}
 
 
+@router.get("/v1/sessions/{name}/turns")
+async def turns(
+    name: str,
+    request: Request,
+    owner: str = Depends(authorised),
+) -> dict[str, Any]:
+    """The turns of a session that are kept, in the order they came."""
+    desk: Desk = request.app.state.desk
+    records, path = await done(lambda: desk.sessions.turns(owner, name))
+    return {"object": "list", "data": [turn(each, each.node in path) for each in records]}
+
+
+@router.post("/v1/sessions/{name}/fork", openapi_extra=takes(ForkBody))
+async def fork(name: str, request: Request, owner: str = Depends(authorised)) -> dict[str, Any]:
+    """A new session that begins with what led to a turn of this one."""
+    body = await read_body(request, ForkBody, owner)
+    desk: Desk = request.app.state.desk
+    node = None if body.turn is None else body.turn.removeprefix("resp_")
+    return told(await done(lambda: desk.sessions.fork(owner, name, node, body.id)))
+
+
+@router.post("/v1/sessions/{name}/rewind", openapi_extra=takes(RewindBody))
+async def rewind(name: str, request: Request, owner: str = Depends(authorised)) -> dict[str, Any]:
+    """Let a session end with one of its turns."""
+    body = await read_body(request, RewindBody, owner)
+    desk: Desk = request.app.state.desk
+    node = body.turn.removeprefix("resp_")
+    return told(await done(lambda: desk.sessions.rewind(owner, name, node)))
+
+
+@router.get(
+    "/v1/sessions/{name}/export", openapi_extra={"responses": {"200": {"content": BINARY}}}
+)
+async def export(
+    name: str,
+    request: Request,
+    owner: str = Depends(authorised),
+    turns: Annotated[int | None, Field(ge=1, lt=2**31)] = None,
+) -> Response:
+    """A session as a file, all of it or its newest turns."""
+    desk = enter(request, owner)
+    folder = desk.store.scratch()
+    path = Path(folder.name) / "session"
+    try:
+        await done(lambda: desk.sessions.pack(owner, name, turns, path))
+    except BaseException:
+        folder.cleanup()
+        raise
+    headers = {
+        "content-length": str(path.stat().st_size),
+        "content-disposition": 'attachment; filename="session.safetensors"',
+    }
+    return EventStream(
+        _read(path), asyncio.Event(), desk.limits.stall, folder.cleanup, headers, FILE
+    )
+
+
+async def _read(path: Path) -> AsyncIterator[bytes]:
+    with open(path, "rb") as file:
+        while chunk := await asyncio.to_thread(file.read, READ):
+            yield chunk
+
+
+async def done(work: Callable[[], T]) -> T:
+    """The result of what is done with sessions, in a thread.
+
+    Raises:
+        Refused: it cannot be done.
+    """
+    try:
+        return await asyncio.to_thread(work)
+    except Unknown as error:
+        raise not_found(str(error).rpartition(" ")[2]) from None
+    except Busy as error:
+        raise overloaded(str(error)) from None
+    except WeirError as error:
+        raise Refused(400, str(error), code="invalid_value") from None
+
+
 def told(session: Session) -> dict[str, Any]:
     """A session as JSON."""
-    head = session.head
     return {
         "id": session.id,
         "object": "session",
         "created": int(session.created),
-        "used": int(head.created),
-        "turns": len(session.nodes),
-        "seen": head.seen,
-        "held": head.usage.get("held"),
-        "bytes": head.usage.get("bytes"),
-        "folds": head.usage.get("folds"),
+        "used": int(session.used),
+        "turns": session.turns,
+        "head": f"resp_{session.head}",
+        "seen": session.seen,
+        "held": session.usage.get("held"),
+        "bytes": session.usage.get("bytes"),
+        "folds": session.usage.get("folds"),
+    }
+
+
+def turn(record: Record, leads: bool) -> dict[str, Any]:
+    """A turn as JSON.
+
+    Args:
+        record: the turn.
+        leads: whether the newest turn goes on from it, over however many, or is it.
+    """
+    return {
+        "id": f"resp_{record.node}",
+        "object": "session.turn",
+        "parent": None if record.parent is None else f"resp_{record.parent}",
+        "current": leads,
+        "created": int(record.created),
+        "messages": [message.for_template() for message in record.messages],
+        "seen": record.seen,
+        "usage": record.usage,
     }

@@ -1,7 +1,7 @@
 """A session on its way from one store to another: one safetensors file.
 
-Of each turn it has the snapshot, bytes for bytes as a store has it, and the record; as text a
-checksum of each. Nothing is believed of one that comes back: its turns are checked as if they were
+Of each turn it has the snapshot, as a store on disk has it, and the record; as text a checksum of
+each. Nothing is believed of one that comes back: its turns are checked as if they were
 new, and get new names. Knows nothing about tables.
 """
 
@@ -24,8 +24,9 @@ from weir.cache import FARTHEST, Wrong, list_of, optional, text, whole
 from weir.cache import record as facts_of
 from weir.errors import WeirError, shown
 from weir.serve.messages import Message
-from weir.serve.records import Record, packed, unpacked
-from weir.serve.store.snapshot import Form, read_foreign
+from weir.serve.records import Record, Store, packed, unpacked
+from weir.serve.store.snapshot import Form, read_foreign, written
+from weir.serve.turn import Node
 
 FORMAT = 1
 KEY = "weir_sessions"
@@ -37,16 +38,36 @@ class Parcel:
 
     Attributes:
         records: of the turns.
-        snapshots: of the same, as files.
+        nodes: of the same.
     """
 
     records: list[Record] = field(default_factory=list)
-    snapshots: list[bytes] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
 
-    def add(self, record: Record, snapshot: bytes) -> None:
+    @classmethod
+    def of(cls, store: Store, owner: str, session: str, most: int) -> Parcel:
+        """The newest turns of a session of the owner's that are kept.
+
+        Raises:
+            WeirError: the owner has no such session, or a turn of it is damaged.
+        """
+        parcel = cls()
+        for record in store.turns(owner, session)[-most:]:
+            try:
+                node = store.get(record.node)
+                parcel.add(record, Node(node.state, node.pending))
+            except WeirError:
+                if store.find(owner, record.node) is not None:
+                    raise
+                # It has gone meanwhile.
+        if not parcel.records:
+            raise WeirError("there is no such session")
+        return parcel
+
+    def add(self, record: Record, node: Node) -> None:
         """One turn more."""
         self.records.append(record)
-        self.snapshots.append(snapshot)
+        self.nodes.append(node)
 
     def renamed(self, owner: str) -> Parcel:
         """The same as a session of this owner's, and under names that nobody has."""
@@ -62,24 +83,29 @@ class Parcel:
             )
             for record in self.records
         ]
-        return Parcel(records, self.snapshots)
+        return Parcel(records, self.nodes)
 
-    def write(self, path: Path) -> None:
+    def write(self, path: Path, form: Form) -> None:
         """Write a file, whole or not at all.
+
+        Args:
+            path: of the file.
+            form: what its rows are rows of.
 
         Raises:
             WeirError: it cannot be written.
         """
+        snapshots = [written(form, node) for node in self.nodes]
         said = {
             "format": FORMAT,
             "turns": [
                 {**_said(record), "sha256": hashlib.sha256(data).hexdigest()}
-                for record, data in zip(self.records, self.snapshots, strict=True)
+                for record, data in zip(self.records, snapshots, strict=True)
             ],
         }
         tensors = {
             str(n): torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            for n, data in enumerate(self.snapshots)
+            for n, data in enumerate(snapshots)
         }
         try:
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.name}.") as folder:
@@ -109,7 +135,7 @@ class Parcel:
             raise WeirError(f"there is no file {path}")
         size = path.stat().st_size
         if limit is not None and size > limit:
-            raise WeirError(f"{path} has {size:,} bytes, and the store {limit:,} for all sessions")
+            raise WeirError(f"{path} has {size:,} bytes, and {limit:,} are taken")
         try:
             with safe_open(str(path), framework="pt") as file:
                 said = json.loads((file.metadata() or {})[KEY])
@@ -136,6 +162,7 @@ class Parcel:
             raise Wrong(f"it has {len(mapped)} snapshots of {len(turns)} turns")
         parcel = cls()
         known: set[str] = set()
+        names = {turn["node"] for turn in turns}
         for n, turn in enumerate(turns):
             t = mapped[str(n)]
             if t.dtype != torch.uint8 or t.dim() != 1:
@@ -152,12 +179,14 @@ class Parcel:
                 raise Wrong(f"turns[{n}] does not end where its snapshot does")
             if turn["node"] in known:
                 raise Wrong(f"turns[{n}] is there twice")
+            if turn["parent"] in names - known:
+                raise Wrong(f"turns[{n}] stands before what it goes on from")
             known.add(turn["node"])
             if len(turn["ids"]) > turn["seen"]:
                 raise Wrong(f"turns[{n}] has more tokens than its stream")
             messages = tuple(Message(*each) for each in turn.pop("messages"))
             ids = packed(turn.pop("ids"))
-            parcel.add(Record(owner="", session="", messages=messages, ids=ids, **turn), data)
+            parcel.add(Record(owner="", session="", messages=messages, ids=ids, **turn), node)
         return parcel
 
 

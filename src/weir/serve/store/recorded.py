@@ -7,19 +7,25 @@ nothing about HTTP; names that come from clients are values in tables, never par
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Collection, Sequence
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from weir.errors import WeirError
 from weir.serve.messages import Message
 from weir.serve.records import Record, Session, Stretch
-from weir.serve.store.parcel import Parcel
 from weir.serve.store.shelved import DiskShelf
+from weir.serve.store.snapshot import written
 from weir.serve.store.tables import one, rows
+from weir.serve.turn import Node
 
-_COLUMNS = "node, owner, session, parent, chain, messages, last, seen, usage, created, ids"
+MOVING = "moving"
+_KEPT = "node, owner, parent, chain, messages, last, seen, usage, created, ids"
+_COLUMNS = f"""{_KEPT}, (
+    SELECT session FROM members WHERE members.node = records.node ORDER BY members.number LIMIT 1
+) AS session"""
 
 
 class DiskStore(DiskShelf):
@@ -82,68 +88,105 @@ class DiskStore(DiskShelf):
         """All of the owner's, those used longest ago first."""
         return self._sessions("owner = ?", owner)
 
-    # --- and what people do with it
-
-    def delete(self, owner: str, node: str) -> list[str]:
-        """Delete a turn of the owner's and all that go on from it.
-
-        Returns:
-            The nodes that were deleted; none where the owner has no such turn.
-
-        Raises:
-            WeirError: the disk does not let go of them.
-        """
-        if self.find(owner, node) is None:
+    def turns(self, owner: str, session: str) -> list[Record]:
+        """The turns of a session that are kept, in the order they came."""
+        if not _texts([owner, session]):
             return []
         with self._tables.reading() as db:
             found = rows(
                 db,
-                "WITH RECURSIVE below (node) AS (VALUES (?) UNION SELECT records.node FROM records "
-                "JOIN below ON records.parent = below.node WHERE records.owner = ?) "
-                "SELECT node FROM below",
-                node,
+                f"SELECT {_COLUMNS} FROM records JOIN (SELECT node AS its, number AS place FROM "
+                "members WHERE owner = ? AND session = ?) ON its = node ORDER BY place",
                 owner,
+                session,
             )
-        nodes = [row["node"] for row in found]
-        self._drop(nodes)
-        return nodes
+        return [_read(row) for row in found]
 
-    def export_session(self, owner: str, session: str, path: str | Path) -> int:
-        """Write all turns of a session of the owner's that are kept into one safetensors file.
-
-        Returns:
-            How many those are.
+    def fork(self, owner: str, node: str, session: str) -> Session:
+        """Begin a session that ends with a turn: with that and those it goes on from.
 
         Raises:
-            WeirError: the owner has no such session, a turn of it is damaged, or the file cannot be
-                written.
+            WeirError: the owner has no such turn, or a session of this name, or the disk is full.
         """
+        if not _texts([owner, node, session]):
+            raise WeirError("the name of this session is no text")
+        try:
+            with self._alone, self._changing() as db:
+                path = rows(
+                    db,
+                    "WITH RECURSIVE above (its) AS (VALUES (?) UNION SELECT parent FROM records "
+                    "JOIN above ON node = its WHERE owner = ?) SELECT node FROM records "
+                    "JOIN above ON node = its WHERE owner = ? ORDER BY number",
+                    node,
+                    owner,
+                    owner,
+                )
+                if not path:
+                    raise WeirError("there is no such turn")
+                taken = "SELECT 1 FROM members WHERE owner = ? AND session = ?"
+                if one(db, taken, owner, session) is not None:
+                    raise WeirError("there is a session of this name already")
+                for row in path:
+                    _join(db, owner, session, row["node"])
+        except sqlite3.Error as error:
+            raise self._refused(error) from None
         found = self.session(owner, session)
         if found is None:
-            raise WeirError("there is no such session")
-        parcel = Parcel()
-        for node in found.nodes:
-            record = self.find(owner, node)
-            with self._tables.reading() as db:
-                row = one(db, "SELECT * FROM nodes WHERE name = ?", node)
-            if record is not None and row is not None:  # it may have gone meanwhile
-                self._read(node, dict(row))
-                parcel.add(record, self._bytes(dict(row)))
-        parcel.write(Path(path))
-        return len(parcel.records)
+            raise WeirError("there is no such turn")  # it went at this moment
+        return found
 
-    def import_session(self, owner: str, path: str | Path) -> Session:
-        """Take in a session that was exported, as a new one of the owner's, under new names.
+    def leave(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:
+        """Take turns out of a session; those that were in no other are dropped.
 
         Raises:
-            WeirError: the file is no export of weir, is damaged, too large or of another model or
-                policy, or the disk is full; nothing of it is kept.
+            WeirError: the disk does not let go of them.
         """
-        parcel = Parcel.read(Path(path), self._form, self._limit).renamed(owner)
+        if not _texts([owner, session, *nodes]):
+            return []
+        with self._alone:
+            own = json.dumps(sorted(nodes))
+            with self._tables.reading() as db:
+                found = rows(
+                    db,
+                    "SELECT node, (SELECT count(*) FROM members AS m WHERE m.node = members.node) "
+                    "AS places FROM members WHERE owner = ? AND session = ? AND node IN "
+                    "(SELECT value FROM json_each(?))",
+                    owner,
+                    session,
+                    own,
+                )
+            gone = [row["node"] for row in found if row["places"] == 1]
+            stay = json.dumps([row["node"] for row in found if row["places"] > 1])
+            self._drop(gone)
+            try:
+                with self._changing() as db:
+                    db.execute(
+                        "DELETE FROM members WHERE owner = ? AND session = ? AND node IN "
+                        "(SELECT value FROM json_each(?))",
+                        (owner, session, stay),
+                    )
+            except sqlite3.Error as error:
+                raise self._refused(error) from None
+        return gone
+
+    def take_in(self, records: Sequence[Record], nodes: Sequence[Node]) -> Session:
+        """Keep turns of one new session, those that go on from others behind them; all or none.
+
+        Raises:
+            WeirError: the disk is full, or the store too small for them.
+        """
         files: list[str] = []
         entries = []
+        size = 0
         try:
-            for record, data in zip(parcel.records, parcel.snapshots, strict=True):
+            for record, node in zip(records, nodes, strict=True):
+                data = written(self._form, node)
+                size += len(data)
+                if self._limit is not None and size > self._limit:
+                    raise WeirError(
+                        f"it takes {size:,} bytes and more, and the store has {self._limit:,} for "
+                        "all sessions"
+                    )
                 files.append(self._write(data))
                 entries.append((record, data, files[-1]))
             with self._alone:
@@ -151,24 +194,36 @@ class DiskStore(DiskShelf):
                     for record, data, file in entries:
                         self._insert(db, record.node, file, data, (record.last,))
                         _insert(db, record)
-                    held = self._held + sum(map(len, parcel.snapshots))
-                    names = {record.node for record in parcel.records}
-                    evicted = self._evict(db, held, names)
+                    held = self._held + size
+                    evicted = self._evict(db, held, {record.node for record in records})
                 self._held = held - sum(row["bytes"] for row in evicted)
         except (OSError, sqlite3.Error) as error:
             self._remove(files)
             raise self._refused(error) from None
+        except BaseException:
+            self._remove(files)
+            raise
         self._remove([row["file"] for row in evicted])
-        found = self.session(owner, parcel.records[0].session)
+        found = self.session(records[0].owner, records[0].session)
         if found is None:
             raise WeirError("the session was imported, but others took its room at once")
         return found
+
+    def scratch(self) -> TemporaryDirectory[str]:
+        """A folder for a large file on its way; what a killed process left goes at the start."""
+        moving = self.folder / MOVING
+        moving.mkdir(mode=0o700, exist_ok=True)
+        return TemporaryDirectory(dir=moving)
 
     # --- opening and reading
 
     def _mend(self, db: sqlite3.Connection) -> None:
         """What a killed process left goes, and nodes that it told nobody of."""
-        db.execute("DELETE FROM nodes WHERE name NOT IN (SELECT node FROM records)")
+        db.execute(
+            "DELETE FROM nodes WHERE name NOT IN (SELECT node FROM records) OR "
+            "name NOT IN (SELECT node FROM members)"
+        )
+        shutil.rmtree(self.folder / MOVING, ignore_errors=True)
         super()._mend(db)
 
     def _record(self, where: str, *values: str) -> Record | None:
@@ -184,47 +239,51 @@ class DiskStore(DiskShelf):
         return None if row is None else _read(row)
 
     def _sessions(self, where: str, *values: str) -> list[Session]:
-        """Sessions whose records are those of which something is true."""
+        """Sessions of which something is true; what was said in them is not read."""
         if not _texts(values):
             return []
         with self._touching:
-            touched = dict(self._touched)
+            touched = json.dumps(self._touched)
         with self._tables.reading() as db:
             found = rows(
                 db,
-                "SELECT node, session, created, used FROM records JOIN nodes ON name = node "
-                f"WHERE {where} ORDER BY number",
+                "WITH own AS (SELECT session, count(*) AS turns, max(members.number) AS last, "
+                "min(members.number) AS first, max(max(used, coalesce(uses.value, 0))) AS used "
+                "FROM members JOIN nodes ON name = node LEFT JOIN json_each(?) AS uses ON "
+                f"uses.key = node WHERE {where} GROUP BY session) "
+                "SELECT session, turns, head.node AS head, head.seen, head.usage, "
+                "head.created AS used, begin.created AS created FROM own "
+                "JOIN members AS late ON late.number = last "
+                "JOIN records AS head ON head.node = late.node "
+                "JOIN members AS early ON early.number = first "
+                "JOIN records AS begin ON begin.node = early.node ORDER BY own.used",
+                touched,
                 *values,
             )
-            nodes: dict[str, list[str]] = {}
-            created: dict[str, float] = {}
-            used: dict[str, int] = {}
-            for row in found:
-                name = row["session"]
-                nodes.setdefault(name, []).append(row["node"])
-                created.setdefault(name, row["created"])
-                used[name] = max(used.get(name, 0), row["used"], touched.get(row["node"], 0))
-            heads = {
-                name: one(db, f"SELECT {_COLUMNS} FROM records WHERE node = ?", its[-1])
-                for name, its in nodes.items()
-            }
         return [
-            Session(name, _read(head), tuple(nodes[name]), created[name])
-            for name in sorted(nodes, key=lambda each: used[each])
-            if (head := heads[name]) is not None
+            Session(
+                row["session"],
+                row["head"],
+                row["turns"],
+                created=row["created"],
+                used=row["used"],
+                seen=row["seen"],
+                usage=json.loads(row["usage"]),
+            )
+            for row in found
         ]
 
 
 def _insert(db: sqlite3.Connection, record: Record) -> None:
     """Put a record in the place of the one its node has."""
-    db.execute("DELETE FROM records WHERE node = ?", (record.node,))
+    for table in ("records", "members"):
+        db.execute(f"DELETE FROM {table} WHERE node = ?", (record.node,))
     messages = [[each.role, each.content, each.name] for each in record.messages]
     db.execute(
-        f"INSERT INTO records ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        f"INSERT INTO records ({_KEPT}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             record.node,
             record.owner,
-            record.session,
             record.parent,
             record.chain,
             json.dumps(messages),
@@ -234,6 +293,14 @@ def _insert(db: sqlite3.Connection, record: Record) -> None:
             record.created,
             record.ids,
         ),
+    )
+    _join(db, record.owner, record.session, record.node)
+
+
+def _join(db: sqlite3.Connection, owner: str, session: str, node: str) -> None:
+    """Put a turn into a session, as its newest."""
+    db.execute(
+        "INSERT INTO members (owner, session, node) VALUES (?, ?, ?)", (owner, session, node)
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from weir.errors import WeirError
 
-VERSION = 1
+VERSION = 2
 """Of the tables (`PRAGMA user_version`)."""
 
 _TABLES = """
@@ -37,7 +37,6 @@ CREATE TABLE records (
     number INTEGER PRIMARY KEY AUTOINCREMENT,  -- in the order they came
     node TEXT NOT NULL UNIQUE REFERENCES nodes (name) ON DELETE CASCADE,
     owner TEXT NOT NULL,
-    session TEXT NOT NULL,
     parent TEXT,
     chain TEXT NOT NULL,
     messages TEXT NOT NULL,  -- JSON: [role, content, name] each
@@ -48,8 +47,15 @@ CREATE TABLE records (
     ids BLOB NOT NULL  -- tokens, four bytes each
 );
 CREATE INDEX records_chain ON records (owner, chain);
-CREATE INDEX records_session ON records (owner, session);
 CREATE INDEX records_parent ON records (parent);
+CREATE TABLE members (  -- which turns are in which sessions
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    owner TEXT NOT NULL,
+    session TEXT NOT NULL,
+    node TEXT NOT NULL REFERENCES nodes (name) ON DELETE CASCADE,
+    UNIQUE (owner, session, node)
+);
+CREATE INDEX members_node ON members (node);
 """
 
 
