@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,8 +19,9 @@ from reference.naive import make_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from weir.serve import Desk, Engine, Limits, MemoryStore
+from weir.serve import Desk, Engine, Limits, MemoryStore, Store
 from weir.serve.app import Keys, bind, make_app
+from weir.serve.store import DiskStore
 
 POLICY = "sink(2) | recent(6) | heavy(4)"
 SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>"]
@@ -85,13 +87,20 @@ class Server:
 
 
 def make_desk(
-    rows: int = 3, limits: Limits | None = None, template: str | None = CHATML, most: int = 256
+    rows: int = 3,
+    limits: Limits | None = None,
+    template: str | None = CHATML,
+    most: int = 256,
+    data: Path | None = None,
 ) -> Desk:
-    """A desk with an engine of a small model."""
+    """A desk with an engine of a small model, whose turns are in memory or in a folder."""
     limits = limits or Limits()
     tokenizer = make_tokenizer(template)
-    store = MemoryStore(most)
-    engine = Engine(make_model(tokenizer), POLICY, rows, store, chunk=4, queue=limits.queue)
+    model = make_model(tokenizer)
+    store: Store = MemoryStore(most)
+    if data is not None:
+        store = DiskStore(data, model, POLICY, chunk=4)
+    engine = Engine(model, POLICY, rows, store, chunk=4, queue=limits.queue)
     return Desk(engine, store, tokenizer, "small", limits)
 
 
@@ -120,6 +129,8 @@ def serving(desk: Desk, keys: Keys | None = None) -> Iterator[Server]:
         thread.join(30)
         bound.close()
         assert not thread.is_alive()
+        if isinstance(desk.store, DiskStore):
+            desk.store.close()
 
 
 def raw(

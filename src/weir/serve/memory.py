@@ -11,7 +11,7 @@ from dataclasses import replace
 from tempfile import TemporaryDirectory
 
 from weir.errors import WeirError
-from weir.serve.records import Record, Session, Stretch, path_to
+from weir.serve.records import Record, Session, Stretch, Taken, path_to
 from weir.serve.shelf import Done, MemoryShelf
 from weir.serve.turn import Node
 
@@ -150,7 +150,8 @@ class MemoryStore:
         """Begin a session that ends with a turn.
 
         Raises:
-            WeirError: the owner has no such turn, or a session of this name.
+            Taken: the owner has a session of this name.
+            WeirError: the owner has no such turn.
         """
         with self._lock:
             own = {n: each.parent for n, each in self._records.items() if each.owner == owner}
@@ -158,7 +159,7 @@ class MemoryStore:
             if not path:
                 raise WeirError("there is no such turn")
             if (owner, session) in self._sessions:
-                raise WeirError("there is a session of this name already")
+                raise Taken("there is a session of this name already")
             self._sessions[owner, session] = path
             found = self.session(owner, session)
             assert found is not None

@@ -12,9 +12,14 @@ from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Protocol
 
+from weir.errors import WeirError
 from weir.serve.messages import Message
 from weir.serve.shelf import Shelf
 from weir.serve.turn import Node
+
+
+class Taken(WeirError):
+    """There is a session of this name already."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,8 @@ class Store(Shelf, Protocol):
         """Begin a session that ends with a turn: with that and those it goes on from.
 
         Raises:
-            WeirError: the owner has no such turn, or a session of this name.
+            Taken: the owner has a session of this name.
+            WeirError: the owner has no such turn.
         """
 
     def leave(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:

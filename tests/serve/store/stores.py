@@ -12,10 +12,10 @@ from reference.naive import VOCABULARY, make_llama
 
 from weir.cache import StreamingCache
 from weir.errors import WeirError
-from weir.serve import Node
+from weir.serve import Node, Shelf
 from weir.serve.messages import Message
-from weir.serve.records import Record, packed
-from weir.serve.store import DiskShelf, DiskStore
+from weir.serve.records import Record, Session, Store, packed
+from weir.serve.store import DiskShelf, DiskStore, Form, Parcel
 from weir.serve.store import folder as folder_file
 
 MODEL = make_llama(layers=1)
@@ -38,6 +38,7 @@ def nodes(count: int, tokens: int = 20) -> list[Node]:
 
 
 NODES = nodes(6)
+FORM = Form.of(MODEL, POLICY, CHUNK)
 
 
 def shelf(folder: Path, **given: Any) -> DiskShelf:
@@ -48,7 +49,7 @@ def store(folder: Path, **given: Any) -> DiskStore:
     return DiskStore(folder, MODEL, POLICY, chunk=CHUNK, **given)
 
 
-def kept(shelf: DiskShelf, name: str, node: Node) -> Exception | None:
+def kept(shelf: Shelf, name: str, node: Node) -> Exception | None:
     """Put a node and wait until it is safe; why it cannot be, or None."""
     told, said = threading.Event(), []
 
@@ -74,7 +75,7 @@ def same(found: Node, wanted: Node) -> bool:
     )
 
 
-def has(shelf: DiskShelf, name: str, node: Node) -> bool:
+def has(shelf: Shelf, name: str, node: Node) -> bool:
     """Whether a shelf has this node; False if it has none of the name."""
     try:
         found = shelf.get(name)
@@ -102,6 +103,19 @@ def record(node: str, n: int = 0, **given: Any) -> Record:
         **given,
     }
     return Record(node, **made)
+
+
+def pack(its: Store, owner: str, session: str, path: Path, most: int = 100) -> int:
+    """Write a session into a file; how many turns it has."""
+    parcel = Parcel.of(its, owner, session, most)
+    parcel.write(path, FORM)
+    return len(parcel.records)
+
+
+def unpack(its: Store, owner: str, path: Path, limit: int | None = None) -> Session:
+    """Take in a session from a file."""
+    parcel = Parcel.read(path, FORM, limit).renamed(owner)
+    return its.take_in(parcel.records, parcel.nodes)
 
 
 class Killed(BaseException):

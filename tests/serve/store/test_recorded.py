@@ -7,6 +7,8 @@ import itertools
 import json
 import shutil
 import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from reference.naive import make_llama
 from safetensors import safe_open
 from safetensors.torch import save_file
-from stores import CHUNK, NODES, POLICY, Cut, has, kept, kill, record, same, store
+from stores import CHUNK, NODES, POLICY, Cut, has, kept, kill, pack, record, same, store, unpack
 
 from weir.errors import WeirError
-from weir.serve.records import MemoryStore, Record, Session, packed, unpacked
+from weir.serve import MemoryStore
+from weir.serve.records import Record, Session, Store, packed, unpacked
 from weir.serve.store import DiskStore, parcel
 from weir.serve.store import folder as folder_file
 
@@ -29,7 +32,7 @@ from weir.serve.store import folder as folder_file
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
-def saved(its: DiskStore, name: str, n: int = 0, **given: Any) -> Record:
+def saved(its: Store, name: str, n: int = 0, **given: Any) -> Record:
     """A turn as the engine and the desk save it."""
     made = record(name, n, **given)
     assert kept(its, name, NODES[n]) is None
@@ -46,7 +49,8 @@ def test_records_are_found_again_as_they_were(tmp_path):
         assert its.find("me", "a") == first
         assert its.at("me", first.chain) == first
         assert its.at("me", second.chain) == other  # the newest
-        assert its.session("me", "s") == Session("s", second, ("a", "b"), first.created)
+        known = (first.created, 2.0, second.seen, second.usage)
+        assert its.session("me", "s") == Session("s", "b", 2, *known)
         assert [each.id for each in its.sessions("me")] == ["s", "t"]
         its.get("a")
         assert [each.id for each in its.sessions("me")] == ["t", "s"]
@@ -65,14 +69,18 @@ def test_what_is_anothers_is_as_what_never_was(tmp_path):
             assert its.find(owner, "a") is None
             assert its.at(owner, mine.chain) is None
             assert owner == "you" or (its.sessions(owner), its.session(owner, "s")) == ([], None)
-            assert its.delete(owner, "a") == []
+            assert its.leave(owner, "s", ["a"]) == its.turns(owner, "t") == []
+            for name in ("a", "s", ""):
+                with pytest.raises(WeirError, match=r"there is no such turn|is no text"):
+                    its.fork(owner, name, "u")
             with pytest.raises(WeirError, match="there is no such session"):
-                its.export_session(owner, "t", tmp_path / "out")
+                pack(its, owner, "t", tmp_path / "out")
         for unknown in ("", "\ud800", "../a", "a\x00", "%"):
             assert its.find("me", unknown) is its.at("me", unknown) is None
             assert its.session("me", unknown) is None
         assert its.find("me", "a") == mine
-        assert its.delete("me", "a") == ["a"]
+        assert its.leave("me", "s", ["a", "b", "\ud800"]) == []
+        assert its.leave("me", "s", ["a", "b"]) == ["a"]
         assert its.find("you", "b") is not None  # only what is the owner's goes with it
     assert not (tmp_path / "out").exists()
 
@@ -101,15 +109,44 @@ def test_the_tokens_of_a_stream_are_told_as_far_back_as_its_turns_line_up(tmp_pa
             assert [each.node for each in its.line("me", "c")] == ["b", "c"]
 
 
-def test_a_turn_goes_with_all_that_go_on_from_it(tmp_path):
-    with store(tmp_path) as its:
-        for n, (name, parent) in enumerate([("a", None), ("b", "a"), ("c", "b"), ("d", "a")]):
-            saved(its, name, n, parent=parent)
-        assert sorted(its.delete("me", "b")) == ["b", "c"]
-        session = its.session("me", "s")
-        assert session is not None and session.nodes == ("a", "d")
-        assert has(its, "a", NODES[0]) and not has(its, "c", NODES[2])
-        assert its.delete("me", "b") == []
+def both(folder: Path) -> Iterator[Store]:
+    """A store on disk and one in memory, with a session of turns that go on from others."""
+    with store(folder) as disk:
+        for its in (disk, MemoryStore()):
+            for n, (name, parent) in enumerate([("a", None), ("b", "a"), ("c", "b"), ("d", "a")]):
+                saved(its, name, n, parent=parent)
+            yield its
+
+
+def names(its: Store, session: str) -> list[str]:
+    """The turns of a session of mine."""
+    return [each.node for each in its.turns("me", session)]
+
+
+def test_a_fork_shares_what_came_before_and_outlives_where_it_came_from(tmp_path):
+    for its in both(tmp_path):
+        assert its.fork("me", "c", "t") == its.session("me", "t")
+        assert (names(its, "s"), names(its, "t")) == (list("abcd"), list("abc"))
+        with pytest.raises(WeirError, match="a session of this name already"):
+            its.fork("me", "a", "s")
+        saved(its, "e", 4, parent="c", session="t")
+        found = its.session("me", "t")
+        assert found is not None and (found.turns, found.head) == (4, "e")
+        assert [each.session for each in its.turns("me", "t")] == ["s", "s", "s", "t"]
+        assert its.leave("me", "s", names(its, "s")) == ["d"]
+        assert its.session("me", "s") is None and not has(its, "d", NODES[3])
+        assert [each.session for each in its.turns("me", "t")] == ["t"] * 4
+        assert has(its, "a", NODES[0])
+        assert sorted(its.leave("me", "t", "abce")) == list("abce")
+        assert its.sessions("me") == []
+
+
+def test_a_dropped_turn_leaves_all_its_sessions(tmp_path):
+    for its in both(tmp_path):
+        its.fork("me", "c", "t")
+        its.drop("b")
+        assert (names(its, "s"), names(its, "t")) == (list("acd"), list("ac"))
+        assert its.fork("me", "c", "u").turns == 1  # what led to it is known no more
 
 
 def test_a_record_needs_its_node(tmp_path):
@@ -156,7 +193,7 @@ def exported(folder: Path) -> Path:
         saved(its, "a", 0)
         saved(its, "b", 1, parent="a")
         saved(its, "c", 2, parent="a", owner="you")
-        assert its.export_session("me", "s", folder / "file") == 2
+        assert pack(its, "me", "s", folder / "file") == 2
     return folder / "file"
 
 
@@ -164,29 +201,31 @@ def test_a_session_travels(tmp_path):
     path = exported(tmp_path)
     assert [each.name for each in tmp_path.iterdir() if each.is_file()] == ["file"]
     with store(tmp_path / "two") as its:
-        first, again = its.import_session("you", path), its.import_session("you", path)
-        assert first.id != again.id and not set(first.nodes) & {"a", "b", *again.nodes}
+        first, again = unpack(its, "you", path), unpack(its, "you", path)
+        turns = {each.node for one in (first, again) for each in its.turns("you", one.id)}
+        assert first.id != again.id and len(turns - {"a", "b"}) == 4
         assert its.sessions("me") == []
     with store(tmp_path / "two") as its:
         for session in (first, again):
             assert its.session("you", session.id) == session
-            for n, node in enumerate(session.nodes):
-                assert same(its.get(node), NODES[n])
-                parent = session.nodes[0] if n else None
-                wanted = record(node, n, owner="you", session=session.id, parent=parent)
-                assert its.find("you", node) == wanted
+            found = its.turns("you", session.id)
+            for n, each in enumerate(found):
+                assert same(its.get(each.node), NODES[n])
+                parent = found[0].node if n else None
+                wanted = record(each.node, n, owner="you", session=session.id, parent=parent)
+                assert each == wanted
 
 
 def test_a_session_that_does_not_fit_is_refused_and_others_stay(tmp_path):
     path = exported(tmp_path)
-    with store(tmp_path / "two", limit=path.stat().st_size - 1) as its:
+    with store(tmp_path / "two", limit=path.stat().st_size * 3 // 4) as its:
         saved(its, "a")
         with pytest.raises(WeirError, match="for all sessions"):
-            its.import_session("me", path)
+            unpack(its, "me", path)
         assert has(its, "a", NODES[0])
     with store(tmp_path / "three", limit=path.stat().st_size) as its:
         saved(its, "a")
-        assert len(its.import_session("me", path).nodes) == 2
+        assert unpack(its, "me", path).turns == 2
         assert its.find("me", "a") is None
 
 
@@ -202,7 +241,7 @@ def test_a_full_disk_refuses_a_session_whole(tmp_path, monkeypatch):
 
         monkeypatch.setattr(its._files, "write", full)
         with pytest.raises(WeirError, match="is full"):
-            its.import_session("me", path)
+            unpack(its, "me", path)
         assert its.sessions("me") == []
     assert not list((tmp_path / "two" / "nodes").iterdir())
 
@@ -232,6 +271,7 @@ LIES = [
     (r"turns\[1\].node must be a text", ((*TURN, "node"), 3)),
     (r"turns\[1\] is there twice", ((*TURN, "node"), "a")),
     (r"turns\[1\].parent must be a text", ((*TURN, "parent"), [])),
+    (r"turns\[1\] stands before what it goes on from", ((*TURN, "parent"), "b")),
     (r"turns\[1\].messages\[0\] must have 3", ((*TURN, "messages", 0), ["user"])),
     (r"messages\[0\].role must be", ((*TURN, "messages", 0, 0), "root")),
     (r"messages\[0\].content must be", ((*TURN, "messages", 0, 1), None)),
@@ -252,8 +292,8 @@ def test_a_file_that_lies_is_refused_and_nothing_of_it_is_kept(tmp_path, sentenc
     lie(path, *place, to=to)
     with store(tmp_path / "two") as its:
         with pytest.raises(WeirError, match=sentence) as error:
-            its.import_session("me", path)
-        assert str(path) in str(error.value) and "\n" not in str(error.value)
+            unpack(its, "me", path)
+        assert str(path) not in str(error.value) and "\n" not in str(error.value)
         assert its.sessions("me") == []
     assert not list((tmp_path / "two" / "nodes").iterdir())
 
@@ -313,7 +353,7 @@ def test_a_forged_snapshot_is_refused_though_its_checksum_is_right(tmp_path, sen
     forged(path, change)
     with store(tmp_path / "two") as its:
         with pytest.raises(WeirError, match=sentence):
-            its.import_session("me", path)
+            unpack(its, "me", path)
         assert its.sessions("me") == []
 
 
@@ -322,11 +362,11 @@ def test_what_is_no_export_is_refused(tmp_path):
     (tmp_path / "text").write_text("x" * 100)
     with store(tmp_path / "two") as its:
         for name in ("other", "text", "nothing", "two"):
-            with pytest.raises(WeirError, match=str(tmp_path / name)):
-                its.import_session("me", tmp_path / name)
+            with pytest.raises(WeirError, match=r"the file is damaged|no such file"):
+                unpack(its, "me", tmp_path / name)
         saved(its, "a")
-        with pytest.raises(WeirError, match="cannot write the session"):
-            its.export_session("me", "s", tmp_path / "nowhere" / "file")
+        with pytest.raises(WeirError, match="the session cannot be written"):
+            pack(its, "me", "s", tmp_path / "nowhere" / "file")
     with pytest.raises(WeirError, match="another model"):
         DiskStore(tmp_path / "two", make_llama(layers=1, seed=9), POLICY, chunk=CHUNK)
 
@@ -384,18 +424,24 @@ class Stores(RuleBasedStateMachine):
         del self.known[name]
 
     @precondition(lambda self: self.known)
-    @rule(data=st.data(), owner=st.sampled_from(["me", "you"]))
-    def delete(self, data: st.DataObject, owner: str) -> None:
-        name = data.draw(st.sampled_from(sorted(self.known)))
-        gone: set[str] = set()
-        if self.known[name][1].owner == owner:
-            more = {name}
-            while more:
-                gone |= more
-                more = {k for k, (_, made) in self.known.items() if made.parent in gone} - gone
-        assert set(self.its.delete(owner, name)) == gone
+    @rule(data=st.data(), owner=st.sampled_from(["me", "you"]), name=st.sampled_from("stuv"))
+    def fork(self, data: st.DataObject, owner: str, name: str) -> None:
+        node = data.draw(st.sampled_from(sorted(self.known)))
+        told = []
+        for its in (self.its, self.oracle):
+            try:
+                told.append(its.fork(owner, node, name))
+            except WeirError as error:
+                told.append(str(error))
+        assert told[0] == told[1]
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), owner=st.sampled_from(["me", "you"]), session=st.sampled_from("stuv"))
+    def leave(self, data: st.DataObject, owner: str, session: str) -> None:
+        nodes = data.draw(st.sets(st.sampled_from(sorted(self.known))))
+        gone = self.its.leave(owner, session, nodes)
+        assert sorted(gone) == sorted(self.oracle.leave(owner, session, nodes))
         for each in gone:
-            self.oracle.drop(each)
             del self.known[each]
 
     @rule()
@@ -438,8 +484,11 @@ class Stores(RuleBasedStateMachine):
             for n in range(4):
                 chain = f"{n:064x}"
                 assert self.its.at(owner, chain) == self.oracle.at(owner, chain)
+            for name in "stuv":
+                assert self.its.turns(owner, name) == self.oracle.turns(owner, name)
         for name, (_, made) in self.known.items():
-            assert self.its.find(made.owner, name) == made
+            found = self.its.find(made.owner, name)
+            assert found is not None and replace(found, session=made.session) == made
         sizes = [path.stat().st_size for path in (self.folder / "nodes").iterdir()]
         assert len(sizes) == len(self.known)
         assert self.its.nbytes == sum(sizes)

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -13,7 +14,7 @@ from starlette.types import ASGIApp
 from weir import __version__
 from weir.serve.app import chat, completions, models, operations, sessions
 from weir.serve.app.described import ERRORS
-from weir.serve.app.errors import Refused, failed
+from weir.serve.app.errors import Refused, failed, invalid_query
 from weir.serve.app.guard import Guard
 from weir.serve.app.keys import Keys
 from weir.serve.app.metrics import Metrics
@@ -47,6 +48,7 @@ def make_app(desk: Desk, keys: Keys | None = None) -> ASGIApp:
     app.state.desk, app.state.keys = desk, keys or Keys()
     app.state.metrics = metrics = Metrics(desk)
     app.add_exception_handler(Refused, _refused)
+    app.add_exception_handler(RequestValidationError, _queried)
     app.add_exception_handler(Gone, _gone)
     app.add_exception_handler(HTTPException, _plain)
     app.add_exception_handler(Exception, _failed)
@@ -59,6 +61,11 @@ def make_app(desk: Desk, keys: Keys | None = None) -> ASGIApp:
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
     return error.response()
+
+
+async def _queried(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return invalid_query(error).response()
 
 
 async def _gone(request: Request, error: Exception) -> Response:

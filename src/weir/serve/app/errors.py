@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.responses import JSONResponse
 
@@ -95,7 +97,15 @@ def failed(message: str = "the server failed to answer; its log says why") -> Re
 
 def invalid(error: ValidationError) -> Refused:
     """The first thing that is wrong with a body; what it says instead is not repeated."""
-    found = error.errors(include_url=False, include_input=False, include_context=False)
+    return _wrong(error.errors(include_url=False, include_input=False, include_context=False))
+
+
+def invalid_query(error: RequestValidationError) -> Refused:
+    """The first thing that is wrong with what stands behind `?` in an address."""
+    return _wrong([{**each, "loc": each["loc"][1:]} for each in error.errors()])
+
+
+def _wrong(found: Sequence[Mapping[str, Any]]) -> Refused:
     # Of a value that might have been several things, what lies deepest is what was meant.
     first = found[0]
     for other in found[1:]:

@@ -38,7 +38,8 @@ class EventStream(Response):
     ) -> None:
         fixed = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(media_type=kind, headers={**fixed, **headers})
-        del self.headers["content-length"]
+        if "content-length" not in headers:
+            del self.headers["content-length"]
         self._frames = frames
         self._overrun = overrun
         self._stall = stall

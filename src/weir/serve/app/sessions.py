@@ -14,12 +14,12 @@ from starlette.responses import Response
 from weir.errors import WeirError
 from weir.serve.app.bodies import Strict
 from weir.serve.app.described import takes
-from weir.serve.app.errors import Refused, not_found, overloaded
+from weir.serve.app.errors import Refused, conflict, not_found, overloaded
 from weir.serve.app.eventstream import EventStream
 from weir.serve.app.reading import SESSION, authorised, chunks, enter, read_body
 from weir.serve.desk import Desk
 from weir.serve.engine import Busy
-from weir.serve.records import Record, Session
+from weir.serve.records import Record, Session, Taken
 from weir.serve.sessions import Unknown
 
 FILE = "application/octet-stream"
@@ -164,6 +164,8 @@ async def done(work: Callable[[], T]) -> T:
         raise not_found(str(error).rpartition(" ")[2]) from None
     except Busy as error:
         raise overloaded(str(error)) from None
+    except Taken as error:
+        raise conflict(str(error), "already_exists", param="id") from None
     except WeirError as error:
         raise Refused(400, str(error), code="invalid_value") from None
 

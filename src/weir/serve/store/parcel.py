@@ -116,7 +116,7 @@ class Parcel:
                 os.replace(new, path)
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise WeirError(f"cannot write the session {path}: {reason}") from None
+            raise WeirError(f"the session cannot be written: {reason}") from None
 
     @classmethod
     def read(cls, path: Path, form: Form, limit: int | None) -> Parcel:
@@ -132,22 +132,22 @@ class Parcel:
                 cannot be gone on from here.
         """
         if not path.is_file():
-            raise WeirError(f"there is no file {path}")
+            raise WeirError("there is no such file")
         size = path.stat().st_size
         if limit is not None and size > limit:
-            raise WeirError(f"{path} has {size:,} bytes, and {limit:,} are taken")
+            raise WeirError(f"the file has {size:,} bytes, and {limit:,} are taken")
         try:
             with safe_open(str(path), framework="pt") as file:
                 said = json.loads((file.metadata() or {})[KEY])
                 mapped = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError, ValueError, LookupError, RecursionError) as error:
             raise WeirError(
-                f"{path} is damaged or no session that weir exported ({shown(str(error))})"
+                f"the file is damaged or no session that weir exported ({shown(str(error))})"
             ) from None
         try:
             return cls._checked(said, mapped, form)
         except (Wrong, WeirError) as error:
-            raise WeirError(f"{path} cannot be imported: {error}") from None
+            raise WeirError(f"the file cannot be imported: {error}") from None
 
     @classmethod
     def _checked(cls, said: Any, mapped: dict[str, torch.Tensor], form: Form) -> Parcel:

@@ -15,7 +15,7 @@ from typing import Any
 
 from weir.errors import WeirError
 from weir.serve.messages import Message
-from weir.serve.records import Record, Session, Stretch
+from weir.serve.records import Record, Session, Stretch, Taken
 from weir.serve.store.shelved import DiskShelf
 from weir.serve.store.snapshot import written
 from weir.serve.store.tables import one, rows
@@ -106,7 +106,8 @@ class DiskStore(DiskShelf):
         """Begin a session that ends with a turn: with that and those it goes on from.
 
         Raises:
-            WeirError: the owner has no such turn, or a session of this name, or the disk is full.
+            Taken: the owner has a session of this name.
+            WeirError: the owner has no such turn, or the disk is full.
         """
         if not _texts([owner, node, session]):
             raise WeirError("the name of this session is no text")
@@ -125,7 +126,7 @@ class DiskStore(DiskShelf):
                     raise WeirError("there is no such turn")
                 taken = "SELECT 1 FROM members WHERE owner = ? AND session = ?"
                 if one(db, taken, owner, session) is not None:
-                    raise WeirError("there is a session of this name already")
+                    raise Taken("there is a session of this name already")
                 for row in path:
                     _join(db, owner, session, row["node"])
         except sqlite3.Error as error:
@@ -247,15 +248,15 @@ class DiskStore(DiskShelf):
         with self._tables.reading() as db:
             found = rows(
                 db,
-                "WITH own AS (SELECT session, count(*) AS turns, max(members.number) AS last, "
-                "min(members.number) AS first, max(max(used, coalesce(uses.value, 0))) AS used "
+                "WITH own AS (SELECT session, count(*) AS turns, max(members.number) AS newest, "
+                "min(members.number) AS oldest, max(max(used, coalesce(uses.value, 0))) AS used "
                 "FROM members JOIN nodes ON name = node LEFT JOIN json_each(?) AS uses ON "
                 f"uses.key = node WHERE {where} GROUP BY session) "
-                "SELECT session, turns, head.node AS head, head.seen, head.usage, "
+                "SELECT own.session, turns, head.node AS head, head.seen, head.usage, "
                 "head.created AS used, begin.created AS created FROM own "
-                "JOIN members AS late ON late.number = last "
+                "JOIN members AS late ON late.number = newest "
                 "JOIN records AS head ON head.node = late.node "
-                "JOIN members AS early ON early.number = first "
+                "JOIN members AS early ON early.number = oldest "
                 "JOIN records AS begin ON begin.node = early.node ORDER BY own.used",
                 touched,
                 *values,
