@@ -119,9 +119,7 @@ async def rewind(name: str, request: Request, owner: str = Depends(authorised)) 
     return told(await done(lambda: desk.sessions.rewind(owner, name, node)))
 
 
-@router.get(
-    "/v1/sessions/{name}/export", openapi_extra={"responses": {"200": {"content": BINARY}}}
-)
+@router.get("/v1/sessions/{name}/export", openapi_extra={"responses": {"200": {"content": BINARY}}})
 async def export(
     name: str,
     request: Request,
