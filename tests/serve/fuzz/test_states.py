@@ -1,0 +1,252 @@
+"""Sessions in any order of turns, forks, rewinds, deletions and deaths, beside an oracle.
+
+The oracle is lists of turns in plain Python, and for what is said a stream that reads the whole
+history by itself. A server that is killed leaves its files as they are at that moment: the next one
+opens a copy of them. `WEIR_FUZZ=100` plays so many lives of servers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from servers import POLICY, make_model, make_tokenizer, serving
+
+from weir import Stream
+from weir.serve import Desk, Engine, Limits
+from weir.serve.app import Keys
+from weir.serve.store import DiskStore
+
+OWNERS = ("wk-alice-0123456789", "wk-bob-0123456789")
+KEYS = Keys([hashlib.sha256(key.encode()).hexdigest() for key in OWNERS])
+NAMES = ("a", "b", "c")
+SAID = ("Hi", "And then?", "Go on, at length, so that some of it has to go: " + "x" * 30)
+TOKENS = 3
+TOKENIZER = make_tokenizer()
+MODEL = make_model(TOKENIZER)
+
+History = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Told:
+    """A turn that a client saw the end of; its history are all messages, its answer the last."""
+
+    id: str
+    parent: str | None
+    history: History
+
+
+@dataclass
+class Owner:
+    """What a client believes to be kept."""
+
+    key: str
+    sessions: dict[str, list[Told]] = field(default_factory=dict)
+
+    def line(self, session: str, turn: str) -> list[Told]:
+        """The turns that lead to one of a session's, in the order they came."""
+        turns = {told.id: told for told in self.sessions[session]}
+        path = []
+        at: str | None = turn
+        while at is not None:
+            path.append(turns[at])
+            at = turns[at].parent
+        return path[::-1]
+
+
+def as_messages(history: History) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in history]
+
+
+@cache
+def answer_to(history: History) -> str:
+    """What the model says, by a stream that reads everything."""
+    text = TOKENIZER.apply_chat_template(
+        as_messages(history), tokenize=False, add_generation_prompt=True
+    )
+    ids = TOKENIZER(text, add_special_tokens=False, return_tensors="pt").input_ids
+    stream = Stream(MODEL, POLICY, chunk=4)
+    stream.feed(ids)
+    said: str = TOKENIZER.decode(list(stream.generate(max_new_tokens=TOKENS)))
+    return said.strip()
+
+
+class Machine(RuleBasedStateMachine):
+    """One server at a time, and two owners."""
+
+    @initialize()
+    def start(self) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        self.lives = 0
+        self.owners = [Owner(key) for key in OWNERS]
+        self.open()
+
+    def open(self) -> None:
+        self.running = contextlib.ExitStack()
+        data = self.folder / str(self.lives)
+        store = self.running.enter_context(DiskStore(data, MODEL, POLICY, chunk=4))
+        engine = Engine(MODEL, POLICY, 2, store, chunk=4, queue=8)
+        desk = Desk(engine, store, TOKENIZER, "small", Limits())
+        self.server = self.running.enter_context(serving(desk, KEYS))
+
+    def ask(self, owner: Owner, method: str, path: str, body: Any = None, **headers: str) -> Any:
+        return httpx.request(
+            method,
+            f"{self.server.url}{path}",
+            json=body,
+            headers={"authorization": f"Bearer {owner.key}", **headers},
+            timeout=60,
+        )
+
+    def turns_of(self, owner: Owner, session: str) -> list[dict[str, Any]]:
+        answer = self.ask(owner, "GET", f"/v1/sessions/{session}/turns")
+        found: list[dict[str, Any]] = answer.json()["data"]
+        return found
+
+    def pick(self, first: int, at: int, back: int) -> tuple[Owner, str, str]:
+        """An owner who has sessions, one of them, and a turn of it."""
+        owner = self.owners[first]
+        if not owner.sessions:
+            owner = self.owners[1 - first]
+        name = sorted(owner.sessions)[at % len(owner.sessions)]
+        turns = owner.sessions[name]
+        return owner, name, turns[-1 - back % len(turns)].id
+
+    @rule(
+        who=st.sampled_from([0, 1]),
+        name=st.sampled_from(NAMES),
+        said=st.sampled_from(SAID),
+        back=st.integers(0, 3),
+    )
+    def turn(self, who: int, name: str, said: str, back: int) -> None:
+        """A turn that goes on from one of a session's, or begins it."""
+        owner = self.owners[who]
+        turns = owner.sessions.get(name, [])
+        before = turns[-1 - back % len(turns)].history if turns else ()
+        history: History = (*before, ("user", said))
+        body = {
+            "model": "small",
+            "messages": as_messages(history),
+            "max_tokens": TOKENS,
+            "temperature": 0,
+        }
+        path = "/v1/chat/completions"
+        answer = self.ask(owner, "POST", path, body, **{"x-session-id": name}).json()
+        content = answer["choices"][0]["message"]["content"]
+        assert content.strip() == answer_to(history)
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert (cached > 0) == bool(before)
+        newest = self.turns_of(owner, name)[-1]
+        # Of two turns at which the same was said it goes on from either.
+        same = {told.id for told in turns if told.history == before}
+        assert newest["parent"] in same or (newest["parent"] is None and not before)
+        told = Told(newest["id"], newest["parent"], (*history, ("assistant", content)))
+        owner.sessions[name] = [*turns, told]
+
+    @precondition(lambda self: any(owner.sessions for owner in self.owners))
+    @rule(
+        first=st.sampled_from([0, 1]),
+        at=st.integers(0, 5),
+        back=st.integers(0, 3),
+        new=st.sampled_from([*NAMES, "d", None]),
+    )
+    def fork(self, first: int, at: int, back: int, new: str | None) -> None:
+        owner, name, turn = self.pick(first, at, back)
+        body = {"turn": turn} if new is None else {"turn": turn, "id": new}
+        answer = self.ask(owner, "POST", f"/v1/sessions/{name}/fork", body)
+        if new in owner.sessions:
+            assert answer.status_code == 400
+        else:
+            owner.sessions[answer.json()["id"]] = owner.line(name, turn)
+
+    @precondition(lambda self: any(owner.sessions for owner in self.owners))
+    @rule(first=st.sampled_from([0, 1]), at=st.integers(0, 5), back=st.integers(0, 3))
+    def rewind(self, first: int, at: int, back: int) -> None:
+        owner, name, turn = self.pick(first, at, back)
+        answer = self.ask(owner, "POST", f"/v1/sessions/{name}/rewind", {"turn": turn})
+        assert answer.json()["head"] == turn
+        owner.sessions[name] = owner.line(name, turn)
+
+    @precondition(lambda self: any(owner.sessions for owner in self.owners))
+    @rule(first=st.sampled_from([0, 1]), at=st.integers(0, 5))
+    def delete(self, first: int, at: int) -> None:
+        owner, name, _ = self.pick(first, at, 0)
+        assert self.ask(owner, "DELETE", f"/v1/sessions/{name}").json()["deleted"]
+        del owner.sessions[name]
+
+    @precondition(lambda self: any(owner.sessions for owner in self.owners))
+    @rule(
+        first=st.sampled_from([0, 1]),
+        at=st.integers(0, 5),
+        verb=st.sampled_from(["fork", "rewind", "turns", "export", ""]),
+    )
+    def trespass(self, first: int, at: int, verb: str) -> None:
+        """What is another's is as what never was."""
+        owner, name, turn = self.pick(first, at, 0)
+        other = next(each for each in self.owners if each is not owner)
+        body = {"turn": turn} if verb in ("fork", "rewind") else None
+        for named in {name, "never"} - set(other.sessions):
+            path = f"/v1/sessions/{named}/{verb}".rstrip("/")
+            answer = self.ask(other, "GET" if body is None else "POST", path, body)
+            assert answer.status_code == 404
+            assert answer.json()["error"]["message"] == "there is no such session"
+
+    @rule()
+    def restart(self) -> None:
+        self.running.close()
+        self.open()
+
+    @rule()
+    def kill(self) -> None:
+        """All files as they are at this moment, opened by another."""
+        here = self.folder / str(self.lives)
+        self.lives += 1
+        shutil.copytree(here, self.folder / str(self.lives))
+        self.running.close()
+        self.open()
+
+    @invariant()
+    def stands(self) -> None:
+        """What is told is what the oracle knows."""
+        for owner in self.owners:
+            told = self.ask(owner, "GET", "/v1/sessions").json()["data"]
+            found = {each["id"]: (each["turns"], each["head"]) for each in told}
+            assert found == {
+                name: (len(turns), turns[-1].id) for name, turns in owner.sessions.items()
+            }
+            for name, turns in owner.sessions.items():
+                kept = self.turns_of(owner, name)
+                assert [(each["id"], each["parent"]) for each in kept] == [
+                    (turn.id, turn.parent) for turn in turns
+                ]
+                assert kept[-1]["messages"] == as_messages(turns[-1].history[-2:])
+                current = {turn.id for turn in owner.line(name, turns[-1].id)}
+                assert {each["id"] for each in kept if each["current"]} == current
+
+    def teardown(self) -> None:
+        if hasattr(self, "running"):
+            self.running.close()
+            shutil.rmtree(self.folder)
+
+
+Machine.TestCase.settings = settings(
+    max_examples=int(os.environ.get("WEIR_FUZZ", "3")),
+    stateful_step_count=15,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+TestSessions = Machine.TestCase
