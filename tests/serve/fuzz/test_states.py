@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 import hypothesis.strategies as st
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from servers import POLICY, make_model, make_tokenizer, serving
 
@@ -92,6 +92,9 @@ class Machine(RuleBasedStateMachine):
         self.lives = 0
         self.owners = [Owner(key) for key in OWNERS]
         self.open()
+        for said in SAID[:2]:
+            self.turn(who=0, name="a", said=said, back=0)
+        self.fork(first=0, at=0, back=0, new="d")
 
     def open(self) -> None:
         self.running = contextlib.ExitStack()
@@ -247,6 +250,7 @@ Machine.TestCase.settings = settings(
     deadline=None,
     derandomize=True,
     database=None,
+    phases=[Phase.generate],  # to make a failure smaller takes minutes
     suppress_health_check=list(HealthCheck),
 )
 TestSessions = Machine.TestCase
