@@ -170,7 +170,7 @@ class Machine(RuleBasedStateMachine):
         body = {"turn": turn} if new is None else {"turn": turn, "id": new}
         answer = self.ask(owner, "POST", f"/v1/sessions/{name}/fork", body)
         if new in owner.sessions:
-            assert answer.status_code == 400
+            assert answer.status_code == 409
         else:
             owner.sessions[answer.json()["id"]] = owner.line(name, turn)
 
@@ -245,7 +245,7 @@ class Machine(RuleBasedStateMachine):
 
 
 Machine.TestCase.settings = settings(
-    max_examples=int(os.environ.get("WEIR_FUZZ", "3")),
+    max_examples=int(os.environ.get("WEIR_FUZZ", "2")),
     stateful_step_count=15,
     deadline=None,
     derandomize=True,
