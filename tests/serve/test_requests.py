@@ -39,6 +39,14 @@ def chat_of(content="Hi", **given) -> dict:
     return {"model": "small", "messages": messages, "max_tokens": 2, "temperature": 0, **given}
 
 
+SCHEMA = "response_format.json_schema.schema"
+
+
+def schema_of(schema, **given) -> dict:
+    named = {"name": "answer", "schema": schema, **given}
+    return chat_of(response_format={"type": "json_schema", "json_schema": named})
+
+
 def error_of(answer: httpx.Response) -> tuple[int, str | None, str]:
     body = answer.json()
     assert set(body) == {"error"}
@@ -129,7 +137,15 @@ BAD = {
     "too many likely ones": (chat_of(logprobs=True, top_logprobs=21), "top_logprobs"),
     "an unknown field": (chat_of(temprature=1), "temprature"),
     "a template": (chat_of(chat_template="{{ x }}"), "chat_template"),
-    "a schema": (chat_of(response_format={"type": "json_object"}), "response_format"),
+    "no kind of format": (chat_of(response_format={"type": "yaml"}), "response_format.type"),
+    "a format of no schema": (chat_of(response_format={"type": "json_schema"}), "response_format"),
+    "a schema without a name": (
+        chat_of(response_format={"type": "json_schema", "json_schema": {"schema": {}}}),
+        "response_format.json_schema.name",
+    ),
+    "no schema": (schema_of({"type": "king"}), SCHEMA),
+    "what no strict schema has": (schema_of({"not": {}}, strict=True), SCHEMA),
+    "repetitions of repetitions": (schema_of({"pattern": "((a{99}){99}){99}"}), SCHEMA),
     "tools": (chat_of(tools=[{"type": "function"}]), "tools"),
     "a called tool": (
         chat_of(messages=[{"role": "assistant", "tool_calls": [{"id": "1"}]}]),

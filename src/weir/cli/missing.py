@@ -5,6 +5,7 @@ from __future__ import annotations
 EXTRAS = {
     "accelerate": "train",
     "fastapi": "serve",
+    "llguidance": "serve",
     "lm_eval": "eval",
     "matplotlib": "plots",
     "numba": "fast",

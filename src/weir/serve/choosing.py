@@ -37,8 +37,12 @@ class Choice:
 class Constraint(Protocol):
     """What an answer must look like, token by token: a JSON schema, say."""
 
+    @property
+    def done(self) -> bool:
+        """Whether the answer is whole, so that nothing more may come."""
+
     def allow(self, logits: Tensor) -> Tensor:
-        """The logits [vocabulary] with -inf for what may not come next."""
+        """The logits [vocabulary] with -inf for what may not come next; those given may change."""
 
     def accept(self, token: int) -> None:
         """A token was chosen."""
@@ -110,6 +114,11 @@ class Chooser:
             and choosing.logprobs is None
             and self.constraint is None
         )
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer is whole, and nothing more may come."""
+        return self.constraint is not None and self.constraint.done
 
     def choose(self, logits: Tensor) -> Choice:
         """The next token.

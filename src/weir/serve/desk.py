@@ -10,14 +10,14 @@ import json
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError, shown
 from weir.models import Endings, sink_of, transformers_model
-from weir.serve.choosing import Chooser, Choosing
+from weir.serve.choosing import Chooser, Choosing, Constraint
 from weir.serve.engine import Busy, Engine
 from weir.serve.limits import Limits
 from weir.serve.mailbox import Failure, Mailbox, Standing
@@ -73,12 +73,14 @@ class Wish:
         limit: tokens of an answer.
         stops: texts that end one.
         ends: tokens that end one.
+        constraint: makes for each what it must look like; None where it may be anything.
     """
 
     choosings: Sequence[Choosing]
     limit: int
     stops: Sequence[str]
     ends: frozenset[int]
+    constraint: Callable[[], Constraint] | None = None
 
     def ending_with(self, stop: str) -> Wish:
         """The same, ended by one text more."""
@@ -283,7 +285,9 @@ class Desk:
             ids=plan.ids,
             limit=wish.limit,
             stops=wish.ends,
-            chooser=Chooser(choosing, tuple(plan.ids)),
+            chooser=Chooser(
+                choosing, tuple(plan.ids), wish.constraint() if wish.constraint else None
+            ),
             listener=relay,
             client=plan.owner,
             keep=plan.session is not None,

@@ -303,7 +303,7 @@ class Engine:
     def _chosen(self, turn: Turn, choice: Choice) -> None:
         turn.chosen.append(choice.token)
         reason = turn.listener.chose(choice)
-        if choice.token in turn.stops:
+        if choice.token in turn.stops or turn.chooser.done:
             reason = "stop"
         elif reason is None and len(turn.chosen) >= turn.limit:
             reason = "length"

@@ -65,7 +65,8 @@ class Relay:
             turn.cancelled = True  # nobody fetches it; the next step ends it
         else:
             self._mailbox.post(Piece(self._answer, new, choice, time.perf_counter()))
-        if ends or self._text.stopped or len(turn.chosen) >= turn.limit:
+        whole = turn.chooser.done or len(turn.chosen) >= turn.limit
+        if ends or self._text.stopped or whole:
             # The row is the turn's until it has ended, and may be another's when it is saved.
             assert turn.row is not None
             self._standing = standing(self._cache, turn.row)

@@ -20,6 +20,7 @@ from weir.serve.app.reading import Gone
 from weir.serve.desk import Asked, Desk, Plan, TooLong, Wish
 from weir.serve.engine import Busy, Cancelled
 from weir.serve.mailbox import End, Event, Failure, Mailbox, Piece
+from weir.serve.shapes import BadSchema
 from weir.serve.turn import Stage
 
 T = TypeVar("T")
@@ -240,6 +241,8 @@ def why(error: Exception) -> Refused:
     """What a client is told of a turn that failed: nothing of the server's folders and memory."""
     if isinstance(error, Cancelled):
         return overloaded("the answer was not read in time, and was given up")
+    if isinstance(error, BadSchema):
+        return Refused(400, str(error), code="invalid_json_schema")
     LOG.error("turn failed", exc_info=error)
     if isinstance(error, NotFiniteError):
         return failed(str(error))

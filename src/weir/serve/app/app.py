@@ -20,6 +20,7 @@ from weir.serve.app.keys import Keys
 from weir.serve.app.metrics import Metrics
 from weir.serve.app.reading import Gone, authorised
 from weir.serve.desk import Desk
+from weir.serve.shapes import Grammars
 
 
 def make_app(desk: Desk, keys: Keys | None = None) -> ASGIApp:
@@ -46,6 +47,7 @@ def make_app(desk: Desk, keys: Keys | None = None) -> ASGIApp:
         redirect_slashes=False,
     )
     app.state.desk, app.state.keys = desk, keys or Keys()
+    app.state.grammars = Grammars(desk.tokenizer, desk.ends, desk.vocabulary)
     app.state.metrics = metrics = Metrics(desk)
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(RequestValidationError, _queried)

@@ -8,16 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    field_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
+from weir.serve.app.formats import ResponseFormat
+from weir.serve.app.strict import Strict as Strict
+from weir.serve.app.strict import Whole, refused
 from weir.serve.choosing import Choosing
 from weir.serve.messages import Message
 from weir.stream import Sampling
@@ -43,7 +38,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
     "modalities": (None, ["text"]),
-    "response_format": (None, {"type": "text"}),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
@@ -51,12 +45,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _whole(value: Any) -> Any:
-    """100.0 is 100, as JSON has it; programs without integers send that."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Whole = Annotated[int, BeforeValidator(_whole)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Token = Annotated[Whole, Field(ge=0, lt=2**31)]
@@ -68,12 +56,6 @@ def _harmless_only(schema: dict[str, Any]) -> None:
     for name, harmless in REFUSED.items():
         if name in schema.get("properties", {}):
             schema["properties"][name]["enum"] = list(harmless)
-
-
-class Strict(BaseModel):
-    """A body whose numbers are numbers, and which has no field that is not here."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=_harmless_only)
 
 
 class TextPart(BaseModel):
@@ -100,7 +82,7 @@ class ChatMessage(BaseModel):
     @classmethod
     def _none(cls, value: Any) -> Any:
         if value:
-            raise _refused("tools are not served here")
+            raise refused("tools are not served here")
         return value
 
     def message(self) -> Message:
@@ -121,6 +103,8 @@ class StreamOptions(Strict):
 
 class Body(Strict):
     """What both kinds of requests have."""
+
+    model_config = ConfigDict(json_schema_extra=_harmless_only)
 
     model: Annotated[str, StringConstraints(max_length=512)]
     stream: bool | None = None
@@ -159,7 +143,6 @@ class Body(Strict):
     function_call: Any = None
     functions: Any = None
     modalities: Any = None
-    response_format: Any = None
     suffix: Any = None
     tool_choice: Any = None
     tools: Any = None
@@ -169,7 +152,7 @@ class Body(Strict):
     @classmethod
     def _harmless(cls, value: Any, info: Any) -> Any:
         if value not in REFUSED[info.field_name]:
-            raise _refused("this is not served here; leave it out")
+            raise refused("this is not served here; leave it out")
         return value
 
     @property
@@ -217,6 +200,7 @@ class ChatBody(Body):
     max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
 
 
 class TextBody(Body):
@@ -229,7 +213,7 @@ class TextBody(Body):
     @classmethod
     def _one(cls, value: Any) -> Any:
         if isinstance(value, list) and len(value) != 1 and not _ids(value):
-            raise _refused("a request has one prompt here")
+            raise refused("a request has one prompt here")
         return value
 
     @property
@@ -243,7 +227,3 @@ class TextBody(Body):
 def _ids(prompt: list[Any]) -> bool:
     """Whether a list is a prompt, and not of prompts."""
     return bool(prompt) and isinstance(prompt[0], int)
-
-
-def _refused(message: str) -> PydanticCustomError:
-    return PydanticCustomError("unsupported", message)

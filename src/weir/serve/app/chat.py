@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -18,6 +19,7 @@ from weir.serve.app.eventstream import DONE, EventStream, frame
 from weir.serve.app.guard import note
 from weir.serve.app.models import check_model
 from weir.serve.app.reading import HEADER, authorised, read_body, session_of
+from weir.serve.app.shaping import shape_of
 from weir.serve.app.told import Tokens
 from weir.serve.desk import Desk
 from weir.serve.mailbox import End, Piece
@@ -42,7 +44,10 @@ async def chat(request: Request, owner: str = Depends(authorised)) -> Response:
     limit = body.max_completion_tokens or body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     wish = wish_of(desk, body, limit, logprobs, desk.limits.answer_default)
-    if desk.paragraphs:
+    shape = await shape_of(request, body)
+    if shape is not None:
+        wish = replace(wish, constraint=shape.mask)
+    elif desk.paragraphs:
         wish = wish.ending_with("\n")
     answers = await begin(
         request,
