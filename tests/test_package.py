@@ -151,7 +151,7 @@ def test_every_optional_package_is_brought_by_the_extra_that_is_named() -> None:
 OPTIONAL = {
     *("lm_eval", "matplotlib", "numba", "ray", "rich", "rouge_score", "sacrebleu", "triton"),
     *("pillow", "typer"),
-    *("fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"),
+    *("fastapi", "llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn"),
 }
 """What extras bring."""
 FOREIGN = {"kvpress_peer.py": {"kvpress"}}
