@@ -60,7 +60,7 @@ class Owner:
         turns = {told.id: told for told in self.sessions[session]}
         path = []
         at: str | None = turn
-        while at is not None:
+        while at in turns:  # what the same was said before in another session is not of this one
             path.append(turns[at])
             at = turns[at].parent
         return path[::-1]
@@ -152,8 +152,9 @@ class Machine(RuleBasedStateMachine):
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert (cached > 0) == bool(before)
         newest = self.turns_of(owner, name)[-1]
-        # Of two turns at which the same was said it goes on from either.
-        same = {told.id for told in turns if told.history == before}
+        # Of turns at which the same was said it goes on from any, in another session too.
+        known = (told for each in owner.sessions.values() for told in each)
+        same = {told.id for told in known if told.history == before}
         assert newest["parent"] in same or (newest["parent"] is None and not before)
         told = Told(newest["id"], newest["parent"], (*history, ("assistant", content)))
         owner.sessions[name] = [*turns, told]
