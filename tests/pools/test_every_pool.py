@@ -27,6 +27,8 @@ from weir.slab.attention import Form
 
 PIPES = {
     "sink": ["sink(3) | recent(6)"],
+    "beginning": ["beginning(3) | sink(2) | recent(5)"],
+    "header": ["recent(5) | header(3)", "recent(4) | header(3) | heavy(5)"],
     "recent": ["recent(8)", "recent(3) | recent(5)", "recent(none)"],
     "reservoir": ["recent(4) | reservoir(6)", "recent(4) | reservoir(6, weighted=true)"],
     "uniform": [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from weir.cache.state import RowState, check_kind, check_state, own_tensors
 from weir.errors import WeirError, shown
 from weir.models import Attachment, weights_of
 from weir.policies import Policy
-from weir.pools import fits
+from weir.pools import Marks, fits
 from weir.slab import Heads
 
 
@@ -99,6 +99,7 @@ class MovingRows(ForTransformers):
             "last": only.last[0],
             "ended": only.ended[0],
             "seed": self.stack[0].seeds[row],
+            "marks": asdict(only.marks[0]),
             "lengths": lengths,
         }
         return RowState(kind, facts, tensors)
@@ -132,6 +133,7 @@ class MovingRows(ForTransformers):
         other = Rows(
             facts["columns"],
             *([facts[name]] for name in ("seen", "waiting", "claimed", "last", "ended")),
+            [Marks(**facts["marks"])],
         )
         for layer, tensors, lengths in zip(self.stack, own, facts["lengths"], strict=True):
             layer.put_row(row, tensors, lengths, facts["seed"])
@@ -199,6 +201,37 @@ class MovingRows(ForTransformers):
         for layer in self.stack:
             layer.reset_row(row, self.origin, self.seed if seed is None else seed)
         self.rows = self.rows.with_row(row, Rows.empty(1))
+
+    @property
+    def marks(self) -> list[Marks]:
+        """What each row was told of its stream (`mark`)."""
+        return list(self.rows.marks)
+
+    def mark(self, row: int, marks: Marks) -> None:
+        """Tell a row of its stream what pools cannot see in tokens, in place of what it was told.
+
+        The pools `beginning` and `header` go by it, from the next fold on; for all others it does
+        not matter. Marks go along where the row goes.
+
+        Args:
+            row: which row.
+            marks: of its stream.
+
+        Raises:
+            WeirError: there is no such row; or tokens of it were folded already, and its beginning
+                was another.
+        """
+        if not isinstance(marks, Marks):
+            raise WeirError(f"a row is told weir.pools.Marks, not {shown(marks)}")
+        self._check_whole()
+        self._check_row(row)
+        before = self.rows.marks[row]
+        if self.rows.seen[row] > self.rows.waiting[row] and before.beginning != marks.beginning:
+            raise WeirError(
+                f"the beginning of row {row} is {before.beginning} tokens and cannot become "
+                f"{marks.beginning} any more: it has been folded"
+            )
+        self.rows = self.rows.marked(row, marks)
 
     def only(self, start: int, stop: int) -> AbstractContextManager[None]:
         """While it lasts, the rows `start` to `stop` are all that this cache has, from 0 on.

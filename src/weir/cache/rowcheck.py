@@ -39,6 +39,7 @@ def row_facts(plans: Sequence[LayerPlan], vocabulary: int, chunk: int) -> Kind:
         last=optional(whole(0, vocabulary - 1)),
         ended=truth,
         seed=whole(0, None),
+        marks=record(beginning=optional(whole()), turn=whole(), header=whole()),
         lengths=_each([_each(pools) for pools in lengths]),
     )
 

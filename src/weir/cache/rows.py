@@ -8,7 +8,7 @@ tokens, and what remains is cut into chunks. Knows nothing about keys, values or
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from weir.cache.layer import Plan, cut
 from weir.errors import WeirError
 from weir.models import Endings, out_of_range
+from weir.pools import Marks
 
 GO_ON = (
     "pass the whole conversation again, or only what is new with an attention_mask that covers "
@@ -52,6 +53,7 @@ class Rows:
         claimed: tokens of each row as `generate` counts them; it goes on counting rows that ended.
         last: each row's last token, where token ids were fed.
         ended: rows that `generate` feeds with padding since their end token.
+        marks: what each row was told of its stream.
     """
 
     columns: int = 0
@@ -60,12 +62,13 @@ class Rows:
     claimed: list[int] = field(default_factory=list)
     last: list[int | None] = field(default_factory=list)
     ended: list[bool] = field(default_factory=list)
+    marks: list[Marks] = field(default_factory=list)
 
     @classmethod
     def empty(cls, batch: int) -> Rows:
         """Rows without a token."""
         zeros = [0] * batch
-        return cls(0, zeros, zeros, zeros, [None] * batch, [False] * batch)
+        return cls(0, zeros, zeros, zeros, [None] * batch, [False] * batch, [Marks()] * batch)
 
     @property
     def batch(self) -> int | None:
@@ -87,8 +90,12 @@ class Rows:
         columns = other.columns if len(self.seen) == 1 else max(self.columns, other.columns)
         return Rows(columns, *parts)
 
+    def marked(self, row: int, marks: Marks) -> Rows:
+        """These rows, one of them told something else of its stream."""
+        return replace(self, marks=[*self.marks[:row], marks, *self.marks[row + 1 :]])
+
     def _parts(self) -> tuple[list[Any], ...]:
-        return self.seen, self.waiting, self.claimed, self.last, self.ended
+        return self.seen, self.waiting, self.claimed, self.last, self.ended, self.marks
 
     def begin(
         self,
@@ -160,6 +167,7 @@ class Rows:
             tokens.device,
             prefill=prefill,
             origin=origin,
+            marks=before.marks,
         )
         counts = [length] * batch if claimed is None else claimed.sum(dim=1).tolist()
         seen, waiting = plan.after(before.seen, before.waiting)
@@ -170,6 +178,7 @@ class Rows:
             [c + n for c, n in zip(before.claimed, counts, strict=True)],
             before.last if ids is None else ids[:, -1].tolist(),
             ended,
+            before.marks,
         )
         return Begun(plan, after.keeping(before, out), refused, ids)
 

@@ -21,6 +21,20 @@ def serve(
     policy: PolicyText = "streaming_llm(budget=256)",
     chunk: Chunk = 64,
     rows: Annotated[int, typer.Option(min=1, help="Turns that are answered at once.")] = 8,
+    pin: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Slots of each row for the beginning of its conversation, beside the policy's; "
+            "by default a quarter of those, 0 for none.",
+        ),
+    ] = None,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic", help="Decode each row by itself, so that nobody else matters."
+        ),
+    ] = False,
     keep: Annotated[
         int | None,
         typer.Option(
@@ -56,7 +70,7 @@ def serve(
     Clients of OpenAI's API only need the address. Without --keys only this machine is served.
     """
     from weir.cache import read_bytes
-    from weir.policies import policy_of
+    from weir.policies import policy_of, with_pin
     from weir.serve import Desk, Engine, Limits, MemoryStore, Store, room_for
     from weir.serve.app import Keys, bind, log_json, make_app, run_app
     from weir.serve.store import DiskStore
@@ -67,7 +81,7 @@ def serve(
         raise WeirError("--keep is for memory, and with --data nothing is kept there; use --disk")
     most = None if disk is None else read_bytes(disk)
 
-    wanted = policy_of(policy)
+    wanted = with_pin(policy_of(policy), pin)
     limits = Limits(prompt=max_prompt, answer=max_answer, queue=queue, drain=drain)
     taken = Keys() if keys is None else Keys.read(keys)
     bound = bind(host, port, taken)  # first, so that nothing is loaded in vain
@@ -88,7 +102,15 @@ def serve(
             store = ending.enter_context(DiskStore(data, model, wanted, chunk=chunk, limit=most))
             room_there = "" if most is None else f", at most {size(most)}"
             say(f"ends of turns in {data}, {size(room.row)} each{room_there}")
-        engine = Engine(model, wanted, rows, store, chunk=chunk, queue=limits.queue)
+        engine = Engine(
+            model,
+            wanted,
+            rows,
+            store,
+            chunk=chunk,
+            queue=limits.queue,
+            deterministic=deterministic,
+        )
         desk = Desk(engine, store, tokenizer, name or model_name, limits)
         log_json()
         app = make_app(desk, taken)

@@ -21,6 +21,9 @@ def size(
     ],
     policy: PolicyText = "streaming_llm(budget=256)",
     chunk: Chunk = 64,
+    pin: Annotated[
+        int, typer.Option(min=0, help="Slots for a beginning that stays, as of `weir serve`.")
+    ] = 0,
     dtype: Annotated[
         str, typer.Option(help="Of weights, keys and values: auto, float32, bfloat16 or float16.")
     ] = "auto",
@@ -39,11 +42,13 @@ def size(
     from weir.cache import read_bytes, size_of
     from weir.errors import WeirError
     from weir.models import sink_of, skeleton
+    from weir.policies import policy_of, with_pin
 
     room = None if memory is None else read_bytes(memory)
     pace = None if bandwidth is None else read_bytes(bandwidth)
     model = skeleton(model_name, dtype=dtype)
-    found, sink = size_of(model, policy, chunk=chunk), sink_of(model.config)
+    wanted = with_pin(policy_of(policy), pin)
+    found, sink = size_of(model, wanted, chunk=chunk), sink_of(model.config)
     streams = None if room is None else found.streams_in(room)
     facts: dict[str, Any] = {
         "model": model_name,

@@ -3,6 +3,7 @@
 from weir.policies import library  # noqa: F401  (its policies get their names)
 from weir.policies.grammar import NUMBER, Parser, called, nearest, policy, policy_of
 from weir.policies.naming import named
+from weir.policies.pinned import Pinned, with_pin
 from weir.policies.pipe import Pipe, Policy
 from weir.policies.pyramid import Pyramid
 from weir.policies.recompute import Recompute
@@ -14,6 +15,7 @@ __all__ = [
     "Called",
     "Named",
     "Parser",
+    "Pinned",
     "Pipe",
     "Policy",
     "Pyramid",
@@ -23,4 +25,5 @@ __all__ = [
     "nearest",
     "policy",
     "policy_of",
+    "with_pin",
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from weir.errors import WeirError
 from weir.policies.naming import named
+from weir.policies.pinned import Pinned
 from weir.policies.pipe import Pipe, Policy
 from weir.policies.pyramid import Pyramid
 from weir.policies.recompute import Recompute
@@ -337,3 +338,17 @@ def pyramidkv(
     The budget is what a layer holds on average.
     """
     return Pyramid(Pipe((Snap(budget, window, kernel, average),)), beta)
+
+
+@named(
+    "any policy, and what a conversation must not lose beside it",
+    pipe="beginning(64) | sink(4) | recent(252) | header(16)",
+)
+def pinned(policy: Policy | None = None, n: int = 64, header: int = 16) -> Policy:
+    """A policy, and beside it the beginning of the stream and the header of the running turn.
+
+    `n` slots are for the beginning and `header` for the control tokens in front of an answer, in
+    addition to those of the policy. How much of them a row uses, its marks say; a row without any
+    has `n` sinks more. Without a policy, it is StreamingLLM's.
+    """
+    return Pinned(streaming_llm() if policy is None else policy, n, header)

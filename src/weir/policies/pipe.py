@@ -133,6 +133,11 @@ class Pipe(Policy):
         return max(pool.needs_queries for pool in self.pools)
 
     @cached_property
+    def needs_marks(self) -> bool:
+        """Whether a pool reads what rows are told of their streams."""
+        return any(pool.needs_marks for pool in self.pools)
+
+    @cached_property
     def log_n(self) -> bool:
         """Whether logits are scaled by log_512 of the number of tokens a query sees."""
         return any(pool.log_n for pool in self.pools)

@@ -2,10 +2,13 @@
 
 from weir.pools.balance import Balance
 from weir.pools.base import MOST_WEIGHT, Fold, Pool, split
+from weir.pools.beginning import Beginning
 from weir.pools.draws import Draws
+from weir.pools.header import Header
 from weir.pools.heavy import Heavy
 from weir.pools.hive import Hive, best_window
 from weir.pools.kcenter import KCenter, farthest_first
+from weir.pools.marks import Marks
 from weir.pools.outliers import Outliers
 from weir.pools.parameters import Make, checked, fits, hints, taken
 from weir.pools.ranked import Ranked, highest, pooled
@@ -24,12 +27,15 @@ __all__ = [
     "WAITING",
     "WORD",
     "Balance",
+    "Beginning",
     "Draws",
     "Fold",
+    "Header",
     "Heavy",
     "Hive",
     "KCenter",
     "Make",
+    "Marks",
     "Outliers",
     "Pool",
     "Ranked",

@@ -35,6 +35,10 @@ class Fold:
         alibi: the layer's linear biases; None for none.
         unbroken: true while nothing was lost upstream: arrivals come in order, each the successor
             of the last.
+        beginning: tokens of the stream's beginning, the same in all rows that fold together; None
+            if nobody said how many (`Marks`).
+        turn: where the running turn begins [batch], int64; None if nobody said.
+        header: tokens that begin it, the same in all rows.
         state: what the pool remembers beside its slots (`Pool.state`); it puts new tensors of the
             same shape in place of the old ones, and writes into none.
     """
@@ -47,6 +51,9 @@ class Fold:
     origin: int = 0
     alibi: Alibi | None = None
     unbroken: bool = True
+    beginning: int | None = None
+    turn: Tensor | None = None
+    header: int = 0
     state: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -86,6 +93,11 @@ class Pool(ABC):
     def needs_queries(self) -> int:
         """How many of the last queries it reads when it folds (`Fold.queries`)."""
         return 0
+
+    @property
+    def needs_marks(self) -> bool:
+        """Whether it reads what rows are told of their streams (`Fold.beginning`, `turn`)."""
+        return False
 
     @property
     def two_weights(self) -> bool:

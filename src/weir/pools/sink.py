@@ -32,8 +32,8 @@ class Sink(Pool):
             raise WeirError(f"sink keeps at least 1 token, not {self.n}")
 
     def check(self, before: tuple[Pool, ...]) -> None:
-        """Only what comes first can be kept as the first."""
-        if before:
+        """Only what comes first can be kept as the first, or what comes behind the beginning."""
+        if any(pool.name != "beginning" for pool in before):
             raise WeirError(
                 "sink keeps the first tokens of the stream, so it stands first in a pipe"
             )
@@ -44,7 +44,12 @@ class Sink(Pool):
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Fill what is free; everything else flows on."""
-        free = self.n - len(held)
-        if free == 0:
-            return held, new
-        return held.join(new.part(0, free)), new.part(free, len(new))
+        return keep_first(held, new, self.n)
+
+
+def keep_first(held: Slots, new: Slots, most: int) -> tuple[Slots, Slots]:
+    """(kept, overflow) where the first `most` tokens that ever arrive stay."""
+    free = most - len(held)
+    if free <= 0:
+        return held, new
+    return held.join(new.part(0, free)), new.part(free, len(new))

@@ -44,6 +44,9 @@ class Plan:
         session: the session its end belongs to; None where the end is not kept.
         chain: the hash of all messages.
         messages: those that are new since `parent`.
+        beginning: how many of `ids` are the stream's beginning, which is to stay; of a plan without
+            a parent.
+        header: how many of the last of `ids` the template puts in front of the answer.
     """
 
     owner: str
@@ -52,6 +55,8 @@ class Plan:
     session: str | None = None
     chain: str = ""
     messages: tuple[Message, ...] = ()
+    beginning: int = 0
+    header: int = 0
 
     @property
     def cached(self) -> int:
@@ -205,12 +210,20 @@ class Desk:
             ids = self._after(new, parent.last)
             if ids:
                 named = session or parent.session
-                return self._checked(Plan(owner, ids, parent, named, hashes[-1], new))
+                header = self._turns.header(ids)
+                return self._checked(
+                    Plan(owner, ids, parent, named, hashes[-1], new, header=header)
+                )
         with self._tokenizing:
-            ids = self._turns.whole([message.for_template() for message in messages])
-        ids = self._sink.first(ids)
+            rendered = [message.for_template() for message in messages]
+            said = self._turns.whole(rendered)
+            beginning, header = self._turns.beginning(rendered, said), self._turns.header(said)
+        ids = self._sink.first(said)
+        beginning += len(ids) - len(said)
         named = session or f"sess_{secrets.token_hex(16)}"
-        return self._checked(Plan(owner, ids, None, named, hashes[-1], tuple(messages)))
+        return self._checked(
+            Plan(owner, ids, None, named, hashes[-1], tuple(messages), beginning, header)
+        )
 
     def plan_text(self, owner: str, prompt: str | Sequence[int]) -> Plan:
         """A turn that continues a text, or tokens, and is not kept.
@@ -290,6 +303,8 @@ class Desk:
             ),
             listener=relay,
             client=plan.owner,
+            beginning=plan.beginning,
+            header=plan.header,
             keep=plan.session is not None,
         )
         return relay.turn
@@ -314,6 +329,8 @@ class Desk:
                 "held": standing.held,
                 "bytes": standing.bytes,
                 "folds": standing.folds,
+                "pinned": standing.pinned,
+                "beginning": standing.beginning,
             },
             ids=packed([*plan.ids, *turn.chosen]),
         )

@@ -20,6 +20,7 @@ from weir.cache import StreamingCache
 from weir.errors import WeirError
 from weir.models import input_device, transformers_model
 from weir.policies import Policy
+from weir.pools import Marks
 from weir.serve.choosing import Choice
 from weir.serve.rowtable import RowTable
 from weir.serve.shelf import Shelf
@@ -70,6 +71,8 @@ class Engine:
         chunk: tokens between two folds.
         piece: tokens of a prompt that are read between two decode calls.
         queue: turns that may wait.
+        deterministic: what a turn answers depends on nobody else: each row is decoded in a call of
+            its own, since a matrix product of another batch may round otherwise.
 
     Attributes:
         cache: the rows.
@@ -88,12 +91,14 @@ class Engine:
         chunk: int = 64,
         piece: int = PIECE,
         queue: int = 64,
+        deterministic: bool = False,
     ) -> None:
         self.model = model
         self.cache = StreamingCache(model, policy, chunk=chunk, batch=rows, failures="keep")
         self.shelf = shelf
         self._piece = piece
         self._queue = queue
+        self._deterministic = deterministic
         self._device = input_device(transformers_model(model))
         self._table = RowTable(rows)
         self._waiting: deque[Turn] = deque()
@@ -212,15 +217,28 @@ class Engine:
         turn.stage = Stage.READING
         if turn.start is None:
             self.cache.reset_row(turn.row, seed=turn.seed)
-            return
-        node = self.shelf.get(turn.start)
-        if not there:
-            self.cache.put_row(turn.row, node.state)
-        turn.todo = [*node.pending, *turn.todo]
+            beginning: int | None = turn.beginning
+        else:
+            node = self.shelf.get(turn.start)
+            if not there:
+                self.cache.put_row(turn.row, node.state)
+            turn.todo = [*node.pending, *turn.todo]
+            beginning = self.cache.marks[turn.row].beginning
+        answer = self.cache.origin + self.cache.seen[turn.row] + len(turn.todo)
+        self.cache.mark(turn.row, Marks(beginning, answer - turn.header, turn.header))
 
     def _answer(self) -> None:
-        """One decode call over the rows that answer, and their next tokens."""
+        """A token of each answer."""
         turns = [turn for turn in self._turns if turn.stage is Stage.ANSWERING]
+        if not self._deterministic:
+            self._decode(turns)
+            return
+        for turn in turns:
+            if turn.stage is Stage.ANSWERING:  # and did not fail with the one before
+                self._decode([turn])
+
+    def _decode(self, turns: list[Turn]) -> None:
+        """One decode call over the rows of these turns, and their next tokens."""
         if not turns:
             return
         by_row = {turn.row: turn for turn in turns if turn.row is not None}

@@ -24,12 +24,16 @@ class Standing:
         held: slots in use in the layer that uses most, tokens that wait for a fold among them.
         bytes: of the row; they never change.
         folds: so far.
+        pinned: tokens of its beginning that stay for ever, of
+        beginning: so many that it has.
     """
 
     seen: int
     held: int
     bytes: int
     folds: int
+    pinned: int
+    beginning: int
 
 
 @dataclass(frozen=True)

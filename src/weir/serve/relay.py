@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from weir.cache import StreamingCache
+from weir.pools import Beginning
 from weir.serve.choosing import Choice
 from weir.serve.mailbox import End, Failure, Mailbox, Piece, Standing
 from weir.serve.turn import Turn
@@ -95,4 +96,14 @@ def standing(cache: StreamingCache, row: int) -> Standing:
     seen = cache.seen[row]
     held = max((layer["held"] for layer in report["layers"]), default=0)
     folds = (seen - cache.waiting[row]) // cache.chunk
-    return Standing(seen + 1, held, cache.nbytes // (cache.batch or 1), folds)
+    pools = [pool for plan in cache.plans for pool in plan.spec.pipe.pools]
+    slots = max((pool.n for pool in pools if isinstance(pool, Beginning)), default=0)
+    beginning = cache.marks[row].beginning or 0
+    return Standing(
+        seen=seen + 1,
+        held=held,
+        bytes=cache.nbytes // (cache.batch or 1),
+        folds=folds,
+        pinned=min(slots, beginning),
+        beginning=beginning,
+    )

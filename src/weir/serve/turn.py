@@ -71,6 +71,8 @@ class Turn:
         listener: who is told.
         client: who is asking; turns of clients take turns.
         seed: of the row's draws, where the stream is new.
+        beginning: how many of `ids` are the stream's beginning, where it is new.
+        header: how many of the last of `ids` stand for the answer to come.
         answers: further turns that begin where its prompt ends: other answers to the same prompt.
         keep: whether its end is saved.
     """
@@ -84,6 +86,8 @@ class Turn:
     listener: Listener
     client: str = ""
     seed: int = 0
+    beginning: int = 0
+    header: int = 0
     answers: list[Turn] = field(default_factory=list)
     keep: bool = True
 

@@ -46,7 +46,7 @@ from weir.models import fingerprint
 from weir.policies import Policy, policy_of
 from weir.stream.replacing import replacing
 
-FORMAT = 2
+FORMAT = 3
 KEY = "weir_session"
 CHECKSUM = "sha256"
 

@@ -7,6 +7,7 @@ fed is never rendered again: only what is new is. Knows nothing about streams.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cached_property
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +16,9 @@ from weir.errors import WeirError, shortened
 
 ANSWER = "an-answer-that-stands-for-all"
 """What the model is pretended to have said where a template is asked for the turn after."""
+
+SYSTEM = ("system", "developer")
+"""Roles whose messages say how all others are to be answered."""
 
 
 class Turns:
@@ -75,6 +79,43 @@ class Turns:
         _, found, after = render_chat(self._tokenizer, [*history, *messages]).partition(ANSWER)
         return self._without_end(self._encode(after), last) if found else None
 
+    def beginning(self, messages: Sequence[dict[str, str]], ids: Sequence[int]) -> int:
+        """How many ids of a conversation come before the first words that are not the system's.
+
+        Those are the start token, the system turn, the tools it names, and what the template puts
+        in front of a user's words.
+
+        Args:
+            messages: as for `whole`.
+            ids: what `whole` made of them.
+        """
+        first = next((i for i, it in enumerate(messages) if it["role"] not in SYSTEM), None)
+        words = "" if first is None else messages[first]["content"] or ""
+        # The same conversation with other words: what both begin with is not the words'.
+        other = {"role": "user", "content": "x" if words.lstrip().startswith("0") else "0"}
+        try:
+            return _alike(ids, self.whole([*messages[:first], other]))
+        except WeirError:
+            return 0  # nobody knows, where a template does not take a system turn and a user's
+
+    def header(self, ids: Sequence[int]) -> int:
+        """How many of the last ids are what the template puts between last words and an answer.
+
+        Args:
+            ids: from `whole` or `after`.
+        """
+        return _alike(ids[::-1], self._header[::-1])
+
+    @cached_property
+    def _header(self) -> list[int]:
+        if not self.templated:
+            return []
+        try:
+            text = render_chat(self._tokenizer, [{"role": "user", "content": ANSWER}])
+        except WeirError:
+            return []
+        return self._encode(text.partition(ANSWER)[2])
+
     def _without_end(self, ids: list[int], last: int | None) -> list[int]:
         """A turn without the end of the answer before it, if the model has said that itself."""
         place = next((i for i, token in enumerate(ids) if token in self._ends), None)
@@ -85,6 +126,12 @@ class Turns:
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _alike(ids: Sequence[int], others: Sequence[int]) -> int:
+    """How many ids two lists begin with alike."""
+    pairs = enumerate(zip(ids, others, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(ids), len(others)))
 
 
 def render_chat(

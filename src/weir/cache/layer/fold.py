@@ -6,7 +6,9 @@ touched. Knows nothing about models.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,11 +50,13 @@ class Folding:
             form: how the layer attends.
             arrivals: folded in place of the tail, if given: a whole prompt [batch, ...].
         """
-        groups: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[tuple[int, ...], int, tuple[Any, ...]], list[int]] = {}
         for row in piece.due:
             arrived = piece.waiting[row] + piece.counts[row]
-            groups.setdefault((*lengths[row], arrived), []).append(row)
-        for (*used, arrived), rows in groups.items():
+            told = self._told(piece, row, arrived)
+            groups.setdefault((tuple(lengths[row]), arrived, told), []).append(row)
+        for (lengths_of, arrived, _), rows in groups.items():
+            used = list(lengths_of)
             index = torch.tensor(rows, device=slab.keys.device)
             part = self._rows(slab, rows, index)
             new = part.run(sum(used), sum(used) + arrived)
@@ -75,6 +79,7 @@ class Folding:
                 origin=piece.origin,
                 form=form,
                 alibi=self.spec.positions.alibi,
+                **self._marks(piece, rows),
             )
             kept = self._fold(part, used, new, fold, piece.after[index])
             if queries is not None and part.queries is not None and arrivals is None:
@@ -84,6 +89,28 @@ class Folding:
                 slab.put_rows(index, part)
             for row in rows:
                 lengths[row] = kept
+
+    def _told(self, piece: Piece, row: int, arrived: int) -> tuple[Any, ...]:
+        """What of a row's marks decides how many tokens its pools keep.
+
+        Rows that were told the same of places that they have all left behind fold together.
+        """
+        pipe = self.spec.pipe
+        if not pipe.needs_marks:
+            return ()
+        marks = piece.marks[row]
+        after = piece.origin + piece.seen[row] + piece.counts[row]
+        far = math.inf if pipe.slots is None else pipe.slots + arrived + marks.header
+        since, before = after - marks.turn, marks.turn - piece.origin
+        return marks.beginning, marks.header, min(since, far), min(before, far)
+
+    def _marks(self, piece: Piece, rows: list[int]) -> dict[str, Any]:
+        """What pools are told of rows that fold together, as `Fold` has it."""
+        if not self.spec.pipe.needs_marks:
+            return {}
+        each = [piece.marks[row] for row in rows]
+        turn = torch.tensor([marks.turn for marks in each], device=piece.device)
+        return {"beginning": each[0].beginning, "turn": turn, "header": each[0].header}
 
     def _rows(self, slab: Slab, rows: list[int], index: Tensor) -> Slab:
         """The rows of a slab: a view where they lie side by side, otherwise copies."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from weir.cache.layer.ragged import StepEnds
+from weir.pools import Marks
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Piece:
         due: the rows whose tail is full afterwards and folds.
         origin: the place in the stream of a row's first token.
         device: where tensors are wanted.
+        marks: what each row was told of its stream.
     """
 
     columns: Tensor
@@ -38,6 +40,7 @@ class Piece:
     due: list[int]
     origin: int
     device: torch.device
+    marks: list[Marks] = field(default_factory=list)
     # The ends of layers that lie alike: made once for all of them.
     _ends: dict[tuple[int, ...], StepEnds] = field(
         default_factory=dict, compare=False, repr=False, init=False
@@ -152,6 +155,7 @@ def cut(
     *,
     prefill: bool = False,
     origin: int = 0,
+    marks: list[Marks] | None = None,
 ) -> Plan:
     """Cut a forward so that every row folds after each `chunk` tokens of its own.
 
@@ -163,7 +167,9 @@ def cut(
         device: where the plan's tensors are wanted.
         prefill: one piece, all of it folded at once.
         origin: the place in the stream of a row's first token.
+        marks: what each row was told of its stream; None where none was told anything.
     """
+    marks = [Marks()] * batch if marks is None else marks
     if real is None:
         columns = torch.arange(length, device=device).expand(batch, length)
         left = [length] * batch
@@ -186,7 +192,7 @@ def cut(
             these = columns.gather(1, index.clamp_max(length - 1))
         after = [w + n for w, n in zip(waiting, counts, strict=True)]
         due = [r for r, w in enumerate(after) if (prefill and w) or w == chunk]
-        pieces.append(Piece(these, counts, list(seen), list(waiting), due, origin, device))
+        pieces.append(Piece(these, counts, list(seen), list(waiting), due, origin, device, marks))
         done = [d + n for d, n in zip(done, counts, strict=True)]
         left = [n - c for n, c in zip(left, counts, strict=True)]
         seen = [s + n for s, n in zip(seen, counts, strict=True)]

@@ -88,7 +88,7 @@ class Answers:
     def usage(self) -> dict[str, Any]:
         """What the request took, as OpenAI tells it, and in `weir` where its streams stand.
 
-        Of several answers `seen` and `held` are the largest, `bytes` and `folds` those of all.
+        Of several answers `bytes` and `folds` are those of all, the others the largest.
         """
         plan, ends = self.asked.plan, list(self.ends.values())
         answered = sum(end.tokens for end in ends)
@@ -103,6 +103,8 @@ class Answers:
                 "held": max((standing.held for standing in standings), default=0),
                 "bytes": sum(standing.bytes for standing in standings),
                 "folds": sum(standing.folds for standing in standings),
+                "pinned": max((standing.pinned for standing in standings), default=0),
+                "beginning": max((standing.beginning for standing in standings), default=0),
             },
         }
 
