@@ -157,7 +157,7 @@ MISTAKES = {
     "pyramid(recent(9) | »)": "expected a pool or a policy",
     "pyramid(recent(9) »heavy(9))": "expected ',' or ')'",
     "sink(»recent(3))": "n of sink must be a whole number",
-    "pyramid(sink(»recent(4)))": "a policy inside another one takes no policy",
+    "pyramid(sink(»recent(4)))": "n of sink must be a whole number, not recent(4)",
 }
 
 

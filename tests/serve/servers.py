@@ -92,6 +92,7 @@ def make_desk(
     template: str | None = CHATML,
     most: int = 256,
     data: Path | None = None,
+    policy: str = POLICY,
 ) -> Desk:
     """A desk with an engine of a small model, whose turns are in memory or in a folder."""
     limits = limits or Limits()
@@ -99,8 +100,8 @@ def make_desk(
     model = make_model(tokenizer)
     store: Store = MemoryStore(most)
     if data is not None:
-        store = DiskStore(data, model, POLICY, chunk=4)
-    engine = Engine(model, POLICY, rows, store, chunk=4, queue=limits.queue)
+        store = DiskStore(data, model, policy, chunk=4)
+    engine = Engine(model, policy, rows, store, chunk=4, queue=limits.queue)
     return Desk(engine, store, tokenizer, "small", limits)
 
 

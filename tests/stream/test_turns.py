@@ -14,6 +14,9 @@ MORE = [
     {"role": "assistant", "content": "Four"},
     {"role": "user", "content": "Five"},
 ]
+SYSTEM_TURN = "<|im_start|>system\nBe brief.<|im_end|>\n"
+KIND_TURN = "<|im_start|>system\nBe kind.<|im_end|>\n"
+ANSWER_TURN = "<|im_end|>\n<|im_start|>assistant\n"
 ALTERNATE = """{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}\
 {{ raise_exception('roles must alternate') }}{% endif %}[{{ m.content }}]{% endfor %}"""
 
@@ -57,3 +60,44 @@ def test_what_a_template_refuses_is_an_error_with_its_words():
 def test_a_template_that_hides_what_was_said_cannot_be_gone_on_with():
     turns = Turns(make_tokenizer("{{ messages[-1].content }}"), set())
     assert turns.after(MORE, None) is None
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+MERGED = """<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {% if loop.index0 == 1 and \
+messages[0].role == 'system' %}<<{{ messages[0].content }}>> {% endif %}{{ m.content }} [/INST]\
+{% elif m.role == 'assistant' %} {{ m.content }} </s>{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "beginning", "header"),
+    [
+        (CHATML, [SYSTEM, *HISTORY, *MORE], SYSTEM_TURN + "<|im_start|>user\n", ANSWER_TURN),
+        (CHATML, HISTORY[:1], "<|im_start|>user\n", ANSWER_TURN),
+        (CHATML, [SYSTEM], SYSTEM_TURN + "<|im_start|>", ANSWER_TURN),
+        (CHATML, [SYSTEM, HISTORY[1], MORE[0]], SYSTEM_TURN + "<|im_start|>", ANSWER_TURN),
+        (KIND + CHATML, MORE[:1], KIND_TURN + "<|im_start|>user\n", ANSWER_TURN),
+        (MERGED, [SYSTEM, *MORE], "<s>[INST] <<Be brief.>> ", " [/INST]"),
+        (MERGED, MORE, "<s>[INST] ", " [/INST]"),
+        (CHATML, [{"role": "user", "content": "0 is a number"}], "<|im_start|>user\n", ANSWER_TURN),
+        (None, [SYSTEM, *MORE], "<s>Be brief.\n", ""),
+        (None, MORE, "<s>", ""),
+    ],
+)
+def test_what_stands_before_the_first_words_and_before_the_answer(
+    template, messages, beginning, header
+):
+    tokenizer = make_tokenizer(template)
+    turns = Turns(tokenizer, set())
+    ids = turns.whole(messages)
+    assert tokenizer.decode(ids[: turns.beginning(messages, ids)]) == beginning
+    found = turns.header(ids)
+    assert tokenizer.decode(ids[len(ids) - found :]) == header
+    after = turns.after(MORE[:1], None)
+    assert turns.header(after) == found
+
+
+def test_a_template_that_refuses_what_it_is_asked_tells_of_no_beginning():
+    turns = Turns(make_tokenizer(ALTERNATE), set())
+    assert turns.beginning([SYSTEM, *HISTORY], [1, 2, 3]) == 0
+    turns = Turns(make_tokenizer("{{ raise_exception('never') }}"), set())
+    assert turns.header([1, 2, 3]) == 0

@@ -133,7 +133,7 @@ class MovingRows(ForTransformers):
         other = Rows(
             facts["columns"],
             *([facts[name]] for name in ("seen", "waiting", "claimed", "last", "ended")),
-            [Marks(**facts["marks"])],
+            marks=[Marks(**facts["marks"])],
         )
         for layer, tensors, lengths in zip(self.stack, own, facts["lengths"], strict=True):
             layer.put_row(row, tensors, lengths, facts["seed"])

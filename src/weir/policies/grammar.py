@@ -65,6 +65,8 @@ def called(text: str) -> Called | None:
 
 NUMBER = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _SPACE = re.compile(r"\s*")
+DEEPEST = 2
+"""So many policies may stand one inside the other: pinned(pyramid(sink(4) | recent(252)))."""
 
 
 @dataclass
@@ -109,7 +111,7 @@ class Parser:
     def __init__(self, text: str, at: int = 0) -> None:
         self.text = text
         self.at = at
-        self.inside = False
+        self.depth = 0
 
     def policy(self) -> Policy:
         """The policy that is all of the text."""
@@ -232,11 +234,11 @@ class Parser:
 
     def _inner(self) -> Policy:
         """A policy that is the value of an argument."""
-        if self.inside:
-            raise self.wrong("a policy inside another one takes no policy itself")
-        self.inside = True
+        if self.depth == DEEPEST:
+            raise self.wrong("a policy this deep inside others takes no policy itself")
+        self.depth += 1
         made = self.part()
-        self.inside = False
+        self.depth -= 1
         return made
 
     def _word(self, what: str) -> tuple[str, int]:

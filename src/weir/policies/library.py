@@ -340,10 +340,7 @@ def pyramidkv(
     return Pyramid(Pipe((Snap(budget, window, kernel, average),)), beta)
 
 
-@named(
-    "any policy, and what a conversation must not lose beside it",
-    pipe="beginning(64) | sink(4) | recent(252) | header(16)",
-)
+@named("any policy, and what a conversation must not lose beside it")
 def pinned(policy: Policy | None = None, n: int = 64, header: int = 16) -> Policy:
     """A policy, and beside it the beginning of the stream and the header of the running turn.
 

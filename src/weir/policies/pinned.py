@@ -1,4 +1,4 @@
-"""Any policy, with what a conversation must not lose beside it: its beginning, and its turn's header.
+"""Any policy, and beside it a conversation's beginning and the header of its running turn.
 
 In front of a layer's pools comes one that keeps the stream's beginning, and behind those that hand
 tokens on in order one for the header of the running turn. How much of either a row has, its marks

@@ -1,0 +1,16 @@
+"""A session of a hundred windows still ends its turns, and where its system turn says."""
+
+from __future__ import annotations
+
+from ends import POLICIES, shares
+from toychat import train
+
+
+def test_after_a_hundred_windows_answers_end_where_the_system_turn_said():
+    model = train()
+    pinned = shares(model, POLICIES["pinned"], windows=(1, 100), sessions=2, turns=6, read=True)
+    assert pinned[1].ended == pinned[100].ended == 12
+    assert pinned[1].right >= 10
+    assert pinned[100].right >= 10
+    plain = shares(model, POLICIES["as it is"], windows=(1,), sessions=2, turns=6)
+    assert plain[1].right <= 3  # the model knows no other way than the system turn

@@ -1,0 +1,87 @@
+"""A chat so small that a model of it is trained in seconds: letters that count up.
+
+A system turn names the letter to stop at. A user says some letters that follow each other, and the
+assistant goes on with those that come next, up to the letter that the system turn named, and ends
+its turn. So an answer may be longer than a small cache, and when it is to end says only what stood
+at the very beginning; and only an assistant ends there, a user passes the letter by.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM
+
+LETTERS = 24
+START, OPEN, END, SYSTEM, USER, ASSISTANT = range(6)
+FIRST = 6
+"""The first letter; behind the letters stand as many words that name one, for the system turn."""
+WORDS = FIRST + LETTERS
+HEADER = [END, OPEN, ASSISTANT]
+LENGTH = 96
+
+
+def beginning(stop: int) -> list[int]:
+    """The start of a conversation whose answers end at the letter `stop`, up to a user's words."""
+    return [START, OPEN, SYSTEM, *letters(0, 5), WORDS + stop, END, OPEN, USER]
+
+
+def asked(dice: random.Random) -> list[int]:
+    """What a user says."""
+    return letters(dice.randrange(LETTERS), dice.randint(1, 12))
+
+
+def letters(first: int, count: int) -> list[int]:
+    """So many letters that follow each other, round and round."""
+    return [FIRST + (first + n) % LETTERS for n in range(count)]
+
+
+def answer(said: list[int], stop: int) -> list[int]:
+    """How the assistant goes on."""
+    first = said[-1] - FIRST + 1
+    return [*letters(first, 1 + (stop - first) % LETTERS), END]
+
+
+def conversation(dice: random.Random) -> list[int]:
+    """The first tokens of a conversation."""
+    stop = dice.randrange(LETTERS)
+    ids = beginning(stop)
+    while len(ids) < LENGTH:
+        said = asked(dice)
+        ids += [*said, *HEADER, *answer(said, stop), OPEN, USER]
+    return ids[:LENGTH]
+
+
+def train(steps: int = 200, batch: int = 32, seed: int = 0) -> LlamaForCausalLM:
+    """A model of such conversations."""
+    torch.manual_seed(seed)
+    dice = random.Random(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=WORDS + LETTERS,
+            hidden_size=48,
+            intermediate_size=96,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            max_position_embeddings=LENGTH,
+            initializer_range=0.1,
+            bos_token_id=START,
+            eos_token_id=END,
+            pad_token_id=None,
+        )
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.5e-2, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.5e-2, total_steps=steps)
+    for _ in range(steps):
+        ids = torch.tensor([conversation(dice) for _ in range(batch)])
+        logits = model(ids, use_cache=False).logits
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return model.eval()
