@@ -1,8 +1,9 @@
-"""Rows that were told of their streams keep their beginnings and headers, each as it would alone."""
+"""Rows keep the beginnings and headers that they were told of, each as it would alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ class Naive:
 
     @property
     def held(self) -> list[int]:
-        return sorted(sum(self.pools, [])) + self.tail
+        return sorted(chain(*self.pools)) + self.tail
 
 
 def ids(row: int, start: int, count: int) -> list[int]:

@@ -2,8 +2,9 @@
 
     python tests/serve/ends.py [--json]
 
-Trains the model of `toychat`, and lets an engine of `weir serve` hold endless sessions with it under
-several policies, all of a few slots. A window is as many tokens as the first policy has slots.
+Trains the model of `toychat`, and lets an engine of `weir serve` hold endless sessions with it
+under several policies, all of a few slots. A window is as many tokens as the first of them has
+slots.
 """
 
 from __future__ import annotations

@@ -133,8 +133,7 @@ class MovingRows(ForTransformers):
         other = Rows(
             facts["columns"],
             *([facts[name]] for name in ("seen", "waiting", "claimed", "last", "ended")),
-            marks=[Marks(**facts["marks"])],
-        )
+        ).marked(0, Marks(**facts["marks"]))
         for layer, tensors, lengths in zip(self.stack, own, facts["lengths"], strict=True):
             layer.put_row(row, tensors, lengths, facts["seed"])
         self.rows = self.rows.with_row(row, other)
