@@ -22,7 +22,7 @@ install = $(BIN)/python -m pip install --disable-pip-version-check --progress-ba
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-kernels lint types docs bench clean distclean
+.PHONY: help demo test test-kernels browser lint types docs bench clean distclean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,9 +31,16 @@ demo: $(VENV)/.installed ## a model reads a book far past its window; figures an
 	$(call stage,weir demo)
 	$(BIN)/weir demo --out demo-out
 
-test: lint types docs ## everything that must hold: ruff, mypy, the documentation, pytest
+test: lint types docs browser ## everything that must hold: ruff, mypy, the documentation, pytest
 	$(call stage,tests (pytest))
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
+
+# The page of weir serve is tested in the system's Chromium, and not where there is none.
+browser:
+	@command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null || { \
+		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } || \
+		echo "weir: no Chromium, so that the page of weir serve is not tested" >&2
 
 # PyTorch, its libraries and numba choose their kernels by what the processor can do. These take some
 # of it away: SSE 4.2 and one thread are left, then AVX2 and two threads, without kernels of weir's

@@ -3,7 +3,7 @@
 from weir.cache.cache import Positions, Prefill, StreamingCache
 from weir.cache.contents import Contents
 from weir.cache.forward import Folded, Forward
-from weir.cache.holding import Held, Holding
+from weir.cache.holding import Held, Holding, holding_in
 from weir.cache.layers import LayerPlan, pipes_of, plan_layers
 from weir.cache.memory import free_memory
 from weir.cache.rowcheck import check_numbers, check_row, check_sizes, row_facts
@@ -32,6 +32,7 @@ __all__ = [
     "check_sizes",
     "check_state",
     "free_memory",
+    "holding_in",
     "list_of",
     "optional",
     "pipes_of",

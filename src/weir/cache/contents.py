@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from weir.cache.layer import Layer
+from weir.cache.layer import Layer, LayerSpec
 from weir.errors import WeirError
 from weir.pools import WAITING
 
@@ -54,7 +55,7 @@ def contents_of(layer: Layer, waiting: list[int]) -> Contents:
     position = part.position.masked_fill(~used[:, None], -1)
     pools = torch.full_like(position, -1)
     for row, end in enumerate(ends):
-        pools[row, :, :end] = pools_of(layer, row, end)
+        pools[row, :, :end] = pools_of(layer.spec, layer.lengths[row], end)
     empty = position < 0
     return Contents(
         position=position,
@@ -63,23 +64,29 @@ def contents_of(layer: Layer, waiting: list[int]) -> Contents:
         keys=part.keys.clone(),
         values=part.values.clone(),
         pool=pools.masked_fill(empty, -1),
-        pools=pool_names(layer),
+        pools=pool_names(layer.spec),
         mass=None if part.mass is None else part.mass.clone(),
     )
 
 
-def pool_names(layer: Layer) -> tuple[str, ...]:
+def pool_names(spec: LayerSpec) -> tuple[str, ...]:
     """The pools of a layer in the order of its pipe, and `WAITING` for what waits for a fold."""
-    return (*(pool.name for pool in layer.spec.pipe.pools), WAITING)
+    return (*(pool.name for pool in spec.pipe.pools), WAITING)
 
 
-def pools_of(layer: Layer, row: int, end: int) -> Tensor:
-    """Which of `pool_names` has each of a row's first `end` slots [end], int64."""
-    pools = torch.full((end,), len(layer.spec.pipe.pools))
+def pools_of(spec: LayerSpec, lengths: Sequence[int], end: int) -> Tensor:
+    """Which of `pool_names` has each of a row's first `end` slots [end], int64.
+
+    Args:
+        spec: of the layer.
+        lengths: slots in use of the row, by pool.
+        end: slots in use with those that wait for a fold.
+    """
+    pools = torch.full((end,), len(spec.pipe.pools))
     start = 0
-    for pool in (*layer.spec.pipe.front, *layer.spec.pipe.run):
-        pools[start : start + layer.lengths[row][pool]] = pool
-        start += layer.lengths[row][pool]
+    for pool in (*spec.pipe.front, *spec.pipe.run):
+        pools[start : start + lengths[pool]] = pool
+        start += lengths[pool]
     return pools
 
 

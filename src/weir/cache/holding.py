@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from weir.cache.contents import pool_names, pools_of
-from weir.cache.layer import Layer
+from weir.cache.layer import Layer, LayerSpec
+from weir.cache.layers import LayerPlan
+from weir.cache.state import RowState
 from weir.errors import WeirError
 from weir.pools import WAITING
 
@@ -104,6 +106,32 @@ class Holding:
         }
 
 
+@dataclass(frozen=True)
+class LayerRow:
+    """The slots in use of one layer of a row.
+
+    Attributes:
+        spec: of the layer.
+        lengths: slots in use by pool, without those that wait for a fold.
+        position: places in the stream [kv_heads, slots], int64; -1 for none.
+        a, b: log-weights [kv_heads, slots], float32.
+    """
+
+    spec: LayerSpec
+    lengths: Sequence[int]
+    position: Tensor
+    a: Tensor
+    b: Tensor
+
+    @classmethod
+    def cut(
+        cls, spec: LayerSpec, lengths: Sequence[int], waiting: int, *buffers: Tensor
+    ) -> LayerRow:
+        """Of a row's buffers `position`, `a` and `b`, what is in use."""
+        end = sum(lengths) + waiting
+        return cls(spec, lengths, *(t[:, :end].cpu() for t in buffers))
+
+
 def holding_of(layers: Sequence[Layer], row: int, seen: int, waiting: int, origin: int) -> Holding:
     """What the layers hold of one row.
 
@@ -117,22 +145,45 @@ def holding_of(layers: Sequence[Layer], row: int, seen: int, waiting: int, origi
     Raises:
         WeirError: nothing was fed yet.
     """
-    known = dict.fromkeys(name for layer in layers for name in pool_names(layer))
+    parts = []
+    for layer in layers:
+        slab = layer.slab
+        if slab is None:
+            raise WeirError("nothing was fed to this cache yet")
+        buffers = (t[row] for t in (slab.position, slab.a, slab.b))
+        parts.append(LayerRow.cut(layer.spec, layer.lengths[row], waiting, *buffers))
+    return _together(parts, seen, origin)
+
+
+def holding_in(plans: Sequence[LayerPlan], state: RowState) -> Holding:
+    """What a row holds that was taken from a cache.
+
+    Args:
+        plans: of the cache, or of another that the row could be put into.
+        state: the row.
+    """
+    facts = state.facts
+    parts = []
+    for plan, lengths in zip(plans, facts["lengths"], strict=True):
+        names = (f"{plan.spec.index}.{name}" for name in ("position", "a", "b"))
+        buffers = (state.tensors[name][0] for name in names)
+        parts.append(LayerRow.cut(plan.spec, lengths, facts["waiting"], *buffers))
+    return _together(parts, facts["seen"], state.kind["origin"])
+
+
+def _together(layers: Sequence[LayerRow], seen: int, origin: int) -> Holding:
+    known = dict.fromkeys(name for layer in layers for name in pool_names(layer.spec))
     names = (*(name for name in known if name != WAITING), WAITING)
     parts: list[tuple[Tensor, ...]] = []
     pairs = 0
     for index, layer in enumerate(layers):
-        slab = layer.slab
-        if slab is None:
-            raise WeirError("nothing was fed to this cache yet")
-        end = sum(layer.lengths[row]) + waiting
-        place, a, b = (t[row, :, :end].cpu() for t in (slab.position, slab.a, slab.b))
+        place = layer.position
         used = place >= 0
-        number = torch.tensor([names.index(name) for name in pool_names(layer)])
-        pool = number[pools_of(layer, row, end)].expand(place.shape)
+        number = torch.tensor([names.index(name) for name in pool_names(layer.spec)])
+        pool = number[pools_of(layer.spec, layer.lengths, place.shape[1])].expand(place.shape)
         head = used.nonzero()[:, 0]
         here = torch.full_like(head, index)
-        parts.append((here, head, place[used] - origin, pool[used], a[used], b[used]))
+        parts.append((here, head, place[used] - origin, pool[used], layer.a[used], layer.b[used]))
         pairs += place.shape[0]
     layer_of, head, token, pool, a, b = (torch.cat(part) for part in zip(*parts, strict=True))
     return Holding(seen, pairs, names, layer_of, head, token, pool, a, b)

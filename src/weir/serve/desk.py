@@ -25,7 +25,7 @@ from weir.serve.messages import Message, chain
 from weir.serve.records import Record, Store, packed
 from weir.serve.relay import Relay
 from weir.serve.sessions import Sessions
-from weir.serve.turn import Turn
+from weir.serve.turn import Stage, Turn
 from weir.stream import Turns
 
 
@@ -354,6 +354,18 @@ class Desk:
             self._asked.discard(asked)
         if asked.open:
             self.cancel(asked)
+
+    def under_way(self, owner: str, session: str) -> Turn | None:
+        """A turn of a session that has a row now."""
+        with self._lock:
+            own = [
+                turn
+                for asked in self._asked
+                if (asked.plan.owner, asked.plan.session) == (owner, session)
+                for turn in asked.turns
+            ]
+        begun = (turn for turn in own if turn.stage in (Stage.READING, Stage.ANSWERING))
+        return next(begun, None)
 
     def enter(self, owner: str) -> None:
         """A request of an owner's begins; nothing of it is read before.

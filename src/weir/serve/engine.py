@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weir.cache import StreamingCache
+from weir.cache import Holding, StreamingCache
 from weir.errors import WeirError
 from weir.models import input_device, transformers_model
 from weir.policies import Policy
@@ -57,11 +58,24 @@ class Load:
     calls: int
 
 
+@dataclass(frozen=True)
+class Glance:
+    """What a turn under way looks like between two steps.
+
+    Attributes:
+        holding: what its row holds.
+        chosen: tokens of its answer so far; the row has not read the last of them yet.
+    """
+
+    holding: Holding
+    chosen: tuple[int, ...]
+
+
 class Engine:
     """Answers turns of many sessions.
 
-    `submit` and `cancel` may be called from any thread; everything else happens in the thread that
-    calls `run`, or `step` in a test.
+    `submit`, `cancel`, `look` and `load` may be called from any thread; everything else happens in
+    the thread that calls `run`, or `step` in a test.
 
     Args:
         model: a causal language model; nobody else may feed it meanwhile.
@@ -103,6 +117,7 @@ class Engine:
         self._table = RowTable(rows)
         self._waiting: deque[Turn] = deque()
         self._turns: list[Turn] = []  # with a row, the one that was served longest ago first
+        self._looks: dict[Turn, Future[Glance | None]] = {}
         self._served: dict[str, int] = {}
         self._clock = self._seen = self._calls = 0
         self._stopping = False
@@ -135,6 +150,18 @@ class Engine:
             turn.cancelled = True
             self._news.notify()
 
+    def look(self, turn: Turn) -> Future[Glance | None]:
+        """Look into a turn's row between two steps; None where it has no row, or not any more.
+
+        One turn is looked at in a step at most, for all who ask; so nobody slows answers down by
+        asking often.
+        """
+        with self._news:
+            if turn not in self._looks:
+                self._looks[turn] = Future()
+                self._news.notify()
+            return self._looks[turn]
+
     def stop(self) -> None:
         """Take no more turns; `run` returns when those that were taken are done."""
         with self._news:
@@ -160,9 +187,9 @@ class Engine:
         """Answer turns until `stop`."""
         while True:
             with self._news:
-                while not self._waiting and not self._turns and not self._stopping:
+                while not (self._waiting or self._turns or self._looks or self._stopping):
                     self._news.wait()
-                if not self._waiting and not self._turns:
+                if not (self._waiting or self._turns or self._looks):
                     return
             self.step()
 
@@ -176,6 +203,7 @@ class Engine:
         self._admit()
         self._answer()
         self._read()
+        self._show()
         with self._news:
             self._table.check({turn.row for turn in self._turns if turn.row is not None})
             if not self._turns and not self._waiting:
@@ -283,6 +311,22 @@ class Engine:
                     other.forked = (state, logits[0])
                     self._waiting.appendleft(other)
         self._choose(turn, logits[0])
+
+    def _show(self) -> None:
+        """Let those who asked for it first look into their turn's row."""
+        with self._news:
+            turn = next(iter(self._looks), None)
+            if turn is None:
+                return
+            asked = self._looks.pop(turn)
+        if not asked.set_running_or_notify_cancel():
+            return
+        try:
+            begun = turn.stage in (Stage.READING, Stage.ANSWERING) and turn.row is not None
+            held = self.cache.holding(turn.row or 0) if begun else None
+            asked.set_result(None if held is None else Glance(held, tuple(turn.chosen)))
+        except Exception as error:
+            asked.set_exception(error)
 
     def _forward(
         self, ids: Tensor, mask: Tensor | None, row: int, turns: list[Turn]

@@ -126,6 +126,7 @@ class MemoryStore:
                 used=head.created,
                 seen=head.seen,
                 usage=head.usage,
+                topic=head.topic,
             )
 
     def sessions(self, owner: str) -> list[Session]:

@@ -22,6 +22,10 @@ class Taken(WeirError):
     """There is a session of this name already."""
 
 
+TOPIC = 80
+"""Characters of what a conversation is called by."""
+
+
 @dataclass(frozen=True)
 class Record:
     """A saved turn.
@@ -52,6 +56,13 @@ class Record:
     usage: dict[str, int] = field(default_factory=dict)
     created: float = field(default_factory=time.time)
     ids: bytes = b""
+
+    @property
+    def topic(self) -> str:
+        """The beginning of what was last said to the model, in a line."""
+        said = next((each.content for each in reversed(self.messages) if each.role == "user"), "")
+        line = " ".join(said[: 4 * TOPIC].split())[:TOPIC]
+        return line.encode("utf-8", "replace").decode()
 
 
 def packed(ids: Iterable[int]) -> bytes:
@@ -88,7 +99,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Session:
-    """A conversation of an owner's, without what was said in it.
+    """A conversation of an owner's, with no more of what was said than it is called by.
 
     Attributes:
         id: its name, among the owner's.
@@ -98,6 +109,7 @@ class Session:
         used: when its newest ended.
         seen: tokens of the stream at its newest.
         usage: of its newest.
+        topic: of its newest.
     """
 
     id: str
@@ -107,6 +119,7 @@ class Session:
     used: float
     seen: int
     usage: dict[str, int]
+    topic: str
 
 
 class Store(Shelf, Protocol):

@@ -1,6 +1,6 @@
 """Endless streams: tokens in, logits out, on disk, as a conversation."""
 
-from weir.stream.answer import AnswerText, until_stop
+from weir.stream.answer import AnswerText, tokens_as_text, until_stop
 from weir.stream.conversation import Conversation
 from weir.stream.sampling import Sampling
 from weir.stream.stream import MOST_LOGITS, PIECE, Stream
@@ -27,5 +27,6 @@ __all__ = [
     "read_stream",
     "read_text",
     "render_chat",
+    "tokens_as_text",
     "until_stop",
 ]

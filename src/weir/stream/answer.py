@@ -27,6 +27,7 @@ class AnswerText:
         stops: texts that end the answer and are no part of it; the empty text is none.
 
     Attributes:
+        special: tokens that add nothing, such as those of a template.
         stopped: whether a stop has come; tokens after it add nothing.
     """
 
@@ -35,7 +36,7 @@ class AnswerText:
         self._tokenizer = tokenizer
         self._stops = [stop for stop in stops if stop]
         special = tokenizer.added_tokens_decoder.items()
-        self._special = {token for token, how in special if how.special}
+        self.special = {token for token, how in special if how.special}
         # Tokenizers write a token after others in another way than at the beginning (spaces, most
         # of all), so those of the last piece are decoded again in front of what comes.
         self._before: list[int] = []
@@ -45,7 +46,7 @@ class AnswerText:
 
     def add(self, token: int) -> str:
         """The text that one more token adds; often none, where a character takes several."""
-        if self.stopped or token in self._special:
+        if self.stopped or token in self.special:
             return ""
         return self._until_stop(self._decoded(token))
 
@@ -81,6 +82,26 @@ class AnswerText:
         begun = max((_begun(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - begun :]
         return text[: len(text) - begun]
+
+
+def tokens_as_text(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]
+) -> list[tuple[str, bool]]:
+    """What each token says by which text, and whether it is a special token.
+
+    A character that takes several tokens is said by the last of them, and what no page can show,
+    such as NUL, by U+FFFD.
+    """
+    text = AnswerText(tokenizer)
+    found = []
+    for token in ids:
+        if token in text.special:
+            found.append((str(tokenizer.convert_ids_to_tokens(token)), True))
+        else:
+            said = text.add(token)
+            shown = (c if c >= " " or c in "\n\t" else PARTIAL for c in said)
+            found.append(("".join(shown), False))
+    return found
 
 
 def until_stop(text: str, stops: Sequence[str]) -> str:

@@ -49,7 +49,7 @@ def test_records_are_found_again_as_they_were(tmp_path):
         assert its.find("me", "a") == first
         assert its.at("me", first.chain) == first
         assert its.at("me", second.chain) == other  # the newest
-        known = (first.created, 2.0, second.seen, second.usage)
+        known = (first.created, 2.0, second.seen, second.usage, "hé? 1\x00")
         assert its.session("me", "s") == Session("s", "b", 2, *known)
         assert [each.id for each in its.sessions("me")] == ["s", "t"]
         its.get("a")

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from weir.cache import Held, Holding
-from weir.stream import AnswerText
+from weir.stream import tokens_as_text
 
 COLOURS = ("#2c6e9b", "#d1410c", "#7a9a01", "#8e5aa8", "#c99a00", "#0a8f8f")
 """Of the pools, in the order of the pipe; they differ in lightness too."""
@@ -80,7 +80,7 @@ def fragment_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor, found: Sequence
         ids: the text [tokens], int64.
         found: what was held at each moment, in the order of time.
     """
-    said = tokens_as_text(tokenizer, ids)
+    said = tokens_as_text(tokenizer, ids.tolist())
     parts = [_key(found[-1].pools)]
     for number, holding in enumerate(found):
         opened = " open" if number == len(found) - 1 else ""
@@ -90,22 +90,6 @@ def fragment_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor, found: Sequence
             f'<p class="said" dir="auto">{spans}</p></details>'
         )
     return f'<div class="kept">{"".join(parts)}</div>'
-
-
-def tokens_as_text(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> list[tuple[str, bool]]:
-    """What each token says, and whether it is a special token.
-
-    A character that takes several tokens is said by the last of them.
-    """
-    special = set(tokenizer.all_special_ids)
-    text = AnswerText(tokenizer)
-    found = []
-    for token in ids.tolist():
-        if token in special:
-            found.append((str(tokenizer.convert_ids_to_tokens(token)), True))
-        else:
-            found.append((_shown(text.add(token)), False))
-    return found
 
 
 def runs_of(said: Sequence[tuple[str, bool]], holding: Holding) -> Iterator[Run]:
@@ -169,8 +153,3 @@ def _key(pools: Sequence[str]) -> str:
         f'<li><span style="{_look(pools, pool, 1.0)}">{escape(pool)}</span></li>' for pool in pools
     )
     return f'<ul class="key">{items}<li><span class="gone">gone: no line</span></li></ul>'
-
-
-def _shown(text: str) -> str:
-    """A text without what no page can show, such as NUL."""
-    return "".join(c if c >= " " or c in "\n\t" else "\ufffd" for c in text)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from weir import __version__
-from weir.serve.app import chat, completions, models, operations, sessions
+from weir.serve.app import chat, completions, memory, models, operations, page, sessions
 from weir.serve.app.described import ERRORS
 from weir.serve.app.errors import Refused, failed, invalid_query
 from weir.serve.app.guard import Guard
@@ -20,6 +20,7 @@ from weir.serve.app.keys import Keys
 from weir.serve.app.metrics import Metrics
 from weir.serve.app.reading import Gone, authorised
 from weir.serve.desk import Desk
+from weir.serve.recall import Recaller
 from weir.serve.shapes import Grammars
 
 
@@ -49,13 +50,15 @@ def make_app(desk: Desk, keys: Keys | None = None) -> ASGIApp:
     app.state.desk, app.state.keys = desk, keys or Keys()
     app.state.grammars = Grammars(desk.tokenizer, desk.ends, desk.vocabulary)
     app.state.metrics = metrics = Metrics(desk)
+    app.state.recaller = Recaller(desk.engine.cache, desk.tokenizer)
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(RequestValidationError, _queried)
     app.add_exception_handler(Gone, _gone)
     app.add_exception_handler(HTTPException, _plain)
     app.add_exception_handler(Exception, _failed)
-    app.include_router(operations.public, responses=ERRORS)
-    for part in (chat, completions, models, sessions, operations):
+    for part in (operations, page):
+        app.include_router(part.public, responses=ERRORS)
+    for part in (chat, completions, models, sessions, memory, operations):
         app.include_router(part.router, dependencies=[Depends(authorised)], responses=ERRORS)
     return Guard(app, metrics, local=not app.state.keys)
 

@@ -173,6 +173,7 @@ def told(session: Session) -> dict[str, Any]:
     return {
         "id": session.id,
         "object": "session",
+        "topic": session.topic,
         "created": int(session.created),
         "used": int(session.used),
         "turns": session.turns,

@@ -253,7 +253,7 @@ class DiskStore(DiskShelf):
                 "FROM members JOIN nodes ON name = node LEFT JOIN json_each(?) AS uses ON "
                 f"uses.key = node WHERE {where} GROUP BY session) "
                 "SELECT own.session, turns, head.node AS head, head.seen, head.usage, "
-                "head.created AS used, begin.created AS created FROM own "
+                "head.topic, head.created AS used, begin.created AS created FROM own "
                 "JOIN members AS late ON late.number = newest "
                 "JOIN records AS head ON head.node = late.node "
                 "JOIN members AS early ON early.number = oldest "
@@ -270,6 +270,7 @@ class DiskStore(DiskShelf):
                 used=row["used"],
                 seen=row["seen"],
                 usage=json.loads(row["usage"]),
+                topic=row["topic"],
             )
             for row in found
         ]
@@ -281,7 +282,7 @@ def _insert(db: sqlite3.Connection, record: Record) -> None:
         db.execute(f"DELETE FROM {table} WHERE node = ?", (record.node,))
     messages = [[each.role, each.content, each.name] for each in record.messages]
     db.execute(
-        f"INSERT INTO records ({_KEPT}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        f"INSERT INTO records ({_KEPT}, topic) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             record.node,
             record.owner,
@@ -293,6 +294,7 @@ def _insert(db: sqlite3.Connection, record: Record) -> None:
             json.dumps(record.usage),
             record.created,
             record.ids,
+            record.topic,
         ),
     )
     _join(db, record.owner, record.session, record.node)

@@ -44,7 +44,8 @@ CREATE TABLE records (
     seen INTEGER NOT NULL,
     usage TEXT NOT NULL,  -- JSON: numbers by name
     created REAL NOT NULL,
-    ids BLOB NOT NULL  -- tokens, four bytes each
+    ids BLOB NOT NULL,  -- tokens, four bytes each
+    topic TEXT NOT NULL
 );
 CREATE INDEX records_chain ON records (owner, chain);
 CREATE INDEX records_parent ON records (parent);

@@ -1,0 +1,96 @@
+// A conversation as it is read: turns, and the answer that is coming.
+
+import { byId, count, el, endOf, several } from "./dom.js";
+
+const SHOWN = 60; // turns that are shown at first; more on request
+const MARGIN = 48; // pixels from the end that still count as the end
+
+const list = byId("turns");
+const scroll = byId("scroll");
+const end = endOf(scroll, MARGIN);
+let all = [];
+let from = 0;
+let onFork = () => {};
+
+byId("earlier").addEventListener("click", () => {
+  const high = scroll.scrollHeight;
+  const first = from;
+  from = Math.max(0, from - SHOWN);
+  list.prepend(...all.slice(from, first).map(item));
+  byId("earlier").hidden = from === 0;
+  scroll.scrollTop += scroll.scrollHeight - high;
+});
+
+/** Who is told when a conversation is to be forked from a turn. */
+export function onForkFrom(fork) {
+  onFork = fork;
+}
+
+/** Show saved turns, each as `GET /v1/sessions/ID/turns` tells it. */
+export function showTurns(turns) {
+  all = turns;
+  from = Math.max(0, turns.length - SHOWN);
+  list.replaceChildren(...turns.slice(from).map(item));
+  byId("earlier").hidden = from === 0;
+  byId("welcome").hidden = turns.length > 0;
+  end.go();
+}
+
+/** One more turn, which has just ended, in the place of the one that was coming. */
+export function addTurn(turn, coming) {
+  all = [...all, turn];
+  coming.replaceWith(item(turn));
+  end.settle();
+}
+
+/** A turn that is coming; `said` adds to its answer. */
+export function beginTurn(words) {
+  byId("welcome").hidden = true;
+  const text = document.createTextNode("");
+  const answer = el("div", { className: "said assistant coming" }, text);
+  const made = el("li", {}, bubble("user", words), answer);
+  list.append(made);
+  end.go();
+  let due = false;
+  return {
+    element: made,
+    said(more) {
+      text.appendData(text.data ? more : more.trimStart());
+      if (due) return;
+      due = true;
+      requestAnimationFrame(() => {
+        due = false;
+        end.settle();
+      });
+    },
+    drop() {
+      made.remove();
+      byId("welcome").hidden = list.children.length > 0;
+    },
+  };
+}
+
+function item(turn) {
+  const fork = el("button", { type: "button", className: "quiet fork" }, "Fork from here");
+  fork.addEventListener("click", () => onFork(turn));
+  const { completion_tokens: answered } = turn.usage;
+  const facts = [`${count(turn.seen)} seen`, several(answered ?? 0, "token")];
+  if (turn.rate) facts.push(`${Math.round(turn.rate)} a second`);
+  return el(
+    "li",
+    {},
+    ...turn.messages.map(({ role, content }) => bubble(role, content)),
+    el("div", { className: "turn-foot" }, el("span", {}, facts.join(" · ")), fork),
+  );
+}
+
+function bubble(role, content) {
+  const who = { user: "You", assistant: "The model" }[role] ?? role;
+  const text = content.trim();
+  return el(
+    "div",
+    { className: `said ${role}${text ? "" : " nothing"}`, dir: "auto" },
+    el("span", { className: "unseen" }, `${who}: `),
+    text || "said nothing",
+  );
+}

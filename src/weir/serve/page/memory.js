@@ -1,0 +1,59 @@
+// What the cache of a session remembers: numbers, pictures, and the text token by token.
+
+import { drawGrowth, drawSlots, drawStream } from "./pictures.js";
+import { byId, bytes, count, el, several } from "./dom.js";
+import { Text } from "./text.js";
+
+const text = new Text(byId("text"), byId("detail"));
+let shown = null;
+
+/** The class that gives a pool its colour and its line; the last pool is of tokens that wait. */
+export const lookOf = (pools, n) => (n === pools.length - 1 ? "pool-new" : `pool-${n % 6}`);
+
+/** Show what `GET /v1/sessions/ID/memory` told; null for nothing. */
+export function showMemory(memory) {
+  byId("nothing").hidden = memory !== null;
+  byId("known").hidden = memory === null;
+  if (memory === null) {
+    shown = null;
+    return;
+  }
+  if (shown !== memory.id) text.clear();
+  shown = memory.id;
+  const { seen, read, held, folds, pools } = memory;
+  const share = memory.bytes_of_all / memory.bytes;
+  byId("live").hidden = memory.doing === null;
+  byId("summary").textContent =
+    share > 1
+      ? `All tokens would take ${bytes(memory.bytes_of_all)}, ${times(share)} as much.`
+      : `All tokens would take ${bytes(memory.bytes_of_all)}, and still fit.`;
+  for (const [id, value] of [
+    ["seen", count(seen)],
+    ["held", count(held)],
+    ["folds", count(folds)],
+    ["bytes", bytes(memory.bytes)],
+  ]) {
+    byId(id).textContent = value;
+  }
+  drawGrowth(byId("growth"), memory);
+  drawSlots(byId("slots"), pools, lookOf);
+  drawStream(byId("stream"), memory, lookOf);
+  byId("legend").replaceChildren(
+    ...pools.map((pool, n) => {
+      const name = el("span", { className: `token held ${lookOf(pools, n)}` }, pool.name);
+      const what = n === pools.length - 1 ? "waiting" : several(pool.tokens, "token");
+      return el("li", {}, name, el("b", {}, count(round(pool.slots))), el("span", {}, what));
+    }),
+    el(
+      "li",
+      {},
+      el("span", { className: "token gone" }, "gone"),
+      el("b", {}, ""),
+      el("span", {}, several(read - held, "token")),
+    ),
+  );
+  text.show(memory, lookOf);
+}
+
+const round = (n) => (Number.isInteger(n) ? n : Number(n.toFixed(1)));
+const times = (n) => (n < 10 ? `${n.toFixed(1)} times` : `${count(Math.round(n))} times`);

@@ -1,0 +1,344 @@
+"""The page at `/`, in a browser: it talks, shows what is remembered, and asks nobody else."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+from servers import Server, make_desk, serving
+
+from weir.serve.app import Keys
+
+KEY, OTHER = "wk-alice-0123456789", "wk-bob-0123456789"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+LATER = 30_000
+"""Milliseconds that anything in a browser may take on a machine that has much else to do."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    hashes = [hashlib.sha256(key.encode()).hexdigest() for key in (KEY, OTHER)]
+    with serving(make_desk(rows=2), Keys(hashes)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.skip("there is no Chromium here: apt-get install chromium")
+    root = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=path, args=root)
+        yield browser
+        browser.close()
+
+
+@dataclass
+class User:
+    """Somebody with a browser, and what it did."""
+
+    server: Server
+    context: Any
+    asked: set[str] = field(default_factory=set)
+    trouble: list[str] = field(default_factory=list)
+
+    def tab(self, path: str = "/") -> Any:
+        page = self.context.new_page()
+        page.set_default_timeout(LATER)
+        page.on("request", lambda request: self.asked.add(request.url))
+        page.on("pageerror", lambda error: self.trouble.append(str(error)))
+        page.on("console", lambda line: self._heard(line))
+        page.goto(f"{self.server.url}{path}")
+        return page
+
+    def _heard(self, line: Any) -> None:
+        if line.type == "error" and "Failed to load resource" not in line.text:
+            self.trouble.append(line.text)
+
+
+@pytest.fixture
+def user(server: Server, browser: Any) -> Iterator[Callable[..., User]]:
+    """Makes users; in the end none of their pages broke or asked another host."""
+    users = []
+
+    def make(key: str | None = KEY, **given: Any) -> User:
+        one = User(server, browser.new_context(**given))
+        if key is not None:
+            one.context.add_init_script(f"sessionStorage.setItem('weir-key', '{key}')")
+        users.append(one)
+        return one
+
+    yield make
+    for one in users:
+        one.context.close()
+        assert one.trouble == []
+        assert one.asked
+        assert {
+            url.partition("/page/")[0].rstrip("/") for url in one.asked if "/v1/" not in url
+        } == {server.url}
+        assert all(url.startswith(f"{server.url}/") for url in one.asked)
+    server.settled()
+
+
+def say(page: Any, words: str, longest: int = 8) -> None:
+    """Say something and wait for the end of the answer."""
+    turns = page.locator(".turn-foot").count()
+    page.evaluate("n => { document.getElementById('longest').value = n; }", longest)
+    page.get_by_label("Your message").fill(words)
+    page.get_by_role("button", name="Send").click()
+    wait(page, "n => document.querySelectorAll('.turn-foot').length > n", turns)
+
+
+def wait(page: Any, what: str, given: Any = None) -> None:
+    page.wait_for_function(what, arg=given, timeout=LATER)
+
+
+def number(page: Any, id: str) -> int:
+    return int(page.locator(f"#{id}").inner_text().replace(",", ""))
+
+
+def answers(page: Any) -> list[str]:
+    return page.locator(".said.assistant").all_inner_texts()
+
+
+def test_far_past_the_window_it_talks_and_shows_what_is_left(user, server):
+    page = user().tab()
+    assert page.locator("#policy").inner_text() == "sink(2) | recent(6) | heavy(4)"
+    say(page, "Once upon a time", longest=400)
+    wait(page, "() => Number(document.getElementById('seen').innerText) > 400")
+    session = page.url.partition("#session=")[2]
+    told = httpx.get(
+        f"{server.url}/v1/sessions/{session}/memory", headers={"Authorization": f"Bearer {KEY}"}
+    ).json()
+    shown = [number(page, each) for each in ("seen", "held", "folds")]
+    assert shown == [told[each] for each in ("seen", "held", "folds")]
+    held = [token["at"] for token in told["tokens"] if any(token["pools"])]
+    ids = page.locator("#text .held").evaluate_all("all => all.map(each => each.id)")
+    assert ids == [f"token-{at}" for at in held]
+    assert "times as much" in page.locator("#summary").inner_text()
+    # While the next answer comes, both go on; a stopped one never happened.
+    page.evaluate("document.getElementById('longest').value = 60000")
+    page.get_by_label("Your message").fill("And then?")
+    page.keyboard.press("Enter")
+    page.locator("#live").wait_for()
+    before, length = number(page, "seen"), len(answers(page)[-1])
+    wait(
+        page,
+        "([seen, length]) => Number(document.getElementById('seen').innerText.replace(',', '')) > "
+        "seen && document.querySelector('.coming').innerText.length > length",
+        [before, length],
+    )
+    page.keyboard.press("Escape")
+    wait(page, "() => !document.querySelector('.coming')")
+    assert page.get_by_label("Your message").input_value() == "And then?"
+    wait(page, "seen => Number(document.getElementById('seen').innerText) === seen", shown[0])
+    assert len(answers(page)) == 1
+
+
+def test_a_reload_finds_the_session_and_two_tabs_share_it(user):
+    mine = user()
+    page = mine.tab()
+    say(page, "Hello there")
+    page.reload()
+    wait(page, "() => document.querySelectorAll('.turn-foot').length === 1")
+    told = answers(page)
+    current = page.locator("#list [aria-current]")
+    assert "Hello there" in current.inner_text()
+    other = mine.tab("/" + page.url.rpartition("/")[2])
+    wait(other, "() => document.querySelectorAll('.turn-foot').length === 1")
+    assert answers(other) == told
+    say(page, "Go on")
+    wait(other, "() => document.querySelectorAll('.turn-foot').length === 2")
+    say(other, "And on")
+    wait(page, "() => document.querySelectorAll('.turn-foot').length === 3")
+    assert answers(page) == answers(other)
+    wait(page, "() => document.querySelector('#list .when').innerText.startsWith('3 turns')")
+    # It is one session: nothing was read twice, and no second one began.
+    assert page.locator("#list li").count() == other.locator("#list li").count()
+
+
+def test_all_can_be_done_by_keyboard(user):
+    page = user(key=OTHER, reduced_motion="reduce").tab()
+    wait(page, "() => document.activeElement.id === 'say'")
+    press = page.keyboard.press
+
+    def focused() -> str:
+        return page.evaluate(
+            "(at => at === document.body ? '' : at.ariaLabel || at.innerText)"
+            "(document.activeElement)"
+        )
+
+    def tab_to(name: str) -> None:
+        for _ in range(40):
+            if focused().strip().startswith(name):
+                return
+            press("Tab")
+        raise AssertionError(f"nobody comes to {name} with Tab")
+
+    page.evaluate("document.getElementById('longest').value = 5")
+    tab_to("Skip to the message box")
+    press("Enter")
+    for number in range(2):
+        page.keyboard.type(f"Number {number}")
+        press("Enter")
+        wait(page, "n => document.querySelectorAll('.turn-foot').length === n", number + 1)
+    first = page.url
+    page.get_by_role("region", name="What was said").focus()
+    press("Tab")
+    assert focused() == "Fork from here"
+    press("Enter")
+    wait(page, "() => document.querySelectorAll('.turn-foot').length === 1")
+    assert page.url != first
+    assert page.locator("#list li").count() == 2
+    assert page.evaluate("document.activeElement.id") == "say"
+    page.locator("#text .token").first.wait_for()
+    page.get_by_role("group", name="The text").focus()
+    press("Home")
+    press("ArrowRight")
+    assert re.fullmatch(
+        r'Token 1, ".*": held by sink in 2 of 2 heads\.', page.locator("#detail").inner_text()
+    )
+    assert page.evaluate("document.getAnimations().length") == 0
+    tab_to("Delete Number 0")
+    press("Enter")
+    page.get_by_role("dialog", name="Delete this conversation?").wait_for()
+    tab_to("Delete")
+    press("Enter")
+    wait(page, "() => document.querySelectorAll('#list li').length === 1")
+    assert page.url.partition("#")[2] == ""
+    unnamed = page.evaluate(
+        "[...document.querySelectorAll('button, input, textarea, [tabindex]')].filter(each => "
+        "!(each.labels?.length || each.ariaLabel || each.getAttribute('aria-labelledby') || "
+        "each.textContent.trim())).map(each => each.outerHTML)"
+    )
+    assert unnamed == []
+
+
+def test_on_a_phone_nothing_is_wider_than_the_screen(user):
+    phone = {"viewport": {"width": 375, "height": 667}, "is_mobile": True, "has_touch": True}
+    page = user(**phone).tab()
+    say(page, "w" * 300, longest=300)
+    for view, shown in (("Sessions", "sessions"), ("Memory", "memory"), ("Chat", "chat")):
+        page.get_by_role("button", name=view, exact=True).tap()
+        assert page.locator(f"#{shown}").is_visible()
+        assert page.locator("#sessions:visible, #chat:visible, #memory:visible").count() == 1
+        wide = page.evaluate(
+            "[document.scrollingElement, ...document.querySelectorAll('#scroll, #memory, #text, "
+            "#sessions')].filter(each => each.scrollWidth > Math.max(each.clientWidth, 0) && "
+            "each.clientWidth).map(each => each.id || each.tagName)"
+        )
+        assert wide == []
+    # A part that was hidden comes back at its end.
+    for name in ("text", "scroll"):
+        page.get_by_role("button", name="Memory" if name == "text" else "Chat", exact=True).tap()
+        wait(
+            page,
+            "id => { const box = document.getElementById(id);"
+            "return box.scrollHeight - box.scrollTop - box.clientHeight < 2; }",
+            name,
+        )
+    assert page.get_by_role("button", name="Send").bounding_box()["height"] >= 40
+
+
+def test_markup_is_shown_as_text(user):
+    mine = user(key=OTHER)
+    page = mine.tab()
+    evil = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
+    say(page, evil)
+    page.reload()
+    wait(page, "() => document.querySelector('#list .title') && document.querySelector('.token')")
+    assert evil in page.locator(".said.user").inner_text()
+    assert page.locator("#list .title").first.inner_text() == evil[:80]
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("main img, nav img, aside img, body script").count() == 0
+    # And the browser makes nothing of markup, whatever a script of the page would do with it.
+    for wrong in ("body.innerHTML = '<p>'", "body.setAttribute('onclick', 'hacked = 1')"):
+        with pytest.raises(Exception, match="requires 'Trusted"):
+            page.evaluate(f"document.{wrong}")
+    assert len(mine.trouble) >= 2
+    assert all("requires 'Trusted" in trouble for trouble in mine.trouble)
+    mine.trouble.clear()
+
+
+def test_a_key_is_asked_for_until_it_is_right_and_stays_in_its_tab(user):
+    page = user(key=None).tab()
+    dialog = page.get_by_role("dialog", name="This server asks for a key")
+    dialog.get_by_label("Key").fill("wrong")
+    dialog.get_by_role("button", name="Go on").click()
+    page.get_by_text("The server does not know this key.").wait_for()
+    assert page.locator("#policy").inner_text() == ""
+    dialog.get_by_label("Key").fill(KEY)
+    page.keyboard.press("Enter")
+    page.locator("#policy:not(:empty)").wait_for()
+    assert page.evaluate("[localStorage.length, document.cookie, location.href]") == [
+        0,
+        "",
+        page.url,
+    ]
+    assert KEY not in page.url
+    page.get_by_role("button", name="Forget the key").click()
+    dialog.wait_for()
+    assert page.evaluate("sessionStorage.length") == 0
+
+
+def test_the_page_is_open_sealed_and_kept_by_browsers(server):
+    index = httpx.get(f"{server.url}/")
+    assert (index.status_code, index.headers["cache-control"]) == (200, "no-cache")
+    assert "default-src 'none'" in index.headers["content-security-policy"]
+    assert "unsafe" not in index.headers["content-security-policy"]
+    assert index.headers["x-content-type-options"] == "nosniff"
+    same = httpx.get(f"{server.url}/", headers={"If-None-Match": index.headers["etag"]})
+    assert (same.status_code, same.content) == (304, b"")
+    named = re.findall(r'(?:src|href)="([^"#]+)"', index.text)
+    assert {name.rpartition(".")[2] for name in named} == {"svg", "css", "js"}
+    for name in named:
+        found = httpx.get(f"{server.url}/{name}")
+        assert found.status_code == 200
+        assert found.headers["cache-control"].endswith("immutable")
+    place = named[0].rpartition("/")[0]
+    gone = [f"{place}/index.html", f"{place}/..%2fpage.py", f"{place}/nothing.js", "page/0/main.js"]
+    assert {httpx.get(f"{server.url}/{path}").status_code for path in gone} == {404}
+    assert httpx.get(f"{server.url}/v1/sessions").status_code == 401
+
+
+def test_text_stands_out_from_its_ground_in_light_and_dark(server):
+    named = re.findall(r'href="([^"]+\.css)"', httpx.get(f"{server.url}/").text)
+    css = httpx.get(f"{server.url}/{named[0]}").text
+    light, dark = re.findall(r":root \{([^}]*)\}", css)
+    for scheme in (light, light + dark):
+        colours = {name: _rgb(its) for name, its in re.findall(r"--([\w-]+): (#\w{6})", scheme)}
+        strong = int(re.findall(r"--strong: (\d+)%", scheme)[-1]) / 100
+        pairs = [("ink", "card"), ("ink", "paper"), ("ink", "tint"), ("on-deep", "deep")]
+        pairs += [("grey", ground) for ground in ("card", "paper", "tint")]
+        pairs += [("deep", "tint"), ("deep", "card"), ("bad", "bad-tint"), ("card", "bad")]
+        for text, ground in pairs:
+            assert _contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
+        for pool in ("0", "1", "2", "3", "4", "5", "-new"):
+            mixed = tuple(
+                strong * a + (1 - strong) * b
+                for a, b in zip(colours[f"c{pool}"], colours["card"], strict=True)
+            )
+            assert _contrast(colours["ink"], mixed) >= 4.5, pool
+            assert _contrast(colours[f"c{pool}"], colours["card"]) >= 3, pool
+
+
+def _rgb(colour: str) -> tuple[float, ...]:
+    return tuple(int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5))
+
+
+def _contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    """The contrast ratio of WCAG 2.2."""
+    lights = []
+    for colour in (one, other):
+        parts = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
+        lights.append(0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2])
+    return (max(lights) + 0.05) / (min(lights) + 0.05)

@@ -1,0 +1,178 @@
+"""What a session's cache remembers is what its row holds, and the text is that of the stream."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from servers import POLICY, Server, make_desk, serving
+
+from weir.cache import Holding, StreamingCache
+from weir.serve import Engine, MemoryShelf
+from weir.serve.app import Keys
+
+CHAT = "/v1/chat/completions"
+TEXT = "Grüße, 世界! 🙂 and so on, far past the window"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(make_desk(rows=2, most=8)) as server:
+        yield server
+
+
+def talk(server: Server, session: str, turns: int, **given: Any) -> list[dict[str, str]]:
+    """So many turns; returns the whole history."""
+    messages: list[dict[str, str]] = []
+    for number in range(turns):
+        messages.append({"role": "user", "content": f"{number} {TEXT}"})
+        body = {"model": "small", "messages": messages, "max_tokens": 5, "temperature": 0, **given}
+        answer = server.post(CHAT, body, **{"x-session-id": session}).json()
+        messages.append(
+            {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
+        )
+    return messages
+
+
+def memory(server: Server, session: str, **asked: int) -> dict[str, Any]:
+    answer = httpx.get(f"{server.url}/v1/sessions/{session}/memory", params=asked, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def head_holding(server: Server, session: str) -> Holding:
+    """What the row at a session's end holds, as a cache says that it was put into."""
+    desk = server.desk
+    found = desk.store.session("", session)
+    assert found is not None
+    cache = StreamingCache(desk.engine.model, POLICY, chunk=4)
+    cache.put_row(0, desk.store.get(found.head).state)
+    return cache.holding()
+
+
+def test_tokens_are_told_with_their_text_and_with_who_holds_them(server):
+    messages = talk(server, "told", 3)
+    found = memory(server, "told", latest=8192)
+    holding = head_holding(server, "told")
+    tokens = found["tokens"]
+    assert [token["at"] for token in tokens] == list(range(found["seen"]))
+    assert (found["read"], found["seen"]) == (holding.seen, holding.seen + 1)
+    by_place = {held.token: held.pools for held in holding.tokens()}
+    names = [pool["name"] for pool in found["pools"]]
+    assert names == ["sink", "recent", "heavy", "new"]
+    for token in tokens:
+        held = {name: n for name, n in zip(names, token["pools"], strict=True) if n}
+        assert held == by_place.get(token["at"], {})
+    text = "".join(token["text"] for token in tokens)
+    # No answer has an end token, so that the template's stands in front of the next turn.
+    turns = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages]
+    assert text == "".join(turns).removesuffix("<|im_end|>\n")
+    special = [token["text"] for token in tokens if token.get("special")]
+    assert set(special) == {"<|im_start|>", "<|im_end|>"}
+    assert found["held"] == len(by_place)
+    assert found["doing"] is None
+    assert found["bytes"] == server.desk.engine.cache.nbytes // 2
+    slots = {pool["name"]: pool["slots"] for pool in found["pools"]}
+    assert (slots["sink"], slots["recent"], slots["heavy"]) == (2, 6, 4)
+    assert found["folds"] == (holding.seen - slots["new"]) // 4
+    heads = server.desk.engine.cache.plans[0].heads
+    each = heads.kv_heads * (heads.key_dim + heads.value_dim) * 4
+    assert found["bytes_of_all"] == holding.seen * each
+
+
+def test_of_a_long_stream_only_what_is_held_and_its_end_are_told(server):
+    talk(server, "long", 4)
+    holding = head_holding(server, "long")
+    held = {token.token for token in holding.tokens()}
+    whole = {token["at"]: token for token in memory(server, "long", latest=8192)["tokens"]}
+    few = memory(server, "long", latest=9, most=3)
+    late = set(range(few["seen"] - 9, few["seen"]))
+    places = [token["at"] for token in few["tokens"]]
+    # Of those held most, which are those of every head, the newest; the sinks are older.
+    full = [token.token for token in holding.tokens() if token.pairs == holding.pairs]
+    assert places == sorted({*full[-3:], *late})
+    usual = memory(server, "long", latest=0)
+    assert {token["at"] for token in usual["tokens"]} == held
+    assert min(held) == 0 and len(held) < len(whole) / 4
+    # Alone, a token says what it says among all.
+    assert all(token == whole[token["at"]] for one in (few, usual) for token in one["tokens"])
+
+
+def test_a_turn_under_way_is_looked_at_while_it_answers(server):
+    talk(server, "live", 1)
+    body = {
+        "model": "small",
+        "messages": [{"role": "user", "content": "Go"}],
+        "max_tokens": 60_000,
+        "temperature": 0,
+        "stream": True,
+    }
+    headers = {"x-session-id": "live2"}
+    with httpx.stream("POST", f"{server.url}{CHAT}", json=body, headers=headers) as answer:
+        lines = answer.iter_lines()
+        said = "".join(next(lines) for _ in range(40))
+        first, second = memory(server, "live2"), memory(server, "live2")
+        assert first["doing"] == second["doing"] == "answering"
+        assert 20 < first["seen"] < second["seen"]
+        assert first["read"] == first["seen"] - 1
+        assert first["tokens"][0]["text"] == "<|im_start|>"
+        assert said
+    server.settled()
+    # It never happened.
+    assert httpx.get(f"{server.url}/v1/sessions/live2/memory").status_code == 404
+
+
+def test_what_was_dropped_is_held_without_its_text(server):
+    talk(server, "old", 12)  # eight ends of turns are kept
+    found = server.desk.store.session("", "old")
+    begins = server.desk.store.line("", found.head)[0].start
+    tokens = memory(server, "old")["tokens"]
+    assert all((token["text"] is None) == (token["at"] < begins) for token in tokens)
+    assert [token["pools"][0] > 0 for token in tokens[:3]] == [True, True, False]
+    assert begins > 2
+
+
+def test_memory_is_the_owners_alone_and_asked_for_in_numbers(server):
+    talk(server, "mine", 1)
+    for query in ("most=-1", "latest=9000", "most=x", "latest=1e3"):
+        answer = httpx.get(f"{server.url}/v1/sessions/mine/memory?{query}")
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == query.partition("=")[0]
+    assert httpx.get(f"{server.url}/v1/sessions/nobody/memory").status_code == 404
+    hashes = [hashlib.sha256(key).hexdigest() for key in (b"alice", b"bob")]
+    with serving(make_desk(rows=1), Keys(hashes)) as other:
+        alice, bob = ({"Authorization": f"Bearer {key}"} for key in ("alice", "bob"))
+        body = {"model": "small", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+        other.post(CHAT, body, **alice, **{"x-session-id": "s"})
+        url = f"{other.url}/v1/sessions/s/memory"
+        statuses = [httpx.get(url, headers=who).status_code for who in (alice, bob, {})]
+        assert statuses == [200, 404, 401]
+
+
+def test_who_looks_at_a_turn_without_a_row_waits_for_nothing():
+    from test_engine import engine, turn
+
+    made: Engine = engine(rows=1, shelf=MemoryShelf())
+    first, second = turn("a", [1, 2, 3], limit=50), turn("b", [4, 5])
+    made.submit(first)
+    made.submit(second)
+    made.step()
+    looks = [made.look(first), made.look(first), made.look(second)]
+    assert looks[0] is looks[1]
+    made.step()
+    glance = looks[0].result(0)
+    assert glance is not None
+    assert glance.holding.seen == 3 + len(glance.chosen) - 1
+    assert not looks[2].done()  # one look a step
+    made.step()
+    assert looks[2].result(0) is None
+    made.cancel(first)
+    made.cancel(second)
+    made.step()
+    after = made.look(first)
+    made.stop()
+    made.run()  # with nobody to answer, it still shows what was asked for, and ends
+    assert after.result(0) is None
