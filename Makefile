@@ -18,7 +18,18 @@ export NO_MKDOCS_2_WARNING := 1
 
 comma := ,
 stage = @printf '\n== %s\n' "$(1)"
-install = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt
+
+# pip would compile the packages' Python one file after the other, for half of its time.
+define install
+$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-compile \
+	-c constraints.txt -e $(1)
+@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src || true  # some packages have what is no Python
+endef
+
+# A worker that died is not replaced: pytest-xdist can hand the tests of a file to its successor and
+# wait for ever. The first half of the tests goes to one worker and the second to the other, who takes
+# from it when its own are done.
+pytest = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --max-worker-restart 0 $(TESTS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -31,9 +42,10 @@ demo: $(VENV)/.installed ## a model reads a book far past its window; figures an
 	$(call stage,weir demo)
 	$(BIN)/weir demo --out demo-out
 
-test: lint types docs browser ## everything that must hold: ruff, mypy, the documentation, pytest
+test: $(VENV)/.installed-dev ## everything that must hold: ruff, mypy, the documentation, pytest
+	@$(MAKE) --no-print-directory -j4 lint types docs browser
 	$(call stage,tests (pytest))
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
+	OMP_NUM_THREADS=1 $(pytest)
 
 # The page of weir serve is tested in the system's Chromium, and not where there is none.
 browser:
@@ -53,10 +65,10 @@ MIDDLE := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_I
 test-kernels: $(VENV)/.installed-dev ## pytest twice more, under the kernels of lesser processors
 	$(call stage,tests under SSE 4.2$(comma) one thread)
 	$(LESSER) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-lesser \
-		$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
+		$(pytest)
 	$(call stage,tests under AVX2$(comma) two threads$(comma) without kernels of weir)
 	$(MIDDLE) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-middle \
-		$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
+		$(pytest)
 
 lint: $(VENV)/.installed-dev ## ruff: lint and format
 	$(call stage,lint (ruff))
@@ -99,13 +111,16 @@ $(BIN)/python:
 			"(on Debian and Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
 	"$(PYTHON)" -m venv --clear $(VENV)
 
-# The version is read from __init__.py when weir is installed, hence that prerequisite.
-$(VENV)/.installed: pyproject.toml constraints.txt src/weir/__init__.py | $(BIN)/python
+# The version is read from __init__.py when weir is installed, hence that prerequisite. Nothing is
+# installed twice: who begins with the tests gets all at once.
+INSTALLS := pyproject.toml constraints.txt src/weir/__init__.py
+
+$(VENV)/.installed: $(INSTALLS) | $(BIN)/python
 	$(call stage,weir and what it needs)
-	$(install) -e '.[cli,plots]'
+	$(call install,'.[cli$(comma)plots]')
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	$(call stage,what the tests and the documentation need)
-	$(install) -e '.[dev,docs]'
-	@touch $@
+$(VENV)/.installed-dev: $(INSTALLS) | $(BIN)/python
+	$(call stage,weir$(comma) and what it$(comma) the tests and the documentation need)
+	$(call install,'.[dev$(comma)docs]')
+	@touch $(VENV)/.installed $@
