@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 
 import pytest
@@ -18,15 +17,6 @@ from weir.errors import WeirError
 from weir.pools.balance.halving import Halving, Sets
 
 SETTING = Setting(QUICK)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def frozen():
-    """Figures collect garbage before every turn: what was there before is left out of it."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def row(ratio: float, target: float | None, least: bool = False) -> Row:
