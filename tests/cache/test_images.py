@@ -223,13 +223,6 @@ def test_the_text_of_models_with_three_axes_of_positions(name: str) -> None:
     cache = StreamingCache(model, "streaming_llm(budget=20)", chunk=1)
     ours = logits(model, {"input_ids": ids}, past_key_values=cache)
     close_runs(ours, streaming_logits(model, ids, 4, 20), model)
-    with pytest.raises(WeirError, match=r"streams the text of qwen2.*_vl, and not its images"):
-        logits(model, {"input_ids": ids, "pixel_values": torch.zeros(4, 24)}, past_key_values=cache)
-    asked = torch.full_like(ids, IMAGE)
-    with pytest.raises(WeirError, match=r"streams the text of qwen2.*_vl, and not its images"):
-        logits(model, {"input_ids": asked}, past_key_values=cache)
-    with pytest.raises(WeirError, match=r"streams the text of qwen2.*_vl, and not its images"):
-        Stream(model, "window(20)").feed(asked)
 
 
 def test_bytes_of_a_video_without_end_stay_as_they_are() -> None:

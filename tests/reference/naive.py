@@ -115,13 +115,20 @@ class Naive:
         new = {t.position: 0.0 for t in self.new.get((layer, head), [])}
         return {**self.tallies.get((layer, head), {}), **new}
 
-    def rotate(self, x: Tensor, places: int | list[int]) -> Tensor:
+    def rotate(self, x: Tensor, places: Any) -> Tensor:
         """`x` [n, dim] rotated to its places, or to one place, in float64."""
         frequencies = self.model.model.rotary_emb.inv_freq.double()
         angles = torch.tensor(places, dtype=torch.float64)[..., None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         first, second = x.double().chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    def placed(self, places: list[int]) -> list[Any]:
+        """Where attention sees slots that hold the tokens at these places of the stream."""
+        if not self.rolling:
+            return places
+        order = sorted(set(places))
+        return [order.index(place) for place in places]
 
     def _fold(self) -> None:
         for (layer, head), new in self.new.items():
@@ -159,10 +166,7 @@ class Naive:
 
     def _attend(self, layer: int, head: int, q: Tensor, scale: float) -> Tensor:
         slots = self.slots(layer, head)
-        places = [t.position for t in slots]
-        if self.rolling:
-            order = sorted(set(places))
-            places = [order.index(p) for p in places]
+        places = self.placed([t.position for t in slots])
         q = self.rotate(q, places[-1])
         keys = self.rotate(torch.stack([t.key for t in slots]), places)
         values = torch.stack([t.value for t in slots]).double()

@@ -157,7 +157,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], int]] = {
             },
             **_QWEN_TOKENS,
         },
-        6,
+        8,
     ),
     "qwen2.5-vl": (
         "Qwen2_5_VLConfig",
@@ -177,13 +177,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], int]] = {
             },
             **_QWEN_TOKENS,
         },
-        6,
+        8,
     ),
 }
 """A configuration class, its values, and tokens of an image, by the name a test is shown under."""
 
-CAUSAL = [name for name in CONFIGS if not name.startswith("qwen")]
+THREE_AXES = ["qwen2-vl", "qwen2.5-vl"]
+"""Families whose image tokens have places in time, height and width; two words enclose an image."""
+CAUSAL = [name for name in CONFIGS if name not in THREE_AXES]
 """Families whose image tokens stand at places like those of words."""
+
+PATCHES = (1, 4, 6)
+"""Of an image of a family with three axes in time, height and width; two by two are a token."""
 
 
 def make_seeing(name: str, **changes: Any) -> PreTrainedModel:
@@ -214,7 +219,11 @@ class Prompt:
     @property
     def given(self) -> dict[str, Tensor]:
         """All arguments."""
-        return {"input_ids": self.ids, **self.pictures}
+        given = {"input_ids": self.ids, **self.pictures}
+        if "image_grid_thw" in self.pictures or "video_grid_thw" in self.pictures:
+            kinds = (self.ids == IMAGE).int() + 2 * (self.ids == VIDEO).int()
+            given["mm_token_type_ids"] = kinds
+        return given
 
 
 def prompt(name: str, *rows: list[int], seed: int = 0) -> Prompt:
@@ -233,7 +242,8 @@ def prompt(name: str, *rows: list[int], seed: int = 0) -> Prompt:
             if part:
                 ids += torch.randint(1, END, (part,), generator=draw).tolist()
             else:
-                ids += [IMAGE] * each
+                inside = [IMAGE] * (each - 2)
+                ids += [BEGIN, *inside, END] if name in THREE_AXES else [IMAGE] * each
                 images.append(torch.randn(3, 16, 16, generator=draw))
         made.append(ids)
     length = max(map(len, made))
@@ -250,6 +260,10 @@ def _pictures(name: str, images: list[Tensor], counts: list[int]) -> dict[str, T
         black = torch.zeros(3, 16, 16)
         rows = [torch.stack([left.pop(0) for _ in range(n)] + [black] * (most - n)) for n in counts]
         return {"pixel_values": torch.stack(rows)}
+    if name in THREE_AXES:
+        patches = torch.cat([t.flatten()[: 24 * 12].view(24, 12) for t in images])
+        sizes = torch.tensor([PATCHES] * len(images))
+        return {"pixel_values": patches, "image_grid_thw": sizes}
     pictures = {"pixel_values": torch.stack(images)}
     if name == "llava-next":  # the whole, and the only part it is cut into
         pictures["pixel_values"] = torch.stack([torch.stack([t, t / 2]) for t in images])

@@ -13,7 +13,7 @@ from torch import Tensor
 from weir.cache.layer.fold import Folding
 from weir.cache.layer.spec import LayerSpec
 from weir.policies.grammar import policy
-from weir.slab.positions import LayerPositions, Rotary, rolled, rotation_tables
+from weir.slab.positions import LayerPositions, Rotary, packed, rolled, rotation_tables
 from weir.slab.slab import Slab
 from weir.slab.spec import Heads
 
@@ -159,6 +159,40 @@ def test_the_frame_counts_what_stands_between_a_token_and_the_run(rows, first):
 def test_an_unbroken_stream_stays_where_it_is():
     places = torch.arange(100, 107)[None, None]
     assert torch.equal(rolled(places, torch.tensor([107])), places)
+
+
+@given(st.data())
+def test_on_three_axes_the_front_is_as_far_as_what_is_left_reaches(data):
+    # Words and images one after the other; some tokens of them are left, in any order, some twice.
+    reaches = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+    begins = [sum(reaches[:n]) for n in range(len(reaches))]
+    slots = data.draw(st.integers(1, 8))
+    last = data.draw(st.integers(0, len(reaches) - 1))  # the run begins with a token of this one
+    of = data.draw(st.lists(st.integers(-1, last), min_size=slots, max_size=slots))
+    position = torch.tensor([[[10 * n if n >= 0 else -1 for n in of]]])
+    spans = torch.tensor([[[(100 + begins[n], reaches[n]) for n in of]]])
+    shift = packed(position, spans, torch.tensor([100 + begins[last]]))[0, 0].tolist()
+    for n, by in zip(of, shift, strict=True):
+        left = {m for m in of if n <= m < last}
+        assert n < 0 or begins[n] + by == begins[last] - sum(reaches[m] for m in left)
+
+
+def test_words_alone_are_packed_as_they_are_rolled():
+    places = torch.tensor([[[0, 3, 4, -1, 9], [4, 2, 2, 7, 8]]])
+    spans = torch.stack([places, torch.ones_like(places)], dim=-1)
+    first = torch.tensor([12])
+    shift, frame = packed(places, spans, first), rolled(places, first)
+    assert torch.equal((places + shift)[places >= 0], frame[places >= 0])
+
+
+def test_tables_of_three_axes_take_each_pair_by_its_axis():
+    turned = Rotary(torch.tensor([1.0, 0.5, 0.25, 0.1]), sections=(2, 1, 1))
+    cos, sin = turned.tables(torch.tensor([[[3, 5, 7], [4, 4, 4]]]), 4)
+    wanted = torch.tensor([[3.0, 1.5, 1.25, 0.7], [4.0, 2.0, 1.0, 0.4]])[None]
+    close(cos, wanted.cos(), 2, size=8)
+    close(sin, wanted.sin(), 2, size=8)
+    words = turned.tables(torch.tensor([[4]]), 4)
+    assert torch.equal(words[0][0, 0], cos[0, 1])
 
 
 # --- survivors

@@ -8,20 +8,31 @@ from typing import Any
 import pytest
 import torch
 from reference.models import shared, tokens
-from reference.seeing import CAUSAL, CONFIGS, IMAGE, Prompt, prompt, seeing
+from reference.seeing import CAUSAL, CONFIGS, IMAGE, THREE_AXES, Prompt, prompt, seeing
 from roundings import close_runs
 from torch import Tensor
 
 import weir
 from weir import Stream, WeirError
-from weir.models import embed
+from weir.models import embed, offsets
 
-families = pytest.mark.parametrize("name", CAUSAL)
+families = pytest.mark.parametrize("name", [*CAUSAL, *THREE_AXES])
 POLICIES = ("streaming_llm(budget=10)", "snapkv(budget=16, window=4)", "subgen(budget=24)")
 
 
 def asked(name: str, seed: int = 0) -> Prompt:
     return prompt(name, [5, 0, 3, 0, 0, 7], seed=seed)
+
+
+def given_of(name: str, given: Prompt, start: int, stop: int | None) -> dict[str, Any]:
+    """The tokens from `start` to `stop` as embeddings, and as their model wants them."""
+    model = seeing(name)
+    these = {"embeddings": embed(model, given.given)[:, start:stop]}
+    within = offsets(model, given.given)
+    assert (within is not None) == (name in THREE_AXES)
+    if within is not None:
+        these["offsets"] = within[:, start:stop]
+    return these
 
 
 @families
@@ -30,15 +41,16 @@ def test_a_stream_cut_anywhere_also_inside_an_image_is_one_stream(name: str, pol
     model, given = seeing(name), asked(name)
     whole = Stream(model, policy, chunk=5)
     at_once = whole.feed(given.given, all_logits=True)
-    vectors = embed(model, given.given)
+    whole_of = given_of(name, given, 0, None)
+    vectors = whole_of["embeddings"]
     assert vectors.shape == (1, given.ids.shape[1], 32)
     for sizes in ([1] * vectors.shape[1], [7, 1, 2], [6, 3]):
         cut = Stream(model, policy, chunk=5)
         done, parts = 0, []
         for size in [*sizes, vectors.shape[1] - sum(sizes)]:
             if size:
-                piece = vectors[0, done : done + size]
-                parts.append(cut.feed(embeddings=piece, all_logits=True))
+                piece = {key: t[0, done : done + size] for key, t in whole_of.items()}
+                parts.append(cut.feed(**piece, all_logits=True))
                 done += size
         close_runs(torch.cat(parts, dim=1), at_once, model)
         assert torch.equal(cut.slots(1).position, whole.slots(1).position)
@@ -56,16 +68,16 @@ def test_images_longer_than_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
 @families
 def test_saved_and_restored_in_the_middle_of_an_image(name: str, tmp_path: Path) -> None:
     model, given = seeing(name), asked(name)
-    vectors, inside = embed(model, given.given), 5 + CONFIGS[name][2] // 2
+    inside = 5 + CONFIGS[name][2] // 2
     assert given.ids[0, inside - 1] == given.ids[0, inside] == IMAGE
     stream = Stream(model, "h2o(budget=12)", chunk=4, seed=3)
-    stream.feed(embeddings=vectors[:, :inside])
+    stream.feed(**given_of(name, given, 0, inside))
     assert stream.last == [None]
     stream.save(tmp_path / "half")
     again = Stream.restore(model, tmp_path / "half")
     assert again.last == [None]
     for one in (stream, again):
-        one.feed(given.ids[:, inside:], embeddings=vectors[:, inside:])
+        one.feed(given.ids[:, inside:], **given_of(name, given, inside, None))
     ours, theirs = (list(one.generate(8, temperature=1.0, stop=[])) for one in (stream, again))
     assert ours == theirs
     assert stream.last == again.last == [ours[-1]]
@@ -165,6 +177,28 @@ def test_what_makes_no_sense_is_refused() -> None:
     gemma = shared("gemma3-multimodal")
     with pytest.raises(WeirError, match="both ways in gemma3"):
         Stream(gemma, "window(20)").feed({"input_ids": [96], "pixel_values": pixels})
+
+
+@pytest.mark.parametrize(
+    ("within", "said"),
+    [
+        (torch.zeros(4, 5), "offsets are whole numbers"),
+        (torch.zeros(4, 5, dtype=torch.int64), "reaches 1 at least"),
+        (torch.full((4, 5), -1), "offsets are whole numbers from 0"),
+        (torch.full((4, 5), 2**20), "offsets are whole numbers from 0 to 1,048,576"),
+        (torch.ones(3, 5, dtype=torch.int64), r"are \[1, 4, 5\], not \[1, 3, 5\]"),
+        ([[0, 0, 0, 1, 1]] * 4, r"are \[1, 4, 5\], not "),
+    ],
+)
+def test_offsets_that_are_none(within: Any, said: str) -> None:
+    stream = Stream(seeing("qwen2-vl"), "window(12)")
+    with pytest.raises(WeirError, match=said):
+        stream.feed(embeddings=torch.zeros(4, 32), offsets=within)
+    with pytest.raises(WeirError, match="offsets are those of embeddings"):
+        stream.feed([1, 2], offsets=within)
+    with pytest.raises(WeirError, match="LlamaForCausalLM have one place each"):
+        Stream(shared("llama"), "window(12)").feed(embeddings=torch.zeros(4, 32), offsets=within)
+    assert stream.seen == 0
 
 
 def test_the_model_is_as_it_was_after_images_were_embedded() -> None:

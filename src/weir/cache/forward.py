@@ -95,6 +95,9 @@ class Forward:
         if not self.plan.step or torch.is_grad_enabled():
             return None
         (piece,) = self.plan.pieces
+        if piece.pictured is not None:
+            return None
+        places = piece.start if piece.drift is None else piece.start + piece.drift
         slots = []
         for layer in self.owner.stack:
             its = layer.decode_slots()
@@ -106,7 +109,7 @@ class Forward:
             slots,
             torch.tensor(ends, device=piece.device),
             torch.tensor(piece.waiting, device=piece.device),
-            piece.start[:, None],
+            places[:, None],
             self._rotaries,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -50,6 +51,11 @@ def pipes_of(policy: Policy, facts: ModelFacts) -> list[Pipe]:
     served = full or list(range(count))
     asked = [policy.for_layer(place, len(served)) for place in range(len(served))]
     return [asked[served.index(index) if index in served else 0] for index in range(count)]
+
+
+def three_axes(plans: Sequence[LayerPlan]) -> bool:
+    """Whether tokens stand at places in time, height and width."""
+    return any(plan.spec.three_axes for plan in plans)
 
 
 def reach_of(pipes: list[Pipe], chunk: int, *, rolling: bool) -> int | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weir.cache.for_transformers import ForTransformers
-from weir.cache.layers import LayerPlan
+from weir.cache.layers import LayerPlan, three_axes
 from weir.cache.memory import check_room
 from weir.cache.narrowed import narrowed
 from weir.cache.rows import Rows
@@ -102,6 +102,8 @@ class MovingRows(ForTransformers):
             "marks": asdict(only.marks[0]),
             "lengths": lengths,
         }
+        if three_axes(self.plans):
+            facts["drift"] = only.drift[0]
         return RowState(kind, facts, tensors)
 
     def put_row(self, row: int, state: RowState) -> None:
@@ -130,10 +132,10 @@ class MovingRows(ForTransformers):
         """Put a row whose state has been checked."""
         own = [own_tensors(layer, state) for layer in self.stack]
         facts = state.facts
-        other = Rows(
-            facts["columns"],
-            *([facts[name]] for name in ("seen", "waiting", "claimed", "last", "ended")),
-        ).marked(0, Marks(**facts["marks"]))
+        names = ("seen", "waiting", "claimed", "last", "ended")
+        parts: list[Any] = [[facts[name]] for name in names]
+        parts += [[Marks(**facts["marks"])], [facts.get("drift", 0)]]  # no drift on one axis
+        other = Rows(facts["columns"], *parts)
         for layer, tensors, lengths in zip(self.stack, own, facts["lengths"], strict=True):
             layer.put_row(row, tensors, lengths, facts["seed"])
         self.rows = self.rows.with_row(row, other)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weir.cache.layers import LayerPlan
+from weir.cache.layers import LayerPlan, three_axes
 from weir.cache.schema import FARTHEST, Kind, Wrong, list_of, optional, record, truth, whole
 from weir.errors import shown
 from weir.pools import MOST_WEIGHT
@@ -31,6 +31,7 @@ def row_facts(plans: Sequence[LayerPlan], vocabulary: int, chunk: int) -> Kind:
         [whole(0, pool.slots() if pool.slots() is not None else FARTHEST) for pool in pools]
         for pools in (plan.spec.pipe.pools for plan in plans)
     ]
+    more = {"drift": whole(-FARTHEST)} if three_axes(plans) else {}
     return record(
         columns=whole(),
         seen=whole(),
@@ -41,6 +42,7 @@ def row_facts(plans: Sequence[LayerPlan], vocabulary: int, chunk: int) -> Kind:
         seed=whole(0, None),
         marks=record(beginning=optional(whole()), turn=whole(), header=whole()),
         lengths=_each([_each(pools) for pools in lengths]),
+        **more,
     )
 
 
@@ -74,6 +76,9 @@ def check_row(facts: Mapping[str, Any], *, chunk: int, origin: int, whole_prompt
     for name in ("seen", "claimed"):
         if facts[name] > columns:
             raise Wrong(f"{name} is {facts[name]:,}, and columns only {columns:,}")
+    clock = origin + seen + facts.get("drift", 0)
+    if not origin <= clock <= FARTHEST:
+        raise Wrong(f"drift is {facts['drift']:,}, which {seen:,} tokens never leave")
     for layer, lengths in enumerate(facts["lengths"]):
         if waiting == seen and any(lengths):
             raise Wrong(f"lengths[{layer}] is not zero though nothing has been folded")
@@ -105,7 +110,8 @@ def check_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[in
         if its != shape and not (longer and (*its[:2], *its[3:]) == (*shape[:2], *shape[3:])):
             raise Wrong(f"{name} is {list(its)} and must be {list(shape)}")
     slots = found["position"][0][2]
-    for name in ("keys", "values", "a", "b", "mass", "mask", "numerator", "denominator", "frame"):
+    alike = ("keys", "values", "a", "b", "mass", "mask", "numerator", "denominator", "frame")
+    for name in (*alike, "span"):
         if name in found and found[name][0][2] != slots:
             raise Wrong(f"{name} has {found[name][0][2]} slots and position {slots}")
     if sum(lengths) + plan.spec.chunk > slots:
@@ -150,6 +156,9 @@ def check_numbers(
         frame, most = tensors["frame"], ahead + chunk
         if not bool(((frame >= -frame.shape[2]) & (frame <= most)).all()):
             raise Wrong("frame has positions that no slot pretends")
+    if "span" in tensors:
+        held = tensors["position"][:, :, : used + facts["waiting"]] != EMPTY
+        _check_spans(tensors["span"][:, :, : held.shape[2]][held], origin, facts)
     if "queries" in tensors:
         asked = tensors["queries"][:, :, : pipe.needs_queries + facts["waiting"]]
         if not bool(asked.isfinite().all()):
@@ -203,6 +212,21 @@ def _check_weights(name: str, weights: Tensor, empty: Tensor, used: int, chunk: 
         raise Wrong(f"{name} is not 0 in slots that wait for a token")
     if bool((weights[:, :, used + chunk :] != -math.inf).any()):
         raise Wrong(f"{name} gives weight to slots that are not in use")
+
+
+def _check_spans(spans: Tensor, origin: int, facts: Mapping[str, Any]) -> None:
+    """Words and images begin where the stream has been on three axes, and reach somewhere.
+
+    Args:
+        spans: of the tokens that are held [tokens, 2].
+        origin, facts: as for `check_numbers`.
+    """
+    clock = origin + facts["seen"] + facts["drift"]
+    begins, reach = spans[:, 0], spans[:, 1]
+    if not bool(((begins >= origin) & (begins <= clock)).all()):
+        raise Wrong(f"span begins at places that are not among {origin} to {clock}")
+    if not bool(((reach >= 1) & (reach <= FARTHEST)).all()):
+        raise Wrong("span reaches as far as no word or image does")
 
 
 def _check_split(tensors: Mapping[str, Tensor]) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weir.cache.layer import Plan, cut
+from weir.cache.layer import Plan, cut, on_axes
 from weir.errors import WeirError
-from weir.models import Endings, out_of_range
+from weir.models import OFFSETS, Endings, out_of_range
 from weir.pools import Marks
 
 GO_ON = (
@@ -54,6 +54,7 @@ class Rows:
         last: each row's last token, where token ids were fed.
         ended: rows that `generate` feeds with padding since their end token.
         marks: what each row was told of its stream.
+        drift: each row's next place on three axes, less that in the stream; 0 without images.
     """
 
     columns: int = 0
@@ -63,12 +64,14 @@ class Rows:
     last: list[int | None] = field(default_factory=list)
     ended: list[bool] = field(default_factory=list)
     marks: list[Marks] = field(default_factory=list)
+    drift: list[int] = field(default_factory=list)
 
     @classmethod
     def empty(cls, batch: int) -> Rows:
         """Rows without a token."""
         zeros = [0] * batch
-        return cls(0, zeros, zeros, zeros, [None] * batch, [False] * batch, [Marks()] * batch)
+        ended, marks = [False] * batch, [Marks()] * batch
+        return cls(0, zeros, zeros, zeros, [None] * batch, ended, marks, zeros)
 
     @property
     def batch(self) -> int | None:
@@ -95,7 +98,8 @@ class Rows:
         return replace(self, marks=[*self.marks[:row], marks, *self.marks[row + 1 :]])
 
     def _parts(self) -> tuple[list[Any], ...]:
-        return self.seen, self.waiting, self.claimed, self.last, self.ended, self.marks
+        told = self.last, self.ended, self.marks
+        return self.seen, self.waiting, self.claimed, *told, self.drift
 
     def begin(
         self,
@@ -169,6 +173,7 @@ class Rows:
             origin=origin,
             marks=before.marks,
         )
+        plan, drift = on_axes(plan, before.drift, given.get(OFFSETS), real)
         counts = [length] * batch if claimed is None else claimed.sum(dim=1).tolist()
         seen, waiting = plan.after(before.seen, before.waiting)
         after = Rows(
@@ -179,6 +184,7 @@ class Rows:
             before.last if ids is None else ids[:, -1].tolist(),
             ended,
             before.marks,
+            drift,
         )
         return Begun(plan, after.keeping(before, out), refused, ids)
 

@@ -28,7 +28,8 @@ class RowState:
             its type, layers, and the sizes and dtype of each layer's heads; and what tells its
             `weights` from those of others; as JSON can hold it.
         facts: of the row: columns, seen, waiting, claimed, last, ended, seed, marks (`Marks`, by
-            name), and lengths (slots in use by layer and pool); as JSON can hold it.
+            name), lengths (slots in use by layer and pool), and of a model with three axes drift;
+            as JSON can hold it.
         tensors: `LAYER.NAME` for each buffer of each layer [1, kv_heads, ...], on the device of the
             cache it was taken from.
     """

@@ -1,5 +1,6 @@
 """What weir must know of a model, and how it gets inside."""
 
+from weir.models.axes import OFFSETS, offsets
 from weir.models.embedding import embed
 from weir.models.endings import Endings
 from weir.models.facts import (
@@ -28,6 +29,7 @@ from weir.models.weights import fingerprint, weights_of
 __all__ = [
     "ASSETS",
     "DROPPING",
+    "OFFSETS",
     "PICTURES",
     "Attachment",
     "Endings",
@@ -49,6 +51,7 @@ __all__ = [
     "load",
     "load_encoder",
     "load_processor",
+    "offsets",
     "out_of_range",
     "set_sink",
     "sink_at_work",

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from weir.errors import WeirError
 from weir.models.facts import input_device
-from weir.models.images import images_of, pictures_in
+from weir.models.images import images_of, pictures_in, unfitting
 from weir.models.methods import Around
 from weir.models.turns import turns_of
 
@@ -49,6 +49,8 @@ def embed(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor:
         raise WeirError(f"a {type(model).__name__} takes no {', '.join(sorted(unread))}")
     device = input_device(model)
     there = {n: t.to(device) if isinstance(t, Tensor) else t for n, t in given.items()}
+    if images.axes:  # left to itself the model works places out, and remembers them
+        there["position_ids"] = torch.zeros_like(there["input_ids"])
     read: list[Tensor] = []
 
     def answer(own: Any, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
@@ -85,10 +87,5 @@ def mismatch(error: BaseException) -> WeirError | None:
         None where it is about something else.
     """
     if isinstance(error, ValueError) and "do not match" in str(error) and "feature" in str(error):
-        reason = str(error).strip().splitlines()[0]
-        return WeirError(
-            f"the images of this call do not fit its image tokens ({reason}); pass each image with "
-            "all of its tokens, and none that was fed before; what is to be cut inside an image "
-            "is fed as embeddings"
-        )
+        return unfitting(str(error).strip().splitlines()[0])
     return None

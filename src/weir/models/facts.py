@@ -354,7 +354,16 @@ def read_rotary(module: nn.Module, kind: str | None, reach: int | None) -> Rotar
             seq_len=reach or 1,
             **({"layer_type": kind} if several else {}),
         )
-    return Rotary(frequencies.detach().to(torch.float64), float(scaling))
+    return Rotary(frequencies.detach().to(torch.float64), float(scaling), _sections(module))
+
+
+def _sections(module: Any) -> tuple[int, ...] | None:
+    """How many frequencies turn by each of three axes; None for one axis."""
+    found = getattr(module, "mrope_section", None)
+    if found is None:
+        config = getattr(module, "config", None)
+        found = (getattr(config, "rope_parameters", None) or {}).get("mrope_section")
+    return None if found is None else tuple(found)
 
 
 def read_alibi(config: Any, decoder: Any) -> Alibi:

@@ -28,9 +28,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from weir.errors import WeirError
+from weir.models.axes import OFFSETS, noting_sizes, offsets
 from weir.models.compiling import Compiled, CompiledStep, Compiling
 from weir.models.embedding import mismatch
 from weir.models.facts import ModelFacts, describe, input_device
+from weir.models.images import pictures_in
 from weir.models.methods import Around
 from weir.models.own_attention import install, unmasked
 from weir.models.sinks import SUNK_ATTENTION
@@ -142,6 +144,11 @@ class Attachment:
             self._rotaries = [Around(rotary, "forward", self._rotate) for rotary in facts.rotaries]
         self._compiled: Compiled | None = None
         self.compile(compiling)
+        self._towers = []
+        if facts.images is not None and facts.images.axes:
+            for kind in ("image", "video"):
+                name = f"get_{kind}_features"
+                self._towers.append(Around(facts.decoder, name, noting_sizes(kind)))
         self._uninstall = install(facts.kind, facts.decoder, facts.attentions, self)
 
     def wait(self) -> None:
@@ -173,7 +180,7 @@ class Attachment:
     def leave(self) -> None:
         """Take everything off; the model is as it was."""
         self._uninstall()
-        for around in (self._forward, *self._rotaries):
+        for around in (self._forward, *self._rotaries, *self._towers):
             around.remove()
 
     def _call(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -191,6 +198,9 @@ class Attachment:
                 )
             if self.facts.images is not None:
                 self.facts.images.check(given)
+                if self.facts.images.axes and pictures_in(given):
+                    decoder: Any = self.facts.decoder
+                    given[OFFSETS] = offsets(decoder, given)
             _refuse_checkpointing(self.facts.decoder)
             _refuse_weightless(self.facts.decoder)
             if not self._alone:
@@ -224,6 +234,7 @@ class Attachment:
     def _answer(self, own: Callable[..., Any], running: Running) -> Any:
         """The decoder's output, by a compiled step where there can be one."""
         given = {**running.given, **self._replaced(running.given)}
+        given.pop(OFFSETS, None)
         plain = any(given.get(name) for name in _MORE) or given.get("return_dict") is False
         compiled = self._compiled  # another thread may say that no more is to be compiled
         if compiled is not None and not plain:
@@ -274,6 +285,9 @@ class Attachment:
         # Models that rotate their types of layers differently say which type they ask for.
         kind = args[2] if len(args) > 2 else kwargs.get("layer_type")
         made = self.running.rotations(kind, output[0].shape[-1], output[0].device)
+        if made is not None and output[0].ndim == 4:
+            # transformers 5.12 picks from tables of each axis later on; these have been picked.
+            made = (made[0].expand(3, *made[0].shape), made[1].expand(3, *made[1].shape))
         return output if made is None else made
 
 

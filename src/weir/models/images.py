@@ -1,8 +1,8 @@
 """Images in a stream: which models have them, which are streamed, and what makes no sense.
 
 In the models named here an image is tokens like any other once the model has put its features in
-the place of image tokens: causal attention, one place each. weir lets the model do that and has
-nothing else to know of pixels. Knows nothing about caches.
+the place of image tokens: causal attention, and one place each, or three (`axes`). weir lets the
+model do that and has nothing else to know of pixels. Knows nothing about caches.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from torch import Tensor
 
 from weir.errors import WeirError
 
-CAUSAL = frozenset({"idefics3", "internvl", "llava", "llava_next", "mistral3", "smolvlm"})
+THREE_AXES = frozenset({"qwen2_vl", "qwen2_5_vl"})
+"""Model types whose tokens stand at places in time, height and width."""
+
+CAUSAL = THREE_AXES | {"idefics3", "internvl", "llava", "llava_next", "mistral3", "smolvlm"}
 """Model types around a decoder whose image tokens are causal; Pixtral is a `llava`."""
 
-TEXT_ONLY = frozenset({"gemma3", "qwen2_vl", "qwen2_5_vl"})
+TEXT_ONLY = frozenset({"gemma3"})
 """Model types around a decoder that streams their text, and whose images are refused."""
 
 BOTH_WAYS = frozenset({"gemma3", "gemma4", "molmo2", "paligemma"})
@@ -37,11 +40,13 @@ class Images:
         kind: the model type around the decoder.
         tokens: ids that stand for a piece of an image.
         causal: images are tokens like any other; otherwise they are refused.
+        axes: a piece of an image has three places, in time, height and width.
     """
 
     kind: str
     tokens: tuple[int, ...]
     causal: bool
+    axes: bool = False
 
     def check(self, given: Mapping[str, Any]) -> None:
         """Refuse a call whose images cannot be streamed, or do not go with its ids.
@@ -97,14 +102,8 @@ class Images:
     @property
     def refusal(self) -> WeirError:
         """Why images of the model are not streamed."""
-        if self.kind in BOTH_WAYS:
-            return WeirError(
-                f"the tokens of an image attend both ways in {self.kind}; weir streams its text "
-                "only"
-            )
         return WeirError(
-            f"weir streams the text of {self.kind}, and not its images: each piece has three "
-            "positions, in time, height and width, and weir's slots have one"
+            f"the tokens of an image attend both ways in {self.kind}; weir streams its text only"
         )
 
 
@@ -135,4 +134,14 @@ def images_of(config: Any) -> Images | None:
         return None
     named = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
     tokens = dict.fromkeys(getattr(config, name, None) for name in named)
-    return Images(kind, tuple(token for token in tokens if token is not None), kind in CAUSAL)
+    there = tuple(token for token in tokens if token is not None)
+    return Images(kind, there, kind in CAUSAL, kind in THREE_AXES)
+
+
+def unfitting(reason: str) -> WeirError:
+    """Images and image tokens of a call do not fit each other, for this reason."""
+    return WeirError(
+        f"the images of this call do not fit its image tokens ({reason}); pass each image with "
+        "all of its tokens, and none that was fed before; what is to be cut inside an image is fed "
+        "as embeddings"
+    )

@@ -10,7 +10,7 @@ from weir.slab.attention import (
     two_weight_attention,
     two_weight_kernel,
 )
-from weir.slab.positions import Alibi, LayerPositions, Rotary, rolled, rotation_tables
+from weir.slab.positions import Alibi, LayerPositions, Rotary, packed, rolled, rotation_tables
 from weir.slab.slab import Slab, longer, merge_groups, put_lines, slot_lines
 from weir.slab.slots import EMPTY, Slots, pick
 from weir.slab.spec import STATE, Heads, SlabSpec
@@ -31,6 +31,7 @@ __all__ = [
     "fuses",
     "longer",
     "merge_groups",
+    "packed",
     "pick",
     "put_lines",
     "rolled",

@@ -9,6 +9,12 @@ position in the frame is that of the first token of the run, less the front toke
 between. Keys of the run are rotated once, when they come; the front is rotated from its masters at
 each fold. Angles are reduced in float64, so a place four million tokens out is as exact as the
 first.
+
+Models with *three axes* (Qwen2-VL's M-RoPE: Wang et al. 2024, section 2.1) rotate some pairs by a
+place in time, others in height and in width. A word stands at the same place on all three; the
+pieces of an image spread from where it begins, and the next word begins behind its longer side.
+Each token has a *span*: where its word or image begins, and how far that reaches. A shift is the
+same on all axes, so it moves a key like any other, and the pieces of an image keep their geometry.
 """
 
 from __future__ import annotations
@@ -30,10 +36,13 @@ class Rotary:
     Attributes:
         frequencies: radians per position [rotary_dim / 2], float64.
         scaling: factor of rotated queries and keys (YaRN's attention factor); 1 for plain RoPE.
+        sections: of a model with three axes, how many frequencies turn by time, by height and by
+            width, in that order and round again; None for one axis.
     """
 
     frequencies: Tensor
     scaling: float = 1.0
+    sections: tuple[int, ...] | None = None
     _memo: list[tuple[Tensor, Turn]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
@@ -43,21 +52,31 @@ class Rotary:
         """Turns per position [rotary_dim / 2], float64."""
         return self.frequencies / (2 * math.pi)
 
+    @cached_property
+    def _axes(self) -> Tensor:
+        """By which axis each pair of a model with three axes turns [rotary_dim / 2], int64."""
+        count = torch.tensor(self.sections)
+        return (torch.arange(len(count)) % 3).repeat_interleave(count)
+
     def turns(self, positions: Tensor) -> Turn:
         """The rotations to `positions` [...]."""
-        angles = self._angles(positions)
+        angles = self._angles(positions[..., None])
         return Turn(angles.cos(), angles.sin())
 
     def tables(self, positions: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines for a model that rotates by itself, scaled.
 
         Args:
-            positions: [...].
+            positions: [...]; of a model with three axes also [batch, length, 3].
             width: one for each pair of a head's dimensions, or two, as transformers mostly has it.
 
         Returns:
             Twice [..., width], float32.
         """
+        if self.sections is not None and positions.ndim == 3:
+            positions = positions[..., self._axes.to(positions.device)]
+        else:
+            positions = positions[..., None]
         angles = self._angles(positions)
         cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
         if width == cos.shape[-1]:
@@ -65,8 +84,8 @@ class Rotary:
         return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
 
     def _angles(self, positions: Tensor) -> Tensor:
-        """The angles of `positions` [...], one for each pair [..., rotary_dim / 2], float32."""
-        turns = positions.to(torch.float64)[..., None] * self._per_turn.to(positions.device)
+        """The angles of positions, one or one for each pair [..., 1 or rotary_dim / 2], float32."""
+        turns = positions.to(torch.float64) * self._per_turn.to(positions.device)
         # Reduced in float64, the sine itself may be taken in float32: no digits are lost far out.
         # A whole part is taken off without rounding, and much faster than a remainder is.
         return turns.sub_(turns.round()).to(torch.float32).mul_(2 * math.pi)
@@ -194,6 +213,33 @@ def rolled(positions: Tensor, first_of_run: Tensor) -> Tensor:
     rank = new.cumsum(dim=2)
     frame = first_of_run[:, None, None] - 1 - (rank[:, :, -1:] - rank)
     return torch.empty_like(frame).scatter_(2, order, frame)
+
+
+def packed(positions: Tensor, spans: Tensor, begin: Tensor) -> Tensor:
+    """The rolling frame of front tokens on three axes: how far each is moved.
+
+    What lies between a token and the run is as long as the words and images that are still there;
+    of an image the whole counts while one piece is left. With words alone this is `rolled`.
+
+    Args:
+        positions: places in the stream [batch, kv_heads, front], int64; -1 where empty.
+        spans: on the axes [batch, kv_heads, front, 2], int64.
+        begin: where the first word or image of the run begins on the axes [batch], int64.
+
+    Returns:
+        [batch, kv_heads, front], the same on all axes; 0 for pieces of the image that the run
+        begins with. Empty slots get a shift that means nothing.
+    """
+    empty = positions < 0
+    first, reach = spans[..., 0].masked_fill(empty, -1), spans[..., 1].masked_fill(empty, 0)
+    ordered, order = first.sort(dim=2, stable=True)
+    last = begin[:, None, None].expand(*ordered.shape[:2], 1)
+    after = torch.cat([ordered[:, :, 1:], last], dim=2)
+    # Pieces of one image begin together: only the last of them counts.
+    covered = torch.minimum(reach.gather(2, order), after - ordered).clamp_min(0)
+    between = covered.flip(2).cumsum(dim=2).flip(2)
+    shift = last - between - ordered
+    return torch.empty_like(shift).scatter_(2, order, shift)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from weir.slab.slots import EMPTY, Slots
 from weir.slab.spec import STATE, Heads, SlabSpec
 
 _BUFFERS = (
-    *("keys", "values", "a", "b", "position", "mass"),
+    *("keys", "values", "a", "b", "position", "mass", "span"),
     *("masters", "mask", "numerator", "denominator", "frame", "queries"),
 )
 _FILL = {"a": -math.inf, "b": -math.inf, "mask": -math.inf, "position": EMPTY}
@@ -47,7 +47,7 @@ class Slab:
             [batch, kv_heads, queries, group * key_dim]; None unless a pool asks for them or for the
             attention received.
         state: what pools remember beside their slots, by a name [batch, kv_heads, ...].
-        a, b, position, mass: as in `Slots`.
+        a, b, position, mass, span: as in `Slots`.
     """
 
     def __init__(self, spec: SlabSpec, batch: int, device: torch.device | None = None) -> None:
@@ -63,7 +63,7 @@ class Slab:
             }
         self.keys, self.values = made["keys"], made["values"]
         self.a, self.b, self.position = made["a"], made["b"], made["position"]
-        self.mass = made.get("mass")
+        self.mass, self.span = made.get("mass"), made.get("span")
         self.masters = made.get("masters")
         self.mask = made.get("mask")
         self.numerator, self.denominator = made.get("numerator"), made.get("denominator")
@@ -118,6 +118,7 @@ class Slab:
             b=self.b[:, :, start:stop],
             position=self.position[:, :, start:stop],
             mass=None if self.mass is None else self.mass[:, :, start:stop],
+            span=None if self.span is None else self.span[:, :, start:stop],
         )
         view.slab, view.place = self, start
         return view

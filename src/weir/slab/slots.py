@@ -39,6 +39,8 @@ class Slots:
         position: places in the stream [batch, kv_heads, slots], int64; -1 where a slot is empty.
         mass: attention received so far, up to the last fold where it lies in a slab [batch,
             kv_heads, slots], float32; None unless a pool of the pipe asks for it.
+        span: where the token's word or image begins on three axes, and how far it reaches [batch,
+            kv_heads, slots, 2], int64; None unless the model has three and slots are moved.
         slab: the slab this is a view of, and
         place: the first slot of that view; both None for slots that lie elsewhere, or whose tensors
             were replaced (`dataclasses.replace`, which is how a pool sets weights).
@@ -50,6 +52,7 @@ class Slots:
     b: Tensor
     position: Tensor
     mass: Tensor | None = None
+    span: Tensor | None = None
     slab: Home | None = field(default=None, init=False)
     place: int | None = field(default=None, init=False)
 
@@ -71,7 +74,7 @@ class Slots:
         return bool((there | ~self.held).all())
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name; `mass` only where it is kept."""
+        """The tensors by name; `mass` and `span` only where they are kept."""
         found = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: t for name, t in found.items() if isinstance(t, Tensor)}
 

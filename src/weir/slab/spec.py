@@ -45,6 +45,7 @@ class SlabSpec:
         mass: whether the attention received is kept.
         two_weights: whether a and b are, as attention reads them.
         frames: whether the positions attention pretends are.
+        spans: whether where words and images begin on three axes is.
         queries: how many queries wait in the slab.
         state: what pools remember, by name: the shape behind [batch, kv_heads], and the dtype.
     """
@@ -55,6 +56,7 @@ class SlabSpec:
     mass: bool = False
     two_weights: bool = False
     frames: bool = False
+    spans: bool = False
     queries: int = 0
     state: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
 
@@ -76,6 +78,8 @@ class SlabSpec:
             found |= dict.fromkeys(("mask", "numerator", "denominator"), (slots, torch.float32))
         if self.frames:
             found["frame"] = (slots, torch.int64)
+        if self.spans:
+            found["span"] = ((*slots, 2), torch.int64)
         if self.queries:
             found["queries"] = ((self.queries, heads.group * heads.key_dim), heads.dtype)
         found |= {STATE + name: it for name, it in self.state.items()}

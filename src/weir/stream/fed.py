@@ -7,7 +7,7 @@ ones. Knows nothing about caches or pieces.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weir.errors import WeirError, shown
-from weir.models import PICTURES, Images, embed
+from weir.models import OFFSETS, PICTURES, Images, embed, offsets
 from weir.stream.tokens import Tokens, read_ids
+
+MOST_OFFSET = 2**20
+"""No image reaches so far."""
 
 NO_ID = -1
 """Stands for the id of a token that was fed as an embedding without one."""
@@ -29,10 +32,13 @@ class Fed:
     Attributes:
         ids: [batch, length], int64; `NO_ID` where a token has none.
         embeddings: what the decoder reads in place of the ids [batch, length, width], or None.
+        offsets: of a model with three axes, where each stands within its word or image [batch,
+            length, 5]; None for words.
     """
 
     ids: Tensor
     embeddings: Tensor | None = None
+    offsets: Tensor | None = None
 
     def __len__(self) -> int:
         return self.ids.shape[1]
@@ -52,17 +58,21 @@ class Fed:
         """The model's arguments."""
         if self.embeddings is None:
             return {"input_ids": self.ids}
-        return {"inputs_embeds": self.embeddings}
+        if self.offsets is None:
+            return {"inputs_embeds": self.embeddings}
+        return {"inputs_embeds": self.embeddings, OFFSETS: self.offsets}
 
     def part(self, start: int, stop: int) -> Fed:
         """The tokens from `start` to `stop`, exclusive."""
         embeddings = None if self.embeddings is None else self.embeddings[:, start:stop]
-        return Fed(self.ids[:, start:stop], embeddings)
+        within = None if self.offsets is None else self.offsets[:, start:stop]
+        return Fed(self.ids[:, start:stop], embeddings, within)
 
     def to(self, device: torch.device) -> Fed:
         """The same on another device."""
         moved = None if self.embeddings is None else self.embeddings.to(device)
-        return Fed(self.ids.to(device), moved)
+        within = None if self.offsets is None else self.offsets.to(device)
+        return Fed(self.ids.to(device), moved, within)
 
 
 def read_fed(
@@ -71,6 +81,7 @@ def read_fed(
     model: PreTrainedModel,
     images: Images | None,
     vocabulary: int,
+    within: Tensor | None = None,
 ) -> Fed:
     """What somebody feeds, checked; images are turned into embeddings.
 
@@ -81,13 +92,20 @@ def read_fed(
         model: who is to read it.
         images: what is known of the model's images.
         vocabulary: ids run from 0 to this, exclusive.
+        within: with embeddings, their offsets [length, 5] or [batch, length, 5]
+            (`models.offsets`); None for words.
 
     Raises:
-        WeirError: there is nothing, ids or embeddings are none or not the model's, or images and
-            image tokens do not go together.
+        WeirError: there is nothing, ids embeddings or offsets are none or not the model's, or
+            images and image tokens do not go together.
     """
     if embeddings is not None:
-        return _with_embeddings(given, embeddings, model, vocabulary)
+        fed = _with_embeddings(given, embeddings, model, vocabulary)
+        if within is None:
+            return fed
+        return replace(fed, offsets=_checked_offsets(within, fed, model, images))
+    if within is not None:
+        raise WeirError("offsets are those of embeddings; of ids and images weir makes them itself")
     ids = read_ids(given, vocabulary)
     pictures = _pictures(given)
     if not pictures:
@@ -96,7 +114,8 @@ def read_fed(
         return Fed(ids)
     if images is None:
         raise WeirError(f"a {type(model).__name__} sees no images, and {list(pictures)} was fed")
-    return Fed(ids, embed(model, {"input_ids": ids, **pictures}))
+    both = {"input_ids": ids, **pictures}
+    return Fed(ids, embed(model, both), offsets(model, both))
 
 
 def _pictures(given: Tokens | None) -> dict[str, Any]:
@@ -157,6 +176,31 @@ def _checked(embeddings: object, model: PreTrainedModel) -> Tensor:
             f"embedding {place + 1}{where} of this call is infinite or no number; nothing was fed"
         )
     return vectors
+
+
+def _checked_offsets(
+    within: object, fed: Fed, model: PreTrainedModel, images: Images | None
+) -> Tensor:
+    """Offsets as `models.offsets` makes them [batch, length, 5], int64.
+
+    Raises:
+        WeirError: they are not, or the model has one axis.
+    """
+    if images is None or not images.axes:
+        raise WeirError(f"the tokens of a {type(model).__name__} have one place each, no offsets")
+    wanted = [*fed.ids.shape, 5]
+    if isinstance(within, Tensor) and within.ndim == 2:
+        within = within[None]
+    if not isinstance(within, Tensor) or list(within.shape) != wanted:
+        what = list(within.shape) if isinstance(within, Tensor) else shown(within)
+        raise WeirError(f"the offsets of these embeddings are {wanted}, not {what}")
+    whole = not (within.is_floating_point() or within.is_complex() or within.dtype == torch.bool)
+    found = within.to(torch.int64) if whole else within
+    if not whole or bool((found < 0).any()) or bool((found >= MOST_OFFSET).any()):
+        raise WeirError(f"offsets are whole numbers from 0 to {MOST_OFFSET:,}, as models.offsets")
+    if bool((found[:, :, 3] < 1).any()):
+        raise WeirError("a word or image reaches 1 at least, the fourth of the offsets; 0 is none")
+    return found
 
 
 def _name(dtype: torch.dtype) -> str:

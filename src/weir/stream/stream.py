@@ -145,6 +145,7 @@ class Stream:
         token_ids: Tokens | None = None,
         *,
         embeddings: Tensor | None = None,
+        offsets: Tensor | None = None,
         all_logits: bool = False,
     ) -> Tensor:
         """Feed tokens, any number, in bounded memory.
@@ -155,6 +156,8 @@ class Stream:
                 processor made of text with images.
             embeddings: fed in place of ids, [length, width] or [batch, length, width], as the
                 model's decoder reads them; `token_ids` are their ids then, for `last`, or None.
+            offsets: of embeddings, for a model with three axes (Qwen2-VL, Qwen2.5-VL): where each
+                stands within its image, as `weir.models.offsets` says; None for words.
             all_logits: also return the logits before the last; that takes length * vocabulary
                 numbers.
 
@@ -170,7 +173,7 @@ class Stream:
                 the stream holds the tokens before it, as `seen` says, and goes on from there. In a
                 batch this is so of that row alone: the other rows have taken in all of theirs.
         """
-        return self._feed(self._fed(token_ids, embeddings), all_logits)
+        return self._feed(self._fed(token_ids, embeddings, offsets), all_logits)
 
     def _feed(self, fed: Fed, all_logits: bool = False) -> Tensor:
         kept = [
@@ -348,10 +351,16 @@ class Stream:
         """How many token ids the model knows."""
         return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
-    def _fed(self, token_ids: Tokens | None, embeddings: Tensor | None = None) -> Fed:
+    def _fed(
+        self,
+        token_ids: Tokens | None,
+        embeddings: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> Fed:
         """Checked tokens, on the model's device."""
         served = transformers_model(self.model)
-        fed = read_fed(token_ids, embeddings, served, self._images, self._vocabulary)
+        known = self._images, self._vocabulary
+        fed = read_fed(token_ids, embeddings, served, *known, offsets)
         logits = self._reader.logits
         if logits is not None and logits.shape[0] != fed.rows:
             raise WeirError(f"this stream has {logits.shape[0]} rows, {fed.rows} were fed")

@@ -18,7 +18,7 @@ from weir.cache.layer.queries import last_queries, mass_from_tail, tail_of
 from weir.cache.layer.spec import LayerSpec
 from weir.errors import WeirError
 from weir.pools import Fold
-from weir.slab import Form, Slab, Slots, longer, merge_groups, rolled
+from weir.slab import Form, Slab, Slots, longer, merge_groups, packed, rolled
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ class Folding:
                 alibi=self.spec.positions.alibi,
                 **self._marks(piece, rows),
             )
-            kept = self._fold(part, used, new, fold, piece.after[index])
+            clock = piece.clock[index]
+            kept = self._fold(part, used, new, fold, piece.after[index], clock)
             if queries is not None and part.queries is not None and arrivals is None:
                 part.queries[:, :, : self.spec.pipe.needs_queries] = merge_groups(queries)
             if part.keys.data_ptr() != slab.keys[rows[0]].data_ptr():
@@ -127,11 +128,17 @@ class Folding:
         return None if queries is None else queries.clone()
 
     def _fold(
-        self, slab: Slab, lengths: list[int], new: Slots, fold: Fold, ahead: Tensor
+        self,
+        slab: Slab,
+        lengths: list[int],
+        new: Slots,
+        fold: Fold,
+        ahead: Tensor,
+        clock: Tensor,
     ) -> list[int]:
         """Fold a slab whose rows all lie alike; returns the new lengths.
 
-        `ahead` [batch] is each row's next place in the stream.
+        `ahead` [batch] is each row's next place in the stream, `clock` [batch] that on three axes.
         """
         pipe, chunk = self.spec.pipe, self.spec.chunk
         order = (*pipe.front, *pipe.run)
@@ -163,7 +170,7 @@ class Folding:
             slab.grow(0, masters=2 * in_front)
         for place, slots, to_front in moves:
             slab.write(place, slots, front=to_front)
-        self.roll(slab, in_front, start, ahead)
+        self.roll(slab, in_front, start, ahead, clock)
         slab.open_tail(start, ahead, chunk)
         return [len(slots) for slots in kept]
 
@@ -193,15 +200,29 @@ class Folding:
                     f"{list(t.shape)}"
                 )
 
-    def roll(self, slab: Slab, front: int, used: int, ahead: Tensor) -> None:
-        """Move the front up to the run, in the frame."""
+    def roll(
+        self, slab: Slab, front: int, used: int, ahead: Tensor, clock: Tensor | None = None
+    ) -> None:
+        """Move the front up to the run, in the frame.
+
+        Args:
+            slab: rows that all lie alike.
+            front, used: slots of the front; and of front and run.
+            ahead: each row's next place in the stream [batch], int64.
+            clock: that on three axes [batch], int64; read only where slots have spans.
+        """
         position = slab.position[:, :, :front]
         frame = position
-        if self.spec.positions.rolling and front:
+        if slab.span is not None and front:
+            assert clock is not None
+            begin = slab.span[:, 0, front, 0] if used > front else clock
+            frame = position + packed(position, slab.span[:, :, :front], begin)
+        elif self.spec.positions.rolling and front:
             frame = rolled(position, ahead - (used - front))
-            if slab.masters is not None and self.spec.positions.rotary is not None:
-                masters = slab.masters[:, :, :front]
-                slab.keys[:, :, :front] = self.spec.positions.rotary.move(masters, frame - position)
+        rotary = self.spec.positions.rotary
+        if frame is not position and slab.masters is not None and rotary is not None:
+            masters = slab.masters[:, :, :front]
+            slab.keys[:, :, :front] = rotary.move(masters, frame - position)
         if slab.frame is not None:
             slab.frame[:, :, :front] = frame
             slab.frame[:, :, front:used] = slab.position[:, :, front:used]

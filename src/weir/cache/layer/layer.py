@@ -258,6 +258,7 @@ class Layer(LayerRows):
         """
         assert self.form is not None
         self._unchecked = [largest]
+        self._note_spans(piece)
         self._pending = Pending(piece, self.form)
 
     # --- the end of a forward
@@ -343,6 +344,7 @@ class Layer(LayerRows):
             else:
                 lines = places.lines(kv_heads, slab.queries.shape[2])
                 slab.store_queries_each(queries, lines)
+        self._note_spans(piece)
         self._pending = Pending(piece, form)
         return read(spec, slab, queries, form, bias, ends.stop, plain=self._plain)
 
@@ -366,8 +368,22 @@ class Layer(LayerRows):
         stop = max(end + n for end, n in zip(ends, piece.counts, strict=True))
         bias = mask_of_piece(spec.positions, slab, piece, stop, queries.dtype, in_step=in_step)
         store_queries(slab, spec, queries, piece)
+        self._note_spans(piece)
         self._pending = Pending(piece, form)
         return read(spec, slab, queries, form, bias, stop, plain=self._plain and in_step)
+
+    def _note_spans(self, piece: Piece) -> None:
+        """Keep where the tokens of a piece stand on three axes, for the folds that move them."""
+        slab = self.slab
+        if slab is None or slab.span is None:
+            return
+        ends = self.ends(piece.waiting)
+        if piece.in_step and len(set(ends)) == 1:
+            slab.span.narrow(2, ends[0], piece.width).copy_(piece.spans[:, None])
+            return
+        rows, places, _ = piece.entries
+        slots = torch.tensor(ends, device=slab.span.device)[rows] + places
+        slab.span[rows, :, slots] = piece.spans[rows, places][:, None]
 
     def _attend_exactly(
         self,

@@ -31,6 +31,9 @@ class Piece:
         origin: the place in the stream of a row's first token.
         device: where tensors are wanted.
         marks: what each row was told of its stream.
+        drift: of a model with three axes, each row's next place on them after the piece, less that
+            in the stream [batch], int64; None where both are the same.
+        pictured: the tokens' spans [batch, width, 2], int64, if there are images among them.
     """
 
     columns: Tensor
@@ -41,6 +44,8 @@ class Piece:
     origin: int
     device: torch.device
     marks: list[Marks] = field(default_factory=list)
+    drift: Tensor | None = None
+    pictured: Tensor | None = None
     # The ends of layers that lie alike: made once for all of them.
     _ends: dict[tuple[int, ...], StepEnds] = field(
         default_factory=dict, compare=False, repr=False, init=False
@@ -73,6 +78,24 @@ class Piece:
         return (self.start[:, None] + steps)[:, None]
 
     @cached_property
+    def clock(self) -> Tensor:
+        """Each row's place on three axes after the piece [batch], int64."""
+        return self.after if self.drift is None else self.after + self.drift
+
+    @cached_property
+    def spans(self) -> Tensor:
+        """Where each token's word or image begins on three axes, and its reach [batch, width, 2].
+
+        int64; of a model with one axis it means nothing.
+        """
+        if self.pictured is not None:
+            return self.pictured
+        begins = self.positions[:, 0]
+        if self.drift is not None:
+            begins = begins + self.drift[:, None]
+        return torch.stack([begins, torch.ones_like(begins)], dim=-1)
+
+    @cached_property
     def real(self) -> Tensor:
         """Which of the tokens there are [batch, width], bool."""
         counts = torch.tensor(self.counts, device=self.device)
@@ -89,6 +112,13 @@ class Piece:
         """For every entry, the slot of its row's tail that it takes [tokens]."""
         rows, places, _ = self.entries
         return torch.tensor(self.waiting, device=self.device)[rows] + places
+
+    def on(self, device: torch.device) -> Piece:
+        """The same piece for a layer that lives on another device."""
+        drift = None if self.drift is None else self.drift.to(device)
+        pictured = None if self.pictured is None else self.pictured.to(device)
+        columns = self.columns.to(device)
+        return replace(self, columns=columns, device=device, drift=drift, pictured=pictured)
 
     def without(self, rows: Sequence[int]) -> Piece:
         """The same piece in which some rows have no token; for one token of each row."""
@@ -114,7 +144,8 @@ class Plan:
         step: one column: at most one token of each row, whose tails may be unequally full. A row
             without a token writes into the slot that waits for its next one, and stays there.
         positions: each column's place in the stream [batch or 1, length], int64; where a column is
-            not real it means nothing.
+            not real it means nothing. Of a model with three axes the place on them, and with images
+            among the columns one on each [batch, length, 3].
         prefill: fold the prompt once, after exact attention (`prefill="full"`): one piece.
     """
 
@@ -129,7 +160,7 @@ class Plan:
         """The same plan for a layer that lives on another device than the token ids."""
         if all(piece.device == device for piece in self.pieces):
             return self
-        moved = [replace(p, columns=p.columns.to(device), device=device) for p in self.pieces]
+        moved = [piece.on(device) for piece in self.pieces]
         return replace(self, pieces=moved, positions=self.positions.to(device))
 
     def after(self, seen: list[int], waiting: list[int]) -> tuple[list[int], list[int]]:

@@ -73,4 +73,7 @@ def attend_prompt(
     position = piece.positions.expand(-1, kv_heads, -1)
     shape = (*queries.shape[:-1], values.shape[3])
     out = torch.cat(outs, dim=3) if answers else values.new_zeros(shape)
-    return out, Slots(keys, values, zeros, zeros.clone(), position, received)
+    spans = None
+    if spec.moves_on_axes:
+        spans = piece.spans[:, None].expand(-1, kv_heads, -1, -1)
+    return out, Slots(keys, values, zeros, zeros.clone(), position, received, spans)

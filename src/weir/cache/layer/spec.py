@@ -36,6 +36,16 @@ class LayerSpec:
         return self.positions.rolling and bool(self.pipe.front)
 
     @property
+    def three_axes(self) -> bool:
+        """Whether tokens stand at places in time, height and width."""
+        return self.positions.rotary is not None and self.positions.rotary.sections is not None
+
+    @property
+    def moves_on_axes(self) -> bool:
+        """Whether tokens of the front move, and stand at places on three axes."""
+        return self.front_moves and self.three_axes
+
+    @property
     def keeps_queries(self) -> int:
         """Queries that wait in the slab: the last ones that pools read, and those of the tail."""
         asked = self.pipe.needs_mass or self.pipe.needs_queries > 0
@@ -56,6 +66,7 @@ class LayerSpec:
             mass=pipe.needs_mass,
             two_weights=pipe.two_weights,
             frames=positions.alibi is not None,
+            spans=self.moves_on_axes,
             queries=self.keeps_queries,
             state=self._state(heads),
         )
