@@ -279,6 +279,14 @@ def test_which_rows_there_are_is_not_changed_in_a_narrowed_cache(ids):
     assert cache.seen == [20] * 3
 
 
+def test_narrowed_to_all_its_rows_a_cache_is_as_it_always_is(ids):
+    cache, alike = other(batch=2), other(batch=2)
+    with cache.only(0, 2):
+        answer = fed(cache, ids(2, 20))
+    assert torch.equal(answer, fed(alike, ids(2, 20)))
+    assert cache.seen == [20, 20]
+
+
 @pytest.mark.parametrize(("start", "stop"), [(0, 3), (2, 3), (1, 1), (1, 0), (-1, 1), (0, None)])
 def test_a_cache_is_not_narrowed_to_rows_that_are_not_there(start, stop):
     with pytest.raises(WeirError, match="does not exist"), other(batch=2).only(start, stop):
@@ -391,6 +399,21 @@ def test_a_state_that_no_row_can_have_is_refused_as_in_a_file(ids, sentence):
         now = cache.take_row(0)
         assert now.facts == before.facts
         assert all(torch.equal(t, before.tensors[n]) for n, t in now.tensors.items())
+
+
+def test_who_knows_a_state_may_put_it_unchecked_but_for_what_it_is_of(ids):
+    cache = other(batch=2)
+    fed(cache, ids(2, 20))
+    state = cache.take_row(0)
+    state.facts["mood"] = 1
+    with pytest.raises(WeirError, match="that of no row"):
+        cache.put_row(1, state)
+    cache.put_row(1, state, check=False)
+    now, wanted = cache.take_row(1), cache.take_row(0)
+    assert now.facts == wanted.facts
+    assert all(torch.equal(t, wanted.tensors[n]) for n, t in now.tensors.items())
+    with pytest.raises(WeirError, match="whose weights are others"):
+        other(model=make_llama(seed=1), batch=2).put_row(0, state, check=False)
 
 
 @pytest.mark.parametrize("rows", [5, None, "row", [3], {"kind": 1}])

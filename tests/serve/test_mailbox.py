@@ -6,6 +6,7 @@ import asyncio
 import threading
 
 from weir.serve import Choice, Failure, Mailbox, Piece
+from weir.serve.mailbox import Bell
 
 
 def piece(number: int) -> Piece:
@@ -48,6 +49,39 @@ def test_a_wake_that_comes_late_does_not_hold_the_loop():
         rescue.cancel()
         mailbox.post(piece(2))
         assert [e.text for e in await waiting if isinstance(e, Piece)] == ["2"]
+
+    asyncio.run(read())
+
+
+def test_many_mailboxes_are_woken_together_and_not_before():
+    async def read() -> None:
+        bell, loop = Bell(), asyncio.get_running_loop()
+        mailboxes = [Mailbox(loop, 9) for _ in range(3)]
+        waiting = [asyncio.ensure_future(mailbox.take()) for mailbox in mailboxes]
+        await asyncio.sleep(0)
+        for number, mailbox in enumerate(mailboxes):
+            assert mailbox.put(piece(number))
+            bell.add(mailbox)
+            assert not mailbox.put(piece(number))  # whoever is woken for one finds both
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not any(each.done() for each in waiting)
+        bell.ring()
+        bell.ring()  # for nobody
+        assert [len(await each) for each in waiting] == [2, 2, 2]
+
+    asyncio.run(read())
+
+
+def test_a_client_that_is_cut_off_is_told_so_by_the_bell_too():
+    async def read() -> None:
+        bell, mailbox = Bell(), Mailbox(asyncio.get_running_loop(), 1)
+        assert mailbox.put(piece(0))
+        assert mailbox.put(piece(1))
+        assert not mailbox.put(piece(2))
+        bell.add(mailbox)
+        bell.ring()
+        await asyncio.wait_for(mailbox.overrun.wait(), 5)
 
     asyncio.run(read())
 

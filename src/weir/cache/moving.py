@@ -106,13 +106,16 @@ class MovingRows(ForTransformers):
             facts["drift"] = only.drift[0]
         return RowState(kind, facts, tensors)
 
-    def put_row(self, row: int, state: RowState) -> None:
+    def put_row(self, row: int, state: RowState, *, check: bool = True) -> None:
         """Put a row in the place of another, to go on as it would have where it was taken.
 
         Args:
             row: which row; of a cache that nothing was fed to, row 0 makes it a cache of one row.
             state: from `take_row` of any cache of the same model, policy, chunk, positions and
                 origin.
+            check: whether all its numbers are looked at, which takes longer than to put it. Who has
+                it from `take_row`, and knows that nobody changed it since, needs that not; of what
+                cache it is is looked at all the same.
 
         Raises:
             WeirError: there is no such row, or the state is of another model, policy, chunk or
@@ -123,7 +126,10 @@ class MovingRows(ForTransformers):
         new = self.rows.batch is None and fits(row, int) and row == 0
         if not new:
             self._check_row(row)
-        self._check([state])
+        if check:
+            self._check([state])
+        else:
+            check_kind(self.kind, state.kind)
         if new:
             self._open(1)
         self._put(row, state)

@@ -44,6 +44,9 @@ def narrowed(cache: Narrowable, start: int, stop: int) -> Iterator[None]:
     if any(layer.narrowed for layer in cache.stack):
         raise WeirError("this cache is narrowed already")
     rows = cache.rows
+    if start == 0 and stop == rows.batch:
+        yield
+        return
     for layer in cache.stack:
         layer.narrow(start, stop)
     cache.rows = rows.select(list(range(start, stop)))

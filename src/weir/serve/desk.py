@@ -20,7 +20,7 @@ from weir.models import Endings, sink_of, transformers_model
 from weir.serve.choosing import Chooser, Choosing, Constraint
 from weir.serve.engine import Busy, Engine
 from weir.serve.limits import Limits
-from weir.serve.mailbox import Failure, Mailbox, Standing
+from weir.serve.mailbox import Bell, Failure, Mailbox, Standing
 from weir.serve.messages import Message, chain
 from weir.serve.records import Record, Store, packed
 from weir.serve.relay import Relay
@@ -144,6 +144,8 @@ class Desk:
         self._tokenizing = threading.Lock()
         # The first call puts out what a tokenizer's file says of padding; no thread decodes yet.
         tokenizer("x")
+        self._bell = Bell()
+        engine.on_step = self._bell.ring
         self._open: Counter[str] = Counter()
         self._asked: set[Asked] = set()
         self._lock = threading.Lock()
@@ -291,7 +293,7 @@ class Desk:
 
         choosing = wish.choosings[answer]
         cache = self.engine.cache
-        relay = Relay(answer, cache, self.tokenizer, wish.stops, mailbox, save)
+        relay = Relay(answer, cache, self.tokenizer, wish.stops, mailbox, self._bell, save)
         relay.turn = Turn(
             node=secrets.token_hex(16),
             start=None if plan.parent is None else plan.parent.node,

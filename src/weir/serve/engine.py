@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -90,6 +91,7 @@ class Engine:
 
     Attributes:
         cache: the rows.
+        on_step: called when listeners have heard of the tokens of a step, all of them.
 
     Raises:
         WeirError: the model cannot be served, or the rows do not fit into memory.
@@ -110,6 +112,7 @@ class Engine:
         self.model = model
         self.cache = StreamingCache(model, policy, chunk=chunk, batch=rows, failures="keep")
         self.shelf = shelf
+        self.on_step: Callable[[], None] = lambda: None
         self._piece = piece
         self._queue = queue
         self._deterministic = deterministic
@@ -202,8 +205,10 @@ class Engine:
             self._fail(turn, Cancelled("the turn was cancelled"))
         self._admit()
         self._answer()
+        self.on_step()
         self._read()
         self._show()
+        self.on_step()
         with self._news:
             self._table.check({turn.row for turn in self._turns if turn.row is not None})
             if not self._turns and not self._waiting:
@@ -237,7 +242,7 @@ class Engine:
         assert turn.row is not None
         if turn.forked is not None:
             (state, logits), turn.forked = turn.forked, None
-            self.cache.put_row(turn.row, state)
+            self.cache.put_row(turn.row, state, check=False)
             turn.stage = Stage.ANSWERING
             self._choose(turn, logits)
             return
@@ -249,7 +254,8 @@ class Engine:
         else:
             node = self.shelf.get(turn.start)
             if not there:
-                self.cache.put_row(turn.row, node.state)
+                # A shelf gives back what it was given: one on disk knows by a checksum.
+                self.cache.put_row(turn.row, node.state, check=False)
             turn.todo = [*node.pending, *turn.todo]
             beginning = self.cache.marks[turn.row].beginning
         answer = self.cache.origin + self.cache.seen[turn.row] + len(turn.todo)
@@ -275,7 +281,8 @@ class Engine:
         mask = torch.zeros_like(ids)
         for row, turn in by_row.items():
             ids[row - first], mask[row - first] = turn.chosen[-1], 1
-        logits = self._forward(ids, mask, first, list(by_row.values()))
+        whole = len(by_row) == len(ids)  # then nothing needs to be masked
+        logits = self._forward(ids, None if whole else mask, first, list(by_row.values()))
         if logits is None:
             return
         self._calls += 1

@@ -114,18 +114,23 @@ class Mailbox:
         return self._full
 
     def post(self, event: Event) -> None:
-        """Put an event in; a piece is lost where too many wait."""
+        """Put an event in, and wake who waits for one; a piece is lost where too many wait."""
+        if self.put(event):
+            _wake(self._loop, [self])
+
+    def put(self, event: Event) -> bool:
+        """Put an event in; a piece is lost where too many wait.
+
+        Returns:
+            Whether somebody is to be woken for it (`Bell.add`).
+        """
         with self._lock:
-            first = not self._events
             if isinstance(event, Piece) and len(self._events) >= self._most:
                 first, self._full = not self._full, True
-                wake = self.overrun.set
             else:
+                first = not self._events
                 self._events.append(event)
-                wake = self._some.set
-        if first:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
-                self._loop.call_soon_threadsafe(wake)
+        return first
 
     async def take(self) -> Sequence[Event]:
         """All events that are there, once there are any."""
@@ -138,3 +143,47 @@ class Mailbox:
                     events, self._events = self._events, []
                     return events
             await self._some.wait()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Where events are taken."""
+        return self._loop
+
+    def awake(self) -> None:
+        """Something was put in; called in the loop."""
+        self._some.set()
+        if self._full:
+            self.overrun.set()
+
+
+class Bell:
+    """Wakes those who wait at many mailboxes together.
+
+    A step of an engine has an event for each of its rows, and to wake a loop takes as long as to
+    put ten in.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[Mailbox] = []
+
+    def add(self, mailbox: Mailbox) -> None:
+        """Somebody is to be woken at this mailbox, when it rings."""
+        with self._lock:
+            self._waiting.append(mailbox)
+
+    def ring(self) -> None:
+        """Wake them."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for loop in {mailbox.loop for mailbox in waiting}:
+            _wake(loop, [mailbox for mailbox in waiting if mailbox.loop is loop])
+
+
+def _wake(loop: asyncio.AbstractEventLoop, mailboxes: Sequence[Mailbox]) -> None:
+    def awake() -> None:
+        for mailbox in mailboxes:
+            mailbox.awake()
+
+    with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
+        loop.call_soon_threadsafe(awake)

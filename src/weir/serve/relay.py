@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from weir.cache import StreamingCache
 from weir.pools import Beginning
 from weir.serve.choosing import Choice
-from weir.serve.mailbox import End, Failure, Mailbox, Piece, Standing
+from weir.serve.mailbox import Bell, End, Failure, Mailbox, Piece, Standing
 from weir.serve.turn import Turn
 from weir.stream import AnswerText
 
@@ -30,6 +30,7 @@ class Relay:
         tokenizer: of its model.
         stops: texts that end the answer.
         mailbox: who is told further.
+        bell: rung when the engine has told of a step's tokens.
         save: what is done before anybody hears that the turn ended.
 
     Attributes:
@@ -45,6 +46,7 @@ class Relay:
         tokenizer: PreTrainedTokenizerBase,
         stops: Sequence[str],
         mailbox: Mailbox,
+        bell: Bell,
         save: Save,
     ) -> None:
         self._answer = answer
@@ -52,6 +54,7 @@ class Relay:
         self._text = AnswerText(tokenizer, stops)
         self._said: list[str] = []
         self._mailbox = mailbox
+        self._bell = bell
         self._save = save
         self._standing: Standing | None = None
 
@@ -64,8 +67,8 @@ class Relay:
             self._said.append(new)
         if self._mailbox.full:
             turn.cancelled = True  # nobody fetches it; the next step ends it
-        else:
-            self._mailbox.post(Piece(self._answer, new, choice, time.perf_counter()))
+        elif self._mailbox.put(Piece(self._answer, new, choice, time.perf_counter())):
+            self._bell.add(self._mailbox)
         whole = turn.chooser.done or len(turn.chosen) >= turn.limit
         if ends or self._text.stopped or whole:
             # The row is the turn's until it has ended, and may be another's when it is saved.

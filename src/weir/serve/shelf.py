@@ -12,7 +12,10 @@ Done = Callable[[Exception | None], None]
 
 
 class Shelf(Protocol):
-    """Keeps nodes by name. Called in the engine's thread; `put` may go on in another."""
+    """Keeps nodes by name. Called in the engine's thread; `put` may go on in another.
+
+    What `get` gives is what `put` was given, number for number: nobody checks it again.
+    """
 
     def get(self, name: str) -> Node:
         """A node.

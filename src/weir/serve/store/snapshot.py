@@ -130,8 +130,9 @@ def written(form: Form, node: Node) -> bytes:
 def read(form: Form, data: bytes) -> Node:
     """The node that a file of a store holds.
 
-    Its row is of the right model and policy by what the file says; what its numbers are is looked
-    at by the cache that it is put into (`check_state`), and not twice.
+    Its row is of the right model and policy by what the file says. What its numbers are is not
+    looked at: who reads a file of its own knows by a checksum that they are what was written, and
+    somebody else's is for `read_foreign`.
 
     Args:
         form: what its row must be a row of.
