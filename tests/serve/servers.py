@@ -19,7 +19,7 @@ from reference.naive import make_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from weir.serve import Desk, Engine, Limits, MemoryStore, Store
+from weir.serve import Book, Desk, Engine, Limits, MemoryStore, Store
 from weir.serve.app import Keys, bind, make_app
 from weir.serve.store import DiskStore
 
@@ -102,7 +102,8 @@ def make_desk(
     if data is not None:
         store = DiskStore(data, model, policy, chunk=4)
     engine = Engine(model, policy, rows, store, chunk=4, queue=limits.queue)
-    return Desk(engine, store, tokenizer, "small", limits)
+    book = Book(None if data is None else data / "book.db", limits.texts)
+    return Desk(engine, store, tokenizer, "small", limits, book)
 
 
 @contextlib.contextmanager
@@ -130,6 +131,7 @@ def serving(desk: Desk, keys: Keys | None = None) -> Iterator[Server]:
         thread.join(30)
         bound.close()
         assert not thread.is_alive()
+        desk.book.close()
         if isinstance(desk.store, DiskStore):
             desk.store.close()
 

@@ -71,7 +71,7 @@ def serve(
     """
     from weir.cache import read_bytes
     from weir.policies import policy_of, with_pin
-    from weir.serve import Desk, Engine, Limits, MemoryStore, Store, room_for
+    from weir.serve import Book, Desk, Engine, Limits, MemoryStore, Store, room_for
     from weir.serve.app import Keys, bind, log_json, make_app, run_app
     from weir.serve.store import DiskStore
 
@@ -102,6 +102,8 @@ def serve(
             store = ending.enter_context(DiskStore(data, model, wanted, chunk=chunk, limit=most))
             room_there = "" if most is None else f", at most {size(most)}"
             say(f"ends of turns in {data}, {size(room.row)} each{room_there}")
+        book = Book(None if data is None else data / "book.db", limits.texts)
+        ending.callback(book.close)
         engine = Engine(
             model,
             wanted,
@@ -111,7 +113,7 @@ def serve(
             queue=limits.queue,
             deterministic=deterministic,
         )
-        desk = Desk(engine, store, tokenizer, name or model_name, limits)
+        desk = Desk(engine, store, tokenizer, name or model_name, limits, book)
         log_json()
         app = make_app(desk, taken)
         address, number = bound.getsockname()[:2]

@@ -1,5 +1,6 @@
 """Endless sessions of many clients at once, through one model."""
 
+from weir.serve.book import Book
 from weir.serve.choosing import Choice, Chooser, Choosing, Constraint
 from weir.serve.desk import Asked, Desk, Plan, TooLong, Wish
 from weir.serve.engine import Busy, Cancelled, Engine, Load
@@ -15,6 +16,7 @@ from weir.serve.turn import Listener, Node, Turn
 
 __all__ = [
     "Asked",
+    "Book",
     "Busy",
     "Cancelled",
     "Choice",

@@ -17,9 +17,11 @@ from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError, shown
 from weir.models import Endings, sink_of, transformers_model
+from weir.serve.book import Book
 from weir.serve.choosing import Chooser, Choosing, Constraint
 from weir.serve.engine import Busy, Engine
 from weir.serve.limits import Limits
+from weir.serve.locks import Locks
 from weir.serve.mailbox import Bell, Failure, Mailbox, Standing
 from weir.serve.messages import Message, chain
 from weir.serve.records import Record, Store, packed
@@ -117,9 +119,11 @@ class Desk:
         tokenizer: of its model.
         name: of the model, as clients call it.
         limits: of what they may ask.
+        book: keeps responses and conversations; in memory where none is given.
 
     Attributes:
         sessions: what is done with those that stand.
+        locks: who is at which conversation.
         failure: why the engine has ended, if it did so by itself.
     """
 
@@ -130,13 +134,16 @@ class Desk:
         tokenizer: PreTrainedTokenizerBase,
         name: str,
         limits: Limits,
+        book: Book | None = None,
     ) -> None:
         self.engine = engine
         self.store = store
         self.tokenizer = tokenizer
         self.name = name
         self.limits = limits
-        self.sessions = Sessions(engine, store, limits)
+        self.book = book or Book(most=limits.texts)
+        self.locks = Locks()
+        self.sessions = Sessions(engine, store, self.book, limits)
         self.failure: Exception | None = None
         self.ends = frozenset(Endings.of(engine.model.generation_config).stops)
         self._turns = Turns(tokenizer, self.ends)
@@ -208,14 +215,8 @@ class Desk:
             parent = self.store.at(owner, hashes[at])
             if parent is None:
                 continue
-            new = tuple(messages[at + 1 :])
-            ids = self._after(new, parent.last)
-            if ids:
-                named = session or parent.session
-                header = self._turns.header(ids)
-                return self._checked(
-                    Plan(owner, ids, parent, named, hashes[-1], new, header=header)
-                )
+            if plan := self.plan_after(parent, messages[at + 1 :], session):
+                return plan
         with self._tokenizing:
             rendered = [message.for_template() for message in messages]
             said = self._turns.whole(rendered)
@@ -226,6 +227,30 @@ class Desk:
         return self._checked(
             Plan(owner, ids, None, named, hashes[-1], tuple(messages), beginning, header)
         )
+
+    def plan_after(
+        self, parent: Record, messages: Sequence[Message], session: str | None = None
+    ) -> Plan | None:
+        """The turn that goes on from another.
+
+        Args:
+            parent: the other turn.
+            messages: what is said after it.
+            session: the session its end belongs to, where it is not the parent's.
+
+        Returns:
+            None where the model's template does not tell these messages without those before.
+
+        Raises:
+            TooLong: it would feed more tokens than it may.
+        """
+        new = tuple(messages)
+        ids = self._after(new, parent.last)
+        if not ids:
+            return None
+        end, named = chain(parent.chain, new)[-1], session or parent.session
+        header = self._turns.header(ids)
+        return self._checked(Plan(parent.owner, ids, parent, named, end, new, header=header))
 
     def plan_text(self, owner: str, prompt: str | Sequence[int]) -> Plan:
         """A turn that continues a text, or tokens, and is not kept.

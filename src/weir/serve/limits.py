@@ -21,6 +21,7 @@ class Limits:
         requests: of one key at once, those that wait among them.
         open: requests of all keys at once.
         sessions: of one key; the one used longest ago goes for a new one.
+        texts: bytes of a key's responses, and as many of its conversations; the oldest go first.
         wait: seconds that a turn waits for a row.
         stall: seconds that a client may leave what is sent to it unread, or the rest of its request
             unsent.
@@ -37,6 +38,7 @@ class Limits:
     requests: int = 32
     open: int = 256
     sessions: int = 1000
+    texts: int = 64_000_000
     wait: float = 60.0
     stall: float = 30.0
     unread: int = 1024

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from weir.errors import WeirError
+from weir.serve.book import Book
 from weir.serve.engine import Busy, Engine
 from weir.serve.limits import Limits
 from weir.serve.records import Record, Session, Store, path_to
@@ -24,18 +25,24 @@ class Unknown(WeirError):
     """There is no such session or turn of the owner's."""
 
 
+class Held(WeirError):
+    """A session is a conversation's, and goes with that."""
+
+
 class Sessions:
     """The sessions of all owners.
 
     Args:
         engine: stands at some of their turns.
         store: where they are kept.
+        book: what was asked and answered in them through OpenAI's responses.
         limits: of what an owner may have.
     """
 
-    def __init__(self, engine: Engine, store: Store, limits: Limits) -> None:
+    def __init__(self, engine: Engine, store: Store, book: Book, limits: Limits) -> None:
         self._engine = engine
         self._store = store
+        self._book = book
         self._limits = limits
         self._packing = threading.Lock()
 
@@ -79,9 +86,11 @@ class Sessions:
 
         Raises:
             Unknown: there is no such session, or no such turn in it.
+            Held: it is a conversation's.
             WeirError: the disk does not let go of the others.
         """
         self._turn(owner, session, node)
+        self._free(owner, session)
         records = self._store.turns(owner, session)
         stay = set(path_to(node, {record.node: record.parent for record in records}))
         self._leave(owner, session, [r.node for r in records if r.node not in stay])
@@ -94,17 +103,40 @@ class Sessions:
         """Delete a session of an owner's; False if there is none.
 
         Raises:
+            Held: it is a conversation's.
             WeirError: the disk does not let go of it.
         """
         records = self._store.turns(owner, session)
+        if records:
+            self._free(owner, session)
         self._leave(owner, session, [record.node for record in records])
+        # Those whose states had to make room; what a fork has of them stays.
+        gone = [name for name in self._book.of(owner, session) if not self._stands(owner, name)]
+        self._book.drop(owner, gone)
         return bool(records)
 
+    def _stands(self, owner: str, response: str) -> bool:
+        return self._store.find(owner, response.removeprefix("resp_")) is not None
+
+    def end(self, owner: str, conversation: str) -> None:
+        """Delete a conversation of an owner's, and the session that it is.
+
+        Raises:
+            WeirError: the disk does not let go of it.
+        """
+        self._book.end(owner, conversation)
+        self.delete(owner, conversation)
+
     def trim(self, owner: str) -> None:
-        """Delete the sessions used longest ago of an owner who has more than allowed."""
+        """Let the sessions used longest ago go of an owner who has more than allowed.
+
+        Texts of theirs that are in the book stay, and can be read again.
+        """
         sessions = self._store.sessions(owner)
         for session in sessions[: max(0, len(sessions) - self._limits.sessions)]:
-            self.delete(owner, session.id)
+            nodes = [record.node for record in self._store.turns(owner, session.id)]
+            for node in self._store.leave(owner, session.id, nodes):
+                self._engine.forget(node)
 
     def pack(self, owner: str, session: str, most: int | None, path: Path) -> None:
         """Write a session of an owner's into a file.
@@ -159,8 +191,14 @@ class Sessions:
         return found
 
     def _leave(self, owner: str, session: str, nodes: Collection[str]) -> None:
-        for node in self._store.leave(owner, session, nodes):
+        gone = self._store.leave(owner, session, nodes)
+        for node in gone:
             self._engine.forget(node)
+        self._book.drop(owner, [f"resp_{node}" for node in gone])
+
+    def _free(self, owner: str, session: str) -> None:
+        if self._book.conversation(owner, session) is not None:
+            raise Held("this session is a conversation: delete that, or items of it")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from weir.errors import NotFiniteError, WeirError
-from weir.serve.app.bodies import Body
+from weir.serve.app.bodies import Asking
 from weir.serve.app.errors import Refused, failed, overloaded
 from weir.serve.app.guard import note
 from weir.serve.app.logs import LOG
@@ -85,14 +85,18 @@ class Answers:
             self.metrics.turns.labels("given up").inc(len(self.asked.open))
         self.desk.done(self.asked)
 
+    @property
+    def answered(self) -> int:
+        """Tokens of all answers that have ended."""
+        return sum(end.tokens for end in self.ends.values())
+
     def usage(self) -> dict[str, Any]:
         """What the request took, as OpenAI tells it, and in `weir` where its streams stand.
 
         Of several answers `bytes` and `folds` are those of all, the others the largest.
         """
-        plan, ends = self.asked.plan, list(self.ends.values())
-        answered = sum(end.tokens for end in ends)
-        standings = [end.standing for end in ends]
+        plan, answered = self.asked.plan, self.answered
+        standings = [end.standing for end in self.ends.values()]
         return {
             "prompt_tokens": plan.prompt,
             "completion_tokens": answered,
@@ -109,17 +113,26 @@ class Answers:
         }
 
 
-def wish_of(desk: Desk, body: Body, limit: int | None, logprobs: int | None, default: int) -> Wish:
+def wish_of(
+    desk: Desk, body: Asking, limit: tuple[str, int | None], logprobs: int | None, default: int
+) -> Wish:
     """How a body wants to be answered.
+
+    Args:
+        desk: who answers.
+        body: of the request.
+        limit: which field says how many tokens an answer has, and what it says.
+        logprobs: so many of the likeliest tokens are told with each; None for none at all.
+        default: tokens of an answer where nothing is said.
 
     Raises:
         Refused: it asks for what the model does not have, or for too much.
     """
     limits, rows = desk.limits, desk.engine.load().rows
+    name, most = limit
     if body.answers > rows:
         raise Refused(400, f"Invalid 'n': this server gives {rows} at most.", param="n")
-    if limit is not None and limit > limits.answer:
-        name = "max_tokens" if body.max_tokens == limit else "max_completion_tokens"
+    if most is not None and most > limits.answer:
         raise Refused(
             400, f"Invalid '{name}': an answer has {limits.answer:,} at most.", param=name
         )
@@ -138,7 +151,7 @@ def wish_of(desk: Desk, body: Body, limit: int | None, logprobs: int | None, def
         raise Refused(400, str(error)) from None
     ends = frozenset(body.stop_token_ids or ())
     ends = ends if body.ignore_eos else ends | desk.ends
-    return Wish(choosings, limit or min(default, limits.answer), body.stops, ends)
+    return Wish(choosings, most or min(default, limits.answer), body.stops, ends)
 
 
 async def begin(

@@ -12,7 +12,17 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from weir import __version__
-from weir.serve.app import chat, completions, memory, models, operations, page, sessions
+from weir.serve.app import (
+    chat,
+    completions,
+    conversations,
+    memory,
+    models,
+    operations,
+    page,
+    responses,
+    sessions,
+)
 from weir.serve.app.described import ERRORS
 from weir.serve.app.errors import Refused, failed, invalid_query
 from weir.serve.app.guard import Guard
@@ -58,7 +68,8 @@ def make_app(desk: Desk, keys: Keys | None = None) -> ASGIApp:
     app.add_exception_handler(Exception, _failed)
     for part in (operations, page):
         app.include_router(part.public, responses=ERRORS)
-    for part in (chat, completions, models, sessions, memory, operations):
+    turns = (chat, completions, responses, conversations)
+    for part in (*turns, models, sessions, memory, operations):
         app.include_router(part.router, dependencies=[Depends(authorised)], responses=ERRORS)
     return Guard(app, metrics, local=not app.state.keys)
 

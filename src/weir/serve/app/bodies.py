@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
 from weir.serve.app.formats import ResponseFormat
-from weir.serve.app.strict import Strict as Strict
+from weir.serve.app.strict import Strict
 from weir.serve.app.strict import Whole, refused
 from weir.serve.choosing import Choosing
 from weir.serve.messages import Message
@@ -101,16 +101,11 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class Body(Strict):
-    """What both kinds of requests have."""
-
-    model_config = ConfigDict(json_schema_extra=_harmless_only)
+class Asking(Strict):
+    """What all requests have: which model, and how its tokens are chosen."""
 
     model: Annotated[str, StringConstraints(max_length=512)]
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
-    n: Annotated[Whole, Field(ge=1, le=128)] | None = None
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=16)] | None = None
@@ -123,6 +118,48 @@ class Body(Strict):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10, allow_inf_nan=False)] | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
+
+    @property
+    def answers(self) -> int:
+        """How many answers are wanted."""
+        return 1
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts that end an answer."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    def choosings(self, logprobs: int | None, seed: int) -> list[Choosing]:
+        """How each answer's tokens are chosen; `seed` is what they draw from if none is named."""
+        sampling = Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=self.top_k if self.top_k and self.top_k > 0 else None,
+            top_p=None if self.top_p == 1 else self.top_p,
+            min_p=self.min_p or None,
+        )
+        first = seed if self.seed is None else self.seed
+        return [
+            Choosing(
+                sampling=sampling,
+                repetition=self.repetition_penalty or 1.0,
+                presence=self.presence_penalty or 0.0,
+                frequency=self.frequency_penalty or 0.0,
+                bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
+                logprobs=logprobs,
+                seed=first + answer,
+            )
+            for answer in range(self.answers)
+        ]
+
+
+class Body(Asking):
+    """What both kinds of older requests have."""
+
+    model_config = ConfigDict(json_schema_extra=_harmless_only)
+
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    n: Annotated[Whole, Field(ge=1, le=128)] | None = None
 
     metadata: Any = None
     parallel_tool_calls: Any = None
@@ -161,36 +198,9 @@ class Body(Strict):
         return self.n or 1
 
     @property
-    def stops(self) -> list[str]:
-        """The texts that end an answer."""
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
-
-    @property
     def tells_usage(self) -> bool:
         """Whether a stream is to end with what it took."""
         return bool(self.stream_options and self.stream_options.include_usage)
-
-    def choosings(self, logprobs: int | None, seed: int) -> list[Choosing]:
-        """How each answer's tokens are chosen; `seed` is what they draw from if none is named."""
-        sampling = Sampling(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=self.top_k if self.top_k and self.top_k > 0 else None,
-            top_p=None if self.top_p == 1 else self.top_p,
-            min_p=self.min_p or None,
-        )
-        first = seed if self.seed is None else self.seed
-        return [
-            Choosing(
-                sampling=sampling,
-                repetition=self.repetition_penalty or 1.0,
-                presence=self.presence_penalty or 0.0,
-                frequency=self.frequency_penalty or 0.0,
-                bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
-                logprobs=logprobs,
-                seed=first + answer,
-            )
-            for answer in range(self.answers)
-        ]
 
 
 class ChatBody(Body):

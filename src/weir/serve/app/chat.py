@@ -9,16 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from weir.serve.app.answering import Answers, begin, while_there, wish_of
+from weir.serve.app.answering import Answers, begin, wish_of
 from weir.serve.app.bodies import ChatBody
 from weir.serve.app.described import takes
 from weir.serve.app.errors import Refused
-from weir.serve.app.eventstream import DONE, EventStream, frame
-from weir.serve.app.guard import note
+from weir.serve.app.eventstream import DONE, frame
 from weir.serve.app.models import check_model
 from weir.serve.app.reading import HEADER, authorised, read_body, session_of
+from weir.serve.app.sending import sent
 from weir.serve.app.shaping import shape_of
 from weir.serve.app.told import Tokens
 from weir.serve.desk import Desk
@@ -41,7 +41,9 @@ async def chat(request: Request, owner: str = Depends(authorised)) -> Response:
         )
     if body.top_logprobs is not None and not body.logprobs:
         raise Refused(400, "top_logprobs is for logprobs: true", param="top_logprobs")
-    limit = body.max_completion_tokens or body.max_tokens
+    limit: tuple[str, int | None] = ("max_tokens", body.max_tokens)
+    if body.max_completion_tokens is not None:
+        limit = ("max_completion_tokens", body.max_completion_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     wish = wish_of(desk, body, limit, logprobs, desk.limits.answer_default)
     shape = await shape_of(request, body)
@@ -58,20 +60,7 @@ async def chat(request: Request, owner: str = Depends(authorised)) -> Response:
     )
     form = Form(body, desk, Tokens(desk.tokenizer, wish.ends))
     headers = {HEADER: answers.asked.plan.session or ""}
-    if body.stream:
-        return EventStream(
-            form.frames(answers),
-            answers.asked.mailbox.overrun,
-            desk.limits.stall,
-            answers.close,
-            headers,
-        )
-    try:
-        whole = await while_there(request, form.whole(answers))
-    finally:
-        answers.close()
-    note(request.scope, answered=whole["usage"]["completion_tokens"])
-    return JSONResponse(whole, headers=headers)
+    return await sent(request, form, answers, headers, stream=bool(body.stream))
 
 
 class Form:

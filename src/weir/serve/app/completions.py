@@ -8,16 +8,16 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from weir.serve.app.answering import Answers, begin, while_there, wish_of
+from weir.serve.app.answering import Answers, begin, wish_of
 from weir.serve.app.bodies import TextBody
 from weir.serve.app.described import takes
 from weir.serve.app.errors import Refused
-from weir.serve.app.eventstream import DONE, EventStream, frame
-from weir.serve.app.guard import note
+from weir.serve.app.eventstream import DONE, frame
 from weir.serve.app.models import check_model
 from weir.serve.app.reading import authorised, read_body
+from weir.serve.app.sending import sent
 from weir.serve.app.told import Tokens, finite
 from weir.serve.desk import Desk
 from weir.serve.mailbox import End, Piece
@@ -34,24 +34,11 @@ async def complete(request: Request, owner: str = Depends(authorised)) -> Respon
     desk: Desk = request.app.state.desk
     body = await read_body(request, TextBody, owner)
     check_model(desk, body.model)
-    wish = wish_of(desk, body, body.max_tokens, body.logprobs, LIMIT)
+    wish = wish_of(desk, body, ("max_tokens", body.max_tokens), body.logprobs, LIMIT)
     prompt = body.only_prompt
     answers = await begin(request, lambda who: desk.plan_text(who, prompt), wish, owner, "prompt")
     form = Form(body, desk, Tokens(desk.tokenizer, wish.ends), wish.ends)
-    if body.stream:
-        return EventStream(
-            form.frames(answers),
-            answers.asked.mailbox.overrun,
-            desk.limits.stall,
-            answers.close,
-            {},
-        )
-    try:
-        whole = await while_there(request, form.whole(answers))
-    finally:
-        answers.close()
-    note(request.scope, answered=whole["usage"]["completion_tokens"])
-    return JSONResponse(whole)
+    return await sent(request, form, answers, {}, stream=bool(body.stream))
 
 
 class Form:

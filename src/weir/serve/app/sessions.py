@@ -12,7 +12,7 @@ from pydantic import Field, StringConstraints
 from starlette.responses import Response
 
 from weir.errors import WeirError
-from weir.serve.app.bodies import Strict
+from weir.serve.app.strict import Strict
 from weir.serve.app.described import takes
 from weir.serve.app.errors import Refused, conflict, not_found, overloaded
 from weir.serve.app.eventstream import EventStream
@@ -20,7 +20,7 @@ from weir.serve.app.reading import SESSION, authorised, chunks, enter, read_body
 from weir.serve.desk import Desk
 from weir.serve.engine import Busy
 from weir.serve.records import Record, Session, Taken
-from weir.serve.sessions import Unknown
+from weir.serve.sessions import Held, Unknown
 
 FILE = "application/octet-stream"
 READ = 2**18
@@ -164,6 +164,8 @@ async def done(work: Callable[[], T]) -> T:
         raise overloaded(str(error)) from None
     except Taken as error:
         raise conflict(str(error), "already_exists", param="id") from None
+    except Held as error:
+        raise conflict(str(error), "is_conversation") from None
     except WeirError as error:
         raise Refused(400, str(error), code="invalid_value") from None
 

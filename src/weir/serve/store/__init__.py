@@ -4,5 +4,6 @@ from weir.serve.store.parcel import Parcel
 from weir.serve.store.recorded import DiskStore
 from weir.serve.store.shelved import DiskShelf
 from weir.serve.store.snapshot import Form
+from weir.serve.store.tables import Tables, one, rows
 
-__all__ = ["DiskShelf", "DiskStore", "Form", "Parcel"]
+__all__ = ["DiskShelf", "DiskStore", "Form", "Parcel", "Tables", "one", "rows"]

@@ -1,7 +1,9 @@
-"""The tables of a store, in SQLite: which node is in which file, and what is known of turns.
+"""Tables in SQLite, in a file or in memory; and those of a store.
+
+A store's say which node is in which file, and what is known of turns.
 
 Whoever writes has the one connection that writes, and what was committed is there after a power cut
-too. Readers have another and wait for no commit. Knows nothing about files or models.
+too. Readers of a file have another and wait for no commit. Knows nothing about files or models.
 """
 
 from __future__ import annotations
@@ -61,18 +63,33 @@ CREATE INDEX members_node ON members (node);
 
 
 class Tables:
-    """The tables of a store, open until `close`.
+    """Tables, open until `close`.
 
     Args:
-        path: of the file.
+        path: of the file; None for tables in memory.
         begin: make it if there is none.
+        tables: the statements that make them.
+        version: of them.
 
     Raises:
         WeirError: it is not there and not to be made, is not an ordinary file, is damaged, or of
             another weir.
     """
 
-    def __init__(self, path: Path, *, begin: bool) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        begin: bool,
+        tables: str = _TABLES,
+        version: int = VERSION,
+    ) -> None:
+        if path is None:
+            self._writing = threading.RLock()
+            self._reading: Any = self._writing  # there is one connection, for one at a time
+            self._writer = self._reader = _connected(":memory:")
+            self._make(tables, version)
+            return
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise WeirError(f"{path} is not an ordinary file")
         if not begin and not (path.exists() and path.stat().st_size):
@@ -87,16 +104,13 @@ class Tables:
             raise WeirError(f"{path} is damaged or cannot be opened: {error}") from None
         try:
             # Before anything else: a database that was just made has neither version nor tables.
-            version = self._writer.execute("PRAGMA user_version").fetchone()[0]
-            tables = self._writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-            if begin and version == 0 and tables == 0:
+            found = self._writer.execute("PRAGMA user_version").fetchone()[0]
+            there = self._writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+            if begin and found == 0 and there == 0:
                 self._writer.execute("PRAGMA journal_mode = WAL")
-                with self.writing() as db:
-                    for statement in _TABLES.split(";\n"):
-                        db.execute(statement)
-                    db.execute(f"PRAGMA user_version = {VERSION}")
-            elif version != VERSION:
-                raise WeirError(f"{path} has version {version}, and this weir reads {VERSION}")
+                self._make(tables, version)
+            elif found != version:
+                raise WeirError(f"{path} has version {found}, and this weir reads {version}")
             elif self._writer.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
                 raise WeirError(f"{path} is damaged")
             self._reader = _connected(path)
@@ -106,6 +120,12 @@ class Tables:
         except BaseException:
             self._writer.close()
             raise
+
+    def _make(self, tables: str, version: int) -> None:
+        with self.writing() as db:
+            for statement in tables.split(";\n"):
+                db.execute(statement)
+            db.execute(f"PRAGMA user_version = {version}")
 
     def close(self) -> None:
         """Let go of the file."""
@@ -143,7 +163,7 @@ class Tables:
             yield self._reader
 
 
-def _connected(path: Path) -> sqlite3.Connection:
+def _connected(path: Path | str) -> sqlite3.Connection:
     found = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
     for setting in ("synchronous = FULL", "foreign_keys = ON", "trusted_schema = OFF"):
         found.execute(f"PRAGMA {setting}")

@@ -1,0 +1,112 @@
+"""Items that clients send, to responses and to conversations, and pages of items they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from fastapi import Query
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from weir.serve.app.errors import not_found
+from weir.serve.app.strict import Strict
+from weir.serve.book import Item, input_item
+
+Metadata = Annotated[
+    dict[
+        Annotated[str, StringConstraints(max_length=64)],
+        Annotated[str, StringConstraints(max_length=512)],
+    ],
+    Field(max_length=16),
+]
+
+
+class ItemPart(BaseModel):
+    """A part of a message: text, which is called otherwise by who says it."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class MessageItem(BaseModel):
+    """A message; what answers have beside their text is left aside, so they may be sent back."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ItemPart]
+
+    def item(self) -> Item:
+        """The same with an id of the server's."""
+        content = self.content
+        texts = [content] if isinstance(content, str) else [part.text for part in content]
+        return input_item(self.role, texts)
+
+
+class ConversationBody(Strict):
+    """`POST /v1/conversations`."""
+
+    items: Annotated[list[MessageItem], Field(max_length=20)] | None = None
+    metadata: Metadata | None = None
+
+
+class MetadataBody(Strict):
+    """`POST /v1/conversations/{name}`."""
+
+    metadata: Metadata | None
+
+
+class ItemsBody(Strict):
+    """`POST /v1/conversations/{name}/items`."""
+
+    items: Annotated[list[MessageItem], Field(min_length=1, max_length=20)]
+
+
+@dataclass(frozen=True)
+class Page:
+    """Which of many items are wanted; a dependency of routes.
+
+    Attributes:
+        after: the item before the first.
+        limit: how many.
+        order: the oldest or the newest first.
+        include: what to tell of them beside; there is nothing.
+    """
+
+    after: Annotated[str | None, Query()] = None
+    limit: Annotated[int, Query(ge=1, le=100)] = 20
+    order: Annotated[Literal["asc", "desc"], Query()] = "desc"
+    include: Annotated[list[str] | None, Query(alias="include[]")] = None
+
+    def of(self, items: Sequence[Item]) -> list[Item]:
+        """The page of these, which are the oldest first, and one more where there is one.
+
+        Raises:
+            Refused: there is no item to begin after.
+        """
+        wanted = list(items) if self.order == "asc" else list(reversed(items))
+        if self.after is not None:
+            at = next((n for n, item in enumerate(wanted) if item["id"] == self.after), None)
+            if at is None:
+                raise not_found("item")
+            wanted = wanted[at + 1 :]
+        return wanted[: self.limit + 1]
+
+    def told(self, found: Sequence[Item]) -> dict[str, Any]:
+        """A page as JSON, of which one item more was looked for than is told."""
+        return listed(found[: self.limit], more=len(found) > self.limit)
+
+
+def listed(items: Sequence[Item], *, more: bool = False) -> dict[str, Any]:
+    """Items as JSON; `more`: whether there are others behind them."""
+    return {
+        "object": "list",
+        "data": list(items),
+        "first_id": items[0]["id"] if items else None,
+        "last_id": items[-1]["id"] if items else None,
+        "has_more": more,
+    }

@@ -1,0 +1,128 @@
+"""What clients send to `/v1/responses`, with a bound on every number and list."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, StringConstraints, field_validator
+
+from weir.serve.app.bodies import Asking
+from weir.serve.app.itembodies import MessageItem, Metadata
+from weir.serve.app.strict import Strict, Whole, refused
+from weir.serve.book import Item, input_item
+
+IGNORED = (
+    "context_management",
+    "max_tool_calls",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "reasoning",
+    "safety_identifier",
+    "service_tier",
+    "stream_options",
+    "user",
+)
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "background": (None, False),
+    "moderation": (None,),
+    "prompt": (None,),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+}
+LOGPROBS = "message.output_text.logprobs"
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=128)]
+
+
+def _harmless_only(schema: dict[str, Any]) -> None:
+    for name, harmless in REFUSED.items():
+        schema["properties"][name]["enum"] = list(harmless)
+
+
+class TextFormat(Strict):
+    """The one form of an answer."""
+
+    type: Literal["text"]
+
+
+class TextOptions(Strict):
+    """What an answer is to look like."""
+
+    format: TextFormat | None = None
+    verbosity: Any = None
+
+
+class ConversationName(Strict):
+    """A conversation, where it is not named by its id alone."""
+
+    id: Name
+
+
+class ResponseBody(Asking):
+    """`POST /v1/responses`."""
+
+    model_config = ConfigDict(json_schema_extra=_harmless_only)
+
+    input: str | list[MessageItem] | None = None
+    instructions: str | None = None
+    previous_response_id: Name | None = None
+    conversation: Name | ConversationName | None = None
+    store: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    max_output_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
+    include: Annotated[list[str], Field(max_length=16)] | None = None
+    metadata: Metadata | None = None
+    text: TextOptions | None = None
+
+    context_management: Any = None
+    max_tool_calls: Any = None
+    parallel_tool_calls: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    reasoning: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    stream_options: Any = None
+    user: Any = None
+
+    background: Any = None
+    moderation: Any = None
+    prompt: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+
+    @field_validator(*REFUSED, mode="after")
+    @classmethod
+    def _harmless(cls, value: Any, info: Any) -> Any:
+        if value not in REFUSED[info.field_name]:
+            raise refused("this is not served here; leave it out")
+        return value
+
+    @property
+    def kept(self) -> bool:
+        """Whether it is to be retrieved and gone on from; so it is if nothing is said."""
+        return self.store is not False
+
+    @property
+    def logprobs(self) -> int | None:
+        """How many of the likeliest tokens are told with each; None for none at all."""
+        if self.top_logprobs or LOGPROBS in (self.include or ()):
+            return self.top_logprobs or 0
+        return None
+
+    @property
+    def named(self) -> str | None:
+        """The conversation's id."""
+        found = self.conversation
+        return found.id if isinstance(found, ConversationName) else found
+
+    @property
+    def items(self) -> list[Item]:
+        """What is said, as items with ids."""
+        if isinstance(self.input, str):
+            return [input_item("user", [self.input])]
+        return [item.item() for item in self.input or ()]

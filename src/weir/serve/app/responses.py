@@ -1,0 +1,148 @@
+"""`/v1/responses`: a turn that names the one it goes on from, and can be retrieved."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from weir.serve.app.answering import begin, wish_of
+from weir.serve.app.described import takes
+from weir.serve.app.errors import Refused, not_found
+from weir.serve.app.guard import at_end
+from weir.serve.app.itembodies import Page
+from weir.serve.app.models import check_model
+from weir.serve.app.reading import HEADER, authorised, read_body, session_of
+from weir.serve.app.responsebodies import ResponseBody
+from weir.serve.app.responseform import ResponseForm
+from weir.serve.app.sending import sent
+from weir.serve.app.sessions import done
+from weir.serve.app.told import Tokens
+from weir.serve.book import Response as Kept
+from weir.serve.desk import Desk, Plan
+from weir.serve.locks import Locked
+from weir.serve.replies import NoPrevious, NotKept, Reply, node_of
+
+router = APIRouter()
+
+
+@router.post("/v1/responses", openapi_extra=takes(ResponseBody, streams=True))
+async def respond(request: Request, owner: str = Depends(authorised)) -> Response:
+    """Answer what is said after an earlier response, in a conversation, or by itself."""
+    desk: Desk = request.app.state.desk
+    session = session_of(request)
+    body = await read_body(request, ResponseBody, owner)
+    check_model(desk, body.model)
+    _check(body)
+    if body.named is not None:
+        lock(request, owner, body.named)
+    limit = ("max_output_tokens", body.max_output_tokens)
+    wish = wish_of(desk, body, limit, body.logprobs, desk.limits.answer_default)
+    if desk.paragraphs:
+        wish = wish.ending_with("\n")
+    reply = Reply(
+        desk,
+        body.items,
+        body.instructions,
+        body.previous_response_id,
+        body.named,
+        session,
+        body.kept,
+    )
+    answers = await begin(request, lambda who: _plan(reply, who), wish, owner, "input")
+    form = ResponseForm(body, reply, owner, Tokens(desk.tokenizer, wish.ends))
+    plan = answers.asked.plan
+    headers = {} if plan.session is None else {HEADER: plan.session}
+    return await sent(request, form, answers, headers, stream=bool(body.stream))
+
+
+@router.get("/v1/responses/{name}")
+async def retrieve(
+    name: str, request: Request, owner: str = Depends(authorised), stream: bool = False
+) -> dict[str, Any]:
+    """A response that is kept, as its client was told of it."""
+    found = await _found(request, owner, name)
+    if stream:
+        raise Refused(400, "only responses in the background are streamed again", param="stream")
+    return found.body
+
+
+@router.delete("/v1/responses/{name}")
+async def delete(name: str, request: Request, owner: str = Depends(authorised)) -> dict[str, Any]:
+    """Delete a response, its text and its state; those that go on from it stay."""
+    desk: Desk = request.app.state.desk
+    await _found(request, owner, name)
+    await done(lambda: desk.book.drop(owner, [name]))
+    await done(lambda: desk.engine.forget(node_of(name)))
+    return {"id": name, "object": "response", "deleted": True}
+
+
+@router.post("/v1/responses/{name}/cancel")
+async def cancel(name: str, request: Request, owner: str = Depends(authorised)) -> dict[str, Any]:
+    """Refused: whoever waits for a response cancels it by hanging up."""
+    await _found(request, owner, name)
+    raise Refused(400, "Cannot cancel a synchronous response.", param="response_id")
+
+
+@router.get("/v1/responses/{name}/input_items")
+async def input_items(
+    name: str, request: Request, page: Annotated[Page, Depends()], owner: str = Depends(authorised)
+) -> dict[str, Any]:
+    """The items that a response answers, without what came before them."""
+    return page.told(page.of((await _found(request, owner, name)).input))
+
+
+async def _found(request: Request, owner: str, name: str) -> Kept:
+    desk: Desk = request.app.state.desk
+    found = await asyncio.to_thread(desk.book.response, owner, name)
+    if found is None:
+        raise not_found("response")
+    return found
+
+
+def _check(body: ResponseBody) -> None:
+    """Refuse what does not go together."""
+    if body.named is not None and body.previous_response_id is not None:
+        raise Refused(
+            400,
+            "previous_response_id and conversation exclude each other",
+            param="previous_response_id",
+            code="mutually_exclusive_parameters",
+        )
+    if body.named is not None and not body.kept:
+        raise Refused(
+            400, "a conversation keeps what is said in it: leave store out", param="store"
+        )
+
+
+def _plan(reply: Reply, owner: str) -> Plan:
+    try:
+        return reply.plan(owner)
+    except NoPrevious as error:
+        param = "previous_response_id" if reply.conversation is None else "conversation"
+        code = param.replace("_id", "") + "_not_found"
+        raise Refused(404, str(error), param=param, code=code) from None
+    except NotKept as error:
+        raise Refused(400, str(error), param="input", code="history_not_kept") from None
+
+
+def lock(request: Request, owner: str, conversation: str) -> None:
+    """A conversation is this request's alone until it is over.
+
+    Raises:
+        Refused: it is another's.
+    """
+    desk: Desk = request.app.state.desk
+    try:
+        desk.locks.take(owner, conversation)
+    except Locked as error:
+        raise Refused(
+            409,
+            str(error),
+            param="conversation",
+            code="conversation_locked",
+            headers={"Retry-After": "1"},
+        ) from None
+    at_end(request.scope, lambda: desk.locks.give(owner, conversation))

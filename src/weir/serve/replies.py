@@ -1,0 +1,198 @@
+"""From what a client of OpenAI's responses says to a turn: where it starts, and what it reads.
+
+A response names the turn it goes on from, so that nothing is looked for and only what is new is
+read. It is all read again where its instructions are others than before, or where the turn's state
+had to make room. Knows nothing about HTTP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from weir.errors import WeirError
+from weir.serve.book import Item, Response, message_of
+from weir.serve.desk import Desk, Plan
+from weir.serve.messages import Message
+from weir.serve.records import Record
+
+
+class NoPrevious(WeirError):
+    """There is no such response of the owner's."""
+
+
+class NotKept(WeirError):
+    """What would have to be read again is not kept any more."""
+
+
+@dataclass(eq=False)
+class Reply:
+    """One response that is wanted.
+
+    Attributes:
+        desk: who answers.
+        items: what the client says.
+        instructions: a system message before all that was said; None for none.
+        previous: the response it goes on from.
+        conversation: the conversation it goes on with, which is locked meanwhile.
+        session: the session its turn belongs to, where the client names one.
+        kept: whether it can be gone on from and retrieved.
+    """
+
+    desk: Desk
+    items: list[Item]
+    instructions: str | None = None
+    previous: str | None = None
+    conversation: str | None = None
+    session: str | None = None
+    kept: bool = True
+
+    # What the plan has found.
+    _after: str | None = None
+    _read: list[Item] = field(default_factory=list)
+
+    def plan(self, owner: str) -> Plan:
+        """The turn that is asked for.
+
+        Raises:
+            NoPrevious: there is no response that it could go on from.
+            NotKept: what would have to be read again is not kept any more.
+            TooLong: it would feed more tokens than it may.
+            WeirError: there is nothing to answer, or the template refuses it.
+        """
+        self._after, self._read = None, self.items
+        if self.conversation is not None:
+            plan = self._in_conversation(owner, self.conversation)
+        elif self.previous is not None:
+            plan = self._after_previous(owner, self.previous)
+        else:
+            plan = self._whole(owner, [], self.items, self.session)
+        return plan if self.kept else replace(plan, session=None)
+
+    def keep(self, owner: str, session: str | None, body: dict[str, Any]) -> None:
+        """Keep what the client is about to be told.
+
+        Args:
+            owner: whose it is.
+            session: of its turn; None where that is not kept.
+            body: the response.
+
+        Raises:
+            WeirError: it cannot be kept; then the turn is forgotten as well.
+        """
+        if session is None:
+            return
+        try:
+            self.desk.book.keep(
+                owner,
+                Response(body["id"], session, self._after, self.instructions, self._read, body),
+                self.conversation,
+                [*self.items, *body["output"]],
+            )
+        except WeirError:
+            self.desk.engine.forget(node_of(body["id"]))
+            raise
+
+    def _after_previous(self, owner: str, previous: str) -> Plan:
+        found = self.desk.book.response(owner, previous)
+        record = self.desk.store.find(owner, node_of(previous))
+        if found is None and record is None:
+            raise NoPrevious(f"Previous response with id '{previous[:80]}' not found.")
+        self._after = previous
+        if record is not None and self._same(found, record):
+            plan = self._going_on(record, self.items)
+            if plan is not None:
+                return plan
+        session = self.session or (None if record is None else record.session)
+        return self._whole(owner, self._history(owner, previous), self.items, session)
+
+    def _same(self, found: Response | None, record: Record) -> bool:
+        """Whether a turn was answered under the same instructions.
+
+        One that was no response, or is known as a turn only, has none but its first message; it
+        is gone on from where nothing is said.
+        """
+        if found is not None:
+            return found.instructions == self.instructions
+        if self.instructions is None:
+            return True
+        first = self._turns_to(record)[0].messages[0]
+        return (first.role, first.content) == ("system", self.instructions)
+
+    def _turns_to(self, record: Record) -> list[Record]:
+        """A turn and those that it goes on from, as far as they are kept, the oldest first."""
+        found = [record]
+        while (parent := found[-1].parent) is not None:
+            before = self.desk.store.find(record.owner, parent)
+            if before is None:
+                break
+            found.append(before)
+        return found[::-1]
+
+    def _in_conversation(self, owner: str, name: str) -> Plan:
+        book = self.desk.book
+        found = book.conversation(owner, name)
+        if found is None:
+            raise NoPrevious(f"Conversation with id '{name[:80]}' not found.")
+        self._after = found.head
+        self._read = [*book.items(owner, name, found.read), *self.items]
+        head = None if found.head is None else book.response(owner, found.head)
+        record = None if head is None else self.desk.store.find(owner, node_of(head.id))
+        if head is not None and record is not None and head.instructions == self.instructions:
+            plan = self._going_on(record, self._read, name)
+            if plan is not None:
+                return plan
+        if not found.whole:
+            raise NotKept("the beginning of this conversation is not kept any more")
+        before = [message_of(item) for item in book.items(owner, name)]
+        return self._whole(owner, before, self.items, name)
+
+    def _going_on(
+        self, record: Record, items: list[Item], session: str | None = None
+    ) -> Plan | None:
+        messages = [message_of(item) for item in items]
+        _check(messages)
+        return self.desk.plan_after(record, messages, session or self.session)
+
+    def _whole(
+        self, owner: str, before: list[Message], items: list[Item], session: str | None
+    ) -> Plan:
+        """A turn that begins with all that was said, or with as much of it as was saved."""
+        system = [] if self.instructions is None else [Message("system", self.instructions)]
+        messages = [*system, *before, *(message_of(item) for item in items)]
+        _check(messages)
+        return self.desk.plan_chat(owner, messages, session)
+
+    def _history(self, owner: str, name: str) -> list[Message]:
+        """All that was said up to the end of a response, without instructions.
+
+        Raises:
+            NotKept: a part of it is not kept any more.
+        """
+        parts: list[list[Message]] = []
+        at: str | None = name
+        while at is not None:
+            found = self.desk.book.response(owner, at)
+            record = None if found else self.desk.store.find(owner, node_of(at))
+            if found is not None:
+                parts.append([message_of(each) for each in (*found.input, *found.body["output"])])
+                at = found.previous
+            elif record is not None:
+                said = list(record.messages)
+                at = None if record.parent is None else f"resp_{record.parent}"
+                if at is None and self.instructions is not None and said[0].role == "system":
+                    said = said[1:]  # others stand in its place
+                parts.append(said)
+            else:
+                raise NotKept("what led to the previous response is not kept any more")
+        return [message for part in reversed(parts) for message in part]
+
+
+def node_of(response: str) -> str:
+    """The node that a response's turn has ended at."""
+    return response.removeprefix("resp_")
+
+
+def _check(messages: list[Message]) -> None:
+    if not messages or messages[-1].role == "assistant":
+        raise WeirError("the last item must be one to answer, not an assistant's")
