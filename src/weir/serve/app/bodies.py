@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
 from weir.serve.app.formats import ResponseFormat
-from weir.serve.app.strict import Strict
-from weir.serve.app.strict import Whole, refused
+from weir.serve.app.strict import Strict, Whole, refused
 from weir.serve.choosing import Choosing
 from weir.serve.messages import Message
 from weir.stream import Sampling

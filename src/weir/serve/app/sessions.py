@@ -12,11 +12,11 @@ from pydantic import Field, StringConstraints
 from starlette.responses import Response
 
 from weir.errors import WeirError
-from weir.serve.app.strict import Strict
 from weir.serve.app.described import takes
 from weir.serve.app.errors import Refused, conflict, not_found, overloaded
 from weir.serve.app.eventstream import EventStream
 from weir.serve.app.reading import SESSION, authorised, chunks, enter, read_body
+from weir.serve.app.strict import Strict
 from weir.serve.desk import Desk
 from weir.serve.engine import Busy
 from weir.serve.records import Record, Session, Taken
