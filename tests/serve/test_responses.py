@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 
 import httpx
@@ -13,6 +14,7 @@ from servers import make_desk, make_tokenizer, serving
 from weir.errors import WeirError
 from weir.serve import Limits
 from weir.serve.app import Keys
+from weir.serve.app.responsebodies import IGNORED, REFUSED
 
 ALICE, BOB = "wk-alice-0123456789", "wk-bob-0123456789"
 KEYS = Keys([hashlib.sha256(key.encode()).hexdigest() for key in (ALICE, BOB)])
@@ -118,6 +120,15 @@ def test_logprobs_are_those_of_the_tokens(client):
     assert say(client, "Hello").output[0].content[0].logprobs == []
     streamed = [e for e in say(client, "Hello", top_logprobs=2, stream=True) if "delta" in e.type]
     assert [one.token for event in streamed for one in event.logprobs] == list(part.text)
+
+
+def test_an_answer_is_held_to_a_schema(client):
+    schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"]}
+    wanted = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
+    given = {"model": "small", "input": "Hello", "temperature": 0, "max_output_tokens": 60}
+    told = client.responses.create(text={"format": wanted}, **given)
+    assert json.loads(told.output_text) == {"a": "b"}
+    assert (told.status, told.text.format.name) == ("completed", "x")
 
 
 def test_a_response_goes_on_from_another_and_reads_only_what_is_new(client):
@@ -313,7 +324,12 @@ BAD = {
     "the background": ({"background": True}, "background"),
     "tools": ({"tools": [{"type": "web_search"}]}, "tools"),
     "a choice of tools": ({"tool_choice": "required"}, "tool_choice"),
-    "a schema": ({"text": {"format": {"type": "json_object"}}}, "text.format.type"),
+    "a form of its own": ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+    "a schema without": ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+    "a bad schema": (
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "king"}}}},
+        "text.format.schema",
+    ),
     "a prompt of theirs": ({"prompt": {"id": "pmpt_1"}}, "prompt"),
     "many answers": ({"n": 2}, "n"),
     "a field of chats": ({"max_tokens": 2}, "max_tokens"),
@@ -341,26 +357,19 @@ def test_a_bad_request_is_refused_where_it_is_wrong(server, name):
     assert (answer.status_code, error["param"]) == (400, param), error
 
 
-def test_what_is_ignored_is_taken_and_truncation_is_told_back(client):
+def test_what_is_ignored_is_taken_and_what_is_refused_may_ask_for_nothing(server, client):
+    assert not set(IGNORED) & set(REFUSED)
     plain = say(client, "Hello")
-    told = client.responses.create(
-        model="small",
-        input="Hello",
-        max_output_tokens=8,
-        temperature=0,
-        truncation="auto",
-        parallel_tool_calls=True,
-        reasoning={"effort": "low"},
-        service_tier="auto",
-        user="me",
-        prompt_cache_key="x",
-        tools=[],
-        tool_choice="auto",
-        text={"format": {"type": "text"}},
-        background=False,
-        extra_body={"context_management": [{"type": "compaction", "compact_threshold": 1000}]},
-    )
+    nothing = {name: values[-1] for name, values in REFUSED.items()}
+    given = {"truncation": "auto", **dict.fromkeys(IGNORED, "x"), **nothing}
+    told = say(client, "Hello", extra_body=given)
     assert (told.output_text, told.truncation) == (plain.output_text, "auto")
+    for name in REFUSED:
+        body = {"model": "small", "input": "Hi", name: {"a": "b"}}
+        answer = server.post("/v1/responses", body, Authorization=f"Bearer {ALICE}")
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, name)
+        assert "not served here" in error["message"]
 
 
 def test_a_turn_that_cannot_be_kept_fails_and_leaves_nothing(server, client, monkeypatch):

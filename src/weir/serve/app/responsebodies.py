@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, StringConstraints, field_validator
+from pydantic import ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from weir.serve.app.bodies import Asking
+from weir.serve.app.formats import Description, JsonSchema, ResponseFormat
 from weir.serve.app.itembodies import MessageItem, Metadata
+from weir.serve.app.strict import Name as SchemaName
 from weir.serve.app.strict import Strict, Whole, refused
 from weir.serve.book import Item, input_item
 
@@ -42,9 +44,30 @@ def _harmless_only(schema: dict[str, Any]) -> None:
 
 
 class TextFormat(Strict):
-    """The one form of an answer."""
+    """The form of an answer: `ResponseFormat`, with the schema's facts beside its type."""
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    name: SchemaName | None = None
+    description: Description | None = None
+    of: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        said = (self.name, self.of)
+        if (None in said) if self.type == "json_schema" else said != (None, None):
+            raise refused("name and schema go with type: json_schema, and not without it")
+        return self
+
+    @property
+    def wanted(self) -> ResponseFormat:
+        """The same as chats have it."""
+        if self.name is None:
+            return ResponseFormat(type=self.type)
+        return ResponseFormat(
+            type=self.type,
+            json_schema=JsonSchema(name=self.name, schema=self.of, strict=self.strict),
+        )
 
 
 class TextOptions(Strict):
@@ -113,6 +136,12 @@ class ResponseBody(Asking):
         if self.top_logprobs or LOGPROBS in (self.include or ()):
             return self.top_logprobs or 0
         return None
+
+    @property
+    def form(self) -> ResponseFormat | None:
+        """The form of the answer; None for any."""
+        found = self.text.format if self.text else None
+        return None if found is None else found.wanted
 
     @property
     def named(self) -> str | None:

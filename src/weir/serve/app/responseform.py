@@ -148,7 +148,7 @@ class ResponseForm:
             "service_tier": "default",
             "store": body.kept,
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": _form(body)},
             "tool_choice": "auto",
             "tools": [],
             "top_logprobs": body.top_logprobs or 0,
@@ -160,6 +160,12 @@ class ResponseForm:
             "user": None,
             "metadata": body.metadata or {},
         }
+
+
+def _form(body: ResponseBody) -> dict[str, Any]:
+    """The form of the answer, as the client has said it."""
+    said = body.text and body.text.format
+    return said.model_dump(by_alias=True, exclude_none=True) if said else {"type": "text"}
 
 
 def usage(answers: Answers, *, kept: bool) -> dict[str, Any]:
