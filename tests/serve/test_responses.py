@@ -123,7 +123,12 @@ def test_logprobs_are_those_of_the_tokens(client):
 
 
 def test_an_answer_is_held_to_a_schema(client):
-    schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"]}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": ["b"]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     wanted = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
     given = {"model": "small", "input": "Hello", "temperature": 0, "max_output_tokens": 60}
     told = client.responses.create(text={"format": wanted}, **given)
