@@ -24,9 +24,11 @@ let looking = null; // the timer of the next look at the cache
 
 // --- which conversation
 
-/** Open a conversation, or a new one for null. */
+/** Open a conversation, or a new one for null. An answer that is coming in another goes on. */
 async function open(session, { view = "chat" } = {}) {
-  page.answering?.abort();
+  page.answering = null;
+  busy(false);
+  if (session !== page.session) showMemory(null);
   page.session = session;
   page.turns = [];
   page.elsewhere = false;
@@ -35,7 +37,6 @@ async function open(session, { view = "chat" } = {}) {
   show(view);
   if (session === null) {
     showTurns([]);
-    showMemory(null);
     await list();
     byId("say").focus();
     return;
@@ -149,26 +150,24 @@ async function say(words) {
     addTurn(turn, coming.element);
     status(`The model: ${answer}`);
   } catch (error) {
-    coming.drop();
-    if (error.name !== "AbortError") {
-      trouble(error.message);
-    } else if (mine()) {
-      status("The answer was stopped; it never happened.");
-    }
+    if (error.name !== "AbortError") trouble(error.message);
     if (mine()) {
+      coming.drop();
+      if (error.name === "AbortError") status("The answer was stopped; it never happened.");
       if (!byId("say").value) byId("say").value = words;
       if (!page.turns.length) {
         page.session = null;
         named(null);
+        showMemory(null);
       }
     }
   } finally {
     if (mine()) {
       page.answering = null;
       busy(false);
-      await list();
       look(0);
     }
+    await list();
   }
 }
 
@@ -179,6 +178,7 @@ const number = (id, usual) => {
 
 function busy(is) {
   byId("send").hidden = is;
+  byId("send").disabled = false;
   byId("stop").hidden = !is;
   byId("turns").setAttribute("aria-busy", String(is));
 }
