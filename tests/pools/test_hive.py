@@ -62,8 +62,7 @@ def compare(twins, text, chunk, length, starts=(0, 3, 3), prompt=0):
 # --- against the naive loop
 
 
-@pytest.mark.parametrize(("chunk", "length"), [(1, 600), (7, 2000), (64, 2000)])
-@pytest.mark.parametrize("stride", [4, 5])
+@pytest.mark.parametrize(("chunk", "length", "stride"), [(1, 600, 4), (7, 2000, 5), (64, 2000, 4)])
 def test_its_slots_are_those_of_the_naive_loop_over_thousands_of_tokens(
     twins, chunk, length, stride
 ):
@@ -99,9 +98,15 @@ def test_of_a_whole_prompt_samples_are_taken_until_they_fit(twins, prompt):
     assert all(len(row.held[2]) <= 20 for row in rows)
 
 
-@pytest.mark.parametrize("text", ["sink(2) | recent(5) | hive(11, 3)", "recent(4) | hive(9, 4)"])
-@pytest.mark.parametrize("prefill", ["chunked", "full"])
-@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize(
+    ("text", "chunk", "prefill"),
+    [
+        ("sink(2) | recent(5) | hive(11, 3)", 1, "chunked"),
+        ("sink(2) | recent(5) | hive(11, 3)", 4, "full"),
+        ("recent(4) | hive(9, 4)", 4, "chunked"),
+        ("recent(4) | hive(9, 4)", 1, "full"),
+    ],
+)
 def test_a_model_with_it_gives_what_the_naive_loop_gives(
     llama, naive, twins, ids, text, chunk, prefill
 ):
@@ -291,8 +296,7 @@ def test_below_its_budget_it_is_dense_attention(llama, ids, text):
     close_runs(got, wanted, llama)
 
 
-@pytest.mark.parametrize("prefill", ["chunked", "full"])
-@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize(("chunk", "prefill"), [(4, "chunked"), (1, "full")])
 def test_with_log_n_logits_are_scaled_by_the_number_of_tokens_seen(
     llama, naive, twins, ids, chunk, prefill
 ):

@@ -38,8 +38,10 @@ def draws_of(head: int, pool: int, places: int, seed: int = 0):
 # --- the paper's algorithm, slot by slot
 
 
-@pytest.mark.parametrize(("chunk", "length"), [(1, 400), (7, 2000), (64, 5000)])
-@pytest.mark.parametrize(("weighted", "per_head"), [(False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("chunk", "length", "weighted", "per_head"),
+    [(1, 400, True, True), (7, 2000, False, False), (64, 5000, True, True)],
+)
 def test_it_holds_what_algorithm_r_holds_slot_by_slot(chunk, length, weighted, per_head):
     sinks, samples, window = 3, 10, 6
     pipe = Pipe((Sink(sinks), Recent(window), Reservoir(samples, weighted, per_head)))

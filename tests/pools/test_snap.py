@@ -182,12 +182,12 @@ PARTLY = ((Recent(2),), [recent(2)])
 @pytest.mark.parametrize(
     ("chunk", "length", "snap", "before"),
     [
-        (1, 1000, Snap(12, window=3, kernel=5), ALONE),
-        (7, 2100, Snap(16, window=4, kernel=7, average=True), ALONE),
-        (64, 3000, Snap(24, window=16, kernel=5), ALONE),
-        (5, 1500, Snap(9, window=5, kernel=3), BEHIND),
-        (5, 1500, Snap(9, window=5, kernel=3, average=True), PARTLY),
-        (16, 1500, Snap(9, window=1, kernel=1), ALONE),
+        (1, 500, Snap(12, window=3, kernel=5), ALONE),
+        (7, 1050, Snap(16, window=4, kernel=7, average=True), ALONE),
+        (64, 1500, Snap(24, window=16, kernel=5), ALONE),
+        (5, 700, Snap(9, window=5, kernel=3), BEHIND),
+        (5, 700, Snap(9, window=5, kernel=3, average=True), PARTLY),
+        (16, 800, Snap(9, window=1, kernel=1), ALONE),
     ],
 )
 def test_it_holds_what_a_naive_loop_holds_in_every_row_and_head(chunk, length, snap, before):
@@ -403,8 +403,9 @@ def test_below_its_budget_it_is_dense(llama, ids, policy, prefill):
     close_runs(stream.feed(text, all_logits=True), exact, llama)
 
 
-@pytest.mark.parametrize("positions", ["rolling", "original"])
-@pytest.mark.parametrize(("chunk", "whole"), [(1, 0), (5, 0), (5, 60)])
+@pytest.mark.parametrize(
+    ("positions", "chunk", "whole"), [("rolling", 1, 0), ("original", 5, 0), ("rolling", 5, 60)]
+)
 def test_a_model_reads_as_with_naive_pools(llama, ids, naive, twins, positions, chunk, whole):
     def logits_of(at, place, token, queries):
         key = at.rotate(token.key[None], [token.position])[0]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -403,37 +404,50 @@ def test_an_interrupted_save_leaves_the_old_file_whole_and_nothing_beside_it(
     assert list(saved.parent.iterdir()) == [saved]
 
 
-KILLED_WITHIN_A_SAVE = """
-import sys, time, torch
-from weir.stream import session
-def half(tensors, path, metadata):
-    open(path, "wb").write(b"half of a ses")
-    print("writing", flush=True)
-    time.sleep(float(sys.argv[2]))
-    save(tensors, path, metadata=metadata)
-save, session.save_file = session.save_file, half
-session.write_file(sys.argv[1], {"of": "another process"}, {"a": torch.zeros(3)})
-"""
+class Writer:
+    """Another process that saves to a path, and has written the half of it until it may go on."""
+
+    def __init__(self, path: Path) -> None:
+        writing, told = os.pipe()
+        waiting, self._go = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            save = session.save_file
+
+            def half(tensors: Any, path: Any, metadata: Any) -> None:
+                Path(path).write_bytes(b"half of a ses")
+                os.write(told, b"!")
+                os.read(waiting, 1)
+                save(tensors, path, metadata=metadata)
+
+            try:
+                session.save_file = half
+                session.write_file(path, {"of": "another process"}, {"a": torch.zeros(3)})
+                os._exit(0)
+            finally:
+                os._exit(1)
+        os.close(told)
+        os.close(waiting)
+        assert os.read(writing, 1) == b"!"
+        os.close(writing)
+
+    def end(self, killed: bool = False) -> int:
+        """Kill it, or let it go on; what it ended with, or minus the signal that ended it."""
+        if killed:
+            os.kill(self.pid, signal.SIGKILL)
+        else:
+            os.write(self._go, b"!")
+        os.close(self._go)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def another_process(path: Path, seconds: float) -> subprocess.Popen[str]:
-    """One that saves to the path, has written the half of it, and takes so long for the rest."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", KILLED_WITHIN_A_SAVE, str(path), str(seconds)],
-        env={**os.environ, "PYTHONPATH": str(Path(weir.__file__).parents[1])},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "writing\n"
-    child.stdout.close()
-    return child
+# It does nothing with threads, which is what newer Pythons warn of.
+forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 
+@forks
 def test_the_next_save_clears_what_a_killed_one_left(llama, saved):
-    child = another_process(saved, 600)
-    child.kill()
-    child.wait()
+    assert Writer(saved).end(killed=True) == -signal.SIGKILL
     others = [saved.parent / name for name in ("one.safetensors.part", "two.abcdefgh.part")]
     for other in others:
         other.mkdir()
@@ -443,13 +457,14 @@ def test_the_next_save_clears_what_a_killed_one_left(llama, saved):
     assert set(saved.parent.iterdir()) == {saved, *others}
 
 
+@forks
 def test_a_save_leaves_alone_what_another_process_is_writing(llama, saved):
     stream = weir.Stream.restore(llama, saved)
-    child = another_process(saved, 3)
+    other = Writer(saved)
     stream.save(saved)
     assert len(list(saved.parent.iterdir())) == 2
     assert weir.Stream.restore(llama, saved).seen == PARTLY_FULL
-    assert child.wait() == 0
+    assert other.end() == 0
     assert list(saved.parent.iterdir()) == [saved]
     with safe_open(saved, framework="pt") as file:
         assert json.loads(file.metadata()[session.KEY])["of"] == "another process"

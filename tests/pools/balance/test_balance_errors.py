@@ -57,9 +57,10 @@ def pieces():
 
 
 def test_errors_are_below_those_of_uniform_samples(errors):
-    rows, means = errors([UNIFORM, "balancekv", AUTHORS], RATES, 2048, 10)
+    rates = RATES[::2]
+    rows, means = errors([UNIFORM, "balancekv", AUTHORS], rates, 2048, 10)
     by_place = {(row.name, row.rate, row.layer): row for row in rows}
-    for rate in RATES:
+    for rate in rates:
         assert means["balancekv", rate] < means[UNIFORM, rate]
         # The authors' rule is biased, but hardly moves from seed to seed. Over twelve pieces of the
         # book (docs/methods/balancekv.md) the two are within 2 %.
@@ -80,8 +81,8 @@ def test_errors_fall_with_the_size_of_blocks(errors):
 def test_keeping_what_points_away_lowers_errors_within_the_window(pieces):
     # Texts of 512 tokens, as long as nano's window, as in docs/methods/balancekv.md.
     away = "balancekv(outliers=0.33)"
-    error = pieces([UNIFORM, "balancekv", AUTHORS, away], (1 / 2, 1 / 4, 1 / 8))
-    for rate in (1 / 2, 1 / 4, 1 / 8):
+    error = pieces([UNIFORM, "balancekv", AUTHORS, away], (1 / 2, 1 / 8))
+    for rate in (1 / 2, 1 / 8):
         for layer in range(4):
             assert error["balancekv", rate, layer] < error[UNIFORM, rate, layer]
             assert error[away, rate, layer] < 0.95 * error[UNIFORM, rate, layer]
