@@ -41,6 +41,10 @@ class _Command(_Quick, TyperCommand):
     """A command."""
 
 
+quick_command = _Command
+"""What a command of a group is made as (`cls`)."""
+
+
 class _Commands(_Quick, TyperGroup):
     """`weir` itself."""
 
@@ -58,6 +62,13 @@ app = typer.Typer(
 def command(name: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a function the command of its name, or of another `name`; its options are typer's."""
     return app.command(name, cls=_Command)
+
+
+def group(name: str) -> typer.Typer:
+    """A command that has commands of its own, and does something by itself."""
+    made = typer.Typer(cls=_Commands, rich_markup_mode=None, add_completion=False)
+    app.add_typer(made, name=name)
+    return made
 
 
 def _version(asked: bool) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weir.cli.app import command
+from weir.cli.app import group
 from weir.cli.common import AsJson, messages, output, print_json, say
 from weir.errors import WeirError
 
@@ -25,8 +25,12 @@ class Dtype(StrEnum):
     both = "both"
 
 
-@command()
+benches = group("bench")
+
+
+@benches.callback(invoke_without_command=True)
 def bench(
+    context: typer.Context,
     only: Annotated[
         list[str] | None, typer.Option(help="Only this figure; may be given again.")
     ] = None,
@@ -51,8 +55,11 @@ def bench(
 ) -> None:
     """Time weir and its peers in turns, and print ratios beside their targets.
 
-    With --out, what there is is written after every row.
+    With --out, what there is is written after every row. `weir bench serve` measures a server.
     """
+    if context.invoked_subcommand is not None:
+        _check_alone(context)
+        return
     import torch
 
     from weir.bench import QUICK, Setting, Sizes, measure
@@ -62,7 +69,7 @@ def bench(
     if threads is not None:
         torch.set_num_threads(threads)
     if out is not None:
-        _make_folder(out)
+        make_folder(out)
     names = ["float32", "bfloat16"] if dtype is Dtype.both else [dtype.value]
     setting = Setting(
         QUICK if quick else Sizes(),
@@ -82,7 +89,23 @@ def bench(
     _print(made, quick)
 
 
-def _make_folder(out: Path) -> None:
+def _check_alone(context: typer.Context) -> None:
+    """Refuse options of `weir bench` in front of another command: nobody would read them."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
+            raise WeirError(
+                f"{option} is of weir bench; write it behind {context.invoked_subcommand}"
+            )
+
+
+def make_folder(out: Path) -> None:
+    """Make a folder for figures.
+
+    Raises:
+        WeirError: it cannot be made.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

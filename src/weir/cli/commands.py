@@ -10,6 +10,7 @@ from weir.cli import (  # noqa: F401  (they register)
     advise,
     attention_error,
     bench,
+    bench_serve,
     chat,
     demo,
     evaluate,

@@ -1,0 +1,1 @@
+"""What is measured of a server, a file a part."""

@@ -1,0 +1,159 @@
+"""A server as a process of its own, and what it takes while it is measured."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from weir.errors import WeirError
+
+WAIT = 300.0
+"""Seconds that a server may take until it serves."""
+START = "import sys; from weir.cli import main; main()"
+
+
+class Server:
+    """A server that runs.
+
+    Args:
+        process: the server.
+        port: where it serves, on this machine.
+        model: what it calls its model.
+
+    Attributes:
+        port, model: as given.
+    """
+
+    def __init__(self, process: subprocess.Popen[str], port: int, model: str) -> None:
+        self.port = port
+        self.model = model
+        self._process = process
+
+    @property
+    def memory(self) -> int:
+        """Bytes of its resident memory; 0 where the system has no /proc."""
+        try:
+            text = Path(f"/proc/{self._process.pid}/status").read_text("ascii")
+        except OSError:
+            return 0
+        found = re.search(r"^VmRSS:\s+(\d+) kB", text, re.MULTILINE)
+        return int(found[1]) * 1024 if found else 0
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+
+@contextlib.contextmanager
+def weir_serves(model: Path, *options: str | int) -> Iterator[Server]:
+    """`weir serve` of a model's folder, at a port that is free.
+
+    Args:
+        model: the folder.
+        options: of the command line.
+
+    Raises:
+        WeirError: it does not start; the message has what it said.
+    """
+    words = [sys.executable, "-c", START, "serve", str(model), "--name", "model", "--port", "0"]
+    with _running([*words, *map(str, options)]) as (process, said):
+        port = int(_found(process, said, r"http://\S+:(\d+)/v1"))
+        _wait_for(process, port)
+        yield Server(process, port, "model")
+
+
+@contextlib.contextmanager
+def transformers_serves(model: Path, *options: str | int) -> Iterator[Server]:
+    """`transformers serve --continuous-batching` of a model's folder, in float32 on the CPU.
+
+    Args:
+        model: the folder.
+        options: of the command line.
+
+    Raises:
+        WeirError: it does not start; the message has what it said.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
+    start = "import sys; from transformers.cli.transformers import main; main()"
+    words = [sys.executable, "-c", start, "serve", str(model), "--continuous-batching"]
+    words += ["--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]
+    with _running([*words, *map(str, options)]) as (process, said):
+        _found(process, said, "(Uvicorn running)")
+        _wait_for(process, port)
+        yield Server(process, port, str(model))
+
+
+@contextlib.contextmanager
+def _running(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], queue.Queue[str]]]:
+    """A process and the lines it writes; it is ended at the end."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    said: queue.Queue[str] = queue.Queue(1000)
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            with contextlib.suppress(queue.Full):  # who is up says a line for every request
+                said.put_nowait(line)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        yield process, said
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        reader.join(10)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def _wait_for(process: subprocess.Popen[str], port: int) -> None:
+    """Returns when a server answers at a port.
+
+    Raises:
+        WeirError: it has ended before, or does not for too long.
+    """
+    until = time.monotonic() + WAIT
+    while time.monotonic() < until and process.poll() is None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.05)
+    raise WeirError("the server did not start: it does not answer at its port")
+
+
+def _found(process: subprocess.Popen[str], said: queue.Queue[str], what: str) -> str:
+    """What the first group of a pattern matches in the lines of a process, once it does.
+
+    Raises:
+        WeirError: it has ended before, or says nothing of it for too long.
+    """
+    lines: list[str] = []
+    until = time.monotonic() + WAIT
+    while time.monotonic() < until:
+        with contextlib.suppress(queue.Empty):
+            lines.append(said.get(timeout=0.2))
+            found = re.search(what, lines[-1])
+            if found:
+                return found[1]
+            continue
+        if process.poll() is not None:
+            break
+    told = " ".join("".join(lines[-3:]).split())
+    raise WeirError(f"the server did not start: {told or 'it said nothing'}")

@@ -1,0 +1,190 @@
+"""Clients of a server under load: what they hear, and what is made of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from serve.servers import make_desk, serving
+
+from weir.bench.serving.load import Heard, Manner, closed, opened, percentiles, together
+from weir.bench.serving.models import words
+from weir.bench.serving.part import PARTS, chosen
+from weir.bench.serving.parts.compaction import ASK, Compacting
+from weir.bench.serving.parts.peer import Forgetting
+from weir.bench.serving.server import weir_serves
+from weir.bench.serving.talk import Listening, Reply, Talk
+from weir.errors import WeirError
+
+MANNER = Manner(words=1, tokens=5)
+
+
+@dataclass
+class Stand:
+    """What a run needs to know of a server."""
+
+    port: int
+    memory: int = 1_000_000
+    running: bool = True
+
+
+@pytest.fixture(scope="module")
+def port():
+    with serving(make_desk()) as server:
+        yield server.port
+
+
+def reply(asked: float, *arrived: float, tokens: int | None = None) -> Reply:
+    return Reply(asked, arrived, len(arrived) if tokens is None else tokens, 3, 9, "text")
+
+
+def test_a_conversation_goes_on_from_its_answer_and_reads_only_what_is_new(port):
+    async def talk() -> list[Reply]:
+        one = Talk(port, "small")
+        replies = [await one.turn("Hello there", 5), await one.turn("And", 5)]
+        one.close()
+        return replies
+
+    first, second = asyncio.run(talk())
+    assert (first.tokens, second.tokens) == (5, 5)
+    assert first.read == first.prompt
+    assert second.prompt > first.prompt + 5
+    # All but what came before, whose last token no answer reads itself.
+    assert second.read == second.prompt - (first.prompt + 5 - 1)
+    assert first.asked < first.arrived[0] <= first.arrived[-1] < second.asked
+
+
+def test_all_clients_of_a_closed_loop_talk_and_are_counted(port):
+    talks = [Talk(port, "small") for _ in range(3)]
+    heard = asyncio.run(closed(Stand(port), talks, MANNER, what="three", seconds=0.3))
+    assert not heard.errors
+    assert len(heard.replies) >= 3
+    assert all(len(talk.messages) >= 2 for talk in talks)
+    assert heard.seconds == pytest.approx(0.3)
+    assert heard.pace > 0
+    assert {size for _, size in heard.memory} == {1_000_000}
+    facts = json.loads(json.dumps(heard.as_json()))
+    assert facts["clients"] == 3
+    assert facts["errors"] == 0
+
+
+def test_what_a_server_refuses_is_an_error_of_the_run_and_not_its_end(port):
+    talks = [Talk(port, "another")]
+    heard = asyncio.run(closed(Stand(port), talks, MANNER, what="", seconds=0.2))
+    assert heard.errors
+    assert not heard.replies
+    assert heard.pace == 0
+    assert "/v1/chat/completions answers 404" in heard.errors[0]
+
+
+def test_turns_of_an_open_loop_come_by_chance_and_wait_from_when_they_came(port):
+    talks = [Talk(port, "small")]
+    run = opened(Stand(port), talks, MANNER, what="", seconds=0.5, rate=20.0)
+    heard = asyncio.run(run)
+    assert not heard.errors
+    # By the seed; they queue for the one conversation, so their waits are told from the outside.
+    assert 4 <= len(heard.replies) <= 20
+    assert len(talks[0].messages) == 2 * len(heard.replies)
+    asked = sorted(each.asked for each in heard.replies)
+    assert asked == [each.asked for each in heard.replies]
+    assert heard.spans[0][0] <= asked[0] < asked[-1] < heard.spans[0][1]
+
+
+def test_a_server_that_is_not_there_is_an_error_in_one_sentence():
+    with pytest.raises(WeirError, match="does not answer"):
+        asyncio.run(Talk(9, "model").turn("Hello", 1))
+
+
+def test_only_what_comes_within_a_run_is_counted_in_it():
+    heard = Heard("", 1, [(10.0, 20.0)], [reply(9, 9.5, 11, 12, 21, tokens=8), reply(19, 25)])
+    # Of four pieces two came within, so half of eight tokens are its own.
+    assert heard.pace == pytest.approx(4 / 10)
+    assert heard.between == [1]
+    assert heard.first == [6]
+    assert heard.third(0).pace == pytest.approx(4 / (10 / 3))
+    assert heard.third(2).first == [6]
+    assert heard.third(2).pace == 0
+    both = together("two", [heard, Heard("", 1, [(30.0, 40.0)], [reply(30, 31, 32)], ["no"])])
+    assert both.seconds == 20
+    assert both.pace == pytest.approx((4 + 2) / 20)
+    assert both.errors == ["no"]
+
+
+def test_percentiles_are_milliseconds_and_of_nothing_there_are_none():
+    assert percentiles([]) == {}
+    assert percentiles([0.5]) == {"p50": 500, "p95": 500, "p99": 500}
+    many = percentiles([n / 1000 for n in range(1, 101)])
+    assert many["p50"] == pytest.approx(50, abs=1)
+    assert many["p99"] == pytest.approx(99, abs=1)
+
+
+def test_who_compacts_asks_for_a_summary_at_four_fifths_and_goes_on_with_it_alone(port):
+    async def talk() -> tuple[list[int], Compacting, Reply]:
+        one = Compacting(port, "small", window=80)
+        lengths = []
+        for _ in range(3):
+            answer = await one.turn("abcdefgh", 5)
+            lengths.append(len(one.messages))
+        one.close()
+        return lengths, one, answer
+
+    lengths, one, answer = asyncio.run(talk())
+    assert one.compactions >= 1
+    assert max(lengths) <= 6
+    assert ASK not in [message["content"] for message in one.messages]
+    assert one.messages[0]["content"].startswith("What was said so far: ")
+    assert answer.tokens == 5
+
+
+def test_who_forgets_begins_again_where_there_is_no_room(port):
+    async def talk() -> list[int]:
+        one = Forgetting(port, "small", window=70)
+        found = []
+        for _ in range(3):
+            await one.turn("abcdefgh", 5)
+            found.append(len(one.messages))
+        one.close()
+        return found
+
+    assert max(asyncio.run(talk())) < 6
+
+
+def test_a_response_is_heard_as_a_chat_is_and_names_itself():
+    heard = Listening()
+    heard.add_response(1.0, {"type": "response.created", "response": {"id": "resp_1"}})
+    heard.add_response(2.0, {"type": "response.output_text.delta", "delta": "so"})
+    usage = {"input_tokens": 9, "output_tokens": 1, "input_tokens_details": {"cached_tokens": 7}}
+    heard.add_response(
+        3.0, {"type": "response.incomplete", "response": {"id": "resp_1", "usage": usage}}
+    )
+    assert heard.id == "resp_1"
+    assert heard.reply(0.5) == Reply(0.5, (2.0,), 1, 2, 9, "so")
+    with pytest.raises(WeirError, match="the answer failed"):
+        heard.add_response(4.0, {"type": "response.failed"})
+    with pytest.raises(WeirError, match="has no text"):
+        Listening().reply(0.0)
+
+
+def test_every_token_of_the_random_models_is_text_of_its_own():
+    tokenizer = words(2000)
+    assert len(tokenizer) == 2000
+    texts = [tokenizer.decode([token]) for token in range(256, 2000)]
+    assert len(set(texts)) == len(texts)
+    assert all(text.startswith(" ") and text.strip() for text in texts)
+    assert tokenizer.decode(tokenizer("Hello, träumer")["input_ids"]) == "Hello, träumer"
+
+
+def test_without_names_all_parts_are_meant_but_the_soak():
+    assert set(PARTS) - set(chosen([])) == {"soak"}
+    assert chosen(["soak", "disk"]) == ["soak", "disk"]
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path: Path):
+    with (
+        pytest.raises(WeirError, match=r"the server did not start: .*o such option"),
+        weir_serves(tmp_path, "--wrong"),
+    ):
+        pass
