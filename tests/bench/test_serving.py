@@ -16,7 +16,7 @@ from weir.bench.serving.part import PARTS, chosen
 from weir.bench.serving.parts.compaction import ASK, Compacting
 from weir.bench.serving.parts.peer import Forgetting
 from weir.bench.serving.server import weir_serves
-from weir.bench.serving.talk import Listening, Reply, Talk
+from weir.bench.serving.talk import ById, Listening, Reply, Talk
 from weir.errors import WeirError
 
 MANNER = Manner(words=1, tokens=5)
@@ -150,6 +150,18 @@ def test_who_forgets_begins_again_where_there_is_no_room(port):
         return found
 
     assert max(asyncio.run(talk())) < 6
+
+
+def test_who_talks_by_id_names_what_it_goes_on_from_and_reads_as_little(port):
+    async def talk() -> list[Reply]:
+        one = ById(port, "small")
+        replies = [await one.turn("Hello there", 5), await one.turn("And", 5)]
+        one.close()
+        return replies
+
+    first, second = asyncio.run(talk())
+    assert second.prompt > first.prompt + 5
+    assert second.read == second.prompt - (first.prompt + 5 - 1)
 
 
 def test_a_response_is_heard_as_a_chat_is_and_names_itself():
