@@ -122,7 +122,10 @@ def test_both_halvings_leave_a_quarter():
         assert kept.shape == (2, 256, halves.DIM)
 
 
-@pytest.mark.parametrize("name", ["decode", "policies", "recompute", "answer", "halvings", "rows"])
+@pytest.mark.parametrize(
+    "name",
+    ["decode", "policies", "recompute", "answer", "halvings", "rows", "deterministic"],
+)
 def test_every_figure_runs(name):
     rows = list(FIGURES[name].measure(SETTING))
     assert rows

@@ -180,6 +180,12 @@ def test_a_folder_without_a_configuration_is_refused(capsys, tmp_path):
     )
 
 
+def test_a_pin_counts(capsys, model):
+    facts = facts_of(capsys, model, "--policy", SMALL, "--pin", 8)
+    assert facts["slots"] == [24 + 8 + 16]
+    assert facts["policy"] == f"pinned({SMALL}, n=8, header=16)"
+
+
 def test_what_is_no_configuration_is_refused(capsys, tmp_path):
     path = tmp_path / "config.json"
     path.write_text("{")

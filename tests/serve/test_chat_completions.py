@@ -200,6 +200,8 @@ def test_usage_says_where_the_stream_stands(server, client):
     assert told["held"] <= 2 + 6 + 4 + 4
     assert told["folds"] == (told["seen"] - 1) // 4
     assert told["bytes"] == server.desk.engine.cache.nbytes // 3
+    start = server.desk.tokenizer("<|im_start|>user\n", add_special_tokens=False)["input_ids"]
+    assert (told["pinned"], told["beginning"]) == (0, len(start))
 
 
 def test_an_edited_history_branches_from_what_it_shares(client):

@@ -19,6 +19,7 @@ from weir.bench.figure import FIGURES, Row, Setting, Skipped, chosen
 from weir.bench.figures import (
     answer,
     decode,
+    deterministic,
     flat,
     halvings,
     kernel,
@@ -31,7 +32,8 @@ from weir.bench.figures import (
 from weir.kernels import paths
 
 # They register.
-_MEASURE = (decode, rows, policies, recompute, answer, halvings, memory, kvpress, kernel, flat)
+_MEASURE = (decode, rows, policies, recompute, answer, halvings, memory, kvpress, kernel)
+_ASKED = (flat, deterministic)
 
 
 @dataclass

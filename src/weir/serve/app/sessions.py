@@ -184,6 +184,8 @@ def told(session: Session) -> dict[str, Any]:
         "held": session.usage.get("held"),
         "bytes": session.usage.get("bytes"),
         "folds": session.usage.get("folds"),
+        "pinned": session.usage.get("pinned"),
+        "beginning": session.usage.get("beginning"),
     }
 
 
