@@ -297,6 +297,6 @@ def test_the_client_raises_what_openai_would(client):
     assert error.value.code == "model_not_found"
     assert error.value.param == "model"
     with pytest.raises(openai.BadRequestError) as error:
-        ask(client, [USER], tools=[{"type": "function", "function": {"name": "f"}}])
-    assert error.value.param == "tools"
-    assert "not served here" in str(error.value)
+        ask(client, [USER], functions=[{"name": "f"}])
+    assert error.value.param == "functions"
+    assert "not served here; use tools" in str(error.value)

@@ -8,11 +8,9 @@ import json
 import jsonschema
 import openai
 import pytest
+from anything import random_desk
 from pydantic import BaseModel, Field
-from reference.naive import make_llama
-from servers import CHATML, POLICY, make_tokenizer, serving
-
-from weir.serve import Desk, Engine, Limits, MemoryStore
+from servers import serving
 
 USER = {"role": "user", "content": "Who?"}
 PERSON = {
@@ -26,17 +24,6 @@ PERSON = {
     "additionalProperties": False,
     "$defs": {"friend": {"enum": ["Ann", "Bob"]}},
 }
-
-
-def random_desk(template: str | None = CHATML, rows: int = 3) -> Desk:
-    """A desk whose model says anything at all."""
-    tokenizer = make_tokenizer(template)
-    model = make_llama(layers=1, vocab_size=len(tokenizer), tie_word_embeddings=False)
-    if template is not None:
-        model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    store = MemoryStore(64)
-    engine = Engine(model, POLICY, rows, store, chunk=4)
-    return Desk(engine, store, tokenizer, "small", Limits())
 
 
 @pytest.fixture(scope="module")

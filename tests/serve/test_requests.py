@@ -47,6 +47,14 @@ def schema_of(schema, **given) -> dict:
     return chat_of(response_format={"type": "json_schema", "json_schema": named})
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def tool_of(name, parameters=None) -> dict:
+    more = {} if parameters is None else {"parameters": parameters}
+    return {"type": "function", "function": {"name": name, **more}}
+
+
 def error_of(answer: httpx.Response) -> tuple[int, str | None, str]:
     body = answer.json()
     assert set(body) == {"error"}
@@ -101,7 +109,15 @@ BAD = {
     "no list": (chat_of(messages="Hi"), "messages"),
     "a wrong role": (chat_of(messages=[{"role": "king", "content": "x"}]), "messages[0].role"),
     "no role": (chat_of(messages=[{"content": "x"}]), "messages[0].role"),
-    "a tool": (chat_of(messages=[{"role": "tool", "content": "x"}]), "messages[0].role"),
+    "a result of no call": (
+        chat_of(messages=[{"role": "tool", "content": "x", "tool_call_id": "y"}]),
+        "messages[0].tool_call_id",
+    ),
+    "a result of nothing": (chat_of(messages=[{"role": "tool", "content": "x"}]), "messages[0]"),
+    "a user's call": (
+        chat_of(messages=[{"role": "user", "tool_calls": [CALL]}]),
+        "messages[0]",
+    ),
     "no text": (chat_of(messages=[{"role": "user", "content": 7}]), "messages[0].content"),
     "a picture": (
         chat_of(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
@@ -146,10 +162,31 @@ BAD = {
     "no schema": (schema_of({"type": "king"}), SCHEMA),
     "what no strict schema has": (schema_of({"not": {}}, strict=True), SCHEMA),
     "repetitions of repetitions": (schema_of({"pattern": "((a{99}){99}){99}"}), SCHEMA),
-    "tools": (chat_of(tools=[{"type": "function"}]), "tools"),
-    "a called tool": (
+    "a tool of nothing": (chat_of(tools=[{"type": "function"}]), "tools[0].function"),
+    "a tool without a name": (chat_of(tools=[tool_of("a b")]), "tools[0].function.name"),
+    "another kind of tool": (chat_of(tools=[{"type": "custom"}]), "tools[0].type"),
+    "two of one name": (chat_of(tools=[tool_of("f"), tool_of("f")]), "tools"),
+    "parameters that are none": (
+        chat_of(tools=[tool_of("f"), tool_of("g", {"type": "king"})]),
+        "tools[1].function.parameters",
+    ),
+    "parameters that repeat": (
+        chat_of(tools=[tool_of("f", {"pattern": "((a{99}){99}){99}"})]),
+        "tools[0].function.parameters",
+    ),
+    "a choice among none": (chat_of(tool_choice="required"), "tool_choice"),
+    "no choice": (chat_of(tools=[tool_of("f")], tool_choice="some"), "tool_choice"),
+    "a tool that is not there": (
+        chat_of(tools=[tool_of("f")], tool_choice=tool_of("g")),
+        "tool_choice.function.name",
+    ),
+    "a call of nothing": (
         chat_of(messages=[{"role": "assistant", "tool_calls": [{"id": "1"}]}]),
-        "messages[0].tool_calls",
+        "messages[0].tool_calls[0].function",
+    ),
+    "an older call": (
+        chat_of(messages=[{"role": "assistant", "function_call": {"name": "f"}}]),
+        "messages[0].function_call",
     ),
     "an unknown option": (
         chat_of(stream_options={"include": True}),

@@ -188,3 +188,14 @@ def test_what_may_begin_a_stop_is_held_back_until_it_does_not():
 )
 def test_a_text_ends_in_front_of_the_first_of_its_stops(text, stops, left):
     assert until_stop(text, stops) == left
+
+
+def test_special_tokens_that_are_kept_are_part_of_the_text_and_of_stops():
+    tokenizer = by_bytes()
+    call, start = (tokenizer.convert_tokens_to_ids(t) for t in ("<|call|>", "<s>"))
+    tokens = [*tokenizer("a ")["input_ids"], start, call, *tokenizer(" b")["input_ids"]]
+    text = AnswerText(tokenizer, kept=[call])
+    assert "".join([*map(text.add, tokens), text.end()]) == "a <|call|> b"
+    text = AnswerText(tokenizer, stops=["|> b"], kept=[call])
+    assert "".join([*map(text.add, tokens), text.end()]) == "a <|call"
+    assert text.stopped

@@ -12,18 +12,21 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError, shown
 from weir.models import Endings, sink_of, transformers_model
 from weir.serve.book import Book
+from weir.serve.calls import CallForm, Tool, form_of, read_calls, written
 from weir.serve.choosing import Chooser, Choosing, Constraint
 from weir.serve.engine import Busy, Engine
 from weir.serve.limits import Limits
 from weir.serve.locks import Locks
 from weir.serve.mailbox import Bell, Failure, Mailbox, Standing
-from weir.serve.messages import Message, chain
+from weir.serve.messages import Message, call_id, chain
 from weir.serve.records import Record, Store, packed
 from weir.serve.relay import Relay
 from weir.serve.sessions import Sessions
@@ -81,6 +84,7 @@ class Wish:
         stops: texts that end one.
         ends: tokens that end one.
         constraint: makes for each what it must look like; None where it may be anything.
+        tools: functions whose calls are looked for.
     """
 
     choosings: Sequence[Choosing]
@@ -88,6 +92,7 @@ class Wish:
     stops: Sequence[str]
     ends: frozenset[int]
     constraint: Callable[[], Constraint] | None = None
+    tools: Sequence[Tool] = ()
 
     def ending_with(self, stop: str) -> Wish:
         """The same, ended by one text more."""
@@ -147,6 +152,7 @@ class Desk:
         self.failure: Exception | None = None
         self.ends = frozenset(Endings.of(engine.model.generation_config).stops)
         self._turns = Turns(tokenizer, self.ends)
+        self._form = _form_of(tokenizer)
         self._sink = sink_of(transformers_model(engine.model).config)
         self._tokenizing = threading.Lock()
         # The first call puts out what a tokenizer's file says of padding; no thread decodes yet.
@@ -196,31 +202,60 @@ class Desk:
         """Whether answers in a chat end with their line: where the model has no chat template."""
         return not self._turns.templated
 
-    def plan_chat(self, owner: str, messages: Sequence[Message], session: str | None) -> Plan:
+    @property
+    def form(self) -> CallForm:
+        """The form in which the model writes calls.
+
+        Raises:
+            WeirError: it is not known.
+        """
+        if isinstance(self._form, WeirError):
+            raise WeirError(str(self._form))
+        return self._form
+
+    @property
+    def special(self) -> dict[str, int]:
+        """The texts around a call that are special tokens, which an answer has no others of."""
+        known = self.tokenizer.added_tokens_decoder.items()
+        texts = {token.content: number for number, token in known if token.special}
+        return {text: texts[text] for text in (self.form.trigger, self.form.close) if text in texts}
+
+    def plan_chat(
+        self,
+        owner: str,
+        messages: Sequence[Message],
+        session: str | None,
+        tools: Sequence[Tool] = (),
+    ) -> Plan:
         """The turn that a history asks for, from the longest beginning of it that was saved.
 
         Args:
             owner: whose it is; only what is saved for them is looked at.
             messages: the whole history, the last of which is to be answered.
             session: the session its end belongs to, where the client names one.
+            tools: functions that the model is told of; a history with others is another one.
 
         Raises:
             TooLong: it would feed more tokens than it may.
             WeirError: the template refuses the messages, or they make no tokens.
         """
-        hashes = chain(self._root, messages)
+        root = self._root
+        if tools:
+            root = hashlib.sha256(f"{root}\n{written(tools)}".encode()).hexdigest()
+        hashes = chain(root, messages)
         for at in range(len(messages) - 2, -1, -1):
             if messages[at].role != "assistant":
                 continue
             parent = self.store.at(owner, hashes[at])
             if parent is None:
                 continue
-            if plan := self.plan_after(parent, messages[at + 1 :], session):
+            if plan := self.plan_after(parent, messages[at + 1 :], session, tools):
                 return plan
+        rendered, told = self._rendered(messages, tools)
+        turns = self._turns.telling(told)
         with self._tokenizing:
-            rendered = [message.for_template() for message in messages]
-            said = self._turns.whole(rendered)
-            beginning, header = self._turns.beginning(rendered, said), self._turns.header(said)
+            said = turns.whole(rendered)
+            beginning, header = turns.beginning(rendered, said), self._turns.header(said)
         ids = self._sink.first(said)
         beginning += len(ids) - len(said)
         named = session or f"sess_{secrets.token_hex(16)}"
@@ -229,7 +264,11 @@ class Desk:
         )
 
     def plan_after(
-        self, parent: Record, messages: Sequence[Message], session: str | None = None
+        self,
+        parent: Record,
+        messages: Sequence[Message],
+        session: str | None = None,
+        tools: Sequence[Tool] = (),
     ) -> Plan | None:
         """The turn that goes on from another.
 
@@ -237,6 +276,7 @@ class Desk:
             parent: the other turn.
             messages: what is said after it.
             session: the session its end belongs to, where it is not the parent's.
+            tools: functions that the model was told of.
 
         Returns:
             None where the model's template does not tell these messages without those before.
@@ -245,7 +285,7 @@ class Desk:
             TooLong: it would feed more tokens than it may.
         """
         new = tuple(messages)
-        ids = self._after(new, parent.last)
+        ids = self._after(new, parent.last, tools)
         if not ids:
             return None
         end, named = chain(parent.chain, new)[-1], session or parent.session
@@ -270,11 +310,24 @@ class Desk:
                 raise WeirError(f"token {shown(wrong)} does not exist; ids are 0 to {last}")
         return self._checked(Plan(owner, ids))
 
-    def _after(self, messages: Sequence[Message], last: int) -> list[int] | None:
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Messages and tools as the template takes them."""
+        if isinstance(self._form, WeirError):
+            return [message.for_template() for message in messages], []
+        return self._form.rendered(messages, tools)
+
+    def _after(
+        self, messages: Sequence[Message], last: int, tools: Sequence[Tool]
+    ) -> list[int] | None:
         """What is new as ids; None where it can only be told with what was before."""
+        # Where a system turn describes the tools, that was said at the beginning.
+        known = isinstance(self._form, CallForm) and self._form.told
+        said, told = self._rendered(messages, tools if known else ())
         try:
             with self._tokenizing:
-                return self._turns.after([message.for_template() for message in messages], last)
+                return self._turns.telling(told).after(said, last)
         except WeirError:
             return None  # a template that wants more of a history than stands for it here
 
@@ -314,11 +367,12 @@ class Desk:
     def _turn(self, plan: Plan, wish: Wish, answer: int, mailbox: Mailbox) -> Turn:
         def save(turn: Turn, text: str, standing: Standing) -> None:
             if plan.session is not None:
-                self._save(plan, turn, text, standing)
+                self._save(plan, wish, turn, text, standing)
 
         choosing = wish.choosings[answer]
         cache = self.engine.cache
-        relay = Relay(answer, cache, self.tokenizer, wish.stops, mailbox, self._bell, save)
+        kept = self.special.values() if wish.tools else ()
+        relay = Relay(answer, cache, self.tokenizer, wish.stops, mailbox, self._bell, save, kept)
         relay.turn = Turn(
             node=secrets.token_hex(16),
             start=None if plan.parent is None else plan.parent.node,
@@ -336,9 +390,11 @@ class Desk:
         )
         return relay.turn
 
-    def _save(self, plan: Plan, turn: Turn, text: str, standing: Standing) -> None:
+    def _save(self, plan: Plan, wish: Wish, turn: Turn, text: str, standing: Standing) -> None:
         assert plan.session is not None
         answer = Message("assistant", text)
+        if wish.tools:
+            answer = read_calls(self.form, wish.tools, text, partial(call_id, turn.node))
         (end,) = chain(plan.chain, [answer])
         record = Record(
             node=turn.node,
@@ -418,3 +474,11 @@ class Desk:
         """Requests of an owner that are under way."""
         with self._lock:
             return self._open[owner]
+
+
+def _form_of(tokenizer: PreTrainedTokenizerBase) -> CallForm | WeirError:
+    """The form of a model's calls, or why there is none."""
+    try:
+        return form_of(tokenizer)
+    except WeirError as error:
+        return error

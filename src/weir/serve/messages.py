@@ -12,9 +12,32 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 THOUGHTS = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
 """What reasoning models say first, and clients leave out of the history they send."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a client's function.
+
+    Attributes:
+        id: by which its result is sent back.
+        name: of the function.
+        arguments: as JSON, if the model was not cut short.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+    def known(self) -> Any:
+        """The arguments as values; as they are where they are no JSON."""
+        try:
+            return json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            return self.arguments
 
 
 @dataclass(frozen=True)
@@ -22,29 +45,74 @@ class Message:
     """One message.
 
     Attributes:
-        role: "system", "user" or "assistant".
+        role: "system", "user", "assistant" or "tool".
         content: its text.
-        name: of who says it; None for most.
+        name: of who says it, or of the function whose result it is; None for most.
+        calls: of an assistant's.
+        result: the id of the call whose result it is.
+        place: which of the calls before it that is, from 0.
     """
 
     role: str
     content: str
     name: str | None = None
+    calls: tuple[Call, ...] = ()
+    result: str | None = None
+    place: int | None = None
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """As chat templates take it."""
-        message = {"role": self.role, "content": self.content}
-        return message if self.name is None else {**message, "name": self.name}
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.known()},
+                }
+                for call in self.calls
+            ]
+        if self.result is not None:
+            message["tool_call_id"] = self.result
+        return message
+
+    def kept(self) -> list[Any]:
+        """As JSON that `read` makes the same message of."""
+        kept: list[Any] = [self.role, self.content, self.name]
+        if not self.calls and self.result is None:
+            return kept
+        calls = [[call.id, call.name, call.arguments] for call in self.calls]
+        return [*kept, calls, self.result, self.place]
+
+    @classmethod
+    def read(cls, kept: Sequence[Any]) -> Message:
+        """A message from what `kept` gave.
+
+        Raises:
+            TypeError, ValueError: it is none.
+        """
+        role, content, name, *more = kept
+        calls, result, place = more or ([], None, None)
+        return cls(role, content, name, tuple(Call(*call) for call in calls), result, place)
 
     def canonical(self) -> str:
         """The same text for all that clients make of one message.
 
         Line ends are one character; of answers, thoughts are left out and the spaces around them.
+        Of calls, names and arguments count, and neither how JSON writes them nor their ids: of a
+        result it counts which of the calls before it is meant.
         """
         content = self.content.replace("\r\n", "\n")
         if self.role == "assistant":
             content = THOUGHTS.sub("", content).strip()
-        return json.dumps([self.role, content, self.name])
+        said: list[Any] = [self.role, content, self.name]
+        if self.calls:
+            said.append([[call.name, call.known()] for call in self.calls])
+        if self.result is not None:
+            said.append(self.place)
+        return json.dumps(said, sort_keys=True)
 
 
 def chain(root: str, messages: Sequence[Message]) -> list[str]:
@@ -63,3 +131,13 @@ def chain(root: str, messages: Sequence[Message]) -> list[str]:
         root = hashlib.sha256(f"{root}\n{message.canonical()}".encode()).hexdigest()
         hashes.append(root)
     return hashes
+
+
+def call_id(node: str, number: int) -> str:
+    """The id of a call.
+
+    Args:
+        node: the turn whose answer it is in; nobody can tell that from the id.
+        number: which of the answer's calls it is, from 0.
+    """
+    return f"call_{hashlib.sha256(f'{node} {number}'.encode()).hexdigest()[:24]}"

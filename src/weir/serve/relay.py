@@ -6,7 +6,7 @@ Lives in the engine's thread. Knows nothing about event loops or HTTP.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -32,6 +32,7 @@ class Relay:
         mailbox: who is told further.
         bell: rung when the engine has told of a step's tokens.
         save: what is done before anybody hears that the turn ended.
+        kept: special tokens that are part of the answer's text.
 
     Attributes:
         turn: the turn; set before it is submitted.
@@ -48,10 +49,11 @@ class Relay:
         mailbox: Mailbox,
         bell: Bell,
         save: Save,
+        kept: Collection[int] = (),
     ) -> None:
         self._answer = answer
         self._cache = cache
-        self._text = AnswerText(tokenizer, stops)
+        self._text = AnswerText(tokenizer, stops, kept)
         self._said: list[str] = []
         self._mailbox = mailbox
         self._bell = bell

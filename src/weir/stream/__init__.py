@@ -1,6 +1,6 @@
 """Endless streams: tokens in, logits out, on disk, as a conversation."""
 
-from weir.stream.answer import AnswerText, tokens_as_text, until_stop
+from weir.stream.answer import AnswerText, begun, tokens_as_text, until_stop
 from weir.stream.conversation import Conversation
 from weir.stream.sampling import Sampling
 from weir.stream.stream import MOST_LOGITS, PIECE, Stream
@@ -19,6 +19,7 @@ __all__ = [
     "Stream",
     "Tokens",
     "Turns",
+    "begun",
     "encode",
     "is_count",
     "read_books",

@@ -5,7 +5,7 @@ A token costs the same however long the answer is already. Knows nothing about m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,18 +25,26 @@ class AnswerText:
     Args:
         tokenizer: of the model that answers.
         stops: texts that end the answer and are no part of it; the empty text is none.
+        kept: special tokens that are part of the text.
 
     Attributes:
-        special: tokens that add nothing, such as those of a template.
+        special: tokens that add nothing unless they are kept, such as those of a template, and
+            what they say.
         stopped: whether a stop has come; tokens after it add nothing.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stops: Sequence[str] = (),
+        kept: Collection[int] = (),
+    ) -> None:
         self.stopped = False
         self._tokenizer = tokenizer
         self._stops = [stop for stop in stops if stop]
         special = tokenizer.added_tokens_decoder.items()
-        self.special = {token for token, how in special if how.special}
+        self.special = {token: how.content for token, how in special if how.special}
+        self._kept = frozenset(kept)
         # Tokenizers write a token after others in another way than at the beginning (spaces, most
         # of all), so those of the last piece are decoded again in front of what comes.
         self._before: list[int] = []
@@ -46,8 +54,10 @@ class AnswerText:
 
     def add(self, token: int) -> str:
         """The text that one more token adds; often none, where a character takes several."""
-        if self.stopped or token in self.special:
+        if self.stopped:
             return ""
+        if token in self.special:
+            return self._until_stop(self.special[token]) if token in self._kept else ""
         return self._until_stop(self._decoded(token))
 
     def end(self) -> str:
@@ -79,9 +89,9 @@ class AnswerText:
         if len(before) < len(text):
             self.stopped, self._held = True, ""
             return before
-        begun = max((_begun(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - begun :]
-        return text[: len(text) - begun]
+        held = max((begun(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
 
 
 def tokens_as_text(
@@ -110,7 +120,7 @@ def until_stop(text: str, stops: Sequence[str]) -> str:
     return text[: min((at for at in found if at >= 0), default=len(text))]
 
 
-def _begun(text: str, stop: str) -> int:
+def begun(text: str, stop: str) -> int:
     """How many characters at the end of a text may be the beginning of a stop."""
     sizes = range(min(len(text), len(stop) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)

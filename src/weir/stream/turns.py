@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import cached_property
+from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -30,18 +31,29 @@ class Turns:
     Args:
         tokenizer: of the model.
         ends: the tokens that end an answer.
+        tools: functions that the template is to tell the model of, as JSON schemas.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        ends: Collection[int],
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._ends = frozenset(ends)
+        self._tools = tools
+
+    def telling(self, tools: Sequence[dict[str, Any]]) -> Turns:
+        """The same for a conversation with tools."""
+        return Turns(self._tokenizer, self._ends, tools)
 
     @property
     def templated(self) -> bool:
         """Whether the model has a chat template."""
         return self._tokenizer.chat_template is not None
 
-    def whole(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def whole(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """The ids of a conversation from its beginning, up to where the model is to answer.
 
         Args:
@@ -53,9 +65,9 @@ class Turns:
         if not self.templated:
             text = "\n".join(message["content"] for message in messages)
             return list(self._tokenizer(text)["input_ids"])
-        return self._encode(render_chat(self._tokenizer, messages))
+        return self._encode(render_chat(self._tokenizer, messages, tools=self._tools))
 
-    def after(self, messages: Sequence[dict[str, str]], last: int | None) -> list[int] | None:
+    def after(self, messages: Sequence[dict[str, Any]], last: int | None) -> list[int] | None:
         """The ids of messages that come after an answer, up to where the model is to answer again.
 
         Args:
@@ -76,10 +88,11 @@ class Turns:
         # What comes after an answer does not depend on the turns before it: a short pretended
         # history stands for the real one, however long that is.
         history = [{"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}]
-        _, found, after = render_chat(self._tokenizer, [*history, *messages]).partition(ANSWER)
+        text = render_chat(self._tokenizer, [*history, *messages], tools=self._tools)
+        _, found, after = text.partition(ANSWER)
         return self._without_end(self._encode(after), last) if found else None
 
-    def beginning(self, messages: Sequence[dict[str, str]], ids: Sequence[int]) -> int:
+    def beginning(self, messages: Sequence[dict[str, Any]], ids: Sequence[int]) -> int:
         """How many ids of a conversation come before the first words that are not the system's.
 
         Those are the start token, the system turn, the tools it names, and what the template puts
@@ -136,9 +149,10 @@ def _alike(ids: Sequence[int], others: Sequence[int]) -> int:
 
 def render_chat(
     tokenizer: PreTrainedTokenizerBase,
-    turns: Sequence[dict[str, str]],
+    turns: Sequence[dict[str, Any]],
     *,
     add_generation_prompt: bool = True,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> str:
     """A conversation as the text that a model's chat template makes of it.
 
@@ -147,6 +161,7 @@ def render_chat(
         turns: each with its "role" and "content".
         add_generation_prompt: end where the model is to answer; otherwise the last turn is left
             open, to be gone on with.
+        tools: functions that the model is told of, as JSON schemas.
 
     Raises:
         WeirError: the template refuses them, as those do that want roles to alternate.
@@ -154,6 +169,7 @@ def render_chat(
     try:
         text = tokenizer.apply_chat_template(
             list(turns),
+            tools=list(tools) or None,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,

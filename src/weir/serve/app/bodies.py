@@ -6,19 +6,25 @@ nothing, those in `REFUSED` are known and not served, but for values that ask fo
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
 
-from weir.serve.app.formats import ResponseFormat
+from weir.serve.app.formats import FunctionTool, ResponseFormat, ToolCall, ToolChoice
 from weir.serve.app.strict import Strict, Whole, refused
 from weir.serve.choosing import Choosing
-from weir.serve.messages import Message
+from weir.serve.messages import Call, Message
 from weir.stream import Sampling
 
 IGNORED = (
     "metadata",
-    "parallel_tool_calls",
     "prediction",
     "prompt_cache_key",
     "prompt_cache_options",
@@ -38,11 +44,12 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "modalities": (None, ["text"]),
     "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
     "web_search_options": (None,),
 }
 
+
+INSTEAD = {"functions": "use tools", "function_call": "use tool_choice"}
+"""For what is refused that has another name today."""
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
@@ -71,18 +78,27 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: Annotated[str, StringConstraints(max_length=64)] | None = None
-    tool_calls: Any = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_call_id: Annotated[str, StringConstraints(max_length=256)] | None = None
     function_call: Any = None
 
-    @field_validator("tool_calls", "function_call")
+    @field_validator("function_call")
     @classmethod
     def _none(cls, value: Any) -> Any:
         if value:
-            raise refused("tools are not served here")
+            raise refused("functions are not served here; use tools and tool_calls")
         return value
+
+    @model_validator(mode="after")
+    def _fitting(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise refused("tool_calls are an assistant's")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise refused("a message of role tool has a tool_call_id, and no other has one")
+        return self
 
     def message(self) -> Message:
         """The same, as the rest of the server knows it."""
@@ -90,7 +106,11 @@ class ChatMessage(BaseModel):
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
-        return Message(role, content, self.name)
+        calls = tuple(
+            Call(call.id, call.function.name, call.function.arguments)
+            for call in self.tool_calls or ()
+        )
+        return Message(role, content, self.name, calls, self.tool_call_id)
 
 
 class StreamOptions(Strict):
@@ -161,7 +181,6 @@ class Body(Asking):
     n: Annotated[Whole, Field(ge=1, le=128)] | None = None
 
     metadata: Any = None
-    parallel_tool_calls: Any = None
     prediction: Any = None
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
@@ -180,15 +199,14 @@ class Body(Asking):
     functions: Any = None
     modalities: Any = None
     suffix: Any = None
-    tool_choice: Any = None
-    tools: Any = None
     web_search_options: Any = None
 
     @field_validator(*REFUSED, mode="after")
     @classmethod
     def _harmless(cls, value: Any, info: Any) -> Any:
         if value not in REFUSED[info.field_name]:
-            raise refused("this is not served here; leave it out")
+            instead = INSTEAD.get(info.field_name, "leave it out")
+            raise refused(f"this is not served here; {instead}")
         return value
 
     @property
@@ -210,6 +228,9 @@ class ChatBody(Body):
     logprobs: bool | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class TextBody(Body):

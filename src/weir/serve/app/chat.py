@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -16,13 +16,16 @@ from weir.serve.app.bodies import ChatBody
 from weir.serve.app.described import takes
 from weir.serve.app.errors import Refused
 from weir.serve.app.eventstream import DONE, frame
+from weir.serve.app.history import history_of
 from weir.serve.app.models import check_model
 from weir.serve.app.reading import HEADER, authorised, read_body, session_of
 from weir.serve.app.sending import sent
-from weir.serve.app.shaping import shape_of
+from weir.serve.app.shaping import SCHEMA, shaped, tooling_of
 from weir.serve.app.told import Tokens
-from weir.serve.desk import Desk
+from weir.serve.calls import CallReader, CallStart, Part, Said, message_of
+from weir.serve.desk import Desk, Wish
 from weir.serve.mailbox import End, Piece
+from weir.serve.messages import Message, call_id
 
 router = APIRouter()
 
@@ -34,11 +37,8 @@ async def chat(request: Request, owner: str = Depends(authorised)) -> Response:
     session = session_of(request)
     body = await read_body(request, ChatBody, owner)
     check_model(desk, body.model)
-    messages = [message.message() for message in body.messages]
-    if messages[-1].role == "assistant":
-        raise Refused(
-            400, "the last message must be one to answer, not an assistant's", param="messages"
-        )
+    messages = history_of([message.message() for message in body.messages])
+    tooling = tooling_of(desk, body)
     if body.top_logprobs is not None and not body.logprobs:
         raise Refused(400, "top_logprobs is for logprobs: true", param="top_logprobs")
     limit: tuple[str, int | None] = ("max_tokens", body.max_tokens)
@@ -46,19 +46,15 @@ async def chat(request: Request, owner: str = Depends(authorised)) -> Response:
         limit = ("max_completion_tokens", body.max_completion_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     wish = wish_of(desk, body, limit, logprobs, desk.limits.answer_default)
-    shape = await shape_of(request, body)
-    if shape is not None:
-        wish = replace(wish, constraint=shape.mask)
-    elif desk.paragraphs:
-        wish = wish.ending_with("\n")
+    wish = await shaped(request, body.response_format, tooling, wish, SCHEMA)
     answers = await begin(
         request,
-        lambda who: desk.plan_chat(who, messages, session),
+        lambda who: desk.plan_chat(who, messages, session, tooling.tools),
         wish,
         owner,
         "messages",
     )
-    form = Form(body, desk, Tokens(desk.tokenizer, wish.ends))
+    form = Form(body, desk, wish, Tokens(desk.tokenizer, wish.ends))
     headers = {HEADER: answers.asked.plan.session or ""}
     return await sent(request, form, answers, headers, stream=bool(body.stream))
 
@@ -69,12 +65,17 @@ class Form:
     Args:
         body: what was asked for.
         desk: who answers.
+        wish: how the body is answered.
         tokens: tells of them.
     """
 
-    def __init__(self, body: ChatBody, desk: Desk, tokens: Tokens) -> None:
+    def __init__(self, body: ChatBody, desk: Desk, wish: Wish, tokens: Tokens) -> None:
         self._body = body
         self._tokens = tokens
+        self._readers = [
+            CallReader(desk.form, {tool.name for tool in wish.tools})
+            for _ in range(body.answers if wish.tools else 0)
+        ]
         self._head = {
             "id": f"chatcmpl-{secrets.token_hex(16)}",
             "created": int(time.time()),
@@ -83,20 +84,20 @@ class Form:
 
     async def whole(self, answers: Answers) -> dict[str, Any]:
         """All of it as one object."""
-        texts: list[list[str]] = [[] for _ in range(self._body.answers)]
-        logprobs: list[list[dict[str, Any]]] = [[] for _ in texts]
+        said: list[list[Part]] = [[] for _ in range(self._body.answers)]
+        logprobs: list[list[dict[str, Any]]] = [[] for _ in said]
         async for events in answers.events():
             for event in events:
-                texts[event.answer].append(event.text)
+                said[event.answer] += self._read(event)
                 logprobs[event.answer] += self._logprobs(event)
         choices = [
             {
                 "index": answer,
-                "message": {"role": "assistant", "content": "".join(text), "refusal": None},
+                "message": _message(message_of(parts, _ids(answers, answer))),
                 "logprobs": {"content": known, "refusal": None} if self._body.logprobs else None,
-                "finish_reason": answers.ends[answer].reason,
+                "finish_reason": self._reason(answers.ends[answer]),
             }
-            for answer, (text, known) in enumerate(zip(texts, logprobs, strict=True))
+            for answer, (parts, known) in enumerate(zip(said, logprobs, strict=True))
         ]
         return {
             **self._head,
@@ -108,10 +109,11 @@ class Form:
     async def frames(self, answers: Answers) -> AsyncIterator[bytes]:
         """All of it as events."""
         for answer in range(self._body.answers):
-            yield self._chunk(answer, {"role": "assistant", "content": ""})
+            content = None if self._readers else ""
+            yield self._chunk(answer, {"role": "assistant", "content": content})
         try:
             async for events in answers.events():
-                yield b"".join(part for event in events for part in self._parts(event))
+                yield b"".join(part for event in events for part in self._parts(answers, event))
         except Refused as refused:
             yield frame(refused.body)
             return
@@ -119,14 +121,32 @@ class Form:
             yield frame({**self._chunk_head, "choices": [], "usage": answers.usage()})
         yield DONE
 
-    def _parts(self, event: Piece | End) -> list[bytes]:
+    def _parts(self, answers: Answers, event: Piece | End) -> list[bytes]:
         known = self._logprobs(event)
-        parts = []
-        if event.text or known:
-            parts.append(self._chunk(event.answer, {"content": event.text}, known))
+        ids = _ids(answers, event.answer)
+        deltas = [delta for part in self._read(event) for delta in _deltas(part, ids)]
+        if known and not deltas:
+            deltas = [{} if self._readers else {"content": ""}]
+        # What is known of tokens goes with the first of what they brought.
+        parts = [
+            self._chunk(event.answer, delta, None if number else known)
+            for number, delta in enumerate(deltas)
+        ]
         if isinstance(event, End):
-            parts.append(self._chunk(event.answer, {}, reason=event.reason))
+            parts.append(self._chunk(event.answer, {}, reason=self._reason(event)))
         return parts
+
+    def _read(self, event: Piece | End) -> list[Part]:
+        """What an event brings: text, and calls where there are tools."""
+        if not self._readers:
+            return [Said(event.text)] if event.text else []
+        reader = self._readers[event.answer]
+        return [*reader.add(event.text), *(reader.end() if isinstance(event, End) else ())]
+
+    def _reason(self, end: End) -> str:
+        """Why an answer ended."""
+        called = bool(self._readers) and self._readers[end.answer].whole > 0
+        return "tool_calls" if called and end.reason == "stop" else end.reason
 
     @property
     def _chunk_head(self) -> dict[str, Any]:
@@ -153,3 +173,41 @@ class Form:
             return []
         told = self._tokens.chat(event.choice)
         return [] if told is None else [told]
+
+
+def _ids(answers: Answers, answer: int) -> Callable[[int], str]:
+    """The ids of an answer's calls, by which they are."""
+    return partial(call_id, answers.asked.turns[answer].node)
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """An answer as JSON."""
+    told: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
+    if message.calls:
+        told["content"] = message.content or None
+        told["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.calls
+        ]
+    return told
+
+
+def _deltas(part: Part, ids: Callable[[int], str]) -> list[dict[str, Any]]:
+    """What a part of an answer adds to it."""
+    if isinstance(part, Said) and part.call is None:
+        return [{"content": part.text}]
+    if isinstance(part, Said):
+        return [{"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}]
+    if isinstance(part, CallStart):
+        begins = {
+            "index": part.call,
+            "id": ids(part.call),
+            "type": "function",
+            "function": {"name": part.name, "arguments": ""},
+        }
+        return [{"tool_calls": [begins]}]
+    return []

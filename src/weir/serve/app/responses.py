@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -20,7 +19,7 @@ from weir.serve.app.responsebodies import ResponseBody
 from weir.serve.app.responseform import ResponseForm
 from weir.serve.app.sending import sent
 from weir.serve.app.sessions import done
-from weir.serve.app.shaping import shape_of_format
+from weir.serve.app.shaping import Tooling, shaped
 from weir.serve.app.told import Tokens
 from weir.serve.book import Response as Kept
 from weir.serve.desk import Desk, Plan
@@ -42,11 +41,7 @@ async def respond(request: Request, owner: str = Depends(authorised)) -> Respons
         lock(request, owner, body.named)
     limit = ("max_output_tokens", body.max_output_tokens)
     wish = wish_of(desk, body, limit, body.logprobs, desk.limits.answer_default)
-    shape = await shape_of_format(request, body.form, "text.format.schema")
-    if shape is not None:
-        wish = replace(wish, constraint=shape.mask)
-    elif desk.paragraphs:
-        wish = wish.ending_with("\n")
+    wish = await shaped(request, body.form, Tooling(), wish, "text.format.schema")
     reply = Reply(
         desk,
         body.items,

@@ -1,57 +1,181 @@
-"""What an answer must look like, made of what a client asks for."""
+"""What an answer must look like, made of what a client asks for: a schema, tools, or both."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 
+from weir.errors import WeirError
 from weir.serve.app.bodies import ChatBody
 from weir.serve.app.errors import Refused
-from weir.serve.app.formats import ResponseFormat
-from weir.serve.shapes import BadSchema, Grammars, Shape
+from weir.serve.app.formats import NamedTool, ResponseFormat
+from weir.serve.calls import Tool
+from weir.serve.calls.rules import Choice, rules_of
+from weir.serve.desk import Desk, Wish
+from weir.serve.shapes import SPACES, BadSchema, Grammars, check_schema, guided
 
 SCHEMA = "response_format.json_schema.schema"
 
 
-async def shape_of(request: Request, body: ChatBody) -> Shape | None:
-    """What the answers to a chat must look like; None where they may be anything.
+@dataclass(frozen=True)
+class Tooling:
+    """The tools of a request.
+
+    Attributes:
+        tools: all that the model is told of.
+        callable: those that it may call.
+        choice: whether it calls any.
+        several: whether it may call more than once.
+    """
+
+    tools: Sequence[Tool] = ()
+    callable: Sequence[Tool] = ()
+    choice: Choice = "none"
+    several: bool = True
+
+
+def tooling_of(desk: Desk, body: ChatBody) -> Tooling:
+    """The tools of a body.
 
     Raises:
-        Refused: nothing can be held to it.
+        Refused: they do not fit to each other, or to the model.
     """
-    return await shape_of_format(request, body.response_format, SCHEMA)
+    tools = [each.tool() for each in body.tools or ()]
+    choice = body.tool_choice
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise Refused(400, "there are no tools to choose", param="tool_choice")
+        return Tooling()
+    if len({tool.name for tool in tools}) < len(tools):
+        raise Refused(400, "two tools have the same name", param="tools")
+    try:
+        form = desk.form
+    except WeirError as error:
+        raise Refused(400, str(error), param="tools", code="unsupported") from None
+    several = body.parallel_tool_calls is not False and form.several
+    if not isinstance(choice, NamedTool):
+        return Tooling(tools, tools, choice or "auto", several)
+    named = [tool for tool in tools if tool.name == choice.function.name]
+    if not named:
+        raise Refused(
+            400, "there is no such tool among the tools", param="tool_choice.function.name"
+        )
+    return Tooling(tools, named, "required", several=False)
 
 
-async def shape_of_format(
-    request: Request, wanted: ResponseFormat | None, param: str
-) -> Shape | None:
-    """What an answer in a form must look like; None where it may be anything.
+async def shaped(
+    request: Request, wanted: ResponseFormat | None, tooling: Tooling, wish: Wish, param: str
+) -> Wish:
+    """A wish for answers that look like what a client asks for.
 
     Args:
         request: to this server.
-        wanted: the form.
-        param: where its schema stands, for errors.
+        wanted: the form of an answer; None for text.
+        tooling: what the model may call.
+        wish: for answers that may be anything.
+        param: where the form's schema stands, for errors.
 
     Raises:
         Refused: nothing can be held to it.
     """
-    if wanted is None or wanted.type == "text":
-        return None
+    desk: Desk = request.app.state.desk
+    free = (wanted is None or wanted.type == "text") and tooling.choice != "required"
+    if desk.paragraphs and free:
+        wish = wish.ending_with("\n")
+    if free and not tooling.tools:
+        return wish
     grammars: Grammars = request.app.state.grammars
-    return await asyncio.to_thread(_of_format, grammars, wanted, param)
+    return await asyncio.to_thread(_held, desk, grammars, wanted, tooling, wish, param)
 
 
-def _of_format(grammars: Grammars, wanted: ResponseFormat, param: str) -> Shape:
-    named = wanted.json_schema
-    schema, strict = (named.of, bool(named.strict)) if named is not None else (None, True)
+def _held(
+    desk: Desk,
+    grammars: Grammars,
+    wanted: ResponseFormat | None,
+    tooling: Tooling,
+    wish: Wish,
+    param: str,
+) -> Wish:
+    schema, strict = _schema(wanted)
+    if not tooling.tools:
+        assert schema is not None
+        try:
+            return replace(wish, constraint=grammars.of_schema(schema, strict=strict).mask)
+        except BadSchema as error:
+            raise _bad("the schema", error, param) from None
     try:
-        return grammars.of_schema({"type": "object"} if schema is None else schema, strict=strict)
+        if schema is not None:
+            check_schema(schema)
     except BadSchema as error:
-        raise bad_schema("the schema", error, param) from None
+        raise _bad("the schema", error, param) from None
+    for number, tool in enumerate(tooling.callable):
+        _check(tool, number)
+    grammar = rules_of(
+        desk.form,
+        tooling.callable,
+        tooling.choice,
+        several=tooling.several,
+        lines=not desk.paragraphs,
+        special=desk.special,
+        schema=None if schema is None else guided(schema, SPACES, strict=strict),
+    )
+    whole = tooling.choice == "required" or schema is not None
+    try:
+        shape = grammars.of_grammar(grammar, whole=whole)
+    except BadSchema as error:
+        raise _blamed(grammars, schema, strict, tooling, error, param) from None
+    calls = tooling.callable if tooling.choice != "none" else ()
+    return replace(wish, constraint=shape.mask, tools=calls)
 
 
-def bad_schema(what: str, error: BadSchema, param: str) -> Refused:
+def _schema(wanted: ResponseFormat | None) -> tuple[dict[str, object] | None, bool]:
+    """The schema that an answer is to be valid to, and whether all of it counts."""
+    if wanted is None or wanted.type == "text":
+        return None, False
+    named = wanted.json_schema
+    if named is None or named.of is None:
+        return {"type": "object"}, True
+    return named.of, bool(named.strict)
+
+
+def _check(tool: Tool, number: int) -> None:
+    try:
+        check_schema(tool.schema)
+    except BadSchema as error:
+        raise _bad(f"the parameters of {tool.name}", error, _param(number)) from None
+
+
+def _blamed(
+    grammars: Grammars,
+    schema: dict[str, object] | None,
+    strict: bool,
+    tooling: Tooling,
+    error: BadSchema,
+    param: str,
+) -> Refused:
+    """Which of several schemas it is that cannot be held to."""
+    if schema is not None:
+        try:
+            grammars.of_schema(schema, strict=strict)
+        except BadSchema as own:
+            return _bad("the schema", own, param)
+    for tool in tooling.callable:
+        try:
+            grammars.of_schema(tool.schema, strict=tool.strict)
+        except BadSchema as own:
+            number = list(tooling.tools).index(tool)
+            return _bad(f"the parameters of {tool.name}", own, _param(number))
+    return _bad("all tools together", error, "tools")
+
+
+def _param(number: int) -> str:
+    return f"tools[{number}].function.parameters"
+
+
+def _bad(what: str, error: BadSchema, param: str) -> Refused:
     """Nothing can be held to a schema."""
     return Refused(
         400, f"{what} cannot be held to: {error}", param=param, code="invalid_json_schema"

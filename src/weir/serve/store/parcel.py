@@ -184,7 +184,7 @@ class Parcel:
             known.add(turn["node"])
             if len(turn["ids"]) > turn["seen"]:
                 raise Wrong(f"turns[{n}] has more tokens than its stream")
-            messages = tuple(Message(*each) for each in turn.pop("messages"))
+            messages = tuple(Message.read(each) for each in turn.pop("messages"))
             ids = packed(turn.pop("ids"))
             parcel.add(Record(owner="", session="", messages=messages, ids=ids, **turn), node)
         return parcel
@@ -196,7 +196,7 @@ def _said(record: Record) -> dict[str, Any]:
         "node": record.node,
         "parent": record.parent,
         "chain": record.chain,
-        "messages": [[each.role, each.content, each.name] for each in record.messages],
+        "messages": [each.kept() for each in record.messages],
         "last": record.last,
         "seen": record.seen,
         "usage": record.usage,
@@ -227,11 +227,18 @@ def _chain(value: Any, place: str) -> None:
 
 
 def _message(value: Any, place: str) -> None:
-    list_of(_anything, 3)(value, place)
-    role, content, name = value
+    list_of(_anything)(value, place)
+    if len(value) not in (3, 6):
+        raise Wrong(f"{place} must be a message, not {shown(value)}")
+    role, content, name, *more = value
     text("system", "user", "assistant", "tool", "developer")(role, f"{place}.role")
     text()(content, f"{place}.content")
     optional(text())(name, f"{place}.name")
+    if more:
+        calls, result, which = more
+        list_of(list_of(text(), 3))(calls, f"{place}.calls")
+        optional(text())(result, f"{place}.result")
+        optional(whole())(which, f"{place}.place")
 
 
 def _usage(value: Any, place: str) -> None:

@@ -280,7 +280,7 @@ def _insert(db: sqlite3.Connection, record: Record) -> None:
     """Put a record in the place of the one its node has."""
     for table in ("records", "members"):
         db.execute(f"DELETE FROM {table} WHERE node = ?", (record.node,))
-    messages = [[each.role, each.content, each.name] for each in record.messages]
+    messages = [each.kept() for each in record.messages]
     db.execute(
         f"INSERT INTO records ({_KEPT}, topic) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
@@ -309,7 +309,7 @@ def _join(db: sqlite3.Connection, owner: str, session: str, node: str) -> None:
 
 def _read(row: sqlite3.Row) -> Record:
     said: dict[str, Any] = dict(row)
-    said["messages"] = tuple(Message(*each) for each in json.loads(said["messages"]))
+    said["messages"] = tuple(Message.read(each) for each in json.loads(said["messages"]))
     said["usage"] = json.loads(said["usage"])
     return Record(**said)
 
