@@ -259,6 +259,7 @@ def lie(path: Path, *place: Any, to: Any) -> None:
 
 
 TURN = ("turns", 1)
+CALLED = ["user", "x", None]
 LIES = [
     ("format must be", (("format",), 2)),
     ("turns must be a list", (("turns",), {})),
@@ -275,6 +276,8 @@ LIES = [
     (r"turns\[1\].messages\[0\] must have 3", ((*TURN, "messages", 0), ["user"])),
     (r"messages\[0\].role must be", ((*TURN, "messages", 0, 0), "root")),
     (r"messages\[0\].content must be", ((*TURN, "messages", 0, 1), None)),
+    (r"messages\[0\].calls\[0\] must", ((*TURN, "messages", 0), [*CALLED, [["x"]], None, 0])),
+    (r"messages\[0\].place must", ((*TURN, "messages", 0), [*CALLED, [], "x", -1])),
     (r"usage.'bytes' must be", ((*TURN, "usage", "bytes"), 1e9)),
     (r"usage must be numbers", ((*TURN, "usage"), [1])),
     (r"created must be seconds", ((*TURN, "created"), float("nan"))),

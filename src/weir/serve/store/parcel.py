@@ -229,7 +229,7 @@ def _chain(value: Any, place: str) -> None:
 def _message(value: Any, place: str) -> None:
     list_of(_anything)(value, place)
     if len(value) not in (3, 6):
-        raise Wrong(f"{place} must be a message, not {shown(value)}")
+        raise Wrong(f"{place} must have 3 parts or 6, not {len(value)}")
     role, content, name, *more = value
     text("system", "user", "assistant", "tool", "developer")(role, f"{place}.role")
     text()(content, f"{place}.content")
