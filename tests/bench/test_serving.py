@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,7 @@ class Stand:
 
     port: int
     memory: int = 1_000_000
+    worked: float = 3.0
     running: bool = True
 
 
@@ -111,6 +112,7 @@ def test_only_what_comes_within_a_run_is_counted_in_it():
     assert both.seconds == 20
     assert both.pace == pytest.approx((4 + 2) / 20)
     assert both.errors == ["no"]
+    assert replace(both, worked=24.0).worked_a_token == pytest.approx(24 / (8 + 1 + 2))
 
 
 def test_percentiles_are_milliseconds_and_of_nothing_there_are_none():

@@ -51,6 +51,8 @@ class Heard:
         replies: answers of which a part came then.
         errors: what went wrong, each time.
         memory: (seconds since the start, bytes) of the server.
+        worked: seconds that processors worked for the server, with what was done before and after
+            it was measured.
         work: (seconds since the start, seconds) that some work of always the same size took beside
             it: what else the machine was doing.
     """
@@ -62,6 +64,7 @@ class Heard:
     errors: list[str] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)
     work: list[tuple[float, float]] = field(default_factory=list)
+    worked: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -76,6 +79,11 @@ class Heard:
             inside = sum(self._within(when) for when in reply.arrived)
             tokens += reply.tokens * inside / len(reply.arrived)
         return tokens / self.seconds
+
+    @property
+    def worked_a_token(self) -> float:
+        """Seconds that processors worked for each token of an answer."""
+        return self.worked / max(1, sum(reply.tokens for reply in self.replies))
 
     @property
     def first(self) -> list[float]:
@@ -113,6 +121,7 @@ class Heard:
             "between_tokens_ms": percentiles(self.between),
             "errors": len(self.errors),
             "error_kinds": sorted(set(self.errors))[:10],
+            "worked_ms_a_token": self.worked_a_token * 1e3,
             "memory": self.memory,
             "work": self.work,
         }
@@ -132,6 +141,7 @@ def together(what: str, rounds: Sequence[Heard]) -> Heard:
         all_of(each.errors for each in rounds),
         all_of(each.memory for each in rounds),
         all_of(each.work for each in rounds),
+        sum(each.worked for each in rounds),
     )
 
 
@@ -251,7 +261,7 @@ async def _watched(
     work: Sequence[Any],
 ) -> None:
     """Do work, and look at the server's memory meanwhile."""
-    start = time.perf_counter()
+    start, before = time.perf_counter(), server.worked
 
     async def watch() -> None:
         while True:
@@ -267,4 +277,5 @@ async def _watched(
         await asyncio.gather(*work)
     finally:
         watching.cancel()
+    heard.worked = server.worked - before
     heard.memory.append((time.perf_counter() - start, server.memory))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import re
 import socket
@@ -46,6 +47,16 @@ class Server:
             return 0
         found = re.search(r"^VmRSS:\s+(\d+) kB", text, re.MULTILINE)
         return int(found[1]) * 1024 if found else 0
+
+    @property
+    def worked(self) -> float:
+        """Seconds that processors worked for it; 0 where the system has no /proc."""
+        try:
+            text = Path(f"/proc/{self._process.pid}/stat").read_text("ascii")
+        except OSError:
+            return 0.0
+        fields = text.rpartition(")")[2].split()  # from the third field on; a name may have spaces
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     @property
     def running(self) -> bool:

@@ -53,7 +53,20 @@ def pace(plan: Plan) -> Iterator[Row | Heard]:
             8.0 if many == 16 else None,
             least=True,
         )
-        rate = BUSY * median(ours) / plan.manner.tokens
+        if all(each.worked and each.replies for each in (*ones, *alls)):
+            ours, peer = (
+                [each.worked_a_token for each in alls],
+                [each.worked_a_token for each in ones],
+            )
+            yield Row(
+                f"processor time a token of one session ÷ of {many}, prompts and HTTP included",
+                median(ours) * 1e3,
+                median(peer) * 1e3,
+                "ms",
+                ratio(peer, ours),
+                note="all threads of the server; what else the machine does counts less in it",
+            )
+        rate = BUSY * median(each.pace for each in alls) / plan.manner.tokens
         plan.say(f"{rate:.2g} turns a second by chance")
         yield asyncio.run(
             opened(
