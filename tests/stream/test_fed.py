@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import weir
 from weir import Stream, WeirError
 from weir.models import embed, offsets
 
-families = pytest.mark.parametrize("name", [*CAUSAL, *THREE_AXES])
+FAMILIES = [*CAUSAL, *THREE_AXES]
+families = pytest.mark.parametrize("name", FAMILIES)
 POLICIES = ("streaming_llm(budget=10)", "snapkv(budget=16, window=4)", "subgen(budget=24)")
 
 
@@ -35,8 +37,7 @@ def given_of(name: str, given: Prompt, start: int, stop: int | None) -> dict[str
     return these
 
 
-@families
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("name", "policy"), zip(FAMILIES, cycle(POLICIES), strict=False))
 def test_a_stream_cut_anywhere_also_inside_an_image_is_one_stream(name: str, policy: str) -> None:
     model, given = seeing(name), asked(name)
     whole = Stream(model, policy, chunk=5)

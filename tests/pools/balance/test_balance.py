@@ -113,16 +113,16 @@ def agree(stream: Stream, row: int, head: int, naive: Reference) -> None:
 
 
 POOLS = [
-    (Balance(48, 16), 64, 2000, 1.0, False),
+    (Balance(48, 16), 64, 1000, 1.0, False),
     (Balance(48, 16), 1, 400, 1.0, False),
-    (Balance(20), 7, 900, 0.6, True),
+    (Balance(20), 7, 600, 0.6, True),
     (Balance(4), 3, 400, 1.0, False),
     (Balance(40, 8, "pairs", None, 1.0), 9, 800, 0.7, True),
-    (Balance(48, 16, "authors", 4.0, 1.0), 64, 2000, 0.8, False),
+    (Balance(48, 16, "authors", 4.0, 1.0), 64, 1000, 0.8, False),
     (Balance(48, 16, "authors", 0.5, 1.0, sets="flat"), 1, 500, 1.0, True),
-    (Balance(32, 16, "paper", None, 1.0), 13, 900, 0.7, False),
+    (Balance(32, 16, "paper", None, 1.0), 13, 600, 0.7, False),
     (Balance(48, 16, "paper", 4.0, eager=True), 64, 1000, 1.0, True),
-    (Balance(48, 16, eager=True), 5, 900, 0.9, False),
+    (Balance(48, 16, eager=True), 5, 600, 0.9, False),
     (Balance(60, 16, sets="separate"), 64, 900, 1.0, False),
     (Balance(60, 16, sets="separate", precision=4.0), 1, 300, 1.0, False),
     (Balance(60, 8, "paper", 4.0, sets="separate", precision=2.0), 11, 500, 0.7, True),
