@@ -55,11 +55,16 @@ export const several = (n, what) => `${count(n)} ${what}${n === 1 ? "" : "s"}`;
  */
 export function endOf(box, margin) {
   let low = true;
+  let last = 0;
   const settle = () => {
-    if (low) box.scrollTop = box.scrollHeight;
+    if (!box.clientHeight) last = 0; // hidden; where a browser puts it afterwards is no user's doing
+    else if (low) box.scrollTop = box.scrollHeight;
   };
   box.addEventListener("scroll", () => {
-    if (box.clientHeight) low = box.scrollHeight - box.scrollTop - box.clientHeight < margin;
+    if (!box.clientHeight) return;
+    if (box.scrollHeight - box.scrollTop - box.clientHeight < margin) low = true;
+    else if (box.scrollTop < last) low = false;
+    last = box.scrollTop;
   });
   new ResizeObserver(settle).observe(box);
   return {
