@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference.heavy import heavy_of
 from reference.models import shared
 from reference.naive import pipe_of, recent_of, sink_of
 from reference.seeing import (
@@ -93,14 +94,15 @@ def naive_of(model: PreTrainedModel, embeddings: Tensor, **how: Any) -> Tensor:
     return NaiveOnAxes(seen, **how).feed(range(len(embeddings)))
 
 
-@families
-@pytest.mark.parametrize("chunk", [1, 5, 7])
 @pytest.mark.parametrize(
-    ("policy", "pools"),
+    ("name", "policy", "pools", "chunk"),
     [
-        ("sink(3) | recent(8)", [sink_of(3), recent_of(8)]),
-        ("sink(13)", [sink_of(13)]),  # no run: new tokens touch the front
-        ("window(11)", [recent_of(11)]),
+        ("qwen2-vl", "sink(3) | recent(8)", [sink_of(3), recent_of(8)], 1),
+        ("qwen2.5-vl", "sink(3) | recent(8)", [sink_of(3), recent_of(8)], 5),
+        ("qwen2-vl", "sink(13)", [sink_of(13)], 5),  # no run: new tokens touch the front
+        ("qwen2.5-vl", "heavy(10)", [heavy_of(10)], 5),  # nor here; heads keep other pieces
+        ("qwen2-vl", "recent(6) | heavy(7)", [recent_of(6), heavy_of(7)], 1),
+        ("qwen2.5-vl", "window(11)", [recent_of(11)], 7),
     ],
 )
 def test_a_pipe_of_pools_with_images_is_the_naive_loop(
