@@ -1,4 +1,4 @@
-"""Compiles weir's Triton kernels for an NVIDIA GPU, which takes none: `compiling.py 90` for sm_90.
+"""Compiles weir's Triton kernels for NVIDIA GPUs, which takes none: `compiling.py 90` for sm_90.
 
 A program of its own, because Triton either interprets or compiles, as of its import.
 """
@@ -56,9 +56,10 @@ def gather(target: GPUTarget) -> int:
 
 
 if __name__ == "__main__":
-    target = GPUTarget("cuda", int(sys.argv[1]), 32)
-    print("walk", walk(target))
-    print("gather", gather(target))
-    for dtype in ("bf16", "fp16", "fp32"):
-        print("read", dtype, read(target, dtype, everything=False))
-    print("read everything", read(target, "bf16", everything=True))
+    for architecture in sys.argv[1:]:
+        target = GPUTarget("cuda", int(architecture), 32)
+        print("walk", walk(target))
+        print("gather", gather(target))
+        for dtype in ("bf16", "fp16", "fp32"):
+            print("read", dtype, read(target, dtype, everything=False))
+        print("read everything", read(target, "bf16", everything=True))

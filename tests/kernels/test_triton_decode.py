@@ -219,7 +219,7 @@ def test_tensors_may_lie_in_memory_in_any_way() -> None:
 def test_a_stream_says_the_same_through_the_kernel(
     llama, ids, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, text = llama.to(DEVICE), ids(2, 60).to(DEVICE)
+    model, text = llama.to(DEVICE), ids(2, 50).to(DEVICE)
     found = []
     for wanted in ("reference", "triton"):
         monkeypatch.setenv(kernels.VARIABLE, wanted)

@@ -214,7 +214,11 @@ def test_without_weir_transformers_says_that_it_does_not_know_the_attention(tmp_
     model = make("llama")
     set_sink(model.config, "zero")
     model.save_pretrained(tmp_path)
-    code = "from transformers import *; import sys; LlamaForCausalLM.from_pretrained(sys.argv[1])"
+    code = """
+import sys
+from transformers import LlamaForCausalLM  # and not all models that there are
+LlamaForCausalLM.from_pretrained(sys.argv[1])
+"""
     run = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
     assert run.returncode == 1
     assert ATTENTION in run.stderr

@@ -278,27 +278,26 @@ def test_a_pool_that_weir_has_never_heard_of_gives_what_its_lists_give(
     llama, naive, twins, ids, text, prefill
 ):
     tokens, mask, rows = batch(ids)
-    positions = "rolling" if prefill == "chunked" else "original"
-    for mode in {positions, "rolling"}:
-        cache = weir.StreamingCache(
-            llama, text, chunk=CHUNK, seed=SEED, positions=mode, prefill=prefill
-        )
-        got = read(llama, cache, tokens, mask)
-        for row, pads in enumerate(PADDING):
-            pools = PIPES[text](twins)
-            loop = naive(llama, twins.pipe(*pools), len(pools), CHUNK, rolling=mode == "rolling")
-            prompt = PROMPT - pads
-            wanted = [loop.feed(rows[row][:prompt], at_once=prefill == "full")]
-            wanted.append(loop.feed(rows[row][prompt:]))
-            close_runs(got[row, pads:], torch.cat(wanted), llama)
-            held = cache.slots(layer=1)
-            for head in range(2):
-                positions_held = sorted(held.position[row, head][held.position[row, head] >= 0])
-                assert positions_held == sorted(t.position for t in loop.slots(1, head))
-        alone = weir.StreamingCache(
-            llama, text, chunk=CHUNK, seed=SEED, positions=mode, prefill=prefill
-        )
-        close_runs(read(llama, alone, tokens[:1], mask[:1]), got[:1], llama)
+    mode = "rolling" if prefill == "chunked" else "original"
+    cache = weir.StreamingCache(
+        llama, text, chunk=CHUNK, seed=SEED, positions=mode, prefill=prefill
+    )
+    got = read(llama, cache, tokens, mask)
+    for row, pads in enumerate(PADDING):
+        pools = PIPES[text](twins)
+        loop = naive(llama, twins.pipe(*pools), len(pools), CHUNK, rolling=mode == "rolling")
+        prompt = PROMPT - pads
+        wanted = [loop.feed(rows[row][:prompt], at_once=prefill == "full")]
+        wanted.append(loop.feed(rows[row][prompt:]))
+        close_runs(got[row, pads:], torch.cat(wanted), llama)
+        held = cache.slots(layer=1)
+        for head in range(2):
+            positions_held = sorted(held.position[row, head][held.position[row, head] >= 0])
+            assert positions_held == sorted(t.position for t in loop.slots(1, head))
+    alone = weir.StreamingCache(
+        llama, text, chunk=CHUNK, seed=SEED, positions=mode, prefill=prefill
+    )
+    close_runs(read(llama, alone, tokens[:1], mask[:1]), got[:1], llama)
 
 
 def test_original_positions_serve_a_new_pool_too(llama, naive, twins, ids):
