@@ -20,7 +20,7 @@ FIRST = 6
 """The first letter; behind the letters stand as many words that name one, for the system turn."""
 WORDS = FIRST + LETTERS
 HEADER = [END, OPEN, ASSISTANT]
-LENGTH = 96
+LENGTH = 64
 
 
 def beginning(stop: int) -> list[int]:
