@@ -13,14 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError, shown
 from weir.models import Endings, sink_of, transformers_model
 from weir.serve.book import Book
-from weir.serve.calls import CallForm, Tool, form_of, read_calls, written
+from weir.serve.calls import Tool, read_calls, written
 from weir.serve.choosing import Chooser, Choosing, Constraint
 from weir.serve.engine import Busy, Engine
 from weir.serve.limits import Limits
@@ -31,7 +30,7 @@ from weir.serve.records import Record, Store, packed
 from weir.serve.relay import Relay
 from weir.serve.sessions import Sessions
 from weir.serve.turn import Stage, Turn
-from weir.stream import Turns
+from weir.serve.wording import Wording
 
 
 class TooLong(WeirError):
@@ -127,6 +126,7 @@ class Desk:
         book: keeps responses and conversations; in memory where none is given.
 
     Attributes:
+        wording: how what is said becomes tokens.
         sessions: what is done with those that stand.
         locks: who is at which conversation.
         failure: why the engine has ended, if it did so by itself.
@@ -151,12 +151,8 @@ class Desk:
         self.sessions = Sessions(engine, store, self.book, limits)
         self.failure: Exception | None = None
         self.ends = frozenset(Endings.of(engine.model.generation_config).stops)
-        self._turns = Turns(tokenizer, self.ends)
-        self._form = _form_of(tokenizer)
-        self._sink = sink_of(transformers_model(engine.model).config)
-        self._tokenizing = threading.Lock()
-        # The first call puts out what a tokenizer's file says of padding; no thread decodes yet.
-        tokenizer("x")
+        sink = sink_of(transformers_model(engine.model).config)
+        self.wording = Wording(tokenizer, self.ends, sink)
         self._bell = Bell()
         engine.on_step = self._bell.ring
         self._open: Counter[str] = Counter()
@@ -197,29 +193,6 @@ class Desk:
         """How many tokens the model knows."""
         return int(self.engine.model.config.get_text_config(decoder=True).vocab_size)
 
-    @property
-    def paragraphs(self) -> bool:
-        """Whether answers in a chat end with their line: where the model has no chat template."""
-        return not self._turns.templated
-
-    @property
-    def form(self) -> CallForm:
-        """The form in which the model writes calls.
-
-        Raises:
-            WeirError: it is not known.
-        """
-        if isinstance(self._form, WeirError):
-            raise WeirError(str(self._form))
-        return self._form
-
-    @property
-    def special(self) -> dict[str, int]:
-        """The texts around a call that are special tokens, which an answer has no others of."""
-        known = self.tokenizer.added_tokens_decoder.items()
-        texts = {token.content: number for number, token in known if token.special}
-        return {text: texts[text] for text in (self.form.trigger, self.form.close) if text in texts}
-
     def plan_chat(
         self,
         owner: str,
@@ -251,16 +224,12 @@ class Desk:
                 continue
             if plan := self.plan_after(parent, messages[at + 1 :], session, tools):
                 return plan
-        rendered, told = self._rendered(messages, tools)
-        turns = self._turns.telling(told)
-        with self._tokenizing:
-            said = turns.whole(rendered)
-            beginning, header = turns.beginning(rendered, said), self._turns.header(said)
-        ids = self._sink.first(said)
-        beginning += len(ids) - len(said)
+        worded = self.wording.whole(messages, tools)
         named = session or f"sess_{secrets.token_hex(16)}"
+        new = tuple(messages)
+        beginning, header = worded.beginning, worded.header
         return self._checked(
-            Plan(owner, ids, None, named, hashes[-1], tuple(messages), beginning, header)
+            Plan(owner, worded.ids, None, named, hashes[-1], new, beginning, header)
         )
 
     def plan_after(
@@ -285,12 +254,12 @@ class Desk:
             TooLong: it would feed more tokens than it may.
         """
         new = tuple(messages)
-        ids = self._after(new, parent.last, tools)
-        if not ids:
+        worded = self.wording.after(new, parent.last, tools)
+        if worded is None:
             return None
         end, named = chain(parent.chain, new)[-1], session or parent.session
-        header = self._turns.header(ids)
-        return self._checked(Plan(parent.owner, ids, parent, named, end, new, header=header))
+        header = worded.header
+        return self._checked(Plan(parent.owner, worded.ids, parent, named, end, new, header=header))
 
     def plan_text(self, owner: str, prompt: str | Sequence[int]) -> Plan:
         """A turn that continues a text, or tokens, and is not kept.
@@ -300,8 +269,7 @@ class Desk:
             WeirError: a token is out of range, or there are none.
         """
         if isinstance(prompt, str):
-            with self._tokenizing:
-                ids = self._sink.first(self.tokenizer(prompt)["input_ids"])
+            ids = self.wording.text(prompt)
         else:
             ids = list(prompt)
             wrong = next((token for token in ids if not 0 <= token < self.vocabulary), None)
@@ -309,27 +277,6 @@ class Desk:
                 last = self.vocabulary - 1
                 raise WeirError(f"token {shown(wrong)} does not exist; ids are 0 to {last}")
         return self._checked(Plan(owner, ids))
-
-    def _rendered(
-        self, messages: Sequence[Message], tools: Sequence[Tool]
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Messages and tools as the template takes them."""
-        if isinstance(self._form, WeirError):
-            return [message.for_template() for message in messages], []
-        return self._form.rendered(messages, tools)
-
-    def _after(
-        self, messages: Sequence[Message], last: int, tools: Sequence[Tool]
-    ) -> list[int] | None:
-        """What is new as ids; None where it can only be told with what was before."""
-        # Where a system turn describes the tools, that was said at the beginning.
-        known = isinstance(self._form, CallForm) and self._form.told
-        said, told = self._rendered(messages, tools if known else ())
-        try:
-            with self._tokenizing:
-                return self._turns.telling(told).after(said, last)
-        except WeirError:
-            return None  # a template that wants more of a history than stands for it here
 
     def _checked(self, plan: Plan) -> Plan:
         if not plan.ids:
@@ -371,7 +318,7 @@ class Desk:
 
         choosing = wish.choosings[answer]
         cache = self.engine.cache
-        kept = self.special.values() if wish.tools else ()
+        kept = self.wording.special.values() if wish.tools else ()
         relay = Relay(answer, cache, self.tokenizer, wish.stops, mailbox, self._bell, save, kept)
         relay.turn = Turn(
             node=secrets.token_hex(16),
@@ -394,7 +341,7 @@ class Desk:
         assert plan.session is not None
         answer = Message("assistant", text)
         if wish.tools:
-            answer = read_calls(self.form, wish.tools, text, partial(call_id, turn.node))
+            answer = read_calls(self.wording.form, wish.tools, text, partial(call_id, turn.node))
         (end,) = chain(plan.chain, [answer])
         record = Record(
             node=turn.node,
@@ -474,11 +421,3 @@ class Desk:
         """Requests of an owner that are under way."""
         with self._lock:
             return self._open[owner]
-
-
-def _form_of(tokenizer: PreTrainedTokenizerBase) -> CallForm | WeirError:
-    """The form of a model's calls, or why there is none."""
-    try:
-        return form_of(tokenizer)
-    except WeirError as error:
-        return error

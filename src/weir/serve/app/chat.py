@@ -73,7 +73,7 @@ class Form:
         self._body = body
         self._tokens = tokens
         self._readers = [
-            CallReader(desk.form, {tool.name for tool in wish.tools})
+            CallReader(desk.wording.form, {tool.name for tool in wish.tools})
             for _ in range(body.answers if wish.tools else 0)
         ]
         self._head = {

@@ -54,7 +54,7 @@ def card(desk: Desk) -> dict[str, Any]:
         "weir": {
             "policy": str(desk.engine.cache.policy),
             "chunk": desk.engine.cache.chunk,
-            "continues": desk.paragraphs,
+            "continues": desk.wording.lines,
             "prompt_tokens_of_a_request": limits.prompt,
         },
     }

@@ -52,7 +52,7 @@ def tooling_of(desk: Desk, body: ChatBody) -> Tooling:
     if len({tool.name for tool in tools}) < len(tools):
         raise Refused(400, "two tools have the same name", param="tools")
     try:
-        form = desk.form
+        form = desk.wording.form
     except WeirError as error:
         raise Refused(400, str(error), param="tools", code="unsupported") from None
     several = body.parallel_tool_calls is not False and form.several
@@ -83,7 +83,7 @@ async def shaped(
     """
     desk: Desk = request.app.state.desk
     free = (wanted is None or wanted.type == "text") and tooling.choice != "required"
-    if desk.paragraphs and free:
+    if desk.wording.lines and free:
         wish = wish.ending_with("\n")
     if free and not tooling.tools:
         return wish
@@ -114,12 +114,12 @@ def _held(
     for number, tool in enumerate(tooling.callable):
         _check(tool, number)
     grammar = rules_of(
-        desk.form,
+        desk.wording.form,
         tooling.callable,
         tooling.choice,
         several=tooling.several,
-        lines=not desk.paragraphs,
-        special=desk.special,
+        lines=not desk.wording.lines,
+        special=desk.wording.special,
         schema=None if schema is None else guided(schema, SPACES, strict=strict),
     )
     whole = tooling.choice == "required" or schema is not None
