@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from weir.cli.app import command
-from weir.cli.common import Chunk, PolicyText, load_model, say, size
+from weir.cli.common import Chunk, PolicyText, load_model, say, size, waiting
 from weir.errors import WeirError
+
+
+class Routing(StrEnum):
+    """How a request finds its replica: where its session was last, or by its hash alone."""
+
+    leases = "leases"
+    hash = "hash"
 
 
 @command()
@@ -42,8 +50,11 @@ def serve(
         ),
     ] = None,
     data: Annotated[
-        Path | None,
-        typer.Option(help="A folder where ends of turns are kept instead of in memory."),
+        str | None,
+        typer.Option(
+            help="A folder where ends of turns are kept instead of in memory; of a cluster also an "
+            "address of fsspec's, as in s3://bucket/folder."
+        ),
     ] = None,
     disk: Annotated[
         str | None, typer.Option(help="With --data: bytes that may be kept there, as in 200GB.")
@@ -64,6 +75,14 @@ def serve(
     drain: Annotated[
         float, typer.Option(min=1, help="Seconds that answers have to end after SIGTERM.")
     ] = 30.0,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="Serve from replicas on Ray: local, or host:port of a cluster's head."),
+    ] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="With --cluster: how many.")] = 2,
+    routing: Annotated[
+        Routing, typer.Option(help="With --cluster: how a request finds its replica.")
+    ] = Routing.leases,
 ) -> None:
     """Serve a model whose conversations have no end, in memory that is fixed at the start.
 
@@ -77,7 +96,11 @@ def serve(
 
     if disk is not None and data is None:
         raise WeirError("--disk is for --data: name the folder that may grow so large")
-    if keep is not None and data is not None:
+    if cluster is not None and disk is not None:
+        raise WeirError("--disk is for one server; of a cluster's sessions the newest turns stay")
+    if cluster is not None and data is None:
+        raise WeirError("--cluster needs --data: a folder or an address that all replicas share")
+    if keep is not None and data is not None and cluster is None:
         raise WeirError("--keep is for memory, and with --data nothing is kept there; use --disk")
     most = None if disk is None else read_bytes(disk)
 
@@ -87,13 +110,39 @@ def serve(
     bound = bind(host, port, taken)  # first, so that nothing is loaded in vain
     with contextlib.ExitStack() as ending:
         ending.callback(bound.close)
-        kept = keep if data is None else 0
+        kept = keep if data is None or cluster is not None else 0
         room = room_for(model_name, wanted, chunk=chunk, rows=rows, kept=kept)
         ends = f"ends of {room.kept} turns {size(room.kept * room.row)}; "
         say(
             f"{model_name} under {wanted}: weights {size(room.weights)}, {rows} rows of "
             f"{size(room.row)}; {ends if room.kept else ''}{size(room.all)} in all, and never more"
         )
+        known = f"{len(taken)} keys" if taken else "no keys: for this machine only"
+        if cluster is not None and data is not None:
+            from weir.serve.cluster import running
+            from weir.serve.cluster.replica import Settings
+
+            address, number = bound.getsockname()[:2]
+            bound.close()  # whose place Ray takes
+            settings = Settings(
+                model_name,
+                str(wanted),
+                chunk,
+                rows,
+                data if "://" in data else str(Path(data).absolute()),
+                name or model_name,
+                room.kept,
+                taken.hashes,
+                limits,
+                deterministic=deterministic,
+            )
+            with running.joined(cluster):
+                with waiting(f"{replicas} replicas on {cluster}"):
+                    running.deploy(settings, replicas, address, number, routing)
+                say(f"{replicas} replicas of that; ends of turns in {data}, {size(room.row)} each")
+                say(f"{_url(address, number)} ({known})")
+                running.until_ended()
+            return
         model, tokenizer = load_model(model_name)
         store: Store
         if data is None:
@@ -102,7 +151,7 @@ def serve(
             store = ending.enter_context(DiskStore(data, model, wanted, chunk=chunk, limit=most))
             room_there = "" if most is None else f", at most {size(most)}"
             say(f"ends of turns in {data}, {size(room.row)} each{room_there}")
-        book = Book(None if data is None else data / "book.db", limits.texts)
+        book = Book(None if data is None else Path(data) / "book.db", limits.texts)
         ending.callback(book.close)
         engine = Engine(
             model,
@@ -117,7 +166,10 @@ def serve(
         log_json()
         app = make_app(desk, taken)
         address, number = bound.getsockname()[:2]
-        shown = f"[{address}]" if ":" in address else address
-        known = f"{len(taken)} keys" if taken else "no keys: for this machine only"
-        say(f"http://{shown}:{number}/v1 ({known})")
+        say(f"{_url(address, number)} ({known})")
         run_app(app, bound, limits)
+
+
+def _url(address: str, port: int) -> str:
+    """Where clients find the server."""
+    return f"http://{f'[{address}]' if ':' in address else address}:{port}/v1"

@@ -22,6 +22,7 @@ from weir.serve.book import Book
 from weir.serve.calls import Tool, read_calls, written
 from weir.serve.choosing import Chooser, Choosing, Constraint
 from weir.serve.engine import Busy, Engine
+from weir.serve.holding import Hold, Holder
 from weir.serve.limits import Limits
 from weir.serve.locks import Locks
 from weir.serve.mailbox import Bell, Failure, Mailbox, Standing
@@ -51,6 +52,7 @@ class Plan:
         beginning: how many of `ids` are the stream's beginning, which is to stay; of a plan without
             a parent.
         header: how many of the last of `ids` the template puts in front of the answer.
+        hold: of its session, where other servers may have it.
     """
 
     owner: str
@@ -61,6 +63,7 @@ class Plan:
     messages: tuple[Message, ...] = ()
     beginning: int = 0
     header: int = 0
+    hold: Hold | None = None
 
     @property
     def cached(self) -> int:
@@ -124,6 +127,7 @@ class Desk:
         name: of the model, as clients call it.
         limits: of what they may ask.
         book: keeps responses and conversations; in memory where none is given.
+        hold: takes hold of sessions, where other servers may have them.
 
     Attributes:
         wording: how what is said becomes tokens.
@@ -140,6 +144,7 @@ class Desk:
         name: str,
         limits: Limits,
         book: Book | None = None,
+        hold: Holder | None = None,
     ) -> None:
         self.engine = engine
         self.store = store
@@ -147,6 +152,7 @@ class Desk:
         self.name = name
         self.limits = limits
         self.book = book or Book(most=limits.texts)
+        self._hold = hold
         self.locks = Locks()
         self.sessions = Sessions(engine, store, self.book, limits)
         self.failure: Exception | None = None
@@ -162,6 +168,11 @@ class Desk:
         # What is kept of one model and policy is of no use to another.
         kind = [name, str(engine.cache.policy), engine.cache.chunk, engine.cache.positions]
         self._root = hashlib.sha256(json.dumps(kind).encode()).hexdigest()
+
+    @property
+    def shares(self) -> bool:
+        """Whether other servers have the same sessions."""
+        return self._hold is not None
 
     # --- its engine
 
@@ -286,7 +297,14 @@ class Desk:
                 f"that is {len(plan.ids):,} tokens to read, and one request may have "
                 f"{self.limits.prompt:,}; send the rest in further turns"
             )
-        return plan
+        if plan.session is None or self._hold is None:
+            return plan
+        return replace(plan, hold=self._hold(plan.owner, plan.session))
+
+    def drop(self, plan: Plan) -> None:
+        """A plan is not asked for, or is over."""
+        if plan.hold is not None:
+            plan.hold.release()
 
     # --- answers
 
@@ -300,11 +318,11 @@ class Desk:
         turns = [self._turn(plan, wish, answer, mailbox) for answer in range(len(wish.choosings))]
         turns[0].answers = turns[1:]
         asked = Asked(plan, turns, mailbox, set(range(len(turns))))
-        if self.failure is not None:
-            raise WeirError("the engine has failed, and nothing is answered any more")
         with self._lock:
             self._asked.add(asked)
         try:
+            if self.failure is not None:
+                raise WeirError("the engine has failed, and nothing is answered any more")
             self.engine.submit(turns[0])
         except WeirError:
             self.done(asked)
@@ -365,7 +383,7 @@ class Desk:
             ids=packed([*plan.ids, *turn.chosen]),
         )
         try:
-            self.store.add(record)
+            (plan.hold or self.store).add(record)
         except Exception:
             self.engine.forget(turn.node)
             raise
@@ -384,6 +402,7 @@ class Desk:
             self._asked.discard(asked)
         if asked.open:
             self.cancel(asked)
+        self.drop(asked.plan)
 
     def under_way(self, owner: str, session: str) -> Turn | None:
         """A turn of a session that has a row now."""

@@ -12,13 +12,14 @@ from starlette.requests import Request
 
 from weir.errors import NotFiniteError, WeirError
 from weir.serve.app.bodies import Asking
-from weir.serve.app.errors import Refused, failed, overloaded
+from weir.serve.app.errors import Refused, failed, locked, overloaded
 from weir.serve.app.guard import note
 from weir.serve.app.logs import LOG
 from weir.serve.app.metrics import Metrics
 from weir.serve.app.reading import Gone
 from weir.serve.desk import Asked, Desk, Plan, TooLong, Wish
 from weir.serve.engine import Busy, Cancelled
+from weir.serve.holding import Elsewhere, Lost
 from weir.serve.mailbox import End, Event, Failure, Mailbox, Piece
 from weir.serve.shapes import BadSchema
 from weir.serve.turn import Stage
@@ -176,9 +177,11 @@ async def begin(
     began = loop.time()
     for again in range(TRIES):
         try:
-            made = await asyncio.to_thread(plan, owner)
+            made = await _made(desk, plan, owner)
         except TooLong as error:
             raise Refused(400, str(error), param=param, code="prompt_too_long") from None
+        except Elsewhere as error:
+            raise locked(str(error), error.seconds) from None
         except WeirError as error:
             raise Refused(400, str(error), param=param, code="invalid_value") from None
         mailbox = Mailbox(loop, desk.limits.unread * len(wish.choosings))
@@ -208,6 +211,18 @@ async def begin(
     metrics.first.observe(loop.time() - began)
     note(request.scope, read=made.prompt - made.cached, cached=made.cached)
     return answers
+
+
+async def _made(desk: Desk, plan: Callable[[str], Plan], owner: str) -> Plan:
+    """A plan, made in a thread; one that is made when nobody waits any more is dropped."""
+    making = asyncio.ensure_future(asyncio.to_thread(plan, owner))
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(
+            lambda done: None if done.cancelled() or done.exception() else desk.drop(done.result())
+        )
+        raise
 
 
 async def _first(asked: Asked, desk: Desk) -> Sequence[Event]:
@@ -258,6 +273,8 @@ def why(error: Exception) -> Refused:
         return overloaded("the answer was not read in time, and was given up")
     if isinstance(error, BadSchema):
         return Refused(400, str(error), code="invalid_json_schema")
+    if isinstance(error, Lost):
+        return locked(str(error), 1.0)
     LOG.error("turn failed", exc_info=error)
     if isinstance(error, NotFiniteError):
         return failed(str(error))

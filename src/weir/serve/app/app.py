@@ -68,7 +68,8 @@ def make_app(desk: Desk, keys: Keys | None = None) -> ASGIApp:
     app.add_exception_handler(Exception, _failed)
     for part in (operations, page):
         app.include_router(part.public, responses=ERRORS)
-    turns = (chat, completions, responses, conversations)
+    # Responses and conversations are in one server's book, which replicas do not share.
+    turns = (chat, completions) if desk.shares else (chat, completions, responses, conversations)
     for part in (*turns, models, sessions, memory, operations):
         app.include_router(part.router, dependencies=[Depends(authorised)], responses=ERRORS)
     return Guard(app, metrics, local=not app.state.keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -88,6 +89,16 @@ def not_found(what: str) -> Refused:
 def conflict(message: str, code: str, *, param: str | None = None) -> Refused:
     """It cannot be done as things stand."""
     return Refused(409, message, param=param, code=code)
+
+
+def locked(message: str, seconds: float) -> Refused:
+    """A session is answered elsewhere: the client is to come again."""
+    return Refused(
+        409,
+        message,
+        code="conversation_locked",
+        headers={"Retry-After": str(max(1, math.ceil(seconds)))},
+    )
 
 
 def failed(message: str = "the server failed to answer; its log says why") -> Refused:

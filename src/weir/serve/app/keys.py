@@ -22,6 +22,11 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._hashes)
 
+    @property
+    def hashes(self) -> tuple[str, ...]:
+        """SHA-256 of each, in hexadecimal."""
+        return tuple(self._hashes)
+
     def __len__(self) -> int:
         return len(self._hashes)
 

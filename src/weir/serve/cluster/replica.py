@@ -1,0 +1,154 @@
+"""A replica: the same server as without a cluster, whose store and leases are shared with others.
+
+Runs in an actor of Ray Serve's, with an engine of its own. Knows nothing about how many there are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+import torch
+from ray import serve
+from starlette.types import ASGIApp
+
+from weir.errors import WeirError
+from weir.models import load
+from weir.serve.app import Keys, log_json, make_app
+from weir.serve.cluster.leases import SECONDS
+from weir.serve.cluster.router import TABLE
+from weir.serve.cluster.shared import shared_at
+from weir.serve.cluster.store import SharedStore
+from weir.serve.desk import Desk
+from weir.serve.engine import Engine
+from weir.serve.limits import Limits
+from weir.serve.store import Form
+
+PATIENCE = 5.0
+"""Seconds that the table of leases has to answer."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every replica serves.
+
+    Attributes:
+        model, policy, chunk, rows: as for `weir serve`.
+        place: what all of them share (`shared_at`).
+        name: what clients call the model.
+        most: turns that a replica has in memory.
+        keys: SHA-256 of each.
+        limits: of what clients may ask.
+        deterministic: as for `weir serve`.
+        threads: of PyTorch; None as it would.
+    """
+
+    model: str
+    policy: str
+    chunk: int
+    rows: int
+    place: str
+    name: str
+    most: int = 256
+    keys: tuple[str, ...] = ()
+    limits: Limits = field(default_factory=Limits)
+    deterministic: bool = False
+    threads: int | None = None
+
+
+class RayLeases:
+    """The table of leases, in its actor. Where it does not answer, the ledger alone decides."""
+
+    def __init__(self) -> None:
+        self._actor: Any = None
+
+    def begin(self, session: str, replica: str) -> float:
+        """A turn is to begin; seconds until it may."""
+        try:
+            found: float = ray.get(self._table().begin.remote(session, replica), timeout=PATIENCE)
+        except (ray.exceptions.RayError, ValueError):
+            self._actor = None
+            return 0.0
+        return found
+
+    def end(self, session: str, replica: str) -> None:
+        """A turn is over; nobody waits for the table to know."""
+        self._tell("end", session, replica)
+
+    def beat(self, replica: str, sessions: Iterable[str]) -> None:
+        """A replica lives."""
+        self._tell("beat", replica, list(sessions))
+
+    def _tell(self, what: str, *given: Any) -> None:
+        try:
+            getattr(self._table(), what).remote(*given)
+        except (ray.exceptions.RayError, ValueError):
+            self._actor = None
+
+    def _table(self) -> Any:
+        if self._actor is None:
+            self._actor = serve.get_deployment_actor(TABLE)
+        return self._actor
+
+
+@serve.ingress()
+class Replica:
+    """One engine behind OpenAI's HTTP.
+
+    Args:
+        settings: what it serves.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        log_json()
+        model, tokenizer = load(settings.model)
+        form = Form.of(model, settings.policy, settings.chunk)
+        self._store = SharedStore(
+            shared_at(settings.place),
+            RayLeases(),
+            serve.get_replica_context().replica_id.unique_id,
+            form,
+            most=settings.most,
+        )
+        engine = Engine(
+            model,
+            settings.policy,
+            settings.rows,
+            self._store,
+            chunk=settings.chunk,
+            queue=settings.limits.queue,
+            deterministic=settings.deterministic,
+        )
+        self._desk = Desk(
+            engine,
+            self._store,
+            tokenizer,
+            settings.name,
+            settings.limits,
+            hold=self._store.hold,
+        )
+        self._keys = Keys(list(settings.keys))
+        self._over = threading.Event()
+        threading.Thread(target=self._beat, name="weir-beat", daemon=True).start()
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """The application, once this is made."""
+        return make_app(self._desk, self._keys)
+
+    def check_health(self) -> None:
+        """Ray replaces a replica whose engine has failed.
+
+        Raises:
+            WeirError: it has.
+        """
+        if self._desk.failure is not None:
+            raise WeirError("the engine has failed, and nothing is answered any more")
+
+    def _beat(self) -> None:
+        while not self._over.wait(SECONDS / 4):
+            self._store.beat()

@@ -1,0 +1,386 @@
+"""A store that replicas share: turns in files, and of each session a ledger that says which count.
+
+A turn is safe in this order: its snapshot, its record, its page in the ledger; what finds it again
+comes after. In memory is what this replica has met of it, the rest is read when somebody asks.
+Of each session so many turns are kept. Knows nothing about Ray or HTTP.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from tempfile import TemporaryDirectory
+
+from weir.errors import WeirError
+from weir.serve.cluster.index import Index, folder_of
+from weir.serve.cluster.leases import Leases
+from weir.serve.cluster.ledger import TAKEN, Ledger, Page
+from weir.serve.cluster.shared import Shared
+from weir.serve.cluster.turnfiles import TurnFiles
+from weir.serve.holding import Elsewhere, Lost
+from weir.serve.memory import MemoryStore
+from weir.serve.records import Record, Session, Stretch, Taken, path_to
+from weir.serve.shelf import Done
+from weir.serve.store import Form, Job, Writer
+from weir.serve.turn import Node
+
+KEPT = 8
+"""Turns of a session that are kept, the newest ones."""
+
+
+@dataclass(eq=False)
+class SharedHold:
+    """A session, for one turn that is to end on this replica.
+
+    Attributes:
+        store: the replica's.
+        owner, session: which.
+        epoch: of the claim that the turn began under.
+    """
+
+    store: SharedStore
+    owner: str
+    session: str
+    epoch: int
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _over: bool = False
+
+    def add(self, record: Record) -> None:
+        """Keep the record of a node.
+
+        Raises:
+            Lost: the session went to another replica meanwhile.
+            WeirError: it cannot be kept.
+        """
+        self.store.end_turn(record, self.epoch)
+
+    def release(self) -> None:
+        """The turn is over."""
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+        self.store.release(self.session)
+
+
+class SharedStore:
+    """A store of one replica, of what all of them have (`weir.serve.Store`).
+
+    Args:
+        shared: where all replicas have their files.
+        leases: who answers what.
+        replica: the name of this one; no other ever had it.
+        form: what rows are rows of.
+        most: turns that are in memory.
+        kept: turns of a session that are kept.
+
+    Raises:
+        WeirError: the files are of another model or policy.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        leases: Leases,
+        replica: str,
+        form: Form,
+        *,
+        most: int = 256,
+        kept: int = KEPT,
+    ) -> None:
+        self.replica = replica
+        self._leases = leases
+        self._kept = kept
+        self._files = TurnFiles(shared, form)
+        self._index = Index(shared)
+        self._ledger = Ledger(shared)
+        self._near = MemoryStore(most)
+        self._pages: dict[str, Page] = {}  # this replica's own, by folder
+        self._alone = threading.RLock()  # whoever makes pages or changes what is near
+        self._answering: Counter[str] = Counter()
+        self._counting = threading.Lock()
+        self._ready: dict[str, bytes] = {}  # snapshots whose records are to come
+        self._writer = Writer(self._snapshot, 2)
+
+    def close(self) -> None:
+        """Write what was put."""
+        self._writer.close()
+
+    # --- a turn
+
+    def hold(self, owner: str, session: str) -> SharedHold:
+        """Take hold of a session for a turn, and learn what others have made of it.
+
+        Raises:
+            Elsewhere: another replica is answering it.
+            WeirError: it cannot be claimed.
+        """
+        with self._counting:
+            self._answering[session] += 1
+        try:
+            seconds = self._leases.begin(session, self.replica)
+            if seconds > 0:
+                raise Elsewhere(seconds)
+            page = self._claim(owner, session)
+        except BaseException:
+            self.release(session)
+            raise
+        return SharedHold(self, owner, session, page.epoch)
+
+    def release(self, session: str) -> None:
+        """A turn of a session is over."""
+        with self._counting:
+            self._answering[session] -= 1
+            if not self._answering[session]:
+                del self._answering[session]
+        self._leases.end(session, self.replica)
+
+    def beat(self) -> None:
+        """Tell the leases that this replica lives, and what it answers."""
+        with self._counting:
+            answering = list(self._answering.elements())
+        self._leases.beat(self.replica, answering)
+
+    def end_turn(self, record: Record, epoch: int) -> None:
+        """Keep the record of a node, as the end of a turn that began under a claim.
+
+        Raises:
+            Lost: another replica has claimed the session since.
+            WeirError: it cannot be kept.
+        """
+        folder = folder_of(record.owner, record.session)
+        snapshot = self._ready.pop(record.node, None)
+        if snapshot is None:
+            raise WeirError("there is no room to keep this turn")
+        with self._alone, self._undone(folder, [record]):
+            self._files.write(folder, record, snapshot)
+            page = self._pages.get(folder)
+            if page is None or page.epoch != epoch:
+                raise Lost(TAKEN)
+            turns = (*page.turns, record.node)
+            self._put(folder, page.next(turns[-self._kept :]))
+            gone = turns[: -self._kept]
+            self._near.add(record)
+            self._publish(record.owner, record.session, [record])
+            self._remove(record.owner, record.session, gone)
+
+    # --- what a shelf does
+
+    def get(self, name: str) -> Node:
+        """A node; one that another replica made is read when its state is asked for.
+
+        Raises:
+            WeirError: there is none of that name.
+        """
+        return self._writer.find(name) or self._near.get(name)
+
+    def put(self, name: str, node: Node, done: Done) -> None:
+        """Make a node ready to be kept; `done` is called in the thread that writes."""
+        self._writer.put(name, node, done)
+
+    def drop(self, name: str) -> None:
+        """Nobody goes on from a node here."""
+        self._writer.drop(name)
+        self._ready.pop(name, None)
+        self._near.drop(name)
+
+    def _snapshot(self, job: Job) -> None:
+        if not job.dropped:
+            self._ready[job.name] = self._files.snapshot(job.node)
+            self._near.put(job.name, job.node, lambda error: None)
+
+    # --- what a store does
+
+    def add(self, record: Record) -> None:
+        """Keep the record of a node whose turn held nothing.
+
+        Raises:
+            Elsewhere: another replica is answering its session.
+            WeirError: it cannot be kept.
+        """
+        held = self.hold(record.owner, record.session)
+        try:
+            held.add(record)
+        finally:
+            held.release()
+
+    def at(self, owner: str, chain: str) -> Record | None:
+        """The owner's newest turn that ends a conversation of this hash, wherever it was made."""
+        found = self._near.at(owner, chain)
+        if found is None and (session := self._index.chain(owner, chain)) is not None:
+            self._learn(owner, session)
+            found = self._near.at(owner, chain)
+        return found
+
+    def find(self, owner: str, node: str) -> Record | None:
+        """A turn of the owner's, wherever it was made."""
+        found = self._near.find(owner, node)
+        if found is None and (session := self._index.node(owner, node)) is not None:
+            self._learn(owner, session)
+            found = self._near.find(owner, node)
+        return found
+
+    def line(self, owner: str, node: str) -> list[Stretch]:
+        """The tokens that led to a turn of the owner's, as far back as its turns are kept."""
+        self.find(owner, node)
+        return self._near.line(owner, node)
+
+    def session(self, owner: str, session: str) -> Session | None:
+        """A session of the owner's."""
+        self._learn(owner, session)
+        return self._near.session(owner, session)
+
+    def sessions(self, owner: str) -> list[Session]:
+        """All of the owner's, those used longest ago first."""
+        return sorted(self._index.sessions(owner), key=lambda session: session.used)
+
+    def turns(self, owner: str, session: str) -> list[Record]:
+        """The turns of a session that are kept, in the order they came."""
+        self._learn(owner, session)
+        return self._near.turns(owner, session)
+
+    def fork(self, owner: str, node: str, session: str) -> Session:
+        """Begin a session with copies of a turn and of those it goes on from.
+
+        Raises:
+            Taken: the owner has a session of this name.
+            WeirError: the owner has no such turn, or it cannot be kept.
+        """
+        record = self.find(owner, node)
+        if record is None:
+            raise WeirError("there is no such turn")
+        whole = {each.node: each for each in self._near.turns(owner, record.session)}
+        path = path_to(node, {name: each.parent for name, each in whole.items()})
+        names = {name: secrets.token_hex(16) for name in path}
+        copies = [
+            replace(
+                whole[name],
+                node=names[name],
+                session=session,
+                parent=names.get(whole[name].parent or ""),
+            )
+            for name in path
+        ]
+        return self.take_in(copies, [self.get(name) for name in path])
+
+    def leave(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:
+        """Take turns out of a session, also where another replica is answering it just now."""
+        folder = folder_of(owner, session)
+        with self._alone:
+            page = self._claim(owner, session)
+            gone = [node for node in page.turns if node in set(nodes)]
+            if gone:
+                self._put(folder, page.next(n for n in page.turns if n not in set(gone)))
+                self._remove(owner, session, gone)
+                self._publish(owner, session, [])
+        return gone
+
+    def take_in(self, records: Sequence[Record], nodes: Sequence[Node]) -> Session:
+        """Keep turns of one new session.
+
+        Raises:
+            Taken: the owner has a session of this name.
+            WeirError: they cannot be kept.
+        """
+        records, nodes = records[-self._kept :], nodes[-self._kept :]
+        owner, session = records[0].owner, records[0].session
+        folder = folder_of(owner, session)
+        with self._alone:
+            page = self._claim(owner, session)
+            if page.turns:
+                raise Taken("there is a session of this name already")
+            with self._undone(folder, records):
+                for record, node in zip(records, nodes, strict=True):
+                    self._files.write(folder, record, self._files.snapshot(node))
+                self._put(folder, page.next(record.node for record in records))
+                self._learn(owner, session)
+                self._publish(owner, session, records)
+        found = self._near.session(owner, session)
+        if found is None:
+            raise WeirError("the session was taken in, but others took its room at once")
+        return found
+
+    def scratch(self) -> TemporaryDirectory[str]:
+        """A folder for a large file on its way."""
+        return self._near.scratch()
+
+    # --- pages
+
+    def _claim(self, owner: str, session: str) -> Page:
+        """This replica's page of a session, after which no other's turn can end.
+
+        What others were writing when they lost the session is in no page, and goes.
+        """
+        folder = folder_of(owner, session)
+        with self._alone:
+            page, newest = self._pages.get(folder), self._ledger.read(folder)
+            if page is None or page != newest:
+                page = self._pages[folder] = self._ledger.claim(folder, self.replica)
+                self._files.keep_only(folder, page.turns)
+                self._meet(owner, session, page)
+            return page
+
+    def _put(self, folder: str, page: Page) -> None:
+        """Make a page of this replica's.
+
+        Raises:
+            Lost: another replica has claimed the session.
+        """
+        try:
+            self._ledger.put(folder, page)
+        except Lost:
+            self._pages.pop(folder, None)
+            raise
+        self._pages[folder] = page
+
+    def _learn(self, owner: str, session: str) -> None:
+        """Know the turns of a session as they are now."""
+        folder = folder_of(owner, session)
+        with self._alone:
+            page = self._ledger.read(folder)
+            if page is not None:
+                self._meet(owner, session, page)
+
+    def _meet(self, owner: str, session: str, page: Page) -> None:
+        """Have the turns of a page near, and no others of its session."""
+        near = {record.node for record in self._near.turns(owner, session)}
+        if near == set(page.turns):
+            return
+        self._near.leave(owner, session, near)
+        folder = folder_of(owner, session)
+        for name in page.turns:
+            record = self._files.record(folder, name)
+            if record is not None:  # it may have gone this moment
+                self._near.put(name, self._files.node(folder, record), lambda error: None)
+                self._near.add(record)
+
+    @contextmanager
+    def _undone(self, folder: str, records: Sequence[Record]) -> Iterator[None]:
+        """What is written while this lasts goes again if it fails, unless a page has it."""
+        try:
+            yield
+        except BaseException:
+            page = self._ledger.read(folder)
+            for record in records:
+                if page is None or record.node not in page.turns:
+                    self._files.delete(folder, record.node)
+            raise
+
+    def _publish(self, owner: str, session: str, new: Sequence[Record]) -> None:
+        """Let turns be found, and their session."""
+        for record in new:
+            self._index.add(record)
+        self._index.stands(owner, session, self._near.session(owner, session))
+
+    def _remove(self, owner: str, session: str, nodes: Collection[str]) -> None:
+        """Forget turns that no page has any more."""
+        for node in nodes:
+            record = self._near.find(owner, node)
+            if record is not None:
+                self._index.remove(record)
+            self._files.delete(folder_of(owner, session), node)
+        self._near.leave(owner, session, nodes)

@@ -1,0 +1,74 @@
+"""What deploy/ runs is what `weir serve` takes, as nobody, and with time to end well."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+
+from weir.cli.commands import app
+
+DEPLOY = Path(__file__).parents[1] / "deploy"
+
+
+def unit() -> configparser.ConfigParser:
+    parsed = configparser.ConfigParser(interpolation=None, strict=False)
+    parsed.optionxform = str  # type: ignore[assignment]
+    parsed.read_string((DEPLOY / "weir.service").read_text("utf-8"))
+    return parsed
+
+
+def compose() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text("utf-8"))
+    return found["services"]["weir"]
+
+
+def image() -> str:
+    return (DEPLOY / "Dockerfile").read_text("utf-8")
+
+
+def given(where: str) -> dict[str, Any]:
+    """The options that a file starts the server with, as the command line reads them."""
+    words = {
+        "unit": lambda: shlex.split(unit()["Service"]["ExecStart"])[2:],
+        "compose": lambda: compose()["command"],
+        "image": lambda: yaml.safe_load(re.findall(r"^CMD (.*)$", image(), re.MULTILINE)[-1]),
+    }[where]()
+    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    return serve.make_context("serve", words).params
+
+
+@pytest.mark.parametrize("where", ["unit", "compose", "image"])
+def test_its_options_are_options_and_its_data_and_keys_are_named(where):
+    options = given(where)
+    assert options["model_name"] == "nano"
+    assert str(options["keys"]).endswith("/keys")
+    assert options["data"].endswith("/turns")
+
+
+def test_answers_have_their_time_to_end_before_anybody_is_killed():
+    assert given("unit")["drain"] + 10 < float(unit()["Service"]["TimeoutStopSec"])
+    assert given("compose")["drain"] + 10 < float(compose()["stop_grace_period"].removesuffix("s"))
+    assert unit()["Service"]["KillSignal"] == "SIGTERM"
+    assert "\nSTOPSIGNAL SIGTERM\n" in image()
+
+
+def test_it_runs_as_nobody_and_writes_where_its_data_is():
+    service = unit()["Service"]
+    assert service["DynamicUser"] == "yes"
+    assert service["ProtectSystem"] == "strict"
+    assert given("unit")["data"] == "${STATE_DIRECTORY}/turns"
+    last = image().rpartition("\nFROM ")[2]
+    assert "\nUSER 10001\n" in last
+    assert last.index("\nUSER 10001\n") < last.index("\nENTRYPOINT ")
+    its = compose()
+    assert its["read_only"] is True
+    assert its["cap_drop"] == ["ALL"]
+    assert its["volumes"] == ["turns:/data"]
+    assert its["ports"] == ["127.0.0.1:8000:8000"]
