@@ -7,8 +7,20 @@ import { Text } from "./text.js";
 const text = new Text(byId("text"), byId("detail"));
 let shown = null;
 
+// Pools that most policies have look the same in all of them; others take the looks that are left.
+const USUAL = { sink: 0, recent: 1, beginning: 3, header: 4 };
+const LEFT = [2, 5, 3, 4, 0, 1];
+
 /** The class that gives a pool its colour and its line; the last pool is of tokens that wait. */
-export const lookOf = (pools, n) => (n === pools.length - 1 ? "pool-new" : `pool-${n % 6}`);
+export function lookOf(pools, n) {
+  if (n === pools.length - 1) return "pool-new";
+  const name = pools[n].name;
+  if (name in USUAL) return `pool-${USUAL[name]}`;
+  const taken = pools.map((pool) => USUAL[pool.name]);
+  const left = LEFT.filter((look) => !taken.includes(look));
+  const others = pools.filter((pool) => !(pool.name in USUAL));
+  return `pool-${left.length ? left[others.indexOf(pools[n]) % left.length] : 0}`;
+}
 
 /** Show what `GET /v1/sessions/ID/memory` told; null for nothing. */
 export function showMemory(memory) {
