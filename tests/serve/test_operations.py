@@ -291,6 +291,22 @@ def test_a_server_that_is_told_to_end_lets_answers_end_first():
 
 @pytest.mark.slow
 @needs_nano
+def test_who_is_not_done_when_the_server_ends_is_told():
+    with started("--keep", "4", "--drain", "1") as (process, url):
+        given = {"max_tokens": 20_000, "ignore_eos": True, "stream": True}
+        body = {"model": "nano", "prompt": "Prince Andrew", **given}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        told = json.loads(rest[-1].removeprefix("data: "))["error"]
+        assert told["code"] == "server_closing"
+        assert process.wait(30) == 0
+
+
+@pytest.mark.slow
+@needs_nano
 def test_what_a_client_saw_the_end_of_is_there_after_a_kill(tmp_path):
     folder = str(tmp_path / "data")
     body = {"model": "nano", "max_tokens": 5, "temperature": 0}

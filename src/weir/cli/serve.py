@@ -167,7 +167,7 @@ def serve(
         app = make_app(desk, taken)
         address, number = bound.getsockname()[:2]
         say(f"{_url(address, number)} ({known})")
-        run_app(app, bound, limits)
+        run_app(app, bound, limits, lambda: desk.drain(limits.drain))
 
 
 def _url(address: str, port: int) -> str:

@@ -101,6 +101,10 @@ class Wish:
         return replace(self, stops=[*self.stops, stop])
 
 
+class Ending(WeirError):
+    """The server ends before the turn does."""
+
+
 @dataclass(eq=False)
 class Asked:
     """A request under way.
@@ -185,17 +189,28 @@ class Desk:
         self.engine.stop()
         self._thread.join(seconds)
 
+    def drain(self, seconds: float) -> None:
+        """The same, and then give up the rest, who are told why."""
+        self.close(seconds)
+        for each in self._fail(Ending("the server is ending")):
+            self.cancel(each)
+
     def _run(self) -> None:
         try:
             self.engine.run()
         except Exception as error:
             # Not a turn's fault, and nothing is answered any more: nobody is to wait in vain.
             self.failure = error
-            with self._lock:
-                asked = list(self._asked)
-            for each in asked:
-                for answer in range(len(each.turns)):
-                    each.mailbox.post(Failure(answer, error))
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> list[Asked]:
+        """Tell all requests under way that they have failed."""
+        with self._lock:
+            asked = list(self._asked)
+        for each in asked:
+            for answer in range(len(each.turns)):
+                each.mailbox.post(Failure(answer, error))
+        return asked
 
     # --- what is asked
 

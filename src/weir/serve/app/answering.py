@@ -17,7 +17,7 @@ from weir.serve.app.guard import note
 from weir.serve.app.logs import LOG
 from weir.serve.app.metrics import Metrics
 from weir.serve.app.reading import Gone
-from weir.serve.desk import Asked, Desk, Plan, TooLong, Wish
+from weir.serve.desk import Asked, Desk, Ending, Plan, TooLong, Wish
 from weir.serve.engine import Busy, Cancelled
 from weir.serve.holding import Elsewhere, Lost
 from weir.serve.mailbox import End, Event, Failure, Mailbox, Piece
@@ -271,6 +271,8 @@ def why(error: Exception) -> Refused:
     """What a client is told of a turn that failed: nothing of the server's folders and memory."""
     if isinstance(error, Cancelled):
         return overloaded("the answer was not read in time, and was given up")
+    if isinstance(error, Ending):
+        return closing()
     if isinstance(error, BadSchema):
         return Refused(400, str(error), code="invalid_json_schema")
     if isinstance(error, Lost):
@@ -285,7 +287,7 @@ def closing() -> Refused:
     """The server is ending."""
     return Refused(
         503,
-        "the server is ending and takes no more requests",
+        "the server is ending; ask again in a moment",
         code="server_closing",
         kind="server_error",
         headers={"Retry-After": "5"},

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 import signal
 import socket
+import threading
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -16,6 +18,8 @@ from weir.serve.limits import Limits
 
 CONNECTIONS = 1024
 """Connections that may be open at once; further requests get 503."""
+TOLD = 5
+"""Seconds for telling clients that their answers have been given up."""
 
 
 def bind(host: str, port: int, keys: Keys) -> socket.socket:
@@ -49,18 +53,38 @@ def bind(host: str, port: int, keys: Keys) -> socket.socket:
     return made
 
 
-def run_app(app: ASGIApp, bound: socket.socket, limits: Limits) -> None:
+class _Server(uvicorn.Server):
+    """Ends what it serves when it is told to end.
+
+    Args:
+        config: of the server.
+        drain: lets answers end, and returns when those that do not have been given up.
+    """
+
+    def __init__(self, config: uvicorn.Config, drain: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._draining = threading.Thread(target=drain, name="weir drain", daemon=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take no more connections."""
+        super().handle_exit(sig, frame)
+        if self._draining.ident is None:
+            self._draining.start()
+
+
+def run_app(app: ASGIApp, bound: socket.socket, limits: Limits, drain: Callable[[], None]) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Then no more requests are taken, answers under way have `limits.drain` seconds to end, and what
-    has not ended by then never happened. A second SIGINT waits for nothing.
+    has not ended by then never happened, and its client is told. A second SIGINT waits for nothing.
 
     Args:
         app: from `make_app`.
         bound: from `bind`; closed when it returns.
         limits: as the application's.
+        drain: lets answers end for so long and gives up the rest (`Desk.drain`).
     """
-    server = uvicorn.Server(
+    server = _Server(
         uvicorn.Config(
             app,
             http="h11",
@@ -71,8 +95,9 @@ def run_app(app: ASGIApp, bound: socket.socket, limits: Limits) -> None:
             server_header=False,
             proxy_headers=False,
             limit_concurrency=CONNECTIONS,
-            timeout_graceful_shutdown=max(1, round(limits.drain)),
-        )
+            timeout_graceful_shutdown=round(limits.drain) + TOLD,
+        ),
+        drain,
     )
     # uvicorn takes these signals while it serves and raises them again when it has ended well,
     # which is no reason for the process to die of them.
