@@ -316,10 +316,39 @@ def test_images_and_tokens_that_do_not_go_together(name: str) -> None:
     refused("no image came with them", pixel_values=None)
     vectors = embed(model, asked.given)
     refused("has its place among token ids", input_ids=None, inputs_embeds=vectors)
+    stream = Stream(model, "streaming_llm(budget=40)")
+    for said, wrong in (
+        ("pixel_values came without image_grid_thw", None),
+        (r"is a tensor \[images, 3\]", sizes.float()),
+        ("tells of 99 patches, and pixel_values has", torch.tensor([[1, 9, 11]])),
+    ):
+        with pytest.raises(WeirError, match=said):
+            stream.feed({**asked.given, "image_grid_thw": wrong})
+        assert stream.seen == 0
     chunked = {"prefill_chunk_size": 9, "max_new_tokens": 2, "pad_token_id": 0}
     # transformers 5.12 gives the later pieces of a prompt no features at all.
     with pytest.raises(WeirError, match=r"prefill_chunk_size|no image came with them"):
         model.generate(**asked.given, past_key_values=cache, **chunked)
+
+
+@pytest.mark.parametrize("seconds", [[], [float("nan")], [float("inf")], [-1.0], [1e12]])
+def test_a_video_of_no_length_of_time_is_refused(seconds: list[float]) -> None:
+    model = seeing("qwen2.5-vl")
+    ids = torch.tensor([[5, 6, BEGIN, *[VIDEO] * 12, END, 7]])
+    given = {
+        "input_ids": ids,
+        "pixel_values_videos": torch.randn(48, 12),
+        "video_grid_thw": torch.tensor([[2, 4, 6]]),
+        "second_per_grid_ts": torch.tensor(seconds),
+    }
+    stream = Stream(model, "streaming_llm(budget=60)")
+    with pytest.raises(WeirError, match="second_per_grid_ts"):
+        stream.feed(given)
+    assert stream.seen == 0
+    kinds = {"mm_token_type_ids": 2 * (ids == VIDEO).int()}
+    cache = StreamingCache(model, "streaming_llm(budget=60)")
+    with pytest.raises(WeirError, match="second_per_grid_ts"):
+        logits(model, {**given, **kinds}, past_key_values=cache)
 
 
 def test_bytes_of_a_video_without_end_stay_as_they_are() -> None:

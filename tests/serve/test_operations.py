@@ -20,6 +20,7 @@ import openai
 import pytest
 from servers import Server, make_desk, raw, serving
 
+from weir.cli.commands import run
 from weir.errors import WeirError
 from weir.models import ASSETS
 from weir.serve import Busy, Limits
@@ -287,6 +288,13 @@ def test_a_server_that_is_told_to_end_lets_answers_end_first():
         assert process.wait(30) == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
+
+
+@needs_nano
+def test_a_disk_that_has_no_room_for_one_turn_is_refused_at_the_start(tmp_path):
+    wrong = ["serve", "nano", "--data", str(tmp_path / "a"), "--disk", "100KB", "--port", "0"]
+    with pytest.raises(WeirError, match="and --disk leaves 100"):
+        run(wrong)
 
 
 @pytest.mark.slow

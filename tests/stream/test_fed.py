@@ -186,7 +186,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         (torch.zeros(4, 5), "offsets are whole numbers"),
         (torch.zeros(4, 5, dtype=torch.int64), "reaches 1 at least"),
         (torch.full((4, 5), -1), "offsets are whole numbers from 0"),
-        (torch.full((4, 5), 2**20), "offsets are whole numbers from 0 to 1,048,576"),
+        (torch.full((4, 5), 2**20), "offsets are whole numbers from 0 to 1,048,575"),
         (torch.ones(3, 5, dtype=torch.int64), r"are \[1, 4, 5\], not \[1, 3, 5\]"),
         ([[0, 0, 0, 1, 1]] * 4, r"are \[1, 4, 5\], not "),
     ],

@@ -112,6 +112,10 @@ def serve(
         ending.callback(bound.close)
         kept = keep if data is None or cluster is not None else 0
         room = room_for(model_name, wanted, chunk=chunk, rows=rows, kept=kept)
+        if most is not None and most < room.row:
+            raise WeirError(
+                f"the end of a turn takes {size(room.row)}, and --disk leaves {size(most)} for all"
+            )
         ends = f"ends of {room.kept} turns {size(room.kept * room.row)}; "
         say(
             f"{model_name} under {wanted}: weights {size(room.weights)}, {rows} rows of "

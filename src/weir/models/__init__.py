@@ -1,6 +1,6 @@
 """What weir must know of a model, and how it gets inside."""
 
-from weir.models.axes import OFFSETS, offsets
+from weir.models.axes import MOST_OFFSET, OFFSETS, offsets
 from weir.models.embedding import embed
 from weir.models.endings import Endings
 from weir.models.facts import (
@@ -29,6 +29,7 @@ from weir.models.weights import fingerprint, weights_of
 __all__ = [
     "ASSETS",
     "DROPPING",
+    "MOST_OFFSET",
     "OFFSETS",
     "PICTURES",
     "Attachment",

@@ -23,8 +23,12 @@ from weir.models.images import images_of, unfitting
 OFFSETS = "weir_offsets"
 """The argument of a decoder that brings offsets to a cache of weir."""
 
+MOST_OFFSET = 2**20
+"""No image reaches so far."""
+
 _KINDS = {"image": 1, "video": 2}
 """What the model calls them among its types of tokens."""
+_PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 
 
 def offsets(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor | None:
@@ -117,7 +121,8 @@ def _sizes(kind: str, given: Mapping[str, Any]) -> list[list[int]]:
                 "itself"
             )
         return noted
-    if not isinstance(sizes, Tensor) or sizes.ndim != 2 or sizes.shape[1] != 3:
+    grid = isinstance(sizes, Tensor) and sizes.ndim == 2 and sizes.shape[1] == 3
+    if not grid or sizes.is_floating_point():
         raise WeirError(
             f"{name} is a tensor [images, 3], the sizes in patches that the model's processor "
             f"makes, not {shown(sizes)}"
@@ -126,26 +131,70 @@ def _sizes(kind: str, given: Mapping[str, Any]) -> list[list[int]]:
     return whole
 
 
+def check_sizes(given: Mapping[str, Any]) -> None:
+    """Refuse pixels whose sizes are missing, or are those of others, before a model reads them.
+
+    Args:
+        given: the arguments by name.
+
+    Raises:
+        WeirError: by the name of what is wrong.
+    """
+    for kind, name in _PIXELS.items():
+        pixels, sizes = given.get(name), given.get(f"{kind}_grid_thw")
+        if not isinstance(pixels, Tensor):
+            continue
+        if sizes is None:
+            raise WeirError(
+                f"{name} came without {kind}_grid_thw, the sizes in patches that the model's "
+                "processor makes with them"
+            )
+        patches = sum(math.prod(size) for size in _sizes(kind, given))
+        if patches != len(pixels):
+            raise WeirError(
+                f"{kind}_grid_thw tells of {patches:,} patches, and {name} has {len(pixels):,}"
+            )
+
+
 def _each(model: PreTrainedModel, kind: str, given: Mapping[str, Any]) -> Iterator[Tensor]:
     """The offsets of each image, or of each video, in turn [pieces, 5].
 
     Raises:
         WeirError: sizes are missing, or none.
     """
-    seconds = given.get("second_per_grid_ts") if kind == "video" else None
+    sizes = _sizes(kind, given)
+    seconds = _seconds(given, len(sizes)) if kind == "video" else None
     merged = model.config.vision_config.spatial_merge_size**2
     known: dict[tuple[float, ...], Tensor] = {}
-    for index, size in enumerate(_sizes(kind, given)):
+    for index, size in enumerate(sizes):
         pieces = math.prod(size) // merged
         if min(size) < 1 or pieces < 1:
             raise WeirError(f"an {kind} of {size} patches has none each way")
         more = {f"{kind}_grid_thw": torch.tensor([size])}
         if seconds is not None:
-            more["second_per_grid_ts"] = torch.as_tensor(seconds)[index : index + 1]
+            more["second_per_grid_ts"] = seconds[index : index + 1]
         which = (*size, *more.get("second_per_grid_ts", torch.tensor([])).tolist())
         if which not in known:
             known[which] = _of_one(model, kind, pieces, more)
         yield known[which]
+
+
+def _seconds(given: Mapping[str, Any], videos: int) -> Tensor | None:
+    """How long a piece of each video lasts [videos]; None where nothing says so.
+
+    Raises:
+        WeirError: of some videos it does not, or it is no length of time.
+    """
+    told = given.get("second_per_grid_ts")
+    if told is None:
+        return None
+    seconds = torch.as_tensor(told).flatten()
+    if len(seconds) < videos or not bool(((seconds >= 0) & seconds.isfinite()).all()):
+        raise WeirError(
+            f"second_per_grid_ts tells for each video how many seconds a piece of it lasts; there "
+            f"are {videos}, and it is {shown(told)}"
+        )
+    return seconds
 
 
 def _of_one(model: PreTrainedModel, kind: str, pieces: int, more: dict[str, Tensor]) -> Tensor:
@@ -158,4 +207,9 @@ def _of_one(model: PreTrainedModel, kind: str, pieces: int, more: dict[str, Tens
     found = torch.zeros((pieces, 5), dtype=torch.int64)
     found[:, :3] = places[:, 0, :-1].T
     found[:, 3] = found[-1, 4] = int(places[0, 0, -1])
+    if bool(((found < 0) | (found >= MOST_OFFSET)).any()):
+        raise WeirError(
+            f"a piece of this {kind} stands {MOST_OFFSET:,} places or more behind its beginning; "
+            "its sizes or its second_per_grid_ts are wrong"
+        )
     return found

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from weir.errors import WeirError
+from weir.models.axes import check_sizes
 from weir.models.facts import input_device
 from weir.models.images import images_of, pictures_in, unfitting
 from weir.models.methods import Around
@@ -47,6 +48,8 @@ def embed(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor:
     unread = set(pictures_in(given)) - signature(model.base_model.forward).parameters.keys()
     if unread:
         raise WeirError(f"a {type(model).__name__} takes no {', '.join(sorted(unread))}")
+    if images.axes:
+        check_sizes(given)
     device = input_device(model)
     there = {n: t.to(device) if isinstance(t, Tensor) else t for n, t in given.items()}
     if images.axes:  # left to itself the model works places out, and remembers them

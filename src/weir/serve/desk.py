@@ -192,8 +192,9 @@ class Desk:
     def drain(self, seconds: float) -> None:
         """The same, and then give up the rest, who are told why."""
         self.close(seconds)
-        for each in self._fail(Ending("the server is ending")):
-            self.cancel(each)
+        if self._thread.is_alive():
+            for each in self._fail(Ending("the server is ending")):
+                self.cancel(each)
 
     def _run(self) -> None:
         try:

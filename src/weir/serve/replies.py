@@ -194,5 +194,7 @@ def node_of(response: str) -> str:
 
 
 def _check(messages: list[Message]) -> None:
-    if not messages or messages[-1].role == "assistant":
+    if not messages:
+        raise WeirError("there is nothing to answer: input is missing or empty")
+    if messages[-1].role == "assistant":
         raise WeirError("the last item must be one to answer, not an assistant's")

@@ -15,11 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weir.errors import WeirError, shown
-from weir.models import OFFSETS, PICTURES, Images, embed, offsets
+from weir.models import MOST_OFFSET, OFFSETS, PICTURES, Images, embed, offsets
 from weir.stream.tokens import Tokens, read_ids
-
-MOST_OFFSET = 2**20
-"""No image reaches so far."""
 
 NO_ID = -1
 """Stands for the id of a token that was fed as an embedding without one."""
@@ -197,7 +194,9 @@ def _checked_offsets(
     whole = not (within.is_floating_point() or within.is_complex() or within.dtype == torch.bool)
     found = within.to(torch.int64) if whole else within
     if not whole or bool((found < 0).any()) or bool((found >= MOST_OFFSET).any()):
-        raise WeirError(f"offsets are whole numbers from 0 to {MOST_OFFSET:,}, as models.offsets")
+        raise WeirError(
+            f"offsets are whole numbers from 0 to {MOST_OFFSET - 1:,}, as models.offsets"
+        )
     if bool((found[:, :, 3] < 1).any()):
         raise WeirError("a word or image reaches 1 at least, the fourth of the offsets; 0 is none")
     return found

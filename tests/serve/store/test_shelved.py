@@ -308,7 +308,7 @@ def test_a_store_of_another_model_or_policy_is_refused(tmp_path, model, policy, 
 
 def test_a_folder_that_is_none_of_ours_is_refused_and_left_alone(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(WeirError, match="cannot be used"):
+    with pytest.raises(WeirError, match="file is no folder"):
         shelf(tmp_path / "file")
     with shelf(tmp_path / "a") as one:
         kept(one, "n0", NODES[0])
@@ -336,8 +336,10 @@ def test_a_folder_that_is_none_of_ours_is_refused_and_left_alone(tmp_path):
 def test_only_its_owner_reads_a_store(tmp_path):
     with shelf(tmp_path / "a") as one:
         kept(one, "n0", NODES[0])
-    modes = [path.stat().st_mode & 0o077 for path in [tmp_path / "a", *files(tmp_path / "a")]]
-    assert modes == [0, 0]
+        tables = sorted((tmp_path / "a").glob("weir.db*"))  # and their logs, while it is open
+        assert len(tables) == 3
+        its = [tmp_path / "a", *files(tmp_path / "a"), *tables]
+        assert [path.stat().st_mode & 0o077 for path in its] == [0] * 5
 
 
 # --- with an engine

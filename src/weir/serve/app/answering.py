@@ -57,6 +57,8 @@ class Answers:
         while True:
             good: list[Piece | End] = []
             for event in events:
+                if event.answer in self.ends:
+                    continue  # it was given up at the moment it ended
                 if isinstance(event, Failure):
                     self.asked.open.discard(event.answer)
                     raise why(event.error)

@@ -77,6 +77,8 @@ class DiskShelf:
                 self._files = Folder(self.folder / "nodes")
             except BlockingIOError:
                 raise WeirError(f"{folder} is in use by another server") from None
+            except FileExistsError:
+                raise WeirError(f"{folder} is no folder") from None
             except OSError as error:
                 raise WeirError(f"{folder} cannot be used: {error.strerror}") from None
             undo.callback(self._files.close)

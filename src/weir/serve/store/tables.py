@@ -9,6 +9,7 @@ too. Readers of a file have another and wait for no commit. Knows nothing about 
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -99,8 +100,10 @@ class Tables:
             )
         self._writing, self._reading = threading.RLock(), threading.Lock()
         try:
+            # What was said is its owner's alone, and SQLite gives its logs the rights of the file.
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
             self._writer = _connected(path)
-        except sqlite3.Error as error:
+        except (OSError, sqlite3.Error) as error:
             raise WeirError(f"{path} is damaged or cannot be opened: {error}") from None
         try:
             # Before anything else: a database that was just made has neither version nor tables.
