@@ -20,7 +20,7 @@ from servers import Server, make_desk, serving
 from weir.serve import Limits
 
 EXAMPLES = int(os.environ.get("WEIR_FUZZ", "8"))
-LIMITS = Limits(body=20_000, prompt=400, answer=10)
+LIMITS = Limits(prompt=400, answer=10)
 QUICK = settings(
     max_examples=EXAMPLES,
     derandomize=True,
