@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +15,9 @@ from weir.cli.common import AsJson, messages, output, print_json, say
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
-    from weir.bench import Bench
+    from rich.table import Table
+
+    from weir.bench import Bench, Row
 
 
 class Dtype(StrEnum):
@@ -127,25 +130,40 @@ def _write(made: Bench, out: Path) -> None:
 
 
 def _print(made: Bench, quick: bool) -> None:
+    from weir.bench.report import machine_line
+
+    output().print(figures(made.rows, "a tiny model: these figures say nothing" if quick else None))
+    for name, dtype, why in made.skipped:
+        say(f"not measured: {name} {dtype}: {why}")
+    output().print(machine_line(made), markup=False, highlight=False, soft_wrap=True)
+
+
+def figures(
+    rows: Sequence[tuple[str, str, Row]], title: str | None = None, *, dtypes: bool = True
+) -> Table:
+    """A table of figures.
+
+    Args:
+        rows: each with the name of its part and its precision.
+        title: of the table.
+        dtypes: whether precisions have a column.
+    """
     from rich.table import Table
 
-    from weir.bench.report import machine_line, number, target
+    from weir.bench.report import number, target
 
-    table = Table(title="a tiny model: these figures say nothing" if quick else None)
+    table = Table(title=title)
     table.add_column("figure")
-    for head in ("dtype", "weir", "peer", "ratio", "target", "met"):
+    for head in (*(["dtype"] if dtypes else []), "weir", "peer", "ratio", "target", "met"):
         table.add_column(head, justify="right", no_wrap=True)
-    for _, dtype, row in made.rows:
+    for _, dtype, row in rows:
         table.add_row(
             row.what,
-            dtype,
+            *([dtype] if dtypes else []),
             f"{number(row.ours)} {row.unit}",
             f"{number(row.peer)} {row.unit}",
             number(row.ratio),
             target(row),
             {True: "yes", False: "no", None: ""}[row.met],
         )
-    output().print(table)
-    for name, dtype, why in made.skipped:
-        say(f"not measured: {name} {dtype}: {why}")
-    output().print(machine_line(made), markup=False, highlight=False, soft_wrap=True)
+    return table

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weir.cli.app import quick_command
-from weir.cli.bench import benches, make_folder
+from weir.cli.bench import benches, figures, make_folder
 from weir.cli.common import AsJson, messages, output, print_json, say
 from weir.errors import WeirError
 
@@ -89,7 +89,7 @@ def _write(served: Served, out: Path) -> None:
 def _print(served: Served, quick: bool) -> None:
     from rich.table import Table
 
-    from weir.bench.report import machine_line, number, target
+    from weir.bench.report import machine_line
 
     if served.runs:
         table = Table(title="a tiny model: these figures say nothing" if quick else None)
@@ -101,20 +101,7 @@ def _print(served: Served, quick: bool) -> None:
         output().print(table)
         output().print("times: p50 / p95 / p99", highlight=False)
     if served.rows:
-        table = Table()
-        table.add_column("figure")
-        for head in ("weir", "peer", "ratio", "target", "met"):
-            table.add_column(head, justify="right", no_wrap=True)
-        for _, _, row in served.rows:
-            table.add_row(
-                row.what,
-                f"{number(row.ours)} {row.unit}",
-                f"{number(row.peer)} {row.unit}",
-                number(row.ratio),
-                target(row),
-                {True: "yes", False: "no", None: ""}[row.met],
-            )
-        output().print(table)
+        output().print(figures(served.rows, dtypes=False))
     for name, model, why in served.skipped:
         say(f"not measured: {name} {model}: {why}")
     for line in (machine_line(served), served.command):

@@ -6,7 +6,8 @@ nothing, those in `REFUSED` are known and not served, but for values that ask fo
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -18,7 +19,7 @@ from pydantic import (
 )
 
 from weir.serve.app.formats import FunctionTool, ResponseFormat, ToolCall, ToolChoice
-from weir.serve.app.strict import Strict, Whole, refused
+from weir.serve.app.strict import Known, Strict, Whole, refused
 from weir.serve.choosing import Choosing
 from weir.serve.messages import Call, Message
 from weir.stream import Sampling
@@ -46,22 +47,12 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "web_search_options": (None,),
 }
-
-
 INSTEAD = {"functions": "use tools", "function_call": "use tool_choice"}
 """For what is refused that has another name today."""
 
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Token = Annotated[Whole, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
-
-
-def _harmless_only(schema: dict[str, Any]) -> None:
-    """Say in a schema what a field may be that is known and not served."""
-    for name, harmless in REFUSED.items():
-        if name in schema.get("properties", {}):
-            schema["properties"][name]["enum"] = list(harmless)
 
 
 class TextPart(BaseModel):
@@ -120,7 +111,7 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class Asking(Strict):
+class Asking(Known):
     """What all requests have: which model, and how its tokens are chosen."""
 
     model: Annotated[str, StringConstraints(max_length=512)]
@@ -174,7 +165,8 @@ class Asking(Strict):
 class Body(Asking):
     """What both kinds of older requests have."""
 
-    model_config = ConfigDict(json_schema_extra=_harmless_only)
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = REFUSED
+    instead: ClassVar[Mapping[str, str]] = INSTEAD
 
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[Whole, Field(ge=1)] | None = None
@@ -200,14 +192,6 @@ class Body(Asking):
     modalities: Any = None
     suffix: Any = None
     web_search_options: Any = None
-
-    @field_validator(*REFUSED, mode="after")
-    @classmethod
-    def _harmless(cls, value: Any, info: Any) -> Any:
-        if value not in REFUSED[info.field_name]:
-            instead = INSTEAD.get(info.field_name, "leave it out")
-            raise refused(f"this is not served here; {instead}")
-        return value
 
     @property
     def answers(self) -> int:

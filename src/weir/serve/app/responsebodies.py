@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from weir.serve.app.bodies import Asking
 from weir.serve.app.formats import Description, JsonSchema, ResponseFormat
@@ -36,11 +37,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 LOGPROBS = "message.output_text.logprobs"
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128)]
-
-
-def _harmless_only(schema: dict[str, Any]) -> None:
-    for name, harmless in REFUSED.items():
-        schema["properties"][name]["enum"] = list(harmless)
 
 
 class TextFormat(Strict):
@@ -86,7 +82,7 @@ class ConversationName(Strict):
 class ResponseBody(Asking):
     """`POST /v1/responses`."""
 
-    model_config = ConfigDict(json_schema_extra=_harmless_only)
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = REFUSED
 
     input: str | list[MessageItem] | None = None
     instructions: str | None = None
@@ -117,13 +113,6 @@ class ResponseBody(Asking):
     prompt: Any = None
     tool_choice: Any = None
     tools: Any = None
-
-    @field_validator(*REFUSED, mode="after")
-    @classmethod
-    def _harmless(cls, value: Any, info: Any) -> Any:
-        if value not in REFUSED[info.field_name]:
-            raise refused("this is not served here; leave it out")
-        return value
 
     @property
     def kept(self) -> bool:

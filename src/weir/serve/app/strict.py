@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints, field_validator
 from pydantic_core import PydanticCustomError
 
 
@@ -22,6 +23,30 @@ class Strict(BaseModel):
     """A body whose numbers are numbers, and which has no field that is not here."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def _harmless_only(schema: dict[str, Any], kind: type[BaseModel]) -> None:
+    """Say in a schema what a field may be that is known and not served."""
+    assert issubclass(kind, Known)
+    for name, harmless in kind.unserved.items():
+        schema["properties"][name]["enum"] = list(harmless)
+
+
+class Known(Strict):
+    """A body with fields that are known and not served, but for values that ask for nothing."""
+
+    model_config = ConfigDict(json_schema_extra=_harmless_only)
+
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    instead: ClassVar[Mapping[str, str]] = {}
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _harmless(cls, value: Any, info: Any) -> Any:
+        name = info.field_name
+        if name in cls.unserved and value not in cls.unserved[name]:
+            raise refused(f"this is not served here; {cls.instead.get(name, 'leave it out')}")
+        return value
 
 
 def refused(message: str) -> PydanticCustomError:
