@@ -33,7 +33,7 @@ pytest = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --max-worker-res
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-kernels browser lint types docs bench clean distclean
+.PHONY: help demo test test-kernels browser lint types docs bench models clean distclean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,6 +88,25 @@ bench: $(VENV)/.installed ## perplexity, memory and pace of a long stream, polic
 		printf '\n== %s\n' "$$policy"; \
 		$(BIN)/weir stream --text $(BOOK) --policy "$$policy" --tokens $(TOKENS) || exit 1; \
 	done
+
+# The models that policies are compared on beside nano; docs/evidence.md says what each is for. Where
+# one was broken off it goes on from its last checkpoint.
+BOOKS ?= books.txt.xz
+MODELS ?= five qknorm alibi seed2
+train-five := --layers 5 --length 384 --width 192 --heads 6 --tokens 5000000 --seed 7 \
+	--vocabulary 3000
+train-qknorm := --shape qwen3 --width 160 --heads 4 --kv-heads 2 --length 320 --rows 8 \
+	--tokens 5000000 --seed 11 --vocabulary 2500 --exercises on
+train-alibi := --shape alibi --width 160 --heads 4 --length 320 --rows 8 \
+	--tokens 5000000 --seed 23 --vocabulary 2500 --exercises on
+train-seed2 := --width 160 --heads 4 --kv-heads 2 --length 320 --rows 8 \
+	--tokens 5000000 --seed 5 --vocabulary 2000 --exercises on
+
+models: $(MODELS:%=models/%/config.json) ## the models of docs/evidence.md, hours: make models BOOKS=books.txt.xz
+
+models/%/config.json: | $(VENV)/.installed
+	$(call stage,$*)
+	$(BIN)/weir train --text $(BOOKS) --out models/$* $(train-$*)
 
 clean: ## remove what was built, but not .venv
 	rm -rf build dist site demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -69,6 +69,24 @@ def test_a_trained_folder_is_a_model_for_every_other_command(capsys, text, tmp_p
     assert 1 < read["ppl"] < 640  # better than guessing
 
 
+def test_the_shape_is_chosen_and_a_sink_that_it_cannot_have_is_another_one(
+    capsys, text, tmp_path, steps
+):
+    words = ("--text", text, "--tokens", 1000, "--no-compiled", *SIZE, "--json")
+    grouped = ("--shape", "qwen3", "--heads", 4, "--kv-heads", 2)
+    ended = run(capsys, "train", *words, "--out", tmp_path / "grouped", *grouped)
+    recipe = json.loads(ended.out)["recipe"]
+    assert [recipe[name] for name in ("shape", "heads", "kv_heads")] == ["qwen3", 4, 2]
+    ended = run(capsys, "train", *words, "--out", tmp_path / "alibi", "--shape", "alibi")
+    recipe = json.loads(ended.out)["recipe"]
+    assert [recipe[name] for name in ("heads", "kv_heads", "sink")] == [4, 4, "learnable"]
+    assert "training with a learnable sink: none can be taught to an ALiBi model" in ended.err
+    ended = run(capsys, "train", *words, "--out", tmp_path / "no", "--kv-heads", 3)
+    assert ended.code == 1
+    assert "4 heads cannot share 3 KV heads evenly" in ended.err
+    assert not (tmp_path / "no").exists()
+
+
 def test_a_run_that_was_interrupted_says_so_and_goes_on(capsys, text, tmp_path, steps, monkeypatch):
     from weir.train import loop
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import weir
 from weir.errors import WeirError
-from weir.models import sink_of
+from weir.models import describe, sink_of, window_of
 from weir.models.loading import load
 from weir.train import PRESETS, folder, loop
 from weir.train.log import read_log
@@ -111,6 +111,32 @@ def test_a_model_of_every_sink_is_one_that_transformers_and_weir_load(
     close_runs(stream.feed(ids, all_logits=True), wanted, plain)
     long = torch.randint(5, 600, (1, 300))
     assert stream.feed(long).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "kv_heads"),
+    [
+        ({"shape": "qwen3", "heads": 4, "kv_heads": 2, "sink": "taught"}, "qwen3", 2),
+        ({"shape": "alibi", "heads": 4, "kv_heads": 4, "sink": "learnable"}, "mpt", 4),
+    ],
+)
+def test_a_model_of_every_shape_is_one_that_transformers_and_weir_load(
+    text, tmp_path, changes, kind, kv_heads
+):
+    figures = run(replace(TINY, **changes), text, tmp_path, exercises="on")
+    assert 0 <= figures["recall"] <= 1
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert plain.config.model_type == kind
+    assert window_of(plain.config) == 193
+    model, _ = weir.load(str(tmp_path), dtype="float32")
+    stream = weir.Stream(model, "streaming_llm(budget=64)")
+    ids = torch.randint(5, 600, (1, 50))
+    with torch.no_grad():
+        wanted = plain(input_ids=ids).logits
+    close_runs(stream.feed(ids, all_logits=True), wanted, plain)
+    assert [layer.heads.kv_heads for layer in describe(model).layers] == [kv_heads] * 2
+    # Far beyond the model's window.
+    assert stream.feed(torch.randint(5, 600, (1, 300))).isfinite().all()
 
 
 def test_a_text_without_the_names_is_trained_on_without_exercises_and_says_so(tmp_path):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 import torch
 from roundings import close, off
+from transformers import LlamaConfig
 
 from weir.errors import WeirError
 from weir.train import corpus, loop
 from weir.train.log import read_log
 from weir.train.loop import Lesson, Recipe
+from weir.train.shapes import new_model
 
 TINY = Recipe(
     tokens=40 * 4 * 192,
@@ -30,7 +32,7 @@ TINY = Recipe(
 
 @pytest.fixture
 def model(tokenizer):
-    return loop.new_model(TINY, tokenizer)
+    return new_model(TINY, tokenizer)
 
 
 @pytest.fixture
@@ -42,7 +44,7 @@ def of_sink(sink, tokenizer, tokens, **changes):
     """A recipe of text alone with a sink, its tokenizer, its lesson and its model."""
     recipe = replace(TINY, sink=sink, exercise_rows=0, **changes)
     reader = corpus.with_sinks(tokenizer.backend_tokenizer, recipe.kind.count)
-    return recipe, reader, Lesson.of(recipe, reader, tokens), loop.new_model(recipe, reader)
+    return recipe, reader, Lesson.of(recipe, reader, tokens), new_model(recipe, reader)
 
 
 def attention_on_start(model, ids):
@@ -80,6 +82,10 @@ def assert_same_weights(left, right):
         ({"sink": "learnable:x"}, "not 'learnable:x'"),
         ({"sink": "one"}, "none, zero, learnable, .*, not 'one'"),
         ({"sink": "none:2"}, "not 'none:2'"),
+        ({"shape": "gpt"}, "a shape is llama, qwen3, alibi, not 'gpt'"),
+        ({"shape": "alibi"}, "as many KV heads as heads, 2, not 1"),
+        ({"shape": "alibi", "kv_heads": 2}, "no sink can be taught to them: choose learnable"),
+        ({"shape": "alibi", "kv_heads": 2, "sink": "zero"}, "without softmax-off-by-one"),
         ({"tokens": 767}, "767 tokens are less than one step .* choose 768 or more"),
     ],
 )
@@ -201,7 +207,7 @@ def test_recall_counts_questions_of_which_every_digit_is_right(words, tokens):
         """Repeats the digits it is fed, and in every second row gets the last one wrong."""
 
         device = torch.device("cpu")
-        config = loop.LlamaConfig(max_position_embeddings=192, vocab_size=4096)
+        config = LlamaConfig(max_position_embeddings=192, vocab_size=4096)
 
         def forward(self, input_ids, use_cache):
             guess = input_ids.roll(-1, dims=1)
@@ -260,6 +266,42 @@ def test_training_lowers_the_loss_and_writes_it_down(model, tokenizer, lesson, t
     assert log[-1]["held_out_loss"] == after
     assert all(log[-1][name] == told[-1][2][name] for name in log[-1])
     assert all(facts["tokens_per_s"] > 0 for facts in log)
+
+
+def test_a_run_begun_before_there_were_shapes_goes_on_as_a_llama():
+    begun = {name: value for name, value in asdict(TINY).items() if name != "shape"}
+    assert TINY.differs_from(begun) is None
+    assert replace(TINY, shape="qwen3").differs_from(begun) == "shape"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"shape": "qwen3"}, {"shape": "alibi", "kv_heads": 2, "sink": "learnable"}]
+)
+def test_every_shape_learns_and_is_looked_at_over_its_window(tokenizer, tokens, tmp_path, changes):
+    recipe = replace(TINY, **changes)
+    lesson = Lesson.of(recipe, tokenizer, tokens)
+    before = loop.book_loss(new_model(recipe, tokenizer), lesson)
+    asked = []
+    trained = train(recipe, tokenizer, tokens, tmp_path)
+    trained.register_forward_pre_hook(
+        lambda module, given, named: asked.append(named["input_ids"].shape[1]), with_kwargs=True
+    )
+    assert loop.book_loss(trained, lesson) < before - 1
+    assert set(asked) == {193}
+
+
+def test_a_sink_can_be_taught_to_heads_with_qk_norm(tokenizer, lesson):
+    recipe = replace(TINY, shape="qwen3")
+    model = new_model(recipe, tokenizer)
+    # Keys and queries have one length, so logits are at most sqrt(head_dim) = 4 of either sign
+    # until the norms' weights grow: e^8 is what the sink may have over another token at first.
+    ids = loop.batch(recipe, lesson, 0).ids
+    stepper = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(40):
+        loop.sink_loss(model, ids, 0.5).backward()
+        stepper.step()
+        stepper.zero_grad()
+    assert attention_on_start(model, ids) > 0.3
 
 
 def test_the_held_out_text_is_not_trained_on(tokens):

@@ -42,9 +42,15 @@ def train(
     exercises: Annotated[
         str, typer.Option(help="Recall exercises: on, off, or auto, where the text has the words.")
     ] = "auto",
+    shape: Annotated[
+        str | None, typer.Option(help="llama, qwen3 (QK norm), or alibi (an MPT).")
+    ] = None,
     width: Annotated[int | None, typer.Option(min=8, help="Of the hidden states.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Of the model.")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Of a layer, KV heads alike.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Of a layer.")] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, help="Of a layer; as many as --heads where that is given.")
+    ] = None,
     length: Annotated[
         int | None, typer.Option(min=16, help="Tokens of text in a sample: the window.")
     ] = None,
@@ -60,7 +66,7 @@ def train(
     steps: Annotated[int | None, typer.Option(min=1, help="Of a training on images.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a Llama-shaped model on books, with an attention sink of your choice.
+    """Train a small model on books, of the shape and with the attention sink of your choice.
 
     A run that was interrupted goes on where its last checkpoint was. On several GPUs: `accelerate
     launch --no_python weir train ...`.
@@ -75,8 +81,8 @@ def train(
 
         if text is not None:
             raise typer.BadParameter("--images draws what it trains on; leave out --text")
-        shape = {"steps": steps, "rows": rows, "width": width, "layers": layers, "rate": rate}
-        train_on_images(out, {**shape, "seed": seed}, as_json)
+        sizes = {"steps": steps, "rows": rows, "width": width, "layers": layers, "rate": rate}
+        train_on_images(out, {**sizes, "seed": seed}, as_json)
         return
     if text is None:
         raise typer.BadParameter("give --text, the books to train on; or --images")
@@ -94,6 +100,8 @@ def train(
             "width": width,
             "layers": layers,
             "heads": heads,
+            "kv_heads": kv_heads,
+            "shape": shape,
             "length": length,
             "rows": rows,
             "optimizer": optimizer,
@@ -145,8 +153,12 @@ def _recipe(chosen: Preset, exercises: str, given: dict[str, Any]) -> Recipe:
         raise WeirError(f"exercises are {', '.join(EXERCISES)}, not {exercises!r}")
     recipe = chosen.recipe
     changes = {name: value for name, value in given.items() if value is not None}
-    if "heads" in changes:
-        changes["kv_heads"] = changes["heads"]
+    alibi = changes.get("shape", recipe.shape) == "alibi"
+    if "heads" in changes or alibi:
+        changes.setdefault("kv_heads", changes.get("heads", recipe.heads))
+    if alibi and recipe.kind.taught and "sink" not in changes:
+        say("training with a learnable sink: none can be taught to an ALiBi model")
+        changes["sink"] = "learnable"
     if "width" in changes:
         changes["inner"] = max(8, recipe.inner * changes["width"] // recipe.width)
     rows = changes.get("rows", recipe.rows)

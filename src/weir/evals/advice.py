@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from weir.errors import WeirError
 from weir.evals.measures import STEP, PerplexityMeter
 from weir.evals.notation import with_budget
+from weir.models import window_of
 from weir.stream import Stream, read_stream
 
 CANDIDATES = (
@@ -116,7 +117,7 @@ def advise(
     ids = read_stream(tokenizer, text).ids
     if tokens is not None and tokens > len(ids):
         raise WeirError(f"the text has {len(ids):,} tokens, so it cannot be tried on {tokens:,}")
-    window = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    window = window_of(model.config)
     if window is None or len(ids) <= window:
         whole = _try(model, "dense", len(ids), ids, chunk, seed, lambda share: None)
         if whole.kv_bytes <= memory:

@@ -25,6 +25,7 @@ from weir.models.loading import (
 from weir.models.sinks import ModelSink, set_sink, sink_at_work, sink_of, zero_sink_attention
 from weir.models.vocabulary import check_ids, out_of_range
 from weir.models.weights import fingerprint, weights_of
+from weir.models.window import window_of
 
 __all__ = [
     "ASSETS",
@@ -60,5 +61,6 @@ __all__ = [
     "skeleton",
     "transformers_model",
     "weights_of",
+    "window_of",
     "zero_sink_attention",
 ]

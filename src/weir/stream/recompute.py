@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weir.errors import NotFiniteError, WeirError
-from weir.models import sink_at_work, transformers_model
+from weir.models import sink_at_work, transformers_model, window_of
 from weir.policies import Recompute
 from weir.stream.fed import Fed
 from weir.stream.reader import Reader
@@ -39,7 +39,7 @@ class Recomputation(Reader):
         """
         config = transformers_model(model).config.get_text_config(decoder=True)
         sink_at_work(config)
-        limit = getattr(config, "max_position_embeddings", None)
+        limit = window_of(config)
         if limit is not None and policy.budget > limit:
             raise WeirError(
                 f"recompute cannot read {policy.budget} tokens at once: the model knows {limit}"

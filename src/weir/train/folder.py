@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from weir.errors import WeirError
 from weir.stream import read_books
@@ -117,7 +117,7 @@ def run(
         _finish(model, tokenizer, work, out)
     processes.wait()
     # Read back, for the weights have been rounded.
-    saved = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32)
+    saved = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     saved.to(processes.device)  # type: ignore[arg-type]
     return {
         **loop.figures(saved, lesson),
@@ -224,7 +224,7 @@ def _note_down(work: Path, begun: dict[str, Any], recipe: Recipe) -> None:
 
 
 def _finish(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, work: Path, out: Path
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, work: Path, out: Path
 ) -> None:
     """Put the model into its folder, its configuration last: with it the folder is a model."""
     whole = work / "model"

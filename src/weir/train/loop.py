@@ -1,4 +1,4 @@
-"""The training loop: a small Llama on books and exercises, on CPU or GPU, resumable.
+"""The training loop: a small model on books and exercises, on CPU or GPU, resumable.
 
 Knows nothing about caches, policies or files of text: training is plain transformers and the
 model's own attention.
@@ -21,15 +21,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir.errors import WeirError
-from weir.models import set_sink
+from weir.models import window_of
 from weir.train import checkpoint, exercises
 from weir.train.exercises import Words
 from weir.train.log import Log
 from weir.train.processes import Processes
 from weir.train.recipe import Recipe
+from weir.train.shapes import layers_of, new_model
 
 MOST_LOGITS = 2**28
 """Logits that are there at one time, 1 GiB of them; a step of more goes through in parts."""
@@ -75,37 +76,6 @@ def split(tokens: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """
     held = max(len(tokens) // 100, min(len(tokens) // 10, 8 * length))
     return tokens[: len(tokens) - held], tokens[len(tokens) - held :]
-
-
-def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
-    """A Llama of the recipe's shape with random weights, whose configuration names its sink.
-
-    The weights do not depend on the sink, but for the rows of the tokens that only it has.
-    """
-    config = LlamaConfig(  # type: ignore[call-arg]
-        vocab_size=len(tokenizer),
-        hidden_size=recipe.width,
-        intermediate_size=recipe.inner,
-        num_hidden_layers=recipe.layers,
-        num_attention_heads=recipe.heads,
-        num_key_value_heads=recipe.kv_heads,
-        max_position_embeddings=recipe.window,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
-        attn_implementation="sdpa",
-    )
-    front = exercises.front_of(tokenizer).tolist()
-    set_sink(config, recipe.kind.kind, front if recipe.kind.kind == "learnable" else ())
-    torch.manual_seed(recipe.seed)
-    model = LlamaForCausalLM(config)
-    # Each matrix draws from a seed of its own: a longer vocabulary moves no draw after it.
-    for index, weight in enumerate(p for p in model.parameters() if p.ndim == 2):
-        draw = torch.Generator().manual_seed(1000 * recipe.seed + index)
-        with torch.no_grad():
-            weight.normal_(0.0, config.initializer_range, generator=draw)
-    return model
 
 
 @dataclass(frozen=True)
@@ -172,9 +142,9 @@ def rate_at(recipe: Recipe, step: int) -> float:
     return recipe.rate * min(1.0, (step + 1) / warmup, max(left, 0.0))
 
 
-def optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
+def optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """What trains the matrices inside the layers, and AdamW for embeddings and norms."""
-    inside = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    inside = [p for p in layers_of(model).parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not q for q in inside)]
     adamw: dict[str, Any] = {"betas": (0.9, 0.95), "fused": True}
     first: torch.optim.Optimizer
@@ -186,7 +156,7 @@ def optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Opti
 
 
 def losses(
-    model: LlamaForCausalLM, ids: Tensor, weight: Tensor, text: Tensor
+    model: PreTrainedModel, ids: Tensor, weight: Tensor, text: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Negative log-likelihood of every next token, times its weight, summed; nats.
 
@@ -205,7 +175,7 @@ def losses(
     return (nll * weight[:, 1:]).sum(), (nll.detach() * text[:, 1:]).sum()
 
 
-def sink_loss(model: LlamaForCausalLM, ids: torch.Tensor, share: float) -> torch.Tensor:
+def sink_loss(model: PreTrainedModel, ids: torch.Tensor, share: float) -> torch.Tensor:
     """How far attention stays below `share` on the start token: mean of the missing log, nats.
 
     Large models park attention they have no use for on their first tokens by themselves; one of
@@ -224,19 +194,26 @@ def sink_loss(model: LlamaForCausalLM, ids: torch.Tensor, share: float) -> torch
     return (math.log(share) - (rested + 0.01).log()).relu().mean()
 
 
-def _rows_at_once(model: LlamaForCausalLM) -> int:
+def _window(model: PreTrainedModel) -> int:
+    """Tokens in a sample of what a model was trained on, with its sinks."""
+    window = window_of(model.config)
+    if window is None:
+        raise WeirError("the model's configuration does not say how many tokens it reads at once")
+    return window
+
+
+def _rows_at_once(model: PreTrainedModel) -> int:
     """How many samples of the window's length make no more than `MOST_LOGITS`."""
-    config = model.config
-    return max(1, MOST_LOGITS // (config.max_position_embeddings * config.vocab_size))
+    return max(1, MOST_LOGITS // (_window(model) * model.config.vocab_size))
 
 
 @torch.no_grad()
-def book_loss(model: LlamaForCausalLM, lesson: Lesson, rows: int = 32) -> float:
+def book_loss(model: PreTrainedModel, lesson: Lesson, rows: int = 32) -> float:
     """Mean negative log-likelihood of held-out text inside the window; nats a token.
 
     The tokens that count are the same whatever stands in front: those after a token of text.
     """
-    length = model.config.max_position_embeddings
+    length = _window(model)
     rng = np.random.default_rng(1)
     front = lesson.front
     total = 0.0
@@ -254,11 +231,11 @@ def book_loss(model: LlamaForCausalLM, lesson: Lesson, rows: int = 32) -> float:
 
 @torch.no_grad()
 def recall_accuracy(
-    model: LlamaForCausalLM, words: Words, book: np.ndarray, questions: int = 64, seed: int = 2
+    model: PreTrainedModel, words: Words, book: np.ndarray, questions: int = 64, seed: int = 2
 ) -> float:
     """The share of recall exercises answered right, all digits, at distances over the window."""
     rng = np.random.default_rng(seed)
-    length = model.config.max_position_embeddings
+    length = _window(model)
     prompt_length = length - exercises.DIGITS
     rows, answers = [], []
     for distance in np.linspace(8, prompt_length - 16, questions).astype(int):
@@ -277,7 +254,7 @@ OnStep = Callable[[int, int, dict[str, Any]], None]
 """Told after every step: its number, how many there are, and what is known."""
 
 
-def figures(model: LlamaForCausalLM, lesson: Lesson, questions: int = 512) -> dict[str, Any]:
+def figures(model: PreTrainedModel, lesson: Lesson, questions: int = 512) -> dict[str, Any]:
     """What a model card says: size, held-out perplexity and recall, both inside the window.
 
     Recall is None without exercises.
@@ -299,7 +276,7 @@ def train(
     look_every: int | None = None,
     compiled: bool = True,
     on_step: OnStep = lambda step, steps, facts: None,
-) -> LlamaForCausalLM:
+) -> PreTrainedModel:
     """Train, or take up again what `out` holds.
 
     Writes `out/loss.csv`, a line a step, and `out/checkpoint.pt`, which has all that the run needs
@@ -366,7 +343,7 @@ def _step(
     recipe: Recipe,
     lesson: Lesson,
     step: int,
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     steppers: list[torch.optim.Optimizer],
     losses_of: Callable[..., tuple[Tensor, Tensor]],
     processes: Processes,
@@ -396,7 +373,7 @@ def _step(
     return dict(zip(("loss", "objective", "sink_loss"), told, strict=True))
 
 
-def _look(model: LlamaForCausalLM, lesson: Lesson, seconds: float) -> dict[str, Any]:
+def _look(model: PreTrainedModel, lesson: Lesson, seconds: float) -> dict[str, Any]:
     """How the model does on held-out text now."""
     words = lesson.words
     recall = words and recall_accuracy(model, words, lesson.held_out)

@@ -15,6 +15,8 @@ ROOM = 192
 """Tokens of text in the shortest sample that has room for the exercises and for the sink loss."""
 MOST_SINKS = 64
 OPTIMIZERS = ("muon", "adamw")
+SHAPES = ("llama", "qwen3", "alibi")
+"""Rotary embeddings; the same with QK norm, as in Qwen3; ALiBi, as in MPT."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,10 @@ class Recipe:
         tokens: tokens of text in all, books and exercises together; sinks do not count.
         rows: samples in a step.
         length: tokens of text in a sample. The model's window is these and the sinks in front.
-        width, layers, heads, kv_heads, inner: the shape of the model.
+        shape: `llama`, `qwen3` (as a Llama, with queries and keys brought to one length) or `alibi`
+            (an MPT: no rotation, a bias that grows with distance, no grouped heads, GELU).
+        width, layers, heads, kv_heads, inner: the sizes of the model. `inner` of `alibi` is four
+            times the width.
         optimizer: `muon` for the matrices inside the layers and AdamW for the rest, or `adamw`.
         rate: the highest learning rate.
         decay: weight decay of the matrices inside the layers.
@@ -98,6 +103,7 @@ class Recipe:
     tokens: int = 31_936_000
     rows: int = 16
     length: int = 511
+    shape: str = "llama"
     width: int = 256
     layers: int = 4
     heads: int = 4
@@ -118,6 +124,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sink", str(SinkKind.of(self.sink)))
+        self._check_shape()
         if self.width % (2 * self.heads):
             raise WeirError(
                 f"a model {self.width} wide has no {self.heads} heads of an even size: choose a "
@@ -153,6 +160,28 @@ class Recipe:
                 f"{self.length}: choose {self.rows * self.length:,} or more"
             )
 
+    def _check_shape(self) -> None:
+        """Refuse a shape there is not, and what an ALiBi model cannot have."""
+        if self.shape not in SHAPES:
+            raise WeirError(f"a shape is {', '.join(SHAPES)}, not {shown(self.shape)}")
+        if self.shape != "alibi":
+            return
+        object.__setattr__(self, "inner", 4 * self.width)
+        if self.kv_heads != self.heads:
+            raise WeirError(
+                f"an ALiBi model has as many KV heads as heads, {self.heads}, not {self.kv_heads}"
+            )
+        if self.kind.taught:
+            raise WeirError(
+                "ALiBi keeps heads with a steep slope from the start of a text, so no sink can be "
+                "taught to them: choose learnable or none"
+            )
+        if self.kind.kind == "zero":
+            raise WeirError(
+                "an ALiBi model has an attention of its own, without softmax-off-by-one: choose "
+                "learnable or none"
+            )
+
     @property
     def steps(self) -> int:
         """Optimiser steps of the whole run."""
@@ -182,8 +211,10 @@ class Recipe:
 
         The number of tokens may differ: a run can be made longer or shorter under way.
         """
-        names = (field.name for field in fields(self) if field.name != "tokens")
-        return next((name for name in names if begun.get(name) != getattr(self, name)), None)
+        # A field that an older run does not know has the value that all runs had then.
+        held = {field.name: begun.get(field.name, field.default) for field in fields(self)}
+        names = (name for name in held if name != "tokens")
+        return next((name for name in names if held[name] != getattr(self, name)), None)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from weir.cache.layer import Layer, LayerSpec
 from weir.errors import PolicyError, WeirError
 from weir.evals.attention_error.capture import Captured, capture
+from weir.models import window_of
 from weir.policies import Pipe, Policy, Recompute, called, policy_of
 from weir.pools import Draws, Fold, Recent
 from weir.slab import Slots
@@ -150,8 +151,7 @@ def set_up(
         WeirError: the text is too short.
     """
     if tokens is None:
-        config = model.config.get_text_config(decoder=True)
-        window = getattr(config, "max_position_embeddings", None) or MOST_TOKENS
+        window = window_of(model.config) or MOST_TOKENS
         tokens = min(available, window, MOST_TOKENS)
     elif tokens > available:
         raise WeirError(f"the text has {available} tokens, not {tokens}")

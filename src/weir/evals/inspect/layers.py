@@ -18,8 +18,8 @@ from torch import Tensor
 from weir.errors import WeirError
 from weir.evals.inspect.attention import looks_ahead
 from weir.evals.inspect.section import Asked, Picture, Section, Table, drawing
-from weir.evals.inspect.shares import FIRST, window_of
-from weir.models import ModelFacts, describe
+from weir.evals.inspect.shares import FIRST, MOST
+from weir.models import ModelFacts, describe, window_of
 from weir.policies import Pipe, Policy
 from weir.pools import Fold, Pool, Recent, Sink
 from weir.slab import Slots
@@ -195,7 +195,7 @@ def set_up(asked: Asked, facts: ModelFacts) -> Setup:
     """How a model is to read: half of its window in slots, `BUDGET` at most."""
     windows = [layer.positions.window for layer in facts.layers]
     served = [n for n, window in enumerate(windows) if window is None] or list(range(len(windows)))
-    most = min(window_of(asked.model), facts.sliding or BUDGET * 2)
+    most = min(window_of(asked.model.config) or MOST, facts.sliding or BUDGET * 2)
     budget = max(2 * FIRST, min(BUDGET, most // 2))
     kv_heads = tuple(facts.layers[n].heads.kv_heads for n in served)
     return Setup(tuple(served), kv_heads, budget - FIRST, max(1, min(CHUNK, budget // 4)))

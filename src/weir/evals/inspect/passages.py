@@ -10,7 +10,7 @@ from torch import Tensor
 from weir.errors import WeirError
 from weir.evals.inspect.section import Asked
 from weir.evals.inspect.sequences import count_of, pieces
-from weir.evals.inspect.shares import window_of
+from weir.models import window_of
 
 MOST = 4096
 """Tokens of a passage, at most: what a layer is given for one is held in whole."""
@@ -23,7 +23,7 @@ def longest(asked: Asked, usual: int) -> int:
         WeirError: more were asked for than can be held.
     """
     if asked.tokens is None:
-        return min(usual, window_of(asked.model))
+        return min(usual, window_of(asked.model.config) or MOST)
     if asked.tokens > MOST:
         raise WeirError(
             f"queries, keys and values of {asked.tokens:,} tokens are too many to be held at once; "

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from weir.errors import WeirError
 from weir.evals.inspect.attention import Attention, looks_ahead, watch
 from weir.evals.inspect.section import Asked, Picture, Section, Table, drawing
 from weir.evals.inspect.sequences import LEAST, count_of, pieces, shared
+from weir.models import window_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,7 +62,11 @@ def section(asked: Asked) -> Section:
             f"{asked.model.config.model_type} sees its whole text at once, so no token of it is a "
             "late one; the maps show where its attention lies"
         )
-    long = count_of(asked.tokenizer, asked.text, min(asked.tokens or MOST, window_of(asked.model)))
+    long = count_of(
+        asked.tokenizer,
+        asked.text,
+        min(asked.tokens or MOST, window_of(asked.model.config) or MOST),
+    )
     if long < LEAST:
         raise WeirError(
             f"the text has {long} tokens and is too short to inspect; take a longer one"
@@ -142,13 +146,6 @@ def first_shares(asked: Asked, ids: Tensor) -> list[Share]:
         watch(asked.model, sequence[None], add)
         asked.on_step(done, len(ids))
     return [Share(layer, *(total / len(ids))) for layer, total in sorted(sums.items())]
-
-
-def window_of(model: PreTrainedModel) -> int:
-    """How many tokens a model reads at once as it was trained; `MOST` where it does not say."""
-    config = model.config.get_text_config()
-    names = ("max_position_embeddings", "max_seq_len", "seq_length")
-    return next((int(n) for name in names if (n := getattr(config, name, None))), MOST)
 
 
 def _of_heads(share: Share, heads: tuple[int, ...] | None) -> Share:

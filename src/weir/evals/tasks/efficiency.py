@@ -19,6 +19,7 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.models import window_of
 from weir.policies import policy_of
 from weir.stream import Stream
 
@@ -109,8 +110,8 @@ class Efficiency(Task):
             EXACT: lambda: exact.stream(self.prompt, self.tokens),
         }
         slots = stream.capacity
-        limit = subject.model.config.get_text_config(decoder=True).max_position_embeddings
-        if slots is not None and slots <= limit:
+        limit = window_of(subject.model.config)
+        if slots is not None and (limit is None or slots <= limit):
             again = replace(subject, policy=policy_of(f"recompute(budget={slots})"), rate=None)
             rivals[RECOMPUTE] = again.stream
         return rivals

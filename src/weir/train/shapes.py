@@ -1,0 +1,85 @@
+"""The models that can be trained: Llama's shape, Qwen3's with its QK norm, and MPT's with ALiBi.
+
+They differ in what a cache has to do with: rotated keys, rotated keys of one length, and keys that
+no position has touched. Knows nothing of text or of the loop.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from weir.models import set_sink
+from weir.train.exercises import front_of
+from weir.train.recipe import Recipe
+
+
+def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A model of the recipe's shape with random weights, whose configuration names its sink.
+
+    The weights do not depend on the sink, but for the rows of the tokens that only it has.
+    """
+    model_class, config = _described(recipe, tokenizer)
+    front = front_of(tokenizer).tolist()
+    set_sink(config, recipe.kind.kind, front if recipe.kind.kind == "learnable" else ())
+    torch.manual_seed(recipe.seed)
+    model: PreTrainedModel = model_class(config)
+    # Each matrix draws from a seed of its own: a longer vocabulary moves no draw after it.
+    for index, weight in enumerate(p for p in model.parameters() if p.ndim == 2):
+        draw = torch.Generator().manual_seed(1000 * recipe.seed + index)
+        with torch.no_grad():
+            weight.normal_(0.0, config.initializer_range, generator=draw)
+    return model
+
+
+def layers_of(model: PreTrainedModel) -> nn.ModuleList:
+    """The layers of a model that `new_model` made."""
+    decoder: Any = model.base_model
+    layers: nn.ModuleList = decoder.blocks if isinstance(model, MptForCausalLM) else decoder.layers
+    return layers
+
+
+def _described(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, Any]:
+    """The class of the recipe's shape, and its configuration."""
+    shared: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "tie_word_embeddings": True,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": None,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if recipe.shape == "alibi":
+        return MptForCausalLM, MptConfig(
+            d_model=recipe.width,
+            n_heads=recipe.heads,
+            n_layers=recipe.layers,
+            max_seq_len=recipe.window,
+            use_cache=True,
+            **shared,
+        )
+    rotary: dict[str, Any] = {
+        **shared,
+        "hidden_size": recipe.width,
+        "intermediate_size": recipe.inner,
+        "num_hidden_layers": recipe.layers,
+        "num_attention_heads": recipe.heads,
+        "num_key_value_heads": recipe.kv_heads,
+        "max_position_embeddings": recipe.window,
+        "attn_implementation": "sdpa",
+    }
+    if recipe.shape == "qwen3":
+        head_dim = recipe.width // recipe.heads
+        return Qwen3ForCausalLM, Qwen3Config(head_dim=head_dim, **rotary)
+    return LlamaForCausalLM, LlamaConfig(**rotary)
