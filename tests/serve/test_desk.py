@@ -18,17 +18,17 @@ def test_a_learned_sink_stands_in_front_of_what_is_read_first():
     set_sink(plain.engine.model.config, "learnable", (7, 8))
     desk = Desk(plain.engine, plain.store, plain.tokenizer, "small", Limits())
     messages = [Message("user", "Hi")]
-    chat, without = (one.plan_chat("", messages, None).ids for one in (desk, plain))
+    chat, without = (one.planner.chat("", messages, None).ids for one in (desk, plain))
     assert chat == [7, 8, *without]
-    begins = [one.plan_chat("", messages, None).beginning for one in (desk, plain)]
+    begins = [one.planner.chat("", messages, None).beginning for one in (desk, plain)]
     assert begins[0] == begins[1] + 2
-    assert desk.plan_text("", "Hi").ids == [7, 8, *plain.plan_text("", "Hi").ids]
-    assert desk.plan_text("", [1, 2]).ids == [1, 2]  # who names tokens names them all
+    assert desk.planner.text("", "Hi").ids == [7, 8, *plain.planner.text("", "Hi").ids]
+    assert desk.planner.text("", [1, 2]).ids == [1, 2]  # who names tokens names them all
 
 
 def ask(desk: Desk, *messages: Message) -> tuple[Plan, str, Record]:
     """How a history was planned, what was answered, and the record of that."""
-    plan = desk.plan_chat("", messages, None)
+    plan = desk.planner.chat("", messages, None)
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         mailbox = Mailbox(loop, 1000)
         desk.ask(plan, Wish([Choosing()], 40, (), frozenset()), mailbox)

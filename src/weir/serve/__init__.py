@@ -2,12 +2,13 @@
 
 from weir.serve.book import Book
 from weir.serve.choosing import Choice, Chooser, Choosing, Constraint
-from weir.serve.desk import Asked, Desk, Plan, TooLong, Wish
+from weir.serve.desk import Asked, Desk, Wish
 from weir.serve.engine import Busy, Cancelled, Engine, Load
 from weir.serve.limits import Limits
 from weir.serve.mailbox import End, Failure, Mailbox, Piece, Standing
 from weir.serve.memory import MemoryStore
 from weir.serve.messages import Message, chain
+from weir.serve.planning import Plan, TooLong
 from weir.serve.records import Record, Session, Store
 from weir.serve.room import Room, room_for
 from weir.serve.sessions import Sessions, Unknown

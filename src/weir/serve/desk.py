@@ -1,4 +1,4 @@
-"""Where requests become turns: a history is found again, and only what is new is rendered.
+"""Where plans become turns, and whose they are: requests of many owners to one engine.
 
 Between those who speak text and an engine that knows tokens. Knows nothing about HTTP.
 """
@@ -16,64 +16,23 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from weir.errors import WeirError, shown
+from weir.errors import WeirError
 from weir.models import Endings, sink_of, transformers_model
 from weir.serve.book import Book
-from weir.serve.calls import Tool, read_calls, written
+from weir.serve.calls import Tool, read_calls
 from weir.serve.choosing import Chooser, Choosing, Constraint
 from weir.serve.engine import Busy, Engine
-from weir.serve.holding import Hold, Holder
+from weir.serve.holding import Holder
 from weir.serve.limits import Limits
 from weir.serve.locks import Locks
 from weir.serve.mailbox import Bell, Failure, Mailbox, Standing
 from weir.serve.messages import Message, call_id, chain
+from weir.serve.planning import Plan, Planner
 from weir.serve.records import Record, Store, packed
 from weir.serve.relay import Relay
 from weir.serve.sessions import Sessions
 from weir.serve.turn import Stage, Turn
 from weir.serve.wording import Wording
-
-
-class TooLong(WeirError):
-    """More tokens than one request may feed."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a request asks the model.
-
-    Attributes:
-        owner: whose it is.
-        ids: tokens to be fed.
-        parent: the turn it goes on from; None from the beginning.
-        session: the session its end belongs to; None where the end is not kept.
-        chain: the hash of all messages.
-        messages: those that are new since `parent`.
-        beginning: how many of `ids` are the stream's beginning, which is to stay; of a plan without
-            a parent.
-        header: how many of the last of `ids` the template puts in front of the answer.
-        hold: of its session, where other servers may have it.
-    """
-
-    owner: str
-    ids: list[int]
-    parent: Record | None = None
-    session: str | None = None
-    chain: str = ""
-    messages: tuple[Message, ...] = ()
-    beginning: int = 0
-    header: int = 0
-    hold: Hold | None = None
-
-    @property
-    def cached(self) -> int:
-        """Tokens that need not be read: all before, but the last, which no answer reads itself."""
-        return 0 if self.parent is None else self.parent.seen - 1
-
-    @property
-    def prompt(self) -> int:
-        """Tokens of everything before the answer."""
-        return len(self.ids) + (0 if self.parent is None else self.parent.seen)
 
 
 @dataclass(frozen=True)
@@ -135,6 +94,8 @@ class Desk:
 
     Attributes:
         wording: how what is said becomes tokens.
+        planner: makes plans of what is said.
+        shares: whether other servers have the same sessions.
         sessions: what is done with those that stand.
         locks: who is at which conversation.
         failure: why the engine has ended, if it did so by itself.
@@ -156,7 +117,7 @@ class Desk:
         self.name = name
         self.limits = limits
         self.book = book or Book(most=limits.texts)
-        self._hold = hold
+        self.shares = hold is not None
         self.locks = Locks()
         self.sessions = Sessions(engine, store, self.book, limits)
         self.failure: Exception | None = None
@@ -171,12 +132,8 @@ class Desk:
         self._thread = threading.Thread(target=self._run, name="weir-engine", daemon=True)
         # What is kept of one model and policy is of no use to another.
         kind = [name, str(engine.cache.policy), engine.cache.chunk, engine.cache.positions]
-        self._root = hashlib.sha256(json.dumps(kind).encode()).hexdigest()
-
-    @property
-    def shares(self) -> bool:
-        """Whether other servers have the same sessions."""
-        return self._hold is not None
+        root = hashlib.sha256(json.dumps(kind).encode()).hexdigest()
+        self.planner = Planner(self.wording, store, limits, root, self.vocabulary, hold)
 
     # --- its engine
 
@@ -219,103 +176,6 @@ class Desk:
     def vocabulary(self) -> int:
         """How many tokens the model knows."""
         return int(self.engine.model.config.get_text_config(decoder=True).vocab_size)
-
-    def plan_chat(
-        self,
-        owner: str,
-        messages: Sequence[Message],
-        session: str | None,
-        tools: Sequence[Tool] = (),
-    ) -> Plan:
-        """The turn that a history asks for, from the longest beginning of it that was saved.
-
-        Args:
-            owner: whose it is; only what is saved for them is looked at.
-            messages: the whole history, the last of which is to be answered.
-            session: the session its end belongs to, where the client names one.
-            tools: functions that the model is told of; a history with others is another one.
-
-        Raises:
-            TooLong: it would feed more tokens than it may.
-            WeirError: the template refuses the messages, or they make no tokens.
-        """
-        root = self._root
-        if tools:
-            root = hashlib.sha256(f"{root}\n{written(tools)}".encode()).hexdigest()
-        hashes = chain(root, messages)
-        for at in range(len(messages) - 2, -1, -1):
-            if messages[at].role != "assistant":
-                continue
-            parent = self.store.at(owner, hashes[at])
-            if parent is None:
-                continue
-            if plan := self.plan_after(parent, messages[at + 1 :], session, tools):
-                return plan
-        worded = self.wording.whole(messages, tools)
-        named = session or f"sess_{secrets.token_hex(16)}"
-        new = tuple(messages)
-        beginning, header = worded.beginning, worded.header
-        return self._checked(
-            Plan(owner, worded.ids, None, named, hashes[-1], new, beginning, header)
-        )
-
-    def plan_after(
-        self,
-        parent: Record,
-        messages: Sequence[Message],
-        session: str | None = None,
-        tools: Sequence[Tool] = (),
-    ) -> Plan | None:
-        """The turn that goes on from another.
-
-        Args:
-            parent: the other turn.
-            messages: what is said after it.
-            session: the session its end belongs to, where it is not the parent's.
-            tools: functions that the model was told of.
-
-        Returns:
-            None where the model's template does not tell these messages without those before.
-
-        Raises:
-            TooLong: it would feed more tokens than it may.
-        """
-        new = tuple(messages)
-        worded = self.wording.after(new, parent.last, tools)
-        if worded is None:
-            return None
-        end, named = chain(parent.chain, new)[-1], session or parent.session
-        header = worded.header
-        return self._checked(Plan(parent.owner, worded.ids, parent, named, end, new, header=header))
-
-    def plan_text(self, owner: str, prompt: str | Sequence[int]) -> Plan:
-        """A turn that continues a text, or tokens, and is not kept.
-
-        Raises:
-            TooLong: it would feed more tokens than it may.
-            WeirError: a token is out of range, or there are none.
-        """
-        if isinstance(prompt, str):
-            ids = self.wording.text(prompt)
-        else:
-            ids = list(prompt)
-            wrong = next((token for token in ids if not 0 <= token < self.vocabulary), None)
-            if wrong is not None:
-                last = self.vocabulary - 1
-                raise WeirError(f"token {shown(wrong)} does not exist; ids are 0 to {last}")
-        return self._checked(Plan(owner, ids))
-
-    def _checked(self, plan: Plan) -> Plan:
-        if not plan.ids:
-            raise WeirError("that makes no tokens; say something")
-        if len(plan.ids) > self.limits.prompt:
-            raise TooLong(
-                f"that is {len(plan.ids):,} tokens to read, and one request may have "
-                f"{self.limits.prompt:,}; send the rest in further turns"
-            )
-        if plan.session is None or self._hold is None:
-            return plan
-        return replace(plan, hold=self._hold(plan.owner, plan.session))
 
     def drop(self, plan: Plan) -> None:
         """A plan is not asked for, or is over."""

@@ -12,8 +12,9 @@ from typing import Any
 
 from weir.errors import WeirError
 from weir.serve.book import Item, Response, message_of
-from weir.serve.desk import Desk, Plan
+from weir.serve.desk import Desk
 from weir.serve.messages import Message
+from weir.serve.planning import Plan
 from weir.serve.records import Record
 
 
@@ -152,7 +153,7 @@ class Reply:
     ) -> Plan | None:
         messages = [message_of(item) for item in items]
         _check(messages)
-        return self.desk.plan_after(record, messages, session or self.session)
+        return self.desk.planner.after(record, messages, session or self.session)
 
     def _whole(
         self, owner: str, before: list[Message], items: list[Item], session: str | None
@@ -161,7 +162,7 @@ class Reply:
         system = [] if self.instructions is None else [Message("system", self.instructions)]
         messages = [*system, *before, *(message_of(item) for item in items)]
         _check(messages)
-        return self.desk.plan_chat(owner, messages, session)
+        return self.desk.planner.chat(owner, messages, session)
 
     def _history(self, owner: str, name: str) -> list[Message]:
         """All that was said up to the end of a response, without instructions.

@@ -49,7 +49,7 @@ async def chat(request: Request, owner: str = Depends(authorised)) -> Response:
     wish = await shaped(request, body.response_format, tooling, wish, SCHEMA)
     answers = await begin(
         request,
-        lambda who: desk.plan_chat(who, messages, session, tooling.tools),
+        lambda who: desk.planner.chat(who, messages, session, tooling.tools),
         wish,
         owner,
         "messages",

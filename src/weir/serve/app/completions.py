@@ -36,7 +36,9 @@ async def complete(request: Request, owner: str = Depends(authorised)) -> Respon
     check_model(desk, body.model)
     wish = wish_of(desk, body, ("max_tokens", body.max_tokens), body.logprobs, LIMIT)
     prompt = body.only_prompt
-    answers = await begin(request, lambda who: desk.plan_text(who, prompt), wish, owner, "prompt")
+    answers = await begin(
+        request, lambda who: desk.planner.text(who, prompt), wish, owner, "prompt"
+    )
     form = Form(body, desk, Tokens(desk.tokenizer, wish.ends), wish.ends)
     return await sent(request, form, answers, {}, stream=bool(body.stream))
 

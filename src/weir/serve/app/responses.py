@@ -22,8 +22,9 @@ from weir.serve.app.sessions import done
 from weir.serve.app.shaping import Tooling, shaped
 from weir.serve.app.told import Tokens
 from weir.serve.book import Response as Kept
-from weir.serve.desk import Desk, Plan
+from weir.serve.desk import Desk
 from weir.serve.locks import Locked
+from weir.serve.planning import Plan
 from weir.serve.replies import NoPrevious, NotKept, Reply, node_of
 
 router = APIRouter()
