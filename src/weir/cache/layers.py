@@ -8,7 +8,7 @@ from functools import cached_property
 
 from weir.cache.layer import LayerSpec
 from weir.errors import WeirError
-from weir.models import ModelFacts
+from weir.models import ModelFacts, OutputProjection
 from weir.policies import Pipe, Policy
 from weir.pools import Draws, Recent
 from weir.slab import Heads, Slab, SlabSpec
@@ -94,6 +94,7 @@ def plan_layers(
         own = pipe if window is None else Pipe((Recent(window),))
         positions = replace(layer.positions, window=window, rolling=rolling)
         draws = Draws(seed, index, first=layer.first_head)
-        spec = LayerSpec(own, positions, chunk, draws, index, len(pipes))
+        output = OutputProjection(facts.attentions[index], layer.heads)
+        spec = LayerSpec(own, positions, chunk, draws, index, len(pipes), output)
         plans.append(LayerPlan(spec, layer.heads))
     return plans

@@ -22,6 +22,7 @@ from weir.models.loading import (
     load_processor,
     skeleton,
 )
+from weir.models.output import OutputProjection, output_weight
 from weir.models.sinks import ModelSink, set_sink, sink_at_work, sink_of, zero_sink_attention
 from weir.models.vocabulary import check_ids, out_of_range
 from weir.models.weights import fingerprint, weights_of
@@ -39,6 +40,7 @@ __all__ = [
     "LayerFacts",
     "ModelFacts",
     "ModelSink",
+    "OutputProjection",
     "attach",
     "check_ids",
     "compile_steps",
@@ -55,6 +57,7 @@ __all__ = [
     "load_processor",
     "offsets",
     "out_of_range",
+    "output_weight",
     "set_sink",
     "sink_at_work",
     "sink_of",

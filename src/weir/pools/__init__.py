@@ -12,6 +12,7 @@ from weir.pools.marks import Marks
 from weir.pools.outliers import Outliers
 from weir.pools.parameters import Make, checked, fits, hints, taken
 from weir.pools.ranked import Ranked, highest, pooled
+from weir.pools.reading import Output, Reading
 from weir.pools.recent import Recent
 from weir.pools.registry import CONSTANTS, POOLS, WAITING, WORD, check_free, check_name, pool
 from weir.pools.reservoir import Reservoir
@@ -37,8 +38,10 @@ __all__ = [
     "Make",
     "Marks",
     "Outliers",
+    "Output",
     "Pool",
     "Ranked",
+    "Reading",
     "Recent",
     "Reservoir",
     "Sink",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.draws import Draws
+from weir.pools.reading import Reading
 from weir.slab import Alibi, Form, Slots
 
 MOST_WEIGHT = 1e4
@@ -30,6 +31,9 @@ class Fold:
         form: how the layer attends: the factor of the logits, usually 1/sqrt(key_dim), and more.
         queries: the last queries, as the attention sees them at their own place in the stream
             [batch, kv_heads, group, n, key_dim]; None unless a pool of the pipe asks for them.
+        read: what these queries read, and how: keys as attention sees them where they are read,
+            shares of attention, keys without rotation, the layer's output projection. None in a
+            fold of slots that lie in no layer.
         prompt: true when a whole prompt is folded at once (`prefill="full"`).
         origin: the place in the stream of the first token.
         alibi: the layer's linear biases; None for none.
@@ -47,6 +51,7 @@ class Fold:
     seen: Tensor
     form: Form
     queries: Tensor | None = None
+    read: Reading | None = None
     prompt: bool = False
     origin: int = 0
     alibi: Alibi | None = None

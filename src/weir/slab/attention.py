@@ -104,6 +104,40 @@ def attention_mass(
     return (share.flatten(2)[:, :, None] @ below.flatten(2, 3))[:, :, 0]
 
 
+def log_sum_exp(
+    queries: Tensor, keys: Tensor, b: Tensor, form: Form, bias: Tensor | None = None
+) -> Tensor:
+    """The logarithm of each query's denominator [batch, kv_heads, group, length], float32.
+
+    Sink logits count; -inf for a query that sees nothing. Arguments as in `two_weight_attention`.
+    """
+    below = _logits(queries, keys, form, bias).add_(_per_slot(b)).logsumexp(dim=-1)
+    if form.sinks is not None:
+        below = torch.logaddexp(below, form.sinks[:, :, None])
+    return below
+
+
+def attention_shares(
+    queries: Tensor,
+    keys: Tensor,
+    b: Tensor,
+    form: Form,
+    lse: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """What share of each query's attention some slots receive, of all that it gives.
+
+    Args:
+        queries, keys, b, form, bias: as in `two_weight_attention`, of these slots alone.
+        lse: the denominators over all slots, as `log_sum_exp` gives them, with the same bias.
+
+    Returns:
+        [batch, kv_heads, group, length, slots], float32; 0 where a query sees nothing.
+    """
+    below = _logits(queries, keys, form, bias).add_(_per_slot(b))
+    return below.sub_(lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp_()
+
+
 def fused_attention(
     queries: Tensor,
     keys: Tensor,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from weir.cache.layer.plan import Piece
 from weir.cache.layer.queries import last_queries, mass_from_tail, tail_of
 from weir.cache.layer.spec import LayerSpec
 from weir.errors import WeirError
-from weir.pools import Fold
+from weir.pools import Fold, Reading
 from weir.slab import Form, Slab, Slots, longer, merge_groups, packed, rolled
 
 
@@ -67,22 +68,24 @@ class Folding:
                 mass = mass_from_tail(part, self.spec, form, tail, sum(used) + arrived)
                 part.mass[:, :, : mass.shape[2]] += mass
             queries = self._last_queries(part, arrivals is not None)
+            ahead, clock = piece.after[index], piece.clock[index]
+            read = self._reading(part, used, new, queries, ahead, form)
             its_seeds = tuple(seeds[row] for row in rows)
             fold = Fold(
                 draws=replace(
                     self.spec.draws,
                     seed=its_seeds[0] if len(set(its_seeds)) == 1 else its_seeds,
                 ),
-                seen=piece.after[index] - piece.origin,
+                seen=ahead - piece.origin,
                 queries=queries,
+                read=read,
                 prompt=arrivals is not None,
                 origin=piece.origin,
                 form=form,
                 alibi=self.spec.positions.alibi,
                 **self._marks(piece, rows),
             )
-            clock = piece.clock[index]
-            kept = self._fold(part, used, new, fold, piece.after[index], clock)
+            kept = self._fold(part, used, new, fold, ahead, clock)
             if queries is not None and part.queries is not None and arrivals is None:
                 part.queries[:, :, : self.spec.pipe.needs_queries] = merge_groups(queries)
             if part.keys.data_ptr() != slab.keys[rows[0]].data_ptr():
@@ -126,6 +129,33 @@ class Folding:
         start = 0 if prompt else self.spec.chunk
         queries = last_queries(slab, start, self.spec.pipe.needs_queries)
         return None if queries is None else queries.clone()
+
+    def _reading(
+        self,
+        slab: Slab,
+        lengths: list[int],
+        new: Slots,
+        queries: Tensor | None,
+        ahead: Tensor,
+        form: Form,
+    ) -> Reading:
+        """What the last queries read, of a slab whose rows all lie alike, before it is packed.
+
+        Looks at nothing but where tokens stand: all else waits until a pool asks.
+        """
+        spec = self.spec
+        used = sum(lengths)
+        whole = slab.run(0, used).join(new)
+        front = sum(lengths[pool] for pool in spec.pipe.front)
+        return Reading(
+            whole,
+            partial(self.frame, slab, front, used, ahead - len(new)),
+            queries,
+            ahead,
+            form,
+            spec.positions,
+            spec.output,
+        )
 
     def _fold(
         self,
@@ -212,13 +242,7 @@ class Folding:
             clock: that on three axes [batch], int64; read only where slots have spans.
         """
         position = slab.position[:, :, :front]
-        frame = position
-        if slab.span is not None and front:
-            assert clock is not None
-            begin = slab.span[:, 0, front, 0] if used > front else clock
-            frame = position + packed(position, slab.span[:, :, :front], begin)
-        elif self.spec.positions.rolling and front:
-            frame = rolled(position, ahead - (used - front))
+        frame = self.frame(slab, front, used, ahead, clock)
         rotary = self.spec.positions.rotary
         if frame is not position and slab.masters is not None and rotary is not None:
             masters = slab.masters[:, :, :front]
@@ -226,3 +250,16 @@ class Folding:
         if slab.frame is not None:
             slab.frame[:, :, :front] = frame
             slab.frame[:, :, front:used] = slab.position[:, :, front:used]
+
+    def frame(
+        self, slab: Slab, front: int, used: int, ahead: Tensor, clock: Tensor | None = None
+    ) -> Tensor:
+        """Where attention is to read the front [batch, kv_heads, front]; arguments as of `roll`."""
+        position = slab.position[:, :, :front]
+        if slab.span is not None and front:
+            if used > front or clock is None:
+                clock = slab.span[:, 0, front, 0]  # of the first of the run, or of what arrived
+            return position + packed(position, slab.span[:, :, :front], clock)
+        if self.spec.positions.rolling and front:
+            return rolled(position, ahead - (used - front))
+        return position

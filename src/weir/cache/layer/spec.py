@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from weir.policies import Pipe
-from weir.pools import Draws
+from weir.pools import Draws, Output
 from weir.slab import Heads, LayerPositions, SlabSpec, Slots
 
 
@@ -21,6 +21,7 @@ class LayerSpec:
         chunk: tokens between two folds.
         draws: its random numbers; each row puts its own seed in.
         index, layers: which layer it is, and of how many.
+        output: the projection that its output goes through; None where it is not known.
     """
 
     pipe: Pipe
@@ -29,6 +30,7 @@ class LayerSpec:
     draws: Draws = field(default_factory=lambda: Draws(0))
     index: int = 0
     layers: int = 1
+    output: Output | None = field(default=None, compare=False)
 
     @property
     def front_moves(self) -> bool:
