@@ -7,6 +7,22 @@ from servers import CHATML, POLICY, make_tokenizer
 
 from weir.serve import Desk, Engine, Limits, MemoryStore
 
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 4}, "hot": {"type": "boolean"}},
+    "required": ["city", "hot"],
+    "additionalProperties": False,
+}
+TAKES_TOOLS = """{% if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
 
 def random_desk(template: str | None = CHATML, rows: int = 3) -> Desk:
     """Its model has random weights, and no token that ends an answer where there is no template."""

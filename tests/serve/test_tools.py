@@ -7,17 +7,11 @@ import json
 import jsonschema
 import openai
 import pytest
-from anything import random_desk
+from anything import CITY, TAKES_TOOLS, random_desk
 from pydantic import BaseModel, Field
 from servers import CHATML, make_tokenizer, serving
 
 USER = {"role": "user", "content": "Weather?"}
-CITY = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 4}, "hot": {"type": "boolean"}},
-    "required": ["city", "hot"],
-    "additionalProperties": False,
-}
 
 
 def tool_of(name: str, parameters: dict | None = None) -> dict:
@@ -27,15 +21,6 @@ def tool_of(name: str, parameters: dict | None = None) -> dict:
 TOOLS = [tool_of("get_weather"), tool_of("clock", {"type": "object", "maxProperties": 0})]
 SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
 WEATHER = {"type": "function", "function": {"name": "get_weather"}}
-TAKES_TOOLS = """{% if tools %}<|im_start|>system
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}<|im_end|>
-{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,10 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from weir.errors import WeirError, shown
 
 THOUGHTS = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
 """What reasoning models say first, and clients leave out of the history they send."""
@@ -113,6 +115,45 @@ class Message:
         if self.result is not None:
             said.append(self.place)
         return json.dumps(said, sort_keys=True)
+
+
+class NoCall(WeirError):
+    """A result is of no call that was made before it.
+
+    Attributes:
+        number: which of the messages that is, from 0.
+    """
+
+    def __init__(self, number: int, name: str) -> None:
+        super().__init__(
+            f"there is no call {shown(name)}: a result has the id of a call that the assistant "
+            "made last before it"
+        )
+        self.number = number
+
+
+def placed(messages: Sequence[Message], before: Sequence[Message] = ()) -> list[Message]:
+    """Messages whose results know which call they are of.
+
+    Args:
+        messages: as a client sent them.
+        before: what was said right before.
+
+    Raises:
+        NoCall: a result is of no call that was made last before it.
+    """
+    known: list[Message] = []
+    calls = next((one.calls for one in reversed(before) if one.calls), ())
+    for number, message in enumerate(messages):
+        calls = message.calls or calls
+        if message.result is not None:
+            ids = [call.id for call in calls]
+            if message.result not in ids:
+                raise NoCall(number, message.result)
+            place = ids.index(message.result)
+            message = replace(message, name=calls[place].name, place=place)
+        known.append(message)
+    return known
 
 
 def chain(root: str, messages: Sequence[Message]) -> list[str]:

@@ -108,10 +108,7 @@ class Planner:
             TooLong: it would feed more tokens than it may.
             WeirError: the template refuses the messages, or they make no tokens.
         """
-        root = self._root
-        if tools:
-            root = hashlib.sha256(f"{root}\n{written(tools)}".encode()).hexdigest()
-        hashes = chain(root, messages)
+        hashes = self.hashes(messages, tools)
         for at in range(len(messages) - 2, -1, -1):
             if messages[at].role != "assistant":
                 continue
@@ -127,6 +124,13 @@ class Planner:
         return self._checked(
             Plan(owner, worded.ids, None, named, hashes[-1], new, beginning, header)
         )
+
+    def hashes(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[str]:
+        """By which each beginning of a history is known that was told of these tools."""
+        root = self._root
+        if tools:
+            root = hashlib.sha256(f"{root}\n{written(tools)}".encode()).hexdigest()
+        return chain(root, messages)
 
     def after(
         self,

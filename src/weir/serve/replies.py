@@ -1,19 +1,21 @@
 """From what a client of OpenAI's responses says to a turn: where it starts, and what it reads.
 
 A response names the turn it goes on from, so that nothing is looked for and only what is new is
-read. It is all read again where its instructions are others than before, or where the turn's state
-had to make room. Knows nothing about HTTP.
+read. It is all read again where its instructions or tools are others than before, or where the
+turn's state had to make room. Knows nothing about HTTP.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weir.errors import WeirError
-from weir.serve.book import Item, Response, message_of
+from weir.serve.book import Item, Response, messages_of
+from weir.serve.calls import Tool, written
 from weir.serve.desk import Desk
-from weir.serve.messages import Message
+from weir.serve.messages import Message, placed
 from weir.serve.planning import Plan
 from weir.serve.records import Record
 
@@ -38,6 +40,7 @@ class Reply:
         conversation: the conversation it goes on with, which is locked meanwhile.
         session: the session its turn belongs to, where the client names one.
         kept: whether it can be gone on from and retrieved.
+        tools: functions that the model is told of.
     """
 
     desk: Desk
@@ -47,6 +50,7 @@ class Reply:
     conversation: str | None = None
     session: str | None = None
     kept: bool = True
+    tools: Sequence[Tool] = ()
 
     # What the plan has found.
     _after: str | None = None
@@ -108,17 +112,32 @@ class Reply:
         return self._whole(owner, self._history(owner, previous), self.items, session)
 
     def _same(self, found: Response | None, record: Record) -> bool:
-        """Whether a turn was answered under the same instructions.
+        """Whether a turn was answered under the same instructions, and with the same tools.
 
-        One that was no response, or is known as a turn only, has none but its first message; it
-        is gone on from where nothing is said.
+        One that was no response, or is known as a turn only, has no instructions but its first
+        message, and is known by its hash to have had these tools; it is gone on from where nothing
+        is said.
         """
         if found is not None:
-            return found.instructions == self.instructions
-        if self.instructions is None:
+            return self._fits(found)
+        if self.instructions is None and not self.tools:
             return True
-        first = self._turns_to(record)[0].messages[0]
-        return (first.role, first.content) == ("system", self.instructions)
+        path = self._turns_to(record)
+        said = [message for each in path for message in each.messages]
+        if (
+            path[0].parent is not None
+            or self.desk.planner.hashes(said, self.tools)[-1] != record.chain
+        ):
+            return False
+        first = said[0]
+        return self.instructions is None or (
+            (first.role, first.content) == ("system", self.instructions)
+        )
+
+    def _fits(self, found: Response) -> bool:
+        """Whether a response had the instructions and the tools that this one is to have."""
+        same = written(self.tools) == written([_tool(told) for told in found.body["tools"]])
+        return same and found.instructions == self.instructions
 
     def _turns_to(self, record: Record) -> list[Record]:
         """A turn and those that it goes on from, as far as they are kept, the oldest first."""
@@ -139,30 +158,29 @@ class Reply:
         self._read = [*book.items(owner, name, found.read), *self.items]
         head = None if found.head is None else book.response(owner, found.head)
         record = None if head is None else self.desk.store.find(owner, node_of(head.id))
-        if head is not None and record is not None and head.instructions == self.instructions:
+        if head is not None and record is not None and self._fits(head):
             plan = self._going_on(record, self._read, name)
             if plan is not None:
                 return plan
         if not found.whole:
             raise NotKept("the beginning of this conversation is not kept any more")
-        before = [message_of(item) for item in book.items(owner, name)]
-        return self._whole(owner, before, self.items, name)
+        return self._whole(owner, [], [*book.items(owner, name), *self.items], name)
 
     def _going_on(
         self, record: Record, items: list[Item], session: str | None = None
     ) -> Plan | None:
-        messages = [message_of(item) for item in items]
+        messages = placed(messages_of(items), record.messages)
         _check(messages)
-        return self.desk.planner.after(record, messages, session or self.session)
+        return self.desk.planner.after(record, messages, session or self.session, self.tools)
 
     def _whole(
         self, owner: str, before: list[Message], items: list[Item], session: str | None
     ) -> Plan:
         """A turn that begins with all that was said, or with as much of it as was saved."""
         system = [] if self.instructions is None else [Message("system", self.instructions)]
-        messages = [*system, *before, *(message_of(item) for item in items)]
+        messages = placed([*system, *before, *messages_of(items)])
         _check(messages)
-        return self.desk.planner.chat(owner, messages, session)
+        return self.desk.planner.chat(owner, messages, session, self.tools)
 
     def _history(self, owner: str, name: str) -> list[Message]:
         """All that was said up to the end of a response, without instructions.
@@ -176,7 +194,7 @@ class Reply:
             found = self.desk.book.response(owner, at)
             record = None if found else self.desk.store.find(owner, node_of(at))
             if found is not None:
-                parts.append([message_of(each) for each in (*found.input, *found.body["output"])])
+                parts.append(messages_of([*found.input, *found.body["output"]]))
                 at = found.previous
             elif record is not None:
                 said = list(record.messages)
@@ -192,6 +210,11 @@ class Reply:
 def node_of(response: str) -> str:
     """The node that a response's turn has ended at."""
     return response.removeprefix("resp_")
+
+
+def _tool(told: dict[str, Any]) -> Tool:
+    """A function as a response tells of it."""
+    return Tool(told["name"], told["description"], told["parameters"])
 
 
 def _check(messages: list[Message]) -> None:

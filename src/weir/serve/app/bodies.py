@@ -18,7 +18,15 @@ from pydantic import (
     model_validator,
 )
 
-from weir.serve.app.formats import FunctionTool, ResponseFormat, ToolCall, ToolChoice
+from weir.serve.app.formats import (
+    AllowedTools,
+    FunctionTool,
+    NamedTool,
+    Offer,
+    ResponseFormat,
+    ToolCall,
+    ToolChoice,
+)
 from weir.serve.app.strict import Known, Strict, Whole, refused
 from weir.serve.choosing import Choosing
 from weir.serve.messages import Call, Message
@@ -215,6 +223,20 @@ class ChatBody(Body):
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+
+    @property
+    def offer(self) -> Offer:
+        """What is said of tools."""
+        tools = [each.tool() for each in self.tools or ()]
+        several, choice = self.parallel_tool_calls is not False, self.tool_choice
+        schemas, chosen = "tools[{}].function.parameters", "tool_choice.function.name"
+        if isinstance(choice, NamedTool):
+            return Offer(tools, "required", [choice.function.name], False, schemas, chosen)
+        if isinstance(choice, AllowedTools):
+            some, chosen = choice.allowed_tools, "tool_choice.allowed_tools.tools"
+            names = [each.function.name for each in some.tools]
+            return Offer(tools, some.mode, names, several, schemas, chosen)
+        return Offer(tools, choice, None, several, schemas)
 
 
 class TextBody(Body):

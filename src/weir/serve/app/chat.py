@@ -38,7 +38,7 @@ async def chat(request: Request, owner: str = Depends(authorised)) -> Response:
     body = await read_body(request, ChatBody, owner)
     check_model(desk, body.model)
     messages = history_of([message.message() for message in body.messages])
-    tooling = tooling_of(desk, body)
+    tooling = tooling_of(desk, body.offer)
     if body.top_logprobs is not None and not body.logprobs:
         raise Refused(400, "top_logprobs is for logprobs: true", param="top_logprobs")
     limit: tuple[str, int | None] = ("max_tokens", body.max_tokens)

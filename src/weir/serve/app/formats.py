@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -16,6 +18,7 @@ from pydantic import (
 
 from weir.serve.app.strict import Name, Strict, refused
 from weir.serve.calls import Tool
+from weir.serve.calls.rules import Choice
 
 Description = Annotated[str, StringConstraints(max_length=65_536)]
 
@@ -63,6 +66,20 @@ class FunctionTool(Strict):
         return Tool(own.name, own.description, own.parameters, bool(own.strict))
 
 
+class OfFunction(Strict):
+    """Of all kinds of tools there is one here."""
+
+    type: Literal["function"]
+
+
+class FlatTool(Function, OfFunction):
+    """One of `tools`, as responses have it."""
+
+    def tool(self) -> Tool:
+        """The same, as the rest of the server knows it."""
+        return Tool(self.name, self.description, self.parameters, bool(self.strict))
+
+
 class FunctionName(Strict):
     """Which function."""
 
@@ -76,16 +93,70 @@ class NamedTool(Strict):
     function: FunctionName
 
 
+class FlatName(FunctionName, OfFunction):
+    """The same, as responses have it."""
+
+
+class SomeTools(Strict):
+    """Of all tools those that may be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128)]
+
+
+class AllowedTools(Strict):
+    """The same, as one of the choices."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: SomeTools
+
+
+class FlatAllowed(Strict):
+    """The same, as responses have it."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FlatName], Field(min_length=1, max_length=128)]
+
+
 def _kind(value: Any) -> str:
-    return "a word" if isinstance(value, str) else "a function"
+    if isinstance(value, str):
+        return "a word"
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "some tools" if kind == "allowed_tools" else "a function"
 
 
 # Tags that are no names stay out of what an error says of where it is.
+Word = Annotated[Literal["none", "auto", "required"], Tag("a word")]
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("a word")]
-    | Annotated[NamedTool, Tag("a function")],
+    Word | Annotated[NamedTool, Tag("a function")] | Annotated[AllowedTools, Tag("some tools")],
     Discriminator(_kind),
 ]
+FlatChoice = Annotated[
+    Word | Annotated[FlatName, Tag("a function")] | Annotated[FlatAllowed, Tag("some tools")],
+    Discriminator(_kind),
+]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a client says of tools, in whichever form.
+
+    Attributes:
+        tools: all that the model is told of.
+        choice: whether it calls any; None where nothing is said.
+        names: of those that it may call; None for all.
+        several: whether it may call more than once.
+        schemas: where the schema of a tool stands in the request, `{}` for its number.
+        chosen: where the names stand.
+    """
+
+    tools: Sequence[Tool]
+    choice: Choice | None = None
+    names: Sequence[str] | None = None
+    several: bool = True
+    schemas: str = "tools[{}].parameters"
+    chosen: str = "tool_choice"
 
 
 class CalledFunction(BaseModel):

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import Query
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag
 
 from weir.serve.app.errors import not_found
-from weir.serve.app.strict import Strict
-from weir.serve.book import Item, input_item
+from weir.serve.app.strict import Name, Strict
+from weir.serve.book import Item, call_item, input_item, new_id, result_item
+from weir.serve.messages import Call
 
 Metadata = Annotated[
     dict[
@@ -47,10 +48,60 @@ class MessageItem(BaseModel):
         return input_item(self.role, texts)
 
 
+CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class CallItem(BaseModel):
+    """A call that a model has made."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["function_call"]
+    call_id: CallId
+    name: Name
+    arguments: str
+
+    def item(self) -> Item:
+        """The same with an id of the server's."""
+        return call_item(new_id("fc"), Call(self.call_id, self.name, self.arguments), "completed")
+
+
+class ResultItem(BaseModel):
+    """What a call has returned."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: str | list[ItemPart]
+
+    def item(self) -> Item:
+        """The same with an id of the server's."""
+        output = self.output
+        if not isinstance(output, str):
+            return result_item(self.call_id, [part.model_dump() for part in output])
+        return result_item(self.call_id, output)
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    known = {"function_call": "a call", "function_call_output": "a result"}
+    return known.get(kind, "a message") if isinstance(kind, str) else "a message"
+
+
+# Tags that are no names stay out of what an error says of where it is.
+AnyItem = Annotated[
+    Annotated[MessageItem, Tag("a message")]
+    | Annotated[CallItem, Tag("a call")]
+    | Annotated[ResultItem, Tag("a result")],
+    Discriminator(_kind),
+]
+
+
 class ConversationBody(Strict):
     """`POST /v1/conversations`."""
 
-    items: Annotated[list[MessageItem], Field(max_length=20)] | None = None
+    items: Annotated[list[AnyItem], Field(max_length=20)] | None = None
     metadata: Metadata | None = None
 
 
@@ -63,7 +114,7 @@ class MetadataBody(Strict):
 class ItemsBody(Strict):
     """`POST /v1/conversations/{name}/items`."""
 
-    items: Annotated[list[MessageItem], Field(min_length=1, max_length=20)]
+    items: Annotated[list[AnyItem], Field(min_length=1, max_length=20)]
 
 
 @dataclass(frozen=True)

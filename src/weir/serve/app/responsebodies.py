@@ -8,8 +8,17 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, StringConstraints, model_validator
 
 from weir.serve.app.bodies import Asking
-from weir.serve.app.formats import Description, JsonSchema, ResponseFormat
-from weir.serve.app.itembodies import MessageItem, Metadata
+from weir.serve.app.formats import (
+    Description,
+    FlatAllowed,
+    FlatChoice,
+    FlatName,
+    FlatTool,
+    JsonSchema,
+    Offer,
+    ResponseFormat,
+)
+from weir.serve.app.itembodies import AnyItem, Metadata
 from weir.serve.app.strict import Name as SchemaName
 from weir.serve.app.strict import Strict, Whole, refused
 from weir.serve.book import Item, input_item
@@ -17,7 +26,6 @@ from weir.serve.book import Item, input_item
 IGNORED = (
     "context_management",
     "max_tool_calls",
-    "parallel_tool_calls",
     "prompt_cache_key",
     "prompt_cache_options",
     "prompt_cache_retention",
@@ -31,8 +39,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "background": (None, False),
     "moderation": (None,),
     "prompt": (None,),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
 }
 LOGPROBS = "message.output_text.logprobs"
 
@@ -84,7 +90,7 @@ class ResponseBody(Asking):
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = REFUSED
 
-    input: str | list[MessageItem] | None = None
+    input: str | list[AnyItem] | None = None
     instructions: str | None = None
     previous_response_id: Name | None = None
     conversation: Name | ConversationName | None = None
@@ -95,10 +101,12 @@ class ResponseBody(Asking):
     include: Annotated[list[str], Field(max_length=16)] | None = None
     metadata: Metadata | None = None
     text: TextOptions | None = None
+    tools: Annotated[list[FlatTool], Field(max_length=128)] | None = None
+    tool_choice: FlatChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     context_management: Any = None
     max_tool_calls: Any = None
-    parallel_tool_calls: Any = None
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
@@ -111,8 +119,6 @@ class ResponseBody(Asking):
     background: Any = None
     moderation: Any = None
     prompt: Any = None
-    tool_choice: Any = None
-    tools: Any = None
 
     @property
     def kept(self) -> bool:
@@ -131,6 +137,18 @@ class ResponseBody(Asking):
         """The form of the answer; None for any."""
         found = self.text.format if self.text else None
         return None if found is None else found.wanted
+
+    @property
+    def offer(self) -> Offer:
+        """What is said of tools."""
+        tools = [each.tool() for each in self.tools or ()]
+        several, choice = self.parallel_tool_calls is not False, self.tool_choice
+        if isinstance(choice, FlatName):
+            return Offer(tools, "required", [choice.name], False, chosen="tool_choice.name")
+        if isinstance(choice, FlatAllowed):
+            names = [each.name for each in choice.tools]
+            return Offer(tools, choice.mode, names, several, chosen="tool_choice.tools")
+        return Offer(tools, choice, None, several)
 
     @property
     def named(self) -> str | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 from weir.errors import WeirError
@@ -13,10 +14,14 @@ from weir.serve.app.answering import Answers
 from weir.serve.app.errors import Refused, failed
 from weir.serve.app.eventstream import DONE
 from weir.serve.app.logs import LOG
+from weir.serve.app.outputitems import OutputItems, Told
 from weir.serve.app.responsebodies import ResponseBody
 from weir.serve.app.told import Tokens
-from weir.serve.book import Item, answer_item, answer_part, new_id
+from weir.serve.book import Item
+from weir.serve.calls import CallReader
+from weir.serve.desk import Wish
 from weir.serve.mailbox import End, Piece
+from weir.serve.messages import call_id
 from weir.serve.replies import Reply
 
 
@@ -27,88 +32,73 @@ class ResponseForm:
         body: what was asked for.
         reply: keeps it, before its end is told.
         owner: whose it is.
+        wish: how the body is answered.
         tokens: tells of tokens.
     """
 
-    def __init__(self, body: ResponseBody, reply: Reply, owner: str, tokens: Tokens) -> None:
+    def __init__(
+        self, body: ResponseBody, reply: Reply, owner: str, wish: Wish, tokens: Tokens
+    ) -> None:
         self._body = body
         self._reply = reply
         self._owner = owner
+        self._names = {tool.name for tool in wish.tools}
         self._tokens = tokens
         self._created = int(time.time())
-        self._item = new_id("msg")
         self._number = 0
-        self._texts: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
 
     async def whole(self, answers: Answers) -> dict[str, Any]:
         """All of it as one object."""
+        items = self._items(answers)
         async for events in answers.events():
             for event in events:
-                self._add(event)
-        return await self._done(answers)
+                items.add(event.text, self._known(event))
+        status = _status(answers)
+        items.end(status)
+        return await self._done(answers, status, items.done)
 
     async def frames(self, answers: Answers) -> AsyncIterator[bytes]:
         """All of it as events."""
+        items = self._items(answers)
         empty = self._response(answers, "in_progress", [])
-        item = answer_item(self._item, None, "in_progress")
-        place = {"item_id": self._item, "output_index": 0, "content_index": 0}
-        yield b"".join(
-            (
-                self._event("response.created", response=empty),
-                self._event("response.in_progress", response=empty),
-                self._event("response.output_item.added", output_index=0, item=item),
-                self._event("response.content_part.added", **place, part=answer_part("")),
-            )
+        yield self._events(
+            [(f"response.{kind}", {"response": empty}) for kind in ("created", "in_progress")]
         )
         try:
             async for events in answers.events():
-                yield b"".join(self._delta(event, place) for event in events)
-            whole = await self._done(answers)
+                yield self._events(
+                    [told for event in events for told in items.add(event.text, self._known(event))]
+                )
+            status = _status(answers)
+            last = items.end(status)
+            whole = await self._done(answers, status, items.done)
         except Refused as refused:
             error = refused.body["error"]
             told = {"code": error["code"] or "server_error", "message": error["message"]}
             broken = {**self._response(answers, "failed", []), "error": told}
-            yield self._event("response.failed", response=broken)
+            yield self._events([("response.failed", {"response": broken})])
             return
-        (item,) = whole["output"]
-        (part,) = item["content"]
-        text = {"text": part["text"], "logprobs": part["logprobs"]}
-        yield b"".join(
-            (
-                self._event("response.output_text.done", **place, **text),
-                self._event("response.content_part.done", **place, part=part),
-                self._event("response.output_item.done", output_index=0, item=item),
-                self._event(f"response.{whole['status']}", response=whole),
-                DONE,
-            )
-        )
+        yield self._events([*last, (f"response.{status}", {"response": whole})]) + DONE
 
-    def _add(self, event: Piece | End) -> list[dict[str, Any]]:
-        """Take in what has come; returns what is told of its token."""
-        self._texts.append(event.text)
+    def _items(self, answers: Answers) -> OutputItems:
+        form, turn = answers.desk.wording.form if self._names else None, answers.asked.turns[0]
+        reader = None if form is None else CallReader(form, self._names)
+        return OutputItems(reader, partial(call_id, turn.node))
+
+    def _known(self, event: Piece | End) -> list[dict[str, Any]]:
+        """What is told of a token."""
         if self._body.logprobs is None or isinstance(event, End):
             return []
         told = self._tokens.chat(event.choice)
-        known = [] if told is None else [told]
-        self._logprobs += known
-        return known
+        return [] if told is None else [told]
 
-    def _delta(self, event: Piece | End, place: dict[str, Any]) -> bytes:
-        known = self._add(event)
-        if not (event.text or known):
-            return b""
-        return self._event("response.output_text.delta", **place, delta=event.text, logprobs=known)
-
-    async def _done(self, answers: Answers) -> dict[str, Any]:
+    async def _done(self, answers: Answers, status: str, items: list[Item]) -> dict[str, Any]:
         """The response when it has ended; it is kept before anybody hears of that.
 
         Raises:
             Refused: it cannot be kept.
         """
-        status = "completed" if answers.ends[0].reason == "stop" else "incomplete"
-        item = answer_item(self._item, "".join(self._texts), status, self._logprobs)
-        whole = self._response(answers, status, [item])
+        whole = self._response(answers, status, items)
         try:
             session = answers.asked.plan.session
             await asyncio.to_thread(self._reply.keep, self._owner, session, whole)
@@ -117,11 +107,14 @@ class ResponseForm:
             raise failed() from None
         return whole
 
-    def _event(self, kind: str, **facts: Any) -> bytes:
-        data = {"type": kind, "sequence_number": self._number, **facts}
-        self._number += 1
-        told = json.dumps(data, separators=(",", ":"))
-        return f"event: {kind}\ndata: {told}\n\n".encode()
+    def _events(self, events: Sequence[Told]) -> bytes:
+        """Events as they are sent, each with its number."""
+        sent = bytearray()
+        for kind, facts in events:
+            data = {"type": kind, "sequence_number": self._number, **facts}
+            self._number += 1
+            sent += f"event: {kind}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
+        return bytes(sent)
 
     def _response(self, answers: Answers, status: str, output: list[Item]) -> dict[str, Any]:
         body, reply = self._body, self._reply
@@ -141,7 +134,7 @@ class ResponseForm:
             "max_tool_calls": None,
             "model": answers.desk.name,
             "output": output,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "conversation": None if reply.conversation is None else {"id": reply.conversation},
             "reasoning": {"effort": None, "summary": None},
@@ -149,8 +142,8 @@ class ResponseForm:
             "store": body.kept,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": _form(body)},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": _choice(body),
+            "tools": [tool.model_dump() for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "presence_penalty": body.presence_penalty or 0.0,
@@ -160,6 +153,16 @@ class ResponseForm:
             "user": None,
             "metadata": body.metadata or {},
         }
+
+
+def _status(answers: Answers) -> str:
+    return "completed" if answers.ends[0].reason == "stop" else "incomplete"
+
+
+def _choice(body: ResponseBody) -> str | dict[str, Any]:
+    """The choice among tools, as the client has said it."""
+    said = body.tool_choice
+    return said or "auto" if isinstance(said, str | None) else said.model_dump()
 
 
 def _form(body: ResponseBody) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from weir.serve.app.responsebodies import ResponseBody
 from weir.serve.app.responseform import ResponseForm
 from weir.serve.app.sending import sent
 from weir.serve.app.sessions import done
-from weir.serve.app.shaping import Tooling, shaped
+from weir.serve.app.shaping import shaped, tooling_of
 from weir.serve.app.told import Tokens
 from weir.serve.book import Response as Kept
 from weir.serve.desk import Desk
@@ -42,7 +42,8 @@ async def respond(request: Request, owner: str = Depends(authorised)) -> Respons
         lock(request, owner, body.named)
     limit = ("max_output_tokens", body.max_output_tokens)
     wish = wish_of(desk, body, limit, body.logprobs, desk.limits.answer_default)
-    wish = await shaped(request, body.form, Tooling(), wish, "text.format.schema")
+    tooling = tooling_of(desk, body.offer)
+    wish = await shaped(request, body.form, tooling, wish, "text.format.schema")
     reply = Reply(
         desk,
         body.items,
@@ -51,9 +52,10 @@ async def respond(request: Request, owner: str = Depends(authorised)) -> Respons
         body.named,
         session,
         body.kept,
+        tooling.tools,
     )
     answers = await begin(request, lambda who: _plan(reply, who), wish, owner, "input")
-    form = ResponseForm(body, reply, owner, Tokens(desk.tokenizer, wish.ends))
+    form = ResponseForm(body, reply, owner, wish, Tokens(desk.tokenizer, wish.ends))
     plan = answers.asked.plan
     headers = {} if plan.session is None else {HEADER: plan.session}
     return await sent(request, form, answers, headers, stream=bool(body.stream))

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from starlette.requests import Request
 
 from weir.errors import WeirError
-from weir.serve.app.bodies import ChatBody
 from weir.serve.app.errors import Refused
-from weir.serve.app.formats import NamedTool, ResponseFormat
+from weir.serve.app.formats import Offer, ResponseFormat
 from weir.serve.calls import Tool
 from weir.serve.calls.rules import Choice, rules_of
 from weir.serve.desk import Desk, Wish
@@ -29,24 +28,25 @@ class Tooling:
         callable: those that it may call.
         choice: whether it calls any.
         several: whether it may call more than once.
+        places: where the schema of each of the callable stands in the request, for errors.
     """
 
     tools: Sequence[Tool] = ()
     callable: Sequence[Tool] = ()
     choice: Choice = "none"
     several: bool = True
+    places: Sequence[str] = ()
 
 
-def tooling_of(desk: Desk, body: ChatBody) -> Tooling:
-    """The tools of a body.
+def tooling_of(desk: Desk, offer: Offer) -> Tooling:
+    """The tools that a client offers.
 
     Raises:
         Refused: they do not fit to each other, or to the model.
     """
-    tools = [each.tool() for each in body.tools or ()]
-    choice = body.tool_choice
+    tools = offer.tools
     if not tools:
-        if choice not in (None, "none", "auto"):
+        if offer.names is not None or offer.choice == "required":
             raise Refused(400, "there are no tools to choose", param="tool_choice")
         return Tooling()
     if len({tool.name for tool in tools}) < len(tools):
@@ -55,15 +55,18 @@ def tooling_of(desk: Desk, body: ChatBody) -> Tooling:
         form = desk.wording.form
     except WeirError as error:
         raise Refused(400, str(error), param="tools", code="unsupported") from None
-    several = body.parallel_tool_calls is not False and form.several
-    if not isinstance(choice, NamedTool):
-        return Tooling(tools, tools, choice or "auto", several)
-    named = [tool for tool in tools if tool.name == choice.function.name]
-    if not named:
-        raise Refused(
-            400, "there is no such tool among the tools", param="tool_choice.function.name"
-        )
-    return Tooling(tools, named, "required", several=False)
+    names = [tool.name for tool in tools] if offer.names is None else offer.names
+    unknown = next((name for name in names if name not in [tool.name for tool in tools]), None)
+    if unknown is not None:
+        raise Refused(400, f"there is no tool {unknown} among the tools", param=offer.chosen)
+    numbers = [number for number, tool in enumerate(tools) if tool.name in names]
+    return Tooling(
+        tools,
+        [tools[number] for number in numbers],
+        offer.choice or "auto",
+        offer.several and form.several,
+        [offer.schemas.format(number) for number in numbers],
+    )
 
 
 async def shaped(
@@ -111,8 +114,8 @@ def _held(
             check_schema(schema)
     except BadSchema as error:
         raise _bad("the schema", error, param) from None
-    for number, tool in enumerate(tooling.callable):
-        _check(tool, number)
+    for tool, place in zip(tooling.callable, tooling.places, strict=True):
+        _check(tool, place)
     grammar = rules_of(
         desk.wording.form,
         tooling.callable,
@@ -141,11 +144,11 @@ def _schema(wanted: ResponseFormat | None) -> tuple[dict[str, object] | None, bo
     return named.of, bool(named.strict)
 
 
-def _check(tool: Tool, number: int) -> None:
+def _check(tool: Tool, place: str) -> None:
     try:
         check_schema(tool.schema)
     except BadSchema as error:
-        raise _bad(f"the parameters of {tool.name}", error, _param(number)) from None
+        raise _bad(f"the parameters of {tool.name}", error, place) from None
 
 
 def _blamed(
@@ -162,17 +165,12 @@ def _blamed(
             grammars.of_schema(schema, strict=strict)
         except BadSchema as own:
             return _bad("the schema", own, param)
-    for tool in tooling.callable:
+    for tool, place in zip(tooling.callable, tooling.places, strict=True):
         try:
             grammars.of_schema(tool.schema, strict=tool.strict)
         except BadSchema as own:
-            number = list(tooling.tools).index(tool)
-            return _bad(f"the parameters of {tool.name}", own, _param(number))
+            return _bad(f"the parameters of {tool.name}", own, place)
     return _bad("all tools together", error, "tools")
-
-
-def _param(number: int) -> str:
-    return f"tools[{number}].function.parameters"
 
 
 def _bad(what: str, error: BadSchema, param: str) -> Refused:

@@ -98,6 +98,11 @@ class CallReader:
     _said: bool = False
     _json: _Json = field(default_factory=_Json)
 
+    @property
+    def calling(self) -> bool:
+        """Whether what comes next is part of a call, and not text."""
+        return self._state in ("call", "between")
+
     def add(self, text: str) -> list[Part]:
         """What more text brings."""
         self._rest += text
@@ -113,7 +118,7 @@ class CallReader:
         """No more comes: what was held back is text, if it is no part of a call."""
         rest, self._rest = self._rest, ""
         in_list = self.form.listed and self._begun
-        if self._state in ("call", "between") or (self._state == "head" and in_list):
+        if self.calling or (self._state == "head" and in_list):
             return []
         trigger = self.form.trigger if self._state == "head" else ""
         return self._told(trigger + rest, last=True)

@@ -1,0 +1,432 @@
+"""Tools in responses and conversations, as OpenAI's client uses them."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import openai
+import pytest
+from anything import CITY, TAKES_TOOLS, random_desk
+from pydantic import BaseModel, Field
+from servers import CHATML, make_tokenizer, serving
+
+
+def tool_of(name: str, parameters: dict = CITY) -> dict:
+    return {"type": "function", "name": name, "parameters": parameters}
+
+
+TOOLS = [tool_of("get_weather"), tool_of("clock", {"type": "object", "maxProperties": 0})]
+SCHEMAS = {tool["name"]: tool["parameters"] for tool in TOOLS}
+NESTED = [
+    {"type": "function", "function": {key: tool[key] for key in ("name", "parameters")}}
+    for tool in TOOLS
+]
+WEATHER = {"type": "function", "name": "get_weather"}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(random_desk(TAKES_TOOLS)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return server.client()
+
+
+def say(client, said="Weather?", **given):
+    extra = {"seed": 1, **given.pop("extra_body", {})}
+    given = {"model": "small", "max_output_tokens": 600, "tools": TOOLS, **given}
+    return client.responses.create(input=said, extra_body=extra, **given)
+
+
+def cached(response) -> int:
+    return response.usage.input_tokens_details.cached_tokens
+
+
+def calls_of(response) -> list:
+    return [item for item in response.output if item.type == "function_call"]
+
+
+def result(call, output="Sunny") -> dict:
+    return {"type": "function_call_output", "call_id": call.call_id, "output": output}
+
+
+def user(text) -> dict:
+    return {"type": "message", "role": "user", "content": text}
+
+
+def liking(text: str) -> dict:
+    """An answer that says this as soon as it can."""
+    return {"logit_bias": {str(make_tokenizer()(text)["input_ids"][0]): 5}}
+
+
+SHORT = liking("<|im_end|>")
+
+
+def test_a_call_that_is_required_comes_and_fits_its_function(client):
+    for choice in ("required", WEATHER):
+        told = say(client, tool_choice=choice, extra_body=SHORT)
+        assert told.status == "completed" and told.output_text == ""
+        assert [item.type for item in told.output] == ["function_call"] * len(told.output)
+        for call in told.output:
+            assert call.id.startswith("fc_") and call.call_id.startswith("call_")
+            assert call.status == "completed"
+            jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
+        assert client.responses.retrieve(told.id) == told
+    assert [call.name for call in told.output] == ["get_weather"]
+    assert (told.tool_choice.name, told.parallel_tool_calls) == ("get_weather", True)
+    assert [tool.name for tool in told.tools] == ["get_weather", "clock"]
+    assert told.tools[0].parameters == CITY and told.tools[0].description is None
+    once = say(client, tool_choice="required", parallel_tool_calls=False)
+    assert len(calls_of(once)) == 1 and not once.parallel_tool_calls
+
+
+def test_of_all_tools_those_that_are_allowed_are_called(client):
+    (clock,) = ({"type": "function", "name": "clock"},)
+    some = {"type": "allowed_tools", "mode": "required", "tools": [clock]}
+    told = say(client, tool_choice=some, parallel_tool_calls=False)
+    assert [call.name for call in calls_of(told)] == ["clock"]
+    assert told.tool_choice.type == "allowed_tools"
+    # The model is told of all of them, so that another choice goes on with what is known.
+    on = say(client, [result(told.output[0])], previous_response_id=told.id, tool_choice=WEATHER)
+    assert cached(on) == told.usage.total_tokens - 1
+    chat = client.chat.completions.create(
+        model="small",
+        messages=[{"role": "user", "content": "Weather?"}],
+        tools=NESTED,
+        tool_choice={
+            "type": "allowed_tools",
+            "allowed_tools": {
+                "mode": "required",
+                "tools": [{"type": "function", "function": {"name": "clock"}}],
+            },
+        },
+        parallel_tool_calls=False,
+        max_tokens=200,
+    )
+    assert [c.function.name for c in chat.choices[0].message.tool_calls] == ["clock"]
+
+
+def test_a_stream_says_the_same_event_by_event(client):
+    how = {"tool_choice": "required", "extra_body": {**SHORT, "seed": 3}}
+    whole = say(client, **how)
+    events = list(say(client, stream=True, **how))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:2] == ["created", "in_progress"] and kinds[-1] == whole.status
+    last = events[-1].response
+    assert [(c.name, c.arguments) for c in last.output] == [
+        (c.name, c.arguments) for c in whole.output
+    ]
+    for index, call in enumerate(last.output):
+        own = [event for event in events if getattr(event, "output_index", None) == index]
+        assert [event.type for event in own] == [
+            "response.output_item.added",
+            *["response.function_call_arguments.delta"] * (len(own) - 3),
+            "response.function_call_arguments.done",
+            "response.output_item.done",
+        ]
+        added, *deltas, done, over = own
+        assert (added.item.id, added.item.call_id, added.item.name) == (
+            call.id,
+            call.call_id,
+            call.name,
+        )
+        assert (added.item.arguments, added.item.status) == ("", "in_progress")
+        assert "".join(event.delta for event in deltas) == done.arguments == call.arguments
+        assert {event.item_id for event in [*deltas, done]} == {call.id}
+        assert over.item == call
+    assert len(deltas) > 1
+    assert client.responses.retrieve(last.id) == last
+    with client.responses.stream(
+        model="small", input="Weather?", tools=TOOLS, tool_choice=WEATHER, max_output_tokens=600
+    ) as stream:
+        names = [event.type for event in stream]
+        assert "response.function_call_arguments.done" in names
+        assert calls_of(stream.get_final_response())[0].name == "get_weather"
+
+
+def test_what_is_said_before_a_call_is_a_message_of_its_own(server, monkeypatch):
+    # What the model says is put into its mouth: text, a call, text, a call that is cut short.
+    said = 'See. <tool_call>{"name": "clock", "arguments": {}}</tool_call> And <tool_call>{"name": '
+    said += '"get_weather", "arguments": {"city": "Rome'
+    told, events = spoken(server, monkeypatch, said)
+    assert [(item["type"], item["status"]) for item in told["output"]] == [
+        ("message", "completed"),
+        ("function_call", "completed"),
+        ("message", "completed"),
+        ("function_call", "incomplete"),
+    ]
+    first, clock, second, cut = told["output"]
+    assert first["content"][0]["text"] == "See."
+    assert second["content"][0]["text"].strip() == "And"
+    assert (clock["arguments"], cut["arguments"]) == ("{}", '{"city": "Rome')
+    assert (told["status"], told["incomplete_details"]["reason"]) == (
+        "incomplete",
+        "max_output_tokens",
+    )
+    indices = [event["output_index"] for event in events if "output_index" in event]
+    assert indices == sorted(indices) and set(indices) == {0, 1, 2, 3}
+    opened = [event["item"]["id"] for event in events if event["type"].endswith("item.added")]
+    closed = [event["item"]["id"] for event in events if event["type"].endswith("item.done")]
+    assert opened == closed == [item["id"] for item in told["output"]]
+    # The log-probabilities of tokens stand with the text that they make, and not with calls.
+    known = [[p["token"] for p in item["content"][0]["logprobs"]] for item in (first, second)]
+    assert "".join(known[0]).startswith("See.") and "{" not in "".join(known[0])
+    assert "".join(known[1]).startswith(" And")
+    # Sent back, all of it is the one answer that it was.
+    monkeypatch.undo()
+    sent = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "x"}
+        for item in (clock, cut)
+    ]
+    history = say(server.client(), [user("Weather?"), *told["output"], *sent], max_output_tokens=2)
+    assert cached(history) == told["usage"]["total_tokens"] - 1
+
+
+def spoken(server, monkeypatch, said: str) -> tuple[dict, list[dict]]:
+    """A response whose answer is this text, and its events."""
+    ids = server.desk.tokenizer(said)["input_ids"]
+
+    def choosing(self, logits):
+        from weir.serve.choosing import Choice
+
+        at = self._said = getattr(self, "_said", -1) + 1
+        return Choice(ids[at], -1.0)
+
+    monkeypatch.setattr("weir.serve.choosing.Chooser.choose", choosing)
+    body = {
+        "model": "small",
+        "input": "Weather?",
+        "tools": TOOLS,
+        "max_output_tokens": len(ids),
+        "top_logprobs": 1,
+        "stream": True,
+    }
+    text = server.post("/v1/responses", body).text
+    events = [
+        json.loads(line[6:]) for line in text.splitlines() if line.startswith('data: {"type"')
+    ]
+    return events[-1]["response"], events
+
+
+def test_without_need_the_model_may_say_anything_and_with_none_it_calls_nothing(client):
+    for choice in ("auto", "none"):
+        told = say(client, tool_choice=choice, max_output_tokens=40)
+        assert [item.type for item in told.output] == ["message"]
+        assert told.output_text and told.tool_choice == choice
+    silent = say(client, tools=[], extra_body={"logit_bias": {"258": 100}})
+    assert [item.type for item in silent.output] == ["message"]
+
+
+def test_a_form_and_tools_together_allow_either(client):
+    form = {"type": "json_schema", "name": "x", "schema": {"const": {"a": 1}}}
+    for begins, kind in (("{", "message"), ("<", "function_call")):
+        told = say(
+            client,
+            text={"format": form},
+            parallel_tool_calls=False,
+            extra_body=liking(begins),
+        )
+        assert [item.type for item in told.output] == [kind]
+        if kind == "message":
+            assert json.loads(told.output_text) == {"a": 1}
+
+
+@pytest.mark.parametrize("template", [TAKES_TOOLS, CHATML, None], ids=["told", "words", "none"])
+def test_a_result_goes_on_from_the_call_and_reads_only_what_is_new(template):
+    with serving(random_desk(template, rows=1)) as server:
+        go_on(server, server.client())
+
+
+def go_on(server, client) -> None:
+    first = say(client, tool_choice=WEATHER)
+    (call,) = first.output
+    short = {"tool_choice": "none", "max_output_tokens": 5, "temperature": 0}
+    on = {"previous_response_id": first.id, **short}
+    second = say(client, [result(call)], **on)
+    assert cached(second) == first.usage.total_tokens - 1
+    assert second.usage.input_tokens - cached(second) < 150  # and not the tools again
+    parts = [{"type": "input_text", "text": "Sunny"}]
+    assert say(client, [result(call, parts)], **on).output_text == second.output_text
+    # The same by all that was said, also with ids of the client's own.
+    history = [user("Weather?"), call.model_dump(exclude_none=True), result(call)]
+    by_history = say(client, history, **short)
+    assert (cached(by_history), by_history.output_text) == (cached(second), second.output_text)
+    own = {"type": "function_call", "call_id": "mine", "name": "get_weather"}
+    own["arguments"] = json.dumps(json.loads(call.arguments), indent=2)
+    history = [user("Weather?"), own, {**result(call), "call_id": "mine"}]
+    assert cached(say(client, history, **short)) == cached(second)
+    # And by a chat, which is gone on from by name.
+    chat_call = {
+        "id": "mine",
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": call.arguments},
+    }
+    chat = client.chat.completions.create(
+        model="small",
+        messages=[
+            {"role": "user", "content": "Weather?"},
+            {"role": "assistant", "tool_calls": [chat_call]},
+            {"role": "tool", "tool_call_id": "mine", "content": "Sunny"},
+        ],
+        tools=NESTED,
+        tool_choice="none",
+        max_tokens=5,
+        temperature=0,
+    )
+    assert chat.choices[0].message.content == second.output_text
+    assert chat.usage.prompt_tokens_details.cached_tokens == cached(second)
+    # What has lost its state is read again from its items, calls and results among them.
+    third = say(client, "And then?", previous_response_id=second.id, **short)
+    for told in (first, second):
+        server.desk.engine.forget(told.id.removeprefix("resp_"))
+    again = say(client, "And then?", previous_response_id=second.id, **short)
+    assert again.usage.input_tokens == third.usage.input_tokens
+
+
+def test_other_tools_make_the_whole_history_be_read_again(client):
+    first = say(client, tool_choice=WEATHER)
+    told = [result(first.output[0])]
+    on = {"previous_response_id": first.id, "max_output_tokens": 5, "tool_choice": "none"}
+    same = say(client, told, **on)
+    assert cached(same) == first.usage.total_tokens - 1
+    strict = [{**tool, "strict": True} for tool in TOOLS[:1]] + TOOLS[1:]
+    assert cached(say(client, told, **on | {"tools": strict})) == cached(same)  # they say the same
+    for tools in (TOOLS[:1], TOOLS[::-1], [{**TOOLS[0], "description": "x"}, TOOLS[1]], []):
+        other = say(client, told, **on | {"tools": tools})
+        assert cached(other) == 0
+        assert [tool.name for tool in other.tools] == [tool["name"] for tool in tools]
+        again = say(client, "On", **on | {"tools": tools, "previous_response_id": other.id})
+        assert cached(again) == other.usage.total_tokens - 1
+
+
+def test_a_turn_of_a_chat_goes_on_with_the_tools_it_was_told_of(server, client):
+    chat = client.chat.completions.create(
+        model="small",
+        messages=[{"role": "user", "content": "Chat"}],
+        tools=NESTED,
+        tool_choice={"type": "function", "function": {"name": "get_weather"}},
+        max_tokens=600,
+        seed=1,
+        extra_headers={"x-session-id": "chat-with-tools"},
+    )
+    head = server.desk.store.session("", "chat-with-tools").head
+    (call,) = chat.choices[0].message.tool_calls
+    sent = [{"type": "function_call_output", "call_id": call.id, "output": "Sunny"}]
+    on = {"previous_response_id": f"resp_{head}", "max_output_tokens": 5}
+    assert cached(say(client, sent, **on)) == chat.usage.total_tokens - 1
+    assert cached(say(client, sent, tools=TOOLS[:1], **on)) == 0
+    assert cached(say(client, sent, tools=[], **on)) == chat.usage.total_tokens - 1
+
+
+def test_a_conversation_has_calls_and_results_as_items(client):
+    made = client.conversations.create()
+    first = say(client, tool_choice=WEATHER, conversation=made.id)
+    (call,) = first.output
+    with pytest.raises(openai.BadRequestError, match="there is no call 'other'"):
+        say(client, [{**result(call), "call_id": "other"}], conversation=made.id)
+    short = {"tool_choice": "none", "max_output_tokens": 5, "conversation": made.id}
+    second = say(client, [result(call)], **short)
+    assert cached(second) == first.usage.total_tokens - 1
+    other = say(client, "And then?", tools=TOOLS[:1], **short)
+    assert cached(other) == 0
+    kinds = [item.type for item in client.conversations.items.list(made.id, order="asc")]
+    wanted = ["message", "function_call", "function_call_output", "message", "message", "message"]
+    assert kinds == wanted
+    found = client.conversations.items.list(made.id, order="asc", limit=2).data[1]
+    assert (found.id, found.arguments) == (call.id, call.arguments)
+    # Items that a client puts in are read like those that came by themselves.
+    items = [
+        user("Weather?"),
+        {"type": "function_call", "call_id": "a", "name": "clock", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "Noon"},
+    ]
+    own = client.conversations.create(items=items[:2])
+    client.conversations.items.create(own.id, items=items[2:])
+    told = say(client, [], **short | {"conversation": own.id})
+    plain = say(client, items, tool_choice="none", max_output_tokens=5)
+    assert told.usage.input_tokens == plain.usage.input_tokens
+
+
+def test_a_type_of_the_clients_own_is_a_tool(client):
+    class Ask(BaseModel):
+        city: str = Field(max_length=5)
+        days: list[int] = Field(max_length=2)
+
+    told = client.responses.parse(
+        model="small",
+        input="Weather?",
+        tools=[openai.pydantic_function_tool(Ask)],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_output_tokens=800,
+        extra_body={"seed": 4},
+    )
+    assert isinstance(told.output[0].parsed_arguments, Ask)
+
+
+BAD = {
+    "a tool of theirs": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    "a tool of chats": (
+        {"tools": [{"type": "function", "function": {"name": "x"}}]},
+        "tools[0].name",
+    ),
+    "a tool without a name": ({"tools": [tool_of("a b")]}, "tools[0].name"),
+    "two of a name": ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
+    "parameters that are none": (
+        {"tools": [TOOLS[1], tool_of("x", {"type": "king"})]},
+        "tools[1].parameters",
+    ),
+    "a choice of none": ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+    "a choice that is no tool": (
+        {"tool_choice": {"type": "function", "name": "other"}},
+        "tool_choice.name",
+    ),
+    "allowed ones that are no tools": (
+        {
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "function", "name": "other"}],
+            }
+        },
+        "tool_choice.tools",
+    ),
+    "a choice of theirs": ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+    "a call without an id": (
+        {"input": [{"type": "function_call", "name": "x", "arguments": ""}]},
+        "input[0].call_id",
+    ),
+    "a call last": (
+        {"input": [{"type": "function_call", "call_id": "a", "name": "x", "arguments": "{}"}]},
+        "input",
+    ),
+    "a result of no call": (
+        {"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}]},
+        "input",
+    ),
+    "a picture as a result": (
+        {
+            "input": [
+                {
+                    "type": "function_call_output",
+                    "call_id": "a",
+                    "output": [{"type": "input_image"}],
+                }
+            ]
+        },
+        "input[0].output[0].type",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_request_is_refused_where_it_is_wrong(server, name):
+    body, param = BAD[name]
+    answer = server.post("/v1/responses", {"model": "small", "input": "Hi", "tools": TOOLS} | body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
