@@ -120,11 +120,11 @@ distclean: clean ## remove .venv too
 $(BIN)/python:
 	$(call stage,$(VENV))
 	@command -v "$(PYTHON)" >/dev/null || { \
-		echo "weir: there is no $(PYTHON) here; install Python 3.11, 3.12 or 3.13," \
+		echo "weir: there is no $(PYTHON) here; install Python 3.11 to 3.14," \
 			"or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
-	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
-		echo "weir: $(PYTHON) is $$("$(PYTHON)" --version 2>&1 | head -n 1), but weir needs Python 3.11," \
-			"3.12 or 3.13; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' || { \
+		echo "weir: $(PYTHON) is $$("$(PYTHON)" --version 2>&1 | head -n 1), but weir needs Python 3.11" \
+			"to 3.14; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo "weir: $(PYTHON) cannot make virtual environments" \
 			"(on Debian and Ubuntu: apt-get install python3-venv)" >&2; exit 1; }

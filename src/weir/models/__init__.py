@@ -1,5 +1,9 @@
 """What weir must know of a model, and how it gets inside."""
 
+# First, before a file that needs what other releases of transformers do not have.
+from weir.models.versions import check_versions
+
+# isort: split
 from weir.models.axes import MOST_OFFSET, OFFSETS, offsets
 from weir.models.embedding import embed
 from weir.models.endings import Endings
@@ -43,6 +47,7 @@ __all__ = [
     "OutputProjection",
     "attach",
     "check_ids",
+    "check_versions",
     "compile_steps",
     "describe",
     "detach",

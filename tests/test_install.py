@@ -1,0 +1,383 @@
+"""The package as pip puts it into an environment: its source distribution, made a wheel, installed.
+
+The environment begins empty. Where a test needs other packages, it sees those of the environment
+that the tests run in, of which an extra is given what pip would have brought for it and no more.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import venv
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+import weir
+from weir.cli.missing import EXTRAS
+from weir.models import versions
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "weir"
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+def done(*command: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = None) -> str:
+    """What a command writes; it has to succeed."""
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the source distribution of this tree and the wheel that is built from that."""
+    out = tmp_path_factory.mktemp("built")
+    done(sys.executable, "-m", "build", "--no-isolation", "--outdir", out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def files(built: Path) -> set[str]:
+    """What the wheel holds."""
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+        return set(wheel.namelist())
+
+
+@pytest.fixture(scope="module")
+def source(built: Path) -> set[str]:
+    """What the source distribution holds, below its folder."""
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        return {member.name.partition("/")[2] for member in archive if member.isfile()}
+
+
+@pytest.fixture(scope="module")
+def place(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel in it and nothing else, not even pip."""
+    made = tmp_path_factory.mktemp("environment")
+    venv.create(made, symlinks=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(made), "--disable-pip-version-check"]
+    options = ["--no-deps", "--no-index", "--no-compile", "--quiet"]
+    done(*pip, "install", *options, next(built.glob("*.whl")))
+    return made
+
+
+# --- what is in it
+
+
+def tracked(*others: str) -> set[str]:
+    if not (ROOT / ".git").exists():
+        pytest.skip("this tree is no checkout, so nobody says what belongs to it")
+    return set(done("git", "ls-files", "-z", *others).split("\0")) - {""}
+
+
+def test_the_wheel_is_the_package_its_licences_and_nothing_else(files: set[str]) -> None:
+    mine = {p for p in SOURCE.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    inside = {f"weir/{p.relative_to(SOURCE).as_posix()}" for p in mine}
+    facts = {"METADATA", "RECORD", "WHEEL", "entry_points.txt"}
+    facts |= {"licenses/LICENSE", "licenses/NOTICE"}
+    assert files == inside | {f"weir-{weir.__version__}.dist-info/{name}" for name in facts}
+
+
+def test_the_packaged_model_and_book_and_the_mark_of_types_are_in_it(files: set[str]) -> None:
+    assert "weir/py.typed" in files
+    assert "weir/assets/war-and-peace.txt.xz" in files
+    assert {f"weir/assets/nano/{name}" for name in ("config.json", "model.safetensors")} <= files
+
+
+def test_the_source_distribution_holds_what_belongs_to_the_tree_and_nothing_else(
+    source: set[str],
+) -> None:
+    belong = tracked("--cached", "--others", "--exclude-standard")
+    assert source - belong == {"PKG-INFO"}
+    assert tracked() & belong - source == set()
+
+
+# --- what it needs
+
+
+@functools.cache
+def asked_for(name: str) -> list[Requirement]:
+    """The lines of a distribution's requirements."""
+    return [Requirement(line) for line in importlib.metadata.requires(name) or []]
+
+
+def needed(name: str, extras: frozenset[str]) -> Iterator[Requirement]:
+    """What a distribution, with some of its extras, asks for here."""
+    for wanted in asked_for(name):
+        marker = wanted.marker
+        if marker is None or any(marker.evaluate({"extra": e}) for e in extras or {""}):
+            yield wanted
+
+
+version_of = functools.cache(importlib.metadata.version)
+
+
+def brought(extra: str | None) -> dict[str, Requirement]:
+    """The distributions, by name, that pip brings with weir and one of its extras."""
+    lines = [*PROJECT["dependencies"], *(PROJECT["optional-dependencies"][extra] if extra else ())]
+    waiting = [Requirement(line) for line in lines]
+    found: dict[str, Requirement] = {}
+    seen: set[tuple[str, frozenset[str]]] = set()
+    while waiting:
+        it = waiting.pop()
+        name, extras = canonicalize_name(it.name), frozenset(it.extras)
+        if (it.marker is not None and not it.marker.evaluate()) or (name, extras) in seen:
+            continue
+        seen.add((name, extras))
+        if name == "weir":
+            for each in extras:
+                more = PROJECT["optional-dependencies"][each]
+                waiting += [Requirement(line) for line in more]
+            continue
+        found[name] = it
+        version = version_of(name)
+        assert it.specifier.contains(version, prereleases=True), f"{it}, and here is {version}"
+        waiting += needed(name, extras)
+    return found
+
+
+WITHOUT = {"gpu"}
+"""Extras that a machine without a GPU cannot have: triton comes with PyTorch for CUDA, or not."""
+EACH = sorted(PROJECT["optional-dependencies"].keys() - WITHOUT - {"dev", "docs"})
+
+
+@pytest.mark.parametrize("extra", [None, *EACH, "dev", "docs"])
+def test_all_that_it_asks_for_fits_together(extra: str | None) -> None:
+    """As `pip check` would say, but for extras too, and for what they bring."""
+    if extra == "dev" and "triton" not in {d.name for d in importlib.metadata.distributions()}:
+        pytest.skip("dev has the extra gpu, and this PyTorch came without triton")
+    found = brought(extra)
+    assert found.keys() >= {"numpy", "safetensors", "tokenizers", "torch", "transformers"}
+    if extra is None:
+        assert not found.keys() & {"matplotlib", "numba", "ray", "fastapi", "scikit-learn"}
+
+
+def test_the_environment_begins_empty_and_weir_says_what_it_misses(place: Path) -> None:
+    python, alone = place / "bin" / "python", {"PATH": os.defpath}
+    said = done(
+        python, "-I", "-c", "import weir; print(weir.__version__, weir.__file__)", env=alone
+    )
+    assert said.startswith(f"{weir.__version__} {place}")
+    ran = subprocess.run([place / "bin" / "weir"], capture_output=True, text=True, env=alone)
+    wanted = "weir: this needs typer, which is not installed: pip install 'weir[cli]'\n"
+    assert (ran.returncode, ran.stdout, ran.stderr) == (1, "", wanted)
+
+
+PROBE = """
+import importlib, json, os, pkgutil, sys, types
+
+sys.path += json.loads(sys.argv[1])
+sys.modules |= dict.fromkeys(json.loads(sys.argv[2]))
+import torch
+import weir
+from weir.cli.missing import told
+assert weir.__file__.startswith(sys.prefix), weir.__file__
+
+out, into = os.pipe()
+if (child := os.fork()) == 0:
+    old = types.ModuleType("transformers")
+    old.__version__, old.PreTrainedModel = "4.57.0", type("PreTrainedModel", (), {})
+    sys.modules["transformers"] = old
+    try:
+        weir.StreamingCache
+    except weir.WeirError as error:
+        os.write(into, str(error).encode())
+    os._exit(0)
+os.close(into)
+old = os.fdopen(out).read()
+os.waitpid(child, 0)
+
+from weir.models import ASSETS
+assert (ASSETS / "nano" / "model.safetensors").is_file()
+missing = []
+for it in pkgutil.walk_packages(weir.__path__, "weir."):
+    try:
+        importlib.import_module(it.name)
+    except ModuleNotFoundError as error:
+        missing.append([it.name, error.name, told(error)])
+print(json.dumps({"old": old, "missing": missing}))
+"""
+"""Where no extra is: what weir says of an old transformers, and what each of its files misses."""
+
+ELSEWHERE = {"kvpress", "triton"}
+"""What no extra brings that is tried here; the kernels and the peer that want it are optional."""
+
+
+@pytest.fixture(scope="module")
+def probed(place: Path) -> dict[str, Any]:
+    """What `PROBE` found in the environment, with the core's dependencies beside it."""
+    paths = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    asked = json.dumps(paths), json.dumps([*EXTRAS, *ELSEWHERE])
+    said = done(place / "bin" / "python", "-I", "-c", PROBE, *asked)
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
+    return found
+
+
+def test_without_extras_every_file_is_imported_or_says_what_to_install(
+    probed: dict[str, Any],
+) -> None:
+    missing = probed["missing"]
+    for file, package, told in missing:
+        assert told or package.partition(".")[0] in ELSEWHERE, f"{file} needs {package}: of what?"
+    rooms = {file.split(".")[1] for file, *_ in missing}
+    assert rooms == {"bench", "cli", "evals", "kernels", "serve"}
+    assert {file for file, *_ in missing if ".evals." in file} == {"weir.evals.harness"}
+
+
+def test_an_old_transformers_is_named_and_not_a_name_that_it_misses(probed: dict[str, Any]) -> None:
+    assert "these are torch" in probed["old"]
+    assert "transformers 4.57.0: pip install" in probed["old"]
+
+
+PARTS = {
+    "cli": ("cli",),
+    "cluster": ("serve",),
+    "eval": ("evals", "cli"),
+    "fast": ("kernels/numba",),
+    "images": ("train/images", "models/images"),
+    "inspect": ("evals/inspect", "cli/inspect"),
+    "plots": ("evals/results", "evals/demo", "evals/attention_error", "bench/report"),
+    "ray": ("evals/grid",),
+    "serve": ("serve/app", "serve/shapes", "serve/engine", "serve/desk", "cli/serve"),
+    "train": ("train/processes", "cli/train"),
+}
+"""What is there with an extra: files of weir, by how their paths begin."""
+
+
+distributions_by_module = functools.cache(importlib.metadata.packages_distributions)
+
+
+def imported(file: Path) -> set[str]:
+    """The packages that a file imports wherever it stands, also in functions; not for types."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = [ast.parse(file.read_text("utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.partition(".")[0])
+        waiting += ast.iter_child_nodes(node)
+    return found
+
+
+@pytest.mark.parametrize("extra", PARTS)
+def test_an_extra_brings_all_that_its_files_import(extra: str) -> None:
+    by = distributions_by_module()
+    names = brought(extra).keys()
+    there = {it for it in by if names & {canonicalize_name(n) for n in by[it]}}
+    there |= {*sys.stdlib_module_names, "weir"}
+    files = [
+        path
+        for path in SOURCE.rglob("*.py")
+        if path.relative_to(SOURCE).as_posix().startswith(PARTS[extra])
+    ]
+    assert files
+    misses = {str(path.relative_to(SOURCE)): imported(path) - there for path in files}
+    assert not {name: found for name, found in misses.items() if found}
+
+
+# --- the versions it works with
+
+
+def specifier(name: str) -> SpecifierSet:
+    return next(r.specifier for r in map(Requirement, PROJECT["dependencies"]) if r.name == name)
+
+
+def test_the_versions_that_are_checked_are_those_that_are_asked_for() -> None:
+    assert specifier("torch") == SpecifierSet(f">={versions.TORCH}")
+    first, beyond = versions.TRANSFORMERS
+    assert specifier("transformers") == SpecifierSet(f">={first},<{beyond}")
+    text = (ROOT / "src" / "weir" / "models" / "__init__.py").read_text("utf-8")
+    imported = re.findall(r"^from (\S+)", text, re.MULTILINE)
+    assert imported[0] == "weir.models.versions"  # before what other versions do not have
+
+
+@pytest.mark.parametrize(
+    ("torch", "transformers", "served"),
+    [
+        ("2.9.0", "5.12.0", True),
+        ("2.13.0+cpu", "5.23.0.dev0", True),
+        ("2.9.0a0+gitabc", "5.99", True),
+        ("2.8.1", "5.23.0", False),
+        ("2.13.0", "5.11.9", False),
+        ("2.13.0", "6.0.0", False),
+        ("2.13.0", "6.0.0rc1", False),
+    ],
+)
+def test_versions_out_of_range_are_refused_with_both(
+    torch: str, transformers: str, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions.torch, "__version__", torch)
+    monkeypatch.setattr(versions.transformers, "__version__", transformers)
+    if served:
+        versions.check_versions()
+        return
+    with pytest.raises(weir.WeirError) as refused:
+        versions.check_versions()
+    assert str(refused.value) == (
+        "weir works with torch>=2.9 and transformers>=5.12,<6, and these are torch "
+        f"{torch} and transformers {transformers}: "
+        "pip install 'torch>=2.9' 'transformers>=5.12,<6'"
+    )
+
+
+# --- where the Pythons are told
+
+
+def test_every_python_is_told_in_the_same_way_everywhere() -> None:
+    wanted = SpecifierSet(PROJECT["requires-python"])
+    minors = [f"3.{n}" for n in range(30) if wanted.contains(f"3.{n}")]
+    named = re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["classifiers"]))
+    assert named == minors
+    flow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text("utf-8"))
+    assert flow["jobs"]["test"]["strategy"]["matrix"]["python"] == minors
+    first, last = minors[0], minors[-1]
+    for page in ("docs/quickstart.md", "CONTRIBUTING.md", "Makefile"):
+        assert f"Python {first} to {last}" in (ROOT / page).read_text("utf-8"), page
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    low, high = ((int(n) for n in minor.split(".")) for minor in (first, last))
+    assert f"{tuple(low)} <= sys.version_info[:2] <= {tuple(high)}" in makefile
+
+
+def test_the_workflow_does_what_continuous_integration_does() -> None:
+    flow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text("utf-8"))
+    steps = [step["run"] for step in flow["jobs"]["test"]["steps"] if "run" in step]
+    assert steps == [".ci/run"]
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+# --- whom to cite
+
+
+def test_the_citation_names_the_version_and_the_five_papers() -> None:
+    found = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert Version(found["version"]) == Version(weir.__version__)
+    assert (found["cff-version"], found["license"]) == ("1.2.0", PROJECT["license"])
+    assert all(found.get(key) for key in ("authors", "message", "title", "type"))
+    titles = [paper["title"] for paper in found["references"]]
+    assert len(titles) == 5
+    for title in titles:
+        # BalanceKV's page and the others name each paper by its title.
+        pages = (p.read_text("utf-8") for p in (ROOT / "docs").rglob("*.md"))
+        assert any(title in " ".join(text.replace("*", "").split()) for text in pages), title
