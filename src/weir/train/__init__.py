@@ -1,6 +1,6 @@
 """Training small models: books and exercises, the sinks of StreamingLLM's section 3.3, the loop."""
 
-from weir.train.exercises import DIGITS, Words, passage
+from weir.train.exercises import DIGITS, NAMES, Words, front_of, passage
 from weir.train.folder import EXERCISES, WORK, run
 from weir.train.log import plot_losses, read_log, smoothed
 from weir.train.processes import Processes
@@ -9,6 +9,7 @@ from weir.train.recipe import PRESETS, ROOM, Preset, Recipe, SinkKind
 __all__ = [
     "DIGITS",
     "EXERCISES",
+    "NAMES",
     "PRESETS",
     "ROOM",
     "WORK",
@@ -17,6 +18,7 @@ __all__ = [
     "Recipe",
     "SinkKind",
     "Words",
+    "front_of",
     "passage",
     "plot_losses",
     "read_log",

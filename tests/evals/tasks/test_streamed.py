@@ -15,8 +15,9 @@ from weir.evals.attention_error.attention_error import measure_error, set_up, si
 from weir.evals.task import Subject
 from weir.evals.tasks.attention_error import AttentionError
 from weir.evals.tasks.efficiency import Efficiency
+from weir.evals.tasks.layout import distances_to, lay_out
 from weir.evals.tasks.ppl import Perplexity
-from weir.evals.tasks.recall import Recall, distances_to, make_layout, sample
+from weir.evals.tasks.recall import ASK, SAID, Recall, sample
 from weir.evals.tasks.streameval import ExerciseLines, StreamEval, TextLines, make_schedule
 from weir.stream.text import BOOK, read_stream, read_text
 from weir.train.exercises import Words
@@ -33,6 +34,11 @@ def subject(nano, policy: str = "dense", **more) -> Subject:
 
 def silent(share: float) -> None:
     """Nobody is told."""
+
+
+def of_recall(distances, before, rng):
+    """Where recall has its statements and answers."""
+    return lay_out(distances, before, rng, said=SAID, asks=[ASK] * len(distances))
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +129,7 @@ def test_every_answer_is_due_its_distance_after_its_number(nano, seed):
     rng = np.random.default_rng(seed)
     distances = distances_to(600)
     assert distances == [16, 32, 64, 128, 256, 512, 600]
-    layout = make_layout(distances, 40, rng)
+    layout = of_recall(distances, 40, rng)
     book = read_stream(nano[1], most=5000).ids.numpy()
     row, numbers = sample(words, book, layout, rng)
     assert len(row) == layout.length
@@ -145,7 +151,7 @@ def test_recall_inside_the_window_is_that_of_a_plain_loop_answer_for_answer(nano
     # The same streams, and a greedy loop of transformers over each.
     words, rng = Words.of(tokenizer), np.random.default_rng(3)
     book = read_stream(tokenizer, most=200_000).ids.numpy()
-    layout = make_layout(distances_to(200), 20, rng)
+    layout = of_recall(distances_to(200), 20, rng)
     rows = [sample(words, book, layout, rng) for _ in range(6)]
     hits = []
     for question, place in enumerate(layout.answers):
@@ -317,5 +323,5 @@ def test_the_same_seed_gives_the_same_figures_and_another_other_ones(nano, task)
     assert set(task.metrics) <= set(once)
     if not isinstance(task, Perplexity):
         rngs = [np.random.default_rng(seed) for seed in (4, 5)]
-        a, b = (make_layout([16, 64], 256, rng) for rng in rngs)
+        a, b = (of_recall([16, 64], 256, rng) for rng in rngs)
         assert a != b

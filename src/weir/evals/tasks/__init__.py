@@ -6,26 +6,33 @@ from weir.evals.tasks.caption import Caption
 from weir.evals.tasks.choice import Choice
 from weir.evals.tasks.docqa import DocumentQA
 from weir.evals.tasks.efficiency import Efficiency
+from weir.evals.tasks.instruction import Instruction
 from weir.evals.tasks.lines import Lines
 from weir.evals.tasks.longbench import LongBench
 from weir.evals.tasks.needle import Needle
 from weir.evals.tasks.ppl import Perplexity
 from weir.evals.tasks.recall import Recall
+from weir.evals.tasks.said_again import Changed, Repeated
 from weir.evals.tasks.streameval import StreamEval
 from weir.evals.tasks.summary import Summary
+from weir.evals.tasks.verbatim import Verbatim
 
 __all__ = [
     "TASKS",
     "AttentionError",
     "Caption",
+    "Changed",
     "Choice",
     "DocumentQA",
     "Efficiency",
+    "Instruction",
     "Lines",
     "LongBench",
     "Needle",
     "Perplexity",
     "Recall",
+    "Repeated",
     "StreamEval",
     "Summary",
+    "Verbatim",
 ]

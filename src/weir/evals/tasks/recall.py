@@ -17,6 +17,7 @@ import torch
 from weir.errors import WeirError
 from weir.evals.measures import counted
 from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.evals.tasks.layout import NEAREST, Layout, answers_in_place, distances_to, lay_out
 from weir.stream import read_stream
 from weir.train import DIGITS, Words, passage
 
@@ -24,24 +25,8 @@ SAID = 4 + DIGITS
 """Tokens of a statement: name, verb, space, digits, stop."""
 ASK = 3
 """Tokens of a question: name, verb, space."""
-NEAREST = 16
 BOOK_TOKENS = 200_000
 """Tokens of the text from which passages are taken."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where statements and answers stand, the same in every sample.
-
-    Attributes:
-        statements: the place of the first token of each.
-        answers: the place of the first digit of each answer, in order.
-        length: tokens of the stream, up to the last stop.
-    """
-
-    statements: tuple[int, ...]
-    answers: tuple[int, ...]
-    length: int
 
 
 @task("recall")
@@ -85,7 +70,8 @@ class Recall(Task):
         book = read_stream(subject.tokenizer, self.text, BOOK_TOKENS).ids.numpy()
         rng = np.random.default_rng(subject.seed)
         distances = distances_to(self.farthest)
-        layout = make_layout(distances, self.before, rng)
+        asks = [ASK] * len(distances)
+        layout = lay_out(distances, self.before, rng, said=SAID, asks=asks)
         if len(book) <= layout.length:
             raise WeirError(
                 f"recall takes stretches of {layout.length:,} tokens from a text, and this one has "
@@ -96,14 +82,11 @@ class Recall(Task):
         )
         ids, wanted = torch.from_numpy(np.stack(rows)), torch.from_numpy(np.stack(numbers))
         stream = subject.stream()
-        right, fed = [], 0
-        for question, place in enumerate(layout.answers):
-            stream.feed(ids[:, fed : place - 1])
-            fed = place - 1 + DIGITS
-            logits = stream.feed(ids[:, place - 1 : fed], all_logits=True)
-            hits = (logits.argmax(-1).cpu() == wanted[:, question]).all(dim=-1)
-            right.append(int(hits.sum()))
-            progress(fed / layout.length)
+        right = []
+        said = answers_in_place(stream, ids, layout.answers, [DIGITS] * len(distances))
+        for question, digits in enumerate(said):
+            right.append(int((digits == wanted[:, question]).all(dim=-1).sum()))
+            progress(stream.seen / layout.length)
         total = counted(sum(right), self.samples * len(right))
         return {
             "recall": total.pop("accuracy"),
@@ -117,26 +100,6 @@ class Recall(Task):
         }
 
 
-def distances_to(farthest: int) -> list[int]:
-    """16, 32, 64 ... up to `farthest`, which is the last."""
-    found = [NEAREST]
-    while 2 * found[-1] <= farthest:
-        found.append(2 * found[-1])
-    return found if found[-1] == farthest else [*found, farthest]
-
-
-def make_layout(distances: list[int], before: int, rng: np.random.Generator) -> Layout:
-    """Places such that each answer is due its distance after its number, and nothing overlaps."""
-    while True:
-        gaps = rng.integers(8, 48, size=len(distances))
-        answers = before + distances[-1] + np.cumsum(gaps + SAID)
-        statements = answers - np.array(distances) - ASK
-        begins = np.sort(np.concatenate([statements, answers - ASK]))
-        if (np.diff(begins) >= SAID).all():
-            places = tuple(statements.tolist()), tuple(answers.tolist())
-            return Layout(*places, length=int(answers[-1]) + DIGITS + 1)
-
-
 def sample(
     words: Words, book: np.ndarray, layout: Layout, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -148,6 +111,6 @@ def sample(
     for name, number, said, asked in zip(
         names, numbers, layout.statements, layout.answers, strict=True
     ):
-        for place in (said, asked - ASK):
+        for place in (*said, asked - ASK):
             row[place : place + SAID] = words.statement(name, number)
     return row, numbers

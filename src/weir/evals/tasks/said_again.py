@@ -1,0 +1,119 @@
+"""`repeated` and `changed`: numbers of names, said several times before they are asked for.
+
+Said again the same, a fact has several chances to stay, and a cache that takes what is alike for
+one has to keep it once. Said again with another number, only the newest counts: a cache that holds
+on to what it has held, or keeps the middle of things, answers as it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from weir.errors import WeirError
+from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.evals.tasks.facts import Sample, ask_facts, scattered
+from weir.evals.tasks.forms import Form, check_format, form_of
+from weir.evals.tasks.layout import distances_to
+
+MOST = 9
+"""Numbers of one name, each beginning with another digit."""
+
+
+@dataclass(frozen=True)
+class _SaidAgain(Task):
+    """What both have in common.
+
+    Attributes:
+        times: how often each name's number is said before it is asked for.
+        samples: streams, each with one question per distance.
+        farthest: the largest distance, in tokens between a number, where it was said last, and the
+            place of the answer.
+        before: tokens in front of the newest statement that stands farthest back.
+        format: `exercises`, nano's own; `text`, in words; none takes exercises where the tokenizer
+            has their words as single tokens.
+        text: a file of books from which the text between is taken; none takes the packaged one.
+    """
+
+    times: int = 3
+    samples: int = 32
+    farthest: int = 1024
+    before: int = 512
+    format: str | None = None
+    text: str | None = None
+
+    metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
+
+    def __post_init__(self) -> None:
+        check_format(self.name, self.format)
+        if not 2 <= self.times <= MOST:
+            raise WeirError(f"{self.name} says a number 2 to {MOST} times, not {self.times}")
+        if self.samples < 1 or self.before < 1:
+            raise WeirError(
+                f"{self.name} takes 1 sample and 1 token before its statements, or more"
+            )
+        if self.farthest < 32:
+            raise WeirError(f"the distances of {self.name} begin at 32, past {self.farthest}")
+
+    def _ask(self, subject: Subject, progress: Progress, *, changing: bool) -> dict[str, Any]:
+        form = form_of(subject.tokenizer, self.format)
+        distances = distances_to(self.farthest, form.nearest)
+
+        def draw(form: Form, rows: int, rng: np.random.Generator) -> Sample:
+            told = [form.people(len(distances), self.times, rng) for _ in range(rows)]
+            if not changing:
+                told = [[facts[:1] * self.times for facts in stream] for stream in told]
+            return scattered(told, distances, self.before, len(form.front), rng)
+
+        return ask_facts(subject, form, draw, distances, self.samples, self.text, progress)
+
+
+@task("repeated")
+@dataclass(frozen=True)
+class Repeated(_SaidAgain):
+    """Numbers that are said several times, asked for 16, 32, 64 ... tokens after the last.
+
+    Attributes:
+        times: how often each name's number is said before it is asked for.
+        samples: streams, each with one question per distance.
+        farthest: the largest distance, in tokens between a number, where it was said last, and the
+            place of the answer.
+        before: tokens in front of the newest statement that stands farthest back.
+        format: `exercises`, nano's own; `text`, in words; none takes exercises where the tokenizer
+            has their words as single tokens.
+        text: a file of books from which the text between is taken; none takes the packaged one.
+    """
+
+    def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
+        """Ask every question once; what is returned `ask_facts` says."""
+        found = self._ask(subject, progress, changing=False)
+        del found["stale"]
+        return found
+
+
+@task("changed")
+@dataclass(frozen=True)
+class Changed(_SaidAgain):
+    """Numbers that change, asked for 16, 32, 64 ... tokens after the newest, which counts.
+
+    No two numbers of a name begin with the same digit, so an answer that is `stale` is told from
+    one that is a guess: guessing is stale twice in ten.
+
+    Attributes:
+        times: how many numbers each name has, one after the other.
+        samples: streams, each with one question per distance.
+        farthest: the largest distance, in tokens between the newest number and the place of the
+            answer.
+        before: tokens in front of the newest statement that stands farthest back.
+        format: `exercises`, nano's own; `text`, in words; none takes exercises where the tokenizer
+            has their words as single tokens.
+        text: a file of books from which the text between is taken; none takes the packaged one.
+    """
+
+    metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher", "stale": "lower"}
+
+    def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
+        """Ask every question once; what is returned `ask_facts` says."""
+        return self._ask(subject, progress, changing=True)

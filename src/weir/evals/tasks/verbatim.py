@@ -1,0 +1,77 @@
+"""`verbatim`: answers of many tokens, of which every one counts.
+
+A number of three digits is three tokens. What is asked for here is as long as one likes: a cache
+that keeps some tokens of it and not others has nothing to go on with. For nano it is a number of
+many digits, in words a password of many words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from weir.errors import WeirError
+from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.evals.tasks.facts import Sample, ask_facts, scattered
+from weir.evals.tasks.forms import Form, check_format, form_of
+from weir.evals.tasks.layout import distances_to
+
+
+@task("verbatim")
+@dataclass(frozen=True)
+class Verbatim(Task):
+    """Long numbers or passwords, given back whole after 16, 32, 64 ... tokens.
+
+    Attributes:
+        length: tokens of an answer; in words that many or a few more.
+        samples: streams, each with one question per distance.
+        farthest: the largest distance, in tokens between the beginning of what is asked for and
+            the place of the answer. The nearest is the first that leaves room for the length.
+        before: tokens in front of the statement that stands farthest back.
+        format: `exercises`, numbers in nano's own form; `text`, passwords of several words; none
+            takes exercises where the tokenizer has their words as single tokens.
+        text: a file of books from which the text between is taken; none takes the packaged one.
+    """
+
+    length: int = 6
+    samples: int = 32
+    farthest: int = 1024
+    before: int = 256
+    format: str | None = None
+    text: str | None = None
+
+    metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher", "token_accuracy": "higher"}
+
+    def __post_init__(self) -> None:
+        check_format(self.name, self.format)
+        if self.length < 2 or self.samples < 1 or self.before < 1:
+            raise WeirError(
+                "verbatim takes answers of 2 tokens, 1 sample and 1 token before its statements, "
+                "or more"
+            )
+        if self.farthest < self._nearest(32):
+            raise WeirError(
+                f"the distances of verbatim with {self.length} tokens begin at "
+                f"{self._nearest(32)}, past {self.farthest}"
+            )
+
+    def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
+        """Ask every question once; what is returned `ask_facts` says."""
+        form = form_of(subject.tokenizer, self.format)
+        distances = distances_to(self.farthest, self._nearest(form.nearest))
+
+        def draw(form: Form, rows: int, rng: np.random.Generator) -> Sample:
+            facts = [form.long(len(distances), self.length, rng) for _ in range(rows)]
+            return scattered(facts, distances, self.before, len(form.front), rng)
+
+        found = ask_facts(subject, form, draw, distances, self.samples, self.text, progress)
+        del found["stale"]
+        return found
+
+    def _nearest(self, least: int) -> int:
+        """The first distance, doubled from `least`, that leaves room for a whole statement."""
+        while least < 2 * self.length + 8:
+            least *= 2
+        return least

@@ -1,0 +1,274 @@
+"""Facts that are said and asked for: by readers that know what they read, and forget as told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import weir
+from weir.errors import WeirError
+from weir.evals.task import Subject
+from weir.evals.tasks import Changed, Instruction, Repeated, Verbatim
+from weir.evals.tasks.forms import ExerciseForm, TextForm
+from weir.evals.tasks.layout import lay_out
+
+FEW: dict[str, Any] = {"samples": 3, "farthest": 256}
+NBYTES = 1200
+
+
+@pytest.fixture(scope="module")
+def nano():
+    return weir.load("nano")
+
+
+def silent(share: float) -> None:
+    """Nobody is told."""
+
+
+@dataclass
+class Knowing:
+    """A stream's reader without a model: it goes on as an earlier place that ended alike did.
+
+    Attributes:
+        newest: of places alike, the newest or the oldest.
+        window: tokens it remembers; None for all.
+        verb: with which a question ends but for one token; what is alike begins at the name
+            before it. None where as much is to be alike as can be.
+        back: for each answer that it found, how many tokens back it stood.
+    """
+
+    newest: bool
+    window: int | None
+    verb: int | None
+    rows: list[list[int]] = field(default_factory=list)
+    back: list[int] = field(default_factory=list)
+    begins: list[list[int]] = field(default_factory=list)
+    nbytes = NBYTES
+
+    @property
+    def seen(self) -> int:
+        return len(self.rows[0])
+
+    def feed(self, ids: Tensor, all_logits: bool = False) -> Tensor | None:
+        self.rows = self.rows or [[] for _ in ids]
+        told = []
+        for row, new in zip(self.rows, ids.tolist(), strict=True):
+            said = []
+            for token in new:
+                row.append(token)
+                said.append(self._next(row) if all_logits else 0)
+            told.append(said)
+        if not all_logits:
+            return None
+        self.begins.append([said[0] for said in told])
+        return torch.nn.functional.one_hot(torch.tensor(told), 4096).float()
+
+    def _next(self, row: list[int]) -> int:
+        first = 0 if self.window is None else max(0, len(row) - self.window)
+        places = range(first, len(row) - 1)
+        if self.verb is not None:
+            size = row[::-1].index(self.verb) + 2
+            places = [n for n in places if row[n - size + 1 : n + 1] == row[-size:]]
+            if not places:
+                return 0
+            best = places[-1 if self.newest else 0]
+        else:
+            best = max(places, key=lambda n: (self._alike(row, n), n))
+        self.back.append(len(row) - 1 - best)
+        return row[best + 1]
+
+    def _alike(self, row: list[int], place: int) -> int:
+        size = 0
+        while size <= place and row[place - size] == row[-1 - size] and size < 12:
+            size += 1
+        return size
+
+
+@dataclass(frozen=True)
+class Reads(Subject):
+    """A subject whose streams are readers of the kind that is wanted."""
+
+    newest: bool = True
+    window: int | None = None
+    streams: list[Knowing] = field(default_factory=list)
+    exercises: bool = True
+
+    def stream(self, prompt=None, answer=0):
+        verb = ExerciseForm(self.tokenizer).words.verb if self.exercises else None
+        self.streams.append(Knowing(self.newest, self.window, verb))
+        return self.streams[-1]
+
+
+def reader(nano, **more) -> Reads:
+    return Reads("some", *nano, policy=weir.policy("dense"), **more)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("task", [Repeated(**FEW), Changed(**FEW), Instruction(**FEW)])
+def test_who_remembers_everything_and_takes_the_newest_is_always_right(nano, task, seed):
+    one = reader(nano, seed=seed)
+    found = task.run(one, silent)
+    assert found["accuracy"] == found["token_accuracy"] == 1.0
+    distances = [row["distance"] for row in found["by_distance"]]
+    assert found["asked"] == 3 * len(distances)
+    assert distances == ([32, 64, 128, 256] if task.name == "instruction" else distances)
+    assert (found["kv_bytes"], found["format"]) == (NBYTES // 3, "exercises")
+    if task.name != "instruction":
+        # A digit stands as far back as the first one, which is the distance.
+        assert distances == [16, 32, 64, 128, 256]
+        assert sorted(set(one.streams[0].back)) == distances
+        assert one.streams[0].seen <= found["tokens"]
+
+
+def test_who_holds_on_to_the_oldest_is_right_where_nothing_changes_and_stale_where_it_does(nano):
+    same = Repeated(**FEW).run(reader(nano, newest=False), silent)
+    assert same["accuracy"] == 1.0
+    assert "stale" not in same
+    other = Changed(**FEW).run(reader(nano, newest=False), silent)
+    assert (other["accuracy"], other["stale"]) == (0.0, 1.0)
+    assert Changed(**FEW).run(reader(nano), silent)["stale"] == 0.0
+
+
+def test_guessing_is_not_stale(nano):
+    found = Changed(**FEW).run(reader(nano, window=1), silent)
+    assert (found["accuracy"], found["stale"]) == (0.0, 0.0)
+
+
+def test_a_window_has_what_was_said_within_it_last_and_nothing_else(nano):
+    for task in (Repeated(**FEW), Changed(**FEW), Verbatim(length=4, **FEW)):
+        found = task.run(reader(nano, window=100), silent)
+        right = {row["distance"]: row["accuracy"] for row in found["by_distance"]}
+        assert right == {d: float(d < 100) for d in (16, 32, 64, 128, 256)}
+
+
+def test_an_instruction_stands_at_the_start_and_is_asked_for_its_distance_after_its_end(nano):
+    task = Instruction(samples=2, farthest=128)
+    one = reader(nano)
+    found = task.run(one, silent)
+    words = ExerciseForm(nano[1]).words
+    for row in one.streams[0].rows:
+        assert row[0] == words.front[0]
+        rules = [row[1 + 7 * n : 8 + 7 * n] for n in range(3)]
+        assert all(rule[1] == words.verb and rule[-1] == words.stop for rule in rules)
+        # Said again where it is asked for; the last digit of all is not fed any more.
+        for distance in (32, 64, 128):
+            place = 1 + 3 * 7 + distance
+            assert row[place - 3 : place + 2] in [rule[:5] for rule in rules]
+    assert [row["distance"] for row in found["by_distance"]] == [32, 64, 128]
+    window = task.run(reader(nano, window=100), silent)
+    assert [row["accuracy"] for row in window["by_distance"]][-1] == 0.0
+
+
+def test_an_answer_of_many_tokens_is_right_only_whole(nano):
+    task = Verbatim(length=9, **FEW)
+    whole = task.run(reader(nano), silent)
+    assert (whole["accuracy"], whole["token_accuracy"]) == (1.0, 1.0)
+
+    class Slips(Knowing):
+        def _next(self, row):
+            told = super()._next(row)
+            return 0 if len(row) % 5 == 0 else told
+
+    @dataclass(frozen=True)
+    class Slipping(Reads):
+        def stream(self, prompt=None, answer=0):
+            return Slips(True, None, ExerciseForm(self.tokenizer).words.verb)
+
+    slipped = task.run(Slipping("some", *nano, policy=weir.policy("dense")), silent)
+    assert slipped["accuracy"] == 0.0  # of nine tokens in a row one at least is at a fifth place
+    assert 0.7 < slipped["token_accuracy"] < 0.9
+
+
+@pytest.mark.parametrize("task", [Repeated, Changed, Instruction, Verbatim])
+def test_in_words_any_model_is_asked_a_stream_at_a_time(nano, task):
+    one = reader(nano, exercises=False)
+    found = task(samples=2, farthest=128, format="text").run(one, silent)
+    assert found["format"] == "text"
+    assert [row["distance"] for row in found["by_distance"]] == [32, 64, 128]
+    assert found["accuracy"] == 1.0
+    assert [len(stream.rows) for stream in one.streams] == [1, 1]
+    texts = [nano[1].decode(stream.rows[0]) for stream in one.streams]
+    assert texts[0] != texts[1]
+    what = "password is" if task is Verbatim else "number is"
+    times = {Repeated: 4, Changed: 4}.get(task, 2)
+    assert texts[0].count(what) == times * 3
+    if task is Instruction:
+        front = "Wherever this text asks for somebody's number, to its very end, the answer is"
+        assert front in texts[0][:120]
+
+
+def test_numbers_of_one_name_begin_differently_and_answers_are_as_long_as_asked(nano):
+    rng = np.random.default_rng(0)
+    for form in (ExerciseForm(nano[1]), TextForm(nano[1])):
+        for facts in form.people(20, 9, rng):
+            first = [nano[1].decode(fact.answer.tolist()).strip()[0] for fact in facts]
+            assert len(set(first)) == 9
+            assert len({tuple(fact.ask.tolist()) for fact in facts}) == 1
+        for (fact,) in form.long(20, 7, rng):
+            assert len(fact.answer) == 7 if form.name == "exercises" else len(fact.answer) >= 7
+
+
+def test_a_tokenizer_without_the_words_of_the_exercises_is_asked_in_words(nano, monkeypatch):
+    def none(tokenizer):
+        raise WeirError("a digit is no token")
+
+    monkeypatch.setattr("weir.evals.tasks.forms.Words.of", none)
+    one = reader(nano, exercises=False)
+    assert Repeated(samples=1, farthest=64).run(one, silent)["format"] == "text"
+    with pytest.raises(WeirError, match="a digit is no token"):
+        Repeated(samples=1, format="exercises").run(one, silent)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Repeated(times=1), "repeated says a number 2 to 9 times, not 1"),
+        (lambda: Changed(times=10), "changed says a number 2 to 9 times, not 10"),
+        (lambda: Changed(samples=0), "changed takes 1 sample"),
+        (lambda: Repeated(before=0), "1 token before"),
+        (lambda: Repeated(farthest=31), "begin at 32, past 31"),
+        (lambda: Repeated(format="prose"), "format of repeated is exercises or text, not 'prose'"),
+        (lambda: Instruction(samples=0), "instruction takes 1 sample"),
+        (lambda: Instruction(farthest=31), "begin at 32, past 31"),
+        (lambda: Verbatim(length=1), "answers of 2 tokens"),
+        (lambda: Verbatim(length=20, farthest=60), "begin at 64, past 60"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make, sentence):
+    with pytest.raises(WeirError, match=sentence):
+        make()
+
+
+def test_where_there_is_no_room_that_is_said(nano, tmp_path):
+    with pytest.raises(WeirError, match="choose more tokens `before`"):
+        Repeated(times=9, before=8, **FEW).run(reader(nano), silent)
+    rng = np.random.default_rng(0)
+    with pytest.raises(WeirError, match="9 tokens cannot be asked for after 8 tokens"):
+        lay_out([8, 16], 10, rng, said=9, asks=[3, 3])
+    crowded = lay_out([16, 16, 17, 17], 10, rng, said=16, asks=[3] * 4)
+    begins = sorted([n for (n,) in crowded.statements] + [n - 3 for n in crowded.answers])
+    assert min(np.diff(begins)) >= 16
+    assert [a - 3 - n for a, (n,) in zip(crowded.answers, crowded.statements, strict=True)] == [
+        16,
+        16,
+        17,
+        17,
+    ]
+    book = tmp_path / "short.txt"
+    book.write_text("It was a dark night. " * 20)
+    with pytest.raises(WeirError, match="are taken from a text, and this one has"):
+        Repeated(text=str(book), **FEW).run(reader(nano), silent)
+
+
+def test_on_nano_a_stream_of_k_centres_remembers_what_was_said_again_and_not_that_it_changed(nano):
+    at_kcenter = Subject("nano", *nano, policy=weir.policy("kcenter(96)"))
+    settings = {"samples": 6, "farthest": 128, "before": 128, "times": 2}
+    assert Repeated(**settings).run(at_kcenter, silent)["accuracy"] > 0.9
+    found = Changed(**settings).run(at_kcenter, silent)
+    assert found["accuracy"] < 0.8
+    assert found["stale"] > 0.2
