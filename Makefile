@@ -96,11 +96,11 @@ MODELS ?= five qknorm alibi seed2
 train-five := --layers 5 --length 384 --width 192 --heads 6 --tokens 5000000 --seed 7 \
 	--vocabulary 3000
 train-qknorm := --shape qwen3 --width 160 --heads 4 --kv-heads 2 --length 320 --rows 8 \
-	--tokens 5000000 --seed 11 --vocabulary 2500 --exercises on
+	--tokens 5000000 --seed 11 --vocabulary 3200 --exercises on
 train-alibi := --shape alibi --width 160 --heads 4 --length 320 --rows 8 \
-	--tokens 5000000 --seed 23 --vocabulary 2500 --exercises on
+	--tokens 5000000 --seed 23 --vocabulary 3500 --exercises on
 train-seed2 := --width 160 --heads 4 --kv-heads 2 --length 320 --rows 8 \
-	--tokens 5000000 --seed 5 --vocabulary 2000 --exercises on
+	--tokens 5000000 --seed 5 --vocabulary 2900 --exercises on
 
 models: $(MODELS:%=models/%/config.json) ## the models of docs/evidence.md, hours: make models BOOKS=books.txt.xz
 

@@ -8,7 +8,7 @@ from roundings import nll_off
 import weir
 from weir.errors import WeirError
 from weir.evals import advice
-from weir.evals.advice import advise, budget_in
+from weir.evals.advice import advise
 from weir.evals.measures.perplexity import read
 from weir.stream.text import BOOK, encode, read_text
 
@@ -16,25 +16,6 @@ from weir.stream.text import BOOK, encode, read_text
 @pytest.fixture(scope="module")
 def nano():
     return weir.load("nano")
-
-
-@pytest.mark.parametrize("name", advice.CANDIDATES)
-@pytest.mark.parametrize("memory", [900_000, 1_234_567])
-def test_a_budget_fills_the_memory_and_no_more(nano, name, memory):
-    model = nano[0]
-    budget = budget_in(model, name, memory)
-
-    def nbytes(size: int) -> int:
-        stream = weir.Stream(model, f"{name}(budget={size})")
-        stream.feed([1, 2, 3])
-        return stream.nbytes
-
-    if budget is None:
-        assert nbytes(advice.PROBES[0]) > memory
-        return
-    assert nbytes(budget) <= memory
-    assert nbytes(budget + 4) > memory  # pools share out a budget in steps of a few slots
-    assert budget_in(model, name, memory, most=100) == 100
 
 
 def test_the_policies_are_tried_on_the_text_and_the_best_is_named(nano, monkeypatch):

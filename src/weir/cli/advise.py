@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,9 +24,6 @@ from weir.cli.common import (
 if TYPE_CHECKING:
     from weir.evals.advice import Advice
 
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kKMGT]?)(i?)B?")
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-
 
 @command()
 def advise(
@@ -40,9 +36,10 @@ def advise(
     as_json: AsJson = False,
 ) -> None:
     """Try policies on the beginning of a text, within so much memory, and name one."""
+    from weir.cache import read_bytes
     from weir.evals import advice
 
-    allowed = _bytes(memory)
+    allowed = read_bytes(memory)
     model, tokenizer = load_model(model_name)
     with progress() as bar:
         row = bar.add_task("trying", total=1, note="")
@@ -65,18 +62,6 @@ def advise(
         print_json({**facts, **asdict(found)})
         return
     _print(model_name, found)
-
-
-def _bytes(text: str) -> int:
-    """Bytes, from 2GB, 500 MB or 1.5GiB.
-
-    Raises:
-        typer.BadParameter: it is no such size.
-    """
-    if (match := _SIZE.fullmatch(text.strip())) is None or float(match.group(1)) == 0:
-        raise typer.BadParameter(f"--memory is a size like 2GB, 500MB or 1.5GiB, not {text!r}")
-    base = 1024 if match.group(3) else 1000
-    return int(float(match.group(1)) * base ** _POWERS[match.group(2).upper()])
 
 
 def _print(model_name: str, found: Advice) -> None:

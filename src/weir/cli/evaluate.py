@@ -51,6 +51,13 @@ def evaluate(
             "the protocol says."
         ),
     ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="In place of budgets, bytes of a stream's cache: 900kB,1.4MB; the largest budget "
+            "that fits."
+        ),
+    ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds of all random draws: 0,1,2.")] = "0",
     out: Annotated[
         Path,
@@ -89,6 +96,7 @@ def evaluate(
     """
     from transformers.utils.logging import disable_progress_bar
 
+    from weir.cache import read_bytes
     from weir.evals.grid import make_grid, one_by_one, run
     from weir.evals.results import failures, read_results
 
@@ -100,7 +108,8 @@ def evaluate(
         [name.strip() for name in model.split(",") if name.strip()],
         _with_files(tasks, captions, images),
         policies,
-        budgets=_budgets(budgets, protocol),
+        budgets=_budgets(budgets, protocol, memory),
+        memory=[] if memory is None else [read_bytes(word) for word in memory.split(",")],
         seeds=_numbers("--seeds", seeds, 0),
         paper=protocol,
         chunk=chunk,
@@ -194,12 +203,14 @@ def _with_files(tasks: str, captions: Path | None, images: Path | None) -> str:
     return f"{head}caption({written}{'' if inner.startswith(')') else ', '}{inner}"
 
 
-def _budgets(text: str | None, paper: str | None) -> list[int]:
-    """The budgets that were given, or the usual ones where the protocol needs any."""
+def _budgets(text: str | None, paper: str | None, memory: str | None) -> list[int]:
+    """The budgets that were given, or the usual ones where nothing else says how large to be."""
     from weir.evals.grid import protocol
 
     if text is not None:
         return _numbers("--budgets", text, 1)
+    if memory is not None:
+        return []
     return [] if paper is not None and protocol(paper).rate is not None else list(USUAL)
 
 

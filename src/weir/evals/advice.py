@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from weir.cache import size_of
 from weir.errors import WeirError
+from weir.evals.fitting import budget_in
 from weir.evals.measures import STEP, PerplexityMeter
 from weir.evals.notation import with_budget
 from weir.models import window_of
@@ -29,11 +30,8 @@ CANDIDATES = (
     "window",
 )
 """What is tried."""
-PROBES = (96, 160)
-"""Budgets from which the bytes of a slot are found; every candidate can be made with them.
-
-No smaller one is tried than the first.
-"""
+SMALLEST = 96
+"""No smaller budget is tried; every candidate can be made with it."""
 TIMES = 4
 """A sample is so many times as long as the largest budget, so that something has to go."""
 LEAST = 4096
@@ -123,18 +121,18 @@ def advise(
         if whole.kv_bytes <= memory:
             return Advice((whole,), len(ids), len(ids), window, everything=True)
     most = None if window is None else window - chunk
-    if most is not None and most < PROBES[0]:
+    if most is not None and most < SMALLEST:
         raise WeirError(
-            f"a chunk of {chunk} and a budget of {PROBES[0]}, the smallest that is tried, are more "
+            f"a chunk of {chunk} and a budget of {SMALLEST}, the smallest that is tried, are more "
             f"than the model's window of {window}; take a smaller chunk"
         )
-    budgets = {name: budget_in(model, name, memory, chunk, most) for name in CANDIDATES}
-    fits = {name: budget for name, budget in budgets.items() if budget is not None}
+    budgets = {name: budget_in(model, name, memory, chunk) for name in CANDIDATES}
+    fits = {name: n for name, n in budgets.items() if n is not None and n >= SMALLEST}
     if not fits:
-        takes = _bytes(model, "window", PROBES[0], chunk)
+        takes = size_of(model, f"window(budget={SMALLEST})", chunk=chunk).stream
         raise WeirError(
-            f"{memory:,} bytes are too few for the budgets that are tried, of {PROBES[0]} slots or "
-            f"more: window(budget={PROBES[0]}) takes {takes:,}. A smaller cache may fit, with a "
+            f"{memory:,} bytes are too few for the budgets that are tried, of {SMALLEST} slots or "
+            f"more: window(budget={SMALLEST}) takes {takes:,}. A smaller cache may fit, with a "
             "budget and a chunk of your own; see weir eval"
         )
     length = max(LEAST, TIMES * max(fits.values())) if tokens is None else tokens
@@ -149,35 +147,6 @@ def advise(
         tries.append(_try(model, policy, budget, sample, chunk, seed, told))
     tries.sort(key=lambda one: one.ppl)
     return Advice(tuple(tries), len(sample), len(ids), window, everything=False)
-
-
-def budget_in(
-    model: PreTrainedModel, name: str, memory: int, chunk: int = 64, most: int | None = None
-) -> int | None:
-    """The largest budget of a named policy whose cache fits a memory; None if it has no room.
-
-    Args:
-        model: the model.
-        name: the policy, without a budget.
-        memory: bytes.
-        chunk: tokens between two folds.
-        most: no budget is larger than this.
-    """
-    low, high = (_bytes(model, name, probe, chunk) for probe in PROBES)
-    per_slot = (high - low) / (PROBES[1] - PROBES[0])
-    budget = PROBES[0] + int((memory - low) // per_slot)
-    budget = budget if most is None else min(budget, most)
-    # Pools round as they share out a budget, so the line is not exact.
-    while budget >= PROBES[0] and _bytes(model, name, budget, chunk) > memory:
-        budget -= 1
-    return budget if budget >= PROBES[0] else None
-
-
-def _bytes(model: PreTrainedModel, name: str, budget: int, chunk: int) -> int:
-    """Of a cache, which has all it will ever have from the first token on."""
-    stream = Stream(model, with_budget(name, budget), chunk=chunk)
-    stream.feed(torch.zeros(1, 1, dtype=torch.int64))
-    return stream.nbytes
 
 
 def _try(

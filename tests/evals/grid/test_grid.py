@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from weir.errors import WeirError
+from weir.evals.fitting import budget_in
 from weir.evals.grid.grid import Grid, make_grid
+from weir.models import skeleton
 from weir.policies.registry import NAMED
 
 
@@ -92,3 +94,30 @@ def test_the_first_line_names_every_cell():
     assert facts["grid"] == grid.fingerprint
     assert [cell["policy"] for cell in facts["cells"]] == ["dense", "h2o"]
     assert replace(grid, cells=grid.cells[::-1]).fingerprint != grid.fingerprint
+
+
+def test_budgets_may_be_bytes_and_every_policy_has_the_largest_that_fits():
+    shape, rooms = skeleton("nano"), [900_000, 1_200_000]
+    fitting = {
+        name: {room: budget_in(shape, name, room) for room in rooms} for name in ("h2o", "kcenter")
+    }
+    assert fitting["h2o"][900_000] < fitting["kcenter"][900_000] < fitting["kcenter"][1_200_000]
+    grid = make_grid(["nano"], "recall", "dense, h2o, kcenter, recent(9)", memory=rooms)
+    assert [(cell.policy, cell.budget, cell.memory) for cell in grid.cells] == [
+        ("dense", None, None),
+        *((f"h2o(budget={budget})", budget, room) for room, budget in fitting["h2o"].items()),
+        *(
+            (f"kcenter(budget={budget})", budget, room)
+            for room, budget in fitting["kcenter"].items()
+        ),
+        ("recent(9)", None, None),
+    ]
+    both = make_grid(["nano"], "recall", "kcenter", budgets=[64], memory=[900_000])
+    assert [cell.budget for cell in both.cells] == [64, fitting["kcenter"][900_000]]
+    assert [cell["memory"] for cell in both.as_json()["cells"] if "memory" in cell] == [900_000]
+    with pytest.raises(
+        WeirError, match=r"300,000 bytes are too few for h2o on nano: h2o\(budget=2\)"
+    ):
+        make_grid(["nano"], "recall", "h2o", memory=[300_000])
+    with pytest.raises(WeirError, match="leave out the memory or the protocol"):
+        make_grid(["nano"], "needle", "h2o", paper="balancekv", memory=[900_000])

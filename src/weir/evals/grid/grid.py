@@ -7,14 +7,19 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
+
+from transformers import PreTrainedModel
 
 from weir.cache import Positions
 from weir.errors import WeirError
+from weir.evals.fitting import budget_in, smallest
 from weir.evals.grid.protocols import protocol
 from weir.evals.notation import read_policies, read_tasks, takes_budget, with_budget
 from weir.evals.task import Task
 from weir.evals.tasks import TASKS
+from weir.models import skeleton
 from weir.policies import NAMED
 
 EVERY = "all"
@@ -35,6 +40,7 @@ class Cell:
         protocol: the paper's protocol, if it is run by one.
         chunk: tokens between two folds.
         positions: as for `Stream`; a protocol has its own.
+        memory: bytes that the budget was made for; None where budgets were given in slots.
     """
 
     model: str
@@ -45,6 +51,11 @@ class Cell:
     protocol: str | None = None
     chunk: int = 64
     positions: Positions = "rolling"
+    memory: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields; `memory` only where there is one, so that files without stay as they are."""
+        return {k: v for k, v in asdict(self).items() if k != "memory" or v is not None}
 
     def the_task(self) -> Task:
         """The task itself."""
@@ -62,12 +73,12 @@ class Grid:
     @property
     def fingerprint(self) -> str:
         """The same for the same cells, and for no others."""
-        text = json.dumps([asdict(cell) for cell in self.cells], sort_keys=True)
+        text = json.dumps([cell.as_json() for cell in self.cells], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def as_json(self) -> dict[str, Any]:
         """What the first line of a results file says."""
-        cells = [asdict(cell) for cell in self.cells]
+        cells = [cell.as_json() for cell in self.cells]
         return {"grid": self.fingerprint, "cells": cells}
 
 
@@ -77,6 +88,7 @@ def make_grid(
     policies: str,
     *,
     budgets: Sequence[int] = (),
+    memory: Sequence[int] = (),
     seeds: Sequence[int] = (0,),
     paper: str | None = None,
     chunk: int | None = None,
@@ -89,6 +101,8 @@ def make_grid(
         tasks: a list of tasks, as `read_tasks` takes it.
         policies: a list of policies; `all` stands for every named one that makes sense.
         budgets: put into each policy that takes a budget and was written without.
+        memory: the same in bytes of one stream's cache: for each model the largest budget that
+            fits, within the model's window. No weights are loaded for that.
         seeds: each cell is run with each.
         paper: a protocol's name.
         chunk: tokens between two folds; by default the protocol's, or 64.
@@ -106,6 +120,11 @@ def make_grid(
             f"the protocol {paper} takes its budgets from the prompt, {rules.rate:g} of it; "
             "leave out the budgets or the protocol"
         )
+    if rules is not None and rules.rate is not None and memory:
+        raise WeirError(
+            f"the protocol {paper} takes its budgets from the prompt, {rules.rate:g} of it; "
+            "leave out the memory or the protocol"
+        )
     if chunk is None:
         chunk = 64 if rules is None or rules.chunk is None else rules.chunk
     settings = [str(setting) for made in read_tasks(tasks, TASKS) for setting in made.settings()]
@@ -119,11 +138,12 @@ def make_grid(
             paper,
             chunk,
             positions if rules is None else rules.positions,
+            room,
         )
         for model in models
         for setting in settings
         for written in _each(policies)
-        for sized, budget in _sized(written, budgets)
+        for sized, budget, room in _sized(model, written, budgets, memory, chunk)
         for seed in seeds
     ]
     (twice, times), *_ = Counter(cells).most_common(1)
@@ -142,8 +162,37 @@ def _each(policies: str) -> list[str]:
     return read_policies(",".join(words))
 
 
-def _sized(policy: str, budgets: Sequence[int]) -> list[tuple[str, int | None]]:
+Sized = tuple[str, int | None, int | None]
+"""A policy with a budget in it, the budget, and the memory it was made for."""
+
+
+def _sized(
+    model: str, policy: str, budgets: Sequence[int], memory: Sequence[int], chunk: int
+) -> list[Sized]:
     """The policy with each of the budgets, or as it is if it takes none."""
-    if not budgets or not takes_budget(policy):
-        return [(policy, None)]
-    return [(with_budget(policy, budget), budget) for budget in budgets]
+    if not (budgets or memory) or not takes_budget(policy):
+        return [(policy, None, None)]
+    given: list[Sized] = [(with_budget(policy, budget), budget, None) for budget in budgets]
+    return given + [_fitting(model, policy, room, chunk) for room in memory]
+
+
+def _fitting(model: str, policy: str, room: int, chunk: int) -> Sized:
+    """The policy with the largest budget that fits a memory.
+
+    Raises:
+        WeirError: none does.
+    """
+    shape = _skeleton(model)
+    budget = budget_in(shape, policy, room, chunk)
+    if budget is None:
+        sized, takes = smallest(shape, policy, chunk)
+        raise WeirError(
+            f"{room:,} bytes are too few for {policy} on {model}: {sized} with a chunk of {chunk} "
+            f"takes {takes:,}; give more memory or a smaller chunk, or leave the policy out"
+        )
+    return with_budget(policy, budget), budget, room
+
+
+@lru_cache(maxsize=4)
+def _skeleton(model: str) -> PreTrainedModel:
+    return skeleton(model)

@@ -102,6 +102,7 @@ def _facts(number: int, cell: Cell) -> CellRecord:
         "chunk": cell.chunk,
         "positions": cell.positions,
         "weir": __version__,
+        **({} if cell.memory is None else {"memory": cell.memory}),
     }
 
 

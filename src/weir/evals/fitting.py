@@ -1,0 +1,83 @@
+"""The largest budget of a policy whose cache fits a memory.
+
+Bytes are counted from the model's configuration (`weir.cache.size_of`), so no weight is needed.
+Knows nothing about texts or tasks.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from weir.cache import size_of
+from weir.errors import PolicyError, WeirError
+from weir.evals.notation import with_budget
+from weir.models import window_of
+
+MOST = 2**24
+"""No budget is larger, in slots, whatever the memory."""
+STEPS = 8
+"""Slots by which rounding may take a budget past the first that does not fit."""
+LEAST = 4096
+"""Some budget below this makes every policy."""
+
+
+def budget_in(
+    model: PreTrainedModel, policy: str, memory: int, chunk: int = 64, most: int | None = None
+) -> int | None:
+    """The largest budget of a named policy whose cache of one stream fits; None if none does.
+
+    Args:
+        model: the model; one on the device `meta`, without weights, will do.
+        policy: one that takes a budget, written without.
+        memory: bytes.
+        chunk: tokens between two folds.
+        most: no budget is larger than this; None for what the model's window leaves beside a
+            chunk, for it reads no more at once.
+
+    Raises:
+        WeirError: the policy takes no budget, or the model cannot be served.
+    """
+    if most is None:
+        window = window_of(model.config)
+        most = MOST if window is None else max(1, window - chunk)
+
+    def fits(budget: int) -> bool | None:
+        """Whether a budget fits; None where the policy cannot be made so small."""
+        try:
+            sized = with_budget(policy, budget)
+        except PolicyError:
+            return None
+        return size_of(model, sized, chunk=chunk).stream <= memory
+
+    # What is too small for the policy lies below what fits, and that below what does not fit.
+    low, high = 0, 1
+    while high <= most and fits(high) is not False:
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) is not False else (low, middle)
+    # Pools round as they share out a budget, so a budget may fit where the one below does not.
+    above = next((n for n in range(min(low + STEPS, most), low, -1) if fits(n)), low)
+    return above if above and fits(above) else None
+
+
+def smallest(model: PreTrainedModel, policy: str, chunk: int = 64) -> tuple[str, int]:
+    """A policy with the smallest budget it can be made with, and the bytes of its cache.
+
+    Args:
+        model: the model.
+        policy: one that takes a budget, written without.
+        chunk: tokens between two folds.
+
+    Raises:
+        WeirError: it cannot be made with any.
+    """
+    for budget in range(1, LEAST):
+        try:
+            sized = with_budget(policy, budget)
+        except PolicyError as error:
+            refused = error
+            continue
+        return sized, size_of(model, sized, chunk=chunk).stream
+    raise WeirError(f"{policy} cannot be made with any budget below {LEAST:,}: {refused}")
