@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -202,3 +206,23 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path):
         weir_serves(tmp_path, "--wrong"),
     ):
         pass
+
+
+OUTER = """
+import sys
+from weir.bench.serving.server import _running
+with _running([sys.executable, "-c", "import time; time.sleep(60)"]) as (process, said):
+    print(process.pid, flush=True)
+    process.wait()
+"""
+
+
+def test_who_is_told_to_end_ends_its_server_too():
+    outer = subprocess.Popen([sys.executable, "-c", OUTER], stdout=subprocess.PIPE, text=True)
+    assert outer.stdout is not None
+    with outer.stdout:
+        inner = int(outer.stdout.readline())
+        outer.send_signal(signal.SIGTERM)
+        assert outer.wait(60) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(inner, 0)

@@ -292,13 +292,16 @@ def test_clients_take_turns():
 
 def test_the_queue_is_bounded_and_a_stopped_engine_takes_no_more():
     served = engine(rows=1, queue=2)
-    for node in "ab":
+    for node in "abc":  # the first does not wait: a row is free
         served.submit(turn(node, words(0, 3)))
     with pytest.raises(Busy, match="2 turns are waiting already"):
-        served.submit(turn("c", words(0, 3)))
+        served.submit(turn("d", words(0, 3)))
+    served.step()  # the first has its row, and as many wait
+    with pytest.raises(Busy, match="2 turns are waiting already"):
+        served.submit(turn("d", words(0, 3)))
     served.stop()
     with pytest.raises(WeirError, match="takes no more turns"):
-        served.submit(turn("c", words(0, 3)))
+        served.submit(turn("d", words(0, 3)))
     served.run()
     assert served.load().waiting == 0
 

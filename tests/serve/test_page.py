@@ -303,6 +303,9 @@ def test_a_key_is_asked_for_until_it_is_right_and_stays_in_its_tab(user):
 
 def test_the_page_is_open_sealed_and_kept_by_browsers(server):
     index = httpx.get(f"{server.url}/")
+    head = httpx.head(f"{server.url}/")
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["etag"] == index.headers["etag"]
     assert (index.status_code, index.headers["cache-control"]) == (200, "no-cache")
     assert "default-src 'none'" in index.headers["content-security-policy"]
     assert "unsafe" not in index.headers["content-security-policy"]

@@ -203,6 +203,31 @@ def test_a_bad_request_is_refused_where_it_is_wrong(server, name):
 
 
 @pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("stop", ["a"] * 5, "it has 5 entries, and may have 4"),
+        ("stop", [1], "it is to be a text"),
+        ("stop", "x" * 1025, "it may have 1024 characters"),
+        ("stop", [], None),
+        ("seed", 2**63, "it is to be less than 9223372036854775808"),
+        ("seed", -(2**63) - 1, "it is to be -9223372036854775808 or more"),
+        ("seed", 1.5, "it is to be a whole number"),
+        ("temperature", 2.5, "it is to be 2 or less"),
+        ("messages", [], "it has 0 entries, and needs 1"),
+        ("stream", "yes", "it is to be true or false"),
+        ("tool_choice", "some", "it is to be 'none', 'auto' or 'required'"),
+    ],
+)
+def test_what_is_wrong_is_told_in_words(server, field, value, words):
+    answer = send(server, CHAT, chat_of(max_tokens=1, **{field: value}))
+    if words is None:
+        assert answer.status_code == 200
+        return
+    _, param, message = error_of(answer)
+    assert message == f"Invalid '{param}': {words}." and param.startswith(field)
+
+
+@pytest.mark.parametrize(
     ("prompt", "param"),
     [
         ("", "prompt"),

@@ -362,6 +362,16 @@ def test_a_bad_request_is_refused_where_it_is_wrong(server, name):
     assert (answer.status_code, error["param"]) == (400, param), error
 
 
+def test_what_a_client_calls_it_is_told_back(client):
+    told = say(client, "Hello", safety_identifier="me", prompt_cache_key="mine")
+    assert (told.safety_identifier, told.prompt_cache_key) == ("me", "mine")
+
+
+def test_nothing_is_compacted(client):
+    with pytest.raises(openai.NotFoundError, match="no conversation is too long"):
+        client.responses.compact(model="small", input="Hello")
+
+
 def test_what_is_ignored_is_taken_and_what_is_refused_may_ask_for_nothing(server, client):
     assert not set(IGNORED) & set(REFUSED)
     plain = say(client, "Hello")

@@ -63,6 +63,23 @@ def alice(server):
     return Api(server)
 
 
+def test_turns_are_told_page_by_page(alice):
+    alice.talk("paged")
+    path = "/sessions/paged/turns"
+    all_of = [turn["id"] for turn in alice.turns("paged")]
+    first = alice.ask("GET", f"{path}?limit=2").json()
+    assert [turn["id"] for turn in first["data"]] == all_of[:2] and first["has_more"]
+    last = alice.ask("GET", f"{path}?limit=2&after={first['last_id']}").json()
+    assert [turn["id"] for turn in last["data"]] == all_of[2:] and not last["has_more"]
+    newest = alice.ask("GET", f"{path}?order=desc&limit=1").json()
+    assert [turn["id"] for turn in newest["data"]] == all_of[-1:]
+    assert newest["data"][0]["current"]
+    assert alice.ask("GET", f"{path}?after=resp_0").status_code == 404
+    for wrong in ("limit=0", "limit=1001", "order=any"):
+        error = alice.ask("GET", f"{path}?{wrong}").json()["error"]
+        assert error["param"] == wrong.partition("=")[0]
+
+
 def test_turns_of_a_session_are_told_with_what_was_said(alice):
     histories = alice.talk("told")
     turns = alice.turns("told")
@@ -130,6 +147,17 @@ def test_a_session_travels_in_a_file_and_goes_on_as_it_would_have(server, alice)
     newest = bob.ask("POST", "/sessions/import", file.content)
     assert newest.json()["turns"] == 1
     assert newest.json()["seen"] == alice.ask("GET", "/sessions/far").json()["seen"]
+
+
+def test_sessions_are_told_in_the_order_of_their_newest_turns(alice):
+    alice.talk("older")
+    file = alice.ask("GET", "/sessions/older/export?turns=1").content
+    alice.talk("newer")
+    taken = alice.ask("POST", "/sessions/import", file).json()["id"]
+    told = alice.ask("GET", "/sessions").json()["data"]
+    names = [session["id"] for session in told]
+    assert names.index("newer") < names.index(taken)
+    assert [s["used"] for s in told] == sorted((s["used"] for s in told), reverse=True)
 
 
 def test_files_that_are_none_are_refused_and_nothing_is_kept(server, alice):

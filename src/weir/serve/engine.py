@@ -85,7 +85,7 @@ class Engine:
         shelf: where ends of turns are kept.
         chunk: tokens between two folds.
         piece: tokens of a prompt that are read between two decode calls.
-        queue: turns that may wait.
+        queue: turns that may wait while no row is free.
         deterministic: what a turn answers depends on nobody else: each row is decoded in a call of
             its own, since a matrix product of another batch may round otherwise.
 
@@ -142,8 +142,10 @@ class Engine:
         with self._news:
             if self._stopping:
                 raise WeirError("the engine is stopping and takes no more turns")
-            if len(self._waiting) >= self._queue:
-                raise Busy(f"{len(self._waiting)} turns are waiting already")
+            # Those that get a row in the next step do not wait for one.
+            waiting = len(self._waiting) - (self._table.size - self._table.busy)
+            if waiting >= self._queue:
+                raise Busy(f"{waiting} turns are waiting already")
             self._waiting.append(turn)
             self._news.notify()
 

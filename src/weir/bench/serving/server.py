@@ -6,6 +6,7 @@ import contextlib
 import os
 import queue
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -107,7 +108,30 @@ def transformers_serves(model: Path, *options: str | int) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def _running(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], queue.Queue[str]]]:
-    """A process and the lines it writes; it is ended at the end."""
+    """A process and the lines it writes; it is ended at the end, also where `SIGTERM` is that."""
+    with _terminated(), _started(command) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def _terminated() -> Iterator[None]:
+    """`SIGTERM` raises SystemExit meanwhile: else a process ends without its `finally`."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may say what a signal does
+        return
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _started(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], queue.Queue[str]]]:
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )

@@ -182,7 +182,12 @@ def _ids(answers: Answers, answer: int) -> Callable[[int], str]:
 
 def _message(message: Message) -> dict[str, Any]:
     """An answer as JSON."""
-    told: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
+    told: dict[str, Any] = {
+        "role": "assistant",
+        "content": message.content,
+        "refusal": None,
+        "annotations": [],
+    }
     if message.calls:
         told["content"] = message.content or None
         told["tool_calls"] = [

@@ -15,6 +15,32 @@ CODES = {
     "extra_forbidden": "unknown_parameter",
 }
 
+KINDS = {
+    "string_type": "a text",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
+"""By what pydantic calls it: what a value of the wrong type should have been."""
+WORDS = {
+    "less_than": "it is to be less than {lt}",
+    "less_than_equal": "it is to be {le} or less",
+    "greater_than": "it is to be more than {gt}",
+    "greater_than_equal": "it is to be {ge} or more",
+    "too_long": "it has {actual_length} entries, and may have {max_length}",
+    "too_short": "it has {actual_length} entries, and needs {min_length}",
+    "string_too_long": "it may have {max_length} characters",
+    "string_too_short": "it is to have {min_length} characters or more",
+    "string_pattern_mismatch": "it is to fit the pattern {pattern}",
+}
+"""The same for values that are out of bounds."""
+
 
 class ErrorFacts(BaseModel):
     """What is wrong: in words, of which kind, in which part of the request, and for programs."""
@@ -108,7 +134,7 @@ def failed(message: str = "the server failed to answer; its log says why") -> Re
 
 def invalid(error: ValidationError) -> Refused:
     """The first thing that is wrong with a body; what it says instead is not repeated."""
-    return _wrong(error.errors(include_url=False, include_input=False, include_context=False))
+    return _wrong(error.errors(include_url=False, include_input=False))
 
 
 def invalid_query(error: RequestValidationError) -> Refused:
@@ -117,13 +143,16 @@ def invalid_query(error: RequestValidationError) -> Refused:
 
 
 def _wrong(found: Sequence[Mapping[str, Any]]) -> Refused:
-    # Of a value that might have been several things, what lies deepest is what was meant.
+    # Of a value that might have been several things, what lies deepest is what was meant; and of
+    # those that lie as deep, one that is the right thing and too much of it.
     first = found[0]
     for other in found[1:]:
-        inside = (param_of(first["loc"]) or "") + "["
-        if (param_of(other["loc"]) or "").startswith(inside):
+        here, there = param_of(first["loc"]) or "", param_of(other["loc"]) or ""
+        if there.startswith(f"{here}[") or (
+            there == here and first["type"] in KINDS and other["type"] not in KINDS
+        ):
             first = other
-    kind, message = first["type"], first["msg"]
+    kind, message = first["type"], _worded(first)
     param = param_of(first["loc"])
     if kind == "json_invalid":
         return Refused(400, f"the body is no JSON that can be read: {message}", code="invalid_json")
@@ -134,6 +163,20 @@ def _wrong(found: Sequence[Mapping[str, Any]]) -> Refused:
     elif param:
         message = f"Invalid '{param}': {message[:1].lower()}{message[1:]}."
     return Refused(400, message, param=param, code=CODES.get(kind, "invalid_value"))
+
+
+def _worded(error: Mapping[str, Any]) -> str:
+    """What is wrong with a value, for who sent it."""
+    kind = error["type"]
+    facts = {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        for name, value in (error.get("ctx") or {}).items()
+    }
+    if kind in KINDS:
+        return f"it is to be {KINDS[kind]}"
+    if kind == "literal_error":
+        return f"it is to be {facts['expected']}"
+    return WORDS[kind].format(**facts) if kind in WORDS else str(error["msg"])
 
 
 def param_of(loc: tuple[int | str, ...]) -> str | None:

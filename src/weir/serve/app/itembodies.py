@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag
@@ -119,7 +119,7 @@ class ItemsBody(Strict):
 
 @dataclass(frozen=True)
 class Page:
-    """Which of many items are wanted; a dependency of routes.
+    """Which of many items are wanted, or of what else has ids; a dependency of routes.
 
     Attributes:
         after: the item before the first.
@@ -133,6 +133,8 @@ class Page:
     order: Annotated[Literal["asc", "desc"], Query()] = "desc"
     include: Annotated[list[str] | None, Query(alias="include[]")] = None
 
+    what: ClassVar[str] = "item"
+
     def of(self, items: Sequence[Item]) -> list[Item]:
         """The page of these, which are the oldest first, and one more where there is one.
 
@@ -143,7 +145,7 @@ class Page:
         if self.after is not None:
             at = next((n for n, item in enumerate(wanted) if item["id"] == self.after), None)
             if at is None:
-                raise not_found("item")
+                raise not_found(self.what)
             wanted = wanted[at + 1 :]
         return wanted[: self.limit + 1]
 

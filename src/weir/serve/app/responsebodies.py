@@ -26,11 +26,9 @@ from weir.serve.book import Item, input_item
 IGNORED = (
     "context_management",
     "max_tool_calls",
-    "prompt_cache_key",
     "prompt_cache_options",
     "prompt_cache_retention",
     "reasoning",
-    "safety_identifier",
     "service_tier",
     "stream_options",
     "user",
@@ -43,6 +41,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 LOGPROBS = "message.output_text.logprobs"
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128)]
+Label = Annotated[str, StringConstraints(max_length=512)]
+"""A word of the client's own, which is told back and changes nothing."""
 
 
 class TextFormat(Strict):
@@ -100,6 +100,8 @@ class ResponseBody(Asking):
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     include: Annotated[list[str], Field(max_length=16)] | None = None
     metadata: Metadata | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
     text: TextOptions | None = None
     tools: Annotated[list[FlatTool], Field(max_length=128)] | None = None
     tool_choice: FlatChoice | None = None
@@ -107,11 +109,9 @@ class ResponseBody(Asking):
 
     context_management: Any = None
     max_tool_calls: Any = None
-    prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     reasoning: Any = None
-    safety_identifier: Any = None
     service_tier: Any = None
     stream_options: Any = None
     user: Any = None

@@ -138,6 +138,8 @@ class ResponseForm:
             "previous_response_id": body.previous_response_id,
             "conversation": None if reply.conversation is None else {"id": reply.conversation},
             "reasoning": {"effort": None, "summary": None},
+            "safety_identifier": body.safety_identifier,
+            "prompt_cache_key": body.prompt_cache_key,
             "service_tier": "default",
             "store": body.kept,
             "temperature": 1.0 if body.temperature is None else body.temperature,

@@ -89,6 +89,12 @@ async def cancel(name: str, request: Request, owner: str = Depends(authorised)) 
     raise Refused(400, "Cannot cancel a synchronous response.", param="response_id")
 
 
+@router.post("/v1/responses/compact")
+async def compact(owner: str = Depends(authorised)) -> dict[str, Any]:
+    """Refused: what is said is never too long, and nothing has to be summarised."""
+    raise Refused(404, "nothing is compacted here: no conversation is too long", code="not_found")
+
+
 @router.get("/v1/responses/{name}/input_items")
 async def input_items(
     name: str, request: Request, page: Annotated[Page, Depends()], owner: str = Depends(authorised)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 from pydantic import Field, StringConstraints
 from starlette.responses import Response
 
@@ -15,6 +16,7 @@ from weir.errors import WeirError
 from weir.serve.app.described import takes
 from weir.serve.app.errors import Refused, conflict, not_found, overloaded
 from weir.serve.app.eventstream import EventStream
+from weir.serve.app.itembodies import Page
 from weir.serve.app.reading import SESSION, authorised, chunks, enter, read_body
 from weir.serve.app.strict import Strict
 from weir.serve.desk import Desk
@@ -47,11 +49,23 @@ class RewindBody(Strict):
     turn: Turn
 
 
+@dataclass(frozen=True)
+class TurnPage(Page):
+    """Which turns of a session are wanted: the oldest come first if nothing is said."""
+
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100
+    order: Annotated[Literal["asc", "desc"], Query()] = "asc"
+
+    what: ClassVar[str] = "turn"
+
+
 @router.get("/v1/sessions")
 async def sessions(request: Request, owner: str = Depends(authorised)) -> dict[str, Any]:
-    """All sessions, the one used last first."""
+    """All sessions, the one first whose newest turn is."""
     desk: Desk = request.app.state.desk
     found = await asyncio.to_thread(desk.store.sessions, owner)
+    # What was imported or forked is new here, and its turns are not.
+    found = sorted(found, key=lambda session: session.used)
     return {"object": "list", "data": [told(session) for session in reversed(found)]}
 
 
@@ -93,12 +107,13 @@ async def delete(name: str, request: Request, owner: str = Depends(authorised)) 
 async def turns(
     name: str,
     request: Request,
+    page: Annotated[TurnPage, Depends()],
     owner: str = Depends(authorised),
 ) -> dict[str, Any]:
-    """The turns of a session that are kept, in the order they came."""
+    """The turns of a session that are kept, in the order they came, so many at a time."""
     desk: Desk = request.app.state.desk
     records, path = await done(lambda: desk.sessions.turns(owner, name))
-    return {"object": "list", "data": [turn(each, each.node in path) for each in records]}
+    return page.told(page.of([turn(each, each.node in path) for each in records]))
 
 
 @router.post("/v1/sessions/{name}/fork", openapi_extra=takes(ForkBody))

@@ -75,7 +75,15 @@ const place = (session) => `/v1/sessions/${encodeURIComponent(session)}`;
 export const models = async () => (await json("/v1/models")).data;
 export const sessions = async () => (await json("/v1/sessions")).data;
 export const session = (name) => json(place(name));
-export const turns = async (name) => (await json(`${place(name)}/turns`)).data;
+export async function turns(name) {
+  const all = [];
+  for (let after = ""; ; ) {
+    const page = await json(`${place(name)}/turns?limit=1000${after}`);
+    all.push(...page.data);
+    if (!page.has_more) return all;
+    after = `&after=${page.last_id}`;
+  }
+}
 export const memory = (name, signal) => json(`${place(name)}/memory`, { signal });
 export const fork = (name, turn) =>
   json(`${place(name)}/fork`, { method: "POST", body: { turn } });

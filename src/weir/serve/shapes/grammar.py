@@ -23,8 +23,11 @@ from transformers import PreTrainedTokenizerBase
 from weir.errors import shortened
 from weir.serve.shapes.bounds import BadSchema, check_schema
 
-SPACES = r"( |\n[ \t]{0,20})"
-"""What may stand between two parts of JSON: a space, or a line's end and where the next begins."""
+SPACES = r"( |\n( {0,8}|\t{0,4}))"
+"""What may stand between two parts of JSON: a space, or a line's end and where the next begins.
+
+The same may stand anywhere, before a colon too, so that a model that likes blanks gets few.
+"""
 ONE_SPACE = " "
 SLOW = 0.25
 """Seconds of one mask, of the processor's; a grammar that takes longer is given up."""
@@ -179,9 +182,18 @@ class Mask:
             raise BadSchema(f"the answer cannot be held to its grammar: {_why(self._matcher)}")
 
 
+_WORDS = {
+    "NoExtensionBias": "nothing is valid to it, as where a $ref leads to itself and nothing else",
+    "LexerTooComplex": "it is too complex",
+    "ParserTooComplex": "it is too complex",
+}
+"""For what llguidance says by a name alone."""
+
+
 def _why(matcher: LLMatcher) -> str:
     """What is wrong with a grammar, in llguidance's words."""
-    return shortened(matcher.get_error().replace("<non-verbose/>", "").strip())
+    said = matcher.get_error().replace("<non-verbose/>", "").strip()
+    return _WORDS.get(said) or shortened(said)
 
 
 def guided(schema: Mapping[str, Any], spaces: str, *, strict: bool) -> dict[str, Any]:
