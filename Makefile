@@ -100,7 +100,7 @@ train-qknorm := --shape qwen3 --width 160 --heads 4 --kv-heads 2 --length 320 --
 train-alibi := --shape alibi --width 160 --heads 4 --length 320 --rows 8 \
 	--tokens 5000000 --seed 23 --vocabulary 3500 --exercises on
 train-seed2 := --width 160 --heads 4 --kv-heads 2 --length 320 --rows 8 \
-	--tokens 5000000 --seed 5 --vocabulary 2900 --exercises on
+	--tokens 5000000 --seed 5 --vocabulary 3100 --exercises on
 
 models: $(MODELS:%=models/%/config.json) ## the models of docs/evidence.md, hours: make models BOOKS=books.txt.xz
 
