@@ -82,5 +82,23 @@ def _options(
     version: bool = typer.Option(
         False, "--version", callback=_version, is_eager=True, help="Show the version and leave."
     ),
+    modules: list[str] = typer.Option(
+        [],
+        "--import",
+        metavar="MODULE",
+        help="A module or file of your own to import first, whose pools are words then; once each.",
+    ),
 ) -> None:
-    pass
+    if modules:
+        _import(modules)
+
+
+def _import(modules: list[str]) -> None:
+    """Import modules here, and in the processes that this one starts."""
+    from weir.policies import VARIABLE, load_plugins
+
+    before = [name for name in os.environ.get(VARIABLE, "").split(os.pathsep) if name]
+    # Other processes may work in other folders.
+    named = [os.path.abspath(name) if name.endswith(".py") else name for name in modules]
+    os.environ[VARIABLE] = os.pathsep.join([*before, *named])
+    load_plugins()

@@ -8,8 +8,11 @@ is read: functions under `@named(paper, pipe=...)` in `weir/policies`, and datac
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import inspect
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,6 +60,39 @@ def read_pools(folder: Path = SOURCE / "pools") -> list[Entry]:
     return sorted(found, key=lambda entry: entry.name)
 
 
+def has_plugins() -> bool:
+    """Whether an installed package, or `--import`, brings pools of its own."""
+    return bool(os.environ.get("WEIR_IMPORT")) or bool(entry_points(group="weir.pools"))
+
+
+def others(known: Iterable[Entry], kinds: Mapping[str, Any], about: str) -> list[Entry]:
+    """What plugins registered beside what the source declares, by name.
+
+    Args:
+        known: entries of the source.
+        kinds: what is registered, by name: pools, or functions that make policies.
+        about: what stands beside an entry in place of a paper.
+    """
+    names = sorted(set(kinds) - {entry.name for entry in known})
+    return [
+        Entry(name, _signature(kinds[name]), _said(inspect.getdoc(kinds[name])), about)
+        for name in names
+    ]
+
+
+def _signature(make: Any) -> str:
+    """The parameters of what is imported."""
+    return ", ".join(
+        name if each.default is each.empty else f"{name}={written(each.default)}"
+        for name, each in inspect.signature(make).parameters.items()
+    )
+
+
+def _said(doc: str | None) -> str:
+    """The first paragraph of a docstring, in one line."""
+    return " ".join((doc or "").split("\n\n")[0].split())
+
+
 def _decorated(folder: Path, name: str, kind: type[Node]) -> Iterator[tuple[Node, ast.Call]]:
     """The definitions under `@name(...)` in the files of a folder, each with that call."""
     for path in sorted(folder.rglob("*.py")):
@@ -98,4 +134,4 @@ def _parameter(name: str, default: Any) -> str:
 
 
 def _about(node: ast.FunctionDef | ast.ClassDef) -> str:
-    return " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+    return _said(ast.get_docstring(node))

@@ -66,6 +66,9 @@ def evaluate(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the results file that is there.")
     ] = False,
+    add: Annotated[
+        bool, typer.Option("--add", help="Put more cells into the results file that is there.")
+    ] = False,
     protocol: Annotated[
         str | None, typer.Option(help="Read as a paper's experiments did; see --list.")
     ] = None,
@@ -97,7 +100,7 @@ def evaluate(
     from transformers.utils.logging import disable_progress_bar
 
     from weir.cache import read_bytes
-    from weir.evals.grid import make_grid, one_by_one, run
+    from weir.evals.grid import grown, make_grid, run
     from weir.evals.results import failures, read_results
 
     disable_progress_bar()  # there is one bar already
@@ -115,7 +118,9 @@ def evaluate(
         chunk=chunk,
         positions=positions.value,
     )
-    work: Worker = one_by_one
+    if add:
+        grid = grown(out, grid)
+    work: Worker | None = None
     if cluster is not None:
         from weir.evals.grid.on_ray import on_ray
 
@@ -129,6 +134,7 @@ def evaluate(
                 grid,
                 out,
                 resume=resume,
+                add=add,
                 work=work,
                 on_progress=shown.running,
                 on_record=shown.ended,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from weir.cli.app import command
-from weir.cli.catalogue import Entry, read_policies, read_pools
+from weir.cli.catalogue import Entry, has_plugins, others, read_policies, read_pools
 from weir.cli.common import AsJson, output, print_json
 
 
@@ -13,6 +13,13 @@ from weir.cli.common import AsJson, output, print_json
 def policies(as_json: AsJson = False) -> None:
     """List the named policies and the pools a pipe can be made of."""
     named, pools = read_policies(), read_pools()
+    if has_plugins():
+        from weir.policies import NAMED, load_plugins
+        from weir.pools import POOLS
+
+        load_plugins()
+        named += others(named, {name: it.make for name, it in NAMED.items()}, "imported")
+        pools += others(pools, POOLS, "imported")
     if as_json:
         of_pool = ("name", "parameters", "about")
         print_json(

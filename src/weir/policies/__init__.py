@@ -5,6 +5,7 @@ from weir.policies.grammar import NUMBER, Parser, called, nearest, policy, polic
 from weir.policies.naming import named
 from weir.policies.pinned import Pinned, with_pin
 from weir.policies.pipe import Pipe, Policy
+from weir.policies.plugins import VARIABLE, import_plugin, load_plugins
 from weir.policies.pyramid import Pyramid
 from weir.policies.recompute import Recompute
 from weir.policies.registry import NAMED, Called, Named
@@ -12,6 +13,7 @@ from weir.policies.registry import NAMED, Called, Named
 __all__ = [
     "NAMED",
     "NUMBER",
+    "VARIABLE",
     "Called",
     "Named",
     "Parser",
@@ -21,6 +23,8 @@ __all__ = [
     "Pyramid",
     "Recompute",
     "called",
+    "import_plugin",
+    "load_plugins",
     "named",
     "nearest",
     "policy",

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from weir.errors import PolicyError, WeirError, shown
 from weir.policies.checks import check_place
 from weir.policies.pipe import Pipe, Policy
+from weir.policies.plugins import load_plugins
 from weir.policies.registry import NAMED, Called
 from weir.pools import CONSTANTS, POOLS, WORD, Pool, hints, taken
 
@@ -186,6 +187,8 @@ class Parser:
     def call(self) -> Call:
         """The call that begins here."""
         name, at = self._word(self.kind)
+        if name not in POOLS and name not in NAMED:
+            load_plugins()
         call = Call(name, at, [])
         if self.take("("):
             start = stop = self.at

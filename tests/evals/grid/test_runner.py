@@ -13,7 +13,8 @@ import torch
 
 import weir
 from weir.errors import WeirError
-from weir.evals.grid import runner
+from weir.evals.fitting import budget_in
+from weir.evals.grid import grown, runner
 from weir.evals.grid.grid import make_grid
 from weir.evals.grid.runner import failures, reason, run, subject_of
 from weir.evals.results.file import read_results
@@ -113,6 +114,56 @@ def test_resumed_it_runs_what_is_missing_or_failed_and_the_file_is_the_same(tmp_
     run(grid(), broken, resume=True)
     assert [n for n, _ in toys.runs] == [1] * 4
     assert without_times(broken) == without_times(whole)
+
+
+def test_a_grid_grows_and_what_is_done_stays_as_it_is(tmp_path, toys):
+    path = tmp_path / "r.jsonl"
+    first = make_grid(["m"], "toy(n=1)", "h2o(8)", seeds=[0])
+    assert grown(path, first) == first  # there is nothing yet
+    run(first, path, add=True)
+    before = path.read_text().splitlines()[1]
+    toys.runs.clear()
+    more = grown(path, make_grid(["m"], "toy(n=2), toy(n=1)", "h2o(8)", seeds=[3, 0]))
+    assert [(cell.task, cell.seed) for cell in more.cells] == [
+        ("toy(n=1)", 0), ("toy(n=2)", 3), ("toy(n=2)", 0), ("toy(n=1)", 3),
+    ]  # fmt: skip
+    records = run(more, path, add=True)
+    assert len(toys.runs) == 3
+    assert [record["cell"] for record in records] == [0, 1, 2, 3]
+    assert path.read_text().splitlines()[1] == before
+    assert read_results(path)[0] == more.as_json()
+    # Again the same, and with a cell that failed: nothing new is made, and what failed is tried.
+    toys.runs.clear()
+    run(grown(path, first), path, add=True)
+    assert toys.runs == []
+    with pytest.raises(WeirError, match="holds the results of another grid"):
+        run(make_grid(["m"], "toy(n=7)", "h2o(8)"), path, add=True)
+    with pytest.raises(WeirError, match="--resume, put more cells into it with --add"):
+        run(more, path)
+
+
+def test_a_file_whose_cells_are_not_these_does_not_grow(tmp_path, toys):
+    path = tmp_path / "r.jsonl"
+    grid = make_grid(["m"], "toy(n=1)", "h2o(8)")
+    for wrong, said in (({"zeal": 1}, "another version"), ({"seed": None}, "lack a field")):
+        cell = {**grid.as_json()["cells"][0], **wrong}
+        cell = {name: value for name, value in cell.items() if value is not None or name != "seed"}
+        path.write_text(json.dumps({"grid": "x", "cells": [cell]}) + "\n")
+        with pytest.raises(WeirError, match=said):
+            grown(path, grid)
+
+
+def test_models_may_be_objects(tmp_path, monkeypatch, toys, llama):
+    monkeypatch.setattr(runner, "_loaded", None)
+    given = {"mine": (llama, None)}
+    grid = make_grid(given, "toy(n=1)", "h2o", memory=[90_000])
+    assert grid.cells[0].budget == budget_in(llama, "h2o", 90_000)
+    told: list[Any] = []
+    monkeypatch.setattr(toys, "run", lambda self, subject, progress: told.append(subject) or {})
+    run(grid, tmp_path / "r.jsonl", models=given)
+    assert [(subject.name, subject.model) for subject in told] == [("mine", llama)]
+    with pytest.raises(WeirError, match="in this process alone; save them to folders"):
+        run(grid, tmp_path / "s.jsonl", models=given, work=runner.one_by_one)
 
 
 def test_workers_may_finish_in_any_order(tmp_path, toys):

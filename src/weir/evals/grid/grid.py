@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -83,7 +83,7 @@ class Grid:
 
 
 def make_grid(
-    models: Sequence[str],
+    models: Sequence[str] | Mapping[str, Any],
     tasks: str,
     policies: str,
     *,
@@ -97,7 +97,8 @@ def make_grid(
     """All cells of models × tasks × policies × budgets × seeds.
 
     Args:
-        models: names, folders or Hub ids.
+        models: names, folders or Hub ids; or models with their tokenizers, (model, tokenizer), by
+            names of your own, to be given to `run` too.
         tasks: a list of tasks, as `read_tasks` takes it.
         policies: a list of policies; `all` stands for every named one that makes sense.
         budgets: put into each policy that takes a budget and was written without.
@@ -125,6 +126,7 @@ def make_grid(
             f"the protocol {paper} takes its budgets from the prompt, {rules.rate:g} of it; "
             "leave out the memory or the protocol"
         )
+    shapes = {name: Shape(name, models) for name in models}
     if chunk is None:
         chunk = 64 if rules is None or rules.chunk is None else rules.chunk
     settings = [str(setting) for made in read_tasks(tasks, TASKS) for setting in made.settings()]
@@ -143,7 +145,7 @@ def make_grid(
         for model in models
         for setting in settings
         for written in _each(policies)
-        for sized, budget, room in _sized(model, written, budgets, memory, chunk)
+        for sized, budget, room in _sized(shapes[model], written, budgets, memory, chunk)
         for seed in seeds
     ]
     (twice, times), *_ = Counter(cells).most_common(1)
@@ -167,32 +169,47 @@ Sized = tuple[str, int | None, int | None]
 
 
 def _sized(
-    model: str, policy: str, budgets: Sequence[int], memory: Sequence[int], chunk: int
+    shape: Shape, policy: str, budgets: Sequence[int], memory: Sequence[int], chunk: int
 ) -> list[Sized]:
     """The policy with each of the budgets, or as it is if it takes none."""
     if not (budgets or memory) or not takes_budget(policy):
         return [(policy, None, None)]
     given: list[Sized] = [(with_budget(policy, budget), budget, None) for budget in budgets]
-    return given + [_fitting(model, policy, room, chunk) for room in memory]
+    return given + [_fitting(shape, policy, room, chunk) for room in memory]
 
 
-def _fitting(model: str, policy: str, room: int, chunk: int) -> Sized:
+def _fitting(shape: Shape, policy: str, room: int, chunk: int) -> Sized:
     """The policy with the largest budget that fits a memory.
 
     Raises:
         WeirError: none does.
     """
-    shape = _skeleton(model)
-    budget = budget_in(shape, policy, room, chunk)
+    budget = budget_in(shape.model, policy, room, chunk)
     if budget is None:
-        sized, takes = smallest(shape, policy, chunk)
+        sized, takes = smallest(shape.model, policy, chunk)
         raise WeirError(
-            f"{room:,} bytes are too few for {policy} on {model}: {sized} with a chunk of {chunk} "
+            f"{room:,} bytes are too few for {policy} on {shape.name}: {sized}, chunk {chunk}, "
             f"takes {takes:,}; give more memory or a smaller chunk, or leave the policy out"
         )
     return with_budget(policy, budget), budget, room
 
 
-@lru_cache(maxsize=4)
-def _skeleton(model: str) -> PreTrainedModel:
-    return skeleton(model)
+@dataclass(frozen=True)
+class Shape:
+    """A model of a grid, whose sizes are read when they are first asked for.
+
+    Attributes:
+        name: as the grid has it.
+        models: those of the grid.
+    """
+
+    name: str
+    models: Sequence[str] | Mapping[str, Any]
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """The model itself where it was given, else one without weights."""
+        if isinstance(self.models, Mapping):
+            given: PreTrainedModel = self.models[self.name][0]
+            return given
+        return skeleton(self.name)

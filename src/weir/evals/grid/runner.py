@@ -6,9 +6,10 @@ A cell that fails is recorded with its reason and stops nothing. Knows nothing a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,6 +25,8 @@ from weir.models import load
 from weir.policies import policy_of
 
 Numbered = tuple[int, Cell]
+Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+"""A model and its tokenizer."""
 Told = Callable[[int, float], None]
 """Told of a cell, by its number in the grid, how much of it is done."""
 Worker = Callable[[list[Numbered], Told], Iterator[CellRecord]]
@@ -35,6 +38,8 @@ def run(
     path: Path,
     *,
     resume: bool = False,
+    add: bool = False,
+    models: Mapping[str, Loaded] | None = None,
     work: Worker | None = None,
     on_progress: Told = lambda number, share: None,
     on_record: Callable[[CellRecord], None] = lambda record: None,
@@ -45,38 +50,53 @@ def run(
         grid: what to run.
         path: the results file.
         resume: go on with the file that is there; cells that failed are tried again.
+        add: the same where the file's grid is the beginning of this one, as `grown` makes them.
+        models: models and their tokenizers by the names that the grid has for them; others are
+            loaded by their names.
         work: who runs the cells; by default this process, one after the other.
         on_progress: told while cells run.
         on_record: told of each record once it is in the file, and first of those that were there.
 
     Raises:
-        WeirError: the file is of another grid or cannot be written.
+        WeirError: the file is of another grid or cannot be written; or models were given, and
+            others do the work, who cannot be given any.
     """
-    with ResultsFile(path, grid.as_json(), resume=resume) as results:
+    if models and work is not None:
+        raise WeirError(
+            "models that are objects can be measured in this process alone; save them to folders, "
+            "and name these"
+        )
+    work = work or partial(one_by_one, models=models)
+    with ResultsFile(path, grid.as_json(), resume=resume, add=add) as results:
         results.forget({record["cell"] for record in failures(results.records.values())})
         for record in results.records.values():
             on_record(record)
         left = [(n, cell) for n, cell in enumerate(grid.cells) if n not in results.records]
-        for record in (work or one_by_one)(left, on_progress):
+        for record in work(left, on_progress):
             results.append(record)
             on_record(record)
         results.sort()
         return list(results.records.values())
 
 
-def one_by_one(cells: list[Numbered], told: Told) -> Iterator[CellRecord]:
+def one_by_one(
+    cells: list[Numbered], told: Told, models: Mapping[str, Loaded] | None = None
+) -> Iterator[CellRecord]:
     """Cells in this process, in order."""
     for number, cell in cells:
-        yield measure(number, cell, partial(told, number))
+        yield measure(number, cell, partial(told, number), models)
 
 
 def measure(
-    number: int, cell: Cell, progress: Callable[[float], None] = lambda share: None
+    number: int,
+    cell: Cell,
+    progress: Callable[[float], None] = lambda share: None,
+    models: Mapping[str, Loaded] | None = None,
 ) -> CellRecord:
     """Run one cell; whatever goes wrong in it becomes its record."""
     begun = time.perf_counter()
     try:
-        found = _figures(cell, progress)
+        found = _figures(cell, progress, models or {})
     except Exception as error:
         return failed(number, cell, reason(error), time.perf_counter() - begun)
     return {**_facts(number, cell), **found, "seconds": round(time.perf_counter() - begun, 3)}
@@ -106,9 +126,11 @@ def _facts(number: int, cell: Cell) -> CellRecord:
     }
 
 
-def _figures(cell: Cell, progress: Callable[[float], None]) -> CellRecord:
+def _figures(
+    cell: Cell, progress: Callable[[float], None], models: Mapping[str, Loaded]
+) -> CellRecord:
     task = cell.the_task()
-    result = task.run(subject_of(cell), progress)
+    result = task.run(subject_of(cell, models), progress)
     metric, better = next(iter(task.metrics.items()))
     return {
         "status": "done",
@@ -120,13 +142,17 @@ def _figures(cell: Cell, progress: Callable[[float], None]) -> CellRecord:
     }
 
 
-def subject_of(cell: Cell) -> Subject:
+def subject_of(cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({})) -> Subject:
     """The model and how it is to read.
+
+    Args:
+        cell: what is measured.
+        models: those that need not be loaded, by name.
 
     Raises:
         WeirError: there is no such model.
     """
-    model, tokenizer = _loaded(cell.model)
+    model, tokenizer = models.get(cell.model) or _loaded(cell.model)
     rules = Protocol("") if cell.protocol is None else protocol(cell.protocol)
     return Subject(
         name=cell.model,
@@ -144,7 +170,7 @@ def subject_of(cell: Cell) -> Subject:
 
 
 @lru_cache(maxsize=1)
-def _loaded(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _loaded(name: str) -> Loaded:
     """A model; the cells of one come one after the other, so the last is kept and no other."""
     return load(name)
 

@@ -35,6 +35,8 @@ class ResultsFile:
         path: where it is, or is to be.
         grid: what its first line says, with a fingerprint under "grid".
         resume: go on with a file that is there; otherwise there must be none.
+        add: the same, and where the grid that is there is the beginning of this one, put this one
+            in its place.
 
     Attributes:
         records: of each cell that is in the file, the record, by its number.
@@ -45,15 +47,19 @@ class ResultsFile:
             written.
     """
 
-    def __init__(self, path: Path, grid: dict[str, Any], *, resume: bool = False) -> None:
+    def __init__(
+        self, path: Path, grid: dict[str, Any], *, resume: bool = False, add: bool = False
+    ) -> None:
         self.path = path
         self.records: dict[int, CellRecord] = {}
         self._grid = grid
+        self._add = add
         try:
             _check_kind(path)
-            if not resume and path.exists() and path.stat().st_size:
+            if not (resume or add) and path.exists() and path.stat().st_size:
                 raise WeirError(
-                    f"{path} is there already; go on with --resume, or name another file"
+                    f"{path} is there already; go on with --resume, put more cells into it with "
+                    "--add, or name another file"
                 )
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -112,13 +118,17 @@ class ResultsFile:
         if not found:
             self._write(self._grid)
             return
-        if found[0]["grid"] != self._grid["grid"]:
+        there, here = (grid["cells"] for grid in (found[0], self._grid))
+        grows = self._add and here[: len(there)] == there
+        if found[0]["grid"] != self._grid["grid"] and not grows:
             raise WeirError(
                 f"{self.path} holds the results of another grid "
                 f"({_difference(found[0]['cells'], self._grid['cells'])}); name another file, or "
                 "ask for the same models, tasks, policies, budgets and seeds as before"
             )
         self.records = {record["cell"]: record for record in found[1:]}
+        if len(here) > len(there):
+            self._rewrite(found[1:])
 
     def _write(self, record: CellRecord) -> None:
         before = os.fstat(self._file).st_size
