@@ -8,6 +8,8 @@ import os
 import pytest
 from terminal import run
 
+from weir.cli.catalogue import has_plugins
+from weir.cli.importing import without_import
 from weir.policies import VARIABLE
 from weir.pools import POOLS
 
@@ -54,7 +56,26 @@ def test_a_pool_that_is_imported_goes_through_commands_and_their_processes(
     assert json.loads(sized.out)["stream_bytes"] == json.loads(plain.out)["stream_bytes"]
 
 
+def test_a_package_with_an_entry_point_is_seen_where_lists_are_made(tmp_path, monkeypatch, module):
+    assert not has_plugins()
+    facts = tmp_path / "mine-1.0.dist-info"
+    facts.mkdir()
+    (facts / "entry_points.txt").write_text("[weir.pools]\nmine = mine_last\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert has_plugins()
+
+
 def test_a_module_that_is_not_there_is_one_line(capsys, module):
     ended = run(capsys, "--import", "mine_nowhere", "policies")
     assert (ended.code, ended.out, ended.err.count("\n")) == (1, "", 1)
     assert "there is no module 'mine_nowhere' to import here" in ended.err
+    for words in (("--import",), ("--import", ","), ("--import=",)):
+        ended = run(capsys, *words)
+        assert (ended.code, ended.out) == (2, "")
+        assert ended.err == "weir: --import takes modules or files of your own: --import my_pools\n"
+
+
+def test_several_modules_may_be_named_and_what_follows_is_the_command():
+    words = ["--import", "a, b.py", "--import=c", "eval", "--import", "d"]
+    assert without_import(words) == (["eval", "--import", "d"], ["a", "b.py", "c"])
+    assert without_import(["policies"]) == (["policies"], [])

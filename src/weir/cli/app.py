@@ -52,7 +52,8 @@ class _Commands(_Quick, TyperGroup):
 app = typer.Typer(
     name="weir",
     cls=_Commands,
-    help="Any Hugging Face decoder on token streams without end, in a KV cache of fixed size.",
+    help="Any Hugging Face decoder on token streams without end, in a KV cache of fixed size. "
+    "Pools of your own: weir --import my_pools,more/pools.py COMMAND.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich's help imports a parser of Markdown first
@@ -82,23 +83,5 @@ def _options(
     version: bool = typer.Option(
         False, "--version", callback=_version, is_eager=True, help="Show the version and leave."
     ),
-    modules: list[str] = typer.Option(
-        [],
-        "--import",
-        metavar="MODULE",
-        help="A module or file of your own to import first, whose pools are words then; once each.",
-    ),
 ) -> None:
-    if modules:
-        _import(modules)
-
-
-def _import(modules: list[str]) -> None:
-    """Import modules here, and in the processes that this one starts."""
-    from weir.policies import VARIABLE, load_plugins
-
-    before = [name for name in os.environ.get(VARIABLE, "").split(os.pathsep) if name]
-    # Other processes may work in other folders.
-    named = [os.path.abspath(name) if name.endswith(".py") else name for name in modules]
-    os.environ[VARIABLE] = os.pathsep.join([*before, *named])
-    load_plugins()
+    pass

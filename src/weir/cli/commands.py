@@ -24,6 +24,7 @@ from weir.cli import (  # noqa: F401  (they register)
     train,
 )
 from weir.cli.app import app
+from weir.cli.importing import import_modules, without_import
 
 # typer brings click with it in some versions and not in others: what a wrong option raises.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -36,7 +37,14 @@ def run(arguments: list[str]) -> int:
         WeirError: the command cannot be carried out; the message says why.
     """
     try:
-        code = app(arguments, prog_name="weir", standalone_mode=False)
+        arguments, modules = without_import(arguments)
+    except ValueError as error:
+        sys.stderr.write(f"weir: {error}\n")
+        return 2
+    if modules:
+        import_modules(modules)
+    try:
+        code = app(arguments or ["--help"], prog_name="weir", standalone_mode=False)
     except UsageError as error:
         sys.stderr.write(f"weir: {' '.join(_usage(error).split())}\n")
         return 2
