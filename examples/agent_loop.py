@@ -1,0 +1,58 @@
+"""An agent in one stream: it calls a tool, the result is fed, and so on without end.
+
+    python examples/agent_loop.py [MODEL]
+
+There are two tools: `look_up` finds a number in a directory, `dial` takes one and says who
+answers. Whom it has looked up, the agent dials by heart: the model writes the number, from what
+the stream still holds. Results are fed like any other text, between calls the agent reads on in a
+book, and nothing is read twice.
+"""
+
+import random
+import re
+import sys
+
+import weir
+from weir.stream import BOOK, read_text
+
+model, tokenizer = weir.load(sys.argv[1] if len(sys.argv) > 1 else "nano")
+draw = random.Random(1)
+DIRECTORY = {"Anna": "482", "Peter": "915", "Helen": "307", "Mary": "648"}
+
+
+def ids(text):
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def look_up(name):
+    """The first tool."""
+    return f" {name} has {DIRECTORY[name]}."
+
+
+def dial(number):
+    """The second tool."""
+    return next((name for name, its in DIRECTORY.items() if its == number), "nobody")
+
+
+stream = weir.Stream(model, "kcenter(budget=256)")
+stream.feed(tokenizer("The clerk has a telephone, and he calls all day.").input_ids)
+book = ids(read_text(BOOK)[:10_000])
+known, dialled, reached = set(), 0, 0
+for turn in range(16):
+    name = draw.choice(list(DIRECTORY))
+    if name not in known:
+        stream.feed(ids(look_up(name)))
+        known.add(name)
+        print(f"look_up({name!r})")
+    else:
+        stream.feed(ids(f" {name} has "))
+        written = tokenizer.decode(list(stream.generate(max_new_tokens=3)))
+        number = "".join(re.findall(r"\d", written))
+        answers = dial(number)
+        stream.feed(ids(f". {answers} answers."))
+        dialled, reached = dialled + 1, reached + (answers == name)
+        print(f"dial({number!r}): {answers} answers, {name} was wanted")
+    stream.feed(book[60 * turn : 60 * (turn + 1)])
+
+print(f"{reached} of {dialled} reached by heart")
+print(f"{stream.seen:,} tokens in {stream.nbytes:,} bytes, whatever the number of turns")

@@ -1,0 +1,26 @@
+"""Read a book far past the window, and ask for what its first page said.
+
+    python examples/read_a_book.py [MODEL]
+
+Two policies read the same 1,500 tokens with 256 slots. `streaming_llm` keeps the first four
+tokens and the newest, `kcenter` tokens whose keys lie far apart: in a novel, numbers are such.
+"""
+
+import sys
+
+import weir
+from weir.stream import BOOK, read_text
+
+model, tokenizer = weir.load(sys.argv[1] if len(sys.argv) > 1 else "nano")
+told = {"Anna": "482", "Peter": "915", "Helen": "307"}
+first_page = "".join(f" {name} has {number}." for name, number in told.items())
+ids = tokenizer(f"{first_page}\n\n{read_text(BOOK)[:12_000]}").input_ids[:1500]
+
+for policy in ("streaming_llm(budget=256)", "kcenter(budget=256)"):
+    stream = weir.Stream(model, policy)
+    stream.feed(ids)
+    print(f"{policy}: {stream.seen:,} tokens read, {stream.nbytes:,} bytes")
+    for name, number in told.items():
+        stream.feed(tokenizer(f" {name} has ", add_special_tokens=False).input_ids)
+        answer = tokenizer.decode(list(stream.generate(max_new_tokens=3)))
+        print(f"  {name} has {answer}; the book said {number}")
