@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from weir.errors import PolicyError, WeirError
 
 if TYPE_CHECKING:
-    from weir.cache import StreamingCache
+    from weir.cache import StreamingCache, generate
     from weir.models import compile_steps, load
     from weir.policies import policy
     from weir.stream import Stream
@@ -22,6 +22,7 @@ __all__ = [
     "WeirError",
     "__version__",
     "compile_steps",
+    "generate",
     "load",
     "policy",
 ]
@@ -30,6 +31,7 @@ _HANDED_OUT_BY = {
     "Stream": "stream",
     "StreamingCache": "cache",
     "compile_steps": "models",
+    "generate": "cache",
     "load": "models",
     "policy": "policies",
 }

@@ -3,6 +3,7 @@
 from weir.cache.cache import Positions, Prefill, StreamingCache
 from weir.cache.contents import Contents
 from weir.cache.forward import Folded, Forward
+from weir.cache.generating import generate
 from weir.cache.holding import Held, Holding, holding_in
 from weir.cache.layers import LayerPlan, pipes_of, plan_layers
 from weir.cache.memory import free_memory
@@ -32,6 +33,7 @@ __all__ = [
     "check_sizes",
     "check_state",
     "free_memory",
+    "generate",
     "holding_in",
     "list_of",
     "optional",

@@ -1,0 +1,165 @@
+"""The page of errors quotes what weir says; what programs are told of the repository is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import weir
+import weir.errors
+from weir.cli.cli import main
+from weir.models import load
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
+QUOTED = re.findall(r"\*\*`([^`]+)`\*\*", PAGE)
+MESSAGES = [text for text in QUOTED if not hasattr(weir.errors, text)]
+
+
+@cache
+def said() -> list[str]:
+    """Every text in the source that is no docstring; what is put into it stands as a NUL."""
+    found = []
+    for path in sorted((ROOT / "src" / "weir").rglob("*.py")):
+        tree = ast.parse(path.read_text("utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr):  # a docstring
+                node.value = ast.Constant(None)
+            elif isinstance(node, ast.JoinedStr):
+                parts = (
+                    part.value if isinstance(part, ast.Constant) else "\0" for part in node.values
+                )
+                found.append("".join(str(part) for part in parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def pattern(quoted: str) -> re.Pattern[str]:
+    """A message as the page has it; … is any text."""
+    return re.compile(".*".join(map(re.escape, quoted.split("…"))), re.DOTALL)
+
+
+@pytest.mark.parametrize("quoted", MESSAGES)
+def test_what_the_page_quotes_is_what_weir_says(quoted: str) -> None:
+    assert len(quoted.replace("…", "").split()) >= 3  # or it would be found anywhere
+    assert any(pattern(quoted).fullmatch(text) for text in said())
+
+
+def test_nothing_is_quoted_twice_and_every_quotation_has_an_answer() -> None:
+    assert len(QUOTED) == len(set(QUOTED)) > 45
+    paragraphs = PAGE.split("\n\n")
+    for this, following in zip(paragraphs, [*paragraphs[1:], ""], strict=True):
+        if this.startswith("**"):
+            assert not following.startswith(("**", "#")) and following.strip(), this
+
+
+FIRST: dict[str, Callable[[PreTrainedModel, Tensor], Any]] = {
+    "text to feed": lambda model, ids: weir.Stream(model).feed("text"),
+    "nothing to feed": lambda model, ids: weir.Stream(model).feed([]),
+    "nothing fed yet": lambda model, ids: weir.Stream(model).generate(1),
+    "a batch to go on": lambda model, ids: going_on(model, ids.repeat(2, 1)),
+    "a misspelt pool": lambda model, ids: weir.Stream(model, "sink(4) | resent(8)"),
+    "a policy in a pipe": lambda model, ids: weir.Stream(model, "sink(4) | h2o(8)"),
+    "sinks behind": lambda model, ids: weir.Stream(model, "recent(8) | sink(4)"),
+    "a wrong parameter": lambda model, ids: weir.policy("h2o(bugdet=8)"),
+    "a small budget": lambda model, ids: weir.policy("streaming_llm(budget=2)"),
+    "recompute in a cache": lambda model, ids: weir.StreamingCache(model, "recompute(8)"),
+    "no session": lambda model, ids: weir.Stream.restore(model, "nowhere.safetensors"),
+    "no folder": lambda model, ids: load("./nowhere"),
+    "another text": lambda model, ids: another(model, ids),
+}
+
+
+def going_on(model: PreTrainedModel, ids: Tensor) -> None:
+    stream = weir.Stream(model)
+    stream.feed(ids)
+    stream.generate(1)
+
+
+def another(model: PreTrainedModel, ids: Tensor) -> None:
+    cache = weir.StreamingCache(model, "sink(2) | recent(8)")
+    for text in (ids, ids[:, :5]):
+        model.generate(text, past_key_values=cache, max_new_tokens=2, do_sample=False)
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_what_a_newcomer_meets_is_on_the_page(
+    first: str,
+    llama: PreTrainedModel,
+    ids: Callable[..., Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(weir.WeirError) as refused:
+        FIRST[first](llama, ids(1, 12))
+    message = str(refused.value)
+    assert any(pattern(quoted).match(message) for quoted in MESSAGES), message
+
+
+# --- AGENTS.md and llms.txt
+
+FOR_PROGRAMS = ("AGENTS.md", "llms.txt")
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link may point to in a page: its headings, as GitHub and mkdocs name them."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("name", FOR_PROGRAMS)
+def test_every_path_that_programs_are_told_of_is_there(name: str) -> None:
+    text = (ROOT / name).read_text("utf-8")
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) >= 8
+    for link in links:
+        path, _, anchor = link.partition("#")
+        assert (ROOT / path).is_file(), link
+        assert not anchor or anchor in anchors(ROOT / path), link
+    paths = re.findall(r"`([\w.-]+(?:/[\w.-]+)*(?:/|\.py|\.toml|\.md))`", text)
+    assert not [path for path in paths if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("name", FOR_PROGRAMS)
+def test_every_command_and_every_name_that_programs_are_told_of_is_there(name: str) -> None:
+    import typer.main
+
+    from weir.cli.commands import app
+
+    text = (ROOT / name).read_text("utf-8")
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    told = re.findall(r"`weir ([\w-]+)(?: (--[\w-]+))?`", text)
+    assert told
+    for command, option in told:
+        assert command in commands, command
+        options = {opt for param in commands[command].params for opt in param.opts}
+        assert not option or option in options, f"{command} {option}"
+    if name == "AGENTS.md":
+        assert {command for command, _ in told} == {
+            it for it in commands if it != "attention-error"
+        }
+    for attribute in set(re.findall(r"weir\.([A-Za-z]\w*)", text)):
+        assert hasattr(weir, attribute), attribute
+    targets = set(re.findall(r"`make ([\w-]+)", text))
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+
+
+def test_the_policies_that_programs_are_told_of_are_policies() -> None:
+    text = (ROOT / "llms.txt").read_text("utf-8")
+    named = re.search(r"have names: (.*?)\.", text)
+    assert named
+    for name in re.findall(r"`(\w+)`", named[1]):
+        weir.policy(name)
+    weir.policy("sink(4) | recent(252)")
+    assert callable(main)
