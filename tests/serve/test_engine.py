@@ -117,6 +117,73 @@ def test_sessions_are_answered_as_they_would_be_alone():
     assert served.load().busy == served.load().waiting == 0
 
 
+def feeds(served: Engine) -> list[dict[int, int]]:
+    """Of every call of an engine from now on, by row, how many tokens it is fed."""
+    calls: list[dict[int, int]] = []
+    feed = served.feeder.feed
+
+    def noting(tokens):
+        calls.append({row: len(part) for row, part in tokens.items()})
+        return feed(tokens)
+
+    served.feeder.feed = noting
+    return calls
+
+
+def test_short_prompts_are_read_in_one_call_and_answered_as_they_would_be_alone():
+    prompts = [words(n, 11 - n) for n in range(4)]
+    served = engine(rows=4, piece=64)
+    work(served, *(turn(f"a{n}", ids) for n, ids in enumerate(prompts)))
+    calls = feeds(served)
+    # Rows stand in different places, and one of those in between rests.
+    again = [turn(f"b{n}", words(n + 9, 3 + n), start=f"a{n}") for n in (3, 0, 1)]
+    work(served, *again)
+    assert calls[0] == {3: 7, 0: 4, 1: 5}
+    assert served.load().seen == sum(map(len, prompts)) + 4 * 5 + 7 + 4 + 5 + 3 * 5
+    for each in again:
+        n = int(each.start[1])
+        assert each.listener.tokens == alone([(prompts[n], 6), (words(n + 9, 3 + n), 6)])[1]
+
+
+def test_with_deterministic_every_prompt_is_read_by_itself():
+    served = engine(rows=3, piece=64, deterministic=True)
+    calls = feeds(served)
+    work(served, *(turn(f"a{n}", words(n, 9)) for n in range(3)))
+    assert all(len(call) == 1 for call in calls)
+
+
+def test_what_one_of_several_prompts_breaks_it_breaks_for_itself_alone():
+    served = engine(rows=3, piece=64)
+    turns = [turn(f"a{n}", words(n, 9)) for n in range(3)]
+    bad, feed = words(1, 9), served.feeder.feed
+
+    def feed_or_fail(tokens):
+        if bad in tokens.values():
+            raise ValueError("the second prompt")
+        return feed(tokens)
+
+    served.feeder.feed = feed_or_fail
+    work(served, *turns)
+    assert str(turns[1].listener.error) == "the second prompt"
+    for n in (0, 2):
+        assert turns[n].listener.tokens == alone([(words(n, 9), 6)])[0]
+
+
+def test_a_long_prompt_waits_for_no_more_than_a_call_of_short_ones():
+    served = engine(rows=3, piece=8)
+    long, *short = (
+        turn("long", words(0, 40), limit=1),
+        *(turn(f"a{n}", words(n, 4)) for n in (1, 2)),
+    )
+    for each in (long, *short):
+        served.submit(each)
+    calls = feeds(served)
+    for _ in range(4):
+        served.step()
+    read = [call for call in calls if max(call.values()) > 1]
+    assert read == [{0: 8}, {1: 4, 2: 4}, {0: 8}, {0: 8}]
+
+
 def test_a_turn_may_be_gone_on_from_again_and_after_its_row_went_on():
     served = engine(rows=1)
     first = turn("a", words(0, 20))
@@ -182,8 +249,9 @@ def test_several_answers_to_one_prompt():
     assert len({tuple(each.listener.tokens) for each in turns}) == 3
 
 
-def test_draws_depend_on_nobody_else():
-    how = Choosing(Sampling(temperature=1.5, top_k=20), seed=5)
+@pytest.mark.parametrize("more", [{"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.02}])
+def test_draws_depend_on_nobody_else(more):
+    how = Choosing(Sampling(temperature=1.5, **more), seed=5)
     apart = turn("a", words(0, 20), choosing=how, limit=12)
     work(engine(), apart)
     served = engine()

@@ -44,14 +44,10 @@ class Recording(Chooser):
         self.told = list(told)
         self.logits: list[Tensor] = []
 
-    @property
-    def plain(self) -> bool:
-        return False
-
-    def choose(self, logits: Tensor) -> Choice:
+    def chosen(self, token: int, logits: Tensor, changed: Tensor) -> Choice:
         self.logits.append(logits.clone())
-        chosen = super().choose(logits)
-        return Choice(self.told[len(self.logits) - 1]) if self.told else chosen
+        drawn = super().chosen(token, logits, changed)
+        return Choice(self.told[len(self.logits) - 1]) if self.told else drawn
 
 
 @dataclass

@@ -67,12 +67,71 @@ def test_usual_temperatures_divide_as_transformers_does_to_the_last_bit(temperat
     assert torch.equal(found, expected)
 
 
+SAMPLINGS = [
+    Sampling(0.7),
+    Sampling(1e-9, top_k=5),
+    Sampling(0.9, top_k=7),
+    Sampling(1.3, top_p=0.8),
+    Sampling(1.0, top_p=0.999),
+    Sampling(0.8, min_p=0.1),
+    Sampling(1.1, top_k=300, top_p=0.9, min_p=0.01),
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_rows_with_generators_of_their_own_draw_what_they_would_alone(sampling):
+    logits = torch.randn(5, 1003, generator=torch.Generator().manual_seed(0)) * 2
+    many, alone = ([torch.Generator().manual_seed(n) for n in range(5)] for _ in range(2))
+    for _ in range(10):
+        found = sampling.pick(logits, many)
+        rows = zip(logits.split(1), alone, strict=True)
+        assert torch.equal(found, torch.cat([sampling.pick(row, its) for row, its in rows]))
+        logits = logits.roll(1, dims=0)
+
+
+def limited(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """A row's logits [vocabulary] with -inf for what is not drawn, token by token."""
+    logits = (logits / sampling.temperature).tolist()
+    order = sorted(range(len(logits)), key=lambda token: -logits[token])
+    kept = order[: sampling.top_k]
+    if sampling.top_p is not None:
+        whole = math.fsum(math.exp(logits[token]) for token in kept)
+        sums = [math.fsum(math.exp(logits[t]) for t in kept[:n]) / whole for n in range(len(kept))]
+        kept = [token for token, sum in zip(kept, sums, strict=True) if sum < sampling.top_p]
+    if sampling.min_p is not None:
+        least = sampling.min_p * math.exp(logits[order[0]])
+        kept = [token for token in kept if math.exp(logits[token]) >= least]
+    found = torch.full((len(logits),), -torch.inf)
+    found[kept] = torch.tensor(logits)[kept]
+    return found
+
+
+@pytest.mark.parametrize("spread", [4.0, 0.1])
+@pytest.mark.parametrize("sampling", SAMPLINGS[2:], ids=str)
+def test_draws_are_those_of_torch_from_what_a_plain_loop_leaves(sampling, spread):
+    # At a spread of 0.1 hardly a token is likelier than others, and hundreds are needed.
+    logits = torch.randn(3, 1500, generator=torch.Generator().manual_seed(1)) * spread
+    for row, its in enumerate(logits):
+        chances = limited(its, sampling).softmax(dim=-1)
+        own, other = (torch.Generator().manual_seed(row) for _ in range(2))
+        for _ in range(30):
+            expected = torch.multinomial(chances, 1, generator=own)
+            assert torch.equal(sampling.pick(its[None], other)[0], expected)
+
+
+def test_of_equal_tokens_a_nucleus_keeps_no_more_than_it_needs():
+    logits = torch.zeros(1, 1000)
+    assert len({row[0] for row in drawn(Sampling(1.0, top_p=0.004), logits)}) == 4
+    assert len({row[0] for row in drawn(Sampling(1.0, top_p=0.0), logits, 50)}) == 1
+
+
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
 def test_logits_that_are_no_numbers_are_refused_in_a_sentence(wrong):
     logits = torch.tensor([[1.0, wrong, 2.0]])
     for temperature in (1e-40, 0.5, 1.0):
-        with pytest.raises(WeirError, match="no token can be drawn: the logits are no numbers"):
-            Sampling(temperature).pick(logits, torch.Generator())
+        for more in ({}, {"top_p": 0.1}, {"top_k": 1}, {"min_p": 0.9}):
+            with pytest.raises(WeirError, match="no token can be drawn: the logits are no numbers"):
+                Sampling(temperature, **more).pick(logits, torch.Generator())
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-300])

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weir.cli.app import command
 from weir.cli.common import Chunk, PolicyText, load_model, say, size, waiting
 from weir.errors import WeirError
+
+if TYPE_CHECKING:
+    from weir.serve import Engine
 
 
 class Routing(StrEnum):
@@ -41,6 +44,13 @@ def serve(
         bool,
         typer.Option(
             "--deterministic", help="Decode each row by itself, so that nobody else matters."
+        ),
+    ] = False,
+    compiled: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Compile decode steps first; takes minutes, and needs a C++ compiler.",
         ),
     ] = False,
     keep: Annotated[
@@ -100,6 +110,8 @@ def serve(
         raise WeirError("--disk is for one server; of a cluster's sessions the newest turns stay")
     if cluster is not None and data is None:
         raise WeirError("--cluster needs --data: a folder or an address that all replicas share")
+    if cluster is not None and compiled:
+        raise WeirError("--compile is for one server; leave it out with --cluster")
     if keep is not None and data is not None and cluster is None:
         raise WeirError("--keep is for memory, and with --data nothing is kept there; use --disk")
     most = None if disk is None else read_bytes(disk)
@@ -166,12 +178,31 @@ def serve(
             queue=limits.queue,
             deterministic=deterministic,
         )
+        if compiled:
+            _compile(engine)
         desk = Desk(engine, store, tokenizer, name or model_name, limits, book)
         log_json()
         app = make_app(desk, taken)
         address, number = bound.getsockname()[:2]
         say(f"{_url(address, number)} ({known})")
         run_app(app, bound, limits, lambda: desk.drain(limits.drain))
+
+
+def _compile(engine: Engine) -> None:
+    """Compile an engine's steps, or say why they go the usual way."""
+    from weir.serve import compile_engine, sizes_of
+
+    *fewer, most = map(str, sizes_of(engine))
+    sizes = f"{', '.join(fewer)} and {most} rows" if fewer else "1 row"
+    say(f"compiling decode steps of {sizes}; nothing is served until that is done")
+    try:
+        compile_engine(engine, lambda size: say(f"compiling steps of {size} {_rows(size)}"))
+    except WeirError as error:
+        say(f"{error}; steps go the usual way")
+
+
+def _rows(count: int) -> str:
+    return "row" if count == 1 else "rows"
 
 
 def _url(address: str, port: int) -> str:

@@ -2,8 +2,9 @@
 
 from weir.serve.book import Book
 from weir.serve.choosing import Choice, Chooser, Choosing, Constraint
+from weir.serve.compiling import compile_engine, sizes_of
 from weir.serve.desk import Asked, Desk, Wish
-from weir.serve.engine import Busy, Cancelled, Engine, Load
+from weir.serve.engine import Cancelled, Engine, Load
 from weir.serve.limits import Limits
 from weir.serve.mailbox import End, Failure, Mailbox, Piece, Standing
 from weir.serve.memory import MemoryStore
@@ -14,6 +15,7 @@ from weir.serve.room import Room, room_for
 from weir.serve.sessions import Sessions, Unknown
 from weir.serve.shelf import MemoryShelf, Shelf
 from weir.serve.turn import Listener, Node, Turn
+from weir.serve.waiting import Busy
 
 __all__ = [
     "Asked",
@@ -50,5 +52,7 @@ __all__ = [
     "Unknown",
     "Wish",
     "chain",
+    "compile_engine",
     "room_for",
+    "sizes_of",
 ]

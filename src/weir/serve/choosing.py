@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,6 +17,9 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.stream import Sampling
+
+TOGETHER = 2**17
+"""Logits that are drawn from in one go; copies of more do not fit into a processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,10 @@ class Chooser:
         choosing: what the client asks for.
         before: tokens that the repetition penalty knows already: those of the prompt.
         constraint: what the answer must look like.
+
+    Attributes:
+        choosing, constraint: as given.
+        generator: of its draws.
     """
 
     def __init__(
@@ -101,19 +109,8 @@ class Chooser:
         self.constraint = constraint
         self._before = set(before) if choosing.repetition != 1 else set()
         self._counts: Counter[int] = Counter()
-        self._generator = torch.Generator().manual_seed(choosing.seed % 2**63)
-
-    @property
-    def plain(self) -> bool:
-        """Whether the likeliest token is what it chooses, and that is all there is to tell."""
-        choosing = self.choosing
-        return (
-            choosing.sampling.temperature == 0
-            and choosing.repetition == 1
-            and not (choosing.presence or choosing.frequency or choosing.bias)
-            and choosing.logprobs is None
-            and self.constraint is None
-        )
+        self._repeats = choosing.repetition != 1
+        self.generator = torch.Generator().manual_seed(choosing.seed % 2**63)
 
     @property
     def done(self) -> bool:
@@ -129,13 +126,53 @@ class Chooser:
         Raises:
             WeirError: the logits are no numbers, or no token is left to choose from.
         """
-        choosing = self.choosing
-        logits = logits.float().cpu()
-        changed = self._changed(logits)
-        token = int(choosing.sampling.pick(changed[None], self._generator))
-        if changed[token] == -math.inf:
+        (chosen,) = choose([self], logits[None])
+        if isinstance(chosen, Exception):
+            raise chosen
+        return chosen
+
+    def changed(self, logits: Tensor) -> Tensor:
+        """The logits [vocabulary] after penalties, bias and constraint; those given stay.
+
+        They are the same object where nothing is to be changed.
+
+        Raises:
+            WeirError: nobody can say what the answer may go on with.
+        """
+        choosing, counts = self.choosing, self._counts
+        told = choosing.presence or choosing.frequency
+        if not (self.constraint or choosing.bias or self._repeats or (told and counts)):
+            return logits
+        changed = logits.clone()
+        if self._repeats:
+            index = torch.tensor(sorted(self._before | set(counts)), dtype=torch.int64)
+            some = changed[index]
+            over = some / choosing.repetition
+            changed[index] = torch.where(some > 0, over, some * choosing.repetition)
+        if counts and told:
+            index = torch.tensor(list(counts), dtype=torch.int64)
+            often = torch.tensor(list(counts.values()), dtype=changed.dtype)
+            changed[index] -= choosing.presence + choosing.frequency * often
+        for token, bias in choosing.bias.items():
+            changed[token] += bias
+        return changed if self.constraint is None else self.constraint.allow(changed)
+
+    def chosen(self, token: int, logits: Tensor, changed: Tensor) -> Choice:
+        """A token was chosen.
+
+        Args:
+            token: which.
+            logits: of the model [vocabulary].
+            changed: what `changed` made of them.
+
+        Raises:
+            WeirError: it may not come; none was left to choose from.
+        """
+        if changed is not logits and changed[token] == -math.inf:
             raise WeirError("no token is left that this answer may go on with")
-        self._counts[token] += 1
+        choosing = self.choosing
+        if self._repeats or choosing.presence or choosing.frequency:
+            self._counts[token] += 1
         if self.constraint is not None:
             self.constraint.accept(token)
         if choosing.logprobs is None:
@@ -145,19 +182,57 @@ class Chooser:
         top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
         return Choice(token, float(logprobs[token]), top)
 
-    def _changed(self, logits: Tensor) -> Tensor:
-        """The logits [vocabulary] after penalties, bias and constraint; those given stay."""
-        choosing = self.choosing
-        changed = logits.clone()
-        if choosing.repetition != 1:
-            index = torch.tensor(sorted(self._before | set(self._counts)), dtype=torch.int64)
-            some = changed[index]
-            over = some / choosing.repetition
-            changed[index] = torch.where(some > 0, over, some * choosing.repetition)
-        if self._counts and (choosing.presence or choosing.frequency):
-            index = torch.tensor(list(self._counts), dtype=torch.int64)
-            often = torch.tensor(list(self._counts.values()), dtype=changed.dtype)
-            changed[index] -= choosing.presence + choosing.frequency * often
-        for token, bias in choosing.bias.items():
-            changed[token] += bias
-        return changed if self.constraint is None else self.constraint.allow(changed)
+
+def choose(choosers: Sequence[Chooser], logits: Tensor) -> list[Choice | Exception]:
+    """The next tokens of several answers; each is what it would be alone, to the last bit.
+
+    Args:
+        choosers: of each answer.
+        logits: after what came last, of each [answers, vocabulary].
+
+    Returns:
+        Of each its choice, or why there is none.
+    """
+    rows = list(logits.float().cpu())
+    changed = list(rows)
+    found: dict[int, Choice | Exception] = {}
+    alike: dict[Sampling, list[int]] = {}
+    for at, chooser in enumerate(choosers):
+        try:
+            changed[at] = chooser.changed(rows[at])
+        except Exception as error:
+            found[at] = error
+            continue
+        alike.setdefault(chooser.choosing.sampling, []).append(at)
+    several = max(1, TOGETHER // logits.shape[-1])
+    groups = (
+        (how, its[at : at + several])
+        for how, its in alike.items()
+        for at in range(0, len(its), several)
+    )
+    for sampling, group in groups:
+        generators = [choosers[at].generator for at in group]
+        picked = _picked(sampling, torch.stack([changed[at] for at in group]), generators)
+        for at, token in zip(group, picked, strict=True):
+            if isinstance(token, Exception):
+                found[at] = token
+                continue
+            try:
+                found[at] = choosers[at].chosen(token, rows[at], changed[at])
+            except Exception as error:
+                found[at] = error
+    return [found[at] for at in range(len(choosers))]
+
+
+def _picked(
+    sampling: Sampling, logits: Tensor, generators: list[torch.Generator]
+) -> list[int | WeirError]:
+    """A token of each row of logits [rows, vocabulary], or why there is none."""
+    try:
+        return list(sampling.pick(logits, generators)[:, 0].tolist())
+    except WeirError as error:
+        if len(generators) == 1:
+            return [error]
+        # One row is at fault, and no generator was asked for any.
+        alone = zip(logits.split(1), generators, strict=True)
+        return [_picked(sampling, row, [its])[0] for row, its in alone]

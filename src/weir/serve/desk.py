@@ -21,7 +21,7 @@ from weir.models import Endings, sink_of, transformers_model
 from weir.serve.book import Book
 from weir.serve.calls import Tool, read_calls
 from weir.serve.choosing import Chooser, Choosing, Constraint
-from weir.serve.engine import Busy, Engine
+from weir.serve.engine import Engine
 from weir.serve.holding import Holder
 from weir.serve.limits import Limits
 from weir.serve.locks import Locks
@@ -32,6 +32,7 @@ from weir.serve.records import Record, Store, packed
 from weir.serve.relay import Relay
 from weir.serve.sessions import Sessions
 from weir.serve.turn import Stage, Turn
+from weir.serve.waiting import Busy
 from weir.serve.wording import Wording
 
 

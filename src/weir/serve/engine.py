@@ -1,16 +1,16 @@
 """The engine: many endless sessions through one model, in rows that are allocated once.
 
 A step ends what was cancelled, gives free rows to turns that wait, makes one decode call over the
-rows that answer, and at most one piece of one prompt as a call of its own. So nobody's prompt stops
-the others for longer than a piece takes, and no row is ever taken from a turn: what a row holds
-does not grow. Knows tokens and nodes; nothing about text, HTTP or disks.
+rows that answer, and one call more that reads a piece of a prompt, or several prompts that are no
+longer together. So nobody's prompt stops the others for longer than a piece takes, and no row is
+ever taken from a turn: what a row holds does not grow. Knows tokens and nodes; nothing about text,
+HTTP or disks.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -18,22 +18,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weir.cache import Holding, StreamingCache
+from weir.cache import StreamingCache
 from weir.errors import WeirError
-from weir.models import input_device, transformers_model
 from weir.policies import Policy
 from weir.pools import Marks
-from weir.serve.choosing import Choice
+from weir.serve.choosing import Choice, choose
+from weir.serve.feeding import Feeder
+from weir.serve.looking import Glance, Looks, look
 from weir.serve.rowtable import RowTable
 from weir.serve.shelf import Shelf
 from weir.serve.turn import Node, Stage, Turn
+from weir.serve.waiting import Waiting, read_together
 
 PIECE = 256
 """Tokens of a prompt that are read between two decode calls."""
-
-
-class Busy(WeirError):
-    """As many turns wait as are allowed to."""
 
 
 class Cancelled(WeirError):
@@ -59,19 +57,6 @@ class Load:
     calls: int
 
 
-@dataclass(frozen=True)
-class Glance:
-    """What a turn under way looks like between two steps.
-
-    Attributes:
-        holding: what its row holds.
-        chosen: tokens of its answer so far; the row has not read the last of them yet.
-    """
-
-    holding: Holding
-    chosen: tuple[int, ...]
-
-
 class Engine:
     """Answers turns of many sessions.
 
@@ -84,13 +69,15 @@ class Engine:
         rows: turns that are answered at once.
         shelf: where ends of turns are kept.
         chunk: tokens between two folds.
-        piece: tokens of a prompt that are read between two decode calls.
+        piece: tokens of prompts that are read between two decode calls.
         queue: turns that may wait while no row is free.
-        deterministic: what a turn answers depends on nobody else: each row is decoded in a call of
-            its own, since a matrix product of another batch may round otherwise.
+        deterministic: what a turn answers depends on nobody else: each row is read and decoded in
+            calls of its own, since a matrix product of another batch may round otherwise.
 
     Attributes:
         cache: the rows.
+        feeder: of them.
+        deterministic: as given.
         on_step: called when listeners have heard of the tokens of a step, all of them.
 
     Raises:
@@ -114,15 +101,13 @@ class Engine:
         self.shelf = shelf
         self.on_step: Callable[[], None] = lambda: None
         self._piece = piece
-        self._queue = queue
-        self._deterministic = deterministic
-        self._device = input_device(transformers_model(model))
+        self.deterministic = deterministic
+        self.feeder = Feeder(model, self.cache)
         self._table = RowTable(rows)
-        self._waiting: deque[Turn] = deque()
+        self._waiting = Waiting(queue)
         self._turns: list[Turn] = []  # with a row, the one that was served longest ago first
-        self._looks: dict[Turn, Future[Glance | None]] = {}
-        self._served: dict[str, int] = {}
-        self._clock = self._seen = self._calls = 0
+        self._looks = Looks()
+        self._seen = self._calls = 0
         self._stopping = False
         self._news = threading.Condition()
 
@@ -142,11 +127,7 @@ class Engine:
         with self._news:
             if self._stopping:
                 raise WeirError("the engine is stopping and takes no more turns")
-            # Those that get a row in the next step do not wait for one.
-            waiting = len(self._waiting) - (self._table.size - self._table.busy)
-            if waiting >= self._queue:
-                raise Busy(f"{waiting} turns are waiting already")
-            self._waiting.append(turn)
+            self._waiting.add(turn, self._table.size - self._table.busy)
             self._news.notify()
 
     def cancel(self, turn: Turn) -> None:
@@ -162,10 +143,8 @@ class Engine:
         asking often.
         """
         with self._news:
-            if turn not in self._looks:
-                self._looks[turn] = Future()
-                self._news.notify()
-            return self._looks[turn]
+            self._news.notify()
+            return self._looks.ask(turn)
 
     def stop(self) -> None:
         """Take no more turns; `run` returns when those that were taken are done."""
@@ -214,30 +193,23 @@ class Engine:
         with self._news:
             self._table.check({turn.row for turn in self._turns if turn.row is not None})
             if not self._turns and not self._waiting:
-                self._served.clear()  # nobody waits, so that nobody is to be first
+                self._waiting.forget()
 
     def _admit(self) -> None:
         """Give rows to turns that wait, those of the client first that was served longest ago."""
-        while (turn := self._next_waiting()) is not None:
+        while True:
             with self._news:
-                claimed = self._table.claim(turn.start)
-                if claimed is None:
+                turn = self._waiting.next()
+                claimed = None if turn is None else self._table.claim(turn.start)
+                if turn is None or claimed is None:
                     return
-                self._waiting.remove(turn)
+                self._waiting.serve(turn)
                 turn.row, there = claimed
                 self._turns.append(turn)
-            self._clock += 1
-            self._served[turn.client] = self._clock
             try:
                 self._place(turn, there=there)
             except Exception as error:
                 self._fail(turn, error)
-
-    def _next_waiting(self) -> Turn | None:
-        with self._news:
-            return min(
-                self._waiting, key=lambda turn: self._served.get(turn.client, 0), default=None
-            )
 
     def _place(self, turn: Turn, *, there: bool) -> None:
         """Make a turn's row stand where the turn starts."""
@@ -246,7 +218,7 @@ class Engine:
             (state, logits), turn.forked = turn.forked, None
             self.cache.put_row(turn.row, state, check=False)
             turn.stage = Stage.ANSWERING
-            self._choose(turn, logits)
+            self._choose([turn], logits[None])
             return
         turn.todo = list(turn.ids)
         turn.stage = Stage.READING
@@ -266,7 +238,7 @@ class Engine:
     def _answer(self) -> None:
         """A token of each answer."""
         turns = [turn for turn in self._turns if turn.stage is Stage.ANSWERING]
-        if not self._deterministic:
+        if not self.deterministic:
             self._decode(turns)
             return
         for turn in turns:
@@ -277,99 +249,94 @@ class Engine:
         """One decode call over the rows of these turns, and their next tokens."""
         if not turns:
             return
-        by_row = {turn.row: turn for turn in turns if turn.row is not None}
-        first, last = min(by_row), max(by_row)
-        ids = torch.zeros(last + 1 - first, 1, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, turn in by_row.items():
-            ids[row - first], mask[row - first] = turn.chosen[-1], 1
-        whole = len(by_row) == len(ids)  # then nothing needs to be masked
-        logits = self._forward(ids, None if whole else mask, first, list(by_row.values()))
-        if logits is None:
+        try:
+            good, logits = self._feed({turn: turn.chosen[-1:] for turn in turns})
+        except Exception as error:
+            self._lose(turns, error)
             return
         self._calls += 1
-        likeliest = logits.argmax(dim=-1).tolist()
-        for row, turn in by_row.items():
-            if row - first in self.cache.failed:
-                self._fail(turn, self.cache.failed[row - first])
-            elif turn.chooser.plain:
-                self._chosen(turn, Choice(likeliest[row - first]))
-            else:
-                self._choose(turn, logits[row - first])
+        self._choose(good, logits)
 
     def _read(self) -> None:
-        """One piece of the prompt that was served longest ago."""
-        turn = next((turn for turn in self._turns if turn.stage is Stage.READING), None)
-        if turn is None:
+        """A piece of the prompt that was served longest ago, or short ones together with it."""
+        reading = [turn for turn in self._turns if turn.stage is Stage.READING]
+        turns = reading[:1] if self.deterministic else read_together(reading, self._piece)
+        if not turns:
             return
+        self._turns = [turn for turn in self._turns if turn not in turns] + turns
+        try:
+            good, logits = self._feed({turn: turn.todo[: self._piece] for turn in turns})
+        except Exception as error:
+            if len(turns) == 1 or self.cache.broken:
+                self._lose(turns, error)
+                return
+            for turn in turns:
+                turn.apart = True  # whose fault it is shows where each is read by itself
+            return
+        for turn in good:
+            turn.read += len(turn.todo[: self._piece])
+            turn.todo = turn.todo[self._piece :]
+        over = [at for at, turn in enumerate(good) if not turn.todo]
+        for at in over:
+            good[at].stage = Stage.ANSWERING
+            if good[at].answers:
+                self._fork(good[at], logits[at])
+        self._choose([good[at] for at in over], logits[over])
+
+    def _fork(self, turn: Turn, logits: Tensor) -> None:
+        """A prompt has been read that other answers begin with."""
         assert turn.row is not None
-        self._turns.remove(turn)
-        self._turns.append(turn)
-        piece, turn.todo = turn.todo[: self._piece], turn.todo[self._piece :]
-        logits = self._forward(torch.tensor([piece]), None, turn.row, [turn])
-        if logits is None:
-            return
-        turn.read += len(piece)
-        if turn.todo:
-            return
-        turn.stage = Stage.ANSWERING
-        if turn.answers:
-            state = self.cache.take_row(turn.row)
-            with self._news:
-                for other in turn.answers:
-                    other.forked = (state, logits[0])
-                    self._waiting.appendleft(other)
-        self._choose(turn, logits[0])
+        state = self.cache.take_row(turn.row)
+        with self._news:
+            for other in turn.answers:
+                other.forked = (state, logits)
+                self._waiting.first(other)
 
     def _show(self) -> None:
         """Let those who asked for it first look into their turn's row."""
         with self._news:
-            turn = next(iter(self._looks), None)
-            if turn is None:
-                return
-            asked = self._looks.pop(turn)
-        if not asked.set_running_or_notify_cancel():
-            return
-        try:
-            begun = turn.stage in (Stage.READING, Stage.ANSWERING) and turn.row is not None
-            held = self.cache.holding(turn.row or 0) if begun else None
-            asked.set_result(None if held is None else Glance(held, tuple(turn.chosen)))
-        except Exception as error:
-            asked.set_exception(error)
+            first = self._looks.first()
+        if first is not None:
+            look(self.cache, *first)
 
-    def _forward(
-        self, ids: Tensor, mask: Tensor | None, row: int, turns: list[Turn]
-    ) -> Tensor | None:
-        """Logits after the last token of rows that lie side by side [rows, vocabulary].
+    def _feed(self, tokens: Mapping[Turn, list[int]]) -> tuple[list[Turn], Tensor]:
+        """One call of the model over rows of turns.
 
-        None where the call failed: then the turns have failed, which were in it.
+        Returns:
+            The turns that took their tokens, and the logits after them [turns, vocabulary]; the
+            others have failed.
         """
-        real = None if mask is None else mask.to(self._device)
-        try:
-            with self.cache.only(row, row + len(ids)):
-                out = self.model(
-                    input_ids=ids.to(self._device),
-                    attention_mask=real,
-                    past_key_values=self.cache,
-                    use_cache=True,
-                    logits_to_keep=1,
-                )
-        except Exception as error:
-            for turn in turns:
-                self._fail(turn, error)
-            if self.cache.broken:
-                self._start_over(error)
-            return None
-        self._seen += int(ids.numel() if mask is None else mask.sum())
-        logits: Tensor = out.logits[:, -1]
-        return logits
+        by_row = {turn.row: turn for turn in tokens if turn.row is not None}
+        fed = self.feeder.feed({row: tokens[turn] for row, turn in by_row.items()})
+        self._seen += sum(map(len, tokens.values()))
+        if not fed.failed:
+            return list(tokens), fed.logits
+        for row, error in fed.failed.items():
+            self._fail(by_row[row], error)
+        good = [at for at, row in enumerate(by_row) if row not in fed.failed]
+        return [turn for row, turn in by_row.items() if row not in fed.failed], fed.logits[good]
 
-    def _choose(self, turn: Turn, logits: Tensor) -> None:
-        """The next token of an answer, from the logits after what came last [vocabulary]."""
-        try:
-            self._chosen(turn, turn.chooser.choose(logits))
-        except Exception as error:
+    def _lose(self, turns: list[Turn], error: Exception) -> None:
+        """A call has failed, and so have the turns that were in it."""
+        for turn in turns:
             self._fail(turn, error)
+        if self.cache.broken:
+            self._start_over(error)
+
+    def _choose(self, turns: list[Turn], logits: Tensor) -> None:
+        """The next token of each answer, from the logits after what came last [turns, vocabulary].
+
+        What goes wrong with one is that one's alone.
+        """
+        for turn, choice in zip(
+            turns, choose([each.chooser for each in turns], logits), strict=True
+        ):
+            try:
+                if isinstance(choice, Exception):
+                    raise choice
+                self._chosen(turn, choice)
+            except Exception as error:
+                self._fail(turn, error)
 
     def _chosen(self, turn: Turn, choice: Choice) -> None:
         turn.chosen.append(choice.token)
@@ -415,8 +382,7 @@ class Engine:
         with self._news:
             if turn in self._turns:
                 self._turns.remove(turn)
-            if turn in self._waiting:
-                self._waiting.remove(turn)
+            self._waiting.leave(turn)
             if turn.row is not None:
                 self._table.release(turn.row)
         turn.listener.failed(error)

@@ -16,7 +16,7 @@ from itertools import groupby
 from transformers import PreTrainedTokenizerBase
 
 from weir.cache import Holding, LayerPlan, StreamingCache, holding_in
-from weir.serve.engine import Glance
+from weir.serve.looking import Glance
 from weir.serve.records import Store, Stretch, packed, unpacked
 from weir.serve.turn import Stage, Turn
 from weir.stream import tokens_as_text

@@ -97,5 +97,6 @@ class Turn:
     row: int | None = None
     todo: list[int] = field(default_factory=list)
     read: int = 0
+    apart: bool = False  # its prompt is read by itself
     chosen: list[int] = field(default_factory=list)
     forked: tuple[RowState, Tensor] | None = None

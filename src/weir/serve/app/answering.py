@@ -18,12 +18,13 @@ from weir.serve.app.logs import LOG
 from weir.serve.app.metrics import Metrics
 from weir.serve.app.reading import Gone
 from weir.serve.desk import Asked, Desk, Ending, Wish
-from weir.serve.engine import Busy, Cancelled
+from weir.serve.engine import Cancelled
 from weir.serve.holding import Elsewhere, Lost
 from weir.serve.mailbox import End, Event, Failure, Mailbox, Piece
 from weir.serve.planning import Plan, TooLong
 from weir.serve.shapes import BadSchema
 from weir.serve.turn import Stage
+from weir.serve.waiting import Busy
 
 T = TypeVar("T")
 TRIES = 3

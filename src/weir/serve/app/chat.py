@@ -15,7 +15,7 @@ from weir.serve.app.answering import Answers, begin, wish_of
 from weir.serve.app.bodies import ChatBody
 from weir.serve.app.described import takes
 from weir.serve.app.errors import Refused
-from weir.serve.app.eventstream import DONE, frame
+from weir.serve.app.eventstream import DONE, TextFrame, frame
 from weir.serve.app.history import history_of
 from weir.serve.app.models import check_model
 from weir.serve.app.reading import HEADER, authorised, read_body, session_of
@@ -81,6 +81,9 @@ class Form:
             "created": int(time.time()),
             "model": desk.name,
         }
+        mark = secrets.token_hex(16)
+        told = [self._told(answer, {"content": mark}) for answer in range(body.answers)]
+        self._says = [TextFrame(each, mark) for each in told]
 
     async def whole(self, answers: Answers) -> dict[str, Any]:
         """All of it as one object."""
@@ -113,7 +116,8 @@ class Form:
             yield self._chunk(answer, {"role": "assistant", "content": content})
         try:
             async for events in answers.events():
-                yield b"".join(part for event in events for part in self._parts(answers, event))
+                if parts := b"".join(p for event in events for p in self._parts(answers, event)):
+                    yield parts
         except Refused as refused:
             yield frame(refused.body)
             return
@@ -122,6 +126,8 @@ class Form:
         yield DONE
 
     def _parts(self, answers: Answers, event: Piece | End) -> list[bytes]:
+        if isinstance(event, Piece) and not (self._readers or self._body.logprobs):
+            return [self._says[event.answer].saying(event.text)] if event.text else []
         known = self._logprobs(event)
         ids = _ids(answers, event.answer)
         deltas = [delta for part in self._read(event) for delta in _deltas(part, ids)]
@@ -159,6 +165,15 @@ class Form:
         logprobs: list[dict[str, Any]] | None = None,
         reason: str | None = None,
     ) -> bytes:
+        return frame(self._told(answer, delta, logprobs, reason))
+
+    def _told(
+        self,
+        answer: int,
+        delta: dict[str, Any],
+        logprobs: list[dict[str, Any]] | None = None,
+        reason: str | None = None,
+    ) -> dict[str, Any]:
         choice = {
             "index": answer,
             "delta": delta,
@@ -166,7 +181,7 @@ class Form:
             "finish_reason": reason,
         }
         usage = {"usage": None} if self._body.tells_usage else {}
-        return frame({**self._chunk_head, "choices": [choice], **usage})
+        return {**self._chunk_head, "choices": [choice], **usage}
 
     def _logprobs(self, event: Piece | End) -> list[dict[str, Any]]:
         if not self._body.logprobs or isinstance(event, End):

@@ -14,7 +14,7 @@ from weir.serve.app.answering import Answers, begin, wish_of
 from weir.serve.app.bodies import TextBody
 from weir.serve.app.described import takes
 from weir.serve.app.errors import Refused
-from weir.serve.app.eventstream import DONE, frame
+from weir.serve.app.eventstream import DONE, TextFrame, frame
 from weir.serve.app.models import check_model
 from weir.serve.app.reading import authorised, read_body
 from weir.serve.app.sending import sent
@@ -64,6 +64,9 @@ class Form:
             "created": int(time.time()),
             "model": desk.name,
         }
+        mark = secrets.token_hex(16)
+        told = [self._told(self._choice(answer, mark, [], None)) for answer in range(body.answers)]
+        self._says = [TextFrame(each, mark) for each in told]
 
     async def whole(self, answers: Answers) -> dict[str, Any]:
         """All of it as one object."""
@@ -82,24 +85,27 @@ class Form:
 
     async def frames(self, answers: Answers) -> AsyncIterator[bytes]:
         """All of it as events."""
-        usage = {"usage": None} if self._body.tells_usage else {}
         try:
             async for events in answers.events():
-                parts = []
-                for event in events:
-                    own = [event] if isinstance(event, Piece) else []
-                    reason = event.reason if isinstance(event, End) else None
-                    if event.text or reason or self._body.logprobs is not None:
-                        choice = self._choice(event.answer, event.text, own, reason)
-                        parts.append(frame({**self._head, "choices": [choice], **usage}))
-                if parts:
-                    yield b"".join(parts)
+                if parts := b"".join(map(self._part, events)):
+                    yield parts
         except Refused as refused:
             yield frame(refused.body)
             return
         if self._body.tells_usage:
             yield frame({**self._head, "choices": [], "usage": answers.usage()})
         yield DONE
+
+    def _part(self, event: Piece | End) -> bytes:
+        if isinstance(event, Piece) and self._body.logprobs is None:
+            return self._says[event.answer].saying(event.text) if event.text else b""
+        own = [event] if isinstance(event, Piece) else []
+        reason = event.reason if isinstance(event, End) else None
+        return frame(self._told(self._choice(event.answer, event.text, own, reason)))
+
+    def _told(self, choice: dict[str, Any]) -> dict[str, Any]:
+        usage = {"usage": None} if self._body.tells_usage else {}
+        return {**self._head, "choices": [choice], **usage}
 
     def _choice(
         self, answer: int, text: str, pieces: list[Piece], reason: str | None

@@ -11,7 +11,7 @@ from weir.errors import WeirError
 from weir.serve.app.errors import not_found
 from weir.serve.app.reading import authorised
 from weir.serve.desk import Desk
-from weir.serve.engine import Glance
+from weir.serve.looking import Glance
 from weir.serve.recall import Memory, Recaller, Row, row_at, row_of_turn
 from weir.serve.turn import Turn
 

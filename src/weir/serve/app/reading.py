@@ -14,7 +14,7 @@ from weir.serve.app.errors import Refused, invalid, overloaded
 from weir.serve.app.guard import at_end
 from weir.serve.app.keys import Keys
 from weir.serve.desk import Desk
-from weir.serve.engine import Busy
+from weir.serve.waiting import Busy
 
 T = TypeVar("T", bound=BaseModel)
 SESSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")

@@ -20,9 +20,9 @@ from weir.serve.app.itembodies import Page
 from weir.serve.app.reading import SESSION, authorised, chunks, enter, read_body
 from weir.serve.app.strict import Strict
 from weir.serve.desk import Desk
-from weir.serve.engine import Busy
 from weir.serve.records import Record, Session, Taken
 from weir.serve.sessions import Held, Unknown
+from weir.serve.waiting import Busy
 
 FILE = "application/octet-stream"
 READ = 2**18
