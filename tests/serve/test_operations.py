@@ -21,6 +21,7 @@ import pytest
 from servers import Server, make_desk, raw, serving
 
 from weir.cli.commands import run
+from weir.cli.serve import compile_or_say
 from weir.errors import WeirError
 from weir.models import ASSETS
 from weir.serve import Busy, Limits
@@ -288,6 +289,28 @@ def test_a_server_that_is_told_to_end_lets_answers_end_first():
         assert process.wait(30) == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
+
+
+def test_a_cluster_does_not_compile(tmp_path):
+    with pytest.raises(WeirError, match="--compile is for one server; leave it out"):
+        run(["serve", "nano", "--cluster", "local", "--data", str(tmp_path), "--compile"])
+
+
+def test_what_cannot_be_compiled_is_said_in_a_sentence_and_served_as_usual(capsys, monkeypatch):
+    engine = make_desk(rows=3).engine
+
+    def none(engine, on_size):
+        on_size(1)
+        raise WeirError("the steps of this model cannot be compiled here: no compiler")
+
+    monkeypatch.setattr("weir.serve.compile_engine", none)
+    compile_or_say(engine)
+    told = capsys.readouterr().err.splitlines()
+    assert told == [
+        "compiling decode steps of 1 and 3 rows; nothing is served until that is done",
+        "compiling steps of 1 row",
+        "the steps of this model cannot be compiled here: no compiler; steps go the usual way",
+    ]
 
 
 @needs_nano

@@ -59,8 +59,11 @@ def test_no_call_takes_longer_than_a_piece():
 
 
 def test_rows_far_from_each_other_are_not_worth_a_call():
-    near, far = turn(9, 1), turn(9, 5)
+    near, far = turn(9, 1), turn(9, 6)
     assert read_together([turn(9, 0), far, near], 1000)[1:] == [near]
+    # Rows between two that are read are computed for nothing, unless they are read as well.
+    between = [turn(9, row) for row in (5, 2, 1)]
+    assert read_together([turn(9, 0), *between], 1000)[1:] == between[::-1]
     assert side_by_side({0: 9, 3: 9}, 1000)
     assert not side_by_side({0: 9, 4: 9}, 1000)
     assert side_by_side({0: 30, 1: 30, 2: 1}, 1000)

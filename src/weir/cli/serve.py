@@ -179,7 +179,7 @@ def serve(
             deterministic=deterministic,
         )
         if compiled:
-            _compile(engine)
+            compile_or_say(engine)
         desk = Desk(engine, store, tokenizer, name or model_name, limits, book)
         log_json()
         app = make_app(desk, taken)
@@ -188,7 +188,7 @@ def serve(
         run_app(app, bound, limits, lambda: desk.drain(limits.drain))
 
 
-def _compile(engine: Engine) -> None:
+def compile_or_say(engine: Engine) -> None:
     """Compile an engine's steps, or say why they go the usual way."""
     from weir.serve import compile_engine, sizes_of
 

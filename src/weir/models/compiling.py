@@ -98,5 +98,12 @@ class Compiled:
             )
             return None
         except exc.TorchDynamoException as error:
-            reason = str(error).strip().splitlines()[0]
-            raise WeirError(f"the steps of this model cannot be compiled here: {reason}") from error
+            raise WeirError(
+                f"the steps of this model cannot be compiled here: {_reason(error)}"
+            ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong, in a line; a backend's name comes first, and what it says after it."""
+    first, *others = str(error).strip().splitlines()
+    return others[0] if others and first.endswith("raised:") else first

@@ -238,7 +238,7 @@ class Engine:
     def _answer(self) -> None:
         """A token of each answer."""
         turns = [turn for turn in self._turns if turn.stage is Stage.ANSWERING]
-        if not self.deterministic:
+        if turns and not self.deterministic:
             self._decode(turns)
             return
         for turn in turns:
@@ -247,8 +247,6 @@ class Engine:
 
     def _decode(self, turns: list[Turn]) -> None:
         """One decode call over the rows of these turns, and their next tokens."""
-        if not turns:
-            return
         try:
             good, logits = self._feed({turn: turn.chosen[-1:] for turn in turns})
         except Exception as error:

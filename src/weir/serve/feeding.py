@@ -89,7 +89,7 @@ class Feeder:
         if width > 1 or not self.sizes:
             return first, stop
         size = next(size for size in self.sizes if size >= stop - first)
-        first = min(first, self.sizes[-1] - size)
+        first = min(first, (self._cache.batch or size) - size)
         return first, first + size
 
 

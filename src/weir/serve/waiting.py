@@ -89,11 +89,15 @@ def read_together(reading: Sequence[Turn], piece: int) -> list[Turn]:
     short = [t for t in reading if not (t.read or t.apart) and len(t.todo) <= piece]
     if reading[:1] != short[:1]:
         return list(reading[:1])
-    tokens: dict[int, int] = {}
-    turns: list[Turn] = []
-    for turn in short:
-        assert turn.row is not None
-        more = {**tokens, turn.row: len(turn.todo)}
-        if not turns or side_by_side(more, piece):
+    turns, tokens = short[:1], {row_of(turn): len(turn.todo) for turn in short[:1]}
+    for turn in sorted(short[1:], key=lambda turn: abs(row_of(turn) - row_of(short[0]))):
+        more = {**tokens, row_of(turn): len(turn.todo)}
+        if side_by_side(more, piece):
             tokens, turns = more, [*turns, turn]
     return turns
+
+
+def row_of(turn: Turn) -> int:
+    """The row of a turn that has one."""
+    assert turn.row is not None
+    return turn.row
