@@ -23,6 +23,13 @@ TAKES_TOOLS = """{% if tools %}<|im_start|>system
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
+TAKES_ARGS = TAKES_TOOLS.replace(
+    """<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>""",
+    "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}",
+)
+
 
 def random_desk(template: str | None = CHATML, rows: int = 3) -> Desk:
     """Its model has random weights, and no token that ends an answer where there is no template."""

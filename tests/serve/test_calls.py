@@ -16,6 +16,7 @@ from weir.serve.calls import (
     HERMES,
     LLAMA,
     MISTRAL,
+    MISTRAL_ARGS,
     CallEnd,
     CallForm,
     CallReader,
@@ -41,7 +42,7 @@ WEATHER, CLOCK = Tool("get_weather", "Of a city.", CITY), Tool("clock")
 TOOLS = [WEATHER, CLOCK]
 NAMES = {tool.name for tool in TOOLS}
 PLAIN = replace(HERMES, told=False)
-FORMS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}
+FORMS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "args": MISTRAL_ARGS}
 
 ROME = '{"name": "get_weather", "arguments": {"city": "Rome"}}'
 WRITTEN = {
@@ -51,6 +52,7 @@ WRITTEN = {
         2,
     ),
     "llama": ('{"name": "get_weather", "parameters": {"city": "Rome"}}', 1),
+    "args": ('[TOOL_CALLS]get_weather[ARGS]{"city": "Rome"}[TOOL_CALLS]clock[ARGS]{}', 2),
     "mistral": (f'[TOOL_CALLS] [{ROME}, {{"name": "clock", "arguments": {{}}}}]', 2),
 }
 
@@ -206,6 +208,16 @@ def test_a_trigger_that_is_a_special_token_is_one():
     assert not accepts(shape_of(MISTRAL, "none", special=special), f"<s> [{ROME}]")
 
 
+def test_what_stands_between_a_name_and_arguments_may_be_a_special_token_too():
+    starts = TOKENIZER.convert_tokens_to_ids("<s>")
+    special = {"[TOOL_CALLS]": starts, "[ARGS]": TOKENIZER.convert_tokens_to_ids("<|im_start|>")}
+    auto = shape_of(MISTRAL_ARGS, "auto", special=special)
+    call = '<s>get_weather<|im_start|>{"city": "Rome"}'
+    assert accepts(auto, f"Hm. {call}{call} So.")
+    assert not accepts(auto, call.replace("<|im_start|>", "[ARGS]"))
+    assert not accepts(auto, call.replace("Rome", "Jerusalem"))
+
+
 def test_an_answer_without_calls_may_be_held_to_a_schema_too():
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
     both = shape_of(HERMES, "auto", schema=schema)
@@ -234,6 +246,7 @@ HERMES_LIKE = (
         (HERMES_LIKE, HERMES),
         ({"default": CHATML, "tool_use": HERMES_LIKE}, HERMES),
         ("{% if tools %}{{ '[AVAILABLE_TOOLS]' }}{% endif %}[TOOL_CALLS] [", MISTRAL),
+        ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]{{ x }}[ARGS]", MISTRAL_ARGS),
         ("{% if tools is not none %}{{ '<|python_tag|>' }}{% endif %}", LLAMA),
         (
             "{% if tools %}{% break %}{% generation %}<tool_call>{% endgeneration %}{% endif %}",
@@ -247,11 +260,16 @@ def test_the_template_tells_the_form(template, form):
 
 
 @pytest.mark.parametrize(
-    "template",
-    ["{% if tools %}<tool_call><function={% endif %}", "{{ tools }}[TOOL_CALLS]{{ x }}[ARGS]"],
+    ("template", "words"),
+    [
+        ("{% if tools %}<tool_call><function={% endif %}", "as XML .*Qwen 3.5"),
+        ("{{ tools }}<|tool_call>call:{{ x }}", "as Gemma 4 does"),
+        ("{{ tools }}[TOOL_CALLS]{{ x }}[CALL_ID]{{ x }}[ARGS]", "ids of the model's own"),
+        ("{{ tools }}", "in a way of its own"),
+    ],
 )
-def test_a_form_that_is_not_known_is_refused(template):
-    with pytest.raises(WeirError, match="in a form that is not served here"):
+def test_a_form_that_is_not_known_is_refused(template, words):
+    with pytest.raises(WeirError, match=f"{words}.*, a form that is not served here"):
         form_of(make_tokenizer(template))
 
 

@@ -7,7 +7,7 @@ import json
 import jsonschema
 import openai
 import pytest
-from anything import CITY, TAKES_TOOLS, random_desk
+from anything import CITY, TAKES_ARGS, TAKES_TOOLS, random_desk
 from pydantic import BaseModel, Field
 from servers import CHATML, make_tokenizer, serving
 
@@ -91,7 +91,9 @@ def test_what_an_answer_may_be_where_text_and_calls_are_both_allowed(client):
             check(answer.message.tool_calls[0])
 
 
-@pytest.mark.parametrize("template", [TAKES_TOOLS, CHATML, None], ids=["told", "words", "none"])
+@pytest.mark.parametrize(
+    "template", [TAKES_TOOLS, TAKES_ARGS, CHATML, None], ids=["told", "args", "words", "none"]
+)
 def test_a_result_goes_on_from_the_call_and_reads_only_what_is_new(template):
     with serving(random_desk(template, rows=1)) as server:
         go_on(server.client())

@@ -75,7 +75,9 @@ class Wording:
         """The texts around a call that are special tokens, which an answer has no others of."""
         known = self._tokenizer.added_tokens_decoder.items()
         texts = {token.content: number for number, token in known if token.special}
-        return {text: texts[text] for text in (self.form.trigger, self.form.close) if text in texts}
+        form = self.form
+        around = (form.trigger, form.between, form.close)
+        return {text: texts[text] for text in around if text in texts}
 
     def text(self, text: str) -> list[int]:
         """A text as it is."""

@@ -1,6 +1,6 @@
 """Calls of a client's functions: how models write them, what they may write, and reading them."""
 
-from weir.serve.calls.forms import HERMES, LLAMA, MISTRAL, CallForm, form_of
+from weir.serve.calls.forms import HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, CallForm, form_of
 from weir.serve.calls.reading import (
     CallEnd,
     CallReader,
@@ -16,6 +16,7 @@ __all__ = [
     "HERMES",
     "LLAMA",
     "MISTRAL",
+    "MISTRAL_ARGS",
     "CallEnd",
     "CallForm",
     "CallReader",

@@ -24,13 +24,14 @@ from weir.serve.messages import Call, Message
 
 @dataclass(frozen=True)
 class CallForm:
-    """How calls are written: each as JSON with a name and arguments.
+    """How calls are written: each as JSON with a name and arguments, or as a name before them.
 
     Attributes:
         trigger: what comes before a call, or before the list of all; empty where nothing does, so
             that an answer is either text or a call.
         close: what comes after it.
         key: what the arguments are called.
+        between: what stands between a name and arguments where a call is no JSON as a whole.
         several: whether an answer may have more than one.
         listed: whether all of an answer stand in one list.
         told: whether the chat template takes tools; otherwise a system turn describes them.
@@ -40,13 +41,14 @@ class CallForm:
     trigger: str
     close: str
     key: str = "arguments"
+    between: str = ""
     several: bool = True
     listed: bool = False
     told: bool = True
     short: bool = False
 
     def head(self, name: str) -> str:
-        """A call up to its arguments."""
+        """A call that is JSON, up to its arguments."""
         return f'{{"name": {json.dumps(name)}, "{self.key}": '
 
     def rendered(
@@ -106,6 +108,9 @@ LLAMA = CallForm("", "", key="parameters", several=False)
 MISTRAL = CallForm("[TOOL_CALLS]", "]", listed=True, short=True)
 """Of Mistral up to Nemo: `[TOOL_CALLS] [{"name": …, "arguments": …}, …]`."""
 
+MISTRAL_ARGS = CallForm("[TOOL_CALLS]", "", between="[ARGS]", short=True)
+"""Of newer ones, as Devstral 2 and Ministral 3: `[TOOL_CALLS]name[ARGS]{…}` for each call."""
+
 
 def form_of(tokenizer: PreTrainedTokenizerBase) -> CallForm:
     """The form that a model was made for.
@@ -127,16 +132,32 @@ def form_of(tokenizer: PreTrainedTokenizerBase) -> CallForm:
         asks, template = set(), ""
     if "tools" not in asks:
         return replace(HERMES, told=False)
-    if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
-        return MISTRAL
+    # Where the model names its calls itself, a result would have to repeat that name.
+    if "[TOOL_CALLS]" in template and "[CALL_ID]" not in template:
+        return MISTRAL_ARGS if "[ARGS]" in template else MISTRAL
     if "<tool_call>" in template and "<function=" not in template:
         return HERMES
     if "<|python_tag|>" in template or '"name": function name, "parameters"' in template:
         return LLAMA
     raise WeirError(
-        "this model's chat template writes calls in a form that is not served here; those of "
-        "Hermes and Qwen, Llama 3 and Mistral are"
+        f"this model's chat template writes calls {_unknown(template)}, a form that is not served "
+        "here; those of Hermes and Qwen up to 3, Llama 3 and Mistral are"
     )
+
+
+def _unknown(template: str) -> str:
+    """How a template writes calls that nobody here reads."""
+    for mark, words in _OTHERS.items():
+        if mark in template:
+            return words
+    return "in a way of its own"
+
+
+_OTHERS = {
+    "<function=": "as XML (<function=…>, as Qwen 3.5 and Qwen 3 Coder do)",
+    "<|tool_call>": "as <|tool_call>call:…, as Gemma 4 does",
+    "[CALL_ID]": "with ids of the model's own ([CALL_ID], as Mistral Small 3.2 does)",
+}
 
 
 def _short(name: str) -> str:

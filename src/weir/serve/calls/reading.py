@@ -97,6 +97,10 @@ class CallReader:
     _spaces: str = ""  # that came last; they are text if more text comes
     _said: bool = False
     _json: _Json = field(default_factory=_Json)
+    _head_of_call: re.Pattern[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._head_of_call = _head(self.form)
 
     @property
     def calling(self) -> bool:
@@ -143,8 +147,8 @@ class CallReader:
 
     def _head(self) -> list[Part]:
         """The beginning of a call, up to its arguments."""
-        head = _HEAD.match(self._rest)
-        if head and head["key"] == self.form.key and head["name"] in self.names:
+        head = self._head_of_call.match(self._rest)
+        if head and head["name"] in self.names:
             if self._rest[head.end() :][:1] != "{":
                 return [] if head.end() == len(self._rest) else self._no_call()
             self._rest = self._rest[head.end() :]
@@ -196,9 +200,14 @@ class CallReader:
         return [Said(whole)] if whole else []
 
 
-_HEAD = re.compile(
-    r'[\s\[]*\{\s*"name"\s*:\s*"(?P<name>[A-Za-z0-9_-]+)"\s*,\s*"(?P<key>\w+)"\s*:\s*'
-)
+_NAME = "(?P<name>[A-Za-z0-9_-]+)"
+
+
+def _head(form: CallForm) -> re.Pattern[str]:
+    """What a call begins with, up to its arguments."""
+    if form.between:
+        return re.compile(rf"\s*{_NAME}{re.escape(form.between)}\s*")
+    return re.compile(rf'[\s\[]*\{{\s*"name"\s*:\s*"{_NAME}"\s*,\s*"{re.escape(form.key)}"\s*:\s*')
 
 
 def read_calls(

@@ -90,11 +90,15 @@ class _Rules:
         return [f"TEXT: {text}", f"QUIET: {quiet}", f"until[lazy]: {lazy}" if lazy else ""]
 
     def call(self, tools: Sequence[Tool]) -> str:
-        """One call of any of the tools, as JSON."""
-        each = [
-            f'call_{n}: {_quoted(self._form.head(tool.name))} @arguments_{n} "}}"'
-            for n, tool in enumerate(tools)
-        ]
+        """One call of any of the tools."""
+        form = self._form
+        each = []
+        for n, tool in enumerate(tools):
+            if form.between:
+                head, end = f"{_quoted(tool.name)} {self._piece(form.between)}", ""
+            else:
+                head, end = _quoted(form.head(tool.name)), ' "}"'
+            each.append(f"call_{n}: {head} @arguments_{n}{end}")
         return "\n".join([f"call: {' | '.join(f'call_{n}' for n in range(len(tools)))}", *each])
 
     def calls(self, several: bool) -> str:
