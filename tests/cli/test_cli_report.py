@@ -36,6 +36,8 @@ def test_a_report_is_made_of_what_eval_wrote(capsys, model, text, tmp_path):
     pages = [tmp_path / "pages" / name for name in ("report.html", "report.md")]
     assert ended.out.split() == [str(page) for page in pages]
     assert "h2o(budget=48)" in pages[0].read_text("utf-8")
+    ended = run(capsys, "report", results, results, "--out", tmp_path / "c", "--format", "csv")
+    assert ended.out.split() == [str(tmp_path / "c" / "tables.csv")]
     facts = json.loads(run(capsys, "report", results, "--out", tmp_path / "b", "--json").out)
     assert [Path(page).name for page in facts["pages"]] == ["report.html", "report.md"]
 

@@ -13,17 +13,22 @@ from weir.cli.common import AsJson, output, print_json, waiting
 
 @command()
 def report(
-    results: Annotated[Path, typer.Argument(help="The file that `weir eval` wrote.")],
+    results: Annotated[
+        list[Path], typer.Argument(help="The file that `weir eval` wrote, or several.")
+    ],
     out: Annotated[
         Path, typer.Option(help="Folder for report.html, report.md and pictures.")
     ] = Path("report"),
+    formats: Annotated[
+        str, typer.Option("--format", help="html, md, csv, latex, with commas between them.")
+    ] = "html,md",
     as_json: AsJson = False,
 ) -> None:
-    """Write results as one HTML page with its plots inside, and as Markdown."""
+    """Write results as one HTML page with its plots inside, and as Markdown, CSV or LaTeX."""
     from weir.evals.results.report import write_report
 
     with waiting("drawing the plots"):
-        pages = write_report(results, out)
+        pages = write_report(results, out, [name.strip() for name in formats.split(",")])
     if as_json:
         print_json({"pages": [str(page) for page in pages]})
         return

@@ -6,9 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from weir.evals.results.figures import Figure, figure_of, largest_of
 from weir.evals.results.file import CellRecord, unique
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class Column:
         better: which way is better; None marks nothing.
         digits: after the point.
         megabytes: the figures are bytes, to be written as MB.
+        figures: the same with how sure they are, one per row; empty where nobody knows.
     """
 
     head: str
@@ -37,6 +38,16 @@ class Column:
     better: Better | None
     digits: int = 3
     megabytes: bool = False
+    figures: tuple[Figure | None, ...] = ()
+
+    def sure(self, row: int) -> str:
+        """How sure the figure of a row is, as it stands behind it; empty where nobody knows."""
+        figure = self.figures[row] if self.figures else None
+        if figure is None or figure.low is None or figure.high is None:
+            return ""
+        low, high = (f"{end:.{self.digits}f}" for end in (figure.low, figure.high))
+        spread = "" if figure.sd is None else f"sd {figure.sd:.{self.digits}f}, "
+        return f"{low}–{high}, {spread}n {figure.n:,}"
 
     def places(self) -> dict[int, int]:
         """Of the rows that are best and second best, which they are: 1 or 2.
@@ -102,7 +113,7 @@ def by_distance(records: Sequence[CellRecord]) -> list[Table]:
         distances = unique(row["distance"] for row in mine[0]["result"]["by_distance"])
         columns = []
         for distance in distances:
-            values = []
+            figures = []
             for policy in policies:
                 rows = [
                     row
@@ -111,9 +122,10 @@ def by_distance(records: Sequence[CellRecord]) -> list[Table]:
                     for row in record["result"]["by_distance"]
                     if row["distance"] == distance
                 ]
-                asked = sum(row["asked"] for row in rows)
-                values.append(sum(row["right"] for row in rows) / asked if asked else None)
-            columns.append(Column(f"{distance:,}", tuple(values), "higher", digits=2))
+                figures.append(Figure.counted(rows))
+            values = tuple(None if it is None else it.mean for it in figures)
+            head = f"{distance:,}"
+            columns.append(Column(head, values, "higher", digits=2, figures=tuple(figures)))
         title = f"{model}: {short[setting]}, by distance"
         tables.append(Table(title, policies, tuple(columns)))
     return tables
@@ -160,13 +172,13 @@ def _column(
     *,
     largest: bool = False,
 ) -> Column:
-    values: list[float | None] = []
-    for policy in policies:
-        of_policy = [r[field] for r in records if r["policy"] == policy and r[field] is not None]
-        values.append((max if largest else mean)(of_policy) if of_policy else None)
+    summed = largest_of if largest else figure_of
+    figures = [summed([r for r in records if r["policy"] == policy], field) for policy in policies]
+    values = [None if figure is None else figure.mean for figure in figures]
     most = max((abs(value) for value in values if value is not None), default=0.0)
     digits = 3 if most <= 1 else 1 if most >= 10 else 2
-    return Column(head, tuple(values), better, digits, megabytes=field == "kv_bytes")
+    megabytes = field == "kv_bytes"
+    return Column(head, tuple(values), better, digits, megabytes, tuple(figures))
 
 
 def _parameters(setting: str) -> list[str]:

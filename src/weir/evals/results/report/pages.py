@@ -10,12 +10,26 @@ from pathlib import Path
 from string import Template
 
 from weir.errors import WeirError
-from weir.evals.results.file import CellRecord, failures, read_results, unique
+from weir.evals.results.file import CellRecord, failures, unique
 from weir.evals.results.report.plots import along, heat, pareto
-from weir.evals.results.report.tables import as_html, as_markdown
+from weir.evals.results.report.tables import as_csv, as_html, as_latex, as_markdown
+from weir.evals.results.several import read_together
 from weir.evals.results.summary import CACHE, Table, by_distance, grouped, heads, overviews
 
+FORMATS = {
+    "html": "report.html",
+    "md": "report.md",
+    "csv": "tables.csv",
+    "latex": "tables.tex",
+}
+"""What a report is written as, and into which file."""
+USUAL = ("html", "md")
 MARKS = "Bold is best, underlined second best."
+SURE = (
+    "Behind a figure stand its 95 % interval (Wilson's of answers that were counted, Student's "
+    "over seeds), the standard deviation over seeds, and n, answers or seeds; a figure without "
+    "was measured once."
+)
 
 
 @dataclass(frozen=True)
@@ -37,49 +51,76 @@ class Part:
     name: str = ""
 
 
-def write_report(results: Path, out: Path) -> list[Path]:
+def write_report(
+    results: Path | Sequence[Path], out: Path, formats: Sequence[str] = USUAL
+) -> list[Path]:
     """Write `report.html`, which holds its pictures, and `report.md` with them beside it.
 
     Args:
-        results: a file that `weir eval` wrote; it may still be growing.
+        results: a file that `weir eval` wrote, or several; they may still be growing.
         out: a folder, made if need be.
+        formats: what is written, of `FORMATS`: `csv` and `latex` are the tables alone.
 
     Returns:
-        The two pages.
+        What was written.
 
     Raises:
-        WeirError: the results cannot be read, none is done yet, or a file cannot be written.
+        WeirError: the results cannot be read or contradict each other, none is done yet, a format
+            is none of these, or a file cannot be written.
     """
-    grid, records = read_results(results)
+    for name in formats:
+        if name not in FORMATS:
+            raise WeirError(f"a report is written as {', '.join(FORMATS)}, not {name!r}")
+    paths = [results] if isinstance(results, Path) else list(results)
+    cells, records = read_together(paths)
+    source = ", ".join(path.name for path in paths)
     done = [record for record in records if record["status"] == "done"]
     if not done:
-        raise WeirError(f"{results} has no finished cell yet, so there is nothing to report")
+        raise WeirError(f"{source} has no finished cell yet, so there is nothing to report")
     parts = list(_parts(done))
-    facts = _facts(len(grid["cells"]), records)
-    pages = [out / "report.html", out / "report.md"]
+    facts = _facts(cells, records)
+    tables = [part.table for part in parts if part.table is not None]
+    pages = [out / FORMATS[name] for name in FORMATS if name in formats]
     if out.exists() and not out.is_dir():
         raise WeirError(f"{out} is a file, and --out is the folder of a report; name another")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        pages[0].write_text(_html(parts, facts, failures(records), results.name), "utf-8")
-        pages[1].write_text(_markdown(parts, facts, failures(records), results.name), "utf-8")
+        for page in pages:
+            page.write_text(_written(page.suffix, parts, tables, facts, records, source), "utf-8")
         for part in parts:
-            if part.picture is not None:
+            if part.picture is not None and "md" in formats:
                 (out / f"{part.name}.svg").write_text(part.picture, "utf-8")
     except OSError as error:
         raise WeirError(f"cannot write to {out}: {error.strerror}") from None
     return pages
 
 
+def _written(
+    suffix: str,
+    parts: Sequence[Part],
+    tables: Sequence[Table],
+    facts: str,
+    records: Sequence[CellRecord],
+    source: str,
+) -> str:
+    """What stands in the file of a format."""
+    if suffix == ".csv":
+        return as_csv(tables)
+    if suffix == ".tex":
+        return as_latex(tables)
+    page = _html if suffix == ".html" else _markdown
+    return page(parts, facts, failures(records), source)
+
+
 def _parts(done: Sequence[CellRecord]) -> Iterator[Part]:
     for table in overviews(done):
         words = (
-            f"{MARKS} Figures of several seeds are their means. {CACHE} is a policy's largest "
-            "cache over all tasks."
+            f"{MARKS} Figures of several seeds are their means. {SURE} {CACHE} is a policy's "
+            "largest cache over all tasks."
         )
         yield Part(table.title, words, table=table)
     for table in by_distance(done):
-        words = f"Share of right answers by distance. {MARKS}"
+        words = f"Share of right answers by distance. {MARKS} {SURE}"
         yield Part(table.title, words, table=table)
     short = heads(list(unique(record["setting"] for record in done)))
     settings = grouped(done, "model", "protocol", "setting")

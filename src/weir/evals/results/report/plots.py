@@ -22,6 +22,8 @@ GREY = "#77828c"
 MARKERS = "os^Dv<>PX"
 FAR = 20.0
 """From such a ratio of the largest figure to the smallest on, a scale is logarithmic."""
+FAR_BYTES = 10.0
+"""The same of bytes: policies of some hundred slots and exact attention are farther apart."""
 
 
 def family(policy: str) -> str:
@@ -180,14 +182,14 @@ def _look(number: int) -> dict[str, Any]:
 
 
 def _scales(axes: Axes, across: Sequence[float], up: Sequence[float]) -> None:
-    if _is_far(across):
+    if _is_far(across, FAR_BYTES):
         axes.set_xscale("log")
-    if _is_far(up):
+    if _is_far(up, FAR):
         axes.set_yscale("log")
 
 
-def _is_far(values: Sequence[float]) -> bool:
-    return bool(values) and min(values) > 0 and max(values) > FAR * min(values)
+def _is_far(values: Sequence[float], far: float) -> bool:
+    return bool(values) and min(values) > 0 and max(values) > far * min(values)
 
 
 def _dress(axes: Axes) -> None:
