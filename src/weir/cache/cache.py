@@ -30,7 +30,7 @@ from weir.models import (
     input_device,
     transformers_model,
 )
-from weir.policies import Policy, policy_of
+from weir.policies import Policy, policy_of, with_slots
 from weir.pools import fits
 
 Positions = Literal["rolling", "original"]
@@ -65,6 +65,9 @@ class StreamingCache(MovingRows):
         origin: the place in the stream of the first token.
         batch: how many rows there are, empty at first, their slots made at once; None for as many
             as are fed first.
+        slots: how the slots of the policy's middle are held: `"exact"` as the model computes,
+            `"int8"` in 8 bits. The first and the newest tokens stay exact. It is the same as the
+            policy `"quantised(POLICY, slots=int8)"`, which can say more.
         failures: what becomes of a row whose tokens are refused while the others go on: `"raise"`
             an error at the end of the call, or `"keep"` it in `failed`, and let the call answer.
 
@@ -92,6 +95,7 @@ class StreamingCache(MovingRows):
         prefill: Prefill = "chunked",
         origin: int = 0,
         batch: int | None = None,
+        slots: str = "exact",
         failures: Failures = "raise",
     ) -> None:
         super().__init__(layers=[])
@@ -105,7 +109,7 @@ class StreamingCache(MovingRows):
             if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
                 raise WeirError(f"{name} must be a whole number from {at_least} on, not {value!r}")
         served = transformers_model(model)
-        self.policy = policy_of(policy)
+        self.policy = with_slots(policy_of(policy), slots)
         self.chunk = chunk
         self.seed = seed
         self.positions = positions

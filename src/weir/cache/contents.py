@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weir.cache.layer import Layer, LayerSpec
+from weir.cache.layer import Layer, LayerSpec, layout
 from weir.errors import WeirError
 from weir.pools import WAITING
 
@@ -80,13 +80,11 @@ def pools_of(spec: LayerSpec, lengths: Sequence[int], end: int) -> Tensor:
     Args:
         spec: of the layer.
         lengths: slots in use of the row, by pool.
-        end: slots in use with those that wait for a fold.
+        end: where slots in use end, with those that wait for a fold.
     """
     pools = torch.full((end,), len(spec.pipe.pools))
-    start = 0
-    for pool in (*spec.pipe.front, *spec.pipe.run):
+    for pool, start in layout(spec.pipe, lengths).starts.items():
         pools[start : start + lengths[pool]] = pool
-        start += lengths[pool]
     return pools
 
 

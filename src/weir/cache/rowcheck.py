@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weir.cache.layer import Layout, layout
 from weir.cache.layers import LayerPlan, three_axes
 from weir.cache.schema import FARTHEST, Kind, Wrong, list_of, optional, record, truth, whole
 from weir.errors import shown
 from weir.pools import MOST_WEIGHT
-from weir.slab import EMPTY, split_weights
+from weir.slab import EMPTY, Coded, coded_in, split_weights
 
 Size = tuple[tuple[int, ...], torch.dtype]
 """A tensor's shape and dtype."""
@@ -111,12 +112,14 @@ def check_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[in
             raise Wrong(f"{name} is {list(its)} and must be {list(shape)}")
     slots = found["position"][0][2]
     alike = ("keys", "values", "a", "b", "mass", "mask", "numerator", "denominator", "frame")
+    lies = layout(plan.spec.pipe, lengths)
     for name in (*alike, "span"):
-        if name in found and found[name][0][2] != slots:
+        exact = lies.first if name in ("keys", "values") else 0
+        if name in found and found[name][0][2] != slots - exact:
             raise Wrong(f"{name} has {found[name][0][2]} slots and position {slots}")
-    if sum(lengths) + plan.spec.chunk > slots:
+    if lies.used + plan.spec.chunk > slots:
         raise Wrong(f"{sum(lengths)} slots are in use, and with a chunk there are only {slots}")
-    front = sum(lengths[pool] for pool in plan.spec.pipe.front)
+    front = lies.front - lies.first
     if "masters" in found and front > found["masters"][0][2]:
         raise Wrong(f"masters has {found['masters'][0][2]} slots for {front} in use")
 
@@ -137,10 +140,11 @@ def check_numbers(
     """
     pipe, chunk = plan.spec.pipe, plan.spec.chunk
     lengths = facts["lengths"][plan.spec.index]
-    used, front = sum(lengths), sum(lengths[pool] for pool in pipe.front)
+    lies = layout(pipe, lengths)
+    used = lies.used
     ahead = origin + facts["seen"] - facts["waiting"]
-    _check_positions(tensors["position"], front, used, ahead, chunk, origin)
-    empty = tensors["position"][:, :, :front] == EMPTY
+    _check_positions(tensors["position"], lies, ahead, chunk, origin)
+    empty = tensors["position"][:, :, :used] == EMPTY
     for name in ("a", "b"):
         if name in tensors:
             _check_weights(name, tensors[name], empty, used, chunk)
@@ -148,6 +152,10 @@ def check_numbers(
     for name in ("keys", "values", "masters"):
         if name in tensors and not bool(tensors[name].isfinite().all()):
             raise Wrong(f"{name} has numbers that are not finite")
+    if pipe.format is not None:
+        wrong = Coded(pipe.format, coded_in(tensors), tensors["keys"].dtype).wrong()
+        if wrong is not None:
+            raise Wrong(wrong)
     if "mass" in tensors and not bool(
         ((tensors["mass"] >= 0) & (tensors["mass"] < math.inf)).all()
     ):
@@ -171,27 +179,27 @@ def check_numbers(
             raise Wrong(f"of what the pool {pool.name} remembers, {wrong}")
 
 
-def _check_positions(
-    position: Tensor, front: int, used: int, ahead: int, chunk: int, origin: int
-) -> None:
+def _check_positions(position: Tensor, lies: Layout, ahead: int, chunk: int, origin: int) -> None:
     """The front holds folded tokens or nothing, run and tail rise by one, then all is empty.
 
     Args:
         position: [1, kv_heads, slots].
-        front, used: slots of the front; and of front and run.
+        lies: where the slots of the row are.
         ahead: the place of the first token that has not been folded.
     """
-    kept, rest = position[:, :, :front], position[:, :, front:]
-    if not bool(((kept == EMPTY) | ((kept >= origin) & (kept < ahead))).all()):
-        raise Wrong(
-            f"position has places that are not among those of the stream, {origin} to {ahead}"
-        )
-    run = used - front
-    rising = torch.arange(ahead - run, ahead + chunk, device=position.device)
-    if not bool((rest[:, :, : run + chunk] == rising).all()):
+    for kept in (position[:, :, : lies.coded_front], position[:, :, lies.first : lies.front]):
+        if not bool(((kept == EMPTY) | ((kept >= origin) & (kept < ahead))).all()):
+            raise Wrong(
+                f"position has places that are not among those of the stream, {origin} to {ahead}"
+            )
+    rising = torch.arange(ahead - lies.run, ahead + chunk, device=position.device)
+    parts = [slice(lies.coded_front, lies.coded), slice(lies.front, lies.used + chunk)]
+    newest = torch.cat([position[:, :, part] for part in parts], dim=2)
+    if not bool((newest == rising).all()):
         raise Wrong("position does not rise from token to token where the newest tokens are")
-    if not bool((rest[:, :, run + chunk :] == EMPTY).all()):
-        raise Wrong("position has places in slots that are not in use")
+    for rest in (position[:, :, lies.coded : lies.first], position[:, :, lies.used + chunk :]):
+        if not bool((rest == EMPTY).all()):
+            raise Wrong("position has places in slots that are not in use")
 
 
 def _check_weights(name: str, weights: Tensor, empty: Tensor, used: int, chunk: int) -> None:
@@ -200,13 +208,13 @@ def _check_weights(name: str, weights: Tensor, empty: Tensor, used: int, chunk: 
     Args:
         name: of the log-weights.
         weights: [1, kv_heads, slots].
-        empty: which slots of the front hold no token [1, kv_heads, front].
-        used: slots in use.
+        empty: which slots in front of the tail hold no token [1, kv_heads, used].
+        used: where the tail begins.
     """
     kept = weights[:, :, :used]
     if not bool((kept <= MOST_WEIGHT).all()):
         raise Wrong(f"{name} has numbers that are no log-weights")
-    if bool((kept[:, :, : empty.shape[2]][empty] != -math.inf).any()):
+    if bool((kept[empty] != -math.inf).any()):
         raise Wrong(f"{name} gives weight to slots without a token")
     if bool((weights[:, :, used : used + chunk] != 0).any()):
         raise Wrong(f"{name} is not 0 in slots that wait for a token")

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from weir.cache.layers import pipes_of, plan_layers, reach_of
 from weir.errors import WeirError
 from weir.models import describe
-from weir.policies import Policy, policy_of
+from weir.policies import Policy, policy_of, with_slots
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,18 @@ def size_of(
     policy: str | Policy = "streaming_llm(budget=256)",
     *,
     chunk: int = 64,
+    slots: str = "exact",
 ) -> Size:
     """What a model and its streams take.
 
     Args:
         model: the model; one on the device `meta`, without weights, will do (`models.skeleton`).
-        policy, chunk: as for `StreamingCache`.
+        policy, chunk, slots: as for `StreamingCache`.
 
     Raises:
         WeirError: the model cannot be served, or the policy has no limit and so no size.
     """
-    wanted = policy_of(policy)
+    wanted = with_slots(policy_of(policy), slots)
     pipes = pipes_of(wanted, describe(model))
     limits = [pipe.slots for pipe in pipes]
     if None in limits:

@@ -18,6 +18,7 @@ from weir.cli.common import (
     ModelName,
     PolicyText,
     Seed,
+    SlotsName,
     interruptible,
     load_model,
     messages,
@@ -40,6 +41,7 @@ HELP = """/report        what the cache holds, layer by layer
 def chat(
     model_name: ModelName = "nano",
     policy: PolicyText = "streaming_llm(budget=256)",
+    slots: SlotsName = "exact",
     chunk: Chunk = 64,
     seed: Seed = 0,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 for the likeliest token.")] = 0.7,
@@ -52,10 +54,10 @@ def chat(
     ] = None,
 ) -> None:
     """Talk to a model for as long as you like; the cache stays as large as it is."""
-    from weir.policies import policy_of
+    from weir.policies import policy_of, with_slots
     from weir.stream import Conversation, Stream
 
-    wanted = policy_of(policy)
+    wanted = with_slots(policy_of(policy), slots)
     model, tokenizer = load_model(model_name)
     conversation = Conversation(Stream(model, wanted, chunk=chunk, seed=seed), tokenizer)
     if session is not None:

@@ -24,6 +24,9 @@ ModelName = Annotated[
 PolicyText = Annotated[str, typer.Option(help="A pipe or a named policy; see `weir policies`.")]
 Chunk = Annotated[int, typer.Option(min=1, help="Tokens taken in between two folds.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of all random draws.")]
+SlotsName = Annotated[
+    str, typer.Option("--slots", help="How slots of the middle are held: exact or int8.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weir.cli.app import command
-from weir.cli.common import AsJson, output, print_json, progress, say
+from weir.cli.common import AsJson, SlotsName, output, print_json, progress, say
 from weir.cli.stream import Positions
 from weir.errors import written
 
@@ -79,6 +79,7 @@ def evaluate(
     positions: Annotated[
         Positions, typer.Option(help="Inside the cache, or in the stream.")
     ] = Positions.rolling,
+    slots: SlotsName = "exact",
     cluster: Annotated[
         str | None, typer.Option(help="Run on Ray: local, or a cluster's address.")
     ] = None,
@@ -117,6 +118,7 @@ def evaluate(
         paper=protocol,
         chunk=chunk,
         positions=positions.value,
+        slots=slots,
     )
     if add:
         grid = grown(out, grid)

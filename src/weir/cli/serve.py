@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weir.cli.app import command
-from weir.cli.common import Chunk, PolicyText, load_model, say, size, waiting
+from weir.cli.common import Chunk, PolicyText, SlotsName, load_model, say, size, waiting
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def serve(
         str, typer.Argument(metavar="MODEL", help="nano, a folder, or a Hugging Face Hub id.")
     ],
     policy: PolicyText = "streaming_llm(budget=256)",
+    slots: SlotsName = "exact",
     chunk: Chunk = 64,
     rows: Annotated[int, typer.Option(min=1, help="Turns that are answered at once.")] = 8,
     pin: Annotated[
@@ -99,7 +100,7 @@ def serve(
     Clients of OpenAI's API only need the address. Without --keys only this machine is served.
     """
     from weir.cache import read_bytes
-    from weir.policies import policy_of, with_pin
+    from weir.policies import policy_of, with_pin, with_slots
     from weir.serve import Book, Desk, Engine, Limits, MemoryStore, Store, room_for
     from weir.serve.app import Keys, bind, log_json, make_app, run_app
     from weir.serve.store import DiskStore
@@ -116,7 +117,7 @@ def serve(
         raise WeirError("--keep is for memory, and with --data nothing is kept there; use --disk")
     most = None if disk is None else read_bytes(disk)
 
-    wanted = with_pin(policy_of(policy), pin)
+    wanted = with_slots(with_pin(policy_of(policy), pin), slots)
     limits = Limits(prompt=max_prompt, answer=max_answer, queue=queue, drain=drain)
     taken = Keys() if keys is None else Keys.read(keys)
     bound = bind(host, port, taken)  # first, so that nothing is loaded in vain

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from weir.cli.app import command
-from weir.cli.common import AsJson, Chunk, PolicyText, output, print_json
+from weir.cli.common import AsJson, Chunk, PolicyText, SlotsName, output, print_json
 from weir.cli.common import size as for_people
 
 
@@ -20,6 +20,7 @@ def size(
         ),
     ],
     policy: PolicyText = "streaming_llm(budget=256)",
+    slots: SlotsName = "exact",
     chunk: Chunk = 64,
     pin: Annotated[
         int, typer.Option(min=0, help="Slots for a beginning that stays, as of `weir serve`.")
@@ -48,7 +49,7 @@ def size(
     pace = None if bandwidth is None else read_bytes(bandwidth)
     model = skeleton(model_name, dtype=dtype)
     wanted = with_pin(policy_of(policy), pin)
-    found, sink = size_of(model, wanted, chunk=chunk), sink_of(model.config)
+    found, sink = size_of(model, wanted, chunk=chunk, slots=slots), sink_of(model.config)
     streams = None if room is None else found.streams_in(room)
     facts: dict[str, Any] = {
         "model": model_name,

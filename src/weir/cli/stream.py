@@ -15,6 +15,7 @@ from weir.cli.common import (
     ModelName,
     PolicyText,
     Seed,
+    SlotsName,
     interruptible,
     load_model,
     output,
@@ -41,6 +42,7 @@ def stream(
     text: Annotated[Path, typer.Option(help="The text: UTF-8, plain or .xz.")],
     model_name: ModelName = "nano",
     policy: PolicyText = "streaming_llm(budget=256)",
+    slots: SlotsName = "exact",
     tokens: Annotated[int | None, typer.Option(min=2, help="Read only so many tokens.")] = None,
     chunk: Chunk = 64,
     block: Annotated[int, typer.Option(min=1, help="Tokens in a block of the table.")] = 1000,
@@ -58,10 +60,10 @@ def stream(
     Ctrl-C ends the reading and reports what was read.
     """
     from weir.evals.measures import read
-    from weir.policies import policy_of
+    from weir.policies import policy_of, with_slots
     from weir.stream import Stream, encode, read_text
 
-    wanted = policy_of(policy)
+    wanted = with_slots(policy_of(policy), slots)
     words = read_text(text)
     model, tokenizer = load_model(model_name)
     with waiting(f"tokenising {text}"):

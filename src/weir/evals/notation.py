@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from weir.errors import PolicyError, WeirError
 from weir.policies import NUMBER, Parser, called, nearest, policy_of
 from weir.pools import CONSTANTS, WORD
 
+QUANTISED = "quantised"
+"""The policy that is written around one, whose budget is that of the one inside."""
 _BARE = re.compile(r"""[^\s,()'"=]+""")
 _QUOTED = re.compile(r"""'([^']*)'|"([^"]*)\"""")
 
@@ -79,8 +82,13 @@ def read_policies(text: str) -> list[str]:
 
 
 def takes_budget(policy: str) -> bool:
-    """Whether a policy is a named one that has a budget, and was written without its size."""
+    """Whether a policy is a named one that has a budget, and was written without its size.
+
+    One that is quantised takes that of the policy inside.
+    """
     call = called(policy)
+    if call is not None and call.name == QUANTISED:
+        return "policy" in call.given and takes_budget(str(call.given["policy"]))
     return call is not None and call.takes_budget
 
 
@@ -92,6 +100,10 @@ def with_budget(policy: str, budget: int) -> str:
         PolicyError: it makes no sense with this one.
     """
     call = called(policy)
+    if call is not None and call.name == QUANTISED and takes_budget(policy):
+        rest = {name: value for name, value in call.given.items() if name != "policy"}
+        inner, how = with_budget(str(call.given["policy"]), budget), replace(call, given=rest)
+        return str(policy_of(f"{QUANTISED}({', '.join(filter(None, (inner, how.plain)))})"))
     if call is None or not call.takes_budget:
         raise WeirError(
             f"{policy} takes no budget here: it needs a named policy that has one and was written "

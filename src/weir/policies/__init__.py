@@ -7,10 +7,12 @@ from weir.policies.pinned import Pinned, with_pin
 from weir.policies.pipe import Pipe, Policy
 from weir.policies.plugins import VARIABLE, import_plugin, load_plugins
 from weir.policies.pyramid import Pyramid
+from weir.policies.quantised import EXACT, Quantised, with_slots
 from weir.policies.recompute import Recompute
 from weir.policies.registry import NAMED, Called, Named
 
 __all__ = [
+    "EXACT",
     "NAMED",
     "NUMBER",
     "VARIABLE",
@@ -21,6 +23,7 @@ __all__ = [
     "Pipe",
     "Policy",
     "Pyramid",
+    "Quantised",
     "Recompute",
     "called",
     "import_plugin",
@@ -30,4 +33,5 @@ __all__ = [
     "policy",
     "policy_of",
     "with_pin",
+    "with_slots",
 ]

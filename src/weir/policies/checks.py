@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weir.errors import WeirError, shown
 from weir.pools import Pool, fits
-from weir.slab import Slots
+from weir.slab import FORMATS, Slots
 
 
 def check_place(pool: Pool, before: tuple[Pool, ...]) -> None:
@@ -42,6 +42,44 @@ def check_place(pool: Pool, before: tuple[Pool, ...]) -> None:
                 f"stands for it, so nothing flows on and {earlier.name} stands last in a pipe"
             )
     pool.check(before)
+
+
+def check_format(name: object) -> str:
+    """The name of a format of slots, if there is one of that name.
+
+    Raises:
+        WeirError: there is none.
+    """
+    if not isinstance(name, str) or name not in FORMATS:
+        raise WeirError(f"slots can be {' or '.join(FORMATS)}, not {shown(name)}")
+    return name
+
+
+def check_formats(pools: tuple[Pool, ...], formats: tuple[str, ...], run: tuple[int, ...]) -> None:
+    """Refuse formats of slots that a slab cannot have.
+
+    Args:
+        pools: of a pipe.
+        formats: of each; "" for exact slots.
+        run: which of them hold the newest tokens, the oldest tokens' pool first.
+
+    Raises:
+        WeirError: with the reason.
+    """
+    if len(formats) != len(pools):
+        raise WeirError(f"{len(pools)} pools have {len(pools)} formats, not {len(formats)}")
+    different = {check_format(name) for name in formats if name}
+    if len(different) > 1:
+        both = " and ".join(sorted(different))
+        raise WeirError(f"the quantised slots of a pipe are all of one format, not {both}")
+    if different and any(pool.slots() is None for pool in pools):
+        raise WeirError("a pipe without a limit has no quantised slots; give each pool a size")
+    held = [bool(formats[place]) for place in run]
+    if held != sorted(held, reverse=True):
+        raise WeirError(
+            "of the newest tokens the older are quantised and the newer exact: write "
+            "recent(64) | recent(64):int8, and not the other way round"
+        )
 
 
 def check_fold(pool: Pool, folded: Any, held: Slots, new: Slots) -> tuple[Slots, Slots]:

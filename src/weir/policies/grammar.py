@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from weir.errors import PolicyError, WeirError, shown
-from weir.policies.checks import check_place
+from weir.policies.checks import check_format, check_place
 from weir.policies.pipe import Pipe, Policy
 from weir.policies.plugins import load_plugins
 from weir.policies.registry import NAMED, Called
 from weir.pools import CONSTANTS, POOLS, WORD, Pool, hints, taken
+from weir.slab import FORMATS
 
 
 def policy(text: str | Policy) -> Policy:
@@ -66,8 +67,8 @@ def called(text: str) -> Called | None:
 
 NUMBER = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _SPACE = re.compile(r"\s*")
-DEEPEST = 2
-"""So many policies may stand one inside the other: pinned(pyramid(sink(4) | recent(252)))."""
+DEEPEST = 3
+"""So many policies may stand inside another: quantised(pinned(pyramid(sink(4) | snap(252))))."""
 
 
 @dataclass
@@ -124,18 +125,32 @@ class Parser:
     def part(self) -> Policy:
         """The policy that begins here, up to where it ends."""
         start = self.at
-        calls = [self.call()]
+        calls, formats = [self.call()], [self._format()]
         while self.take("|"):
             calls.append(self.call())
+            formats.append(self._format())
         written = self.text[start : self.at].strip()
-        if len(calls) == 1 and _is_named(calls[0]):
+        if len(calls) == 1 and _is_named(calls[0]) and not formats[0]:
             made: Policy = self.make(calls[0], NAMED[calls[0].name].make)
             assert made.called is not None
             return made.as_written(written, replace(made.called, arguments=calls[0].inside))
         pools: list[Pool] = []
         for call in calls:
             pools.append(self._pool(call, tuple(pools)))
-        return Pipe(tuple(pools), written)
+        try:
+            return Pipe(tuple(pools), written, tuple(formats))
+        except WeirError as error:
+            raise self.wrong(str(error), start) from None
+
+    def _format(self) -> str:
+        """How the slots of the pool before are quantised; "" where nothing is said."""
+        if not self.take(":"):
+            return ""
+        name, at = self._word("a format of slots")
+        try:
+            return check_format(name)
+        except WeirError as error:
+            raise self.wrong(str(error), at, list(FORMATS)) from None
 
     def _pool(self, call: Call, before: tuple[Pool, ...]) -> Pool:
         if call.name in NAMED and call.name not in POOLS:
@@ -218,7 +233,7 @@ class Parser:
         if (word := WORD.match(self.text, at)) is not None:
             self.at = word.end()
             self._skip()
-            if self.text.startswith(("(", "|"), self.at):
+            if self.text.startswith(("(", "|", ":"), self.at):
                 self.at = at
                 return self._inner()
             self.at = word.end()

@@ -10,6 +10,7 @@ from weir.policies.naming import named
 from weir.policies.pinned import Pinned
 from weir.policies.pipe import Pipe, Policy
 from weir.policies.pyramid import Pyramid
+from weir.policies.quantised import Quantised
 from weir.policies.recompute import Recompute
 from weir.pools import (
     Balance,
@@ -349,3 +350,15 @@ def pinned(policy: Policy | None = None, n: int = 64, header: int = 16) -> Polic
     has `n` sinks more. Without a policy, it is StreamingLLM's.
     """
     return Pinned(streaming_llm() if policy is None else policy, n, header)
+
+
+@named("any policy, its middle in 8 bits or 4")
+def quantised(
+    policy: Policy | None = None, slots: str = "int8", newest: int | None = None
+) -> Policy:
+    """A policy whose slots are quantised, but for first and newest tokens.
+
+    `slots` says how. With `newest`, of the newest tokens only so many stay exact. Without a policy,
+    it is kcenter.
+    """
+    return Quantised(kcenter() if policy is None else policy, slots, newest)

@@ -60,7 +60,9 @@ class Pinned(Policy):
         pools = pipe.pools
         # Where tokens do not come in order any more, pools behind have to sort: so late as may be.
         place = next((at for at, pool in enumerate(pools) if not pool.in_order), len(pools))
-        return Pipe((Beginning(self.n), *pools[:place], Header(self.header), *pools[place:]))
+        with_both = (Beginning(self.n), *pools[:place], Header(self.header), *pools[place:])
+        formats = ("", *pipe.formats[:place], "", *pipe.formats[place:])
+        return Pipe(with_both, formats=formats)
 
 
 def with_pin(policy: Policy, slots: int | None = None) -> Policy:

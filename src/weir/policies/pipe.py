@@ -7,6 +7,7 @@ last is gone. How policies are written is the business of `grammar`; which have 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -15,10 +16,10 @@ from typing import Any, Self, cast
 from torch import Tensor
 
 from weir.errors import WeirError, written
-from weir.policies.checks import check_fold, check_place, check_state
+from weir.policies.checks import check_fold, check_formats, check_place, check_state
 from weir.policies.registry import NAMED, Called
 from weir.pools import Fold, Pool
-from weir.slab import Slots
+from weir.slab import FORMATS, Format, Slots
 
 
 class Policy(ABC):
@@ -67,10 +68,13 @@ class Pipe(Policy):
     Attributes:
         pools: the pools, the one where tokens enter first.
         text: the policy as it was written.
+        formats: how the slots of each pool are quantised, by the names of `slab.FORMATS`; "" for
+            those that are as the model computes. Without any, all are.
     """
 
     pools: tuple[Pool, ...]
     text: str = field(default="", compare=False)
+    formats: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.pools or not all(isinstance(pool, Pool) for pool in self.pools):
@@ -79,6 +83,8 @@ class Pipe(Policy):
             )
         for place, pool in enumerate(self.pools):
             check_place(pool, self.pools[:place])
+        object.__setattr__(self, "formats", self.formats or ("",) * len(self.pools))
+        check_formats(self.pools, self.formats, self.run)
         if not self.text:
             object.__setattr__(self, "text", self.stands_for)
 
@@ -86,7 +92,10 @@ class Pipe(Policy):
     def stands_for(self) -> str:
         """Its pools, the way they are written."""
         alone = len(self.pools) == 1
-        return " | ".join(_written(pool, alone) for pool in self.pools)
+        return " | ".join(
+            _written(pool, alone) + (f":{form}" if form else "")
+            for pool, form in zip(self.pools, self.formats, strict=True)
+        )
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
         """The same pipe for every layer."""
@@ -118,9 +127,23 @@ class Pipe(Policy):
         return tuple(i for i in range(len(self.pools)) if i not in self.run)
 
     @cached_property
-    def front_slots(self) -> int:
-        """Slots of the front per KV head."""
-        return sum(self.pools[i].slots() or 0 for i in self.front)
+    def coded(self) -> tuple[int, ...]:
+        """The pools whose slots are quantised, as they lie in the slab."""
+        return tuple(i for i in (*self.front, *self.run) if self.formats[i])
+
+    @cached_property
+    def format(self) -> Format | None:
+        """How quantised slots are written; None where there are none."""
+        return FORMATS[self.formats[self.coded[0]]] if self.coded else None
+
+    @cached_property
+    def coded_slots(self) -> int:
+        """Quantised slots per KV head."""
+        return self.slots_of(self.coded)
+
+    def slots_of(self, pools: Collection[int]) -> int:
+        """Slots of some pools per KV head, those without a limit left out."""
+        return sum(self.pools[i].slots() or 0 for i in pools)
 
     @cached_property
     def needs_mass(self) -> bool:

@@ -127,4 +127,5 @@ class Pyramid(Policy):
         Raises:
             WeirError: the pools cannot be given that many slots.
         """
-        return Pipe(of_layer(self.pipe.pools, layer, layers, self.beta))
+        pools = of_layer(self.pipe.pools, layer, layers, self.beta)
+        return Pipe(pools, formats=self.pipe.formats)

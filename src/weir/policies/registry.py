@@ -64,7 +64,12 @@ class Called:
         both = filter(None, (self.arguments, Called.by_name(self.name, more).arguments))
         return f"{self.name}({', '.join(both)})"
 
+    @property
+    def plain(self) -> str:
+        """What stands between the brackets, with the parameters' names."""
+        return Called.by_name(self.name, self.given).arguments
+
     def __str__(self) -> str:
         """The plain way, with the parameters' names: `streaming_llm(budget=64, sinks=8)`."""
-        plain = Called.by_name(self.name, self.given).arguments
+        plain = self.plain
         return f"{self.name}({plain})" if plain else self.name

@@ -12,16 +12,21 @@ from weir.slab.attention import (
     two_weight_attention,
     two_weight_kernel,
 )
+from weir.slab.coded import Coded, coded_in
 from weir.slab.positions import Alibi, LayerPositions, Rotary, packed, rolled, rotation_tables
+from weir.slab.quantised import FORMATS, Format
 from weir.slab.slab import Slab, longer, merge_groups, put_lines, slot_lines
 from weir.slab.slots import EMPTY, Slots, pick
 from weir.slab.spec import STATE, Heads, SlabSpec
 
 __all__ = [
     "EMPTY",
+    "FORMATS",
     "STATE",
     "Alibi",
+    "Coded",
     "Form",
+    "Format",
     "Heads",
     "LayerPositions",
     "Rotary",
@@ -30,6 +35,7 @@ __all__ = [
     "Slots",
     "attention_mass",
     "attention_shares",
+    "coded_in",
     "fused_attention",
     "fuses",
     "log_sum_exp",

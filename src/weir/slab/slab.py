@@ -6,6 +6,9 @@ A row of the slab lies like this, from slot 0 on::
 
     | front: pools whose tokens lost their neighbours | run: recent tokens, unbroken | tail | free |
 
+Where pools have quantised slots, these come first, as many as there may be: those of the front,
+those of the run, and empty ones. Behind them are the exact ones, as above.
+
 The *tail* holds what came since the last fold. Keys of the run and of the tail are rotated once, at
 their place in the stream, and stay as they are. Keys of the front move closer to the present as the
 stream goes on: what attention reads is made anew from a *master* at each fold, so that no error
@@ -15,11 +18,14 @@ adds up.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from weir.slab.attention import split_weights
+from weir.slab.coded import Coded
+from weir.slab.quantised import Format
 from weir.slab.slots import EMPTY, Slots
 from weir.slab.spec import STATE, Heads, SlabSpec
 
@@ -35,8 +41,9 @@ class Slab:
     """The buffers of one layer, made once.
 
     Attributes:
-        keys: what attention reads [batch, kv_heads, slots, key_dim].
-        values: [batch, kv_heads, slots, value_dim].
+        keys: what attention reads of exact slots [batch, kv_heads, slots, key_dim].
+        values: of exact slots [batch, kv_heads, slots, value_dim].
+        coded: keys and values of quantised slots; None where there are none.
         masters: keys of the front as they were said [batch, kv_heads, front, key_dim]; None where
             keys never move (`positions="original"`, or a model without RoPE).
         mask, numerator, denominator: a and b as attention reads them (`split_weights`)
@@ -61,6 +68,7 @@ class Slab:
                 for name, (shape, dtype) in spec.tensors(batch).items()
                 if not name.startswith(STATE)
             }
+        self.coded = Coded.of(spec.format, made, spec.heads.dtype)
         self.keys, self.values = made["keys"], made["values"]
         self.a, self.b, self.position = made["a"], made["b"], made["position"]
         self.mass, self.span = made.get("mass"), made.get("span")
@@ -72,9 +80,10 @@ class Slab:
         self.state: dict[str, Tensor] = {}
 
     @classmethod
-    def of(cls, buffers: dict[str, Tensor]) -> Slab:
-        """A slab made of buffers that `tensors` named."""
+    def of(cls, buffers: dict[str, Tensor], form: Format | None = None) -> Slab:
+        """A slab made of buffers that `tensors` named, its quantised slots in that format."""
         slab = object.__new__(cls)
+        slab.coded = Coded.of(form, buffers, buffers["keys"].dtype)
         for name in _BUFFERS:
             setattr(slab, name, buffers.get(name))
         slab.state = {
@@ -90,7 +99,18 @@ class Slab:
         return {**self._buffers(), **{STATE + name: t for name, t in self.state.items()}}
 
     def _buffers(self) -> dict[str, Tensor]:
-        return {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
+        own = {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
+        return own if self.coded is None else own | self.coded.tensors()
+
+    def _like(self, change: Callable[[Tensor], Tensor]) -> Slab:
+        """A slab of the same kind, each of its tensors made from this one's."""
+        form = None if self.coded is None else self.coded.format
+        return Slab.of({name: change(t) for name, t in self.tensors().items()}, form)
+
+    @property
+    def first(self) -> int:
+        """The first exact slot: so many quantised ones are in front."""
+        return 0 if self.coded is None else len(self.coded)
 
     @property
     def split(self) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -109,18 +129,34 @@ class Slab:
         """Bytes of all buffers."""
         return sum(t.nbytes for t in self.tensors().values())
 
+    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of slots as attention reads them; a view where all are exact."""
+        first = self.first
+        begin, end = max(0, start - first), max(0, stop - first)
+        keys = self.keys.narrow(2, begin, end - begin)
+        values = self.values.narrow(2, begin, end - begin)
+        if self.coded is None or start >= first:
+            return keys, values
+        stop = min(stop, first)
+        return (
+            torch.cat([self.coded.keys(start, stop), keys], dim=2),
+            torch.cat([self.coded.values(start, stop), values], dim=2),
+        )
+
     def run(self, start: int, stop: int) -> Slots:
-        """Slots of the run or of the tail, as a view."""
+        """Slots of the run or of the tail; a view, but for keys and values of quantised ones."""
+        keys, values = self.read(start, stop)
         view = Slots(
-            keys=self.keys[:, :, start:stop],
-            values=self.values[:, :, start:stop],
+            keys=keys,
+            values=values,
             a=self.a[:, :, start:stop],
             b=self.b[:, :, start:stop],
             position=self.position[:, :, start:stop],
             mass=None if self.mass is None else self.mass[:, :, start:stop],
             span=None if self.span is None else self.span[:, :, start:stop],
         )
-        view.slab, view.place = self, start
+        if start >= self.first:
+            view.slab, view.place = self, start
         return view
 
     def own_copy(self, slots: Slots) -> Slots:
@@ -132,22 +168,29 @@ class Slab:
         return slots.map(lambda t: t.clone() if t.untyped_storage().data_ptr() in mine else t)
 
     def front(self, start: int, stop: int) -> Slots:
-        """Slots of the front, with their master keys, as a view."""
+        """Slots of the front, with their master keys; a view, unless they are quantised."""
         slots = self.run(start, stop)
         slots.slab = slots.place = None
-        if self.masters is not None:
-            slots.keys = self.masters[:, :, start:stop]
+        if self.coded is not None and start < self.first:
+            slots.keys = self.coded.masters(start, stop)
+        elif self.masters is not None:
+            slots.keys = self.masters[:, :, start - self.first : stop - self.first]
         return slots
 
     def append(self, keys: Tensor, values: Tensor, start: int) -> None:
         """Put keys and values [batch, kv_heads, n, dim] into every row's slots from `start` on."""
         # In every step of every layer: a narrowed copy costs half of what an index does.
-        count = keys.shape[2]
+        count, start = keys.shape[2], start - self.first
         self.keys.narrow(2, start, count).copy_(keys)
         self.values.narrow(2, start, count).copy_(values)
 
     def append_each(self, keys: Tensor, values: Tensor, lines: Tensor) -> None:
-        """Put one token of each row, [batch, kv_heads, 1, dim], where `slot_lines` says."""
+        """Put one token of each row, [batch, kv_heads, 1, dim], where `slot_lines` says.
+
+        The lines are those of the slots in a buffer as long as `keys`.
+        """
+        if self.first:
+            lines = lines - self.first
         put_lines(self.keys, keys, lines)
         put_lines(self.values, values, lines)
 
@@ -172,16 +215,20 @@ class Slab:
         self, keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor, columns: Tensor
     ) -> None:
         """Put `keys[rows[i], :, columns[i]]` into slot `slots[i]` of row `rows[i]`, for all i."""
-        self.keys[rows, :, slots] = keys[rows, :, columns]
-        self.values[rows, :, slots] = values[rows, :, columns]
+        self.keys[rows, :, slots - self.first] = keys[rows, :, columns]
+        self.values[rows, :, slots - self.first] = values[rows, :, columns]
 
     def write(self, start: int, slots: Slots, *, front: bool) -> None:
         """Overwrite from slot `start` on; the front's keys go to the masters."""
-        stop = start + len(slots)
-        keys = self.masters if front and self.masters is not None else self.keys
-        keys[:, :, start:stop] = slots.keys
+        stop, first = start + len(slots), self.first
+        if self.coded is not None and start < first:
+            self.coded.write(start, slots.keys, slots.values, front=front)
+        else:
+            keys = self.masters if front and self.masters is not None else self.keys
+            keys[:, :, start - first : stop - first] = slots.keys
+            self.values[:, :, start - first : stop - first] = slots.values
         for name, t in slots.tensors().items():
-            if name != "keys":
+            if name not in ("keys", "values"):
                 getattr(self, name)[:, :, start:stop] = t
         if self.split is not None:
             for buffer, t in zip(self.split, split_weights(slots.a, slots.b), strict=True):
@@ -210,14 +257,21 @@ class Slab:
         if self.mass is not None:
             self.mass[:, :, start:] = 0.0
 
+    def empty(self, start: int, stop: int) -> None:
+        """Let slots hold no token."""
+        for name in ("a", "b", "position", "mass", "mask", "numerator", "denominator"):
+            t = getattr(self, name)
+            if t is not None:
+                t[:, :, start:stop] = _FILL.get(name, 0)
+
     def copy(self) -> Slab:
         """A slab of its own with the same content."""
         with torch.inference_mode(False):
-            return Slab.of({name: t.clone() for name, t in self.tensors().items()})
+            return self._like(Tensor.clone)
 
     def view(self, start: int, stop: int) -> Slab:
         """The rows `start` to `stop`, as a view: what is written there is written here."""
-        return Slab.of({name: t[start:stop] for name, t in self.tensors().items()})
+        return self._like(lambda t: t[start:stop])
 
     def clear(self, row: int) -> None:
         """Empty a row; what pools remember of it is left to them."""
@@ -227,13 +281,13 @@ class Slab:
     def scrub(self, row: int, start: int, stop: int) -> None:
         """Zero what is no number in slots that may wait for tokens; weights and places stay."""
         for t in (self.keys, self.values):
-            some = t[row, :, start:stop]
+            some = t[row, :, start - self.first : stop - self.first]
             some.masked_fill_(~some.isfinite(), 0.0)
 
     def rows(self, index: Tensor) -> Slab:
         """A slab that holds copies of the rows `index` [n]."""
         with torch.inference_mode(False):
-            return Slab.of({name: t.index_select(0, index) for name, t in self.tensors().items()})
+            return self._like(lambda t: t.index_select(0, index))
 
     def put_row(self, row: int, tensors: dict[str, Tensor]) -> None:
         """Overwrite a row by one that `tensors` of a slab of one row holds, of the same sizes."""

@@ -12,8 +12,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from weir.slab.coded import CODED, KEYS, MASTERS, VALUES
+from weir.slab.quantised import PEAK, Format
+
 STATE = "state."
 """What the names of tensors that pools remember begin with."""
+_BOTH = ("", "_peaks")
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class SlabSpec:
 
     Attributes:
         heads: the sizes of its attention.
-        slots: slots of a row.
+        slots: slots of a row, quantised ones among them.
         masters: slots of the front whose keys are kept as they were said; 0 where none are.
         mass: whether the attention received is kept.
         two_weights: whether a and b are, as attention reads them.
@@ -48,6 +52,9 @@ class SlabSpec:
         spans: whether where words and images begin on three axes is.
         queries: how many queries wait in the slab.
         state: what pools remember, by name: the shape behind [batch, kv_heads], and the dtype.
+        format: how quantised slots are written; None where there are none.
+        coded: how many there are.
+        coded_masters: how many of them are of the front, and their keys kept as they were said.
     """
 
     heads: Heads
@@ -59,13 +66,17 @@ class SlabSpec:
     spans: bool = False
     queries: int = 0
     state: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    format: Format | None = None
+    coded: int = 0
+    coded_masters: int = 0
 
     def tensors(self, batch: int = 1) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Every buffer by name, as `Slab.tensors` names them: its shape and dtype."""
         heads, slots = self.heads, (self.slots,)
+        exact = self.slots - self.coded
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "keys": ((*slots, heads.key_dim), heads.dtype),
-            "values": ((*slots, heads.value_dim), heads.dtype),
+            "keys": ((exact, heads.key_dim), heads.dtype),
+            "values": ((exact, heads.value_dim), heads.dtype),
             "a": (slots, torch.float32),
             "b": (slots, torch.float32),
             "position": (slots, torch.int64),
@@ -82,9 +93,25 @@ class SlabSpec:
             found["span"] = ((*slots, 2), torch.int64)
         if self.queries:
             found["queries"] = ((self.queries, heads.group * heads.key_dim), heads.dtype)
+        found |= self._coded()
         found |= {STATE + name: it for name, it in self.state.items()}
         each = (batch, heads.kv_heads)
         return {name: ((*each, *shape), dtype) for name, (shape, dtype) in found.items()}
+
+    def _coded(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The buffers of quantised slots (`Coded`)."""
+        if self.format is None:
+            return {}
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for name, slots, dim, code in (
+            (KEYS, self.coded, self.heads.key_dim, self.format.keys),
+            (VALUES, self.coded, self.heads.value_dim, self.format.values),
+            (MASTERS, self.coded_masters, self.heads.key_dim, self.format.keys),
+        ):
+            if slots:
+                found[CODED + name] = ((slots, code.stored(dim)), code.dtype)
+                found[f"{CODED}{name}_peaks"] = ((slots, code.peaks(dim)), PEAK)
+        return found
 
     def nbytes(self, batch: int = 1) -> int:
         """Bytes of all buffers of so many rows."""
@@ -94,7 +121,9 @@ class SlabSpec:
 
     def step_bytes(self, batch: int = 1) -> int:
         """Bytes of keys and values that a decode step reads where every slot is in use."""
-        read = self.tensors(batch)
+        read = ("keys", "values", *(f"{CODED}{n}{p}" for n in (KEYS, VALUES) for p in _BOTH))
         return sum(
-            math.prod(shape) * dtype.itemsize for shape, dtype in (read["keys"], read["values"])
+            math.prod(shape) * dtype.itemsize
+            for name, (shape, dtype) in self.tensors(batch).items()
+            if name in read
         )

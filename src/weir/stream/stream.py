@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from weir.cache import Contents, Holding, Positions, Prefill, StreamingCache
 from weir.errors import NotFiniteError, WeirError
 from weir.models import Endings, fingerprint, images_of, input_device, transformers_model
-from weir.policies import Policy, Recompute, policy_of
+from weir.policies import Policy, Recompute, policy_of, with_slots
 from weir.stream import session
 from weir.stream.fed import Fed, read_fed
 from weir.stream.reader import CacheReader, Reader
@@ -38,7 +38,7 @@ class Stream:
     Args:
         model: a causal language model.
         policy: a pipe or a named policy; `recompute(budget=...)` works here too.
-        chunk, seed, positions, prefill, origin: as for `StreamingCache`.
+        chunk, seed, positions, prefill, origin, slots: as for `StreamingCache`.
 
     Attributes:
         policy: the policy.
@@ -59,12 +59,13 @@ class Stream:
         positions: Positions = "rolling",
         prefill: Prefill = "chunked",
         origin: int = 0,
+        slots: str = "exact",
     ) -> None:
         _check_head(model)
         self.model = model
         self._device = input_device(transformers_model(model))
         self._images = images_of(transformers_model(model).config)
-        self.policy = policy_of(policy)
+        self.policy = with_slots(policy_of(policy), slots)
         self.seed = seed
         self.cache: StreamingCache | None = None
         self._reader: Reader

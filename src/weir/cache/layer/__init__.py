@@ -4,7 +4,19 @@ from weir.cache.layer.axes import on_axes
 from weir.cache.layer.decode import DecodeSlots
 from weir.cache.layer.finite import RowsNotFinite
 from weir.cache.layer.layer import Layer
+from weir.cache.layer.layout import Layout, layout
 from weir.cache.layer.plan import Piece, Plan, cut
 from weir.cache.layer.spec import LayerSpec
 
-__all__ = ["DecodeSlots", "Layer", "LayerSpec", "Piece", "Plan", "RowsNotFinite", "cut", "on_axes"]
+__all__ = [
+    "DecodeSlots",
+    "Layer",
+    "LayerSpec",
+    "Layout",
+    "Piece",
+    "Plan",
+    "RowsNotFinite",
+    "cut",
+    "layout",
+    "on_axes",
+]

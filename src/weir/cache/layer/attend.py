@@ -49,40 +49,36 @@ def read(
     queries: Tensor,
     form: Form,
     bias: Tensor | None,
-    stop: int,
+    slots: tuple[int, int],
     *,
     plain: bool,
 ) -> Tensor:
-    """Attention over the first `stop` slots [batch, kv_heads, group, width, value_dim].
+    """Attention over some slots [batch, kv_heads, group, width, value_dim].
 
     Args:
         spec: the layer.
         slab: its slots.
         queries: [batch, kv_heads, group, width, key_dim].
         form: how the layer attends.
-        bias: who sees whom.
-        stop: slots of the longest row.
+        bias: who sees whom, over all slots to the last of them.
+        slots: from the first that is in use in any row to behind the last.
         plain: every slot that a query may see holds one token that counts once, so that weights
             need not be looked at.
     """
-    keys = slab.keys.narrow(2, 0, stop)
+    start, stop = slots
+    if bias is not None and start and bias.shape[4] > 1:
+        bias = bias[..., start:]
+    keys, values = slab.read(start, stop)
     kernel = two_weight_kernel(queries)
     if kernel or not fuses(form):
         return (kernel or two_weight_attention)(
-            queries,
-            keys,
-            slab.values[:, :, :stop],
-            slab.a[:, :, :stop],
-            slab.b[:, :, :stop],
-            form,
-            bias,
+            queries, keys, values, slab.a[:, :, start:stop], slab.b[:, :, start:stop], form, bias
         )
-    values = slab.values.narrow(2, 0, stop)
     if not plain:
         if slab.split is not None:
-            mask, above, below = (t.narrow(2, 0, stop) for t in slab.split)
+            mask, above, below = (t[:, :, start:stop] for t in slab.split)
             return split_attention(queries, keys, values, mask, above, below, form, bias)
-        below = slab.b[:, :, None, None, :stop]
+        below = slab.b[:, :, None, None, start:stop]
         bias = below if bias is None else bias + below
     return fused_attention(queries, keys, values, form, bias)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from weir.cache.layer.spec import LayerSpec
 from weir.slab import (
+    Coded,
     Form,
     Slab,
     fused_attention,
@@ -31,7 +32,8 @@ class DecodeSlots:
     """The slots of a layer, as a decode step of constant shape uses them.
 
     Attributes:
-        keys, values: of all slots [batch, kv_heads, slots, dim].
+        keys, values: of all exact slots [batch, kv_heads, slots, dim].
+        coded: quantised slots, which come first; None for none.
         a, b: log-weights [batch, kv_heads, slots]; a is None where it is b everywhere.
         split: both as `split_attention` reads them; None where a is b.
         queries: where queries wait for the fold; None if none do. `wanted` of them are older ones.
@@ -41,6 +43,7 @@ class DecodeSlots:
 
     keys: Tensor
     values: Tensor
+    coded: Coded | None
     a: Tensor | None
     b: Tensor
     split: tuple[Tensor, Tensor, Tensor] | None
@@ -62,7 +65,8 @@ class DecodeSlots:
             return None
         a, window = slab.a if pipe.two_weights else None, positions.window
         queries, wanted = slab.queries, pipe.needs_queries
-        return cls(slab.keys, slab.values, a, slab.b, slab.split, queries, wanted, window)
+        weights = (a, slab.b, slab.split)
+        return cls(slab.keys, slab.values, slab.coded, *weights, queries, wanted, window)
 
     def attend(
         self,
@@ -87,9 +91,14 @@ class DecodeSlots:
         """
         batch, kv_heads, _, dim = keys.shape
         queries = queries.view(batch, kv_heads, -1, 1, dim)
-        lines = slot_lines(ends, kv_heads, self.keys.shape[2])
+        first = 0 if self.coded is None else len(self.coded)
+        lines = slot_lines(ends - first, kv_heads, self.keys.shape[2])
         put_lines(self.keys, keys, lines)
         put_lines(self.values, values, lines)
+        held = self.keys, self.values
+        if self.coded is not None:
+            coded = self.coded.keys(0, first), self.coded.values(0, first)
+            held = torch.cat([coded[0], self.keys], dim=2), torch.cat([coded[1], self.values], 2)
         if self.queries is not None:
             asked = slot_lines(waiting + self.wanted, kv_heads, self.queries.shape[2])
             put_lines(self.queries, merge_groups(queries), asked)
@@ -101,15 +110,13 @@ class DecodeSlots:
         if self.split is not None and fuses(form):
             mask, numerator, denominator = self.split
             mask = mask.masked_fill(unseen, -torch.inf)
-            out = split_attention(
-                queries, self.keys, self.values, mask, numerator, denominator, form
-            )
+            out = split_attention(queries, *held, mask, numerator, denominator, form)
             return out.flatten(1, 2)
         below = self.b.masked_fill(unseen, -torch.inf)
         if self.a is None and fuses(form):
             bias = below[:, :, None, None]
-            out = fused_attention(queries, self.keys, self.values, form, bias)
+            out = fused_attention(queries, *held, form, bias)
         else:
             above = below if self.a is None else self.a.masked_fill(unseen, -torch.inf)
-            out = two_weight_attention(queries, self.keys, self.values, above, below, form)
+            out = two_weight_attention(queries, *held, above, below, form)
         return out.flatten(1, 2)

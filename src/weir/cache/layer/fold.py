@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weir.cache.layer.layout import Layout, layout
 from weir.cache.layer.plan import Piece
 from weir.cache.layer.queries import last_queries, mass_from_tail, tail_of
 from weir.cache.layer.spec import LayerSpec
@@ -58,14 +59,16 @@ class Folding:
             groups.setdefault((tuple(lengths[row]), arrived, told), []).append(row)
         for (lengths_of, arrived, _), rows in groups.items():
             used = list(lengths_of)
+            end = layout(self.spec.pipe, used).used
             index = torch.tensor(rows, device=slab.keys.device)
             part = self._rows(slab, rows, index)
-            new = part.run(sum(used), sum(used) + arrived)
             if arrivals is not None:
                 new = arrivals.of_rows(index).part(0, arrived)
-            elif part.mass is not None:
+            else:
+                new = part.run(end, end + arrived)
+            if arrivals is None and part.mass is not None:
                 tail = tail_of(piece, rows, self.spec.chunk)
-                mass = mass_from_tail(part, self.spec, form, tail, sum(used) + arrived)
+                mass = mass_from_tail(part, self.spec, form, tail, end + arrived)
                 part.mass[:, :, : mass.shape[2]] += mass
             queries = self._last_queries(part, arrivals is not None)
             ahead, clock = piece.after[index], piece.clock[index]
@@ -89,7 +92,8 @@ class Folding:
             if queries is not None and part.queries is not None and arrivals is None:
                 part.queries[:, :, : self.spec.pipe.needs_queries] = merge_groups(queries)
             if part.keys.data_ptr() != slab.keys[rows[0]].data_ptr():
-                slab.grow(len(part), 0 if part.masters is None else part.masters.shape[2])
+                if self.spec.pipe.slots is None:
+                    slab.grow(len(part), 0 if part.masters is None else part.masters.shape[2])
                 slab.put_rows(index, part)
             for row in rows:
                 lengths[row] = kept
@@ -144,12 +148,14 @@ class Folding:
         Looks at nothing but where tokens stand: all else waits until a pool asks.
         """
         spec = self.spec
-        used = sum(lengths)
-        whole = slab.run(0, used).join(new)
-        front = sum(lengths[pool] for pool in spec.pipe.front)
+        lies = layout(spec.pipe, lengths)
+        whole = slab.run(lies.first, lies.used)
+        if lies.coded:
+            front, run = slab.run(lies.first, lies.front), slab.run(lies.front, lies.used)
+            whole = front.join(slab.run(0, lies.coded)).join(run)
         return Reading(
-            whole,
-            partial(self.frame, slab, front, used, ahead - len(new)),
+            whole.join(new),
+            partial(self.frame, slab, lies, ahead - len(new)),
             queries,
             ahead,
             form,
@@ -171,37 +177,34 @@ class Folding:
         `ahead` [batch] is each row's next place in the stream, `clock` [batch] that on three axes.
         """
         pipe, chunk = self.spec.pipe, self.spec.chunk
-        order = (*pipe.front, *pipe.run)
-        held: list[Slots] = [new] * len(order)
-        starts: dict[int, int] = {}
-        start = 0
-        for pool in order:
+        before = layout(pipe, lengths)
+        held: list[Slots] = [new] * len(before.order)
+        for pool, start in before.starts.items():
             view = slab.front if pool in pipe.front else slab.run
             held[pool] = view(start, start + lengths[pool])
-            starts[pool] = start
-            start += lengths[pool]
         states = self._states(slab)
         kept = pipe.fold(held, new, fold, states)
         self._remember_states(slab, states)
-        start, moves = 0, []
-        for pool in order:
+        after = layout(pipe, [len(slots) for slots in kept])
+        moves = []
+        for pool, start in after.starts.items():
             slots = kept[pool]
             # What a pool returns as it was given, or as a view of the run, need not be copied
             # where it already lies in its new place.
             untouched = slots is held[pool] or (slots.slab is slab and pool in pipe.run)
-            was = slots.place if slots.slab is slab else starts[pool]
+            was = slots.place if slots.slab is slab else before.starts[pool]
             if not (untouched and was == start) and len(slots):
                 moves.append((start, slab.own_copy(slots), pool in pipe.front))
-            start += len(slots)
-        in_front = sum(len(kept[pool]) for pool in pipe.front)
-        if start + chunk > len(slab):
-            slab.grow(2 * (start + chunk))
+        if after.used + chunk > len(slab):
+            slab.grow(2 * (after.used + chunk))
+        in_front = after.front - after.first
         if slab.masters is not None and in_front > slab.masters.shape[2]:
             slab.grow(0, masters=2 * in_front)
         for place, slots, to_front in moves:
             slab.write(place, slots, front=to_front)
-        self.roll(slab, in_front, start, ahead, clock)
-        slab.open_tail(start, ahead, chunk)
+        slab.empty(after.coded, before.coded)
+        self.roll(slab, after, ahead, clock)
+        slab.open_tail(after.used, ahead, chunk)
         return [len(slots) for slots in kept]
 
     def _states(self, slab: Slab) -> list[dict[str, Tensor]]:
@@ -230,36 +233,54 @@ class Folding:
                     f"{list(t.shape)}"
                 )
 
-    def roll(
-        self, slab: Slab, front: int, used: int, ahead: Tensor, clock: Tensor | None = None
-    ) -> None:
+    def roll(self, slab: Slab, lies: Layout, ahead: Tensor, clock: Tensor | None = None) -> None:
         """Move the front up to the run, in the frame.
 
         Args:
             slab: rows that all lie alike.
-            front, used: slots of the front; and of front and run.
+            lies: where their slots are.
             ahead: each row's next place in the stream [batch], int64.
             clock: that on three axes [batch], int64; read only where slots have spans.
         """
-        position = slab.position[:, :, :front]
-        frame = self.frame(slab, front, used, ahead, clock)
+        exact, coded = slice(lies.first, lies.front), slice(0, lies.coded_front)
+        position = _in_front(slab.position, lies)
+        frame = self.frame(slab, lies, ahead, clock)
         rotary = self.spec.positions.rotary
-        if frame is not position and slab.masters is not None and rotary is not None:
-            masters = slab.masters[:, :, :front]
-            slab.keys[:, :, :front] = rotary.move(masters, frame - position)
+        count = lies.front - lies.first
+        if self.spec.positions.rolling and rotary is not None:
+            shift = frame - position
+            if slab.masters is not None and count:
+                masters = slab.masters[:, :, :count]
+                slab.keys[:, :, :count] = rotary.move(masters, shift[:, :, :count])
+            if slab.coded is not None and lies.coded_front:
+                said = slab.coded.masters(0, lies.coded_front)
+                slab.coded.write_keys(0, rotary.move(said, shift[:, :, count:]))
         if slab.frame is not None:
-            slab.frame[:, :, :front] = frame
-            slab.frame[:, :, front:used] = slab.position[:, :, front:used]
+            slab.frame[:, :, exact], slab.frame[:, :, coded] = frame.split(
+                [count, lies.coded_front], dim=2
+            )
+            for run in (slice(lies.coded_front, lies.coded), slice(lies.front, lies.used)):
+                slab.frame[:, :, run] = slab.position[:, :, run]
 
-    def frame(
-        self, slab: Slab, front: int, used: int, ahead: Tensor, clock: Tensor | None = None
-    ) -> Tensor:
-        """Where attention is to read the front [batch, kv_heads, front]; arguments as of `roll`."""
-        position = slab.position[:, :, :front]
-        if slab.span is not None and front:
-            if used > front or clock is None:
-                clock = slab.span[:, 0, front, 0]  # of the first of the run, or of what arrived
-            return position + packed(position, slab.span[:, :, :front], clock)
-        if self.spec.positions.rolling and front:
-            return rolled(position, ahead - (used - front))
+    def frame(self, slab: Slab, lies: Layout, ahead: Tensor, clock: Tensor | None = None) -> Tensor:
+        """Where attention is to read the front, its exact slots and then its quantised ones.
+
+        Arguments as of `roll`; the result is [batch, kv_heads, front].
+        """
+        position = _in_front(slab.position, lies)
+        if slab.span is not None and position.shape[2]:
+            if lies.run or clock is None:
+                # of the first of the run, or of what arrived
+                newest = lies.coded_front if lies.coded > lies.coded_front else lies.front
+                clock = slab.span[:, 0, newest, 0]
+            return position + packed(position, _in_front(slab.span, lies), clock)
+        if self.spec.positions.rolling and position.shape[2]:
+            return rolled(position, ahead - lies.run)
         return position
+
+
+def _in_front(t: Tensor, lies: Layout) -> Tensor:
+    """The slots of the front of `t` [batch, kv_heads, slots, ...]: exact ones, quantised ones."""
+    exact = t[:, :, lies.first : lies.front]
+    # The sinks, which are exact, are the oldest: so the front mostly lies in order.
+    return torch.cat([exact, t[:, :, : lies.coded_front]], dim=2) if lies.coded_front else exact

@@ -281,7 +281,7 @@ class Layer(LayerRows):
         self.folding.fold(
             self.slab, self.lengths, self.seeds, pending.piece, pending.form, pending.arrivals
         )
-        self._plain = self._is_plain(self.slab)
+        self._look(self.slab)
         self._fold_seconds += time.perf_counter() - start
 
     def _commit_early(self) -> None:
@@ -297,12 +297,14 @@ class Layer(LayerRows):
         backup, self._backup = self._backup, None
         if backup is not None:
             self.slab, self.lengths = backup.slab, backup.lengths
-            self._plain = self.slab is None or self._is_plain(self.slab)
+            self._plain, self._from = True, self.spec.pipe.coded_slots
+            if self.slab is not None:
+                self._look(self.slab)
         if self.slab is not None:
             # What is no number would make others so, in a step that reads the whole slab, though
             # its weight were zero.
-            for row, used in enumerate(self.lengths):
-                self.slab.scrub(row, sum(used), sum(used) + self.spec.chunk)
+            for row, used in enumerate(self.used):
+                self.slab.scrub(row, used, used + self.spec.chunk)
 
     def undo_rows(self, rows: list[int]) -> None:
         """Take the tokens of some rows out of a step that has not been committed."""
@@ -335,7 +337,7 @@ class Layer(LayerRows):
                 spec.positions, slab, piece, ends.stop, queries.dtype, in_step=True
             )
         else:
-            slab.append_each(keys, values, ends.lines(kv_heads, len(slab)))
+            slab.append_each(keys, values, ends.lines(kv_heads, slab.keys.shape[2]))
             bias = mask_of_step(spec.positions, slab, piece, ends, queries.dtype)
         if slab.queries is not None:
             places = piece.ends(tuple(spec.pipe.needs_queries + n for n in piece.waiting))
@@ -346,7 +348,7 @@ class Layer(LayerRows):
                 slab.store_queries_each(queries, lines)
         self._note_spans(piece)
         self._pending = Pending(piece, form)
-        return read(spec, slab, queries, form, bias, ends.stop, plain=self._plain)
+        return read(spec, slab, queries, form, bias, (self._from, ends.stop), plain=self._plain)
 
     def _attend_piece(
         self, queries: Tensor, keys: Tensor, values: Tensor, form: Form, piece: Piece
@@ -363,14 +365,15 @@ class Layer(LayerRows):
             slab.append(keys, values, ends[0])
         else:
             rows, places, _ = piece.entries
-            prefix = torch.tensor([sum(row) for row in self.lengths], device=keys.device)
+            prefix = torch.tensor(self.used, device=keys.device)
             slab.append_at(keys, values, rows, prefix[rows] + piece.tail_places, places)
         stop = max(end + n for end, n in zip(ends, piece.counts, strict=True))
         bias = mask_of_piece(spec.positions, slab, piece, stop, queries.dtype, in_step=in_step)
         store_queries(slab, spec, queries, piece)
         self._note_spans(piece)
         self._pending = Pending(piece, form)
-        return read(spec, slab, queries, form, bias, stop, plain=self._plain and in_step)
+        plain = self._plain and in_step
+        return read(spec, slab, queries, form, bias, (self._from, stop), plain=plain)
 
     def _note_spans(self, piece: Piece) -> None:
         """Keep where the tokens of a piece stand on three axes, for the folds that move them."""

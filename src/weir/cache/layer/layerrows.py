@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weir.cache.layer.layout import used
 from weir.cache.layer.spec import LayerSpec
 from weir.errors import WeirError
 from weir.slab import Heads, Slab
@@ -20,7 +21,8 @@ class Whole:
     """All rows of a layer that is narrowed to some of them.
 
     Attributes:
-        slab, lengths, seeds, plain: as they were.
+        slab, lengths, seeds: as they were.
+        plain, first: whether weights were read, and from which slot on.
         view: the slots of the rows `start` to `stop`.
     """
 
@@ -28,6 +30,7 @@ class Whole:
     lengths: list[list[int]]
     seeds: list[int]
     plain: bool
+    first: int
     view: Slab
     start: int
     stop: int
@@ -54,6 +57,8 @@ class LayerRows:
         self.seeds: list[int] = []
         # Whether every slot in use holds one token that counts once: then weights are not read.
         self._plain = True
+        # The first slot that is read: while no row has quantised ones, the first exact slot.
+        self._from = self.spec.pipe.coded_slots
         self._whole: Whole | None = None
 
     def allocate(
@@ -78,11 +83,11 @@ class LayerRows:
             reason = str(error).splitlines()[0]
             raise WeirError(f"no memory for {spec.slots} slots in every layer: {reason}") from None
         self._remember_nothing(slab)
-        slab.open_tail(0, start, self.spec.chunk)
+        slab.open_tail(slab.first, start, self.spec.chunk)
         self.slab = slab
         self.lengths = [[0] * len(self.spec.pipe.pools) for _ in range(batch)]
         self.seeds = list(seeds)
-        self._plain = True
+        self._plain, self._from = True, self.spec.pipe.coded_slots
 
     def _seeds_of(self, batch: int) -> list[int]:
         """The seeds of rows that were not given any: those of the layer's draws."""
@@ -90,16 +95,30 @@ class LayerRows:
         return [seed] * batch if isinstance(seed, int) else list(seed)
 
     def ends(self, waiting: list[int]) -> list[int]:
-        """Per row, the number of slots in use."""
-        return [sum(row) + w for row, w in zip(self.lengths, waiting, strict=True)]
+        """Per row, where its slots in use end."""
+        return [used + w for used, w in zip(self.used, waiting, strict=True)]
+
+    @property
+    def used(self) -> list[int]:
+        """Per row, where the tail begins."""
+        return [used(self.spec.pipe, row) for row in self.lengths]
 
     def narrow(self, start: int, stop: int) -> None:
         """Be the rows `start` to `stop` alone, until `widen`; for pipes with a limit."""
         assert self.slab is not None
         view = self.slab.view(start, stop)
-        self._whole = Whole(self.slab, self.lengths, self.seeds, self._plain, view, start, stop)
+        as_it_was = (self.slab, self.lengths, self.seeds, self._plain, self._from)
+        self._whole = Whole(*as_it_was, view, start, stop)
         self.slab, self.lengths = view, self.lengths[start:stop]
         self.seeds = self.seeds[start:stop]
+        self._from = self._read_from
+
+    @property
+    def _read_from(self) -> int:
+        """The first slot that is in use in any row."""
+        pipe = self.spec.pipe
+        coded = any(row[pool] for row in self.lengths for pool in pipe.coded)
+        return 0 if coded else pipe.coded_slots
 
     @property
     def narrowed(self) -> bool:
@@ -118,7 +137,9 @@ class LayerRows:
         lengths[whole.start : whole.stop] = self.lengths
         seeds[whole.start : whole.stop] = self.seeds
         self.slab, self.lengths, self.seeds = whole.slab, lengths, seeds
-        self._plain = self._plain and whole.plain
+        same = self._from == whole.first
+        self._plain = self._plain and whole.plain and same
+        self._from = min(self._from, whole.first)
 
     def select_rows(self, index: Tensor) -> None:
         """Keep, repeat or reorder the rows of the batch as `index` [n] says."""
@@ -142,7 +163,7 @@ class LayerRows:
         slab.put_row(row, tensors)
         self.lengths[row] = list(lengths)
         self.seeds[row] = seed
-        self._plain = self._is_plain(slab)
+        self._look(slab)
 
     def reset_row(self, row: int, start: int, seed: int) -> None:
         """Empty a row; its next token stands at the place `start` of the stream."""
@@ -158,10 +179,11 @@ class LayerRows:
             else:  # lengthened since, as pools without a limit may
                 t[row].zero_()
                 t[row, :, : first.shape[1]].copy_(first)
-        part.open_tail(0, torch.tensor([start], device=slab.keys.device), self.spec.chunk)
+        place = torch.tensor([start], device=slab.keys.device)
+        part.open_tail(slab.first, place, self.spec.chunk)
         self.lengths[row] = [0] * len(self.spec.pipe.pools)
         self.seeds[row] = seed
-        self._plain = self._is_plain(slab)
+        self._look(slab)
 
     @staticmethod
     def _of_one_size(slab: Slab, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -180,12 +202,12 @@ class LayerRows:
                 for name, t in pool.state(slab.run(0, 0)).items():
                     slab.state[f"{index}.{name}"] = t
 
-    def _is_plain(self, slab: Slab) -> bool:
-        """Whether all slots that folds have filled hold a token that counts once."""
-        used = [sum(row) for row in self.lengths]
-        stop = max(used)
-        exact = (slab.a[:, :, :stop] == 0) & (slab.b[:, :, :stop] == 0)
-        if min(used) < stop:
-            slots = torch.arange(stop, device=exact.device)
-            exact |= (slots >= torch.tensor(used, device=exact.device)[:, None])[:, None]
-        return bool(exact.all())
+    def _look(self, slab: Slab) -> None:
+        """Note from which slot on slots are read, and whether their weights are."""
+        ends, start = self.used, self._read_from
+        stop = max(ends)
+        exact = (slab.a[:, :, start:stop] == 0) & (slab.b[:, :, start:stop] == 0)
+        if min(ends) < stop:
+            slots = torch.arange(start, stop, device=exact.device)
+            exact |= (slots >= torch.tensor(ends, device=exact.device)[:, None])[:, None]
+        self._plain, self._from = bool(exact.all()), start

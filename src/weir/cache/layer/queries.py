@@ -89,7 +89,7 @@ def mass_from_tail(slab: Slab, spec: LayerSpec, form: Form, tail: Piece, stop: i
     asked = slab.queries[:, :, first : first + tail.width].unflatten(3, (-1, dim))
     queries = asked.transpose(2, 3)
     bias = mask_of_piece(spec.positions, slab, tail, stop, torch.float32, in_step=True)
-    keys, b = slab.keys[:, :, :stop], slab.b[:, :, :stop]
+    keys, b = slab.read(0, stop)[0], slab.b[:, :, :stop]
     mass = torch.zeros_like(b)
     step = max(1, _AT_ONCE // (stop * queries.shape[:3].numel()))
     for start in range(0, tail.width, step):

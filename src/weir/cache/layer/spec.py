@@ -61,16 +61,22 @@ class LayerSpec:
         pipe, positions = self.pipe, self.positions
         slots = (4 * self.chunk if pipe.slots is None else pipe.slots) + self.chunk
         rotates = self.front_moves and positions.rotary is not None
+        coded = [pool for pool in pipe.front if pool in pipe.coded]
+        exact = [pool for pool in pipe.front if pool not in coded]
+        masters = self.chunk if pipe.slots is None else 0
         return SlabSpec(
             heads,
             slots,
-            masters=(pipe.front_slots or self.chunk) if rotates else 0,
+            masters=(pipe.slots_of(exact) or masters) if rotates else 0,
             mass=pipe.needs_mass,
             two_weights=pipe.two_weights,
             frames=positions.alibi is not None,
             spans=self.moves_on_axes,
             queries=self.keeps_queries,
             state=self._state(heads),
+            format=pipe.format,
+            coded=pipe.coded_slots,
+            coded_masters=pipe.slots_of(coded) if rotates else 0,
         )
 
     def _state(self, heads: Heads) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -303,7 +303,7 @@ class _Answer:
 
 def _answer(it: Captured, pipe: Pipe, seed: int, setup: Setup) -> _Answer:
     """Stream a layer's keys and values through a pipe, and ask the last queries."""
-    timed = _Timed(pipe.pools, pipe.text)
+    timed = _Timed(pipe.pools, pipe.text, pipe.formats)
     chunk = setup.queries + 1 if setup.whole else setup.chunk
     draws = Draws(seed, it.layer)
     layer = Layer(LayerSpec(timed, it.positions, chunk, draws, it.layer, it.layers))
@@ -314,7 +314,7 @@ def _answer(it: Captured, pipe: Pipe, seed: int, setup: Setup) -> _Answer:
     else:
         out = _feed(layer, it, 0, setup.tokens)[:, :, before:]
     assert layer.slab is not None
-    held = layer.slab.position[0, :, : sum(layer.lengths[0])] >= 0
+    held = layer.slab.position[0, :, : layer.used[0]] >= 0
     kept = float(held.sum(dim=1).float().mean()) / before
     return _Answer(out.float(), kept, sum(timed.spent))
 

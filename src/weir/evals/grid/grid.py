@@ -20,10 +20,10 @@ from weir.evals.notation import read_policies, read_tasks, takes_budget, with_bu
 from weir.evals.task import Task
 from weir.evals.tasks import TASKS
 from weir.models import skeleton
-from weir.policies import NAMED
+from weir.policies import EXACT, NAMED, policy_of, with_slots
 
 EVERY = "all"
-NOT_IN_EVERY = {"recompute", "pyramid"}
+NOT_IN_EVERY = {"recompute", "pyramid", "quantised"}
 """Named policies that `all` leaves out: the slow oracle, and one that is built around another."""
 
 
@@ -93,6 +93,7 @@ def make_grid(
     paper: str | None = None,
     chunk: int | None = None,
     positions: Positions = "rolling",
+    slots: str = "exact",
 ) -> Grid:
     """All cells of models × tasks × policies × budgets × seeds.
 
@@ -108,6 +109,7 @@ def make_grid(
         paper: a protocol's name.
         chunk: tokens between two folds; by default the protocol's, or 64.
         positions: where there is no protocol.
+        slots: how every policy's middle is held (`weir.policies.with_slots`).
 
     Raises:
         WeirError: something cannot be read or is not known, makes no sense, or stands there twice.
@@ -144,7 +146,7 @@ def make_grid(
         )
         for model in models
         for setting in settings
-        for written in _each(policies)
+        for written in _each(policies, slots)
         for sized, budget, room in _sized(shapes[model], written, budgets, memory, chunk)
         for seed in seeds
     ]
@@ -157,11 +159,12 @@ def make_grid(
     return Grid(tuple(cells))
 
 
-def _each(policies: str) -> list[str]:
-    """Policies of a list, `all` replaced by what it stands for."""
+def _each(policies: str, slots: str) -> list[str]:
+    """Policies of a list with slots so held, `all` replaced by what it stands for."""
     every = ", ".join(name for name in NAMED if name not in NOT_IN_EVERY)
     words = [every if word.strip() == EVERY else word for word in policies.split(",")]
-    return read_policies(",".join(words))
+    found = read_policies(",".join(words))
+    return found if slots == EXACT else [str(with_slots(policy_of(it), slots)) for it in found]
 
 
 Sized = tuple[str, int | None, int | None]

@@ -201,7 +201,7 @@ class _Watcher(StreamingCache):
             Attention(
                 layer,
                 queries.unflatten(1, (kv_heads, -1)),
-                its.slab.keys[:, :, :end],
+                its.slab.read(0, end)[0],
                 int(piece.start[0]),
                 its.slab.position[0, 0, :end],
                 form,

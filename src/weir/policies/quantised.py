@@ -1,0 +1,102 @@
+"""Any policy whose middle is held in 8 bits or 4, and its older newest tokens too where asked.
+
+The first tokens, the newest and what marks name stay exact, so that nothing is changed before a
+token has entered the middle. Pools stay as they are: what changes is how their slots are written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from weir.errors import WeirError
+from weir.policies.checks import check_format
+from weir.policies.pipe import Pipe, Policy
+from weir.policies.recompute import Recompute
+from weir.pools import Pool
+
+EXACT = "exact"
+"""What slots are called that are as the model computes."""
+
+
+@dataclass(frozen=True, repr=False)
+class Quantised(Policy):
+    """A policy with quantised slots.
+
+    Attributes:
+        policy: who holds them.
+        slots: how they are written, by the names of `slab.FORMATS`.
+        newest: so many of the newest tokens stay exact, and older ones that pools like `recent`
+            hold do not; None for all that such pools hold.
+    """
+
+    policy: Policy
+    slots: str = "int8"
+    newest: int | None = None
+    text: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        check_format(self.slots)
+        if self.newest is not None and self.newest < 0:
+            raise WeirError(f"newest tokens that stay exact are 0 or more, not {self.newest}")
+        if isinstance(self.policy, Recompute):
+            raise WeirError("recompute caches nothing, so there are no slots to quantise")
+        self.for_layer(0, 1)
+        if not self.text:
+            object.__setattr__(self, "text", f"quantised({self.policy}{self._how})")
+
+    @property
+    def _how(self) -> str:
+        newest = "" if self.newest is None else f", newest={self.newest}"
+        return f", slots={self.slots}{newest}"
+
+    @property
+    def stands_for(self) -> str:
+        """Its pools, or itself around what is no pipe, the way it is written."""
+        if isinstance(self.policy, Pipe):
+            return self.for_layer(0, 1).stands_for
+        return f"quantised({self.policy.stands_for}{self._how})"
+
+    def for_layer(self, layer: int, layers: int) -> Pipe:
+        """The layer's pipe, and how its slots are written.
+
+        Raises:
+            WeirError: it has no limit, says by itself how its slots are written, or has none but
+                such as stay exact.
+        """
+        pipe = self.policy.for_layer(layer, layers)
+        if pipe.coded:
+            raise WeirError(f"{self.policy} says by itself how its slots are quantised")
+        if pipe.slots is None:
+            raise WeirError(f"{self.policy} has no limit, and slots that are quantised have one")
+        pools: list[Pool] = []
+        formats: list[str] = []
+        left = self.newest
+        for place, pool in enumerate(pipe.pools):
+            if place not in pipe.run:
+                pools.append(pool)
+                formats.append("" if pool.in_order or pool.needs_marks else self.slots)
+                continue
+            size = pool.slots() or 0
+            exact = size if left is None else min(size, left)
+            left = None if left is None else left - exact
+            for part, form in ((exact, ""), (size - exact, self.slots)):
+                if part:
+                    pools.append(pool if part == size else pool.resized(part))
+                    formats.append(form)
+        if not any(formats):
+            raise WeirError(
+                f"all that {self.policy} holds are first and newest tokens, which stay exact; "
+                f"quantised({self.policy}, newest=64) quantises those older than the newest 64"
+            )
+        return Pipe(tuple(pools), formats=tuple(formats))
+
+
+def with_slots(policy: Policy, slots: str | None) -> Policy:
+    """A policy with slots of a format; None and `exact` for the policy as it is.
+
+    Raises:
+        WeirError: there is no such format, or the policy has no slots that could be quantised.
+    """
+    if slots is None or slots == EXACT:
+        return policy
+    return Quantised(policy, slots)

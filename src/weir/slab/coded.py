@@ -1,0 +1,102 @@
+"""The quantised slots of a slab: their keys, values and masters, written and read.
+
+Knows how numbers are written (`quantised`), and nothing about pools, models or attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from weir.slab.quantised import Code, Format, are_levels, dequantise, quantise
+
+CODED = "coded."
+"""What the names of a slab's buffers of quantised slots begin with."""
+KEYS, VALUES, MASTERS = "keys", "values", "masters"
+
+
+def coded_in(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a slab's buffers that are of quantised slots, by the names that `Coded` has."""
+    return {n.removeprefix(CODED): t for n, t in buffers.items() if n.startswith(CODED)}
+
+
+class Coded:
+    """Buffers of quantised slots, a view of them or a copy.
+
+    Of each of `keys`, `values` and `masters` there are the numbers as they are stored and the
+    peaks. Keys are what attention reads. Where keys move, masters are the keys as they were said:
+    they are quantised once, and what attention reads is made from them at each fold and quantised
+    for itself, so that a key is off by two roundings however often it has moved.
+
+    Attributes:
+        format: how they are written.
+        buffers: by name [batch, kv_heads, slots, ...]: `keys`, `keys_peaks`, `values`,
+            `values_peaks`, and where keys move `masters`, `masters_peaks`.
+        dtype: of what is read.
+    """
+
+    def __init__(self, form: Format, buffers: dict[str, Tensor], dtype: torch.dtype) -> None:
+        self.format = form
+        self.buffers = buffers
+        self.dtype = dtype
+
+    @classmethod
+    def of(cls, form: Format | None, named: dict[str, Tensor], dtype: torch.dtype) -> Coded | None:
+        """Those among a slab's buffers; None where there are none."""
+        found = coded_in(named)
+        return cls(form, found, dtype) if form is not None and found else None
+
+    def __len__(self) -> int:
+        return self.buffers[KEYS].shape[2]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The buffers, by the names that a slab has for them."""
+        return {CODED + name: t for name, t in self.buffers.items()}
+
+    def keys(self, start: int, stop: int) -> Tensor:
+        """As attention reads them [batch, kv_heads, stop - start, key_dim]."""
+        return self._read(KEYS, start, stop)
+
+    def values(self, start: int, stop: int) -> Tensor:
+        """[batch, kv_heads, stop - start, value_dim]."""
+        return self._read(VALUES, start, stop)
+
+    def masters(self, start: int, stop: int) -> Tensor:
+        """Keys as they were said, or as attention reads them where they never move."""
+        return self._read(MASTERS if MASTERS in self.buffers else KEYS, start, stop)
+
+    def write(self, start: int, keys: Tensor, values: Tensor, *, front: bool) -> None:
+        """Quantise keys and values into the slots from `start` on; the front's go to masters."""
+        self._write(MASTERS if front and MASTERS in self.buffers else KEYS, start, keys)
+        self._write(VALUES, start, values)
+
+    def write_keys(self, start: int, keys: Tensor) -> None:
+        """Quantise what attention is to read in place of the keys of slots from `start` on."""
+        self._write(KEYS, start, keys)
+
+    def wrong(self) -> str | None:
+        """Why buffers that come from elsewhere cannot be read; None if they can."""
+        for name in (KEYS, VALUES, MASTERS):
+            if name in self.buffers:
+                peaks = self.buffers[f"{name}_peaks"]
+                if not bool(((peaks >= 0) & peaks.isfinite()).all()):
+                    return f"{CODED}{name}_peaks has numbers that are no peaks"
+                if not are_levels(self.buffers[name], self._code(name)):
+                    return f"{CODED}{name} has numbers that no level is"
+        return None
+
+    def _code(self, name: str) -> Code:
+        return self.format.values if name == VALUES else self.format.keys
+
+    def _read(self, name: str, start: int, stop: int) -> Tensor:
+        code = self._code(name)
+        numbers, peaks = self.buffers[name], self.buffers[f"{name}_peaks"]
+        return dequantise(numbers[:, :, start:stop], peaks[:, :, start:stop], code, self.dtype)
+
+    def _write(self, name: str, start: int, x: Tensor) -> None:
+        code = self._code(name)
+        stop = start + x.shape[2]
+        for kind, t in zip((name, f"{name}_peaks"), quantise(x, code), strict=True):
+            self.buffers[kind][:, :, start:stop] = t

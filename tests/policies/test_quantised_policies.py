@@ -1,0 +1,99 @@
+"""How quantised slots are written in a policy, and what makes no sense."""
+
+from __future__ import annotations
+
+import pytest
+
+import weir
+from weir.errors import PolicyError, WeirError
+from weir.policies import Pipe, Quantised, with_pin, with_slots
+from weir.pools import Recent, Sink
+
+
+def test_a_format_stands_behind_a_pool():
+    found = weir.policy("sink(4) | recent(8) : int8 | kcenter(16):int8")
+    assert found.formats == ("", "int8", "int8")
+    assert found.stands_for == "sink(4) | recent(8):int8 | kcenter(16):int8"
+    assert weir.policy(found.stands_for) == found
+    assert found != weir.policy("sink(4) | recent(8) | kcenter(16)")
+    assert found.coded == (2, 1) and found.coded_slots == 24
+    assert weir.policy("sink:int8 | recent(4)").formats == ("int8", "")
+
+
+@pytest.mark.parametrize(
+    ("inner", "more", "pipe"),
+    [
+        ("kcenter(16)", "", "recent(8) | kcenter(8):int8"),
+        ("kcenter(16)", ", newest=3", "recent(3) | recent(5):int8 | kcenter(8):int8"),
+        ("kcenter(16)", ", newest=0", "recent(8):int8 | kcenter(8):int8"),
+        ("kcenter(16)", ", newest=99", "recent(8) | kcenter(8):int8"),
+        ("streaming_llm(16)", ", newest=4", "sink(4) | recent(4) | recent(8):int8"),
+        (
+            "sink(2) | recent(4) | recent(6) | heavy(3)",
+            ", newest=6",
+            "sink(2) | recent(4) | recent(2) | recent(4):int8 | heavy(3):int8",
+        ),
+        ("snapkv(16, window=4)", "", "snap(budget=16, window=4):int8"),
+        (
+            "pinned(h2o(16), n=3, header=2)",
+            "",
+            "beginning(3) | recent(8) | header(2) | heavy(8):int8",
+        ),
+    ],
+)
+def test_first_and_newest_tokens_stay_exact(inner, more, pipe):
+    found = weir.policy(f"quantised({inner}, slots=int8{more})")
+    assert found.for_layer(0, 1) == weir.policy(pipe)
+    assert weir.policy(str(found)) == found
+    assert weir.policy(found.stands_for).for_layer(0, 1) == found.for_layer(0, 1)
+
+
+def test_pins_and_pyramids_keep_the_formats():
+    pinned = with_pin(with_slots(weir.policy("kcenter(16)"), "int8"), 3)
+    assert pinned.for_layer(0, 1).stands_for == (
+        "beginning(3) | recent(8) | header(16) | kcenter(8):int8"
+    )
+    pyramid = weir.policy("quantised(pyramid(recent(8) | heavy(24), beta=2), newest=4)")
+    layers = [pyramid.for_layer(layer, 3) for layer in range(3)]
+    assert [pipe.formats for pipe in layers] == [("", "int8", "int8")] * 3
+    assert layers[0].slots > layers[2].slots
+    deep = weir.policy("quantised(pinned(pyramid(recent(8) | heavy(24), beta=2)))")
+    assert weir.policy(str(deep)) == deep
+
+
+def test_exact_slots_are_the_policy_itself():
+    policy = weir.policy("kcenter(16)")
+    assert with_slots(policy, "exact") is policy
+    assert with_slots(policy, None) is policy
+    assert with_slots(policy, "int8") == Quantised(policy, "int8")
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "at"),
+    [
+        ("recent(4) | kcenter(8):int3", "slots can be int8", 23),
+        ("recent(4) | kcenter(8):in8", "did you mean 'int8'", 23),
+        ("recent(4) | kcenter(8):", "expected a format of slots", 23),
+        ("recent(4) | recent(none):int8", "without a limit", 0),
+        ("sink(4) | recent(4):int8 | recent(4)", "not the other way round", 0),
+        ("quantised(kcenter(16), slots=int5)", "slots can be int8", 0),
+        ("quantised(kcenter(16), newest=-1)", "0 or more", 0),
+        ("quantised(streaming_llm(16))", r"newest=64\) quantises those older", 0),
+        ("quantised(dense)", "has no limit", 0),
+        ("quantised(recompute(16))", "caches nothing", 0),
+        ("quantised(recent(4) | heavy(4):int8)", "says by itself", 0),
+    ],
+)
+def test_what_makes_no_sense_is_refused_where_it_stands(text, said, at):
+    with pytest.raises(PolicyError, match=said) as caught:
+        weir.policy(text)
+    assert caught.value.at == at
+
+
+def test_formats_in_python_are_looked_at_too():
+    with pytest.raises(WeirError, match="2 pools have 2 formats, not 1"):
+        Pipe((Sink(4), Recent(8)), formats=("int8",))
+    with pytest.raises(WeirError, match="slots can be"):
+        Pipe((Sink(4), Recent(8)), formats=("", "int2"))
+    with pytest.raises(WeirError, match="slots can be"):
+        with_slots(weir.policy("kcenter(8)"), "int2")

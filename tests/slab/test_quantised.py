@@ -1,0 +1,89 @@
+"""Quantising: within its bound, the same again when it is done again, whatever the numbers are."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from weir.slab import FORMATS
+from weir.slab.quantised import Code, are_levels, dequantise, quantise, steps
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CODES = list({code for form in FORMATS.values() for code in (form.keys, form.values)})
+
+
+def some(dtype: torch.dtype, seed: int, size: float, dim: int = 64) -> Tensor:
+    """Vectors of all kinds about that size: plain, steep, with outliers, and of zeros."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(60, dim, generator=draw)
+    x[10:20] = x[10:20] ** 5
+    x[20:30, 3] *= 1000
+    x[30:40] = x[30:40].round()
+    x[40:50] = torch.rand(10, dim, generator=draw).sign()  # all of one size
+    x[50:] = 0
+    top = torch.finfo(dtype).max
+    return (x * size).clamp(-top, top).to(dtype)
+
+
+def error_in_steps(x: Tensor, code: Code) -> Tensor:
+    """By how many steps what is read is off, at most, before the dtype of the model rounds it."""
+    numbers, peaks = quantise(x, code)
+    found = dequantise(numbers, peaks, code, torch.float64)
+    each = steps(peaks, code).double().repeat_interleave(x.shape[-1] // peaks.shape[-1], -1)
+    return ((found - x.double()).abs() / each).max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("code", CODES, ids=str)
+@given(seed=st.integers(0, 2**32), power=st.integers(-40, 40))
+def test_numbers_are_within_the_bound(code, dtype, seed, power):
+    x = some(dtype, seed, 2.0**power)
+    # A quotient is rounded once, in float32: of `levels` at most 2^-24 of itself.
+    assert error_in_steps(x, code) <= code.bound + code.levels * 2.0**-23
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("code", CODES, ids=str)
+@given(seed=st.integers(0, 2**32), power=st.integers(-40, 40))
+def test_what_was_read_is_quantised_to_the_same_bits(code, dtype, seed, power):
+    once = quantise(some(dtype, seed, 2.0**power), code)
+    read = dequantise(*once, code, dtype)
+    assert read.isfinite().all()
+    twice = quantise(read, code)
+    for one, other in zip(once, twice, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("code", CODES, ids=str)
+def test_the_ends_of_a_dtype_are_numbers_too(code, dtype):
+    info = torch.finfo(dtype)
+    x = torch.tensor([info.max, -info.max, info.tiny, 0.0] * 16, dtype=dtype)[None]
+    read = dequantise(*quantise(x, code), code, dtype)
+    assert read.isfinite().all()
+    assert float(read[0, 0]) >= info.max * (1 - 2.0**-7)
+    x = torch.full((1, 64), info.tiny, dtype=dtype)
+    numbers, peaks = quantise(x, code)
+    assert are_levels(numbers, code) and peaks.isfinite().all()
+
+
+@pytest.mark.parametrize("code", CODES, ids=str)
+def test_what_is_stored_has_the_size_that_was_said(code):
+    numbers, peaks = quantise(torch.randn(2, 3, 5, 64), code)
+    assert numbers.shape == (2, 3, 5, code.stored(64)) and numbers.dtype == code.dtype
+    assert peaks.shape == (2, 3, 5, code.peaks(64)) and peaks.dtype == torch.bfloat16
+    assert are_levels(numbers, code)
+
+
+def test_int8_is_rounding_to_a_127th_of_the_largest():
+    x = torch.tensor([[1.0, -0.5, 0.2501, 0.0]])
+    numbers, peaks = quantise(x, FORMATS["int8"].keys)
+    assert peaks.tolist() == [[1.0]]
+    assert numbers.tolist() == [[127, -64, 32, 0]]  # 63.5 goes to the even neighbour
+    assert not are_levels(torch.tensor([[-128]], dtype=torch.int8), FORMATS["int8"].keys)
+    assert math.isclose(float(steps(peaks, FORMATS["int8"].keys)), 1 / 127, rel_tol=1e-6)
