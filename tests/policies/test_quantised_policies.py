@@ -79,6 +79,7 @@ def test_exact_slots_are_the_policy_itself():
         ("quantised(kcenter(16), slots=int5)", "slots can be int8", 0),
         ("quantised(kcenter(16), newest=-1)", "0 or more", 0),
         ("quantised(streaming_llm(16))", r"newest=64\) quantises those older", 0),
+        ("quantised(streaming_llm(16), newest=12)", "take a smaller newest", 0),
         ("quantised(dense)", "has no limit", 0),
         ("quantised(recompute(16))", "caches nothing", 0),
         ("quantised(recent(4) | heavy(4):int8)", "says by itself", 0),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from roundings import close, largest, off, within
 from torch import Tensor
 
-from weir.cache.layer import layout
+from weir.cache.layer import laid_out
 from weir.cache.layer.fold import Folding
 from weir.cache.layer.spec import LayerSpec
 from weir.policies.grammar import policy
@@ -210,7 +210,7 @@ def test_a_thousand_folds_cost_a_survivor_no_more_precision_than_one(dtype):
     slab.position[..., :2] = torch.tensor([0, 1])
     for folds in range(1, 1001):
         run = 2 + 4 * folds
-        folding.roll(slab, layout(spec.pipe, [2, 3]), torch.tensor([run + 3]))
+        folding.roll(slab, laid_out(spec.pipe, [2, 3]), torch.tensor([run + 3]))
     assert torch.equal(slab.masters, sinks)
     by = torch.tensor([[[run - 2, run - 2]]])
     assert torch.equal(slab.keys[:, :, :2], rotary().move(sinks, by))

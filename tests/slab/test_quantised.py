@@ -80,6 +80,28 @@ def test_what_is_stored_has_the_size_that_was_said(code):
     assert are_levels(numbers, code)
 
 
+def test_k8v4_has_two_numbers_to_a_byte_and_a_peak_for_each_32():
+    code = FORMATS["k8v4"].values
+    x = torch.zeros(1, 64)
+    x[0, :3], x[0, 33:36] = torch.tensor([7.0, -3.0, 2.4]), torch.tensor([-1.4, 0.65, 0.0])
+    numbers, peaks = quantise(x, code)
+    assert numbers.shape == (1, 32)
+    assert torch.equal(peaks, torch.tensor([[7.0, 1.4]]).bfloat16())
+    assert numbers[0, :4].tolist() == [15 | 8 << 4, 5 | 1 << 4, 10 | 11 << 4, 8 | 8 << 4]
+    assert not are_levels(torch.zeros(1, 32, dtype=torch.uint8), code)  # -8 is no level
+    assert "heads of 48" in FORMATS["k8v4"].wrong(64, 48)
+    assert FORMATS["k8v4"].wrong(48, 64) is None
+
+
+def test_fp8_is_what_pytorch_rounds_to():
+    code = FORMATS["fp8"].keys
+    x = torch.linspace(-1, 1, 64)[None]
+    numbers, peaks = quantise(x, code)
+    assert torch.equal(numbers.view(torch.float8_e4m3fn), (x * 448).to(torch.float8_e4m3fn))
+    assert peaks.tolist() == [[1.0]]
+    assert not are_levels(torch.tensor([[0x7F]], dtype=torch.uint8), code)  # not a number
+
+
 def test_int8_is_rounding_to_a_127th_of_the_largest():
     x = torch.tensor([[1.0, -0.5, 0.2501, 0.0]])
     numbers, peaks = quantise(x, FORMATS["int8"].keys)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weir.cache.layer import Layer, LayerSpec, layout
+from weir.cache.layer import Layer, LayerSpec, laid_out
 from weir.errors import WeirError
 from weir.pools import WAITING
 
@@ -83,7 +83,7 @@ def pools_of(spec: LayerSpec, lengths: Sequence[int], end: int) -> Tensor:
         end: where slots in use end, with those that wait for a fold.
     """
     pools = torch.full((end,), len(spec.pipe.pools))
-    for pool, start in layout(spec.pipe, lengths).starts.items():
+    for pool, start in laid_out(spec.pipe, lengths).starts.items():
         pools[start : start + lengths[pool]] = pool
     return pools
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weir.cache.contents import pool_names, pools_of
-from weir.cache.layer import Layer, LayerSpec, layout
+from weir.cache.layer import Layer, LayerSpec, laid_out
 from weir.cache.layers import LayerPlan
 from weir.cache.state import RowState
 from weir.errors import WeirError
@@ -128,7 +128,7 @@ class LayerRow:
         cls, spec: LayerSpec, lengths: Sequence[int], waiting: int, *buffers: Tensor
     ) -> LayerRow:
         """Of a row's buffers `position`, `a` and `b`, what is in use."""
-        end = layout(spec.pipe, lengths).used + waiting
+        end = laid_out(spec.pipe, lengths).used + waiting
         return cls(spec, lengths, *(t[:, :end].cpu() for t in buffers))
 
 

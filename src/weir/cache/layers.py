@@ -78,7 +78,8 @@ def plan_layers(
         rolling: positions inside the cache, not in the stream.
 
     Raises:
-        WeirError: every layer slides over fewer tokens than the policy has slots.
+        WeirError: every layer slides over fewer tokens than the policy has slots, or the slots of
+            a layer cannot be quantised so.
     """
     limited = all(pipe.slots is not None for pipe in pipes)
     everywhere = facts.sliding is not None and limited
@@ -96,5 +97,9 @@ def plan_layers(
         draws = Draws(seed, index, first=layer.first_head)
         output = OutputProjection(facts.attentions[index], layer.heads)
         spec = LayerSpec(own, positions, chunk, draws, index, len(pipes), output)
+        if own.format is not None:
+            wrong = own.format.wrong(layer.heads.key_dim, layer.heads.value_dim)
+            if wrong is not None:
+                raise WeirError(f"layer {index} of this model has no such slots: {wrong}")
         plans.append(LayerPlan(spec, layer.heads))
     return plans

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weir.cache.layer import Layout, layout
+from weir.cache.layer import Layout, laid_out
 from weir.cache.layers import LayerPlan, three_axes
 from weir.cache.schema import FARTHEST, Kind, Wrong, list_of, optional, record, truth, whole
 from weir.errors import shown
@@ -112,7 +112,7 @@ def check_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[in
             raise Wrong(f"{name} is {list(its)} and must be {list(shape)}")
     slots = found["position"][0][2]
     alike = ("keys", "values", "a", "b", "mass", "mask", "numerator", "denominator", "frame")
-    lies = layout(plan.spec.pipe, lengths)
+    lies = laid_out(plan.spec.pipe, lengths)
     for name in (*alike, "span"):
         exact = lies.first if name in ("keys", "values") else 0
         if name in found and found[name][0][2] != slots - exact:
@@ -140,7 +140,7 @@ def check_numbers(
     """
     pipe, chunk = plan.spec.pipe, plan.spec.chunk
     lengths = facts["lengths"][plan.spec.index]
-    lies = layout(pipe, lengths)
+    lies = laid_out(pipe, lengths)
     used = lies.used
     ahead = origin + facts["seen"] - facts["waiting"]
     _check_positions(tensors["position"], lies, ahead, chunk, origin)

@@ -25,7 +25,7 @@ PolicyText = Annotated[str, typer.Option(help="A pipe or a named policy; see `we
 Chunk = Annotated[int, typer.Option(min=1, help="Tokens taken in between two folds.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of all random draws.")]
 SlotsName = Annotated[
-    str, typer.Option("--slots", help="How slots of the middle are held: exact or int8.")
+    str, typer.Option("--slots", help="How slots of the middle are held: exact, int8, k8v4 or fp8.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 

@@ -40,7 +40,8 @@ class Quantised(Policy):
             raise WeirError(f"newest tokens that stay exact are 0 or more, not {self.newest}")
         if isinstance(self.policy, Recompute):
             raise WeirError("recompute caches nothing, so there are no slots to quantise")
-        self.for_layer(0, 1)
+        if not self.for_layer(0, 1).coded:
+            raise WeirError(self._nothing)
         if not self.text:
             object.__setattr__(self, "text", f"quantised({self.policy}{self._how})")
 
@@ -48,6 +49,19 @@ class Quantised(Policy):
     def _how(self) -> str:
         newest = "" if self.newest is None else f", newest={self.newest}"
         return f", slots={self.slots}{newest}"
+
+    @property
+    def _nothing(self) -> str:
+        """Why it has no slots to quantise."""
+        if self.newest is not None:
+            return (
+                f"{self.policy} holds no tokens but the first and the newest {self.newest}, which "
+                "stay exact; take a smaller newest"
+            )
+        return (
+            f"all that {self.policy} holds are first and newest tokens, which stay exact; "
+            f"quantised({self.policy}, newest=64) quantises those older than the newest 64"
+        )
 
     @property
     def stands_for(self) -> str:
@@ -60,8 +74,7 @@ class Quantised(Policy):
         """The layer's pipe, and how its slots are written.
 
         Raises:
-            WeirError: it has no limit, says by itself how its slots are written, or has none but
-                such as stay exact.
+            WeirError: it has no limit, or says by itself how its slots are written.
         """
         pipe = self.policy.for_layer(layer, layers)
         if pipe.coded:
@@ -83,11 +96,6 @@ class Quantised(Policy):
                 if part:
                     pools.append(pool if part == size else pool.resized(part))
                     formats.append(form)
-        if not any(formats):
-            raise WeirError(
-                f"all that {self.policy} holds are first and newest tokens, which stay exact; "
-                f"quantised({self.policy}, newest=64) quantises those older than the newest 64"
-            )
         return Pipe(tuple(pools), formats=tuple(formats))
 
 

@@ -1,6 +1,7 @@
-"""Keys and values in 8 bits or 4: what is quantised, by how much it may be off, and back.
+"""Keys and values in 8 bits or 4: how they are written, by how much they may be off, and back.
 
-A vector x of a slot is written as whole numbers c and the largest number of the vector, its *peak*:
+A vector x of a slot is written as numbers c of few bits and the largest number of the vector, or of
+each group in it, its *peak*:
 
     step = peak / levels,  c = round(x / step),  read as c * step
 
@@ -23,7 +24,6 @@ from torch import Tensor
 
 PEAK = torch.bfloat16
 """The dtype of peaks: any number a model makes, in two bytes."""
-_LEAST = {torch.float16: 2.0**-14}
 _LARGEST = {torch.float16: 65280.0, torch.float64: torch.finfo(torch.bfloat16).max}
 """The largest number of bfloat16 that the dtype has too."""
 
@@ -33,26 +33,36 @@ class Code:
     """How the numbers of a vector are written.
 
     Attributes:
-        levels: the largest whole number; a step is a `levels`-th of the peak.
+        levels: the largest number there is; a step is a `levels`-th of the peak.
         dtype: of what is stored.
         bound: by how many steps a number may be off when it is read, before it is rounded to the
             dtype of the model.
+        group: so many numbers share a peak; None for all of a vector.
+        finest: how many steps the two closest levels are apart.
+        halves: two numbers to a byte: that at i and that at i + dim / 2.
     """
 
     levels: int
     dtype: torch.dtype
     bound: float
+    group: int | None = None
+    finest: float = 1.0
+    halves: bool = False
 
     def stored(self, dim: int) -> int:
         """How many numbers of `dtype` a vector of `dim` numbers takes."""
-        return dim
+        return dim // 2 if self.halves else dim
 
     def peaks(self, dim: int) -> int:
         """How many peaks it has."""
-        return 1
+        return 1 if self.group is None else dim // self.group
 
 
 INT8 = Code(127, torch.int8, 0.5)
+INT4 = Code(7, torch.uint8, 0.5, group=32, halves=True)
+FP8 = Code(448, torch.uint8, 16.0, finest=2.0**-9)
+"""4 bits of exponent and 3 of mantissa: off by a 16th of the number itself at most, and by less
+than a step below 16 steps. Stored as bytes, because hardly any operation takes the dtype."""
 
 
 @dataclass(frozen=True)
@@ -62,23 +72,32 @@ class Format:
     Attributes:
         name: as it stands in a policy behind a colon, `kcenter(64):int8`.
         keys, values: their codes.
-        about: what it is, in a line.
     """
 
     name: str
     keys: Code
     values: Code
-    about: str
+
+    def wrong(self, key_dim: int, value_dim: int) -> str | None:
+        """Why heads of such sizes cannot be written so; None if they can."""
+        for what, dim, code in (("keys", key_dim, self.keys), ("values", value_dim, self.values)):
+            if code.group is not None and dim % code.group:
+                return (
+                    f"{self.name} writes {what} in groups of {code.group} numbers, and heads of "
+                    f"{dim} cannot be so divided; take int8"
+                )
+        return None
 
 
 FORMATS: Mapping[str, Format] = {
-    it.name: it for it in (Format("int8", INT8, INT8, "keys and values in 8 bits"),)
+    it.name: it
+    for it in (Format("int8", INT8, INT8), Format("k8v4", INT8, INT4), Format("fp8", FP8, FP8))
 }
 """Every format by its name."""
 
 
 def quantise(x: Tensor, code: Code) -> tuple[Tensor, Tensor]:
-    """Vectors as whole numbers, each within `code.bound` steps.
+    """Vectors in steps, each number within `code.bound` of them.
 
     Args:
         x: finite numbers [..., dim].
@@ -87,12 +106,15 @@ def quantise(x: Tensor, code: Code) -> tuple[Tensor, Tensor]:
     Returns:
         The numbers [..., `code.stored(dim)`], and the peaks [..., `code.peaks(dim)`], bfloat16.
     """
-    wide = x.float()
-    largest = wide.abs().amax(dim=-1, keepdim=True)
-    low = _LEAST.get(x.dtype, 2.0**-100)
+    wide = x.float().unflatten(-1, (code.peaks(x.shape[-1]), -1))
+    largest = wide.abs().amax(dim=-1)
+    low = 2.0**-100
+    if x.dtype == torch.float16:
+        # Its smallest numbers are 2^-24 apart, and have to tell the closest levels from each other.
+        low = max(2.0**-14, 2.0**-22 * code.levels / code.finest)
     high = _LARGEST.get(x.dtype, torch.finfo(PEAK).max)
     peaks = largest.clamp(low, high).to(PEAK)
-    return _written(wide / steps(peaks, code), code), peaks
+    return _written((wide / steps(peaks, code)[..., None]).flatten(-2), code), peaks
 
 
 def steps(peaks: Tensor, code: Code) -> Tensor:
@@ -102,20 +124,29 @@ def steps(peaks: Tensor, code: Code) -> Tensor:
 
 def dequantise(numbers: Tensor, peaks: Tensor, code: Code, dtype: torch.dtype) -> Tensor:
     """Vectors as they are read, [..., dim] of a dtype; arguments as `quantise` returns them."""
-    return (read(numbers, code) * steps(peaks, code)).to(dtype)
+    levels = read(numbers, code).unflatten(-1, (peaks.shape[-1], -1))
+    return (levels * steps(peaks, code)[..., None]).flatten(-2).to(dtype)
 
 
 def read(numbers: Tensor, code: Code) -> Tensor:
-    """What is stored, as whole numbers [..., dim] in float32."""
+    """What is stored, in steps [..., dim], float32."""
+    if code.halves:
+        return torch.cat([numbers & 15, numbers >> 4], dim=-1).float() - 8
+    if code.dtype == torch.uint8:
+        return numbers.view(torch.float8_e4m3fn).float()
     return numbers.float()
 
 
 def are_levels(numbers: Tensor, code: Code) -> bool:
     """Whether all that is stored could have been written."""
-    levels = read(numbers, code)
-    return bool((levels.abs() <= code.levels).all())
+    return bool((read(numbers, code).abs() <= code.levels).all())
 
 
 def _written(levels: Tensor, code: Code) -> Tensor:
     """Numbers of steps, rounded to those there are and stored."""
-    return levels.round_().to(code.dtype)
+    if code.halves:
+        low, high = (levels.round() + 8).to(torch.uint8).chunk(2, dim=-1)
+        return low | high << 4
+    if code.dtype == torch.uint8:
+        return levels.to(torch.float8_e4m3fn).view(torch.uint8)
+    return levels.round().to(code.dtype)

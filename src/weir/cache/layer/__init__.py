@@ -4,7 +4,7 @@ from weir.cache.layer.axes import on_axes
 from weir.cache.layer.decode import DecodeSlots
 from weir.cache.layer.finite import RowsNotFinite
 from weir.cache.layer.layer import Layer
-from weir.cache.layer.layout import Layout, layout
+from weir.cache.layer.layout import Layout, laid_out
 from weir.cache.layer.plan import Piece, Plan, cut
 from weir.cache.layer.spec import LayerSpec
 
@@ -17,6 +17,6 @@ __all__ = [
     "Plan",
     "RowsNotFinite",
     "cut",
-    "layout",
+    "laid_out",
     "on_axes",
 ]

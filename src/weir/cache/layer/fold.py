@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weir.cache.layer.layout import Layout, layout
+from weir.cache.layer.layout import Layout, laid_out
 from weir.cache.layer.plan import Piece
 from weir.cache.layer.queries import last_queries, mass_from_tail, tail_of
 from weir.cache.layer.spec import LayerSpec
@@ -59,7 +59,7 @@ class Folding:
             groups.setdefault((tuple(lengths[row]), arrived, told), []).append(row)
         for (lengths_of, arrived, _), rows in groups.items():
             used = list(lengths_of)
-            end = layout(self.spec.pipe, used).used
+            end = laid_out(self.spec.pipe, used).used
             index = torch.tensor(rows, device=slab.keys.device)
             part = self._rows(slab, rows, index)
             if arrivals is not None:
@@ -148,7 +148,7 @@ class Folding:
         Looks at nothing but where tokens stand: all else waits until a pool asks.
         """
         spec = self.spec
-        lies = layout(spec.pipe, lengths)
+        lies = laid_out(spec.pipe, lengths)
         whole = slab.run(lies.first, lies.used)
         if lies.coded:
             front, run = slab.run(lies.first, lies.front), slab.run(lies.front, lies.used)
@@ -177,7 +177,7 @@ class Folding:
         `ahead` [batch] is each row's next place in the stream, `clock` [batch] that on three axes.
         """
         pipe, chunk = self.spec.pipe, self.spec.chunk
-        before = layout(pipe, lengths)
+        before = laid_out(pipe, lengths)
         held: list[Slots] = [new] * len(before.order)
         for pool, start in before.starts.items():
             view = slab.front if pool in pipe.front else slab.run
@@ -185,7 +185,7 @@ class Folding:
         states = self._states(slab)
         kept = pipe.fold(held, new, fold, states)
         self._remember_states(slab, states)
-        after = layout(pipe, [len(slots) for slots in kept])
+        after = laid_out(pipe, [len(slots) for slots in kept])
         moves = []
         for pool, start in after.starts.items():
             slots = kept[pool]

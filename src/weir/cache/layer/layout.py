@@ -40,7 +40,7 @@ class Layout:
         return self.coded - self.coded_front + self.used - self.front
 
 
-def layout(pipe: Pipe, lengths: Sequence[int]) -> Layout:
+def laid_out(pipe: Pipe, lengths: Sequence[int]) -> Layout:
     """The layout of a row whose pools have so many slots in use."""
     first = pipe.coded_slots
     exact = [pool for pool in (*pipe.front, *pipe.run) if pool not in pipe.coded]
