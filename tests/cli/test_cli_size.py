@@ -202,3 +202,18 @@ def test_a_model_that_cannot_be_served_has_no_size(capsys, tmp_path):
     ended = run(capsys, "size", path)
     assert (ended.code, ended.out) == (1, "")
     assert "gpt2" in ended.err
+
+
+def test_quantised_slots_count(capsys, model):
+    policy = "sink(4) | recent(8) | kcenter(8)"
+    exact, int8 = (
+        facts_of(capsys, model, "--policy", policy, "--slots", slots) for slots in ("exact", "int8")
+    )
+    assert exact["policy"] == policy
+    assert int8["policy"] == f"quantised({policy}, slots=int8)"
+    assert int8["stream_bytes"] < exact["stream_bytes"]
+    assert int8["step_bytes"]["each_stream"] < exact["step_bytes"]["each_stream"]
+    ended = run(capsys, "size", model, "--policy", policy, "--slots", "int7")
+    assert ended.code == 1 and "slots can be int8 or k8v4 or fp8, not 'int7'" in ended.err
+    ended = run(capsys, "size", model, "--policy", policy, "--slots", "k8v4")
+    assert ended.code == 1 and "in groups of 32 numbers" in ended.err

@@ -39,10 +39,10 @@ def test_cells_are_all_combinations_in_order():
     assert grid.cells[0].the_task().tokens == 100
 
 
-def test_all_is_every_named_policy_but_the_oracle_and_the_wrapper():
+def test_all_is_every_named_policy_but_the_oracle_and_the_wrappers():
     grid = make_grid(["nano"], "ppl", "all, recompute", budgets=[128])
     names = [cell.policy.partition("(")[0] for cell in grid.cells]
-    assert sorted(names) == sorted(set(NAMED) - {"pyramid"})
+    assert sorted(names) == sorted(set(NAMED) - {"pyramid", "quantised"})
     assert names[-1] == "recompute"
 
 
@@ -121,3 +121,17 @@ def test_budgets_may_be_bytes_and_every_policy_has_the_largest_that_fits():
         make_grid(["nano"], "recall", "h2o", memory=[300_000])
     with pytest.raises(WeirError, match="leave out the memory or the protocol"):
         make_grid(["nano"], "needle", "h2o", paper="balancekv", memory=[900_000])
+
+
+def test_quantised_policies_have_the_budgets_of_those_inside():
+    cells = make_grid(
+        ["nano"], "recall", "kcenter, h2o(budget=20)", budgets=[64], slots="int8"
+    ).cells
+    assert [(cell.policy, cell.budget) for cell in cells] == [
+        ("quantised(kcenter(budget=64), slots=int8)", 64),
+        ("quantised(h2o(budget=20), slots=int8)", None),
+    ]
+    (cell,) = make_grid(["nano"], "recall", "quantised(h2o, newest=4)", memory=[900_000]).cells
+    assert cell.policy == f"quantised(h2o(budget={cell.budget}), newest=4)"
+    with pytest.raises(WeirError, match="first and newest tokens"):
+        make_grid(["nano"], "recall", "streaming_llm", budgets=[64], slots="int8")

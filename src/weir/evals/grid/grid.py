@@ -24,7 +24,7 @@ from weir.policies import EXACT, NAMED, policy_of, with_slots
 
 EVERY = "all"
 NOT_IN_EVERY = {"recompute", "pyramid", "quantised"}
-"""Named policies that `all` leaves out: the slow oracle, and one that is built around another."""
+"""Named policies that `all` leaves out: the slow oracle, and those built around another."""
 
 
 @dataclass(frozen=True)
