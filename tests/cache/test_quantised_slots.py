@@ -89,7 +89,7 @@ def _of_head(held: Any, row: int, head: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("pipe", "positions"), zip(PIPES, cycle(["rolling", "rolling", "original"]), strict=False)
+    ("pipe", "positions"), list(zip(PIPES, cycle(["rolling", "rolling", "original"]), strict=False))
 )
 def test_slots_lie_elsewhere_and_nothing_else_differs(llama, ids, lossless, pipe, positions):
     text, sizes = ids(2, 90), [1, 37, *[1] * 12, 40]
