@@ -14,7 +14,6 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import tomllib
 import venv
@@ -224,7 +223,7 @@ ELSEWHERE = {"kvpress", "triton"}
 @pytest.fixture(scope="module")
 def probed(place: Path) -> dict[str, Any]:
     """What `PROBE` found in the environment, with the core's dependencies beside it."""
-    paths = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    paths = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     asked = json.dumps(paths), json.dumps([*EXTRAS, *ELSEWHERE])
     said = done(place / "bin" / "python", "-I", "-c", PROBE, *asked)
     found: dict[str, Any] = json.loads(said.splitlines()[-1])
