@@ -62,7 +62,8 @@ def called(text: str) -> Called | None:
     # A parameter that is not the policy's makes it the pool of that name.
     if not set(names) <= set(bare.parameters):
         return None
-    return replace(bare, given={n: it.value for n, it in zip(names, call.arguments, strict=True)})
+    values = [it.value.text if isinstance(it.value, Written) else it.value for it in call.arguments]
+    return replace(bare, given=dict(zip(names, values, strict=True)))
 
 
 NUMBER = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
@@ -86,6 +87,17 @@ class Call:
     at: int
     arguments: list[Argument]
     inside: str = ""
+
+
+class Written(typing.NamedTuple):
+    """Calls with a bar between them, as they were read, each with the format of its slots; their
+    text, and where it begins.
+    """
+
+    calls: list[Call]
+    formats: list[str]
+    text: str
+    at: int
 
 
 class Argument(typing.NamedTuple):
@@ -124,23 +136,31 @@ class Parser:
 
     def part(self) -> Policy:
         """The policy that begins here, up to where it ends."""
+        return self._made(self._written())
+
+    def _written(self) -> Written:
+        """The calls that begin here, up to where they end; nothing is made of them yet."""
         start = self.at
         calls, formats = [self.call()], [self._format()]
         while self.take("|"):
             calls.append(self.call())
             formats.append(self._format())
-        written = self.text[start : self.at].strip()
-        if len(calls) == 1 and _is_named(calls[0]) and not formats[0]:
-            made: Policy = self.make(calls[0], NAMED[calls[0].name].make)
+        return Written(calls, formats, self.text[start : self.at].strip(), start)
+
+    def _made(self, part: Written) -> Policy:
+        """The policy that calls stand for."""
+        first = part.calls[0]
+        if len(part.calls) == 1 and _is_named(first) and not part.formats[0]:
+            made: Policy = self.make(first, NAMED[first.name].make)
             assert made.called is not None
-            return made.as_written(written, replace(made.called, arguments=calls[0].inside))
+            return made.as_written(part.text, replace(made.called, arguments=first.inside))
         pools: list[Pool] = []
-        for call in calls:
+        for call in part.calls:
             pools.append(self._pool(call, tuple(pools)))
         try:
-            return Pipe(tuple(pools), written, tuple(formats))
+            return Pipe(tuple(pools), part.text, tuple(part.formats))
         except WeirError as error:
-            raise self.wrong(str(error), start) from None
+            raise self.wrong(str(error), part.at) from None
 
     def _format(self) -> str:
         """How the slots of the pool before are quantised; "" where nothing is said."""
@@ -183,8 +203,7 @@ class Parser:
                 raise self.wrong(problem, at, list(parameters))
             if name in given:
                 raise self.wrong(f"{call.name} is given {name!r} twice", at)
-            if isinstance(value, str) and Policy in typing.get_args(wanted[name]):
-                value = Parser(self.text, value_at).part()
+            value = self._meant(value, wanted[name], value_at)
             try:
                 given[name] = taken(call.name, name, value, wanted[name])
             except WeirError as error:
@@ -198,6 +217,25 @@ class Parser:
             raise
         except WeirError as error:
             raise self.wrong(str(error), call.at) from None
+
+    def _meant(self, value: Any, hint: Any, at: int) -> Any:
+        """What a parameter is given: the pool or the policy that was written, or what it says.
+
+        Args:
+            value: as it was read.
+            hint: the parameter's annotation.
+            at: where the value begins.
+        """
+        if hint is Pool and isinstance(value, str | Written):
+            part = value if isinstance(value, Written) else Parser(self.text, at)._written()
+            if len(part.calls) > 1:
+                raise self.wrong("expected one pool, not a pipe of several", at)
+            if part.formats[0]:
+                raise self.wrong("the slots are those of the pool around it, and so is a format", at)
+            return self._pool(part.calls[0], ())
+        if isinstance(value, str) and Policy in typing.get_args(hint):
+            return Parser(self.text, at).part()
+        return self._made(value) if isinstance(value, Written) else value
 
     def call(self) -> Call:
         """The call that begins here."""
@@ -227,7 +265,7 @@ class Parser:
         return Argument(None, self.value(), at, at)
 
     def value(self) -> Any:
-        """The value that begins here: a number, true, false, none, a word or a policy."""
+        """The value that begins here: a number, true, false, none, a word, or what is `Written`."""
         self._skip()
         at = self.at
         if (word := WORD.match(self.text, at)) is not None:
@@ -250,14 +288,14 @@ class Parser:
             raise self.wrong("no number here can be this large", at)
         return value if re.search(r"[.eE]", written) else int(value)
 
-    def _inner(self) -> Policy:
-        """A policy that is the value of an argument."""
+    def _inner(self) -> Written:
+        """A policy or a pool that is the value of an argument: what is asked for says which."""
         if self.depth == DEEPEST:
             raise self.wrong("a policy this deep inside others takes no policy itself")
         self.depth += 1
-        made = self.part()
+        part = self._written()
         self.depth -= 1
-        return made
+        return part
 
     def _word(self, what: str) -> tuple[str, int]:
         self._skip()

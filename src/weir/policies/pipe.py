@@ -204,9 +204,10 @@ def _written(pool: Pool, alone: bool = False) -> str:
     words = []
     for place, f in enumerate(fields(cast(Any, pool))):
         value = getattr(pool, f.name)
+        text = _written(value) if isinstance(value, Pool) else written(value)
         if place == 0:
             name = f"{f.name}=" if alone and pool.name in NAMED else ""
-            words.append(f"{name}{written(value)}")
+            words.append(f"{name}{text}")
         elif value != f.default:
-            words.append(f"{f.name}={written(value)}")
+            words.append(f"{f.name}={text}")
     return f"{pool.name}({', '.join(words)})"

@@ -1,12 +1,14 @@
 """A pool whose rule is a score: where there are too many tokens, those of the highest score stay.
 
-The base of `heavy` and `snap`, and of any pool that can say of each token how much it matters: such
-a pool is its parameters and one method, `score`. Knows nothing about what a score is made of.
+The base of `heavy` and `snap`, of the scores in `weir.pools.scores`, and of any pool that can say
+of each token how much it matters: such a pool is its parameters and one method, `score`. Knows
+nothing about what a score is made of.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, cast
 
@@ -16,6 +18,9 @@ from torch import Tensor
 from weir.errors import WeirError
 from weir.pools.base import Fold, Pool, split
 from weir.slab import Slots
+
+Choose = Callable[[int, Slots, tuple[Tensor, ...]], Tensor]
+"""(how many, of which tokens, by which scores) -> who stays [batch, kv_heads, slots], bool."""
 
 
 class Ranked(Pool):
@@ -64,13 +69,21 @@ class Ranked(Pool):
         Scores do not change within a fold, so evicting all that is too many at once leaves what
         evicting one after each arrival would.
         """
+        return self.fold_by(_best, held, new, fold)
+
+    def fold_by(self, choose: Choose, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
+        """A fold in which another rule chooses by the scores, as whole spans are (`Chunks`)."""
         both = fold.in_order(held, new)
-        if len(both) <= self.slots():
-            return split(both, both.held)
-        score = self.score(both, fold)
+        return split(both, self.stays(choose, both, fold))
+
+    def stays(self, choose: Choose, slots: Slots, fold: Fold) -> Tensor:
+        """Who stays [batch, kv_heads, slots], bool; all while there is room."""
+        if len(slots) <= self.slots():
+            return slots.held
+        score = self.score(slots, fold)
         scores = score if isinstance(score, tuple) else (score,)
-        self._check_scores(scores, both)
-        return split(both, highest(self.slots(), both.held, *scores))
+        self._check_scores(scores, slots)
+        return choose(self.slots(), slots, scores)
 
 
 def _no_score(it: object, slots: Slots) -> str | None:
@@ -84,6 +97,11 @@ def _no_score(it: object, slots: Slots) -> str | None:
     if bool((it.isnan() & slots.held).any()):
         return "it is not a number for some tokens"
     return None
+
+
+def _best(n: int, slots: Slots, scores: tuple[Tensor, ...]) -> Tensor:
+    """The `n` tokens of the highest scores, as `Choose`."""
+    return highest(n, slots.held, *scores)
 
 
 def highest(n: int, among: Tensor, *scores: Tensor) -> Tensor:
