@@ -25,6 +25,7 @@ PAGES = {
     "balancekv": ("balancekv",),
     "snapkv": ("snapkv",),
     "pyramidkv": ("pyramidkv", "pyramid"),
+    "scores": ("tova", "keydiff", "keyformer", "lacache"),
 }
 pages = pytest.mark.parametrize("page", PAGES)
 

@@ -29,7 +29,7 @@ from weir.policies.library import (
 from weir.policies.pipe import Pipe, Policy
 from weir.policies.recompute import Recompute
 from weir.policies.registry import NAMED
-from weir.pools import POOLS, Fold, Pool, Recent, Sink, SubGen, pool
+from weir.pools import POOLS, Fold, Heavy, KNorm, Pool, Recent, Sink, SubGen, Tova, pool
 from weir.pools.parameters import hints
 from weir.slab.slots import Slots
 
@@ -145,6 +145,7 @@ OF_KIND = {
     float: st.floats(0, 9, allow_nan=False),
     str: st.sampled_from(["auto", "pairs", "authors", "paper", "shared", "flat", "separate"]),
     type(None): st.none(),
+    Pool: st.sampled_from([Heavy(30), KNorm(12), Tova(9)]),
     Policy: st.sampled_from([window(300), h2o(300), uniform(300), Pipe((SubGen(9, 9),))]),
 }
 

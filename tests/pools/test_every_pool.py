@@ -52,6 +52,29 @@ PIPES = {
     ],
     "outliers": ["recent(4) | outliers(6, over=4, dilate=1)"],
     "snap": ["snap(12, window=4, kernel=3)", "snap(12, window=4, average=true)"],
+    "knorm": ["recent(4) | knorm(6)"],
+    "keydiff": ["sink(2) | recent(4) | keydiff(6)"],
+    "curdkv": ["recent(4) | curdkv(6)", "recent(4) | curdkv(6, window=none)"],
+    "lagkv": ["recent(8) | lagkv(6, lag=3)", "lagkv(9, lag=2)"],
+    "tova": ["tova(8)", "sink(2) | recent(4) | heavy(3) | tova(6, per_head=true)"],
+    "scissorhands": ["recent(4) | scissorhands(6, window=9)"],
+    "keyformer": ["recent(4) | keyformer(6, over=40)"],
+    "rkv": ["rkv(9, window=3, kernel=3)", "recent(4) | rkv(6)"],
+    "critical": ["recent(4) | critical(6, window=5)"],
+    "caote": ["recent(4) | caote(6, window=5)"],
+    "vase": ["recent(4) | vase(6, wide=2)", "recent(4) | vase(6, window=3, kernel=1)"],
+    "qfilters": ["recent(4) | qfilters(6)"],
+    "expected": [
+        "recent(4) | expected(6)",
+        "recent(4) | expected(6, covariance=false, floor=0.02)",
+    ],
+    "tri": ["recent(4) | tri(6)"],
+    "chunks": [
+        "recent(4) | chunks(knorm(9), size=3)",
+        "recent(4) | chunks(keyformer(9), size=4)",
+        "recent(4) | heavy(3) | chunks(snap(9, window=2), size=2)",
+    ],
+    "ladder": ["sink(2) | ladder(8)", "recent(4) | ladder(9, keep=2, of=5)"],
 }
 EVERY = [text for texts in PIPES.values() for text in texts]
 SHARED = [text for text in EVERY if not policy(text).two_weights]
@@ -205,6 +228,22 @@ TOO_SMALL = {
     "balance": "recent(4) | balance(3)",
     "outliers": "recent(4) | outliers(0)",
     "snap": "snap(32, window=32)",
+    "knorm": "recent(4) | knorm(0)",
+    "keydiff": "recent(4) | keydiff(0)",
+    "curdkv": "recent(4) | curdkv(0)",
+    "lagkv": "recent(4) | lagkv(8, lag=8)",
+    "tova": "recent(4) | tova(0)",
+    "scissorhands": "recent(4) | scissorhands(0)",
+    "keyformer": "recent(4) | keyformer(0)",
+    "rkv": "recent(4) | rkv(0)",
+    "critical": "recent(4) | critical(0)",
+    "caote": "recent(4) | caote(0)",
+    "vase": "recent(4) | vase(0)",
+    "qfilters": "recent(4) | qfilters(0)",
+    "expected": "recent(4) | expected(0)",
+    "tri": "recent(4) | tri(0)",
+    "chunks": "recent(4) | chunks(knorm(3), size=4)",
+    "ladder": "recent(4) | ladder(1)",
 }
 
 

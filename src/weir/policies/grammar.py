@@ -231,7 +231,7 @@ class Parser:
             if len(part.calls) > 1:
                 raise self.wrong("expected one pool, not a pipe of several", at)
             if part.formats[0]:
-                raise self.wrong("the slots are those of the pool around it, and so is a format", at)
+                raise self.wrong("a format is said behind the pool around this one", at)
             return self._pool(part.calls[0], ())
         if isinstance(value, str) and Policy in typing.get_args(hint):
             return Parser(self.text, at).part()

@@ -17,6 +17,9 @@ from weir.pools import (
     Heavy,
     Hive,
     KCenter,
+    KeyDiff,
+    Keyformer,
+    Ladder,
     Outliers,
     Pool,
     Recent,
@@ -24,6 +27,7 @@ from weir.pools import (
     Sink,
     Snap,
     SubGen,
+    Tova,
     Uniform,
     best_window,
 )
@@ -222,6 +226,58 @@ def snapkv(budget: int = 256, window: int = 32, kernel: int = 7, average: bool =
     voted on once. Parameters are the pool's.
     """
     return Pipe((Snap(budget, window, kernel, average),))
+
+
+@named(
+    "Oren et al. 2024, TOVA: Transformers are Multi-State RNNs",
+    pipe="tova(n=256)",
+)
+def tova(budget: int = 256) -> Policy:
+    """Keep the tokens that the last query attends to most, the same in all heads of a layer."""
+    return Pipe((Tova(budget),))
+
+
+@named(
+    "Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction",
+    pipe="keydiff(n=256)",
+)
+def keydiff(budget: int = 256) -> Policy:
+    """Keep the tokens whose keys differ most from the average direction, the newest among them."""
+    return Pipe((KeyDiff(budget),))
+
+
+@named(
+    "Adnan et al. 2024, Keyformer: KV Cache Reduction through Key Tokens Selection",
+    pipe="recent(76) | keyformer(180)",
+)
+def keyformer(budget: int = 256) -> Policy:
+    """Keep the newest tokens, three tenths, and the others with the most noisy attention."""
+    if budget < 2:
+        raise WeirError(
+            f"keyformer splits its budget between recent tokens and key tokens, at least 1 each, "
+            f"so it needs 2 slots or more, not {budget}"
+        )
+    recent = max(1, 3 * budget // 10)
+    return Pipe((Recent(recent), Keyformer(budget - recent)))
+
+
+@named(
+    "Shi et al. 2025, LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling",
+    pipe="sink(4) | recent(64) | ladder(188)",
+)
+def lacache(budget: int = 256, sinks: int = 4, keep: int = 1, of: int = 2) -> Policy:
+    """Keep the first tokens, a quarter of newest ones, and of the older ever fewer by layer.
+
+    The other parameters are the ladder's.
+    """
+    recent = max(1, budget // 4)
+    n = budget - sinks - recent
+    if n < of:
+        raise WeirError(
+            f"a budget of {budget} leaves no room for a group of {of} beside {sinks} sinks and "
+            f"{recent} recent tokens"
+        )
+    return Pipe((*ends(sinks, recent), Ladder(n, keep, of)))
 
 
 @named(

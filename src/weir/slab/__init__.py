@@ -13,7 +13,7 @@ from weir.slab.attention import (
     two_weight_kernel,
 )
 from weir.slab.coded import Coded, coded_in
-from weir.slab.positions import Alibi, LayerPositions, Rotary, packed, rolled, rotation_tables
+from weir.slab.positions import Alibi, LayerPositions, Rotary, Turn, packed, rolled, rotation_tables
 from weir.slab.quantised import FORMATS, Format
 from weir.slab.slab import Slab, longer, merge_groups, put_lines, slot_lines
 from weir.slab.slots import EMPTY, Slots, pick
@@ -33,6 +33,7 @@ __all__ = [
     "Slab",
     "SlabSpec",
     "Slots",
+    "Turn",
     "attention_mass",
     "attention_shares",
     "coded_in",

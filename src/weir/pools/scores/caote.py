@@ -1,0 +1,56 @@
+"""Whoever is missed least goes: the exact error that attention makes without one token.
+
+CAOTE (Goel et al. 2025, "CAOTE: KV Cache Selection for LLMs via Attention Output Error-Based Token
+Eviction", arXiv:2504.14051), section 3: without token i the other weights grow by 1 / (1 - a_i),
+so that the output o moves by a_i / (1 - a_i) |o - v_i|.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weir.pools.base import Fold
+from weir.pools.ranked import Ranked
+from weir.pools.registry import pool
+from weir.pools.scores.attended import attended, check_window
+from weir.slab import Slots
+
+
+@pool("caote")
+@dataclass(frozen=True)
+class Caote(Ranked):
+    """Keep the tokens without which the output would move most, each KV head its own.
+
+    The error is that of each of the last queries, over all that it sees, with the tokens of other
+    pools among it; its mean over them and the query heads of the group decides. With `window=1` it
+    is the paper's on top of TOVA.
+
+    Attributes:
+        n: how many tokens are kept.
+        window: how many of the last queries are asked.
+    """
+
+    n: int
+    window: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_window("caote", self.window)
+
+    @property
+    def needs_queries(self) -> int:
+        """The window's."""
+        return self.window
+
+    def score(self, slots: Slots, fold: Fold) -> Tensor:
+        """The mean error without each token [batch, kv_heads, slots], float32."""
+        assert fold.read is not None
+        share = attended(slots, fold, self.window)
+        output = fold.read.answers[:, :, :, -self.window :]
+        group = output.shape[2]
+        away = torch.cdist(output.flatten(2, 3), slots.values.float()).unflatten(2, (group, -1))
+        rest = (1 - share).clamp_min(torch.finfo(share.dtype).eps)
+        return (share / rest * away).mean(dim=(2, 3))

@@ -1,0 +1,125 @@
+"""Whole spans stay: tokens that lie together are kept together, or go together.
+
+ChunkKV (Liu et al. 2025, "ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-
+Context LLM Inference", arXiv:2502.00299), Algorithm 1: any score of tokens is averaged over spans
+of the text, and the spans of the highest average stay whole, so that what is kept can still be
+read. A span is so many places of the stream, counted from its beginning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from weir.errors import WeirError
+from weir.pools.base import Fold, Pool
+from weir.pools.ranked import Ranked, highest
+from weir.pools.registry import pool
+from weir.slab import Slots
+
+
+@pool("chunks")
+@dataclass(frozen=True)
+class Chunks(Pool):
+    """Keep whole spans by the average of another pool's score, each KV head its own.
+
+    The average is over those of its tokens that are there. Slots that the last whole span leaves go
+    to the best tokens of the next best. A token whose score is infinite stays before all spans, and
+    counts nothing in them.
+
+    Attributes:
+        pool: one that keeps tokens by a score, with as many slots as it says.
+        size: how many places of the stream a span has; 10 in the paper, 20 in kvpress.
+    """
+
+    pool: Pool
+    size: int = 10
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pool, Ranked):
+            raise WeirError(
+                "chunks goes around a pool that keeps tokens by a score, as in "
+                f"chunks(heavy(64), size=8), and {self.pool.name} is none"
+            )
+        if not 1 <= self.size <= self.pool.slots():
+            raise WeirError(
+                f"a span of chunks has 1 place to as many as there are slots, {self.pool.slots()}, "
+                f"not {self.size}"
+            )
+
+    @property
+    def ranked(self) -> Ranked:
+        """The pool that scores."""
+        assert isinstance(self.pool, Ranked)
+        return self.pool
+
+    @property
+    def needs_mass(self) -> bool:
+        """As the pool that scores."""
+        return self.pool.needs_mass
+
+    @property
+    def needs_queries(self) -> int:
+        """As the pool that scores."""
+        return self.pool.needs_queries
+
+    @property
+    def needs_marks(self) -> bool:
+        """As the pool that scores."""
+        return self.pool.needs_marks
+
+    def check(self, before: tuple[Pool, ...]) -> None:
+        """Refuse what the pool that scores refuses."""
+        self.pool.check(before)
+
+    def state(self, like: Slots) -> dict[str, Tensor]:
+        """What the pool that scores remembers."""
+        return self.pool.state(like)
+
+    def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
+        """Why tensors cannot be what it remembers; see `Pool.wrong_state`."""
+        return self.pool.wrong_state(state, held, ahead)
+
+    def slots(self) -> int:
+        """As many as the pool that scores."""
+        return self.ranked.slots()
+
+    def fixed(self, before: tuple[Pool, ...]) -> int:
+        """As many as of the pool that scores."""
+        return self.pool.fixed(before)
+
+    def resized(self, slots: int) -> Pool:
+        """The same around a pool of another size."""
+        return replace(self, pool=self.pool.resized(slots))
+
+    def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
+        """As the pool would fold, had it counted spans."""
+        return self.ranked.fold_by(partial(whole_spans, self.size, fold.origin), held, new, fold)
+
+
+def whole_spans(size: int, origin: int, n: int, slots: Slots, scores: tuple[Tensor, ...]) -> Tensor:
+    """The `n` tokens of the best spans [batch, kv_heads, slots], bool.
+
+    Args:
+        size: places of a span.
+        origin: where the first begins.
+        n: how many tokens, at most.
+        slots: from the oldest on.
+        scores: of their tokens; the first is averaged, and within a span the others decide too.
+    """
+    first = scores[0].double()
+    counts = slots.held & first.isfinite()
+    # Places rise along the slots; an empty slot among them parts no span.
+    span = ((slots.position - origin) // size).masked_fill(~slots.held, -1).cummax(dim=2).values
+    begins = torch.ones_like(slots.held)
+    begins[:, :, 1:] = span[:, :, 1:] != span[:, :, :-1]
+    number = begins.cumsum(dim=2) - 1
+    total = torch.zeros_like(first).scatter_add_(2, number, first.masked_fill(~counts, 0.0))
+    members = torch.zeros_like(first).scatter_add_(2, number, counts.double())
+    average = (total / members).gather(2, number)
+    average = first.where(~counts, average)
+    # Spans of the same average are told apart by their age, or their tokens would be mixed.
+    return highest(n, slots.held, average, -number.double(), *scores)

@@ -1,0 +1,63 @@
+"""Half by attention, half by what attention brings to the output.
+
+CriticalKV (Feng et al. 2025, "Identify Critical KV Cache in LLM Inference from an Output
+Perturbation Perspective", arXiv:2502.03805), Algorithm 1: the first half of the slots goes to the
+tokens with the most attention; the second to those whose attention times the length of their value
+behind the output projection is the largest, which bounds how far the output moves without them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weir.errors import WeirError
+from weir.pools.base import Fold
+from weir.pools.ranked import Ranked, highest
+from weir.pools.registry import pool
+from weir.pools.scores.attended import attended, check_share, check_window
+from weir.slab import Slots
+
+
+@pool("critical")
+@dataclass(frozen=True)
+class Critical(Ranked):
+    """Keep tokens by attention, then by attention times |W_o v|, each KV head its own.
+
+    Attention is the mean over the last queries and the query heads of the group, and so is the
+    length of the projected value. The paper's length is the sum of sizes, here it is Euclid's: of a
+    layer's output projection that much is known. Where it is not, it is the value's own.
+
+    Attributes:
+        n: how many tokens are kept.
+        window: how many of the last queries are asked.
+        first: what share of the slots attention alone decides about.
+        floor: added to attention in the second half, so that large values are not lost sight of.
+    """
+
+    n: int
+    window: int = 32
+    first: float = 0.5
+    floor: float = 1e-4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_window("critical", self.window)
+        check_share("critical", "first", self.first)
+        if not 0 <= self.floor < torch.inf:
+            raise WeirError(f"floor of critical is added to shares, 0 or more, not {self.floor:g}")
+
+    @property
+    def needs_queries(self) -> int:
+        """The window's."""
+        return self.window
+
+    def score(self, slots: Slots, fold: Fold) -> Tensor:
+        """Attention times length; `inf` for the first half [batch, kv_heads, slots]."""
+        assert fold.read is not None
+        attention = attended(slots, fold, self.window).mean(dim=(2, 3))
+        length = fold.read.lengths(slots.values).mean(dim=2)
+        best = highest(int(self.n * self.first), slots.held, attention)
+        return ((attention + self.floor) * length).masked_fill(best, torch.inf)

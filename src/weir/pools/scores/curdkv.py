@@ -1,0 +1,67 @@
+"""Large keys and values stay: statistical leverage, as CUR decompositions choose their rows.
+
+CurDKV (Sengupta et al. 2025, "Value-Guided KV Compression for LLMs via Approximated CUR
+Decomposition", arXiv:2509.15038), Algorithm 1: rows of K and of V are worth their leverage scores,
+approximated by squared lengths; the product of both, each a share of its neighbourhood, ranks the
+tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weir.errors import WeirError
+from weir.pools.base import Fold
+from weir.pools.ranked import Ranked
+from weir.pools.registry import pool
+from weir.slab import Slots
+
+
+@pool("curdkv")
+@dataclass(frozen=True)
+class CurDKV(Ranked):
+    """Keep the tokens with the largest leverage, |k|^2 |v|^2, each KV head its own.
+
+    Attributes:
+        n: how many tokens are kept.
+        window: squared lengths are shares of those of so many tokens that lie together, counted
+            from the oldest on, so that no stretch of the stream outweighs all others; none for
+            shares of all.
+    """
+
+    n: int
+    window: int | None = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window is not None and self.window < 2:
+            raise WeirError(
+                f"the share of a token in a window of {self.window} says nothing; give curdkv a "
+                "window of 2 or more, 16 as its authors, or none"
+            )
+
+    def score(self, slots: Slots, fold: Fold) -> Tensor:
+        """The product of both shares [batch, kv_heads, slots], float64."""
+        held = slots.held
+        number = (held.cumsum(dim=2) - 1).clamp_min(0)
+        window = number // self.window if self.window is not None else torch.zeros_like(number)
+        keys, values = (
+            _shares(t.double().square().sum(dim=-1).masked_fill(~held, 0.0), window)
+            for t in (slots.keys, slots.values)
+        )
+        return keys * values
+
+
+def _shares(size: Tensor, window: Tensor) -> Tensor:
+    """What part of its window's sum each size is; nothing of nothing is 0.
+
+    Args:
+        size: not negative [batch, kv_heads, n].
+        window: the number of each one's window, from 0 on, same shape, int64.
+    """
+    # In double precision a sum does not depend on its order, which is any on a GPU.
+    total = torch.zeros_like(size).scatter_add_(2, window, size).gather(2, window)
+    return (size / total).masked_fill(total == 0, 0.0)

@@ -1,0 +1,80 @@
+"""The attention that is to be expected: of queries like the last ones, at the next places.
+
+Expected Attention (Devoto et al. 2025, "Expected Attention: KV Cache Compression by Estimating
+Attention from Future Queries Distribution", arXiv:2510.00636), section 3: queries without their
+rotation are taken for Gaussian, with the mean and covariance of those that were; with R the mean
+rotation over the next places, the expected e^logit of a key k is
+e^(k'R mu scale + k'R Sigma R'k scale^2 / 2); its share, times the value's length, is the score.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weir.errors import WeirError
+from weir.pools.base import Fold
+from weir.pools.ranked import Ranked
+from weir.pools.registry import pool
+from weir.pools.scores.attended import check_window, keys_as_read
+from weir.pools.scores.future import check_ahead, last_unrotated, mean_turn, turned_back
+from weir.slab import Slots
+
+
+@pool("expected")
+@dataclass(frozen=True)
+class Expected(Ranked):
+    """Keep the tokens with the most attention to be expected, times |v|, each KV head its own.
+
+    Attention is expected of each query head of the group, as a share of the tokens that the pool
+    holds and that arrive, and averaged. Capping of logits is not expected; linear biases are.
+
+    Attributes:
+        n: how many tokens are kept.
+        ahead: over how many next places; 512 in the authors' code.
+        queries: from how many of the last queries mean and covariance are.
+        covariance: whether it counts, or the mean alone.
+        floor: added to shares, so that large values are not lost sight of; 0.02 at most in the
+            authors' runs.
+    """
+
+    n: int
+    ahead: int = 64
+    queries: int = 64
+    covariance: bool = True
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ahead("expected", self.ahead)
+        check_window("expected", self.queries)
+        if not 0 <= self.floor < torch.inf:
+            raise WeirError(f"floor of expected is added to shares, 0 or more, not {self.floor:g}")
+
+    @property
+    def needs_queries(self) -> int:
+        """Those that mean and covariance are from."""
+        return self.queries
+
+    def score(self, slots: Slots, fold: Fold) -> Tensor:
+        """Expected share times length of the value [batch, kv_heads, slots], float32."""
+        queries, there = last_unrotated(fold, self.queries)
+        count = there.sum(dim=1).clamp_min(1)[:, None, None, None].float()
+        mean = queries.sum(dim=3) / count
+        keys = turned_back(keys_as_read(slots, fold), mean_turn(fold, range(self.ahead)))
+        scale = fold.form.scale
+        logits = scale * mean @ keys.mT
+        if self.covariance:
+            away = (queries - mean[:, :, :, None]) * there[:, None, None, :, None]
+            # k' Sigma k is the mean square of k along the queries' deviations.
+            along = (away @ keys.mT[:, :, None]).square().sum(dim=3)
+            logits = logits + scale**2 / 2 * along / count
+        if fold.alibi is not None:
+            assert fold.read is not None
+            place = fold.read.places(slots)
+            bias = fold.alibi.bias(place, place.shape[1], 0, fold.next[:, None, None])
+            logits = logits + bias[:, :, :, 0]
+        share = logits.masked_fill(~slots.held[:, :, None], -torch.inf).softmax(dim=-1).mean(dim=2)
+        return (share + self.floor) * slots.values.float().norm(dim=-1)

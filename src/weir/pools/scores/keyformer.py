@@ -1,0 +1,90 @@
+"""Noisy, softened attention is added up: who might have mattered stays as well.
+
+Keyformer (Adnan et al. 2024, "Keyformer: KV Cache Reduction through Key Tokens Selection for
+Efficient Generative Inference", arXiv:2403.09054), section 3.3 and Algorithm 1: a token's score is
+the sum over all queries of softmax((logit + Gumbel noise) / tau). Dropping tokens sharpens the
+softmax of those that are left; noise and a temperature that rises from 1 to 2 over the text make up
+for it. The newest tokens are kept beside (`recent`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weir.errors import WeirError
+from weir.pools.base import Fold
+from weir.pools.registry import pool
+from weir.pools.scores.attended import check_window, logits
+from weir.pools.scores.vase import gumbel
+from weir.pools.tallied import Tallied
+from weir.slab import Slots
+
+READ = "read"
+"""What the place behind the last query that was counted is called in `Fold.state`."""
+
+
+@pool("keyformer")
+@dataclass(frozen=True)
+class Keyformer(Tallied):
+    """Keep the tokens with the largest sum of noisy attention, each KV head its own.
+
+    Each query counts once, for the tokens that are in the pool or arrive when it is folded; the
+    softmax is over those that it sees, and summed over the query heads of the group.
+
+    Attributes:
+        n: how many tokens are kept.
+        hot: the temperature in the end.
+        over: how many tokens of the stream it takes to get there from 1.
+        window: how many queries can be counted at a fold; with a chunk of more tokens, the last.
+    """
+
+    n: int
+    hot: float = 2.0
+    over: int = 4096
+    window: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.hot < torch.inf:
+            raise WeirError(
+                "hot of keyformer is the temperature in the end, which rises from 1, so 1 or more, "
+                f"not {self.hot:g}"
+            )
+        if self.over < 1:
+            raise WeirError(
+                f"the temperature of keyformer rises over 1 token or more, not {self.over}"
+            )
+        check_window("keyformer", self.window)
+
+    @property
+    def needs_queries(self) -> int:
+        """The window's."""
+        return self.window
+
+    def state(self, like: Slots) -> dict[str, Tensor]:
+        """The sums, and the place behind the last query counted [batch, kv_heads, 1], int64."""
+        batch, heads = like.position.shape[:2]
+        return {**super().state(like), READ: like.position.new_zeros(batch, heads, 1)}
+
+    def tally(self, slots: Slots, before: Tensor, fold: Fold) -> Tensor:
+        """The sums with the queries since the last fold [batch, kv_heads, slots], float32."""
+        assert fold.read is not None
+        place = fold.read.query_positions[:, None, -self.window :]
+        fresh = (place >= fold.state[READ]) & (place >= fold.origin)
+        fold.state[READ] = fold.next[:, None, None].expand_as(fold.state[READ]).contiguous()
+        rise = ((place - fold.origin) / self.over).clamp(max=1.0)
+        tau = (1 + (self.hot - 1) * rise)[:, :, None, :, None]
+        asked = logits(slots, fold, self.window)
+        noisy = (asked + self._noise(slots, fold, place, asked.shape[2])) / tau
+        # A query that sees none of them gives them nothing.
+        share = noisy.softmax(dim=-1).nan_to_num(nan=0.0) * fresh[:, :, None, :, None]
+        return before + share.sum(dim=(2, 3)).float()
+
+    def _noise(self, slots: Slots, fold: Fold, place: Tensor, group: int) -> Tensor:
+        """A number for each query head, query and token [batch, kv_heads, group, n, slots]."""
+        heads = torch.arange(group, device=place.device).view(-1, 1, 1, 1, 1)
+        index = place.permute(2, 0, 1)[..., None] * group + heads
+        return gumbel(fold.draws.uniform(0, slots.position, index)).permute(2, 3, 0, 1, 4)

@@ -1,0 +1,95 @@
+"""Old tokens are thinned out, other ones in each layer: together the layers remember twice as far.
+
+LaCache (Shi et al. 2025, "LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling of
+Large Language Models", arXiv:2507.14204), section 3, and its released code: when there are too many
+tokens, those of a group of neighbours go but for a few, and which few moves on with the layer, like
+the rungs of a ladder. Groups are thinned from the oldest on; when the newest were, it begins again
+with the oldest, which are farther and farther apart. No key is looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from weir.errors import WeirError
+from weir.pools.base import Fold, Pool, split
+from weir.pools.registry import pool
+from weir.slab import Slots
+
+RUNG = "rung"
+"""How many of the oldest tokens are thinned in this round is called so in `Fold.state`."""
+
+
+@pool("ladder")
+@dataclass(frozen=True)
+class Ladder(Pool):
+    """Keep some of every few neighbours, other ones in each layer, ever fewer the older they are.
+
+    Attributes:
+        n: how many tokens are kept.
+        keep: how many of a group stay. In LaCache's words the span is `keep / of` of the layers.
+        of: how many neighbours a group has.
+    """
+
+    n: int
+    keep: int = 1
+    of: int = 2
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.keep < self.of:
+            raise WeirError(
+                f"ladder keeps some of a group and not all, 1 to {self.of - 1} of {self.of}, not "
+                f"{self.keep}"
+            )
+        if self.n < self.of:
+            raise WeirError(
+                f"ladder needs a slot for each token of a group, {self.of} or more, not {self.n}"
+            )
+
+    def slots(self) -> int:
+        """As many as it was given."""
+        return self.n
+
+    def state(self, like: Slots) -> dict[str, Tensor]:
+        """How many of the oldest are thinned in this round [batch, kv_heads, 1], int64."""
+        batch, heads = like.position.shape[:2]
+        return {RUNG: like.position.new_zeros(batch, heads, 1)}
+
+    def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
+        """Why tensors cannot be its state; see `Pool.wrong_state`."""
+        rung = state[RUNG]
+        wrong = bool(((rung < 0) | (rung > self.n)).any())
+        return f"{RUNG} is not the number of one of its slots" if wrong else None
+
+    def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
+        """Thin until all have room; what stays and what flows on lie from the oldest on."""
+        both = fold.in_order(held, new)
+        stays, rung = both.held, fold.state[RUNG]
+        offset = fold.draws.layer % (self.of - self.keep + 1)
+        while bool((stays.sum(dim=2) > self.n).any()):
+            stays, rung = self._thinned(stays, rung, offset)
+        fold.state[RUNG] = rung
+        return split(both, stays)
+
+    def _thinned(self, stays: Tensor, rung: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+        """Who is left after as many groups as need be, or as there are in this round; and the rung.
+
+        Args:
+            stays: who is left so far [batch, kv_heads, slots], bool.
+            rung: how many of the oldest of them are thinned [batch, kv_heads, 1], int64.
+            offset: of those that stay, in a group.
+        """
+        count = stays.sum(dim=2, keepdim=True)
+        drop = self.of - self.keep
+        groups = ((count - self.n).clamp_min(0) + drop - 1) // drop
+        groups = groups.minimum((count - rung) // self.of)
+        behind = stays.cumsum(dim=2) - 1 - rung
+        inside = (behind >= 0) & (behind < groups * self.of)
+        place = behind % self.of - offset
+        rung = rung + groups * self.keep
+        # A round ends where no whole group is left; who has room waits where they are.
+        count = count - groups * drop
+        over = (count > self.n) & (count - rung < self.of)
+        return stays & ~(inside & ((place < 0) | (place >= self.keep))), rung.where(~over, 0)

@@ -1,0 +1,63 @@
+"""Keys along the one direction that all queries share stay.
+
+Q-Filters (Godey et al. 2025, "Q-Filters: Leveraging QK Geometry for Efficient KV Cache
+Compression", arXiv:2503.02812), section 3: the queries of a head share one direction, the first
+right singular vector of their matrix, turned so that they point along it. How far a key points
+along it says, on average over queries, how much attention it gets. Of a group's heads, the mean
+direction counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weir.pools.base import Fold
+from weir.pools.ranked import Ranked
+from weir.pools.registry import pool
+from weir.pools.scores.attended import check_window, keys_as_read
+from weir.pools.scores.future import last_unrotated, mean_turn, turned_back
+from weir.slab import Slots
+
+
+@pool("qfilters")
+@dataclass(frozen=True)
+class QFilters(Ranked):
+    """Keep the tokens whose keys point along the queries' common direction, each KV head its own.
+
+    The authors take the direction from queries of a few texts, at their places, once and for all;
+    here it is that of the last queries without rotation, asked at the next place.
+
+    Attributes:
+        n: how many tokens are kept.
+        queries: from how many of the last queries the direction is.
+    """
+
+    n: int
+    queries: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_window("qfilters", self.queries)
+
+    @property
+    def needs_queries(self) -> int:
+        """Those that the direction is from."""
+        return self.queries
+
+    def score(self, slots: Slots, fold: Fold) -> Tensor:
+        """How far each key points along the direction [batch, kv_heads, slots], float64."""
+        queries, _ = last_unrotated(fold, self.queries)
+        filters = common_direction(queries.double()).mean(dim=2)
+        keys = turned_back(keys_as_read(slots, fold), mean_turn(fold, [0]))
+        return (keys.double() @ filters[..., None])[..., 0]
+
+
+def common_direction(queries: Tensor) -> Tensor:
+    """The first right singular vector of queries [..., n, dim], towards them [..., dim]."""
+    _, vectors = torch.linalg.eigh(queries.mT @ queries)
+    first = vectors[..., -1]
+    along = (queries @ first[..., None]).sum(dim=-2)
+    return first * torch.where(along < 0, -1.0, 1.0)

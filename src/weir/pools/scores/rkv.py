@@ -1,0 +1,115 @@
+"""Important tokens stay, unless a newer one says the same.
+
+R-KV (Cai et al. 2025, "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models",
+arXiv:2505.24133), section 3, and its released code: a token's attention from the last queries,
+pooled over its neighbours, is weighed against how alike its key is to all others on average. Of
+tokens that are alike, the newest is not held to be redundant by the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weir.errors import WeirError
+from weir.pools.base import Fold
+from weir.pools.ranked import Ranked, pooled
+from weir.pools.registry import pool
+from weir.pools.scores.attended import (
+    check_kernel,
+    check_share,
+    check_window,
+    keys_as_read,
+    logits,
+)
+from weir.slab import Slots
+
+ROWS = 512
+"""Keys compared with all others at once."""
+
+
+@pool("rkv")
+@dataclass(frozen=True)
+class RKV(Ranked):
+    """Keep tokens by weight * attention - (1 - weight) * redundancy, each KV head its own.
+
+    Both are shares that sum to 1 over the tokens. Keys are compared as attention reads them. The
+    tokens of the last `window` queries stay, those that come here.
+
+    Attributes:
+        n: how many tokens are kept.
+        window: how many of the last queries are asked, and stay.
+        kernel: over how many neighbouring places of the stream attention is pooled, its largest;
+            odd.
+        weight: of attention; 0.1 in the paper.
+        alike: from which cosine on a newer token stands in for an older one.
+    """
+
+    n: int
+    window: int = 8
+    kernel: int = 7
+    weight: float = 0.1
+    alike: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_window("rkv", self.window)
+        check_kernel("rkv", self.kernel)
+        check_share("rkv", "weight", self.weight)
+        if not -1 <= self.alike <= 1:
+            raise WeirError(f"alike of rkv is a cosine, from -1 to 1, not {self.alike:g}")
+
+    @property
+    def needs_queries(self) -> int:
+        """The window's."""
+        return self.window
+
+    def score(self, slots: Slots, fold: Fold) -> Tensor:
+        """Attention less redundancy [batch, kv_heads, slots], float64."""
+        inside = slots.position >= fold.next[:, None, None] - self.window
+        others = slots.held & ~inside
+        attention = pooled(
+            self._attention(slots, fold, others), slots.position, self.kernel, average=False
+        )
+        redundancy = redundant(keys_as_read(slots, fold), slots.held, self.alike)
+        score = self.weight * attention - (1 - self.weight) * redundancy
+        return score.masked_fill(inside, torch.inf)
+
+    def _attention(self, slots: Slots, fold: Fold, among: Tensor) -> Tensor:
+        """The softmax of the largest logit in the group, over the tokens `among`, by query.
+
+        Returns:
+            The mean over the window [batch, kv_heads, slots]; 0 for all other tokens.
+        """
+        largest = logits(slots, fold, self.window).amax(dim=2)
+        largest = largest.masked_fill(~among[:, :, None], -torch.inf)
+        # A query that sees none of them has no say.
+        return largest.softmax(dim=-1).nan_to_num(nan=0.0).mean(dim=2)
+
+
+def redundant(keys: Tensor, among: Tensor, alike: float) -> Tensor:
+    """How alike each key is to all others on average, as a softmax [batch, kv_heads, n], float64.
+
+    For each key, the newest other one that is at least so much `alike` is left out of what it says.
+
+    Args:
+        keys: from the oldest on [batch, kv_heads, n, key_dim], float32.
+        among: those that count [batch, kv_heads, n], bool.
+        alike: a cosine.
+    """
+    keys = F.normalize(keys, dim=-1).masked_fill(~among[..., None], 0.0)
+    place = torch.arange(keys.shape[2], device=keys.device)
+    total = keys.new_zeros(keys.shape[:3], dtype=torch.float64)
+    for start in range(0, keys.shape[2], ROWS):
+        these = slice(start, start + ROWS)
+        cosine = keys[:, :, these] @ keys.mT
+        itself = place[these, None] == place
+        there = among[:, :, these, None] & among[:, :, None] & ~itself
+        newest = torch.where(there & (cosine > alike), place, -1).amax(dim=-1, keepdim=True)
+        cosine = cosine.masked_fill(~there | (place == newest), 0.0)
+        total += cosine.double().sum(dim=2)
+    mean = total / among.sum(dim=2, keepdim=True).clamp_min(1)
+    return mean.masked_fill(~among, -torch.inf).softmax(dim=-1)

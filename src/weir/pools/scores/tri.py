@@ -1,0 +1,80 @@
+"""Each pair of a head's dimensions turns like the hand of a clock: who will be met by it stays.
+
+TriAttention (Mao et al. 2026, "TriAttention: Efficient Long Reasoning with Trigonometric KV
+Compression", arXiv:2604.04921) and its released code: before rotation, queries of a head lie close
+to a centre, so that the logit of a key at a distance is a sum of cosines, one for each frequency,
+with the mean query's amplitude and phase. It is averaged over distances that are to come; what the
+mean query leaves out, by how much queries are longer than their mean, times the key's length, is
+added. The best of the group's heads decides, after each was put on one scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weir.pools.base import Fold
+from weir.pools.ranked import Ranked
+from weir.pools.registry import pool
+from weir.pools.scores.attended import check_window, keys_as_read
+from weir.pools.scores.future import check_ahead, last_unrotated, mean_turn, turned_back
+from weir.slab import Slots
+
+
+@pool("tri")
+@dataclass(frozen=True)
+class Tri(Ranked):
+    """Keep the tokens that the mean query will meet, by a sum of cosines, each KV head its own.
+
+    Attributes:
+        n: how many tokens are kept.
+        ahead: distances grow by 1, 2, 4 and so on up to so many places; 65,536 in the authors'
+            code, where positions grow with the stream.
+        queries: from how many of the last queries the means are; calibrated by the authors.
+    """
+
+    n: int
+    ahead: int = 64
+    queries: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ahead("tri", self.ahead)
+        check_window("tri", self.queries)
+
+    @property
+    def needs_queries(self) -> int:
+        """Those that the means are from."""
+        return self.queries
+
+    def score(self, slots: Slots, fold: Fold) -> Tensor:
+        """The largest of the group's scores, in standard deviations [batch, kv_heads, slots]."""
+        queries, there = last_unrotated(fold, self.queries)
+        count = there.sum(dim=1).clamp_min(1)[:, None, None, None].float()
+        mean = queries.sum(dim=3) / count
+        # Distances count from the newest query, one in front of the next place.
+        steps = [2**i - 1 for i in range(self.ahead.bit_length())]
+        turn = mean_turn(fold, steps)
+        keys = keys_as_read(slots, fold)
+        score = mean @ turned_back(keys, turn).mT
+        if turn is not None:
+            half = turn.cos.shape[-1]
+            longer = _lengths(queries, half).sum(dim=3) / count - _lengths(mean, half)
+            score = score + longer @ _lengths(keys, half).mT
+        return _scaled(score, slots.held[:, :, None]).amax(dim=2)
+
+
+def _lengths(x: Tensor, half: int) -> Tensor:
+    """How long each rotated pair of dimensions is [..., half]."""
+    return torch.hypot(x[..., :half], x[..., half : 2 * half])
+
+
+def _scaled(score: Tensor, among: Tensor) -> Tensor:
+    """Less their mean and divided by their standard deviation over the slots, by head."""
+    count = among.sum(dim=-1, keepdim=True).clamp_min(1)
+    score = score.masked_fill(~among, 0.0)
+    away = (score - score.sum(dim=-1, keepdim=True) / count).masked_fill(~among, 0.0)
+    spread = (away.square().sum(dim=-1, keepdim=True) / count).sqrt()
+    return away / spread.clamp_min(1e-6)

@@ -1,0 +1,78 @@
+"""Wide values stay for sure, the rest by a draw that attention weighs.
+
+VaSE (2026, "Value-aware Stochastic KV Cache Eviction", arXiv:2606.03928) and its released code:
+tokens whose values reach far, from their smallest to their largest entry, are a sink class of their
+own; without them reasoning collapses. They are kept; the other slots go to a sample without
+replacement, drawn anew at every eviction, each token as likely as its attention from the last
+queries, averaged over its neighbours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weir.errors import WeirError
+from weir.pools.base import Fold
+from weir.pools.ranked import Ranked, highest, pooled
+from weir.pools.registry import pool
+from weir.pools.scores.attended import attended, check_kernel, check_window
+from weir.slab import Slots
+
+LEAST = 1e-30
+"""No weight of a draw is smaller, so that those without attention are drawn last, by lot."""
+
+
+@pool("vase")
+@dataclass(frozen=True)
+class Vase(Ranked):
+    """Keep the tokens with the widest values, and a sample of the others, each KV head its own.
+
+    Attributes:
+        n: how many tokens are kept.
+        wide: how many of them for the range of their values; none for a tenth, as in the paper's
+            runs.
+        window: how many of the last queries are asked.
+        kernel: over how many neighbouring places of the stream attention is averaged; odd.
+    """
+
+    n: int
+    wide: int | None = None
+    window: int = 64
+    kernel: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.wide is not None and not 0 <= self.wide <= self.n:
+            raise WeirError(
+                f"wide of vase is how many of its {self.n} tokens stay for their values, from 0 to "
+                f"{self.n}, not {self.wide}"
+            )
+        check_window("vase", self.window)
+        check_kernel("vase", self.kernel)
+
+    @property
+    def needs_queries(self) -> int:
+        """The window's."""
+        return self.window
+
+    def score(self, slots: Slots, fold: Fold) -> Tensor:
+        """A random number that is larger the more attention; `inf` for wide values
+        [batch, kv_heads, slots], float64.
+        """
+        share = attended(slots, fold, self.window).mean(dim=(2, 3)).masked_fill(~slots.held, 0.0)
+        weight = pooled(share, slots.position, self.kernel, average=True)
+        reach = slots.values.float().amax(dim=-1) - slots.values.float().amin(dim=-1)
+        wide = self.n // 10 if self.wide is None else self.wide
+        # The largest of log w + Gumbel noise are a sample without replacement (Efraimidis and
+        # Spirakis 2006, by logarithms); a token's noise is another at every fold.
+        noise = gumbel(fold.draws.uniform(0, slots.position, fold.next[:, None, None]))
+        drawn = weight.clamp_min(LEAST).log() + noise
+        return drawn.masked_fill(highest(wide, slots.held, reach), torch.inf)
+
+
+def gumbel(u: Tensor) -> Tensor:
+    """Standard Gumbel numbers from uniform ones in [0, 1), float64."""
+    return -(-(u + 2.0**-54).log()).log()

@@ -1,0 +1,114 @@
+"""Which tokens NVIDIA's kvpress keeps, of tensors that the tests make again: scores.json.
+
+kvpress is not among weir's dependencies, and 0.5.4 wants a transformers older than weir does. In an
+environment of its own:
+
+    python -m venv kvpress-venv
+    kvpress-venv/bin/pip install torch==2.13.0 kvpress==0.5.4 "transformers<5.3"
+    PYTHONPATH=tests kvpress-venv/bin/python tests/data/kvpress/make_scores.py
+
+What it writes are facts: indices of tokens, and the versions that were asked.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from kvpress import (
+    ChunkKVPress,
+    CURPress,
+    ExpectedAttentionPress,
+    KeyDiffPress,
+    KnormPress,
+    LagKVPress,
+    QFilterPress,
+    SnapKVPress,
+    TOVAPress,
+)
+from reference.numbers import numbers
+
+TOKENS, HEADS, GROUP, DIM, KEPT = 96, 2, 2, 8, 40
+FREQUENCIES = [1.0, 0.3, 0.1, 0.03]
+
+
+def rotation(place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [1, places, DIM], half-split."""
+    angles = place[0, :, None].double() * torch.tensor(FREQUENCIES, dtype=torch.float64)
+    angles = torch.cat([angles, angles], dim=-1)[None]
+    return angles.cos().float(), angles.sin().float()
+
+
+def module(heads: int) -> Any:
+    """As much of an attention module as presses look at; its queries are the hidden states."""
+    return SimpleNamespace(
+        config=SimpleNamespace(num_attention_heads=heads * GROUP, num_key_value_heads=heads),
+        head_dim=DIM,
+        num_key_value_groups=GROUP,
+        layer_idx=0,
+        q_proj=lambda hidden: hidden,
+        rotary_emb=lambda like, place: rotation(place),
+    )
+
+
+def kept(press: Any, heads: int = HEADS, rotated: bool = False) -> list[list[int]]:
+    """The tokens a press keeps of the tensors of tests, by KV head."""
+    queries = 1.5 * numbers(1, TOKENS, heads, GROUP, DIM)
+    keys = 1.5 * numbers(2, 1, heads, TOKENS, DIM)
+    marks = torch.arange(TOKENS, dtype=torch.float32)[None, None, :, None].expand(1, heads, -1, DIM)
+    place = torch.arange(TOKENS)[None]
+    still = (torch.ones(1, TOKENS, DIM), torch.zeros(1, TOKENS, DIM))
+    given = {"position_embeddings": rotation(place) if rotated else still}
+    values = numbers(3, 1, heads, TOKENS, DIM)
+    hidden = queries.reshape(1, TOKENS, -1)
+    press.compression_ratio = 1 - (KEPT + 0.5) / TOKENS
+    if isinstance(press, ChunkKVPress):
+        # Chunks score what they are given and hand out keys; these say which are left.
+        scored = press.press.score
+        press.press.score = lambda *_: scored(module(heads), hidden, keys, values, None, given)
+        left, _ = press.compress(module(heads), hidden, marks, values, None, given)
+        return left[0, :, :, 0].long().sort(dim=-1).values.tolist()
+    score = press.score(module(heads), hidden, keys, values, None, given)
+    return score[0].topk(KEPT, dim=-1).indices.sort(dim=-1).values.tolist()
+
+
+def filters() -> torch.Tensor:
+    return numbers(4, 1, HEADS, DIM)
+
+
+def main() -> None:
+    direction = QFilterPress()
+    direction.q_filters = filters()
+    found = {
+        "versions": {name: version(name) for name in ("kvpress", "transformers", "torch")},
+        "tokens": TOKENS,
+        "kept": KEPT,
+        "frequencies": FREQUENCIES,
+        "knorm": kept(KnormPress()),
+        "keydiff": kept(KeyDiffPress()),
+        "lagkv": kept(LagKVPress(n_sink=0, lag_size=16, cross_scoring=True)),
+        "tova": kept(TOVAPress()),
+        "snap": kept(SnapKVPress(window_size=8, kernel_size=5)),
+        "curdkv": kept(CURPress(num_sinks=0, local_window_size=16)),
+        "curdkv whole": kept(CURPress(num_sinks=0, use_local_approximation=False)),
+        "qfilters": kept(direction),
+        "expected": kept(ExpectedAttentionPress(n_future_positions=16, n_sink=0), rotated=True),
+        "expected mean": kept(
+            ExpectedAttentionPress(
+                n_future_positions=64, n_sink=0, use_covariance=False, epsilon=0.02
+            ),
+            rotated=True,
+        ),
+        "chunks knorm": kept(ChunkKVPress(KnormPress(), chunk_length=8), heads=1),
+    }
+    path = Path(__file__).parent / "scores.json"
+    lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in found.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""The scores of the field: each is that of a naive loop, in a layer that reads a random stream."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from reference import scores as naive
+from reference.reading import frame_of
+from roundings import softmax_off
+from torch import Tensor
+
+from weir.cache.layer.layer import Layer
+from weir.cache.layer.spec import LayerSpec
+from weir.errors import WeirError
+from weir.policies.pipe import Pipe
+from weir.pools import (
+    RKV,
+    Caote,
+    Critical,
+    CurDKV,
+    Draws,
+    Expected,
+    Fold,
+    KeyDiff,
+    Keyformer,
+    KNorm,
+    LagKV,
+    Pool,
+    QFilters,
+    Ranked,
+    Recent,
+    Scissorhands,
+    Sink,
+    Tova,
+    Tri,
+    Vase,
+)
+from weir.pools.scores.vase import gumbel
+from weir.slab import Form, LayerPositions, Rotary, Slots
+
+DIM, VALUE, HEADS, GROUP, LENGTH, CHUNK = 8, 5, 2, 2, 60, 6
+FORM = Form(0.4, softcap=6.0)
+POSITIONS = LayerPositions(Rotary(torch.tensor([0.7, 0.11, 0.013]).double(), scaling=1.25))
+"""Six of eight dimensions turn."""
+OFF = softmax_off(DIM, 40)
+"""By how much of themselves shares of attention may be off: no logit is made of more than 40."""
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+Q = random(2, HEADS * GROUP, LENGTH, DIM)
+K, V = random(2, HEADS, LENGTH, DIM), random(2, HEADS, LENGTH, VALUE)
+
+
+@dataclass
+class Asked:
+    """One time that a pool was asked for scores."""
+
+    slots: Slots
+    fold: Fold
+    score: Tensor
+    whole: Tensor
+
+    def sights(self) -> list[tuple[naive.Sight, dict[int, float], int, int]]:
+        """What each row and head sees, the scores it was given, and which row and head it is."""
+        found = []
+        for row in range(2):
+            for head in range(HEADS):
+                mine = self.slots.position[row, head].tolist()
+                there = {p for p in self.whole[row, head].tolist() if p >= 0}
+                seen = int(self.fold.seen[row])
+                group = slice(head * GROUP, (head + 1) * GROUP)
+                sight = naive.Sight(
+                    [p for p in mine if p >= 0],
+                    frame_of(sorted(there), seen),
+                    Q[row, group].transpose(0, 1).tolist(),
+                    K[row, head].tolist(),
+                    V[row, head].tolist(),
+                    seen,
+                    head * GROUP,
+                    POSITIONS,
+                    FORM,
+                )
+                score = dict(zip(mine, self.score[row, head].tolist(), strict=True))
+                score.pop(-1, None)
+                found.append((sight, score, row, head))
+        return found
+
+
+def asked(pool: Ranked, monkeypatch: Any, front: tuple[Pool, ...] | None = None) -> list[Asked]:
+    """Every time that a pool is asked in a layer that reads the stream, in two forwards."""
+    every: list[Asked] = []
+    score = type(pool).score
+
+    def noted(self: Ranked, slots: Slots, fold: Fold) -> Any:
+        scores = score(self, slots, fold)
+        first = scores[0] if isinstance(scores, tuple) else scores
+        whole = fold.read.whole.position.clone()  # a view of the slab
+        every.append(Asked(slots.map(torch.clone), fold, first.clone(), whole))
+        return scores
+
+    monkeypatch.setattr(type(pool), "score", noted)
+    pipe = Pipe((*((Sink(2), Recent(9)) if front is None else front), pool))
+    layer = Layer(LayerSpec(pipe, POSITIONS, CHUNK, draws=Draws(3, layer=5)))
+    for start, stop in ((0, 23), (23, LENGTH)):
+        q, k, v = (t[:, :, start:stop] for t in (Q, K, V))
+        layer.feed(q, k, v, FORM, seen=start, waiting=start % CHUNK)
+    assert len(every) >= 5
+    return every
+
+
+def same(got: dict[int, float], wanted: dict[int, float], off: float = OFF) -> None:
+    """The same scores up to rounding, relative to the largest finite one."""
+    assert got.keys() == wanted.keys()
+    size = max((abs(x) for x in wanted.values() if math.isfinite(x)), default=0.0)
+    for place, score in wanted.items():
+        assert got[place] == pytest.approx(score, abs=off * size), place
+
+
+# Each score, with what says it naively of a sight.
+PLAIN: dict[str, tuple[Ranked, Callable[[naive.Sight], dict[int, float]]]] = {
+    "knorm": (KNorm(7), naive.knorm),
+    "keydiff": (KeyDiff(7), naive.keydiff),
+    "curdkv": (CurDKV(7, window=4), lambda s: naive.curdkv(s, 4)),
+    "curdkv whole": (CurDKV(7, window=None), lambda s: naive.curdkv(s, None)),
+    "tova": (Tova(7, per_head=True), lambda s: s.mean_share(1)),
+    "scissorhands": (Scissorhands(7, window=8), lambda s: naive.scissorhands(s, 8)),
+    "rkv": (RKV(7, window=12, kernel=3), lambda s: naive.rkv(s, 12, 3, 0.1, 0.5)),
+    "rkv alike": (
+        RKV(7, window=11, kernel=1, weight=0.4, alike=0.1),
+        lambda s: naive.rkv(s, 11, 1, 0.4, 0.1),
+    ),
+    "critical": (
+        Critical(7, window=6, first=0.6, floor=0.01),
+        lambda s: naive.critical(s, 6, 7, 0.6, 0.01),
+    ),
+    "caote": (Caote(7, window=6), lambda s: naive.caote(s, 6)),
+    "qfilters": (QFilters(7, queries=17), lambda s: naive.qfilters(s, 17)),
+    "expected": (
+        Expected(7, ahead=9, queries=12),
+        lambda s: naive.expected(s, 9, 12, True, 0.0),
+    ),
+    "expected mean": (
+        Expected(7, ahead=5, queries=40, covariance=False, floor=0.05),
+        lambda s: naive.expected(s, 5, 40, False, 0.05),
+    ),
+    "tri": (Tri(7, ahead=9, queries=12), lambda s: naive.tri(s, [1, 2, 4, 8], 12)),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_score_is_that_of_a_naive_loop(name, monkeypatch):
+    pool, twin = PLAIN[name]
+    for each in asked(pool, monkeypatch)[1::3]:
+        for sight, score, _, _ in each.sights()[::3]:
+            same(score, twin(sight))
+
+
+def test_tova_averages_over_the_heads_of_the_layer(monkeypatch):
+    for each in asked(Tova(7), monkeypatch)[::2]:
+        sights = each.sights()
+        for row in range(2):
+            heads = [s.mean_share(1) for s, _, its, _ in sights if its == row]
+            mean = {p: sum(h[p] for h in heads) / HEADS for p in heads[0]}
+            for _, score, its, _ in sights:
+                if its == row:
+                    same(score, mean)
+
+
+def test_lagkv_scores_a_token_once_by_the_stretch_behind_its_own(monkeypatch):
+    for front in ((Sink(2), Recent(9)), ()):
+        told: dict[tuple[int, int], dict[int, float]] = {}
+        lag = 3 if front else 4
+        for each in asked(LagKV(10, lag), monkeypatch, front):
+            for sight, score, row, head in each.sights():
+                known = {p: x for p, x in told.get((row, head), {}).items() if p in score}
+                wanted = naive.lagkv(sight, lag, known)
+                same(score, wanted)
+                told[row, head] = {p: x for p, x in wanted.items() if x < math.inf}
+        monkeypatch.undo()
+
+
+def test_keyformer_adds_up_what_each_query_gives_once_with_noise(monkeypatch):
+    pool = Keyformer(7, hot=3.0, over=40, window=CHUNK + 3)
+    told: dict[tuple[int, int], dict[int, float]] = {}
+
+    def noise(draws: Draws, head: int) -> Callable[..., float]:
+        def of(place: int, query: int, one: int) -> float:
+            where = torch.full((1, HEADS, 1), place)
+            return float(gumbel(draws.uniform(0, where, query * GROUP + one))[0, head, 0])
+
+        return of
+
+    # The first time it is asked, three folds were: what those told is not compared.
+    every = asked(pool, monkeypatch)
+    for each in every:
+        for sight, score, row, head in each.sights():
+            if (row, head) in told:
+                fresh = range(sight.seen - CHUNK, sight.seen)
+                wanted = naive.keyformer(
+                    sight, told[row, head], fresh, 3.0, 40, noise(each.fold.draws, head)
+                )
+                same(score, wanted)
+            told[row, head] = score
+
+
+def test_vase_keeps_wide_values_and_draws_the_rest_by_their_attention(monkeypatch):
+    for each in asked(Vase(7, wide=2, window=6, kernel=3), monkeypatch)[::3]:
+        drawn = each.fold.draws.uniform(0, each.slots.position, each.fold.next[:, None, None])
+        noise = gumbel(drawn)
+        for sight, score, row, head in each.sights():
+            place = each.slots.position[row, head].tolist()
+            its = dict(zip(place, noise[row, head].tolist(), strict=True))
+            same(score, naive.vase(sight, 6, 7, 2, 3, its))
+
+
+def test_a_draw_by_noisy_logarithms_is_one_without_replacement():
+    """Of three tokens weighing 1, 2 and 5, two are drawn one after the other, many times over."""
+    weight, times = torch.tensor([1.0, 2.0, 5.0]).double(), 20_000
+    place = torch.arange(3).expand(1, 1, 3)
+    index = torch.arange(times)[:, None, None]
+    noise = gumbel(Draws(1).uniform(0, place, index))[:, 0]
+    left_out = (weight.log() + noise).argmin(dim=-1).bincount(minlength=3) / times
+    for out in range(3):
+        first, second = (i for i in range(3) if i != out)
+        chance = sum(
+            float(weight[a] / 8 * weight[b] / (8 - weight[a]))
+            for a, b in ((first, second), (second, first))
+        )
+        deviation = math.sqrt(chance * (1 - chance) / times)
+        assert abs(float(left_out[out]) - chance) < 5 * deviation
+
+
+def test_gumbel_noise_makes_the_largest_logit_a_draw_from_the_softmax():
+    logits, times = torch.tensor([0.0, 1.0, 2.0]).double(), 20_000
+    u = Draws(2).uniform(0, torch.arange(3).expand(1, 1, 3), torch.arange(times)[:, None, None])
+    won = (logits + gumbel(u)[:, 0]).argmax(dim=-1).bincount(minlength=3) / times
+    for share, chance in zip(won.tolist(), logits.softmax(dim=0).tolist(), strict=True):
+        assert abs(share - chance) < 5 * math.sqrt(chance * (1 - chance) / times)
+
+
+# --- what is refused
+
+WRONG: list[tuple[Callable[[], Any], str]] = [
+    (lambda: CurDKV(8, window=1), "window of 2 or more"),
+    (lambda: LagKV(8, lag=1), "2 tokens or more, not 1"),
+    (lambda: Pipe((LagKV(8, lag=16),)), r"put recent\(32\) in front"),
+    (lambda: Scissorhands(8, window=0), "last query is asked in scissorhands, not the last 0"),
+    (lambda: Keyformer(8, hot=0.5), "hot of keyformer .* 1 or more, not 0.5"),
+    (lambda: Keyformer(8, hot=math.nan), "not nan"),
+    (lambda: Keyformer(8, over=0), "over 1 token or more, not 0"),
+    (lambda: RKV(8, kernel=4), "the kernel of rkv .* odd and at least 1, not 4"),
+    (lambda: RKV(8, weight=1.5), "weight of rkv is a share, from 0 to 1, not 1.5"),
+    (lambda: RKV(8, alike=-2.0), "alike of rkv is a cosine"),
+    (lambda: Critical(8, first=-0.1), "first of critical is a share"),
+    (lambda: Critical(8, floor=math.inf), "floor of critical is added to shares"),
+    (lambda: Caote(8, window=-1), "asked in caote, not the last -1"),
+    (lambda: Vase(8, wide=9), "from 0 to 8, not 9"),
+    (lambda: Vase(8, kernel=2), "the kernel of vase"),
+    (lambda: Expected(8, ahead=0), "expected looks 1 to 1,048,576 places ahead, not 0"),
+    (lambda: Expected(8, floor=-1.0), "floor of expected"),
+    (lambda: Expected(8, queries=0), "asked in expected"),
+    (lambda: Tri(8, ahead=-4), "tri looks 1 to"),
+    (lambda: QFilters(8, queries=0), "asked in qfilters"),
+    (lambda: Pipe((Recent(4), KNorm(4), Tova(4))), "behind knorm each has its own"),
+]
+
+
+@pytest.mark.parametrize("wrong", range(len(WRONG)))
+def test_a_parameter_out_of_range_is_refused_in_a_sentence(wrong):
+    make, reason = WRONG[wrong]
+    with pytest.raises(WeirError, match=reason) as refusal:
+        make()
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_tally_that_is_no_number_is_refused():
+    for pool in (Keyformer(4), LagKV(4, lag=2)):
+        state = {"tally": torch.tensor([[[1.0, math.nan]]])}
+        assert pool.wrong_state(state, 2, 9) == "tally is not finite"
+        assert pool.wrong_state({"tally": torch.ones(1, 1, 4)}, 2, 9) is None
+
+
+def test_scores_of_equal_keys_and_values_are_numbers():
+    """Nothing varies where everything is the same; `Ranked` would refuse what is no number."""
+    place = torch.arange(9).expand(1, 1, 9)
+    same_keys = torch.ones(1, 1, 9, 3)
+    zero = torch.zeros(1, 1, 9)
+    slots = Slots(same_keys, same_keys, zero, zero, place)
+    fold = Fold(Draws(0), torch.tensor([9]), Form(1.0))
+    for pool in (KNorm(4), KeyDiff(4), CurDKV(4), LagKV(7, lag=3)):
+        state = pool.state(slots.part(0, 0))
+        kept, _ = pool.fold(slots.part(0, 0), slots, replace(fold, state=state))
+        assert len(kept) == pool.slots()
