@@ -11,6 +11,8 @@ from anything import CITY, TAKES_TOOLS, random_desk
 from pydantic import BaseModel, Field
 from servers import CHATML, make_tokenizer, serving
 
+from weir.serve import Choice, Chooser
+
 
 def tool_of(name: str, parameters: dict = CITY) -> dict:
     return {"type": "function", "name": name, "parameters": parameters}
@@ -191,13 +193,12 @@ def spoken(server, monkeypatch, said: str) -> tuple[dict, list[dict]]:
     """A response whose answer is this text, and its events."""
     ids = server.desk.tokenizer(said)["input_ids"]
 
-    def choosing(self, logits):
-        from weir.serve.choosing import Choice
+    left = iter(ids)
 
-        at = self._said = getattr(self, "_said", -1) + 1
-        return Choice(ids[at], -1.0)
+    def chosen(self, token, logits, changed):
+        return Choice(next(left), -1.0)
 
-    monkeypatch.setattr("weir.serve.choosing.Chooser.choose", choosing)
+    monkeypatch.setattr(Chooser, "chosen", chosen)
     body = {
         "model": "small",
         "input": "Weather?",
