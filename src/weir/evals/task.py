@@ -92,9 +92,12 @@ class Task(ABC):
         name: what it is called.
         metrics: of what `run` returns, the figures to compare by and which way is better, the one
             that counts most first.
+        drawn: whether the seed decides what is asked; where it does not, and the policy draws
+            nothing either, one seed is as good as all.
     """
 
     name: ClassVar[str]
+    drawn: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, Better]]
 
     def settings(self) -> Sequence[Task]:

@@ -127,6 +127,11 @@ class Pool(ABC):
         return False
 
     @property
+    def has_chance(self) -> bool:
+        """Whether random numbers may decide what it keeps; where not, seeds change nothing."""
+        return True
+
+    @property
     def ends_pipe(self) -> bool:
         """Whether nothing flows on, because what it keeps is all that came, or stands for it."""
         return False

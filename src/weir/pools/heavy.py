@@ -35,6 +35,11 @@ class Heavy(Ranked):
 
     n: int
 
+    @property
+    def has_chance(self) -> bool:
+        """It draws nothing."""
+        return False
+
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """The attention each token has received."""
         assert slots.mass is not None

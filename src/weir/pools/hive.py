@@ -58,6 +58,11 @@ class Hive(Pool):
                 f"tokens; take a threshold of {self.stride} or more, or a smaller stride"
             )
 
+    @property
+    def has_chance(self) -> bool:
+        """It draws nothing."""
+        return False
+
     def slots(self) -> int:
         """The threshold: tokens that are one too many wait in the tail until the fold."""
         return self.threshold

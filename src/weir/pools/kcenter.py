@@ -42,6 +42,11 @@ class KCenter(Pool):
         if self.k < 1:
             raise WeirError(f"kcenter keeps at least 1 token, not {self.k}")
 
+    @property
+    def has_chance(self) -> bool:
+        """It draws nothing."""
+        return False
+
     def slots(self) -> int:
         """As many slots as there are centres."""
         return self.k

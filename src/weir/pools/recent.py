@@ -38,6 +38,11 @@ class Recent(Pool):
             raise WeirError("recent(none) can only follow pools that pass all tokens on in order")
 
     @property
+    def has_chance(self) -> bool:
+        """It draws nothing."""
+        return False
+
+    @property
     def ends_pipe(self) -> bool:
         """Without a limit nothing flows on."""
         return self.n is None

@@ -38,6 +38,11 @@ class Sink(Pool):
                 "sink keeps the first tokens of the stream, so it stands first in a pipe"
             )
 
+    @property
+    def has_chance(self) -> bool:
+        """It draws nothing."""
+        return False
+
     def slots(self) -> int:
         """As many slots as tokens are kept."""
         return self.n

@@ -73,6 +73,11 @@ class Snap(Ranked):
             )
 
     @property
+    def has_chance(self) -> bool:
+        """It draws nothing."""
+        return False
+
+    @property
     def needs_queries(self) -> int:
         """The window's."""
         return self.window

@@ -6,23 +6,25 @@ from dataclasses import replace
 
 import pytest
 
+import weir
 from weir.errors import WeirError
 from weir.evals.fitting import budget_in
 from weir.evals.grid.grid import Grid, make_grid
 from weir.models import skeleton
 from weir.policies.registry import NAMED
+from weir.pools import Draws
 
 
 def test_cells_are_all_combinations_in_order():
     grid = make_grid(
         ["nano", "other"],
-        "ppl(tokens=100), ppl(tokens=200)",
+        "recall(samples=1), recall(samples=2)",
         "dense, h2o, streaming_llm(sinks=1), recent(9)",
         budgets=[64, 128],
         seeds=[0, 7],
     )
     assert len(grid.cells) == 2 * 2 * (1 + 2 + 2 + 1) * 2
-    of_first = [cell for cell in grid.cells if cell.model == "nano" and "tokens=100," in cell.task]
+    of_first = [cell for cell in grid.cells if cell.model == "nano" and "samples=1," in cell.task]
     assert [(cell.policy, cell.budget, cell.seed) for cell in of_first] == [
         (policy, budget, seed)
         for policy, budget in [
@@ -36,7 +38,33 @@ def test_cells_are_all_combinations_in_order():
         for seed in (0, 7)
     ]
     assert [cell.model for cell in grid.cells[:24]] == ["nano"] * 24
-    assert grid.cells[0].the_task().tokens == 100
+    assert grid.cells[0].the_task().samples == 1
+
+
+def test_what_has_no_chance_in_it_is_run_with_the_first_seed_alone():
+    grid = make_grid(
+        ["nano"], "ppl, recall", "streaming_llm, kcenter, sink(4) | reservoir(8), recompute",
+        budgets=[64], seeds=[3, 4],
+    )  # fmt: skip
+    several = {(cell.task.partition("(")[0], cell.policy) for cell in grid.cells if cell.seed == 4}
+    assert ("ppl", "sink(4) | reservoir(8)") in several
+    assert ("ppl", "streaming_llm(budget=64)") not in several
+    assert ("ppl", "kcenter(budget=64)") not in several
+    assert len([cell for cell in grid.cells if cell.task.startswith("recall")]) == 8
+
+
+@pytest.mark.parametrize("name", ["sink", "recent", "kcenter", "hive", "heavy", "snap"])
+def test_a_pool_that_says_it_draws_nothing_draws_nothing(name, llama, ids, monkeypatch):
+    policy = weir.policy(f"sink(1) | {name}(34)" if name != "sink" else "sink(4) | recent(4)")
+    assert not any(pool.has_chance for pool in policy.for_layer(0, 1).pools)
+    assert weir.policy("sink(1) | reservoir(8)").for_layer(0, 1).pools[1].has_chance
+
+    def refuse(*given, **more):
+        raise AssertionError("it draws")
+
+    for method in ("uniform", "several", "of_layer"):
+        monkeypatch.setattr(Draws, method, refuse)
+    weir.Stream(llama, policy, chunk=4).feed(ids(1, 80))
 
 
 def test_all_is_every_named_policy_but_the_oracle_and_the_wrappers():

@@ -105,7 +105,7 @@ def make_grid(
         budgets: put into each policy that takes a budget and was written without.
         memory: the same in bytes of one stream's cache: for each model the largest budget that
             fits, within the model's window. No weights are loaded for that.
-        seeds: each cell is run with each.
+        seeds: each cell is run with each, but what has no chance in it with the first alone.
         paper: a protocol's name.
         chunk: tokens between two folds; by default the protocol's, or 64.
         positions: where there is no protocol.
@@ -117,6 +117,9 @@ def make_grid(
     for what, found in (("model", models), ("seed", seeds)):
         if not found:
             raise WeirError(f"an evaluation needs at least one {what}")
+    for seed, times in Counter(seeds).items():
+        if times > 1:
+            raise WeirError(f"the seed {seed} stands in this grid twice")
     rules = None if paper is None else protocol(paper)
     if rules is not None and rules.rate is not None and budgets:
         raise WeirError(
@@ -148,7 +151,7 @@ def make_grid(
         for setting in settings
         for written in _each(policies, slots)
         for sized, budget, room in _sized(shapes[model], written, budgets, memory, chunk)
-        for seed in seeds
+        for seed in (seeds if _has_chance(setting, sized) else seeds[:1])
     ]
     (twice, times), *_ = Counter(cells).most_common(1)
     if times > 1:
@@ -165,6 +168,18 @@ def _each(policies: str, slots: str) -> list[str]:
     words = [every if word.strip() == EVERY else word for word in policies.split(",")]
     found = read_policies(",".join(words))
     return found if slots == EXACT else [str(with_slots(policy_of(it), slots)) for it in found]
+
+
+def _has_chance(setting: str, policy: str) -> bool:
+    """Whether a seed can change what a task finds under a policy."""
+    (task,) = read_tasks(setting, TASKS)
+    if task.drawn:
+        return True
+    try:
+        pipe = policy_of(policy).for_layer(0, 1)
+    except WeirError:  # it has no budget yet, or no pools
+        return True
+    return any(pool.has_chance for pool in pipe.pools)
 
 
 Sized = tuple[str, int | None, int | None]

@@ -34,6 +34,7 @@ class Perplexity(Task):
     block: int = 1000
     start: str | None = None
 
+    drawn: ClassVar[bool] = False
     metrics: ClassVar[dict[str, Better]] = {"ppl": "lower"}
 
     def __post_init__(self) -> None:
