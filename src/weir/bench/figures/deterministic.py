@@ -66,7 +66,7 @@ class Answering(Contender):
             chooser = Chooser(Choosing(Sampling(temperature=0)))
             turn = Turn(str(row), None, ids.tolist(), MOST, frozenset(), chooser, Nobody())
             self._engine.submit(turn)
-        for _ in range(rows):  # a step reads one prompt
+        for _ in range(rows):  # a step reads one prompt or more
             self._engine.step()
 
     def step(self) -> None:
