@@ -70,7 +70,14 @@ def snap_fold(model: Any) -> Any:
         return (queries @ key * model.model.layers[at.layer].self_attn.scaling).tolist()
 
     sinks = [layer.view(2, 2).tolist() for layer in sinks_of(model)]
-    return snap_of(16, 4, 5, logits_of=logits_of, sinks_of=lambda at: sinks[at.layer][at.head])
+    return snap_of(
+        16,
+        4,
+        5,
+        logits_of=logits_of,
+        sinks_of=lambda at: sinks[at.layer][at.head],
+        others_of=lambda at: [],
+    )
 
 
 FOLDS = {

@@ -220,7 +220,10 @@ def test_a_model_reads_as_with_naive_pools(tall, ids, naive, twins, whole):
         key = at.rotate(token.key[None], [token.position])[0]
         return (queries @ key * tall.model.layers[at.layer].self_attn.scaling).tolist()
 
-    folds = [twins.pipe(snap_of(6 + n, 6, 5, logits_of=logits_of)) for n in (32, 23, 13, 4)]
+    folds = [
+        twins.pipe(snap_of(6 + n, 6, 5, logits_of=logits_of, others_of=lambda at: []))
+        for n in (32, 23, 13, 4)
+    ]
     twin = naive(tall, lambda held, new, at: folds[at.layer](held, new, at), 1, 5)
     stream = weir.Stream(tall, SMALL, chunk=5, prefill="full" if whole else "chunked")
     reads_as(stream, twin, ids(1, 130), whole)

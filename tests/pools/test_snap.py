@@ -23,7 +23,7 @@ from weir.cache.layer.plan import cut
 from weir.cache.layer.spec import LayerSpec
 from weir.errors import WeirError
 from weir.policies.pipe import Pipe
-from weir.pools import Fold, Recent, Sink, Snap
+from weir.pools import Fold, Reading, Recent, Sink, Snap
 from weir.pools.draws import Draws
 from weir.pools.ranked import pooled
 from weir.slab.attention import Form
@@ -51,6 +51,12 @@ class At:
     head: int
     seen: int
     queries: Any
+    others: list = field(default_factory=list)
+
+
+def others_of(at: Any) -> list:
+    """What the pools in front of the naive one hold."""
+    return at.others
 
 
 @dataclass
@@ -118,7 +124,7 @@ def logits_with(keys: dict, softcap: float | None = None, slopes: Any = None) ->
     """The logits of a group's queries for a token, from the keys of each (row, head)."""
 
     def logits_of(at: At, place: int, token: Token, queries: list) -> list[float]:
-        key, out = keys[at.row, at.head][token.position], []
+        key, out = keys[at.row, at.head][token.said], []
         for number, query in enumerate(queries):
             x = sum(a * b for a, b in zip(query, key, strict=True)) * SCALE
             x = x if softcap is None else math.tanh(x / softcap) * softcap
@@ -152,6 +158,7 @@ def check_against(
             for index, fold in enumerate(front):
                 pools[index], new = fold(pools[index], new)
                 assert stream.places(row, head, index) == [t.position for t in pools[index]]
+                at.others.extend(pools[index])
             everyone = [*pools[last], *new]
             pools[last], _ = naive(pools[last], new, at)
             found = stream.places(row, head, last)
@@ -179,6 +186,7 @@ BEHIND = ((Sink(2), Recent(5)), [sink(2), recent(5)])
 PARTLY = ((Recent(2),), [recent(2)])
 
 
+@pytest.mark.parametrize("frame", ["read", "stream"])
 @pytest.mark.parametrize(
     ("chunk", "length", "snap", "before"),
     [
@@ -190,8 +198,9 @@ PARTLY = ((Recent(2),), [recent(2)])
         (16, 800, Snap(9, window=1, kernel=1), ALONE),
     ],
 )
-def test_it_holds_what_a_naive_loop_holds_in_every_row_and_head(chunk, length, snap, before):
+def test_it_holds_what_a_naive_loop_holds_in_every_row_and_head(chunk, length, snap, before, frame):
     pools, front = before
+    snap = replace(snap, frame=frame)
     batch = 1 if chunk == 1 else 3
     stream = Stream(Pipe((*pools, snap)), chunk, length, batch=batch, lag=chunk + 3)
     own = {(row, head): stream.own(row, head) for row in range(batch) for head in range(HEADS)}
@@ -201,6 +210,7 @@ def test_it_holds_what_a_naive_loop_holds_in_every_row_and_head(chunk, length, s
         snap.kernel,
         snap.average,
         logits_of=logits_with({at: keys for at, (_, keys) in own.items()}),
+        others_of=others_of if frame == "read" else None,
     )
     queries = {at: q for at, (q, _) in own.items()}
     # No more than a chunk at once: then no row folds twice before it is looked at.
@@ -209,10 +219,11 @@ def test_it_holds_what_a_naive_loop_holds_in_every_row_and_head(chunk, length, s
     assert check_against(stream, naive, queries, columns, front) <= 3
 
 
-def test_votes_are_the_attention_of_the_layer_with_its_capping_and_its_biases():
+@pytest.mark.parametrize("frame", ["read", "stream"])
+def test_votes_are_the_attention_of_the_layer_with_its_capping_and_its_biases(frame):
     slopes = [0.4, 0.1, 0.02, 0.3]
     stream = Stream(
-        Pipe((Snap(12, window=4, kernel=3),)),
+        Pipe((Snap(12, window=4, kernel=3, frame=frame),)),
         chunk=6,
         length=600,
         form=Form(SCALE, softcap=1.5),
@@ -220,7 +231,8 @@ def test_votes_are_the_attention_of_the_layer_with_its_capping_and_its_biases():
     )
     own = {(0, head): stream.own(0, head) for head in range(HEADS)}
     logits_of = logits_with({at: k for at, (_, k) in own.items()}, 1.5, slopes)
-    naive = snap_of(12, 4, 3, logits_of=logits_of)
+    others = others_of if frame == "read" else None
+    naive = snap_of(12, 4, 3, logits_of=logits_of, others_of=others)
     queries = {at: q for at, (q, _) in own.items()}
     assert check_against(stream, naive, queries, [6] * 100, []) <= 2
 
@@ -268,6 +280,13 @@ def one_fold(seen: int, queries: Tensor, **more: Any) -> Fold:
     return Fold(Draws(0), torch.tensor([seen]), Form(1.0), queries=queries, **more)
 
 
+def reading(slots: Slots, fold: Fold) -> Fold:
+    """The fold of a layer that holds these slots and no others, where they were said."""
+    nowhere = slots.position[:, :, :0]
+    read = Reading(slots, lambda: nowhere, fold.queries, fold.next, fold.form, LayerPositions())
+    return replace(fold, read=read)
+
+
 def tokens(keys: Tensor, places: list[int] | None = None) -> Slots:
     """Tokens with the keys [n, dim] in one row and head; their values say which they are."""
     position = torch.tensor([[places if places is not None else list(range(len(keys)))]])
@@ -280,7 +299,7 @@ NONE = tokens(torch.zeros(0, 1))
 
 
 def kept(pool: Snap, slots: Slots, fold: Fold) -> list[int]:
-    stays, gone = pool.fold(slots.part(0, 0), slots, fold)
+    stays, gone = pool.fold(slots.part(0, 0), slots, reading(slots, fold))
     places, rest = stays.position[0, 0].tolist(), gone.position[0, 0].tolist()
     assert stays.values[0, 0, :, 0].tolist() == places
     assert gone.values[0, 0, :, 0].tolist() == rest
@@ -307,7 +326,7 @@ def test_a_token_that_stands_for_several_receives_the_votes_of_all():
     assert kept(snap, slots, fold) == [0, 2]
     heavier = replace(slots, a=torch.tensor([[[0.0, 0.4, 0.0]]]), b=torch.tensor([[[0.0, 0.4, 0]]]))
     assert kept(snap, heavier, fold) == [1, 2]
-    stays, _ = snap.fold(heavier.part(0, 0), heavier, fold)
+    stays, _ = snap.fold(heavier.part(0, 0), heavier, reading(heavier, fold))
     assert stays.a.tolist() == stays.b.tolist() == [[[pytest.approx(0.4, rel=off()), 0.0]]]
 
 
@@ -390,7 +409,12 @@ def test_the_window_always_stays_and_nothing_is_lost_below_the_budget(window, ro
 # --- through a model
 
 SMALL = "snapkv(budget=24, window=6, kernel=5)"
-PIPES = [SMALL, "snap(24, 6, 5, true)", "sink(2) | recent(8) | snap(14, window=4, kernel=3)"]
+PIPES = [
+    SMALL,
+    "snap(24, 6, 5, true)",
+    "sink(2) | recent(8) | snap(14, window=4, kernel=3)",
+    "sink(2) | recent(8) | snap(14, window=4, kernel=3, frame=stream)",
+]
 
 
 @pytest.mark.parametrize("prefill", ["chunked", "full"])
@@ -404,17 +428,27 @@ def test_below_its_budget_it_is_dense(llama, ids, policy, prefill):
 
 
 @pytest.mark.parametrize(
-    ("positions", "chunk", "whole"), [("rolling", 1, 0), ("original", 5, 0), ("rolling", 5, 60)]
+    ("positions", "chunk", "whole", "frame"),
+    [
+        ("rolling", 1, 0, "stream"),
+        ("rolling", 5, 0, "read"),
+        ("original", 5, 0, "stream"),
+        ("rolling", 5, 60, "read"),
+    ],
 )
-def test_a_model_reads_as_with_naive_pools(llama, ids, naive, twins, positions, chunk, whole):
+def test_a_model_reads_as_with_naive_pools(
+    llama, ids, naive, twins, positions, chunk, whole, frame
+):
     def logits_of(at, place, token, queries):
         key = at.rotate(token.key[None], [token.position])[0]
         return (queries @ key * llama.model.layers[at.layer].self_attn.scaling).tolist()
 
-    fold = twins.pipe(snap_of(16, 4, 5, logits_of=logits_of))
+    others = (lambda at: []) if frame == "read" else None
+    fold = twins.pipe(snap_of(16, 4, 5, logits_of=logits_of, others_of=others))
     twin = naive(llama, fold, 1, chunk, positions == "rolling")
     prefill = "full" if whole else "chunked"
-    stream = weir.Stream(llama, "snap(16, 4, 5)", chunk=chunk, positions=positions, prefill=prefill)
+    policy = f"snap(16, 4, 5, frame={frame})"
+    stream = weir.Stream(llama, policy, chunk=chunk, positions=positions, prefill=prefill)
     reads_as(stream, twin, ids(1, 150), whole)
 
 
@@ -442,6 +476,7 @@ def test_the_named_policy_holds_its_budget_and_no_more():
         ("snap(0)", "at least 1 token, not 0"),
         ("snap(9, window=0)", "at least the last query votes"),
         ("snap(9, 4, kernel=4)", "it is odd and at least 1, not 4"),
+        ("snap(9, 4, frame=cache)", "the frame of snap is read or stream, not 'cache'"),
         ("snap(9, 4, kernel=-1)", "it is odd and at least 1, not -1"),
         ("snap(32)", "a budget of 32 leaves nothing to vote about"),
         ("snapkv(budget=32)", "take a budget of 33 or more"),

@@ -8,6 +8,7 @@ the end of a prompt that consists of what is still there.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -25,15 +26,27 @@ def softmax(logits: list[float], sink: float = -math.inf) -> list[float]:
 
 
 def votes_of(
-    tokens: list[Any], window: int, logits_of: Logit, at: Any, sinks_of: Sinks | None = None
+    tokens: list[Any],
+    window: int,
+    logits_of: Logit,
+    at: Any,
+    sinks_of: Sinks | None = None,
+    read: bool = False,
 ) -> dict[int, float]:
-    """What each token before the window gets, by its place."""
+    """What each token before the window gets, by its place.
+
+    With `read` they stand side by side, the newest where it was said; each remembers its own place.
+    """
+    moved = {t.position: copy.copy(t) for t in tokens}
+    for rank, place in enumerate(sorted(moved)):
+        moved[place].position = at.seen - len(moved) + rank if read else place
+        moved[place].said = place
     votes: dict[int, list[float]] = {t.position: [] for t in tokens}
     for place in range(max(0, at.seen - window), at.seen):
         seen = [t for t in tokens if t.position <= place]
         if not seen:
             continue
-        by_token = [logits_of(at, place, token, at.queries[place]) for token in seen]
+        by_token = [logits_of(at, place, moved[t.position], at.queries[place]) for t in seen]
         heads = list(zip(*by_token, strict=True))
         sinks = [-math.inf] * len(heads) if sinks_of is None else sinks_of(at)
         for of_head, sink in zip(heads, sinks, strict=True):
@@ -56,6 +69,7 @@ def snap_of(
     *,
     logits_of: Logit,
     sinks_of: Sinks | None = None,
+    others_of: Callable[[Any], list[Any]] | None = None,
 ) -> Callable[..., tuple[list[Any], list[Any]]]:
     """A fold (mine, new, at) -> (mine, gone).
 
@@ -63,10 +77,16 @@ def snap_of(
         budget, window, kernel, average: as in the pool.
         logits_of: (at, place of the query, token, queries) -> a logit for each head of the group.
         sinks_of: at -> the sink logit of each head of the group; None where the model has none.
+        others_of: at -> the tokens that other pools hold. Votes are then cast where attention reads
+            keys, and what is given to these counts; None casts them at places in the stream, about
+            the tokens of this pool alone.
     """
 
     def scores(tokens: list[Any], at: Any) -> dict[int, tuple[float, float]]:
-        votes = votes_of(tokens, window, logits_of, at, sinks_of)
+        others = [] if others_of is None else others_of(at)
+        everyone, read = [*tokens, *others], others_of is not None
+        votes = votes_of(everyone, window, logits_of, at, sinks_of, read)
+        votes = {t.position: votes[t.position] for t in tokens if t.position in votes}
         return {
             t.position: (pooled_at(t.position, votes, kernel, average), votes[t.position])
             if t.position in votes

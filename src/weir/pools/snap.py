@@ -21,16 +21,18 @@ from weir.pools.ranked import Ranked, pooled
 from weir.pools.registry import pool
 from weir.slab import Slots, attention_mass
 
+FRAMES = ("read", "stream")
+"""Where votes are cast: where attention reads keys, or at their places in the stream."""
+
 
 @pool("snap")
 @dataclass(frozen=True)
 class Snap(Ranked):
     """Keep the newest tokens, and of the others those the last queries attend to, by KV head.
 
-    A vote is the softmax of a query over all tokens that are in the pool or arrive at it and are
-    not newer than the query, at their places in the stream. It is summed over the last `window`
-    queries and over the query heads of the KV head's group. Tokens of the window cannot be voted
-    for, they stay; where a pool in front of this one holds them, all slots are for the others.
+    A vote is the share of its attention that a query gives to a token. It is summed over the last
+    `window` queries and over the query heads of the KV head's group. Tokens of the window cannot
+    be voted for, they stay; where a pool in front of this one holds them, all slots are for others.
     Where pooled votes are equal, a token's own votes decide, and then its age: the older stays.
     A token that stands for several receives the votes of all of them; weights travel along.
 
@@ -41,12 +43,16 @@ class Snap(Ranked):
             in the middle: an odd number; 1 for none.
         average: a token gets the average of its neighbours' votes, tokens that are gone counted as
             none; otherwise their largest.
+        frame: "read": a vote is the attention that the model has paid, with keys where attention
+            reads them and everything the query sees in the denominator. "stream": the softmax over
+            all tokens that are in the pool or arrive at it, at their places in the stream.
     """
 
     budget: int
     window: int = 32
     kernel: int = 7
     average: bool = False
+    frame: str = "read"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,6 +62,11 @@ class Snap(Ranked):
             raise WeirError(
                 f"the kernel of snap has a token in its middle, so it is odd and at least 1, not "
                 f"{self.kernel}; the paper's are 5 and 7"
+            )
+        if self.frame not in FRAMES:
+            raise WeirError(
+                f"the frame of snap is {' or '.join(FRAMES)}, not {self.frame!r}: votes are cast "
+                "where keys are read, or at places in the stream"
             )
 
     def check(self, before: tuple[Pool, ...]) -> None:
@@ -107,6 +118,9 @@ class Snap(Ranked):
 
         There is a token too many, so at least as many queries were seen as the window has.
         """
+        if self.frame == "read":
+            assert fold.read is not None
+            return fold.read.attention(slots)[:, :, :, -self.window :].sum(dim=(2, 3))
         assert fold.queries is not None
         queries = fold.queries[:, :, :, -self.window :]
         ahead = fold.next[:, None, None, None, None]
