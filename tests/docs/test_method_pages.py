@@ -24,6 +24,7 @@ PAGES = {
     "subgen": ("subgen",),
     "balancekv": ("balancekv",),
     "snapkv": ("snapkv",),
+    "defensivekv": ("defensivekv",),
     "pyramidkv": ("pyramidkv", "pyramid"),
     "scores": ("tova", "keydiff", "keyformer", "lacache"),
 }

@@ -51,6 +51,10 @@ PIPES = {
         "recent(2) | balance(16, sets=separate)",
     ],
     "outliers": ["recent(4) | outliers(6, over=4, dilate=1)"],
+    "defend": [
+        "recent(4) | defend(6, window=4, wide=1)",
+        "defend(9, window=4, kernel=3, value=false, half_life=none)",
+    ],
     "snap": ["snap(12, window=4, kernel=3)", "snap(12, window=4, average=true)"],
     "knorm": ["recent(4) | knorm(6)"],
     "keydiff": ["sink(2) | recent(4) | keydiff(6)"],
@@ -244,6 +248,7 @@ TOO_SMALL = {
     "tri": "recent(4) | tri(0)",
     "chunks": "recent(4) | chunks(knorm(3), size=4)",
     "ladder": "recent(4) | ladder(1)",
+    "defend": "recent(4) | defend(0)",
 }
 
 

@@ -14,6 +14,7 @@ from weir.policies.quantised import Quantised
 from weir.policies.recompute import Recompute
 from weir.pools import (
     Balance,
+    Defend,
     Heavy,
     Hive,
     KCenter,
@@ -219,13 +220,38 @@ def kcenter(budget: int = 256) -> Policy:
     "Li et al. 2024, SnapKV: LLM Knows What You Are Looking for Before Generation",
     pipe="snap(256)",
 )
-def snapkv(budget: int = 256, window: int = 32, kernel: int = 7, average: bool = False) -> Policy:
+def snapkv(
+    budget: int = 256,
+    window: int = 32,
+    kernel: int = 7,
+    average: bool = False,
+    frame: str = "read",
+) -> Policy:
     """Keep the newest tokens, and of the others those the last queries attend to.
 
     The paper's protocol is the cache's `prefill="full"`: the prompt is attended to exactly and
     voted on once. Parameters are the pool's.
     """
-    return Pipe((Snap(budget, window, kernel, average),))
+    return Pipe((Snap(budget, window, kernel, average, frame),))
+
+
+@named(
+    "Feng et al. 2025, Taming the Fragility of KV Cache Eviction in LLM Inference, as a stream",
+    pipe="sink(4) | recent(188) | defend(64)",
+)
+def defensivekv(budget: int = 256, sinks: int = 4, half_life: int | None = 2048) -> Policy:
+    """Keep sinks, the newest tokens and, of the others, those that any query has needed.
+
+    A quarter of the budget is for the last.
+    """
+    defended = budget // 4
+    newest = budget - sinks - defended
+    if defended < 1 or newest < 1:
+        raise WeirError(
+            f"defensivekv keeps {sinks} sinks, a quarter of its budget that is defended and the "
+            f"newest tokens, at least 1 each, so a budget of {budget} is too small"
+        )
+    return Pipe((*ends(sinks, newest), Defend(defended, half_life=half_life)))
 
 
 @named(
@@ -389,12 +415,13 @@ def pyramidkv(
     kernel: int = 7,
     average: bool = False,
     beta: float = 20.0,
+    frame: str = "read",
 ) -> Policy:
     """Keep what SnapKV keeps, with more slots in the lower layers and fewer in the upper ones.
 
     The budget is what a layer holds on average.
     """
-    return Pyramid(Pipe((Snap(budget, window, kernel, average),)), beta)
+    return Pyramid(Pipe((Snap(budget, window, kernel, average, frame),)), beta)
 
 
 @named("any policy, and what a conversation must not lose beside it")

@@ -3,6 +3,7 @@
 from weir.pools.balance import Balance
 from weir.pools.base import MOST_WEIGHT, Fold, Pool, split
 from weir.pools.beginning import Beginning
+from weir.pools.defend import Defend
 from weir.pools.draws import Draws
 from weir.pools.header import Header
 from weir.pools.heavy import Heavy
@@ -53,6 +54,7 @@ __all__ = [
     "Chunks",
     "Critical",
     "CurDKV",
+    "Defend",
     "Draws",
     "Expected",
     "Fold",
