@@ -299,3 +299,19 @@ def test_beams_go_their_own_ways(llama, ids):
         ids(1, 30), past_key_values=cache, max_new_tokens=20, num_beams=3, do_sample=False
     )
     assert found.shape[1] == 50 and cache.seen == [49] * 3
+
+
+@pytest.mark.parametrize("pipe", [PIPES[1], PIPES[2], PIPES[6]])
+def test_steps_by_a_kernel_are_those_without(shallow, ids, monkeypatch, pipe):
+    pytest.importorskip("numba")
+    text = ids(3, 60)
+    mask = torch.ones_like(text)
+    mask[1, :9], mask[2, :30] = 0, 0
+    found = []
+    for kernels in ("numba", "reference"):
+        monkeypatch.setenv("WEIR_KERNELS", kernels)
+        cache = StreamingCache(shallow, pipe, chunk=CHUNK)
+        found.append(fed(shallow, cache, text, [40, *[1] * 20], mask))
+    for row, pads in enumerate([0, 9, 30]):
+        close_runs(found[0][row, pads:], found[1][row, pads:], shallow)
+    assert not torch.equal(*found)

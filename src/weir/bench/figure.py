@@ -159,7 +159,7 @@ class Figure:
 
 
 ORDER = (
-    *("decode", "dense", "recompute", "policies", "folds"),
+    *("decode", "slots", "dense", "recompute", "policies", "folds"),
     *("answer", "halvings", "prefill", "kvpress"),
 )
 """The table begins with these."""

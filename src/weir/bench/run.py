@@ -28,11 +28,12 @@ from weir.bench.figures import (
     policies,
     recompute,
     rows,
+    slots,
 )
 from weir.kernels import paths
 
 # They register.
-_MEASURE = (decode, rows, policies, recompute, answer, halvings, memory, kvpress, kernel)
+_MEASURE = (decode, slots, rows, policies, recompute, answer, halvings, memory, kvpress, kernel)
 _ASKED = (flat, deterministic)
 
 

@@ -27,6 +27,7 @@ _EXTRAS = {"numba": "fast", "triton": "gpu"}
 _MADE = {
     ("numba", "walk"): ("weir.kernels.numba_walk", "walk"),
     ("numba", "farthest_first"): ("weir.kernels.numba_farthest_first", "farthest_first"),
+    ("numba", "decode8"): ("weir.kernels.numba_decode", "decode8"),
     ("triton", "walk"): ("weir.kernels.triton_walk", "walk"),
     ("triton", "decode"): ("weir.kernels.triton_decode", "decode"),
 }
@@ -43,6 +44,13 @@ def decode(device: torch.device) -> Callable[..., Any] | None:
     device; None for PyTorch.
     """
     return _kernel(_library(device), "decode")
+
+
+def decode8(device: torch.device) -> Callable[..., Any] | None:
+    """What answers one query a head over slots of which the first are quantised in 8 bits (see
+    `weir.kernels.numba_decode`); None where they are dequantised before they are read.
+    """
+    return _kernel(_library(device), "decode8")
 
 
 def farthest_first(device: torch.device) -> Callable[..., Any] | None:

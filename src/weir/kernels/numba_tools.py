@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -11,12 +11,18 @@ import numpy as np
 import torch
 
 
-def compiled(function: Callable[..., None]) -> Callable[..., None]:
-    """The function in machine code, without the interpreter's lock; kept for the next process."""
+def compiled(function: Callable[..., None], fastmath: Collection[str] = ()) -> Callable[..., None]:
+    """The function in machine code, without the interpreter's lock; kept for the next process.
+
+    Args:
+        function: in the part of Python that numba knows.
+        fastmath: what LLVM may do to sums and products, by its own names.
+    """
+    how = {"nogil": True, "fastmath": set(fastmath)}
     try:
-        return numba.njit(function, nogil=True, cache=True)
+        return numba.njit(function, cache=True, **how)
     except RuntimeError:  # nowhere to keep it: neither beside this file nor in the user's cache
-        return numba.njit(function, nogil=True)
+        return numba.njit(function, **how)
 
 
 def spread(function: Callable[..., None], arrays: Sequence[np.ndarray], limit: int) -> None:

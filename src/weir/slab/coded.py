@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from weir.slab.quantised import Code, Format, are_levels, dequantise, quantise
+from weir.slab.quantised import INT8, Code, Format, are_levels, dequantise, quantise, steps
 
 CODED = "coded."
 """What the names of a slab's buffers of quantised slots begin with."""
@@ -75,6 +75,16 @@ class Coded:
     def write_keys(self, start: int, keys: Tensor) -> None:
         """Quantise what attention is to read in place of the keys of slots from `start` on."""
         self._write(KEYS, start, keys)
+
+    @property
+    def in_steps(self) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """Whole numbers of 8 bits [batch, kv_heads, slots, dim] and their steps
+        [batch, kv_heads, slots], of keys and then of values; None where they are not so written.
+        """
+        if not self.format.keys == self.format.values == INT8:
+            return None
+        keys, values = (steps(self.buffers[f"{n}_peaks"][..., 0], INT8) for n in (KEYS, VALUES))
+        return self.buffers[KEYS], keys, self.buffers[VALUES], values
 
     def wrong(self) -> str | None:
         """Why buffers that come from elsewhere cannot be read; None if they can."""

@@ -124,6 +124,8 @@ def steps(peaks: Tensor, code: Code) -> Tensor:
 
 def dequantise(numbers: Tensor, peaks: Tensor, code: Code, dtype: torch.dtype) -> Tensor:
     """Vectors as they are read, [..., dim] of a dtype; arguments as `quantise` returns them."""
+    if code.group is None:
+        return (read(numbers, code) * steps(peaks, code)).to(dtype)
     levels = read(numbers, code).unflatten(-1, (peaks.shape[-1], -1))
     return (levels * steps(peaks, code)[..., None]).flatten(-2).to(dtype)
 

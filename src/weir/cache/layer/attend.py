@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from weir import kernels
 from weir.cache.layer.plan import Piece
 from weir.cache.layer.spec import LayerSpec
 from weir.slab import (
@@ -66,6 +67,10 @@ def read(
             need not be looked at.
     """
     start, stop = slots
+    if slab.coded is not None and start < slab.first:
+        out = _in_steps(slab, queries, form, bias, slots, plain=plain)
+        if out is not None:
+            return out
     if bias is not None and start and bias.shape[4] > 1:
         bias = bias[..., start:]
     keys, values = slab.read(start, stop)
@@ -81,6 +86,34 @@ def read(
         below = slab.b[:, :, None, None, start:stop]
         bias = below if bias is None else bias + below
     return fused_attention(queries, keys, values, form, bias)
+
+
+def _in_steps(
+    slab: Slab,
+    queries: Tensor,
+    form: Form,
+    bias: Tensor | None,
+    slots: tuple[int, int],
+    *,
+    plain: bool,
+) -> Tensor | None:
+    """`read` by a kernel that takes quantised slots as they lie; None where there is none.
+
+    It takes one query a head, logits without a cap or sinks, and one weight for each slot.
+    """
+    if queries.shape[3] != 1 or not fuses(form) or form.sinks is not None:
+        return None
+    kernel = kernels.decode8(queries.device)
+    coded = None if slab.coded is None else slab.coded.in_steps
+    biased = bias is not None and bias.shape[2] > 1
+    if kernel is None or coded is None or biased or (slab.split is not None and not plain):
+        return None
+    mask = None
+    if not plain or bias is not None:
+        mask = slab.b[:, :, : slots[1]]
+        mask = mask if bias is None else mask + bias[:, :, 0, 0]
+    out: Tensor = kernel(queries, coded, slab.keys, slab.values, mask, form.scale, slots)
+    return out
 
 
 def _rotated(
