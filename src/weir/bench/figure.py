@@ -159,8 +159,8 @@ class Figure:
 
 
 ORDER = (
-    *("decode", "slots", "dense", "recompute", "policies", "folds"),
-    *("answer", "halvings", "prefill", "kvpress"),
+    *("decode", "dense", "recompute", "policies", "folds"),
+    *("slots", "answer", "halvings", "prefill", "kvpress"),
 )
 """The table begins with these."""
 FIGURES: dict[str, Figure] = {}
