@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 
 import weir
 from weir.errors import PolicyError, WeirError, written
+from weir.policies.around import pyramid, pyramidkv
 from weir.policies.grammar import policy
 from weir.policies.library import (
     buzz,
     dense,
     h2o,
-    pyramid,
-    pyramidkv,
     recompute,
     streaming_llm,
     uniform,

@@ -16,8 +16,8 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import weir
 from weir.errors import PolicyError, WeirError
+from weir.policies.around import pyramid, pyramidkv
 from weir.policies.grammar import policy
-from weir.policies.library import pyramid, pyramidkv
 from weir.policies.pipe import Pipe
 from weir.policies.pyramid import Pyramid, budgets
 from weir.pools import Heavy, Recent, Sink, Snap

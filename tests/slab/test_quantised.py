@@ -14,7 +14,7 @@ from weir.slab import FORMATS
 from weir.slab.quantised import Code, are_levels, dequantise, quantise, steps
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-CODES = list({code for form in FORMATS.values() for code in (form.keys, form.values)})
+CODES = list(dict.fromkeys(c for form in FORMATS.values() for c in (form.keys, form.values)))
 
 
 def some(dtype: torch.dtype, seed: int, size: float, dim: int = 64) -> Tensor:

@@ -1,4 +1,4 @@
-"""Every policy with a name.
+"""Every policy with a name, but those that stand around another.
 
 A named policy, `streaming_llm(budget=256)`, is a function that returns a policy, mostly a pipe.
 """
@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from weir.errors import WeirError
 from weir.policies.naming import named
-from weir.policies.pinned import Pinned
 from weir.policies.pipe import Pipe, Policy
-from weir.policies.pyramid import Pyramid
-from weir.policies.quantised import Quantised
 from weir.policies.recompute import Recompute
 from weir.pools import (
     Balance,
@@ -384,64 +381,3 @@ def balancekv(
     first = (*ends(sinks, recent), *exact)
     pool = Balance(n, block, halves, gamma, temperature, constant, sets, precision, eager)
     return Pipe((*first, pool))
-
-
-@named(
-    "Cai et al. 2024, PyramidKV, its budgets around any pipe",
-    pipe="pyramid(snap(256, window=8), beta=20.0)",
-)
-def pyramid(pipe: Policy | None = None, beta: float = 20.0) -> Policy:
-    """A pipe with more slots in the lower layers and fewer in the upper ones, the same in all.
-
-    The pipe is what a layer holds on average. First and newest tokens that it keeps in front of
-    other pools are the same in every layer; the rest is `beta` times smaller than the average in
-    the top layer, and from there rises evenly to the bottom one. Without a pipe, it is PyramidKV.
-    """
-    if pipe is None:
-        return pyramidkv(beta=beta)
-    if not isinstance(pipe, Pipe):
-        raise WeirError(f"a pyramid shares out the slots of a pipe, and {pipe} is none")
-    return Pyramid(pipe, beta)
-
-
-@named(
-    "Cai et al. 2024, PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information "
-    "Funneling",
-    pipe="pyramid(snap(256, window=8), beta=20.0)",
-)
-def pyramidkv(
-    budget: int = 256,
-    window: int = 8,
-    kernel: int = 7,
-    average: bool = False,
-    beta: float = 20.0,
-    frame: str = "read",
-) -> Policy:
-    """Keep what SnapKV keeps, with more slots in the lower layers and fewer in the upper ones.
-
-    The budget is what a layer holds on average.
-    """
-    return Pyramid(Pipe((Snap(budget, window, kernel, average, frame),)), beta)
-
-
-@named("any policy, and what a conversation must not lose beside it")
-def pinned(policy: Policy | None = None, n: int = 64, header: int = 16) -> Policy:
-    """A policy, and beside it the beginning of the stream and the header of the running turn.
-
-    `n` slots are for the beginning and `header` for the control tokens in front of an answer, in
-    addition to those of the policy. How much of them a row uses, its marks say; a row without any
-    has `n` sinks more. Without a policy, it is StreamingLLM's.
-    """
-    return Pinned(streaming_llm() if policy is None else policy, n, header)
-
-
-@named("any policy, its middle in 8 bits or 4")
-def quantised(
-    policy: Policy | None = None, slots: str = "int8", newest: int | None = None
-) -> Policy:
-    """A policy whose slots are quantised, but for first and newest tokens.
-
-    `slots` says how. With `newest`, of the newest tokens only so many stay exact. Without a policy,
-    it is kcenter.
-    """
-    return Quantised(kcenter() if policy is None else policy, slots, newest)

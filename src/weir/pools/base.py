@@ -122,6 +122,11 @@ class Pool(ABC):
         return False
 
     @property
+    def heads_agree(self) -> bool:
+        """Whether all KV heads of a layer keep the same tokens where the same arrive."""
+        return self.in_order
+
+    @property
     def keeps_run(self) -> bool:
         """Whether its slots are the newest tokens without a gap, whenever its arrivals are."""
         return False

@@ -28,6 +28,7 @@ class Header(Pool):
     """
 
     needs_marks = True
+    heads_agree = True  # a place in the stream decides
 
     n: int = 16
 

@@ -42,6 +42,11 @@ class Reservoir(Sample):
         if self.n < 1:
             raise WeirError(f"reservoir keeps at least 1 token, not {self.n}")
 
+    @property
+    def heads_agree(self) -> bool:
+        """Unless each draws its own sample."""
+        return not self.per_head
+
     def slots(self) -> int:
         """As many slots as tokens are kept."""
         return self.n

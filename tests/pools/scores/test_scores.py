@@ -17,6 +17,7 @@ from torch import Tensor
 from weir.cache.layer.layer import Layer
 from weir.cache.layer.spec import LayerSpec
 from weir.errors import WeirError
+from weir.policies.grammar import policy
 from weir.policies.pipe import Pipe
 from weir.pools import (
     RKV,
@@ -172,6 +173,19 @@ def test_tova_averages_over_the_heads_of_the_layer(monkeypatch):
             for _, score, its, _ in sights:
                 if its == row:
                     same(score, mean)
+
+
+@pytest.mark.parametrize("front", ["header(4)", "reservoir(6)", "sink(2) | recent(4)"])
+def test_tova_stands_behind_what_is_the_same_in_all_heads(front):
+    policy(f"{front} | tova(8)")
+
+
+@pytest.mark.parametrize("front", ["heavy(4)", "reservoir(6, per_head=true)", "tova(4, true)"])
+def test_tova_is_refused_behind_what_each_head_has_its_own(front):
+    name = front.partition("(")[0]
+    with pytest.raises(WeirError, match=f"behind {name} each has its own"):
+        policy(f"{front} | tova(8)")
+    policy(f"{front} | tova(8, per_head=true)")
 
 
 def test_lagkv_scores_a_token_once_by_the_stretch_behind_its_own(monkeypatch):

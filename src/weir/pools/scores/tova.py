@@ -43,11 +43,17 @@ class Tova(Ranked):
         Raises:
             WeirError: a pool in front may let each head keep tokens of its own.
         """
-        if not self.per_head and not all(earlier.in_order for earlier in before):
+        own = [earlier.name for earlier in before if not earlier.heads_agree]
+        if own and not self.per_head:
             raise WeirError(
-                f"the heads of a layer keep the same tokens in tova, and behind {before[-1].name} "
+                f"the heads of a layer keep the same tokens in tova, and behind {own[0]} "
                 "each has its own; write tova(…, per_head=true), or put it behind sink and recent"
             )
+
+    @property
+    def heads_agree(self) -> bool:
+        """Unless each is to have its own."""
+        return not self.per_head
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """The last query's attention, averaged [batch, kv_heads, slots]."""
