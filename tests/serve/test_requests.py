@@ -113,6 +113,15 @@ BAD = {
         chat_of(messages=[{"role": "tool", "content": "x", "tool_call_id": "y"}]),
         "messages[0].tool_call_id",
     ),
+    "two results of one call": (
+        chat_of(
+            messages=[
+                {"role": "assistant", "tool_calls": [CALL]},
+                *2 * [{"role": "tool", "content": "x", "tool_call_id": CALL["id"]}],
+            ]
+        ),
+        "messages[2].tool_call_id",
+    ),
     "a result of nothing": (chat_of(messages=[{"role": "tool", "content": "x"}]), "messages[0]"),
     "a user's call": (
         chat_of(messages=[{"role": "user", "tool_calls": [CALL]}]),

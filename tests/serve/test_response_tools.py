@@ -56,6 +56,14 @@ def result(call, output="Sunny") -> dict:
     return {"type": "function_call_output", "call_id": call.call_id, "output": output}
 
 
+def call_of(name: str) -> dict:
+    return {"type": "function_call", "call_id": name, "name": "clock", "arguments": "{}"}
+
+
+def result_of(name: str) -> dict:
+    return {"type": "function_call_output", "call_id": name, "output": "Noon"}
+
+
 def user(text) -> dict:
     return {"type": "message", "role": "user", "content": text}
 
@@ -353,6 +361,53 @@ def test_a_conversation_has_calls_and_results_as_items(client):
     assert told.usage.input_tokens == plain.usage.input_tokens
 
 
+def refused(ask, *args, **given) -> tuple[str | None, str | None]:
+    """What a client is told of a request that is refused: where it is wrong, and the code."""
+    with pytest.raises(openai.BadRequestError) as error:
+        ask(*args, **given)
+    return error.value.param, error.value.code
+
+
+def test_no_conversation_is_made_that_nothing_could_read_any_more(client):
+    wrong = ("items[1].call_id", "invalid_value")
+    create, items = client.conversations.create, client.conversations.items
+    assert refused(create, items=[user("x"), result_of("zz")]) == wrong
+    asked = [user("What time is it?"), call_of("a"), call_of("b"), result_of("b")]
+    made = create(items=asked).id
+    for bad in ("zz", "b"):
+        assert refused(items.create, made, items=[user("x"), result_of(bad)]) == wrong
+    items.create(made, items=[result_of("a")])
+    newest = list(items.list(made, order="desc"))
+    for item in newest:
+        if item.type == "function_call":
+            told = refused(items.delete, item.id, conversation_id=made)
+            assert told == (None, "has_result")
+    short = {"tool_choice": "none", "max_output_tokens": 5, "conversation": made}
+    say(client, "hi", **short)
+    # A result that goes before its call leaves nothing behind.
+    for item in newest:
+        items.delete(item.id, conversation_id=made)
+    say(client, "hi", **short)
+
+
+def test_a_result_may_come_later_and_only_once(client):
+    made = client.conversations.create().id
+    short = {"tool_choice": "none", "max_output_tokens": 5}
+    items = [user("Weather?"), call_of("a"), call_of("b"), result_of("b"), user("?")]
+    first = say(client, items, conversation=made, **short)
+    for after in ({"conversation": made}, {"previous_response_id": first.id}):
+        twice = [result_of("a"), result_of("a")]
+        wrong = [refused(say, client, bad, **after, **short) for bad in (twice, [result_of("b")])]
+        assert wrong == [(f"input[{at}].call_id", "invalid_value") for at in (1, 0)]
+    second = say(client, "hi", conversation=made, **short)
+    # The turn before has no calls; they are found in what came before that.
+    late = {"previous_response_id": second.id}, {"conversation": made}
+    told = [say(client, [result_of("a")], **after, **short) for after in late]
+    assert [cached(each) for each in told] == [second.usage.total_tokens - 1] * 2
+    wrong = refused(say, client, [result_of("a")], conversation=made, **short)
+    assert wrong == ("input[0].call_id", "invalid_value")
+
+
 def test_a_type_of_the_clients_own_is_a_tool(client):
     class Ask(BaseModel):
         city: str = Field(max_length=5)
@@ -407,8 +462,12 @@ BAD = {
         "input",
     ),
     "a result of no call": (
-        {"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}]},
-        "input",
+        {"input": [user("x"), {"type": "function_call_output", "call_id": "a", "output": "x"}]},
+        "input[1].call_id",
+    ),
+    "two results of one call": (
+        {"input": [user("x"), call_of("a"), result_of("a"), result_of("a"), user("x")]},
+        "input[3].call_id",
     ),
     "a picture as a result": (
         {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -118,18 +118,22 @@ class Message:
 
 
 class NoCall(WeirError):
-    """A result is of no call that was made before it.
+    """A result is of no call that was made before it, or of one that has its result.
 
     Attributes:
         number: which of the messages that is, from 0.
+        behind: how many results come after it.
     """
 
-    def __init__(self, number: int, name: str) -> None:
+    def __init__(self, number: int, behind: int, name: str, *, twice: bool) -> None:
         super().__init__(
-            f"there is no call {shown(name)}: a result has the id of a call that the assistant "
-            "made last before it"
+            f"the call {shown(name)} has its result already: leave the second out"
+            if twice
+            else f"there is no call {shown(name)}: a result has the id of a call that the "
+            "assistant made last before it"
         )
         self.number = number
+        self.behind = behind
 
 
 def placed(messages: Sequence[Message], before: Sequence[Message] = ()) -> list[Message]:
@@ -140,20 +144,55 @@ def placed(messages: Sequence[Message], before: Sequence[Message] = ()) -> list[
         before: what was said right before.
 
     Raises:
-        NoCall: a result is of no call that was made last before it.
+        NoCall: a result is of no call that was made last before it, or of one that has its result.
     """
-    known: list[Message] = []
-    calls = next((one.calls for one in reversed(before) if one.calls), ())
-    for number, message in enumerate(messages):
-        calls = message.calls or calls
-        if message.result is not None:
-            ids = [call.id for call in calls]
-            if message.result not in ids:
-                raise NoCall(number, message.result)
-            place = ids.index(message.result)
-            message = replace(message, name=calls[place].name, place=place)
-        known.append(message)
+    known = []
+    for found in _known(messages, before):
+        if isinstance(found, NoCall):
+            raise found
+        known.append(found)
     return known
+
+
+def strays(messages: Sequence[Message]) -> list[NoCall]:
+    """What `placed` would raise for each of the results that are of no call, in their order."""
+    return [found for found in _known(messages) if isinstance(found, NoCall)]
+
+
+def _known(
+    messages: Sequence[Message], before: Sequence[Message] = ()
+) -> Iterator[Message | NoCall]:
+    waiting = _Waiting()
+    for message in before:
+        waiting.place(message)
+    for number, message in enumerate(messages):
+        place = waiting.place(message)
+        if message.result is None:
+            yield message
+        elif place is None:
+            behind = sum(each.result is not None for each in messages[number + 1 :])
+            twice = message.result in [call.id for call in waiting.calls]
+            yield NoCall(number, behind, message.result, twice=twice)
+        else:
+            yield replace(message, name=waiting.calls[place].name, place=place)
+
+
+class _Waiting:
+    """The calls that were made last, and which of them have no result yet."""
+
+    def __init__(self) -> None:
+        self.calls: Sequence[Call] = ()
+        self._open: list[int] = []
+
+    def place(self, message: Message) -> int | None:
+        """Which of the calls a message is the result of; each has one."""
+        if message.calls:
+            self.calls, self._open = message.calls, list(range(len(message.calls)))
+        for place in self._open:
+            if self.calls[place].id == message.result:
+                self._open.remove(place)
+                return place
+        return None
 
 
 def chain(root: str, messages: Sequence[Message]) -> list[str]:

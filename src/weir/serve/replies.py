@@ -7,7 +7,7 @@ turn's state had to make room. Knows nothing about HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from weir.errors import WeirError
 from weir.serve.book import Item, Response, messages_of
 from weir.serve.calls import Tool, written
 from weir.serve.desk import Desk
-from weir.serve.messages import Message, placed
+from weir.serve.messages import Message, NoCall, placed
 from weir.serve.planning import Plan
 from weir.serve.records import Record
 
@@ -62,6 +62,7 @@ class Reply:
         Raises:
             NoPrevious: there is no response that it could go on from.
             NotKept: what would have to be read again is not kept any more.
+            NoCall: a result is of no call that was made before it, or of one that has its result.
             TooLong: it would feed more tokens than it may.
             WeirError: there is nothing to answer, or the template refuses it.
         """
@@ -105,7 +106,7 @@ class Reply:
             raise NoPrevious(f"Previous response with id '{previous[:80]}' not found.")
         self._after = previous
         if record is not None and self._same(found, record):
-            plan = self._going_on(record, self.items)
+            plan = self._going_on(record, self.items, lambda: self._history(owner, previous))
             if plan is not None:
                 return plan
         session = self.session or (None if record is None else record.session)
@@ -159,17 +160,42 @@ class Reply:
         head = None if found.head is None else book.response(owner, found.head)
         record = None if head is None else self.desk.store.find(owner, node_of(head.id))
         if head is not None and record is not None and self._fits(head):
-            plan = self._going_on(record, self._read, name)
+            plan = self._going_on(record, self._read, lambda: self._read_before(owner, name), name)
             if plan is not None:
                 return plan
         if not found.whole:
             raise NotKept("the beginning of this conversation is not kept any more")
         return self._whole(owner, [], [*book.items(owner, name), *self.items], name)
 
+    def _read_before(self, owner: str, conversation: str) -> list[Message]:
+        """What a conversation's newest turn and those before it were told and said."""
+        items = self.desk.book.items(owner, conversation)
+        return messages_of(items[: len(items) + len(self.items) - len(self._read)])
+
     def _going_on(
-        self, record: Record, items: list[Item], session: str | None = None
+        self,
+        record: Record,
+        items: list[Item],
+        before: Callable[[], list[Message]],
+        session: str | None = None,
     ) -> Plan | None:
-        messages = placed(messages_of(items), record.messages)
+        """The turn that goes on from a record, if it can.
+
+        Args:
+            record: of a turn.
+            items: what is said after it.
+            before: all that was said up to the record's end, for results of calls that were made in
+                an earlier turn; it is looked at for these alone.
+            session: the session the turn belongs to.
+        """
+        said = messages_of(items)
+        try:
+            messages = placed(said, record.messages)
+        except NoCall as error:
+            try:
+                messages = placed(said, before())
+            except NotKept:
+                raise error from None
         _check(messages)
         return self.desk.planner.after(record, messages, session or self.session, self.tools)
 

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
+from weir.errors import shown
 from weir.serve.app.described import takes
-from weir.serve.app.errors import not_found
-from weir.serve.app.itembodies import ConversationBody, ItemsBody, MetadataBody, Page, listed
+from weir.serve.app.errors import Refused, not_found
+from weir.serve.app.itembodies import (
+    ConversationBody,
+    ItemsBody,
+    MetadataBody,
+    Page,
+    listed,
+    result_param,
+)
 from weir.serve.app.reading import authorised, read_body
 from weir.serve.app.responses import lock
 from weir.serve.app.sessions import done
-from weir.serve.book import Conversation, Item
+from weir.serve.book import Conversation, Item, messages_of
 from weir.serve.desk import Desk
+from weir.serve.messages import strays
 
 router = APIRouter()
 PATH = "/v1/conversations/{name}"
@@ -26,6 +36,7 @@ async def create(request: Request, owner: str = Depends(authorised)) -> dict[str
     body = await read_body(request, ConversationBody, owner)
     desk: Desk = request.app.state.desk
     items = [item.item() for item in body.items or ()]
+    _placed(items)
     return told(await done(lambda: desk.book.begin(owner, body.metadata or {}, items)))
 
 
@@ -77,6 +88,8 @@ async def add(name: str, request: Request, owner: str = Depends(authorised)) -> 
     await _taken(request, owner, name)
     desk: Desk = request.app.state.desk
     made = [item.item() for item in body.items]
+    if any(each["type"] == "function_call_output" for each in made):
+        _placed(made, await asyncio.to_thread(desk.book.items, owner, name))
     await done(lambda: desk.book.add(owner, name, made))
     return listed(made)
 
@@ -95,8 +108,10 @@ async def remove(
 ) -> dict[str, Any]:
     """Take an item out of a conversation: the next response has never read it."""
     found = await _taken(request, owner, name)
-    await _item(request, owner, name, item)
+    gone = await _item(request, owner, name, item)
     desk: Desk = request.app.state.desk
+    if gone["type"] == "function_call":
+        _no_stray(gone, await asyncio.to_thread(desk.book.items, owner, name))
     await done(lambda: desk.book.remove(owner, name, item))
     return told(found)
 
@@ -122,6 +137,31 @@ async def _item(request: Request, owner: str, name: str, item: str) -> Item:
     if found is None:
         raise not_found("item")
     return found
+
+
+def _placed(items: list[Item], before: Sequence[Item] = ()) -> None:
+    """Refuse results that no response could ever read.
+
+    Args:
+        items: that are to be put into a conversation.
+        before: those that are in it. The calls of some may not be kept any more.
+    """
+    known = len(strays(messages_of(before)))
+    for error in strays(messages_of([*before, *items]))[known:]:
+        param = result_param("items", items, error)
+        raise Refused(400, str(error), param=param, code="invalid_value")
+
+
+def _no_stray(call: Item, items: Sequence[Item]) -> None:
+    """Refuse to take a call away from its result, which no response could read any more."""
+    left = [item for item in items if item["id"] != call["id"]]
+    if len(strays(messages_of(left))) > len(strays(messages_of(items))):
+        raise Refused(
+            400,
+            f"the call {shown(call['call_id'])} has its result in this conversation: delete that "
+            "item, of type function_call_output, first",
+            code="has_result",
+        )
 
 
 def told(conversation: Conversation) -> dict[str, Any]:

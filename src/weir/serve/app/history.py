@@ -12,14 +12,14 @@ def history_of(messages: Sequence[Message]) -> list[Message]:
     """Messages whose results know which call they are of.
 
     Raises:
-        Refused: a result is of no call that was made before it, or the last message is no message
-            to answer.
+        Refused: a result is of no call that was made before it and has none, or the last message is
+            no message to answer.
     """
     try:
         known = placed(messages)
     except NoCall as error:
         param = f"messages[{error.number}].tool_call_id"
-        raise Refused(400, str(error), param=param) from None
+        raise Refused(400, str(error), param=param, code="invalid_value") from None
     if known[-1].role == "assistant":
         raise Refused(
             400, "the last message must be one to answer, not an assistant's", param="messages"

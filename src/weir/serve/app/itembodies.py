@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstrai
 from weir.serve.app.errors import not_found
 from weir.serve.app.strict import Name, Strict
 from weir.serve.book import Item, call_item, input_item, new_id, result_item
-from weir.serve.messages import Call
+from weir.serve.messages import Call, NoCall
 
 Metadata = Annotated[
     dict[
@@ -163,3 +163,19 @@ def listed(items: Sequence[Item], *, more: bool = False) -> dict[str, Any]:
         "last_id": items[-1]["id"] if items else None,
         "has_more": more,
     }
+
+
+def result_param(field: str, items: Sequence[Item], error: NoCall) -> str | None:
+    """Where a result stands that is of no call, for errors.
+
+    Args:
+        field: that the items are sent in.
+        items: they are the last that were looked at.
+        error: what was found.
+
+    Returns:
+        None if it stands before them.
+    """
+    results = [n for n, item in enumerate(items) if item["type"] == "function_call_output"]
+    at = len(results) - 1 - error.behind
+    return None if at < 0 else f"{field}[{results[at]}].call_id"

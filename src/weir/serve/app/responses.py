@@ -12,7 +12,7 @@ from weir.serve.app.answering import begin, wish_of
 from weir.serve.app.described import takes
 from weir.serve.app.errors import Refused, not_found
 from weir.serve.app.guard import at_end
-from weir.serve.app.itembodies import Page
+from weir.serve.app.itembodies import Page, result_param
 from weir.serve.app.models import check_model
 from weir.serve.app.reading import HEADER, authorised, read_body, session_of
 from weir.serve.app.responsebodies import ResponseBody
@@ -24,6 +24,7 @@ from weir.serve.app.told import Tokens
 from weir.serve.book import Response as Kept
 from weir.serve.desk import Desk
 from weir.serve.locks import Locked
+from weir.serve.messages import NoCall
 from weir.serve.planning import Plan
 from weir.serve.replies import NoPrevious, NotKept, Reply, node_of
 
@@ -133,8 +134,19 @@ def _plan(reply: Reply, owner: str) -> Plan:
         param = "previous_response_id" if reply.conversation is None else "conversation"
         code = param.replace("_id", "") + "_not_found"
         raise Refused(404, str(error), param=param, code=code) from None
+    except NoCall as error:
+        param = _result(reply, error)
+        raise Refused(400, str(error), param=param, code="invalid_value") from None
     except NotKept as error:
         raise Refused(400, str(error), param="input", code="history_not_kept") from None
+
+
+def _result(reply: Reply, error: NoCall) -> str:
+    """Where a result stands that is of no call, for errors."""
+    param = result_param("input", reply.items, error)
+    if param is not None:
+        return param
+    return "previous_response_id" if reply.conversation is None else "conversation"
 
 
 def lock(request: Request, owner: str, conversation: str) -> None:
