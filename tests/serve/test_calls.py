@@ -24,6 +24,7 @@ from weir.serve.calls import (
     Said,
     Tool,
     form_of,
+    message_of,
     read_calls,
 )
 from weir.serve.calls.rules import rules_of
@@ -126,8 +127,49 @@ def test_a_call_that_is_cut_short_has_what_there_is_of_it():
     assert message.content == ""
     parts, reader = parts_of(HERMES, text, 5)
     assert reader.whole == 0
-    early = read_calls(HERMES, TOOLS, '<tool_call>{"na', name)
-    assert early == Message("assistant", '<tool_call>{"na')
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("form", FORMS)
+def test_wherever_an_answer_is_cut_no_markup_of_a_call_is_text(form, size):
+    text, _ = WRITTEN[form]
+    known = text.index("get_weather") + len("get_weather")
+    own = '{"city": "Rome"}'
+    for at in range(1, len(text) + 1):
+        for alone in (True, False):
+            reader = CallReader(FORMS[form], NAMES, alone)
+            pieces = [text[:at][n : n + size] for n in range(0, at, size)]
+            parts = [part for piece in pieces for part in reader.add(piece)]
+            parts += reader.end(cut=True)
+            assert not [part for part in parts if isinstance(part, Said) and part.call is None]
+            message = message_of(parts, name)
+            assert [call.name for call in message.calls[:1]] == ["get_weather"][: at > known]
+            if message.calls:
+                come = text[text.index(own) : at]
+                assert message.calls[0].arguments == come[: len(own)]
+
+
+@pytest.mark.parametrize("text", ["a <tool_c", "<", "if a <"])
+def test_what_may_begin_a_call_is_text_where_the_model_has_ended(text):
+    said = Message("assistant", text)
+    assert read_calls(HERMES, TOOLS, text, name) == said
+    assert (
+        read_calls(HERMES, TOOLS, text, name, cut=True).content == text[: text.index("<")].rstrip()
+    )
+    assert read_calls(HERMES, TOOLS, f"{text}!", name, cut=True) == replace(
+        said, content=f"{text}!"
+    )
+    assert "<" not in read_calls(HERMES, TOOLS, text, name, alone=True).content
+
+
+def test_a_stop_within_a_call_leaves_no_markup_either():
+    for text in ("<tool_call>", '<tool_call>{"name": "cl'):
+        assert read_calls(HERMES, TOOLS, text, name) == Message("assistant", "")
+    begun = Call("call_0", "clock", "")
+    stopped = read_calls(HERMES, TOOLS, '<tool_call>{"name": "clock", "arg', name)
+    assert stopped == Message("assistant", "", calls=(begun,))
+    no_call = '<tool_call>{"name": "cat"'
+    assert read_calls(HERMES, TOOLS, no_call, name, cut=True).content == no_call
 
 
 # --- what may be said

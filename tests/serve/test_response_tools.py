@@ -197,6 +197,44 @@ def test_what_is_said_before_a_call_is_a_message_of_its_own(server, monkeypatch)
     assert cached(history) == told["usage"]["total_tokens"] - 1
 
 
+def test_what_is_cut_before_the_name_of_a_call_says_nothing(server, client, monkeypatch):
+    for said, kinds in (
+        ("<t", []),
+        ('<tool_call>{"name": "get_wea', []),
+        ('<tool_call>{"name": "get_weather", "arg', ["function_call"]),
+        ('See. <tool_call>{"na', ["message"]),
+    ):
+        told, events = spoken(server, monkeypatch, said)
+        assert told["status"] == "incomplete"
+        saying = [item for item in told["output"] if item.get("content") != [NOTHING]]
+        assert [item["type"] for item in saying] == kinds
+        assert {item["status"] for item in told["output"]} == {"incomplete"}
+        assert "arguments" not in told["output"][0] or told["output"][0]["arguments"] == ""
+        assert "<" not in json.dumps(events[:-1] + told["output"])
+        # It is known again as what was told of it.
+        monkeypatch.undo()
+        back = [item for item in told["output"] if item["type"] == "function_call"]
+        results = [
+            {"type": "function_call_output", "call_id": item["call_id"], "output": "x"}
+            for item in back
+        ]
+        on = [user("Weather?"), *told["output"], *results, user("And?")]
+        again = say(client, on, max_output_tokens=1)
+        assert cached(again) == told["usage"]["total_tokens"] - 1
+
+
+def test_a_call_that_a_stop_ends_is_incomplete(client):
+    told = say(client, tool_choice=WEATHER, extra_body={"stop": "city"})
+    (call,) = told.output
+    assert (told.status, call.status) == ("completed", "incomplete")
+    assert (call.name, call.arguments.replace(" ", "")) == ("get_weather", '{"')
+    (message,) = say(client, tool_choice=WEATHER, extra_body={"stop": "call>"}).output
+    assert message.content[0].text == ""
+
+
+NOTHING = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+
+
 def spoken(server, monkeypatch, said: str) -> tuple[dict, list[dict]]:
     """A response whose answer is this text, and its events."""
     ids = server.desk.tokenizer(said)["input_ids"]

@@ -11,6 +11,8 @@ from anything import CITY, TAKES_ARGS, TAKES_TOOLS, random_desk
 from pydantic import BaseModel, Field
 from servers import CHATML, make_tokenizer, serving
 
+from weir.serve import Choice, Chooser
+
 USER = {"role": "user", "content": "Weather?"}
 
 
@@ -126,13 +128,40 @@ def go_on(client) -> None:
     assert fourth.usage.prompt_tokens_details.cached_tokens == 0
 
 
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [("See. <tool_call>{", "See."), ("See. <tool", "See."), ("See. <b", "See. <b")],
+)
+def test_where_text_and_calls_may_come_what_is_cut_is_told_so_too(client, monkeypatch, said, text):
+    ids = make_tokenizer()(said)["input_ids"]
+    left = iter(ids)
+    monkeypatch.setattr(Chooser, "chosen", lambda *_: Choice(next(left), -1.0))
+    answer = ask(client, max_tokens=len(ids)).choices[0]
+    assert (answer.finish_reason, answer.message.content) == ("length", text)
+
+
 def test_a_call_that_has_no_room_ends_by_its_length(client):
     whole = ask(client, tool_choice=WEATHER).choices[0].message.tool_calls[0].function
-    for limit in (5, 60):
+    named = len('<tool_call>{"name": "get_weather"')
+    for limit in (2, 5, named - 1, named + 1, 60):  # a line may end behind the trigger
         answer = ask(client, tool_choice=WEATHER, max_tokens=limit).choices[0]
         assert answer.finish_reason == "length"
+        assert not answer.message.content
+        assert bool(answer.message.tool_calls) == (limit >= named)
         for call in answer.message.tool_calls or ():
+            assert call.function.name == "get_weather"
             assert whole.arguments.startswith(call.function.arguments)
+        chunks = list(ask(client, tool_choice=WEATHER, max_tokens=limit, stream=True))
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        assert not any(delta.content for delta in deltas)
+        assert chunks[-1].choices[0].finish_reason == "length"
+        own = [call.function for delta in deltas for call in delta.tool_calls or ()]
+        assert "".join(function.arguments or "" for function in own) == (
+            answer.message.tool_calls[0].function.arguments if limit >= named else ""
+        )
+        assert [function.name for function in own if function.name] == (
+            ["get_weather"] if limit >= named else []
+        )
 
 
 def test_a_type_of_the_clients_own_is_a_tool():

@@ -25,11 +25,11 @@ from weir.serve.engine import Engine
 from weir.serve.holding import Holder
 from weir.serve.limits import Limits
 from weir.serve.locks import Locks
-from weir.serve.mailbox import Bell, Failure, Mailbox, Standing
+from weir.serve.mailbox import Bell, Failure, Mailbox
 from weir.serve.messages import Message, call_id, chain
 from weir.serve.planning import Plan, Planner
 from weir.serve.records import Record, Store, packed
-from weir.serve.relay import Relay
+from weir.serve.relay import Answer, Relay
 from weir.serve.sessions import Sessions
 from weir.serve.turn import Stage, Turn
 from weir.serve.waiting import Busy
@@ -47,6 +47,7 @@ class Wish:
         ends: tokens that end one.
         constraint: makes for each what it must look like; None where it may be anything.
         tools: functions whose calls are looked for.
+        alone: whether an answer is made of calls and has no text.
     """
 
     choosings: Sequence[Choosing]
@@ -55,6 +56,7 @@ class Wish:
     ends: frozenset[int]
     constraint: Callable[[], Constraint] | None = None
     tools: Sequence[Tool] = ()
+    alone: bool = False
 
     def ending_with(self, stop: str) -> Wish:
         """The same, ended by one text more."""
@@ -207,9 +209,9 @@ class Desk:
         return asked
 
     def _turn(self, plan: Plan, wish: Wish, answer: int, mailbox: Mailbox) -> Turn:
-        def save(turn: Turn, text: str, standing: Standing) -> None:
+        def save(turn: Turn, answer: Answer) -> None:
             if plan.session is not None:
-                self._save(plan, wish, turn, text, standing)
+                self._save(plan, wish, turn, answer)
 
         choosing = wish.choosings[answer]
         cache = self.engine.cache
@@ -232,11 +234,12 @@ class Desk:
         )
         return relay.turn
 
-    def _save(self, plan: Plan, wish: Wish, turn: Turn, text: str, standing: Standing) -> None:
+    def _save(self, plan: Plan, wish: Wish, turn: Turn, whole: Answer) -> None:
         assert plan.session is not None
-        answer = Message("assistant", text)
+        standing, answer = whole.standing, Message("assistant", whole.text)
         if wish.tools:
-            answer = read_calls(self.wording.form, wish.tools, text, partial(call_id, turn.node))
+            form, ids, cut = self.wording.form, partial(call_id, turn.node), whole.cut
+            answer = read_calls(form, wish.tools, whole.text, ids, cut=cut, alone=wish.alone)
         (end,) = chain(plan.chain, [answer])
         record = Record(
             node=turn.node,

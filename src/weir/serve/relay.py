@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,8 +18,24 @@ from weir.serve.mailbox import Bell, End, Failure, Mailbox, Piece, Standing
 from weir.serve.turn import Turn
 from weir.stream import AnswerText
 
-Save = Callable[[Turn, str, Standing], None]
-"""Keeps the record of a turn that ended, with the text of its answer."""
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer that has ended.
+
+    Attributes:
+        text: all of it.
+        cut: whether it was to go on, and had no tokens left.
+        standing: of its stream.
+    """
+
+    text: str
+    cut: bool
+    standing: Standing
+
+
+Save = Callable[[Turn, Answer], None]
+"""Keeps the record of a turn that ended."""
 
 
 class Relay:
@@ -83,7 +100,8 @@ class Relay:
         assert self._standing is not None
         held = "" if self._text.stopped else self._text.end()
         try:
-            self._save(self.turn, "".join([*self._said, held]), self._standing)
+            text = "".join([*self._said, held])
+            self._save(self.turn, Answer(text, reason == "length", self._standing))
         except Exception as error:
             self.failed(error)
             return

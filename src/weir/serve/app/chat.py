@@ -73,7 +73,7 @@ class Form:
         self._body = body
         self._tokens = tokens
         self._readers = [
-            CallReader(desk.wording.form, {tool.name for tool in wish.tools})
+            CallReader(desk.wording.form, {tool.name for tool in wish.tools}, wish.alone)
             for _ in range(body.answers if wish.tools else 0)
         ]
         self._head = {
@@ -147,7 +147,8 @@ class Form:
         if not self._readers:
             return [Said(event.text)] if event.text else []
         reader = self._readers[event.answer]
-        return [*reader.add(event.text), *(reader.end() if isinstance(event, End) else ())]
+        parts = reader.add(event.text)
+        return parts + reader.end(cut=event.reason == "length") if isinstance(event, End) else parts
 
     def _reason(self, end: End) -> str:
         """Why an answer ended."""

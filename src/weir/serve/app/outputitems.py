@@ -73,29 +73,35 @@ class OutputItems:
         """
         called = self._calling
         self._known += known
-        told = self._read([Said(text)] if text else [], text)
+        parts: Sequence[Part] = [Said(text)] if text else []
+        if self._reader is not None:
+            parts = self._reader.add(text)
+        told = self._told(parts)
         if called or self._calling:
             self._known.clear()  # nothing is told of the tokens of calls
         return told
 
     def end(self, status: str) -> list[Told]:
         """The answer is over: "completed" or "incomplete", and so is what is still open of it."""
-        told = self._read((), None)
+        told: list[Told] = []
+        if self._reader is not None:
+            held = self._reader.held
+            parts = self._reader.end(cut=status == "incomplete")
+            if held and not any(isinstance(part, Said) for part in parts):
+                self._known.clear()  # it was the beginning of a call
+            told = self._told(parts)
         if self._open is None and not self.done:
             told += self._begin(_Message())  # an answer that says nothing
         if isinstance(self._open, _Message) and self._known:
             told.append(self._delta(""))
-        return told + self._close(status)
+        # A call that is still open has no end, whatever has ended the answer.
+        return told + self._close("incomplete" if isinstance(self._open, _Call) else status)
 
     @property
     def _calling(self) -> bool:
         return self._reader is not None and self._reader.calling
 
-    def _read(self, plain: Sequence[Part], text: str | None) -> list[Told]:
-        """What text brings where there may be calls in it; None for the end of it."""
-        parts: Sequence[Part] = plain
-        if self._reader is not None:
-            parts = self._reader.end() if text is None else self._reader.add(text)
+    def _told(self, parts: Sequence[Part]) -> list[Told]:
         return [told for part in parts for told in self._part(part)]
 
     def _part(self, part: Part) -> list[Told]:

@@ -43,6 +43,7 @@ class ResponseForm:
         self._reply = reply
         self._owner = owner
         self._names = {tool.name for tool in wish.tools}
+        self._alone = wish.alone
         self._tokens = tokens
         self._created = int(time.time())
         self._number = 0
@@ -82,7 +83,7 @@ class ResponseForm:
 
     def _items(self, answers: Answers) -> OutputItems:
         form, turn = answers.desk.wording.form if self._names else None, answers.asked.turns[0]
-        reader = None if form is None else CallReader(form, self._names)
+        reader = None if form is None else CallReader(form, self._names, self._alone)
         return OutputItems(reader, partial(call_id, turn.node))
 
     def _known(self, event: Piece | End) -> list[dict[str, Any]]:

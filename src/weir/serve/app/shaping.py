@@ -131,7 +131,8 @@ def _held(
     except BadSchema as error:
         raise _blamed(grammars, schema, strict, tooling, error, param) from None
     calls = tooling.callable if tooling.choice != "none" else ()
-    return replace(wish, constraint=shape.mask, tools=calls)
+    alone = tooling.choice == "required"
+    return replace(wish, constraint=shape.mask, tools=calls, alone=alone)
 
 
 def _schema(wanted: ResponseFormat | None) -> tuple[dict[str, object] | None, bool]:

@@ -85,11 +85,13 @@ class CallReader:
     Attributes:
         form: in which its calls are written.
         names: of the functions that may be called; a call of another is text.
+        alone: whether the answer is made of calls and has no text.
         whole: how many calls have come to their end.
     """
 
     form: CallForm
     names: Collection[str]
+    alone: bool = False
     whole: int = 0
     _begun: int = 0
     _state: str = "text"
@@ -98,14 +100,21 @@ class CallReader:
     _said: bool = False
     _json: _Json = field(default_factory=_Json)
     _head_of_call: re.Pattern[str] = field(init=False)
+    _begun_head: re.Pattern[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._head_of_call = _head(self.form)
+        self._head_of_call = re.compile("".join(_head(self.form)))
+        self._begun_head = _beginnings(_head(self.form))
 
     @property
     def calling(self) -> bool:
         """Whether what comes next is part of a call, and not text."""
         return self._state in ("call", "between")
+
+    @property
+    def held(self) -> bool:
+        """Whether something is held back that may be the beginning of a call."""
+        return self._state == "head" or bool(self._rest)
 
     def add(self, text: str) -> list[Part]:
         """What more text brings."""
@@ -118,13 +127,36 @@ class CallReader:
                 break
         return parts
 
-    def end(self) -> list[Part]:
-        """No more comes: what was held back is text, if it is no part of a call."""
+    def end(self, *, cut: bool = False) -> list[Part]:
+        """No more comes.
+
+        A call whose name has come begins, without arguments. Of one whose name has not come nothing
+        is told, and what was held back as no more than the beginning of a trigger is text.
+
+        Args:
+            cut: the answer was to go on, so that such a beginning is one of a call.
+        """
+        cut = cut or self.alone
         rest, self._rest = self._rest, ""
-        in_list = self.form.listed and self._begun
-        if self.calling or (self._state == "head" and in_list):
+        if self._state == "head":
+            return self._end_in_head(rest, cut)
+        if self.calling or (cut and rest):
             return []
-        trigger = self.form.trigger if self._state == "head" else ""
+        return self._told(rest, last=True)
+
+    def _end_in_head(self, rest: str, cut: bool) -> list[Part]:
+        trigger = self.form.trigger
+        head = self._begun_head.fullmatch(rest)
+        if head and (trigger or cut):
+            name, known = head["name"] or "", head["known"] is not None
+            if known and name in self.names:
+                self._state = "call"
+                self._begun += 1
+                return [CallStart(self._begun - 1, name)]
+            if not known and any(each.startswith(name) for each in self.names):
+                return []
+        if self.form.listed and self._begun:
+            return []
         return self._told(trigger + rest, last=True)
 
     def _text(self) -> list[Part]:
@@ -200,18 +232,36 @@ class CallReader:
         return [Said(whole)] if whole else []
 
 
-_NAME = "(?P<name>[A-Za-z0-9_-]+)"
+def _head(form: CallForm) -> list[str]:
+    """What a call begins with, up to its arguments: patterns of what comes one after the other.
 
-
-def _head(form: CallForm) -> re.Pattern[str]:
-    """What a call begins with, up to its arguments."""
+    `known` is the first that cannot come before all of the name has.
+    """
+    name = "(?P<name>[A-Za-z0-9_-]+)"
     if form.between:
-        return re.compile(rf"\s*{_NAME}{re.escape(form.between)}\s*")
-    return re.compile(rf'[\s\[]*\{{\s*"name"\s*:\s*"{_NAME}"\s*,\s*"{re.escape(form.key)}"\s*:\s*')
+        first, *more = map(re.escape, form.between)
+        return [r"\s*", name, f"(?P<known>{first})", *more, r"\s*"]
+    key = [r"\s*", ",", r"\s*", *map(re.escape, f'"{form.key}"'), r"\s*", ":", r"\s*"]
+    opened = [r"[\s\[]*", r"\{", r"\s*", *'"name"', r"\s*", ":", r"\s*", '"']
+    return [*opened, name, '(?P<known>")', *key]
+
+
+def _beginnings(patterns: Sequence[str]) -> re.Pattern[str]:
+    """All that what fits patterns may begin with."""
+    nested = ""
+    for pattern in reversed(patterns):
+        nested = f"(?:{pattern}{nested})?"
+    return re.compile(nested)
 
 
 def read_calls(
-    form: CallForm, tools: Sequence[Tool], text: str, ids: Callable[[int], str]
+    form: CallForm,
+    tools: Sequence[Tool],
+    text: str,
+    ids: Callable[[int], str],
+    *,
+    cut: bool = False,
+    alone: bool = False,
 ) -> Message:
     """An answer with the calls in it.
 
@@ -220,9 +270,11 @@ def read_calls(
         tools: that may be called.
         text: all of the answer.
         ids: names its calls, by which they are, from 0.
+        cut: whether the answer was to go on.
+        alone: whether it is made of calls and has no text.
     """
-    reader = CallReader(form, {tool.name for tool in tools})
-    return message_of([*reader.add(text), *reader.end()], ids)
+    reader = CallReader(form, {tool.name for tool in tools}, alone)
+    return message_of([*reader.add(text), *reader.end(cut=cut)], ids)
 
 
 def message_of(parts: Sequence[Part], ids: Callable[[int], str]) -> Message:
