@@ -179,6 +179,10 @@ BAD = {
         chat_of(tools=[tool_of("f"), tool_of("g", {"type": "king"})]),
         "tools[1].function.parameters",
     ),
+    "parameters that are no object": (
+        chat_of(tools=[tool_of("f"), tool_of("g", {"type": "string"})]),
+        "tools[1].function.parameters",
+    ),
     "parameters that repeat": (
         chat_of(tools=[tool_of("f", {"pattern": "((a{99}){99}){99}"})]),
         "tools[0].function.parameters",
@@ -193,14 +197,26 @@ BAD = {
         chat_of(messages=[{"role": "assistant", "tool_calls": [{"id": "1"}]}]),
         "messages[0].tool_calls[0].function",
     ),
+    "arguments that are no object": (
+        chat_of(
+            messages=[
+                {
+                    "role": "assistant",
+                    "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[1]"}}],
+                }
+            ]
+        ),
+        "messages[0].tool_calls[0].function.arguments",
+    ),
     "an older call": (
         chat_of(messages=[{"role": "assistant", "function_call": {"name": "f"}}]),
         "messages[0].function_call",
     ),
     "an unknown option": (
-        chat_of(stream_options={"include": True}),
+        chat_of(stream=True, stream_options={"include": True}),
         "stream_options.include",
     ),
+    "options of no stream": (chat_of(stream_options={"include_usage": True}), "stream_options"),
 }
 
 

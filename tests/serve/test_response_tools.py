@@ -475,6 +475,14 @@ BAD = {
         {"tools": [TOOLS[1], tool_of("x", {"type": "king"})]},
         "tools[1].parameters",
     ),
+    "parameters that are no object": (
+        {"tools": [TOOLS[1], tool_of("x", {"type": "string"})]},
+        "tools[1].parameters",
+    ),
+    "arguments that are no object": (
+        {"input": [user("x"), {**call_of("a"), "arguments": '"x"'}, result_of("a")]},
+        "input[1].arguments",
+    ),
     "a choice of none": ({"tools": [], "tool_choice": "required"}, "tool_choice"),
     "a choice that is no tool": (
         {"tool_choice": {"type": "function", "name": "other"}},

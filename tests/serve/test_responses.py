@@ -348,6 +348,7 @@ BAD = {
     ),
     "a long name": ({"previous_response_id": "x" * 129}, "previous_response_id"),
     "a conversation of nothing": ({"conversation": {}}, "conversation"),
+    "options of no stream": ({"stream_options": {}}, "stream_options"),
     "one that is not kept": ({"conversation": "conv_1", "store": False}, "store"),
 }
 
@@ -377,6 +378,7 @@ def test_what_is_ignored_is_taken_and_what_is_refused_may_ask_for_nothing(server
     plain = say(client, "Hello")
     nothing = {name: values[-1] for name, values in REFUSED.items()}
     given = {"truncation": "auto", **dict.fromkeys(IGNORED, "x"), **nothing}
+    given["stream_options"] = None  # which go with a stream
     told = say(client, "Hello", extra_body=given)
     assert (told.output_text, told.truncation) == (plain.output_text, "auto")
     for name in REFUSED:
@@ -462,6 +464,36 @@ def test_a_conversation_collects_what_is_said_in_it(server, client):
     changed = client.conversations.update(made.id, metadata={"topic": "y"})
     assert client.conversations.retrieve(made.id) == changed
     assert changed.metadata == {"topic": "y"}
+
+
+def test_a_conversation_has_its_own_session(client):
+    made = client.conversations.create()
+    headers = {"x-session-id": "mine"}
+    with pytest.raises(openai.BadRequestError) as error:
+        say(client, "One", conversation=made.id, extra_headers=headers)
+    assert error.value.param == "x-session-id"
+    say(client, "One", conversation=made.id, extra_headers={"x-session-id": made.id})
+    assert len(texts(client, made.id)) == 2
+
+
+def test_a_body_whose_fields_may_all_be_left_out_may_be_left_out(server):
+    key = {"Authorization": f"Bearer {ALICE}"}
+    url = f"{server.url}/v1/conversations"
+    made = httpx.post(url, headers=key)
+    assert made.status_code == 200 and made.json()["metadata"] == {}
+    named = httpx.post(url, headers=key | {"Content-Type": "application/json"})
+    assert named.status_code == 200
+    # A page in a browser says where it is from, and must name the type, for which it has to ask.
+    assert httpx.post(url, headers=key | {"Origin": "http://elsewhere"}).status_code == 415
+    assert httpx.post(url, headers=key, content=b"{}").status_code == 415
+    # Here there is something to say.
+    assert httpx.post(f"{url}/{made.json()['id']}", headers=key).status_code == 415
+    described = httpx.get(f"{server.url}/openapi.json", headers=key).json()["paths"]
+    needed = [
+        described[path]["post"]["requestBody"]["required"]
+        for path in ("/v1/conversations", "/v1/conversations/{name}", "/v1/responses")
+    ]
+    assert needed == [False, True, True]
 
 
 def test_items_are_listed_one_by_one_and_by_pages(client):

@@ -105,7 +105,7 @@ def test_a_fork_goes_on_by_itself_from_any_turn(alice):
     alice.say(histories[1], "Elsewhere", "branch")
     assert (len(alice.turns("branch")), alice.turns("trunk")) == (3, turns)
     assert alice.ask("POST", "/sessions/trunk/fork", {"id": "branch"}).status_code == 409
-    newest = alice.ask("POST", "/sessions/trunk/fork", {}).json()
+    newest = alice.ask("POST", "/sessions/trunk/fork").json()
     assert newest["id"].startswith("sess_") and newest["turns"] == 3
     # What the trunk has alone goes with it, and the branch stands.
     alice.ask("DELETE", "/sessions/trunk")

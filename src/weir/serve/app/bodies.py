@@ -14,6 +14,7 @@ from pydantic import (
     ConfigDict,
     Field,
     StringConstraints,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -136,6 +137,13 @@ class Asking(Known):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10, allow_inf_nan=False)] | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
+
+    @field_validator("stream_options", mode="after", check_fields=False)
+    @classmethod
+    def _streamed(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None and not info.data.get("stream"):
+            raise refused("this goes with stream: true, and not without it")
+        return value
 
     @property
     def answers(self) -> int:

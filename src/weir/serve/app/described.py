@@ -29,9 +29,9 @@ def takes(kind: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
         streams: whether it answers with events where the body asks for them.
     """
     schema = kind.model_json_schema(ref_template=_REFERENCE)
-    told: dict[str, Any] = {
-        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
-    }
+    content = {"application/json": {"schema": schema}}
+    required = any(field.is_required() for field in kind.model_fields.values())
+    told: dict[str, Any] = {"requestBody": {"required": required, "content": content}}
     if streams:
         events = {"text/event-stream": {"schema": {"type": "string"}}}
         told["responses"] = {"200": {"content": events}}

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from weir.serve.app.strict import Name, Strict, refused
+from weir.serve.app.strict import Arguments, Name, Strict, refused
 from weir.serve.calls import Tool
 from weir.serve.calls.rules import Choice
 
@@ -165,7 +165,7 @@ class CalledFunction(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     name: Name
-    arguments: str
+    arguments: Arguments
 
 
 class ToolCall(BaseModel):

@@ -10,7 +10,7 @@ from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag
 
 from weir.serve.app.errors import not_found
-from weir.serve.app.strict import Name, Strict
+from weir.serve.app.strict import Arguments, Name, Strict
 from weir.serve.book import Item, call_item, input_item, new_id, result_item
 from weir.serve.messages import Call, NoCall
 
@@ -59,7 +59,7 @@ class CallItem(BaseModel):
     type: Literal["function_call"]
     call_id: CallId
     name: Name
-    arguments: str
+    arguments: Arguments
 
     def item(self) -> Item:
         """The same with an id of the server's."""

@@ -111,6 +111,8 @@ async def chunks(request: Request, kind: str, limit: int, seconds: float) -> Asy
 async def read_body(request: Request, kind: type[T], owner: str) -> T:
     """The body of a request, which counts as one of its owner's from now on.
 
+    None at all is an empty object where all fields may be left out.
+
     Raises:
         Refused: there are too many already, or it is too large, comes too slowly, or is not what it
             should be.
@@ -118,12 +120,22 @@ async def read_body(request: Request, kind: type[T], owner: str) -> T:
     """
     limits = enter(request, owner).limits
     read = bytearray()
-    async for chunk in chunks(request, JSON, limits.body, limits.stall):
-        read += chunk
+    free = not any(field.is_required() for field in kind.model_fields.values())
+    if not (free and _bodiless(request)):
+        async for chunk in chunks(request, JSON, limits.body, limits.stall):
+            read += chunk
     try:
-        return kind.model_validate_json(bytes(read))
+        return kind.model_validate_json(bytes(read) or (b"{}" if free else b""))
     except ValidationError as error:
         raise invalid(error) from None
+
+
+def _bodiless(request: Request) -> bool:
+    """Whether a program sends no body at all; pages in a browser say where they are from."""
+    told = request.headers
+    return told.get("content-length", "0") == "0" and not any(
+        name in told for name in ("content-type", "transfer-encoding", "origin")
+    )
 
 
 def session_of(request: Request) -> str | None:

@@ -38,7 +38,7 @@ async def respond(request: Request, owner: str = Depends(authorised)) -> Respons
     session = session_of(request)
     body = await read_body(request, ResponseBody, owner)
     check_model(desk, body.model)
-    _check(body)
+    _check(body, session)
     if body.named is not None:
         lock(request, owner, body.named)
     limit = ("max_output_tokens", body.max_output_tokens)
@@ -112,13 +112,20 @@ async def _found(request: Request, owner: str, name: str) -> Kept:
     return found
 
 
-def _check(body: ResponseBody) -> None:
+def _check(body: ResponseBody, session: str | None) -> None:
     """Refuse what does not go together."""
     if body.named is not None and body.previous_response_id is not None:
         raise Refused(
             400,
             "previous_response_id and conversation exclude each other",
             param="previous_response_id",
+            code="mutually_exclusive_parameters",
+        )
+    if body.named is not None and session not in (None, body.named):
+        raise Refused(
+            400,
+            f"the turns of a conversation are in the session of its id: leave {HEADER} out",
+            param=HEADER,
             code="mutually_exclusive_parameters",
         )
     if body.named is not None and not body.kept:

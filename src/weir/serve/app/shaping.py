@@ -51,6 +51,14 @@ def tooling_of(desk: Desk, offer: Offer) -> Tooling:
         return Tooling()
     if len({tool.name for tool in tools}) < len(tools):
         raise Refused(400, "two tools have the same name", param="tools")
+    for number, tool in enumerate(tools):
+        if tool.schema.get("type", "object") != "object":
+            raise Refused(
+                400,
+                f"the parameters of {tool.name} are to have the type object",
+                param=offer.schemas.format(number),
+                code="invalid_json_schema",
+            )
     try:
         form = desk.wording.form
     except WeirError as error:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    StringConstraints,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 
@@ -49,6 +57,21 @@ class Known(Strict):
         return value
 
 
+def _arguments(value: str) -> str:
+    """What a model has said of a call may have been cut short, and is no JSON then."""
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    if not isinstance(found, dict):
+        raise refused("the arguments of a call are an object, as JSON")
+    return value
+
+
 def refused(message: str) -> PydanticCustomError:
     """What a validator raises for something that is not served."""
     return PydanticCustomError("unsupported", message)
+
+
+Arguments = Annotated[str, AfterValidator(_arguments)]
+"""Of a call, as a text."""
