@@ -80,6 +80,17 @@ def test_turns_are_told_page_by_page(alice):
         assert error["param"] == wrong.partition("=")[0]
 
 
+def test_a_parameter_that_nobody_knows_is_refused(alice):
+    alice.talk("asked")
+    for path in ("", "/asked", "/asked/turns", "/asked/export"):
+        answer = alice.ask("GET", f"/sessions{path}?bogus=1")
+        error = answer.json()["error"]
+        told = (answer.status_code, error["param"], error["code"])
+        assert told == (400, "bogus", "unknown_parameter")
+    for path in ("/asked/turns?limit=2&order=desc&include[]=x", "/asked/export?turns=1"):
+        assert alice.ask("GET", f"/sessions{path}").status_code == 200
+
+
 def test_turns_of_a_session_are_told_with_what_was_said(alice):
     histories = alice.talk("told")
     turns = alice.turns("told")

@@ -138,6 +138,20 @@ def _bodiless(request: Request) -> bool:
     )
 
 
+def known_query(request: Request) -> None:
+    """Look at what stands behind `?` in an address; a dependency of routes.
+
+    Raises:
+        Refused: the route has no such parameter.
+    """
+    top = request.scope["route"].dependant
+    known = {each.alias for part in (top, *top.dependencies) for each in part.query_params}
+    for name in request.query_params:
+        if name not in known:
+            message = f"Unrecognized request argument supplied: {name[:80]}"
+            raise Refused(400, message, param=name[:80], code="unknown_parameter")
+
+
 def session_of(request: Request) -> str | None:
     """The session that a client names.
 

@@ -17,7 +17,7 @@ from weir.serve.app.described import takes
 from weir.serve.app.errors import Refused, conflict, not_found, overloaded
 from weir.serve.app.eventstream import EventStream
 from weir.serve.app.itembodies import Page
-from weir.serve.app.reading import SESSION, authorised, chunks, enter, read_body
+from weir.serve.app.reading import SESSION, authorised, chunks, enter, known_query, read_body
 from weir.serve.app.strict import Strict
 from weir.serve.desk import Desk
 from weir.serve.records import Record, Session, Taken
@@ -31,7 +31,7 @@ SLOWEST = 20
 
 BINARY = {FILE: {"schema": {"type": "string", "format": "binary"}}}
 
-router = APIRouter()
+router = APIRouter(dependencies=[Depends(known_query)])
 T = TypeVar("T")
 Turn = Annotated[str, StringConstraints(pattern=r"^(resp_)?[0-9a-f]{32}$")]
 
