@@ -10,6 +10,8 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.responses import JSONResponse
 
+from weir.errors import shortened
+
 CODES = {
     "missing": "missing_required_parameter",
     "extra_forbidden": "unknown_parameter",
@@ -34,6 +36,7 @@ WORDS = {
     "greater_than": "it is to be more than {gt}",
     "greater_than_equal": "it is to be {ge} or more",
     "too_long": "it has {actual_length} entries, and may have {max_length}",
+    "int_parsing": "it is to be a whole number",
     "too_short": "it has {actual_length} entries, and needs {min_length}",
     "string_too_long": "it may have {max_length} characters",
     "string_too_short": "it is to have {min_length} characters or more",
@@ -134,7 +137,7 @@ def failed(message: str = "the server failed to answer; its log says why") -> Re
 
 def invalid(error: ValidationError) -> Refused:
     """The first thing that is wrong with a body; what it says instead is not repeated."""
-    return _wrong(error.errors(include_url=False, include_input=False))
+    return _wrong(error.errors(include_url=False))
 
 
 def invalid_query(error: RequestValidationError) -> Refused:
@@ -156,6 +159,8 @@ def _wrong(found: Sequence[Mapping[str, Any]]) -> Refused:
     param = param_of(first["loc"])
     if kind == "json_invalid":
         return Refused(400, f"the body is no JSON that can be read: {message}", code="invalid_json")
+    if not param and kind == "model_type":
+        message = "the body is to be an object of JSON"
     if kind == "extra_forbidden":
         message = f"Unrecognized request argument supplied: {param}"
     elif kind == "missing":
@@ -176,7 +181,16 @@ def _worded(error: Mapping[str, Any]) -> str:
         return f"it is to be {KINDS[kind]}"
     if kind == "literal_error":
         return f"it is to be {facts['expected']}"
+    if kind == "too_long" and facts["actual_length"] is None:
+        facts["actual_length"] = len(error["input"])  # pydantic does not count what is in an object
+    if kind == "json_invalid" and any(mark in error["msg"] for mark in _SURROGATES):
+        where = error["msg"].rpartition(" at ")[2]
+        return f"a lone surrogate (\\ud800 to \\udfff) is no character, at {where}"
     return WORDS[kind].format(**facts) if kind in WORDS else str(error["msg"])
+
+
+_SURROGATES = ("unexpected end of hex escape", "surrogate in hex escape")
+"""What pydantic says of them."""
 
 
 def param_of(loc: tuple[int | str, ...]) -> str | None:
@@ -186,5 +200,9 @@ def param_of(loc: tuple[int | str, ...]) -> str | None:
         if isinstance(part, int):
             path += f"[{part}]"
         elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
-            path += f".{part}" if path else part
-    return path or None
+            path += f".{shortened(part)}" if path else shortened(part)
+    return shortened(path) if len(path) > _LONGEST else path or None
+
+
+_LONGEST = 200
+"""Characters of a path that an error repeats whole."""

@@ -119,22 +119,29 @@ class FlatAllowed(Strict):
     tools: Annotated[list[FlatName], Field(min_length=1, max_length=128)]
 
 
-def _kind(value: Any) -> str:
+def _kind(value: Any) -> str | None:
     if isinstance(value, str):
         return "a word"
+    if not isinstance(value, dict | BaseModel):
+        return None
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return "some tools" if kind == "allowed_tools" else "a function"
 
 
+_CHOICE = Discriminator(
+    _kind,
+    custom_error_type="unsupported",
+    custom_error_message="it is to be 'none', 'auto', 'required' or an object",
+)
 # Tags that are no names stay out of what an error says of where it is.
 Word = Annotated[Literal["none", "auto", "required"], Tag("a word")]
 ToolChoice = Annotated[
     Word | Annotated[NamedTool, Tag("a function")] | Annotated[AllowedTools, Tag("some tools")],
-    Discriminator(_kind),
+    _CHOICE,
 ]
 FlatChoice = Annotated[
     Word | Annotated[FlatName, Tag("a function")] | Annotated[FlatAllowed, Tag("some tools")],
-    Discriminator(_kind),
+    _CHOICE,
 ]
 
 

@@ -7,10 +7,18 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import Query
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    field_validator,
+)
 
 from weir.serve.app.errors import not_found
-from weir.serve.app.strict import Arguments, Name, Strict
+from weir.serve.app.strict import Arguments, Name, Strict, refused
 from weir.serve.book import Item, call_item, input_item, new_id, result_item
 from weir.serve.messages import Call, NoCall
 
@@ -40,6 +48,14 @@ class MessageItem(BaseModel):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[ItemPart]
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        # An item of a type that nobody knows is taken for a message.
+        if value != "message":
+            raise refused("it is to be 'message', 'function_call' or 'function_call_output'")
+        return value
 
     def item(self) -> Item:
         """The same with an id of the server's."""

@@ -56,8 +56,11 @@ class TextFormat(Strict):
 
     @model_validator(mode="after")
     def _together(self) -> Self:
-        said = (self.name, self.of)
-        if (None in said) if self.type == "json_schema" else said != (None, None):
+        said = {"name": self.name, "schema": self.of}
+        missing = " and ".join(name for name, value in said.items() if value is None)
+        if self.type == "json_schema" and missing:
+            raise refused(f"type: json_schema needs a name and a schema; here is no {missing}")
+        if self.type != "json_schema" and missing != "name and schema":
             raise refused("name and schema go with type: json_schema, and not without it")
         return self
 

@@ -1,0 +1,81 @@
+"""What is said of bodies that are wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from weir.serve.app.bodies import ChatBody
+from weir.serve.app.errors import invalid, invalid_query
+from weir.serve.app.responsebodies import ResponseBody
+
+
+def said(body: Any, kind: type[BaseModel] = ResponseBody) -> str:
+    """What is said of a body, which is JSON or made into it."""
+    with pytest.raises(ValidationError) as found:
+        kind.model_validate_json(body if isinstance(body, str) else json.dumps(body))
+    error = invalid(found.value).body["error"]
+    assert len(json.dumps(error)) < 1000
+    return str(error["message"])
+
+
+def response(**fields: Any) -> dict[str, Any]:
+    return {"model": "small", **fields}
+
+
+@pytest.mark.parametrize("text", [r"\ud800", r"\udc00x", r"\ud800\u0041"])
+def test_half_a_surrogate_pair_is_said_to_be_no_character(text):
+    message = said(f'{{"model": "small", "input": "{text}"}}')
+    assert "a lone surrogate" in message and "is no character, at line 1 column " in message
+
+
+def test_names_of_fields_are_repeated_only_as_far_as_they_are_short():
+    assert "argument supplied: aaa" in said(response(**{"a" * 300_000: 1}))
+    assert "argument supplied: nonsense" in said(response(nonsense=1))
+    assert said(response(metadata={"b" * 300_000: 5})).startswith("Invalid 'metadata.bbb")
+
+
+def test_of_objects_that_are_too_large_their_size_is_told():
+    many = {str(n): "x" for n in range(17)}
+    assert "it has 17 entries, and may have 16" in said(response(metadata=many))
+    bias = {str(n): 1.0 for n in range(4096)}
+    assert "it has 4096 entries, and may have 1024" in said(response(logit_bias=bias))
+
+
+@pytest.mark.parametrize("body", ["[]", "null", "5"])
+def test_a_body_that_is_no_object_is_called_the_body(body):
+    for kind in (ResponseBody, ChatBody):
+        assert said(body, kind) == "the body is to be an object of JSON"
+
+
+def test_all_that_may_stand_in_a_place_is_named():
+    kinds = "'message', 'function_call' or 'function_call_output'"
+    assert kinds in said(response(input=[{"type": "input_image"}]))
+    assert "'role'" in said(response(input=[{"content": "x"}])).replace("input[0].", "")
+    choices = "'none', 'auto', 'required' or an object"
+    assert choices in said(response(tool_choice=5))
+    chat = response(messages=[{"role": "user", "content": "x"}], tool_choice=5)
+    assert choices in said(chat, ChatBody)
+    assert "'auto'" in said(response(tool_choice="any"))
+
+
+def test_of_a_schema_what_is_missing_is_named():
+    def of(**form: Any) -> str:
+        return said(response(text={"format": form}))
+
+    assert "here is no name and schema" in of(type="json_schema")
+    assert "here is no schema" in of(type="json_schema", name="x")
+    assert "here is no name" in of(type="json_schema", schema={})
+    assert "and not without it" in of(type="text", name="x")
+
+
+def test_a_number_in_an_address_that_is_none_is_said_to_be_none():
+    with pytest.raises(ValidationError) as found:
+        TypeAdapter(int).validate_python("x")
+    errors = [{**each, "loc": ("query", "limit")} for each in found.value.errors()]
+    error = invalid_query(RequestValidationError(errors)).body["error"]
+    assert error["message"] == "Invalid 'limit': it is to be a whole number."
