@@ -10,8 +10,8 @@ import pytest
 
 from weir.errors import PolicyError, WeirError
 from weir.policies import NAMED, Pipe, Policy, called, named, policy
-from weir.policies.around import pyramid
 from weir.policies.library import h2o, streaming_llm, uniform
+from weir.policies.wrappers import pyramid
 from weir.pools import Recent, Sink
 
 

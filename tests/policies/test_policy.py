@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import weir
 from weir.errors import PolicyError, WeirError, written
-from weir.policies.around import pyramid, pyramidkv
 from weir.policies.grammar import policy
 from weir.policies.library import (
     buzz,
@@ -28,6 +27,7 @@ from weir.policies.library import (
 from weir.policies.pipe import Pipe, Policy
 from weir.policies.recompute import Recompute
 from weir.policies.registry import NAMED
+from weir.policies.wrappers import pyramid, pyramidkv
 from weir.pools import POOLS, Fold, Heavy, KNorm, Pool, Recent, Sink, SubGen, Tova, pool
 from weir.pools.parameters import hints
 from weir.slab.slots import Slots

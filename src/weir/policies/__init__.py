@@ -1,6 +1,6 @@
 """What a policy is, how it is written, and every one that has a name."""
 
-from weir.policies import around  # noqa: F401  (its policies get their names, and the library's)
+from weir.policies import wrappers  # noqa: F401  (its policies get their names, and the library's)
 from weir.policies.grammar import NUMBER, Parser, called, nearest, policy, policy_of
 from weir.policies.naming import named
 from weir.policies.pinned import Pinned, with_pin
