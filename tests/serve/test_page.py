@@ -102,6 +102,14 @@ def wait(page: Any, what: str, given: Any = None) -> None:
     page.wait_for_function(what, arg=given, timeout=LATER)
 
 
+def expect(locator: Any) -> Any:
+    """Assertions about what is shown soon, not at once: what a page asks for comes when it comes."""
+    from playwright.sync_api import expect as soon
+
+    soon.set_options(timeout=LATER)
+    return soon(locator)
+
+
 def number(page: Any, id: str) -> int:
     return int(page.locator(f"#{id}").inner_text().replace(",", ""))
 
@@ -112,19 +120,20 @@ def answers(page: Any) -> list[str]:
 
 def test_far_past_the_window_it_talks_and_shows_what_is_left(user, server):
     page = user().tab()
-    assert page.locator("#policy").inner_text() == "sink(2) | recent(6) | heavy(4)"
+    expect(page.locator("#policy")).to_have_text("sink(2) | recent(6) | heavy(4)")
     say(page, "Once upon a time", longest=400)
     wait(page, "() => Number(document.getElementById('seen').innerText) > 400")
     session = page.url.partition("#session=")[2]
     told = httpx.get(
         f"{server.url}/v1/sessions/{session}/memory", headers={"Authorization": f"Bearer {KEY}"}
     ).json()
-    shown = [number(page, each) for each in ("seen", "held", "folds")]
-    assert shown == [told[each] for each in ("seen", "held", "folds")]
+    for each in ("seen", "held", "folds"):
+        expect(page.locator(f"#{each}")).to_have_text(f"{told[each]:,}")
     held = [token["at"] for token in told["tokens"] if any(token["pools"])]
+    expect(page.locator("#text .held")).to_have_count(len(held))
     ids = page.locator("#text .held").evaluate_all("all => all.map(each => each.id)")
     assert ids == [f"token-{at}" for at in held]
-    assert "times as much" in page.locator("#summary").inner_text()
+    expect(page.locator("#summary")).to_contain_text("times as much")
     # While the next answer comes, both go on; a stopped one never happened.
     page.evaluate("document.getElementById('longest').value = 60000")
     page.get_by_label("Your message").fill("And then?")
@@ -139,9 +148,9 @@ def test_far_past_the_window_it_talks_and_shows_what_is_left(user, server):
     )
     page.keyboard.press("Escape")
     wait(page, "() => !document.querySelector('.coming')")
-    assert page.get_by_label("Your message").input_value() == "And then?"
-    wait(page, "seen => Number(document.getElementById('seen').innerText) === seen", shown[0])
-    assert len(answers(page)) == 1
+    expect(page.get_by_label("Your message")).to_have_value("And then?")
+    expect(page.locator("#seen")).to_have_text(f"{told['seen']:,}")
+    expect(page.locator(".said.assistant")).to_have_count(1)
 
 
 def test_a_reload_finds_the_session_and_two_tabs_share_it(user):
@@ -168,13 +177,13 @@ def test_a_reload_finds_the_session_and_two_tabs_share_it(user):
     page.keyboard.press("Enter")
     page.locator(".coming").wait_for()
     page.get_by_role("button", name="New conversation").click()
-    assert page.locator("#turns li").count() == 0
+    expect(page.locator("#turns li")).to_have_count(0)
     page.locator("#list .open").first.click()
     wait(page, "() => document.querySelectorAll('.turn-foot').length === 4")
     assert len(answers(page)[-1]) > 450
     # It is one session, and no second one began.
     wait(other, "() => document.querySelector('#list .when').innerText.startsWith('4 turns')")
-    assert page.locator("#list li").count() == other.locator("#list li").count()
+    expect(page.locator("#list li")).to_have_count(other.locator("#list li").count())
 
 
 def test_all_can_be_done_by_keyboard(user):
@@ -215,9 +224,8 @@ def test_all_can_be_done_by_keyboard(user):
     page.get_by_role("group", name="The text").focus()
     press("Home")
     press("ArrowRight")
-    assert re.fullmatch(
-        r'Token 1, ".*": held by sink in 2 of 2 heads\.', page.locator("#detail").inner_text()
-    )
+    told = re.compile(r'Token 1, ".*": held by sink in 2 of 2 heads\.')
+    expect(page.locator("#detail")).to_have_text(told)
     assert page.evaluate("document.getAnimations().length") == 0
     tab_to("Delete Number 0")
     press("Enter")
@@ -267,8 +275,8 @@ def test_markup_is_shown_as_text(user):
     say(page, evil)
     page.reload()
     wait(page, "() => document.querySelector('#list .title') && document.querySelector('.token')")
-    assert evil in page.locator(".said.user").inner_text()
-    assert page.locator("#list .title").first.inner_text() == evil[:80]
+    expect(page.locator(".said.user")).to_contain_text(evil)
+    expect(page.locator("#list .title").first).to_have_text(evil[:80])
     assert page.evaluate("window.hacked") is None
     assert page.locator("main img, nav img, aside img, body script").count() == 0
     # And the browser makes nothing of markup, whatever a script of the page would do with it.

@@ -19,7 +19,13 @@ from weir.pools.base import Fold
 from weir.pools.ranked import Ranked
 from weir.pools.registry import pool
 from weir.pools.scores.attended import check_window, keys_as_read
-from weir.pools.scores.future import check_ahead, last_unrotated, mean_turn, turned_back
+from weir.pools.scores.future import (
+    check_ahead,
+    last_unrotated,
+    mean_query,
+    mean_turn,
+    turned_back,
+)
 from weir.slab import Slots
 
 
@@ -61,8 +67,7 @@ class Expected(Ranked):
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """Expected share times length of the value [batch, kv_heads, slots], float32."""
         queries, there = last_unrotated(fold, self.queries)
-        count = there.sum(dim=1).clamp_min(1)[:, None, None, None].float()
-        mean = queries.sum(dim=3) / count
+        mean, count = mean_query(queries, there)
         keys = turned_back(keys_as_read(slots, fold), mean_turn(fold, range(self.ahead)))
         scale = fold.form.scale
         logits = scale * mean @ keys.mT

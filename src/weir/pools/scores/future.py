@@ -33,6 +33,19 @@ def last_unrotated(fold: Fold, count: int) -> tuple[Tensor, Tensor]:
     return queries.masked_fill(~there[:, None, None, :, None], 0.0), there
 
 
+def mean_query(queries: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean of queries, and of how many it is.
+
+    Args:
+        queries, there: of `last_unrotated`.
+
+    Returns:
+        [batch, kv_heads, group, key_dim]; [batch, 1, 1, 1], float32, at least 1.
+    """
+    count = there.sum(dim=1).clamp_min(1)[:, None, None, None].float()
+    return queries.sum(dim=3) / count, count
+
+
 def mean_turn(fold: Fold, ahead: Sequence[int]) -> Turn | None:
     """The mean rotation of places to come; None for a layer that rotates nothing.
 

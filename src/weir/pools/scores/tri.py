@@ -19,7 +19,13 @@ from weir.pools.base import Fold
 from weir.pools.ranked import Ranked
 from weir.pools.registry import pool
 from weir.pools.scores.attended import check_window, keys_as_read
-from weir.pools.scores.future import check_ahead, last_unrotated, mean_turn, turned_back
+from weir.pools.scores.future import (
+    check_ahead,
+    last_unrotated,
+    mean_query,
+    mean_turn,
+    turned_back,
+)
 from weir.slab import Slots
 
 
@@ -52,8 +58,7 @@ class Tri(Ranked):
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """The largest of the group's scores, in standard deviations [batch, kv_heads, slots]."""
         queries, there = last_unrotated(fold, self.queries)
-        count = there.sum(dim=1).clamp_min(1)[:, None, None, None].float()
-        mean = queries.sum(dim=3) / count
+        mean, count = mean_query(queries, there)
         # Distances count from the newest query, one in front of the next place.
         steps = [2**i - 1 for i in range(self.ahead.bit_length())]
         turn = mean_turn(fold, steps)
