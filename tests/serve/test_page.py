@@ -103,7 +103,7 @@ def wait(page: Any, what: str, given: Any = None) -> None:
 
 
 def expect(locator: Any) -> Any:
-    """Assertions about what is shown soon, not at once: what a page asks for comes when it comes."""
+    """Assertions about what is shown soon, if not at once: what a page asks for takes time."""
     from playwright.sync_api import expect as soon
 
     soon.set_options(timeout=LATER)
