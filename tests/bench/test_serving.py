@@ -119,6 +119,18 @@ def test_only_what_comes_within_a_run_is_counted_in_it():
     assert replace(both, worked=24.0).worked_a_token == pytest.approx(24 / (8 + 1 + 2))
 
 
+def test_processor_time_a_token_is_of_the_looks_within_a_run():
+    looks = [(9.0, 1.0), (11.0, 2.0), (15.0, 4.0), (19.0, 8.0), (21.0, 90.0)]
+    replies = [reply(9, *(10.5 + n for n in range(9)), tokens=9)]
+    heard = Heard("", 1, [(10.0, 20.0)], replies, processor=looks)
+    # Eight of the tokens came from 11 to 19, for six seconds of work.
+    assert heard.worked_within == pytest.approx(6 / 8)
+    assert heard.third(0).worked_within is None
+    assert replace(heard, replies=[]).worked_within is None
+    still = replace(heard, processor=[(when, 0.0) for when, _ in looks])
+    assert still.worked_within is None
+
+
 def test_percentiles_are_milliseconds_and_of_nothing_there_are_none():
     assert percentiles([]) == {}
     assert percentiles([0.5]) == {"p50": 500, "p95": 500, "p99": 500}

@@ -55,6 +55,7 @@ class Heard:
             it was measured.
         work: (seconds since the start, seconds) that some work of always the same size took beside
             it: what else the machine was doing.
+        processor: (when, seconds) that processors had worked for the server until then.
     """
 
     what: str
@@ -65,6 +66,7 @@ class Heard:
     memory: list[tuple[float, int]] = field(default_factory=list)
     work: list[tuple[float, float]] = field(default_factory=list)
     worked: float = 0.0
+    processor: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -105,6 +107,19 @@ class Heard:
         ((since, until),) = self.spans
         third = (until - since) / 3
         return replace(self, spans=[(since + number * third, since + (number + 1) * third)])
+
+    @property
+    def worked_within(self) -> float | None:
+        """Seconds that processors worked for each token, from the first look at them to the last.
+
+        None where nobody looked twice, no token came meanwhile or the system does not tell.
+        """
+        inside = [look for look in self.processor if self._within(look[0])]
+        if len(inside) < 2:
+            return None
+        (since, before), (until, after) = inside[0], inside[-1]
+        tokens = replace(self, spans=[(since, until)]).pace * (until - since)
+        return (after - before) / tokens if tokens and after > before else None
 
     def _within(self, when: float) -> bool:
         return any(since <= when < until for since, until in self.spans)
@@ -267,6 +282,7 @@ async def _watched(
         while True:
             now = time.perf_counter()
             heard.memory.append((now - start, server.memory))
+            heard.processor.append((now, server.worked))
             sum(range(WORK))
             heard.work.append((now - start, time.perf_counter() - now))
             on_sample(heard)

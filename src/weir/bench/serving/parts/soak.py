@@ -57,6 +57,16 @@ def soak(plan: Plan) -> Iterator[Row | Heard]:
         1.05,
         note=f"work of one size, done beside it, took {late / early:.3g} times as long",
     )
+    last_work, first_work = (heard.third(number).worked_within for number in (2, 0))
+    if last_work and first_work:
+        yield Row(
+            "processor time a token, last third of the soak ÷ first",
+            last_work * 1e3,
+            first_work * 1e3,
+            "ms",
+            last_work / first_work,
+            note="all threads of the server; what else the machine does counts less in it",
+        )
     end = heard.memory[-1][0]
     after = [size for when, size in heard.memory if when > 0.95 * end]
     before = [size for when, size in heard.memory if WARM * end <= when < (WARM + 0.05) * end]
