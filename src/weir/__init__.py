@@ -10,7 +10,7 @@ from weir.errors import PolicyError, WeirError
 
 if TYPE_CHECKING:
     from weir.cache import StreamingCache, generate
-    from weir.models import compile_steps, load
+    from weir.models import choose_products, compile_steps, load
     from weir.policies import policy
     from weir.stream import Stream
 
@@ -21,6 +21,7 @@ __all__ = [
     "StreamingCache",
     "WeirError",
     "__version__",
+    "choose_products",
     "compile_steps",
     "generate",
     "load",
@@ -30,6 +31,7 @@ __all__ = [
 _HANDED_OUT_BY = {
     "Stream": "stream",
     "StreamingCache": "cache",
+    "choose_products": "models",
     "compile_steps": "models",
     "generate": "cache",
     "load": "models",

@@ -26,6 +26,7 @@ from weir.bench.figures import (
     kvpress,
     memory,
     policies,
+    products,
     recompute,
     rows,
     slots,
@@ -33,7 +34,19 @@ from weir.bench.figures import (
 from weir.kernels import paths
 
 # They register.
-_MEASURE = (decode, slots, rows, policies, recompute, answer, halvings, memory, kvpress, kernel)
+_MEASURE = (
+    decode,
+    products,
+    slots,
+    rows,
+    policies,
+    recompute,
+    answer,
+    halvings,
+    memory,
+    kvpress,
+    kernel,
+)
 _ASKED = (flat, deterministic)
 
 

@@ -24,6 +24,7 @@ from weir.cli.common import (
     messages,
     say,
     size,
+    with_products,
 )
 from weir.errors import WeirError
 
@@ -59,7 +60,9 @@ def chat(
 
     wanted = with_slots(policy_of(policy), slots)
     model, tokenizer = load_model(model_name)
-    conversation = Conversation(Stream(model, wanted, chunk=chunk, seed=seed), tokenizer)
+    conversation = Conversation(
+        Stream(with_products(model), wanted, chunk=chunk, seed=seed), tokenizer
+    )
     if session is not None:
         conversation.load(session)
     kind = "" if tokenizer.chat_template else "; it has no chat template and continues your text"

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weir.cli.app import command
-from weir.cli.common import Chunk, PolicyText, SlotsName, load_model, say, size, waiting
+from weir.cli.common import (
+    Chunk,
+    PolicyText,
+    SlotsName,
+    load_model,
+    say,
+    size,
+    waiting,
+    with_products,
+)
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
@@ -171,7 +180,7 @@ def serve(
         book = Book(None if data is None else Path(data) / "book.db", limits.texts)
         ending.callback(book.close)
         engine = Engine(
-            model,
+            with_products(model),
             wanted,
             rows,
             store,

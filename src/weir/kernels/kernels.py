@@ -28,6 +28,7 @@ _MADE = {
     ("numba", "walk"): ("weir.kernels.numba_walk", "walk"),
     ("numba", "farthest_first"): ("weir.kernels.numba_farthest_first", "farthest_first"),
     ("numba", "decode8"): ("weir.kernels.numba_decode", "decode8"),
+    ("numba", "linear"): ("weir.kernels.numba_linear", "linear"),
     ("triton", "walk"): ("weir.kernels.triton_walk", "walk"),
     ("triton", "decode"): ("weir.kernels.triton_decode", "decode"),
 }
@@ -58,6 +59,13 @@ def farthest_first(device: torch.device) -> Callable[..., Any] | None:
     reference.
     """
     return _kernel(_library(device), "farthest_first")
+
+
+def linear(device: torch.device) -> Callable[..., Any] | None:
+    """What does as `torch.nn.functional.linear` for few rows on a device (see
+    `weir.kernels.numba_linear`); None where PyTorch alone does.
+    """
+    return _kernel(_library(device), "linear")
 
 
 def paths(device: torch.device) -> dict[str, str]:

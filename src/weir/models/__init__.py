@@ -27,6 +27,7 @@ from weir.models.loading import (
     skeleton,
 )
 from weir.models.output import OutputProjection, output_weight
+from weir.models.products import choose_products
 from weir.models.sinks import ModelSink, set_sink, sink_at_work, sink_of, zero_sink_attention
 from weir.models.vocabulary import check_ids, out_of_range
 from weir.models.weights import fingerprint, weights_of
@@ -48,6 +49,7 @@ __all__ = [
     "attach",
     "check_ids",
     "check_versions",
+    "choose_products",
     "compile_steps",
     "describe",
     "detach",

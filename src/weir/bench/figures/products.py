@@ -1,0 +1,68 @@
+"""What `weir.choose_products` brings: decode steps with products that were chosen by measuring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from weir.bench.caches import Dynamic
+from weir.bench.figure import Row, Setting, Skipped, figure
+from weir.bench.figures.rows import POLICY, Rows
+from weir.bench.model import bandwidth, model_of, twin_of, weight_bytes
+from weir.bench.timing import Contender, in_turns
+from weir.models import choose_products
+
+ROWS = (1, 4, 16)
+
+
+@figure("products", "decode steps with chosen matrix products beside PyTorch's")
+def products(setting: Setting) -> Iterator[Row]:
+    """`streaming_llm` for 1, 4 and 16 rows; for one also `DynamicCache` and the roofline.
+
+    Products are timed anew, and what is kept of this machine is left alone.
+    """
+    plain, chosen = model_of(setting), twin_of(setting)
+    with ExitStack() as ending:
+        scratch = Path(ending.enter_context(TemporaryDirectory()))
+        setting.say("timing matrix products")
+        gains = choose_products(chosen, remembered=scratch / "products.json")
+    if not gains:
+        raise Skipped("there is no kernel for products here: numba is not installed")
+    sizes = setting.sizes
+    policy = f"{POLICY}(budget={sizes.slots})"
+    for rows in ROWS:
+        ways: dict[str, Contender] = {
+            name: Rows(model, policy, sizes.chunk, [0] * rows, sizes.slots)
+            for name, model in {"chosen": chosen, "usual": plain}.items()
+        }
+        if rows == 1:
+            ways["DynamicCache"] = Dynamic(plain, sizes.slots)
+        times = {name: median(taken) for name, taken in in_turns(ways, sizes.steps, warm=3).items()}
+        for peer in list(ways)[1:]:
+            beside = "with PyTorch's products" if peer == "usual" else f"{peer} of {sizes.slots:,}"
+            yield Row(
+                f"decode step of {rows} {'rows' if rows > 1 else 'row'}, `{POLICY}` at "
+                f"{sizes.slots:,} slots, products chosen ÷ {beside}",
+                times["chosen"] * 1e3,
+                times[peer] * 1e3,
+                "ms",
+                times["chosen"] / times[peer],
+                None if peer == "usual" else 0.97,
+            )
+        if rows == 1:
+            ours = ways["chosen"]
+            assert isinstance(ours, Rows)
+            least = (weight_bytes(plain) + ours.read_bytes) / bandwidth(sizes.copied)
+            yield Row(
+                f"share of the roofline, decode at batch 1, {sizes.slots:,} slots, products chosen",
+                times["chosen"] * 1e3,
+                least * 1e3,
+                "ms",
+                least / times["chosen"],
+                0.7,
+                least=True,
+                share=least / times["chosen"],
+            )

@@ -1,0 +1,156 @@
+"""Products of a few rows with a weight on the CPU: what `torch.nn.functional.linear` does.
+
+A decode step multiplies few rows with every weight, so that nothing ought to take time but to read
+the weights once, in order. Roofline: the bytes of a weight over the bandwidth of memory. A BLAS is
+made for many rows, and how near it comes with few differs from machine to machine; so
+`weir.choose_products` measures. Sums are float32, in another order than PyTorch's; numbers of
+bfloat16 are widened on the way.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weir.kernels.numba_tools import compiled
+
+_WORTH_A_THREAD = 2**19
+"""Numbers of a weight below which a thread of their own costs more than it saves."""
+
+
+def _each(
+    x: np.ndarray, weight: np.ndarray, bias: np.ndarray, out: np.ndarray, start: int, stop: int
+) -> None:
+    """Row by row with a line of the weight, which stays near after the first."""
+    for i in range(start, stop):
+        line = weight[i]
+        for r in range(x.shape[0]):
+            row = x[r]
+            total = np.float32(0.0)
+            for j in range(line.shape[0]):
+                total += line[j] * row[j]
+            out[r, i] = total + bias[i] if bias.shape[0] else total
+
+
+def _each_of_halves(
+    x: np.ndarray, weight: np.ndarray, bias: np.ndarray, out: np.ndarray, start: int, stop: int
+) -> None:
+    """The weight as bits of bfloat16, which are the upper half of those of a float32."""
+    bits = np.empty(weight.shape[1], np.int32)
+    line = bits.view(np.float32)
+    for i in range(start, stop):
+        halves = weight[i]
+        for j in range(halves.shape[0]):
+            bits[j] = np.int32(halves[j]) << np.int32(16)
+        for r in range(x.shape[0]):
+            row = x[r]
+            total = np.float32(0.0)
+            for j in range(line.shape[0]):
+                total += line[j] * row[j]
+            out[r, i] = total + bias[i] if bias.shape[0] else total
+
+
+def _few(
+    x: np.ndarray, weight: np.ndarray, bias: np.ndarray, out: np.ndarray, start: int, stop: int
+) -> None:
+    """Four rows and two outputs at a time: eight sums that share what is in registers."""
+    rows, inputs = x.shape
+    fours, twos = rows // 4 * 4, start + (stop - start) // 2 * 2
+    for i in range(start, twos, 2):
+        a, b = weight[i], weight[i + 1]
+        for r in range(0, fours, 4):
+            x0, x1, x2, x3 = x[r], x[r + 1], x[r + 2], x[r + 3]
+            a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0.0)
+            for j in range(inputs):
+                p, q = a[j], b[j]
+                a0 += p * x0[j]
+                a1 += p * x1[j]
+                a2 += p * x2[j]
+                a3 += p * x3[j]
+                b0 += q * x0[j]
+                b1 += q * x1[j]
+                b2 += q * x2[j]
+                b3 += q * x3[j]
+            out[r, i], out[r + 1, i], out[r + 2, i], out[r + 3, i] = a0, a1, a2, a3
+            i1 = i + 1
+            out[r, i1], out[r + 1, i1], out[r + 2, i1], out[r + 3, i1] = b0, b1, b2, b3
+    for i in range(start, stop):
+        line = weight[i]
+        for r in range(fours if i < twos else 0, rows):
+            row = x[r]
+            total = np.float32(0.0)
+            for j in range(inputs):
+                total += line[j] * row[j]
+            out[r, i] = total
+        if bias.shape[0]:
+            for r in range(rows):
+                out[r, i] += bias[i]
+
+
+_FASTMATH = ("reassoc", "contract", "nsz")
+# What LLVM may do to add in parallel; infinities and NaN keep their meaning.
+_run_each, _run_each_of_halves, _run_few = (
+    compiled(way, fastmath=_FASTMATH) for way in (_each, _each_of_halves, _few)
+)
+_FEW = 8
+"""Rows from which on it pays to keep eight sums at a time."""
+_NO_BIAS = np.empty(0, np.float32)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear` without gradients.
+
+    Args:
+        x: [..., inputs], of the weight's type.
+        weight: [outputs, inputs], float32 or bfloat16, contiguous, on the CPU.
+        bias: [outputs], or None.
+
+    Returns:
+        [..., outputs], of the weight's type.
+    """
+    outputs, inputs = weight.shape
+    rows = x.reshape(-1, inputs)
+    out = torch.empty(len(rows), outputs)
+    if weight.dtype == torch.bfloat16:
+        run, matrix = _run_each_of_halves, weight.detach().view(torch.int16)
+    else:
+        run, matrix = (_run_each if len(rows) < _FEW else _run_few), weight.detach()
+    added = _NO_BIAS if bias is None else bias.detach().float().numpy()
+    given = rows.detach().float().contiguous().numpy()
+    _spread(partial(run, given, matrix.numpy(), added, out.numpy()), outputs, weight.numel())
+    return out.to(weight.dtype).view(*x.shape[:-1], outputs)
+
+
+def _spread(part: Callable[[int, int], None], outputs: int, size: int) -> None:
+    """All outputs, by as many threads as PyTorch's and as are worth it.
+
+    Threads of Python's, not numba's: those would change how many PyTorch uses. They stay, since to
+    start one takes as long as many a product.
+    """
+    threads = min(torch.get_num_threads(), max(1, size // _WORTH_A_THREAD), outputs)
+    if threads == 1:
+        part(0, outputs)
+        return
+    # At even places, so that outputs go in the same pairs however many threads there are.
+    cuts = [outputs * thread // threads // 2 * 2 for thread in range(threads)] + [outputs]
+    (start, stop), *others = pairwise(cuts)
+    pool = _pool(threads - 1)
+    waiting = [pool.submit(part, *cut) for cut in others]
+    part(start, stop)
+    for each in waiting:
+        each.result()
+
+
+@lru_cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="weir products")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a fork has none of its parent's threads

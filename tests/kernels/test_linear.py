@@ -1,0 +1,98 @@
+"""Products of few rows: those of PyTorch, to the rounding of sums in another order."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+numba_linear = pytest.importorskip("weir.kernels.numba_linear", reason="numba is not installed")
+linear = numba_linear.linear
+
+DTYPES = [torch.float32, torch.bfloat16]
+SHAPES = [(1, 1), (2, 3), (5, 7), (6, 33), (7, 64), (30, 129)]
+
+
+def drawn(rows, outputs, inputs, dtype, bias, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x, weight, added = (
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((rows, inputs), (outputs, inputs), (outputs,))
+    )
+    return x, weight, added if bias else None
+
+
+def bound(x, weight, bias):
+    """How far off a sum in any order may be: inputs * eps * sum |w x|, and an answer's rounding."""
+    parts = x.double().abs() @ weight.double().abs().T
+    if bias is not None:
+        parts += bias.double().abs()
+    summed = (weight.shape[1] + 1) * torch.finfo(torch.float32).eps
+    return parts * (summed + torch.finfo(x.dtype).eps / 2)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_are_pytorchs(dtype, bias):
+    for outputs, inputs in SHAPES:
+        for rows in (1, 2, 3, 4, 7, 8, 9, 13, 16):
+            x, weight, added = drawn(rows, outputs, inputs, dtype, bias)
+            out = linear(x, weight, added)
+            assert out.dtype == dtype
+            exact = F.linear(x.double(), weight.double(), None if added is None else added.double())
+            assert (out.double() - exact).abs().le(bound(x, weight, added)).all()
+
+
+def test_any_dimensions_before_the_last_and_any_strides_of_x():
+    x, weight, bias = drawn(12, 5, 8, torch.float32, True)
+    flat = linear(x, weight, bias)
+    torch.testing.assert_close(linear(x.view(3, 4, 8), weight, bias), flat.view(3, 4, 5))
+    wide = torch.stack([x, x], dim=1).flatten(1)[:, :8]
+    assert not wide.is_contiguous()
+    assert torch.equal(linear(wide, weight, bias), flat)
+    assert linear(x.T.contiguous().T, weight, bias).equal(flat)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_no_number_stays_none(dtype):
+    for rows in (1, 9):
+        x, weight, _ = drawn(rows, 6, 20, dtype, False)
+        weight[1, 3], weight[2, 4], weight[3] = torch.nan, torch.inf, 0
+        x[0, 4] = 1
+        out, wanted = linear(x, weight), F.linear(x, weight)
+        assert out[:, 1].isnan().all()
+        assert torch.equal(out[:, 2], wanted[:, 2])
+        assert out[0, 2] == torch.inf
+        assert (out[:, 3] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_however_many_threads_there_are_the_answer_is_the_same(dtype, monkeypatch):
+    monkeypatch.setattr(numba_linear, "_WORTH_A_THREAD", 1)
+    before = torch.get_num_threads()
+    for rows in (1, 5, 10):
+        x, weight, bias = drawn(rows, 29, 40, dtype, True)
+        answers = []
+        for threads in (1, 2, 3, 5):
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            answers.append(linear(x, weight, bias))
+        assert all(torch.equal(answer, answers[0]) for answer in answers)
+        tiny = linear(*drawn(rows, 1, 4, dtype, True))  # fewer outputs than threads
+        assert tiny.shape == (rows, 1)
+    monkeypatch.undo()
+    assert torch.get_num_threads() == before
+
+
+def test_a_fork_has_threads_of_its_own(monkeypatch):
+    monkeypatch.setattr(numba_linear, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    x, weight, _ = drawn(1, 8, 16, torch.float32, False)
+    wanted = linear(x, weight)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # one that waits for its parent's thread would wait for ever
+        os._exit(0 if torch.equal(linear(x, weight), wanted) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -1,0 +1,224 @@
+"""Which way products of a model's linear layers go: by what was measured, and never otherwise."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+
+import weir
+from weir import kernels
+from weir.models import products
+from weir.models.products import ROWS, choose_products
+
+
+@dataclass
+class Heard:
+    """A kernel that notes how many rows it was given."""
+
+    rows: list[int] = field(default_factory=list)
+
+    def __call__(self, x, weight, bias):
+        self.rows.append(x.numel() // weight.shape[1])
+        return nn.functional.linear(x, weight, bias) + 1
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    heard = Heard()
+    monkeypatch.setattr(kernels, "linear", lambda device: heard)
+    return heard
+
+
+@pytest.fixture
+def gains(monkeypatch):
+    """What timings find, by rows; and how many there were."""
+    found = dict.fromkeys(ROWS, 2.0)
+    found["timed"] = 0
+
+    def gain(modules, rows, kernel):
+        found["timed"] += 1
+        return found[rows]
+
+    monkeypatch.setattr(products, "_gain", gain)
+    return found
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "kept" / "products.json"
+
+
+@pytest.fixture
+def layer():
+    torch.manual_seed(0)
+    return nn.Linear(8, 6)
+
+
+@torch.no_grad()
+def through(layer, kernel, rows, dtype=torch.float32):
+    """Whether so many rows go weir's way."""
+    before = len(kernel.rows)
+    layer(torch.randn(rows, 8, dtype=dtype))
+    return len(kernel.rows) > before
+
+
+def test_rows_go_the_way_of_the_next_larger_number_that_was_timed(layer, kernel, gains, file):
+    gains.update({1: 2.0, 2: 1.0, 4: 1.06, 8: 1.04, 16: 1.0, 32: 1.5})
+    told = choose_products(layer, remembered=file)
+    assert told["float32 4 x [6, 8] + bias"] == 1.06
+    assert len(told) == len(ROWS)
+    there = [rows for rows in (*range(1, 40), 100) if through(layer, kernel, rows)]
+    assert there == [1, 3, 4, *range(17, 33)]
+    assert not through(layer, kernel, 0)
+
+
+def test_all_else_goes_the_usual_way(layer, kernel, gains, file):
+    choose_products(layer, remembered=file)
+    assert through(layer, kernel, 1)
+    layer(torch.randn(1, 8))  # with gradients
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        layer(torch.randn(1, 8))
+    with torch.no_grad():
+        layer(torch.randn(1, 8, device="cpu").as_subclass(nn.Parameter))
+    step = torch.compile(layer, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        step(torch.randn(1, 8))
+    assert len(kernel.rows) == 1
+    with pytest.raises(RuntimeError, match="dtype"):
+        through(layer, kernel, 1, torch.bfloat16)
+
+
+def test_weights_may_change_move_and_turn_into_others(layer, kernel, gains, file):
+    choose_products(layer, remembered=file)
+    with torch.no_grad():
+        layer.weight.fill_(2)
+        layer.bias.zero_()
+        assert torch.equal(layer(torch.ones(1, 8)), torch.full((1, 6), 17.0))
+        layer.load_state_dict({"weight": torch.ones(6, 8), "bias": torch.ones(6)}, assign=True)
+        assert torch.equal(layer(torch.ones(1, 8)), torch.full((1, 6), 10.0))
+    assert len(kernel.rows) == 2
+    layer.half()
+    assert not through(layer, kernel, 1, torch.float16)
+    layer.bfloat16()
+    assert through(layer, kernel, 1, torch.bfloat16)
+    layer.to("meta")
+    with torch.no_grad():
+        assert layer(torch.randn(1, 8, device="meta")).shape == (1, 6)
+
+
+def test_it_can_be_undone_and_copies_are_plain(layer, kernel, gains, file):
+    choose_products(layer, remembered=file)
+    choose_products(layer, remembered=file)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert not through(twin, kernel, 1)
+    assert through(layer, kernel, 1)
+    assert choose_products(layer, on=False, remembered=file) == {}
+    assert not through(layer, kernel, 1)
+    assert "forward" not in vars(layer)
+
+
+def test_layers_of_others_are_left_as_they_are(kernel, gains, file):
+    class Another(nn.Linear):
+        pass
+
+    changed, tied = nn.Linear(8, 8), nn.Linear(8, 8)
+    changed.forward = lambda x: x
+    double = nn.Linear(8, 8).double()
+    turned = nn.Linear(8, 8)
+    turned.weight = nn.Parameter(torch.randn(8, 8).T)
+    model = nn.Sequential(Another(8, 8), changed, double, turned, nn.Conv1d(1, 1, 1), tied)
+    assert len(choose_products(model, remembered=file)) == len(ROWS)  # of the one that can
+    for each in (model[0], changed, turned):
+        assert not through(each, kernel, 1)
+    assert through(tied, kernel, 1)
+
+
+def test_nothing_is_put_on_where_nothing_is_gained(layer, kernel, gains, file):
+    gains.update(dict.fromkeys(ROWS, 1.0))
+    assert choose_products(layer, remembered=file)
+    assert "forward" not in vars(layer)
+
+
+def test_without_a_kernel_nothing_is_done(layer, gains, file, monkeypatch):
+    monkeypatch.setenv(kernels.VARIABLE, "reference")
+    assert choose_products(layer, remembered=file) == {}
+    assert gains["timed"] == 0
+    assert not file.exists()
+
+
+def test_what_was_timed_is_kept_for_this_machine(layer, kernel, gains, file, monkeypatch):
+    choose_products(layer, remembered=file)
+    assert gains["timed"] == len(ROWS)
+    gains[1] = 0.5
+    assert choose_products(nn.Linear(8, 6), remembered=file)["float32 1 x [6, 8] + bias"] == 2.0
+    assert gains["timed"] == len(ROWS)
+    choose_products(nn.Linear(8, 6, bias=False), remembered=file)
+    assert gains["timed"] == 2 * len(ROWS)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert choose_products(nn.Linear(8, 6), remembered=file)["float32 1 x [6, 8] + bias"] == 0.5
+    assert len(json.loads(file.read_text())) == 2
+    assert [each.name for each in file.parent.iterdir()] == ["products.json"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "no JSON", "[]", "null", '{"x": 3}', "\x00", '{"%s": {"float32 1 x [6, 8] + bias": "a"}}'],
+)
+def test_a_file_that_is_something_else_is_timed_over(text, layer, kernel, gains, file):
+    file.parent.mkdir()
+    file.write_text(text.replace("%s", products._machine()))
+    choose_products(layer, remembered=file)
+    assert gains["timed"] == len(ROWS)
+    assert json.loads(file.read_text())[products._machine()]["float32 1 x [6, 8] + bias"] == 2.0
+
+
+def test_where_nothing_can_be_kept_it_works_all_the_same(layer, kernel, gains, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert choose_products(layer, remembered=tmp_path / "file" / "products.json")
+    assert through(layer, kernel, 1)
+
+
+def test_a_timing_tells_the_slower_way_from_the_faster(monkeypatch):
+    modules = [nn.Linear(64, 64) for _ in range(3)]
+
+    def slower(x, weight, bias):
+        for _ in range(9):
+            nn.functional.linear(x, weight, bias)
+
+    with torch.no_grad():
+        assert products._gain(modules, 2, slower) < 0.5
+        monkeypatch.setattr(nn.functional, "linear", lambda *_: slower_still())
+        slower_still = lambda: sum(range(20_000))  # noqa: E731
+        assert products._gain(modules, 2, lambda *_: None) > 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_stream_says_the_same_to_rounding(llama, dtype, gains, file, ids, monkeypatch):
+    pytest.importorskip("numba")
+    own = kernels.linear(torch.device("cpu"))
+    taken = []
+    monkeypatch.setattr(kernels, "linear", lambda device: lambda *of: taken.append(1) or own(*of))
+    model = copy.deepcopy(llama).to(dtype)
+    given = ids(3, 40)
+
+    def logits():
+        cache = weir.StreamingCache(model, "streaming_llm(budget=16)", chunk=4, batch=3)
+        with torch.no_grad():
+            steps = given.split([20, *[1] * 20], dim=1)
+            return torch.cat([model(each, past_key_values=cache).logits for each in steps], dim=1)
+
+    plain = logits().double()
+    assert choose_products(model, remembered=file)
+    chosen = logits().double()
+    linears = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
+    assert len(taken) == 20 * linears
+    # Two layers of sums, each a few roundings off; with a wrong weight all logits are others.
+    assert (chosen - plain).abs().max() < 100 * torch.finfo(dtype).eps * plain.abs().max()
+    choose_products(model, on=False)
+    assert torch.equal(logits().double(), plain)
