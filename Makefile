@@ -8,7 +8,7 @@ BOOK := src/weir/assets/war-and-peace.txt.xz
 
 # What a target passes on: make test TESTS="tests/policies/test_policy.py -k typo", make bench TOKENS=100000.
 TESTS ?=
-WORKERS ?= 2
+WORKERS ?= $(shell nproc 2>/dev/null | awk '{ print ($$1 < 2 ? 2 : $$1 > 8 ? 8 : $$1) }' || echo 2)
 TOKENS ?= 20000
 POLICIES ?= window(budget=256) streaming_llm(budget=256)
 
@@ -26,9 +26,9 @@ $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no
 @$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src || true  # some packages have what is no Python
 endef
 
-# A worker that died is not replaced: pytest-xdist can hand the tests of a file to its successor and
-# wait for ever. The first half of the tests goes to one worker and the second to the other, who takes
-# from it when its own are done.
+# A worker for each processor, from two to eight. One that died is not replaced: pytest-xdist can
+# hand the tests of a file to its successor and wait for ever. Each begins with a part of the tests,
+# and takes from others when its own are done.
 pytest = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --max-worker-restart 0 $(TESTS)
 
 .DEFAULT_GOAL := help

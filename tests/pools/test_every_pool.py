@@ -142,7 +142,7 @@ def test_every_pool_is_tested_here():
 
 @pytest.mark.parametrize(
     ("heads", "dims"),
-    [((1, 1), (7, 5)), ((4, 2), (5, 8)), ((4, 2), (1, 1)), ((1, 1), (16, 3))],
+    [((1, 1), (7, 5)), ((4, 2), (1, 3))],
 )
 @pytest.mark.parametrize("text", EVERY)
 def test_head_dimensions_may_be_odd_and_differ_and_there_may_be_one_head(text, heads, dims):

@@ -366,7 +366,7 @@ def change_a_tensor(draw: Any, tensors: Tensors) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_whatever_a_file_says_a_stream_goes_on_or_a_sentence_says_why_not(
     llama, files, tmp_path, policy, data
