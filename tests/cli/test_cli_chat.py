@@ -11,6 +11,7 @@ import pytest
 from terminal import CHATML, Ended, Process, make_model, run
 
 import weir
+from weir.cache import size_of
 from weir.stream import session
 
 FEW = ("--policy", "sink(4) | recent(20)", "--chunk", 8, "--max-tokens", 12)
@@ -59,6 +60,67 @@ def test_without_a_template_it_says_that_it_continues_the_text(chat, tmp_path):
     ended = chat("Hello", of=make_model(tmp_path))
     assert "no chat template and continues your text. /help for help." in ended.err
     assert "no chat template" not in chat().err
+
+
+def test_a_policy_without_a_budget_gets_what_the_window_and_the_memory_allow(
+    chat, model, monkeypatch
+):
+    ended = chat("Hello", words=("--policy", "streaming_llm"))
+    said = "streaming_llm(budget=504), chosen by the model's window and the free memory: 504 slots"
+    assert ended.err.startswith(f"{model} under {said}. /help")  # 512 but for the chunk of 8
+    free = 4 * 60_000
+    monkeypatch.setattr("weir.cache.free_memory", lambda device: free)
+    budget = int(re.search(r"budget=(\d+)", chat(words=("--policy", "streaming_llm")).err)[1])
+    loaded = weir.load(model)[0]
+    taken = [size_of(loaded, f"streaming_llm({n})", chunk=8).stream for n in (budget, budget + 1)]
+    assert taken[0] <= free / 4 < taken[1]
+    free = 4_000
+    ended = chat(words=("--policy", "streaming_llm"))
+    assert (ended.code, ended.err.count("\n")) == (1, 1)
+    assert "streaming_llm fits neither into 1.0 kB, a quarter of the free memory" in ended.err
+
+
+SYSTEM = "You are Anna, and you know the number 482."
+
+
+def test_what_the_model_is_told_first_is_never_evicted(chat, model, tmp_path):
+    path = tmp_path / "talk.safetensors"
+    words = ("--system", SYSTEM, "--temperature", 0)
+    said = [f"Tell me of number {n}." for n in range(4)]
+    ended = chat(*said, f"/save {path}", words=words)
+    first = len("<") + len(f"system\n{SYSTEM}<\n<user\n")
+    assert f"and {first} for what it was told first" in ended.err
+    stream = weir.Stream.restore(weir.load(model)[0], path)
+    assert stream.policy == weir.policy(f"pinned(sink(4) | recent(20), n={first}, header=16)")
+    held = {it.token for it in stream.holding().tokens()}
+    assert held >= set(range(first)) and stream.seen - 50 not in held
+    assert ended.out != chat(*said, words=("--temperature", 0)).out
+
+
+def test_a_system_turn_is_for_a_conversation_that_has_not_begun(chat, tmp_path):
+    ended = chat(words=("--system", SYSTEM, "--session", tmp_path / "talk"))
+    assert (ended.code, ended.out) == (1, "")
+    assert "--system is for a new conversation" in ended.err
+
+
+def test_words_of_several_lines_are_one_turn(chat):
+    several = chat('"""Hello', "/quit", "", 'and you?"""', "And you?")
+    assert several.code == 0
+    figures = re.findall(r"(\d+) tokens seen, ", several.err)
+    assert int(figures[0]) == len("<user\nHello\n/quit\n\nand you?<\n<assistant\n") + 12
+    assert len(figures) == 2
+    assert chat('"""Hello"""').out == chat("Hello").out
+    assert chat('"""Hello').out == chat("Hello").out  # the input ends before the quotes do
+
+
+def test_how_tokens_are_drawn_is_said_to_the_stream(chat):
+    hot = ("--temperature", 5, "--top-p", 1)
+    assert (
+        chat("Hello", words=(*hot, "--top-k", 1)).out
+        == chat("Hello", words=("--temperature", 0)).out
+    )
+    said = chat("Hello", words=("--temperature", 0, "--repetition-penalty", 9)).out.strip()
+    assert said != chat("Hello", words=("--temperature", 0)).out.strip()
 
 
 def test_input_that_ends_ends_it(chat):

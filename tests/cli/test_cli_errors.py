@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -145,6 +146,14 @@ def test_ctrl_c_before_there_is_anything_to_report_is_one_line(capsys, monkeypat
     monkeypatch.setattr("weir.stream.read_text", pressed)
     ended = run(capsys, "stream", "--text", text)
     assert (ended.code, ended.out, ended.err) == (130, "", "weir: interrupted\n")
+
+
+def test_sigterm_before_there_is_anything_to_report_is_one_line(capsys, monkeypatch, text):
+    monkeypatch.setattr("weir.stream.read_text", lambda path: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    ended = run(capsys, "stream", "--text", text)
+    assert (ended.code, ended.out, ended.err) == (143, "", "weir: terminated\n")
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,12 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_json_is_one_object_and_the_file_has_every_cell(capsys, words, tmp_path):
     ended = run(capsys, *words, "--json")
-    assert (ended.code, ended.err) == (0, "")
+    told = ended.err.splitlines()
+    assert (ended.code, len(told)) == (0, 12)
+    line = (
+        r"2 of 12 cells: ppl\(tokens=250, .*\) of .* under h2o\(budget=24\), seed 0: ppl .*, .* s"
+    )
+    assert re.fullmatch(line, told[1])
     facts = json.loads(ended.out)
     assert (facts["cells"], facts["failed"]) == (12, 0)
     records = lines(tmp_path / "r.jsonl")
@@ -157,7 +163,7 @@ def test_killed_in_the_middle_of_a_cell_and_resumed_the_file_is_the_same(
     there = path.read_bytes().count(b"\n")
     assert 4 <= there < len(whole)
     ended = run(capsys, *words, "--resume")
-    assert (ended.code, ended.err) == (0, "")
+    assert (ended.code, ended.err.count("\n")) == (0, len(whole) - there)
     assert lines(path) == whole
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,7 +41,9 @@ def test_json_is_one_object_with_every_figure_and_nothing_else(capsys, model, te
         capsys, "stream", "--text", text, "--model", model, "--policy", SMALL, "--tokens", 900,
         "--chunk", 8, "--block", 250, "--seed", 3, "--json",
     )  # fmt: skip
-    assert (ended.code, ended.err) == (0, "")
+    assert ended.code == 0
+    told = [line.partition(":")[0] for line in ended.err.splitlines()]
+    assert told == ["tokens 1 to 250", "tokens 251 to 500", "tokens 501 to 750"]
     assert ended.out.endswith("}\n")
     assert ended.out.count("\n") == 1
     facts = json.loads(ended.out)
@@ -68,10 +73,19 @@ def test_it_reads_under_every_policy_with_either_positions(capsys, model, text, 
 
 def test_for_people_it_is_a_table_and_a_sentence(capsys, model, text):
     ended = run(capsys, "stream", "--text", text, "--model", model, "--tokens", 900, "--block", 400)
-    assert (ended.code, ended.err) == (0, "")
+    assert (ended.code, ended.err.count("\n")) == (0, 2)
     for words in ("1 to 400", "401 to 800", "801 to 900", "perplexity", " of cache", "tokens/s"):
         assert words in ended.out
     assert f"{model} under streaming_llm(budget=256): perplexity " in ended.out
+
+
+def test_on_a_narrow_terminal_lines_run_on_and_figures_stay_whole(capsys, model, text):
+    words = ("stream", "--text", text, "--model", model, "--tokens", 900, "--block", 400)
+    wide, narrow = (run(capsys, *words, columns=n).out for n in (100, 12))
+    rows = [re.split(r"[│┃]", line)[1:-1] for line in wide.splitlines() if "│" in line]
+    assert len(rows) == 3
+    for cell in (cell.strip() for row in rows for cell in row):
+        assert cell in narrow
 
 
 def test_a_text_shorter_than_asked_for_is_read_to_its_end_and_that_is_said(capsys, model, text):
@@ -80,7 +94,19 @@ def test_a_text_shorter_than_asked_for_is_read_to_its_end_and_that_is_said(capsy
     ended = run(capsys, "stream", "--text", text, "--model", model, *words)
     assert ended.code == 0
     assert json.loads(ended.out)["tokens"] == length
-    assert ended.err == f"{text} has {length:,} tokens, not 5,000; all of them are read\n"
+    said = f"{text} has {length:,} tokens, not 5,000; all of them are read"
+    assert ended.err.splitlines()[0] == said
+
+
+def test_a_dash_is_standard_input(capsys, monkeypatch, model, text):
+    words = ("--model", model, "--policy", SMALL, "--tokens", 9000, "--json")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.read_bytes()), "latin-1"))
+    piped = run(capsys, "stream", "--text", "-", *words)
+    assert piped.err.startswith("standard input has 1,561 tokens, not 9,000")
+    whole = json.loads(run(capsys, "stream", "--text", text, *words).out)
+    assert json.loads(piped.out)["ppl"] == whole["ppl"]
+    again = run(capsys, "stream", "--text", "-", *words)
+    assert (again.code, again.err) == (1, "weir: standard input holds no text\n")
 
 
 def test_text_in_front_takes_the_place_of_the_start_token(capsys, model, text):
@@ -125,27 +151,32 @@ def test_ctrl_c_reports_what_was_read_so_far(model, tmp_path):
     assert "Traceback" not in ended.err
 
 
-def test_a_table_says_where_ctrl_c_ended_it(capsys, model, text, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "word", "code"),
+    [(signal.SIGINT, "interrupted", 0), (signal.SIGTERM, "terminated", 143)],
+)
+def test_a_table_says_where_a_signal_ended_it(capsys, model, text, monkeypatch, number, word, code):
     taken = []
 
     def take(self: PerplexityMeter, piece: torch.Tensor) -> None:
         take_it(self, piece)
         taken.append(len(piece))
         if sum(taken) > 1000:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
     take_it = PerplexityMeter.take
     monkeypatch.setattr(PerplexityMeter, "take", take)
     words = ("--text", text, "--model", model, "--policy", SMALL, "--block", 1000)
     ended = run(capsys, "stream", *words)
-    assert ended.code == 0
+    assert ended.code == code
     read = f"{sum(taken):,}"
-    assert f"1,001 to {read}, interrupted" in ended.out
+    assert f"1,001 to {read}, {word}" in ended.out
     assert "1 to 1,000 " in ended.out
-    assert f"interrupted after {read} of " in ended.out
+    assert f"{word} after {read} of " in ended.out
+    assert re.fullmatch(r"tokens 1 to 1,000: perplexity [\d.]+, .* of cache, .*\n", ended.err)
     taken.clear()
     monkeypatch.setattr(PerplexityMeter, "take", take_it)
-    assert "interrupted" not in run(capsys, "stream", *words, "--tokens", 1100).out
+    assert word not in run(capsys, "stream", *words, "--tokens", 1100).out
 
 
 # --- policies

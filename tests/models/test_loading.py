@@ -16,7 +16,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import weir
 from weir.errors import WeirError
-from weir.models.loading import ASSETS, is_local
+from weir.models.loading import ASSETS, is_encoder, is_local, skeleton
 
 NANO = ASSETS / "nano"
 
@@ -176,3 +176,47 @@ def test_a_name_in_place_of_a_model_is_refused_in_a_sentence() -> None:
     for make in (weir.StreamingCache, weir.Stream):
         with pytest.raises(weir.WeirError, match=r"not a str; weir\.load gives one"):
             make("nano")
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own-llama"
+
+
+class OwnLlama(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_that_a_model_brings_runs_only_where_that_is_asked_for(folder, monkeypatch, tmp_path):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
+    (folder / "own.py").write_text(OWN_CODE)
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnLlama"}
+    config(model_type="own-llama", auto_map=classes)(folder)
+    refused(str(folder), "brings Python code of its own, which runs only with trust_remote_code")
+    model, _ = weir.load(str(folder), device="cpu", trust_remote_code=True)
+    assert type(model).__name__ == "OwnLlama"
+    assert type(skeleton(str(folder), trust_remote_code=True)).__name__ == "OwnLlama"
+
+
+def test_a_revision_is_asked_for_wherever_files_are(monkeypatch):
+    asked = []
+
+    def read(place: str, **given: Any) -> None:
+        asked.append(given["revision"])
+        raise OSError("nothing here")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", read)
+    for take in (weir.load, skeleton, is_encoder):
+        with pytest.raises(WeirError, match="nothing here"):
+            take("some/model", revision="v2")
+    assert asked == ["v2"] * 3
+
+
+def test_a_model_may_be_spread_and_then_has_no_device_of_its_own(folder):
+    model, _ = weir.load(str(folder), device_map={"": "meta"}, dtype="bfloat16")
+    assert (model.device.type, model.dtype) == ("meta", torch.bfloat16)
+    refused(str(folder), "give one of them", device="cpu", device_map="auto")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 import torch
 from roundings import close_runs, largest, nll_off, run_off, within
 from torch import Tensor
-from transformers import BatchEncoding
+from transformers import BatchEncoding, RepetitionPenaltyLogitsProcessor
 
 import weir
 from weir.errors import WeirError
+from weir.stream import PIECE
 from weir.stream import stream as module
 
 POLICIES = ("dense", "window(64)", "streaming_llm(64)", "recompute(64)")
@@ -298,6 +300,66 @@ def test_breaking_off_at_any_token_leaves_the_stream_whole(llama, ids):
                 break
     assert tokens == expected
     assert state(broken) == state(whole)
+
+
+def test_without_a_limit_it_goes_on_until_an_end_token_comes(fed, llama, ids):
+    free = list(fed.generate(300, temperature=2.0))
+    stream = weir.Stream(llama, SMALL, chunk=8, seed=5)
+    stream.feed(ids(1, 61))
+    assert list(itertools.islice(stream.generate(temperature=2.0, stop=[]), 300)) == free
+    stream = weir.Stream(llama, SMALL, chunk=8, seed=5)
+    stream.feed(ids(1, 61))
+    cut = list(stream.generate(None, temperature=2.0, stop=free[200]))
+    assert cut == free[: free.index(free[200]) + 1]
+
+
+def test_a_repetition_penalty_is_that_of_transformers_over_what_was_said(llama, ids):
+    stream, plain = (weir.Stream(llama, SMALL, chunk=8) for _ in range(2))
+    stream.feed(ids(1, 61))
+    logits, said = plain.feed(ids(1, 61)), torch.empty(1, 0, dtype=torch.int64)
+    for token in stream.generate(30, repetition_penalty=1.7):
+        expected = RepetitionPenaltyLogitsProcessor(1.7)(said, logits.clone()).argmax(-1)
+        assert token == int(expected)
+        said = torch.cat([said, expected[None]], dim=1)
+        logits = plain.feed([token])
+    assert len(set(said[0].tolist())) > len(set(fed_greedily(llama, ids(1, 61), 30)))
+    with pytest.raises(WeirError, match="repetition_penalty must be a number over 0, not 0"):
+        stream.generate(3, repetition_penalty=0)
+
+
+def fed_greedily(llama, prompt, count: int) -> list[int]:
+    stream = weir.Stream(llama, SMALL, chunk=8)
+    stream.feed(prompt)
+    return list(stream.generate(count))
+
+
+@pytest.mark.parametrize("all_logits", [False, True])
+def test_an_iterator_of_ids_is_fed_piece_by_piece(llama, ids, all_logits):
+    """1,100 tokens are more than two pieces."""
+    given = ids(1, 1100)
+    whole, parts = (weir.Stream(llama, SMALL, chunk=8) for _ in range(2))
+    ahead = 0
+
+    def tokens() -> Iterator[int]:
+        nonlocal ahead
+        for token in given[0].tolist():
+            ahead = max(ahead, 1 + produced[0] - parts.seen)
+            produced[0] += 1
+            yield token
+
+    produced = [0]
+    expected = whole.feed(given, all_logits=all_logits)
+    assert torch.equal(parts.feed(tokens(), all_logits=all_logits), expected)
+    assert state(parts) == state(whole)
+    assert ahead <= PIECE
+
+
+def test_an_iterator_of_something_else_is_refused_where_that_comes(llama):
+    stream = weir.Stream(llama, SMALL, chunk=8)
+    for wrong, says in (([], "zero tokens"), (["a"], "not 'a'"), ([[1, 2], [3, 4]], "one by one")):
+        with pytest.raises(WeirError, match=says):
+            stream.feed(iter(wrong))
+    assert stream.seen == 0
 
 
 def test_nothing_is_fed_before_the_first_token_is_asked_for(fed):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,33 +13,38 @@ from weir.cli.common import (
     Chunk,
     ModelName,
     Seed,
-    load_model,
+    TextPath,
     output,
     print_json,
+    print_table,
     progress,
     size,
 )
+from weir.cli.loading import Loading, load_model, loads_model
 
 if TYPE_CHECKING:
     from weir.evals.advice import Advice
 
 
 @command()
+@loads_model()
 def advise(
-    text: Annotated[Path, typer.Option(help="The text it is for: UTF-8, plain or .xz.")],
+    text: TextPath,
     memory: Annotated[str, typer.Option(help="What the cache of one stream may have: 2GB, 500MB.")],
     model_name: ModelName = "nano",
     tokens: Annotated[int | None, typer.Option(min=2, help="Tokens to try on.")] = None,
     chunk: Chunk = 64,
     seed: Seed = 0,
     as_json: AsJson = False,
+    *,
+    loading: Loading,
 ) -> None:
     """Try policies on the beginning of a text, within so much memory, and name one."""
     from weir.cache import read_bytes
     from weir.evals import advice
 
     allowed = read_bytes(memory)
-    model, tokenizer = load_model(model_name)
+    model, tokenizer = load_model(model_name, loading)
     with progress() as bar:
         row = bar.add_task("trying", total=1, note="")
 
@@ -82,7 +86,7 @@ def _print(model_name: str, found: Advice) -> None:
     for one in found.tries:
         row = (f"{one.ppl:.2f}", size(one.kv_bytes), f"{one.tokens_per_s:,.0f}")
         table.add_row(one.policy, *row)
-    output().print(table)
+    print_table(table)
     line = (
         f"take {best.policy}: perplexity {best.ppl:.2f} on the first {found.tokens:,} of "
         f"{found.available:,} tokens, {size(best.kv_bytes)} of cache for one stream"

@@ -13,15 +13,17 @@ from weir.cli.common import (
     AsJson,
     Chunk,
     ModelName,
-    interruptible,
-    load_model,
+    TextPath,
     numbers,
     output,
     print_json,
+    print_table,
     progress,
     say,
     waiting,
 )
+from weir.cli.loading import Loading, load_model, loads_model
+from weir.cli.signals import interruptible
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
@@ -33,8 +35,9 @@ MOST_SHOWN = 6
 
 
 @command("attention-error")
+@loads_model()
 def attention_error(
-    text: Annotated[Path, typer.Option(help="The text: UTF-8, plain or .xz.")],
+    text: TextPath,
     model_name: ModelName = "nano",
     policy: Annotated[
         str, typer.Option(help="Policies with commas between them: 'uniform, balancekv'.")
@@ -70,7 +73,9 @@ def attention_error(
     chunk: Chunk = 64,
     plot: Annotated[Path | None, typer.Option(help="Write a plot: .svg, .png or .pdf.")] = None,
     as_json: AsJson = False,
-) -> None:
+    *,
+    loading: Loading,
+) -> int:
     """Compare attention under a policy with exact attention, layer by layer.
 
     As in BalanceKV's section 4.1: each layer gets the exact model's queries, keys and values; the
@@ -97,7 +102,7 @@ def attention_error(
         )
     wanted = _rates(rates if rates is not None else RATES if shared else "")
     words = read_text(text)
-    model, tokenizer = load_model(model_name)
+    model, tokenizer = load_model(model_name, loading)
     with waiting(f"tokenising {text}"):
         ids = encode(tokenizer, words, None if tokens is None else tokens)
     setup = set_up(model, len(ids), tokens, queries, exact, whole=not stream, chunk=chunk)
@@ -116,7 +121,7 @@ def attention_error(
             model, ids, sized, setup, layers=chosen, seeds=range(seeds), on_step=show
         )
     if interrupt:
-        say(f"interrupted; {len(rows)} measurements were made")
+        say(f"{interrupt.word}; {len(rows)} measurements were made")
     facts: dict[str, Any] = {
         "model": model_name,
         "text": str(text),
@@ -137,6 +142,7 @@ def attention_error(
         print_json(facts)
     else:
         _print(rows, facts)
+    return interrupt.code
 
 
 def _print(rows: list[LayerError], facts: dict[str, Any]) -> None:
@@ -163,7 +169,7 @@ def _print(rows: list[LayerError], facts: dict[str, Any]) -> None:
                 f"{mean['kept']:.0%}",
                 f"{1000 * mean['seconds']:.0f} ms",
             )
-        output().print(table)
+        print_table(table)
     how = f"a stream in chunks of {facts['chunk']}" if facts["stream"] else "one prompt"
     line = (
         f"{facts['model']}: relative error of the answers to the last {facts['queries']} of "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weir.cli.app import group
-from weir.cli.common import AsJson, messages, output, print_json, say
+from weir.cli.common import AsJson, messages, output, print_json, print_table, say
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
@@ -37,7 +37,10 @@ def bench(
     only: Annotated[
         list[str] | None, typer.Option(help="Only this figure; may be given again.")
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of models and caches.")] = Dtype.both,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="Of models and caches [default: both, and with --quick float32]"),
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Of PyTorch; all cores unless given.")
     ] = None,
@@ -73,6 +76,7 @@ def bench(
         torch.set_num_threads(threads)
     if out is not None:
         make_folder(out)
+    dtype = dtype or (Dtype.float32 if quick else Dtype.both)
     names = ["float32", "bfloat16"] if dtype is Dtype.both else [dtype.value]
     setting = Setting(
         QUICK if quick else Sizes(),
@@ -132,14 +136,19 @@ def _write(made: Bench, out: Path) -> None:
 def _print(made: Bench, quick: bool) -> None:
     from weir.bench.report import machine_line
 
-    output().print(figures(made.rows, "a tiny model: these figures say nothing" if quick else None))
+    title = "a tiny model: these figures say nothing, and targets are not for it"
+    print_table(figures(made.rows, title if quick else None, targets=not quick))
     for name, dtype, why in made.skipped:
         say(f"not measured: {name} {dtype}: {why}")
     output().print(machine_line(made), markup=False, highlight=False, soft_wrap=True)
 
 
 def figures(
-    rows: Sequence[tuple[str, str, Row]], title: str | None = None, *, dtypes: bool = True
+    rows: Sequence[tuple[str, str, Row]],
+    title: str | None = None,
+    *,
+    dtypes: bool = True,
+    targets: bool = True,
 ) -> Table:
     """A table of figures.
 
@@ -147,6 +156,7 @@ def figures(
         rows: each with the name of its part and its precision.
         title: of the table.
         dtypes: whether precisions have a column.
+        targets: whether what a ratio is to reach has one, and whether it was met.
     """
     from rich.table import Table
 
@@ -154,7 +164,8 @@ def figures(
 
     table = Table(title=title)
     table.add_column("figure")
-    for head in (*(["dtype"] if dtypes else []), "weir", "peer", "ratio", "target", "met"):
+    aims = ["target", "met"] if targets else []
+    for head in (*(["dtype"] if dtypes else []), "weir", "peer", "ratio", *aims):
         table.add_column(head, justify="right", no_wrap=True)
     for _, dtype, row in rows:
         table.add_row(
@@ -163,7 +174,6 @@ def figures(
             f"{number(row.ours)} {row.unit}",
             f"{number(row.peer)} {row.unit}",
             number(row.ratio),
-            target(row),
-            {True: "yes", False: "no", None: ""}[row.met],
+            *([target(row), {True: "yes", False: "no", None: ""}[row.met]] if targets else []),
         )
     return table

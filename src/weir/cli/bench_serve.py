@@ -10,7 +10,7 @@ import typer
 
 from weir.cli.app import quick_command
 from weir.cli.bench import benches, figures, make_folder
-from weir.cli.common import AsJson, messages, output, print_json, say
+from weir.cli.common import AsJson, messages, output, print_json, print_table, say
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
@@ -98,10 +98,10 @@ def _print(served: Served, quick: bool) -> None:
             table.add_column(head, justify="right")
         for _, heard in served.runs:
             table.add_row(*_cells(heard))
-        output().print(table)
+        print_table(table)
         output().print("times: p50 / p95 / p99", highlight=False)
     if served.rows:
-        output().print(figures(served.rows, dtypes=False))
+        print_table(figures(served.rows, dtypes=False, targets=not quick))
     for name, model, why in served.skipped:
         say(f"not measured: {name} {model}: {why}")
     for line in (machine_line(served), served.command):

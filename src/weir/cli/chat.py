@@ -14,72 +14,109 @@ import typer
 from weir.cli.app import command
 from weir.cli.common import (
     Chunk,
-    Interrupt,
     ModelName,
-    PolicyText,
     Seed,
     SlotsName,
-    interruptible,
-    load_model,
     messages,
     say,
     size,
     with_products,
 )
+from weir.cli.loading import Loading, load_model, loads_model
+from weir.cli.signals import Interrupt, interruptible
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from weir.policies import Policy
     from weir.stream import Conversation
 
 HELP = """/report        what the cache holds, layer by layer
 /save FILE     write the conversation to a file
 /load FILE     go on with a saved one
 /help          this
-/quit          leave; so does Ctrl-D. Ctrl-C stops an answer"""
+/quit          leave; so does Ctrl-D. Ctrl-C stops an answer
+\"\"\"            begins and ends words of several lines"""
+
+HEADER = 16
+"""Slots for what a template puts in front of an answer."""
+QUOTES = '"""'
+"""Begins and ends words of several lines."""
+MOST_SLOTS = 8192
+"""Slots of a policy that is given no budget: with more an answer is slow to come on a CPU."""
+SHARE = 4
+"""Of the free memory so much, one part of four, is for a conversation at most."""
 
 
 @command()
+@loads_model()
 def chat(
     model_name: ModelName = "nano",
-    policy: PolicyText = "streaming_llm(budget=256)",
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="A pipe or a named policy, see `weir policies`; without a budget it gets what the "
+            f"model's window and the memory allow, {MOST_SLOTS:,} slots at most."
+        ),
+    ] = "streaming_llm",
     slots: SlotsName = "exact",
     chunk: Chunk = 64,
     seed: Seed = 0,
+    system: Annotated[
+        str | None,
+        typer.Option(help="What the model is told first; it stays in the cache for good."),
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 for the likeliest token.")] = 0.7,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Draw from so many of the likeliest.")
+    ] = None,
     top_p: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest that make up this.")
     ] = 0.95,
+    repetition_penalty: Annotated[
+        float, typer.Option(min=0.01, help="Over 1 makes words of the same answer less likely.")
+    ] = 1.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of one answer.")] = 256,
     session: Annotated[
         Path | None, typer.Option(help="A saved conversation to go on with.")
     ] = None,
+    *,
+    loading: Loading,
 ) -> None:
     """Talk to a model for as long as you like; the cache stays as large as it is."""
     from weir.policies import policy_of, with_slots
     from weir.stream import Conversation, Stream
 
-    wanted = with_slots(policy_of(policy), slots)
-    model, tokenizer = load_model(model_name)
-    conversation = Conversation(
-        Stream(with_products(model), wanted, chunk=chunk, seed=seed), tokenizer
-    )
-    if session is not None:
-        conversation.load(session)
+    with_slots(policy_of(policy), slots)  # what is wrong with it is said before anything is loaded
+    if session is not None and system is not None:
+        raise WeirError(
+            "--system is for a new conversation, and --session goes on with one that has begun; "
+            "give one of them"
+        )
+    model, tokenizer = load_model(model_name, loading)
+    with_products(model)
+    if session is None:
+        wanted, told = _sized(model, tokenizer, policy, slots, chunk, system)
+        stream = Stream(model, wanted, chunk=chunk, seed=seed)
+    else:
+        stream, told = Stream.restore(model, session), ""
+    conversation = Conversation(stream, tokenizer, system)
     kind = "" if tokenizer.chat_template else "; it has no chat template and continues your text"
-    say(f"{model_name} under {conversation.stream.policy}{kind}. /help for help.")
+    say(f"{model_name} under {conversation.stream.policy}{told}{kind}. /help for help.")
     if session is not None:
         say(f"{conversation.stream.seen:,} tokens seen before")
-    with interruptible(noted=math.inf) as interrupt:
-        while (line := _read_line(interrupt)) is not None:
+    how = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    how["repetition_penalty"] = repetition_penalty
+    with interruptible(noted=math.inf, sigterm=False) as interrupt:
+        while (line := _read_words(interrupt)) is not None:
             try:
                 if line.startswith("/"):
                     with interrupt.noting(0):
                         if not _command(conversation, line.strip()):
                             return
                 elif line.strip():
-                    answer = conversation.say(
-                        line, max_new_tokens=max_tokens, temperature=temperature, top_p=top_p
-                    )
+                    answer = conversation.say(line, max_new_tokens=max_tokens, **how)
                     with interrupt.noting(1):
                         _write(answer, interrupt)
                     _tell_state(conversation)
@@ -90,7 +127,71 @@ def chat(
                 say(f"interrupted{'; nothing has changed' if line.startswith('/') else ''}")
 
 
-def _read_line(interrupt: Interrupt) -> str | None:
+def _sized(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    policy: str,
+    slots: str,
+    chunk: int,
+    system: str | None,
+) -> tuple[Policy, str]:
+    """The policy of a conversation, and what to say of how large it was made.
+
+    One that was given no budget gets what the model's window and the memory leave; the system turn
+    has slots of its own, so that it is never evicted.
+
+    Raises:
+        WeirError: not even the smallest budget fits, or the template refuses a system turn.
+    """
+    from weir.cache import free_memory
+    from weir.evals.fitting import budget_in, largest_budget
+    from weir.evals.notation import takes_budget, with_budget
+    from weir.models import input_device
+    from weir.policies import Pinned, Recompute, policy_of, with_slots
+    from weir.stream import beginning_of
+
+    pinned = header = 0
+    if system is not None:
+        pinned, header = beginning_of(model, tokenizer, system), HEADER
+    told = ""
+    if takes_budget(policy) and not isinstance(policy_of(policy), Recompute):
+        beside = chunk + pinned + header
+        most = min(MOST_SLOTS, largest_budget(model, beside))
+        free = free_memory(input_device(model))
+        room = sys.maxsize if free is None else free // SHARE
+        budget = budget_in(model, policy, room, chunk, most)
+        if budget is None:
+            raise WeirError(
+                f"{policy} fits neither into {size(room)}, a quarter of the free memory, nor into "
+                f"{most:,} slots, what the model's window leaves; give it a budget of its own"
+            )
+        policy = with_budget(policy, budget)
+        told = f", chosen by the model's window and the free memory: {budget:,} slots"
+    wanted = with_slots(policy_of(policy), slots)
+    if not pinned or isinstance(wanted, Recompute):
+        return wanted, told
+    pipe = wanted.for_layer(0, 1)
+    if pipe.slots is None or pipe.needs_marks:
+        return wanted, told  # nothing goes, or it keeps the beginning by itself
+    return Pinned(wanted, pinned, header), f"{told}, and {pinned} for what it was told first"
+
+
+def _read_words(interrupt: Interrupt) -> str | None:
+    """What is said next, of one line or of several in quotes; None at the end of the input."""
+    line = _read_line(interrupt)
+    if line is None or not line.startswith(QUOTES):
+        return line
+    lines = [line.removeprefix(QUOTES)]
+    while not lines[-1].rstrip().endswith(QUOTES):
+        more = _read_line(interrupt, "... ")
+        if more is None:
+            return "\n".join(lines)
+        lines.append(more)
+    lines[-1] = lines[-1].rstrip().removesuffix(QUOTES)
+    return "\n".join(lines).strip("\n")
+
+
+def _read_line(interrupt: Interrupt, prompt: str = "> ") -> str | None:
     """The next line; None at the end of the input. Ctrl-C at the prompt starts a new line."""
     terminal = sys.stdin.isatty()
     if terminal:
@@ -100,7 +201,7 @@ def _read_line(interrupt: Interrupt) -> str | None:
         try:
             with interrupt.noting(0):
                 if terminal:
-                    return input("> ")
+                    return input(prompt)
                 # Bytes, so that a line that is not UTF-8 spoils no other.
                 read = sys.stdin.buffer.readline()
             return read.decode("utf-8").rstrip("\r\n") if read else None

@@ -1,7 +1,7 @@
 """The command `weir`, from before its imports to its exit code. What commands do lies elsewhere.
 
-Exit codes: 0 done, 1 an error in one line, 2 usage, in one line too; 130 after Ctrl-C, also in the
-imports, which is why this file has next to none.
+Exit codes: 0 done, 1 an error in one line, 2 usage, in one line too; 130 after Ctrl-C and 143
+after SIGTERM, also in the imports, which is why this file has next to none.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import sys
 
 from weir.cli.missing import told
+from weir.cli.signals import INTERRUPTED, TERMINATED, Terminated, terminable
 from weir.errors import WeirError
 
 
@@ -20,10 +21,11 @@ def main() -> None:
         if isinstance(written, io.TextIOWrapper):
             written.reconfigure(errors="replace")  # a terminal that is not UTF-8 gets what it can
     try:
-        from weir.cli.commands import run
+        with terminable():
+            from weir.cli.commands import run
 
-        code = run(sys.argv[1:] or ["--help"])
-        sys.stdout.flush()
+            code = run(sys.argv[1:] or ["--help"])
+            sys.stdout.flush()
     except WeirError as error:
         code = _fail(str(error), 1)
     except ModuleNotFoundError as error:
@@ -32,12 +34,14 @@ def main() -> None:
             raise
         code = _fail(needed, 1)
     except KeyboardInterrupt:
-        code = 130
+        code = INTERRUPTED
+    except Terminated:
+        code = _fail("terminated", TERMINATED)
     except OSError as error:
         # If the reader of our output has gone, as `head` does, nothing is left to say.
         code = 1 if isinstance(error, BrokenPipeError) else _fail(str(error), 1)
         _drop_output()
-    if code == 130:
+    if code == INTERRUPTED:  # typer makes this code of Ctrl-C too
         _fail("interrupted", code)
     sys.exit(code)
 

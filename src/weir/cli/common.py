@@ -1,14 +1,13 @@
-"""What several commands share: options, progress on standard error, Ctrl-C as a question."""
+"""What several commands share: options, progress on standard error, tables that fit."""
 
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import FrameType
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,18 +15,27 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from rich.table import Table
 
 ModelName = Annotated[
     str, typer.Option("--model", help="nano, a folder, or a Hugging Face Hub id.")
 ]
+TextPath = Annotated[
+    Path, typer.Option("--text", help="The text: UTF-8, plain or .xz; - for standard input.")
+]
 PolicyText = Annotated[str, typer.Option(help="A pipe or a named policy; see `weir policies`.")]
-Chunk = Annotated[int, typer.Option(min=1, help="Tokens taken in between two folds.")]
+Chunk = Annotated[
+    int, typer.Option(min=1, help="New tokens taken in before it is decided again which stay.")
+]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of all random draws.")]
 SlotsName = Annotated[
     str, typer.Option("--slots", help="How slots of the middle are held: exact, int8, k8v4 or fp8.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+WIDE = 100_000
+"""Columns of a terminal on which no table is too wide."""
 
 
 @cache
@@ -45,6 +53,13 @@ def output() -> Console:
     from rich.console import Console
 
     return Console(emoji=False)
+
+
+def print_table(table: Table) -> None:
+    """A table on standard output whose figures are whole; on a narrow terminal lines run on."""
+    console = output()
+    least = console.measure(table, options=console.options.update(width=WIDE)).minimum
+    console.print(table, width=max(console.width, least), crop=False)
 
 
 def print_json(facts: Any) -> None:
@@ -66,31 +81,9 @@ def waiting(what: str) -> Iterator[None]:
         yield
 
 
-def load_model(
-    name: str, *, encoders: bool = False
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """`weir.load`, which takes a while and says so.
-
-    Args:
-        name: of the model.
-        encoders: an encoder will do as well.
-
-    Raises:
-        WeirError: as `load`.
-    """
-    with waiting(f"loading {name}"):
-        from transformers.utils.logging import disable_progress_bar
-
-        from weir.models import is_encoder, is_local, load, load_encoder
-
-        if encoders and is_encoder(name):
-            load = load_encoder
-        if is_local(name):
-            disable_progress_bar()
-            return load(name)
-    if messages().is_terminal:
-        say(f"fetching {name} from the Hugging Face Hub")  # which shows bars of its own
-    return load(name)
+def in_lines() -> bool:
+    """Whether progress is told in lines: where standard error is no terminal to draw a bar on."""
+    return not messages().is_interactive
 
 
 def with_products(model: PreTrainedModel) -> PreTrainedModel:
@@ -126,51 +119,6 @@ def progress() -> Progress:
         transient=True,
         disable=not messages().is_interactive,
     )
-
-
-class Interrupt:
-    """How often Ctrl-C was pressed, and from which press on it breaks off."""
-
-    def __init__(self, noted: float) -> None:
-        self._outside = self._noted = noted
-        self._pressed = 0
-
-    def __bool__(self) -> bool:
-        return self._pressed > 0
-
-    def press(self, number: int, frame: FrameType | None) -> None:
-        """The handler of the signal."""
-        self._pressed += 1
-        if self._pressed > self._noted:
-            # Here and not only where a block ends: it may be one that has hardly begun.
-            self._noted = self._outside
-            raise KeyboardInterrupt
-
-    @contextmanager
-    def noting(self, presses: float) -> Iterator[None]:
-        """In this block so many presses are only noted, those just before it among them."""
-        try:
-            self._noted = presses  # before the look back, so that none falls between the two
-            if self._pressed > presses:
-                raise KeyboardInterrupt
-            yield
-        finally:
-            self._noted = self._outside
-            self._pressed = 0
-
-
-@contextmanager
-def interruptible(noted: float = 1) -> Iterator[Interrupt]:
-    """Ctrl-C is noted instead of breaking off, so that no forward is left half way.
-
-    A second one breaks off after all, or the one after so many as are to be `noted`.
-    """
-    interrupt = Interrupt(noted)
-    before = signal.signal(signal.SIGINT, interrupt.press)
-    try:
-        yield interrupt
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def numbers(option: str, text: str) -> list[int]:

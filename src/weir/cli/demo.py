@@ -11,8 +11,6 @@ import typer
 from weir.cli.app import command
 from weir.cli.common import (
     AsJson,
-    interruptible,
-    load_model,
     messages,
     output,
     print_json,
@@ -21,6 +19,8 @@ from weir.cli.common import (
     size,
     waiting,
 )
+from weir.cli.loading import load_model
+from weir.cli.signals import interruptible
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def demo(
     ),
     tokens: Annotated[int, typer.Option(min=1000, help="Tokens of the book to read.")] = 10_000,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Read a book far past the model's window, under several policies side by side."""
     from rich.console import Group
     from rich.live import Live
@@ -77,6 +77,7 @@ def demo(
         print_json(result)
     for name in ("result.json", "report.html"):
         console.print(f"{out / name}", markup=False, highlight=False, soft_wrap=True)
+    return interrupt.code
 
 
 def _make_folder(out: Path) -> None:

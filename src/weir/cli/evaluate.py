@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weir.cli.app import command
-from weir.cli.common import AsJson, SlotsName, output, print_json, progress, say
+from weir.cli.common import (
+    WIDE,
+    AsJson,
+    SlotsName,
+    in_lines,
+    output,
+    print_json,
+    print_table,
+    progress,
+    say,
+)
+from weir.cli.loading import Loading, loads_model
+from weir.cli.signals import Terminated
 from weir.cli.stream import Positions
 from weir.errors import written
 
@@ -24,11 +36,9 @@ if TYPE_CHECKING:
 USUAL = (128, 256, 384)
 """Budgets that suit nano: the largest leaves room for a chunk within its window of 512."""
 
-WIDE = 100_000
-"""Columns of a terminal on which no table is too wide."""
-
 
 @command("eval")
+@loads_model()
 def evaluate(
     tasks: Annotated[
         str,
@@ -93,6 +103,8 @@ def evaluate(
         bool, typer.Option("--list", help="List tasks, parameters and protocols, and leave.")
     ] = False,
     as_json: AsJson = False,
+    *,
+    loading: Loading,
 ) -> int:
     """Measure policies on tasks, cell by cell, into a file that survives a crash.
 
@@ -119,6 +131,7 @@ def evaluate(
         chunk=chunk,
         positions=positions.value,
         slots=slots,
+        loading=loading,
     )
     if add:
         grid = grown(out, grid)
@@ -130,7 +143,7 @@ def evaluate(
     with progress() as bar:
         # Cells differ by far in what they take: only a long look back foretells anything.
         bar.speed_estimate_period = 24 * 3600
-        shown = _Progress(bar, grid)
+        shown = _Progress(bar, grid, _done(out) if resume or add else set())
         try:
             records = run(
                 grid,
@@ -141,7 +154,7 @@ def evaluate(
                 on_progress=shown.running,
                 on_record=shown.ended,
             )
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Terminated):
             done = len(read_results(out)[1])
             say(f"{done} of {len(grid.cells)} cells are in {out}; --resume goes on")
             raise
@@ -158,12 +171,22 @@ def evaluate(
     return 1 if failed else 0
 
 
-class _Progress:
-    """The bar, and a line for each cell that failed."""
+def _done(out: Path) -> set[int]:
+    """The cells that a results file has already, if there is one."""
+    from weir.evals.results import read_results
 
-    def __init__(self, bar: Any, grid: Grid) -> None:
+    if not out.exists() or not out.stat().st_size:
+        return set()
+    return {record["cell"] for record in read_results(out)[1] if record["status"] == "done"}
+
+
+class _Progress:
+    """The bar, and a line for each cell that failed; without a terminal one for every cell."""
+
+    def __init__(self, bar: Any, grid: Grid, before: set[int]) -> None:
         self.bar = bar
         self.grid = grid
+        self.before = before
         self.done: set[int] = set()
         self.shares: dict[int, float] = {}
         self.row = bar.add_task("cells", total=len(grid.cells), note="")
@@ -178,10 +201,22 @@ class _Progress:
         if record["status"] == "failed":
             where = f"{record['setting']} of {record['model']} under {record['policy']}"
             say(f"failed: {where}, seed {record['seed']}: {record['reason']}")
+        elif in_lines() and record["cell"] not in self.before:
+            say(self._line(record))
         if missing := record.get("result", {}).get("missing"):
             some = "; ".join(missing[:5]) + ("; ..." if len(missing) > 5 else "")
             say(f"{record['task']}: {len(missing)} images were left out: {some}")
         self._show(record["cell"])
+
+    def _line(self, record: CellRecord) -> str:
+        """A cell that is done, where no bar can be drawn."""
+        value, took = record["value"], record["seconds"]
+        figure = "" if value is None else f": {record['metric']} {value:.4g}"
+        return (
+            f"{len(self.done)} of {len(self.grid.cells)} cells: {record['setting']} of "
+            f"{record['model']} under {record['policy']}, "
+            f"seed {record['seed']}{figure}, {took:.0f} s"
+        )
 
     def _show(self, number: int) -> None:
         cell = self.grid.cells[number]
@@ -242,7 +277,7 @@ def _print(records: list[CellRecord]) -> None:
             table = _table(found, columns)
             if len(parts) > 1:
                 table.title = Text(f"{found.title} ({number} of {len(parts)})")
-            output().print(table)
+            print_table(table)
 
 
 def _fitting(found: Figures) -> list[Sequence[Column]]:

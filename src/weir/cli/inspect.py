@@ -12,21 +12,25 @@ from weir.cli.common import (
     AsJson,
     ModelName,
     Seed,
-    load_model,
     numbers,
     output,
     print_json,
     progress,
     say,
 )
+from weir.cli.loading import Loading, load_model, loads_model
 from weir.errors import WeirError
 
 
 @command()
+@loads_model()
 def inspect(
     text: Annotated[
         Path | None,
-        typer.Option(help="The text: UTF-8, plain or .xz [default: the packaged book]"),
+        typer.Option(
+            help="The text: UTF-8, plain or .xz; - for standard input [default: the beginning of "
+            "War and Peace, 26,500 words]"
+        ),
     ] = None,
     model_name: ModelName = "nano",
     out: Annotated[Path, typer.Option(help="Folder for index.html and its pictures.")] = Path(
@@ -60,6 +64,8 @@ def inspect(
     ] = "",
     seed: Seed = 0,
     as_json: AsJson = False,
+    *,
+    loading: Loading,
 ) -> None:
     """Look into a model: attention maps, sinks, keys, norms, and what a policy keeps, as one page.
 
@@ -75,7 +81,7 @@ def inspect(
         policy_of(policy)
     which = numbers("--layers", layers), numbers("--heads", heads)
     words = "\n\n".join(read_books(BOOK if text is None else text))
-    model, tokenizer = load_model(model_name, encoders=True)
+    model, tokenizer = load_model(model_name, loading, encoders=True)
     check_places(model, *which)
     asked = Asked(
         model,
@@ -91,7 +97,7 @@ def inspect(
         moments=tuple(numbers("--at", at)) or None,
         seed=seed,
     )
-    title = "the packaged text" if text is None else text.name
+    title = "the beginning of War and Peace" if text is None else text.name
     count, each = sizes(model)
     about = f"{model_name} ({model.config.model_type}): {count} layers, {each} query heads in each."
     page = Page(out, f"A look into {model_name}", f"{about} The text is {title}.")

@@ -14,12 +14,12 @@ from weir.cli.common import (
     Chunk,
     PolicyText,
     SlotsName,
-    load_model,
     say,
     size,
     waiting,
     with_products,
 )
+from weir.cli.loading import Loading, load_model, loads_model
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Routing(StrEnum):
 
 
 @command()
+@loads_model()
 def serve(
     model_name: Annotated[
         str, typer.Argument(metavar="MODEL", help="nano, a folder, or a Hugging Face Hub id.")
@@ -103,6 +104,8 @@ def serve(
     routing: Annotated[
         Routing, typer.Option(help="With --cluster: how a request finds its replica.")
     ] = Routing.leases,
+    *,
+    loading: Loading,
 ) -> None:
     """Serve a model whose conversations have no end, in memory that is fixed at the start.
 
@@ -133,7 +136,7 @@ def serve(
     with contextlib.ExitStack() as ending:
         ending.callback(bound.close)
         kept = keep if data is None or cluster is not None else 0
-        room = room_for(model_name, wanted, chunk=chunk, rows=rows, kept=kept)
+        room = room_for(model_name, wanted, chunk=chunk, rows=rows, kept=kept, loading=loading)
         if most is not None and most < room.row:
             raise WeirError(
                 f"the end of a turn takes {size(room.row)}, and --disk leaves {size(most)} for all"
@@ -161,6 +164,7 @@ def serve(
                 taken.hashes,
                 limits,
                 deterministic=deterministic,
+                loading=loading,
             )
             with running.joined(cluster):
                 with waiting(f"{replicas} replicas on {cluster}"):
@@ -169,7 +173,7 @@ def serve(
                 say(f"{_url(address, number)} ({known})")
                 running.until_ended()
             return
-        model, tokenizer = load_model(model_name)
+        model, tokenizer = load_model(model_name, loading)
         store: Store
         if data is None:
             store = MemoryStore(room.kept)

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from weir.cli.app import command
-from weir.cli.common import AsJson, Seed, messages, output, print_json, progress, say
+from weir.cli.common import AsJson, Seed, messages, output, print_json, print_table, progress, say
+from weir.cli.signals import Terminated
 from weir.cli.train import Books, Compiled, PresetName, preset_of
 
 
@@ -82,7 +83,7 @@ def sinks(
 
         try:
             result = run(asked, on_train=on_train, on_measure=on_measure, on_note=say)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Terminated):
             say("the same command goes on from where it was")
             raise
     logs = {name: asked.folder(name) / WORK / "loss.csv" for name in asked.sinks}
@@ -105,7 +106,7 @@ def _print(result: dict[str, Any], shown: list[Any]) -> None:
             table.add_column(head, justify="right" if place else "left")
         for row in its.rows:
             table.add_row(*row)
-        output().print(table)
+        print_table(table)
     for found in result["findings"]:
         output().print(
             f"{found['verdict']}: {found['claim']} ({found['compared']}: "

@@ -9,9 +9,11 @@ import typer
 from weir.cli.app import command
 from weir.cli.common import AsJson, Chunk, PolicyText, SlotsName, output, print_json
 from weir.cli.common import size as for_people
+from weir.cli.loading import Loading, loads_model
 
 
 @command()
+@loads_model("dtype", "revision", "trust_remote_code")
 def size(
     model_name: Annotated[
         str,
@@ -25,9 +27,6 @@ def size(
     pin: Annotated[
         int, typer.Option(min=0, help="Slots for a beginning that stays, as of `weir serve`.")
     ] = 0,
-    dtype: Annotated[
-        str, typer.Option(help="Of weights, keys and values: auto, float32, bfloat16 or float16.")
-    ] = "auto",
     memory: Annotated[
         str | None, typer.Option(help="How many streams fit into this: 80GB, 24 GiB.")
     ] = None,
@@ -35,6 +34,8 @@ def size(
         str | None, typer.Option(help="Tokens per second if memory is read so fast: 3.35TB/s.")
     ] = None,
     as_json: AsJson = False,
+    *,
+    loading: Loading,
 ) -> None:
     """Say how many bytes a stream and the weights take, and how many streams fit.
 
@@ -47,7 +48,7 @@ def size(
 
     room = None if memory is None else read_bytes(memory)
     pace = None if bandwidth is None else read_bytes(bandwidth)
-    model = skeleton(model_name, dtype=dtype)
+    model = skeleton(model_name, **loading)
     wanted = with_pin(policy_of(policy), pin)
     found, sink = size_of(model, wanted, chunk=chunk, slots=slots), sink_of(model.config)
     streams = None if room is None else found.streams_in(room)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,15 +15,18 @@ from weir.cli.common import (
     PolicyText,
     Seed,
     SlotsName,
-    interruptible,
-    load_model,
+    TextPath,
+    in_lines,
     output,
     print_json,
+    print_table,
     progress,
     say,
     size,
     waiting,
 )
+from weir.cli.loading import Loading, load_model, loads_model
+from weir.cli.signals import interruptible
 
 if TYPE_CHECKING:
     from weir.evals.measures import Reading
@@ -38,8 +40,9 @@ class Positions(StrEnum):
 
 
 @command()
+@loads_model()
 def stream(
-    text: Annotated[Path, typer.Option(help="The text: UTF-8, plain or .xz.")],
+    text: TextPath,
     model_name: ModelName = "nano",
     policy: PolicyText = "streaming_llm(budget=256)",
     slots: SlotsName = "exact",
@@ -54,22 +57,25 @@ def stream(
     ] = Positions.rolling,
     seed: Seed = 0,
     as_json: AsJson = False,
-) -> None:
+    *,
+    loading: Loading,
+) -> int:
     """Read a text once, in constant memory, and report its perplexity.
 
-    Ctrl-C ends the reading and reports what was read.
+    Ctrl-C ends the reading and reports what was read; so does SIGTERM, with exit code 143.
     """
     from weir.evals.measures import read
     from weir.policies import policy_of, with_slots
-    from weir.stream import Stream, encode, read_text
+    from weir.stream import STANDARD_INPUT, Stream, encode, read_text
 
     wanted = with_slots(policy_of(policy), slots)
     words = read_text(text)
-    model, tokenizer = load_model(model_name)
-    with waiting(f"tokenising {text}"):
+    model, tokenizer = load_model(model_name, loading)
+    source = "standard input" if str(text) == STANDARD_INPUT else str(text)
+    with waiting(f"tokenising {source}"):
         ids = encode(tokenizer, words, tokens, start)
     if tokens is not None and len(ids) < tokens:
-        say(f"{text} has {len(ids):,} tokens, not {tokens:,}; all of them are read")
+        say(f"{source} has {len(ids):,} tokens, not {tokens:,}; all of them are read")
     reader = Stream(model, wanted, chunk=chunk, seed=seed, positions=positions.value)
     with interruptible() as interrupt, progress() as bar:
         task = bar.add_task(str(wanted), total=len(ids), note="")
@@ -77,10 +83,15 @@ def stream(
         def show(reading: Reading) -> bool:
             note = f"perplexity {reading.ppl:.2f}, {reading.tokens_per_s:,.0f} tokens/s"
             bar.update(task, completed=reading.tokens, note=note)
+            if in_lines():
+                lines.upto(reading)
             return bool(interrupt)
 
+        lines = _Lines()
         reading = read(reader, ids, block=block, on_step=show)
-    ended = f"interrupted after {reading.tokens:,} of {len(ids):,} tokens" if interrupt else None
+    ended = (
+        f"{interrupt.word} after {reading.tokens:,} of {len(ids):,} tokens" if interrupt else None
+    )
     if as_json:
         if ended:
             say(ended)
@@ -93,8 +104,27 @@ def stream(
         print_json(
             {"model": model_name, **reading.as_json(), **settings, "interrupted": bool(interrupt)}
         )
-        return
+        return interrupt.code
     _print(model_name, reading, ended)
+    return interrupt.code
+
+
+class _Lines:
+    """A line on standard error for each block that was read, where no bar can be drawn."""
+
+    def __init__(self) -> None:
+        self._told = 0
+
+    def upto(self, reading: Reading) -> None:
+        """Tell of the blocks that are whole and were not told of yet."""
+        blocks = list(zip(reading.ppl_by_block, reading.bytes_by_block, strict=True))
+        for ppl, held in blocks[self._told :]:
+            self._told += 1
+            say(
+                f"tokens {(self._told - 1) * reading.block + 1:,} to "
+                f"{min(self._told * reading.block, reading.tokens):,}: perplexity {ppl:.2f}, "
+                f"{size(held)} of cache, {reading.tokens_per_s:,.0f} tokens/s"
+            )
 
 
 def _print(model_name: str, reading: Reading, ended: str | None) -> None:
@@ -109,9 +139,9 @@ def _print(model_name: str, reading: Reading, ended: str | None) -> None:
     ):
         first = number * reading.block
         last = min(first + reading.block, reading.tokens)
-        mark = ", interrupted" if ended and last == reading.tokens else ""
+        mark = f", {ended.split()[0]}" if ended and last == reading.tokens else ""
         table.add_row(f"{first + 1:,} to {last:,}{mark}", f"{ppl:.2f}", size(held))
-    output().print(table)
+    print_table(table)
     lines = [
         *([ended] if ended else []),
         f"{model_name} under {reading.policy}: perplexity {reading.ppl:.3f} over "

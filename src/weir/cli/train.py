@@ -10,6 +10,7 @@ import typer
 
 from weir.cli.app import command
 from weir.cli.common import AsJson, Seed, output, print_json, progress, say
+from weir.cli.signals import Terminated
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
@@ -218,6 +219,6 @@ def carry_out(
                 on_step=show,
                 on_note=tell,
             )
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Terminated):
             tell("the same command goes on from the last checkpoint, if there is one yet")
             raise

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from weir.cache import size_of
 from weir.errors import PolicyError, WeirError
 from weir.evals.notation import with_budget
-from weir.models import window_of
+from weir.models import describe, window_of
 
 MOST = 2**24
 """No budget is larger, in slots, whatever the memory."""
@@ -32,14 +32,12 @@ def budget_in(
         memory: bytes.
         chunk: tokens between two folds.
         most: no budget is larger than this; None for what the model's window leaves beside a
-            chunk, for it reads no more at once.
+            chunk (`largest_budget`), for it reads no more at once.
 
     Raises:
         WeirError: the policy takes no budget, or the model cannot be served.
     """
-    if most is None:
-        window = window_of(model.config)
-        most = MOST if window is None else max(1, window - chunk)
+    most = largest_budget(model, chunk) if most is None else most
 
     def fits(budget: int) -> bool | None:
         """Whether a budget fits; None where the policy cannot be made so small."""
@@ -60,6 +58,22 @@ def budget_in(
     # Pools round as they share out a budget, so a budget may fit where the one below does not.
     above = next((n for n in range(min(low + STEPS, most), low, -1) if fits(n)), low)
     return above if above and fits(above) else None
+
+
+def largest_budget(model: PreTrainedModel, beside: int) -> int:
+    """The most slots that a model can read at once, 1 at least, beside so many others.
+
+    That is what its window leaves, or fewer, where every layer slides over fewer tokens.
+
+    Args:
+        model: the model; one on the device `meta`, without weights, will do.
+        beside: a chunk, and what else has slots of its own.
+
+    Raises:
+        WeirError: the model cannot be served.
+    """
+    limits = [size for size in (window_of(model.config), describe(model).sliding) if size]
+    return max(1, min(limits) - beside) if limits else MOST
 
 
 def smallest(model: PreTrainedModel, policy: str, chunk: int = 64) -> tuple[str, int]:

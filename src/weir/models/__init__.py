@@ -19,6 +19,7 @@ from weir.models.hooks import Attachment, attach, compile_steps, detach
 from weir.models.images import PICTURES, Images, images_of
 from weir.models.loading import (
     ASSETS,
+    default_device,
     is_encoder,
     is_local,
     load,
@@ -51,6 +52,7 @@ __all__ = [
     "check_versions",
     "choose_products",
     "compile_steps",
+    "default_device",
     "describe",
     "detach",
     "embed",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,13 @@ DEEPEST = 2000
 
 
 def load(
-    name: str, *, dtype: str | torch.dtype = "auto", device: str | torch.device | None = None
+    name: str,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    device_map: str | dict[str, Any] | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model, or one that sees images, ready to read, and its tokenizer.
 
@@ -41,75 +48,137 @@ def load(
         dtype: of the weights; "auto" is what they were saved in, but float32 for `nano` on CPU,
             which is faster there.
         device: where it should live; by default a GPU if there is one.
+        device_map: in place of a device, how its layers are spread over several: "auto", or as
+            transformers takes it; needs accelerate.
+        revision: of a Hub id, the branch, tag or commit.
+        trust_remote_code: run the Python code that the model brings along.
 
     Raises:
-        WeirError: there is no such model, or it cannot be read.
+        WeirError: there is no such model, or it cannot be read; or a device and a map are given.
     """
-    return _loaded(name, AutoModelForCausalLM, "a causal language model", dtype, device)
+    source = _Source(name, revision, trust_remote_code)
+    kind = AutoModelForCausalLM, "a causal language model"
+    return _loaded(source, *kind, dtype, device, device_map)
 
 
 def load_encoder(
-    name: str, *, dtype: str | torch.dtype = "auto", device: str | torch.device | None = None
+    name: str,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    device_map: str | dict[str, Any] | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """An encoder such as BERT, which weir can look into and does not stream, and its tokenizer.
 
     Arguments and errors as for `load`.
     """
-    return _loaded(name, AutoModel, "an encoder", dtype, device)
+    source = _Source(name, revision, trust_remote_code)
+    return _loaded(source, AutoModel, "an encoder", dtype, device, device_map)
 
 
-def is_encoder(name: str) -> bool:
+def is_encoder(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> bool:
     """Whether a model is an encoder: made for masked tokens, and not set up as a decoder.
+
+    Args:
+        name, revision, trust_remote_code: as for `load`.
 
     Raises:
         WeirError: there is no such model, or its configuration cannot be read.
     """
-    place, where = _place(name)
-    with _told_as(where):
-        config: Any = AutoConfig.from_pretrained(place, trust_remote_code=False)
+    config = _Source(name, revision, trust_remote_code).config()
     decodes = getattr(config, "is_decoder", False) or config.is_encoder_decoder
     return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not decodes
 
 
+@dataclass(frozen=True)
+class _Source:
+    """Where a model's files come from, and whether code among them may run.
+
+    Attributes:
+        name, revision, trust_remote_code: as for `load`.
+    """
+
+    name: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    def read(self, kind: Any, told: str, place: str, **more: Any) -> Any:
+        """What one of transformers' Auto classes makes of the files at a place.
+
+        Raises:
+            WeirError: it makes nothing of them; the message begins as `told`.
+        """
+        with _told_as(told):
+            return kind.from_pretrained(
+                place, revision=self.revision, trust_remote_code=self.trust_remote_code, **more
+            )
+
+    def config(self) -> Any:
+        """The model's configuration.
+
+        Raises:
+            WeirError: there is no such model, or it has none that can be read.
+        """
+        place, where = _place(self.name)
+        return self.read(AutoConfig, where, place)
+
+
 def _loaded(
-    name: str,
+    source: _Source,
     kind: Any,
     what: str,
     dtype: str | torch.dtype,
     device: str | torch.device | None,
+    device_map: str | dict[str, Any] | None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model of a kind, one of transformers' Auto classes, that is called `what`."""
-    device = device or _device()
+    name = source.name
+    if device is not None and device_map is not None:
+        raise WeirError(
+            f"the device {str(device)!r} is for all of a model, and a device_map spreads it; give "
+            "one of them"
+        )
+    device = device or default_device()
     wanted = _dtype(name, dtype, device)
-    place, where = _place(name)
-    with _told_as(where):
-        config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+    place, _ = _place(name)
+    config = source.config()
     attend_by_sink(config)
-    with _told_as(f"{name} has no tokenizer that transformers can read"):
-        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    tokenizer = source.read(
+        AutoTokenizer, f"{name} has no tokenizer that transformers can read", place
+    )
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         # For GPT-2 and others transformers makes one out of nothing; every text is empty to it.
         raise WeirError(f"{name} has no tokenizer files: save them beside the model")
     begin_with_sink(tokenizer, sink_of(config))
-    with _told_as(f"{name} cannot be read as {what}"):
-        loaded: Any = _class_for(config, kind).from_pretrained(
-            place,
-            config=config,
-            dtype=wanted,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
+    loaded: Any = source.read(
+        _class_for(config, kind),
+        f"{name} cannot be read as {what}",
+        place,
+        config=config,
+        dtype=wanted,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        **({} if device_map is None else {"device_map": device_map}),
+    )
     model: PreTrainedModel
     model, found = loaded
     _check_weights(name, found)
-    with _told_as(f"the model cannot be put on the device {str(device)!r}"):
-        model.to(device)  # type: ignore[arg-type]
+    if device_map is None:
+        with _told_as(f"the model cannot be put on the device {str(device)!r}"):
+            model.to(device)  # type: ignore[arg-type]
     return model.eval(), tokenizer
 
 
 def skeleton(
-    name: str, *, dtype: str | torch.dtype = "auto", device: str | torch.device | None = None
+    name: str,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    device_map: str | dict[str, Any] | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """A causal language model without weights, on the device `meta`: its shapes and no more.
 
@@ -118,12 +187,14 @@ def skeleton(
         dtype: of the weights; "auto" is what `load` would take: what the configuration says,
             float32 if it says nothing.
         device: where it would live; by default a GPU if there is one.
+        device_map: changes nothing of that.
+        revision, trust_remote_code: as for `load`.
 
     Raises:
         WeirError: there is no configuration, it is of no causal language model, or of one that is
             deeper than any (`DEEPEST`).
     """
-    wanted = _dtype(name, dtype, device or _device())
+    wanted = _dtype(name, dtype, device or default_device())
     path = Path(name).expanduser()
     if path.is_file():
         place, where = str(path), f"{name} is no configuration of a model"
@@ -131,8 +202,7 @@ def skeleton(
         place, where = _place(name)
     if path.is_dir() and not (path / "config.json").is_file():
         raise WeirError(f"the folder {name} has no config.json, which says how large a model is")
-    with _told_as(where):
-        config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+    config = _Source(name, revision, trust_remote_code).read(AutoConfig, where, place)
     attend_by_sink(config)
     layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > DEEPEST:
@@ -144,7 +214,7 @@ def skeleton(
         wanted = getattr(config, "dtype", None) or torch.float32
     with _told_as(f"{name} is no causal language model"), torch.device("meta"):
         model: PreTrainedModel = _class_for(config, AutoModelForCausalLM).from_config(
-            config, dtype=wanted, trust_remote_code=False
+            config, dtype=wanted, trust_remote_code=trust_remote_code
         )
     return model.eval()
 
@@ -207,7 +277,7 @@ def _check_weights(name: str, found: dict[str, Any]) -> None:
         )
 
 
-def _device() -> str:
+def default_device() -> str:
     """Where models live if nobody says so."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -228,6 +298,11 @@ def _told_as(beginning: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise WeirError(
+                f"{beginning}: it brings Python code of its own, which runs only with "
+                "trust_remote_code=True, or --trust-remote-code; read it first"
+            ) from None
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip()
         # After a colon follows a list that is no use on its own.
         more = "" if reason.endswith(":") else f" ({reason.rstrip('.')})"

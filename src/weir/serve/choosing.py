@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.stream import Sampling
+from weir.stream import Sampling, check_penalty, penalised
 
 TOGETHER = 2**17
 """Logits that are drawn from in one go; copies of more do not fit into a processor's cache."""
@@ -79,8 +79,7 @@ class Choosing:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.repetition) and self.repetition > 0):
-            raise WeirError(f"repetition_penalty must be a number over 0, not {self.repetition!r}")
+        check_penalty(self.repetition)
         for name in ("presence", "frequency"):
             if not math.isfinite(getattr(self, name)):
                 raise WeirError(f"{name}_penalty must be a number, not {getattr(self, name)!r}")
@@ -143,12 +142,10 @@ class Chooser:
         told = choosing.presence or choosing.frequency
         if not (self.constraint or choosing.bias or self._repeats or (told and counts)):
             return logits
-        changed = logits.clone()
         if self._repeats:
-            index = torch.tensor(sorted(self._before | set(counts)), dtype=torch.int64)
-            some = changed[index]
-            over = some / choosing.repetition
-            changed[index] = torch.where(some > 0, over, some * choosing.repetition)
+            changed = penalised(logits, self._before | set(counts), choosing.repetition)
+        else:
+            changed = logits.clone()
         if counts and told:
             index = torch.tensor(list(counts), dtype=torch.int64)
             often = torch.tensor(list(counts.values()), dtype=changed.dtype)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from weir.cache import free_memory, size_of
 from weir.errors import WeirError
-from weir.models import skeleton
+from weir.models import default_device, skeleton
 from weir.policies import Policy
 
 KEPT = 256
@@ -40,7 +43,13 @@ class Room:
 
 
 def room_for(
-    model_name: str, policy: str | Policy, *, chunk: int, rows: int, kept: int | None
+    model_name: str,
+    policy: str | Policy,
+    *,
+    chunk: int,
+    rows: int,
+    kept: int | None,
+    loading: Mapping[str, Any] = MappingProxyType({}),
 ) -> Room:
     """What a server will hold.
 
@@ -50,13 +59,15 @@ def room_for(
         rows: turns that are answered at once.
         kept: ends of turns that are kept in memory; None for `KEPT`, or as many as fit into half of
             what is left.
+        loading: how the model is loaded, arguments of `load`; how much is free on the devices of a
+            device map nobody knows.
 
     Raises:
         WeirError: there is no such model or policy, or it does not fit into what memory is free.
     """
-    size = size_of(skeleton(model_name), policy, chunk=chunk)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    free = free_memory(device)
+    size = size_of(skeleton(model_name, **loading), policy, chunk=chunk)
+    device = torch.device(loading.get("device") or default_device())
+    free = None if loading.get("device_map") else free_memory(device)
     left = 0 if free is None else free - size.weights - rows * size.stream
     if kept is None:
         kept = KEPT if free is None else max(1, min(KEPT, left // 2 // size.stream))

@@ -1,10 +1,11 @@
 """Endless streams: tokens in, logits out, on disk, as a conversation."""
 
 from weir.stream.answer import AnswerText, begun, tokens_as_text, until_stop
-from weir.stream.conversation import Conversation
+from weir.stream.conversation import Conversation, beginning_of
+from weir.stream.repetition import check_penalty, penalised
 from weir.stream.sampling import Sampling
 from weir.stream.stream import MOST_LOGITS, PIECE, Stream
-from weir.stream.text import BOOK, Books, encode, read_books, read_stream, read_text
+from weir.stream.text import BOOK, STANDARD_INPUT, Books, encode, read_books, read_stream, read_text
 from weir.stream.tokens import Tokens, is_count, read_ids, read_stops
 from weir.stream.turns import Turns, render_chat
 
@@ -12,6 +13,7 @@ __all__ = [
     "BOOK",
     "MOST_LOGITS",
     "PIECE",
+    "STANDARD_INPUT",
     "AnswerText",
     "Books",
     "Conversation",
@@ -19,9 +21,12 @@ __all__ = [
     "Stream",
     "Tokens",
     "Turns",
+    "beginning_of",
     "begun",
+    "check_penalty",
     "encode",
     "is_count",
+    "penalised",
     "read_books",
     "read_ids",
     "read_stops",

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir.errors import WeirError
 from weir.models import sink_of, transformers_model
+from weir.pools import Marks
 from weir.stream.answer import AnswerText
 from weir.stream.stream import Stream
 from weir.stream.turns import Turns
@@ -25,19 +26,25 @@ class Conversation:
 
     With a chat template, each turn is the text the template adds for it. A model without one simply
     continues what was said, up to the end of a paragraph. In front of the first turn stand the
-    tokens of a learnable sink, where the model has one, whatever the template says.
+    tokens of a learnable sink, where the model has one, whatever the template says. A policy that
+    keeps a stream's beginning (`pinned`) is told where that ends: before the user's first words.
 
     Args:
         stream: where it takes place; a restored one goes on.
         tokenizer: of the stream's model.
+        system: what the model is told before the first turn; it stays for good only under a policy
+            that keeps the beginning.
 
     Attributes:
         rate: tokens per second of the last answer.
     """
 
-    def __init__(self, stream: Stream, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, stream: Stream, tokenizer: PreTrainedTokenizerBase, system: str | None = None
+    ) -> None:
         self.stream = stream
         self.tokenizer = tokenizer
+        self.system = system
         self.rate = 0.0
 
     def say(self, text: str, *, max_new_tokens: int = 256, **sampling: Any) -> Iterator[str]:
@@ -48,7 +55,7 @@ class Conversation:
         Args:
             text: what the user says.
             max_new_tokens: of the answer; at most so many.
-            sampling: temperature, top_k, top_p, as for `Stream.generate`.
+            sampling: temperature, top_k, top_p, repetition_penalty, as for `Stream.generate`.
 
         Raises:
             WeirError: the text makes no tokens, or cannot be written in UTF-8.
@@ -56,7 +63,7 @@ class Conversation:
         ids = self.turn(text)
         if not ids:
             raise WeirError("that makes no tokens; say something")
-        self.stream.feed(ids)
+        self._feed(text, ids)
         self.rate = 0.0
         # Without a template the model does not end its turn: the paragraph is the answer.
         answer = AnswerText(self.tokenizer, ["\n"] if self.tokenizer.chat_template is None else [])
@@ -81,13 +88,39 @@ class Conversation:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise WeirError(f"character {error.start + 1} of that is not UTF-8") from None
-        turns = Turns(self.tokenizer, self.stream.ends)
         said = [{"role": "user", "content": text}]
         if self.stream.seen == 0:
-            sink = sink_of(transformers_model(self.stream.model).config)
-            return sink.first(turns.whole(said))
-        after = turns.after(said, self.stream.last[0])
-        return turns.whole(said) if after is None else after
+            return _opened(self.stream.model, self._turns.whole(_opening(self.system, text)))
+        after = self._turns.after(said, self.stream.last[0])
+        return self._turns.whole(said) if after is None else after
+
+    @property
+    def _turns(self) -> Turns:
+        return Turns(self.tokenizer, self.stream.ends)
+
+    def _feed(self, text: str, ids: list[int]) -> None:
+        """Feed a turn; a policy that keeps the beginning and a turn's header is told where it is.
+
+        Args:
+            text: what the user says.
+            ids: the turn.
+        """
+        cache = self.stream.cache
+        if cache is None or not self.stream.policy.for_layer(0, 1).needs_marks:
+            self.stream.feed(ids)
+            return
+        header, answer = self._turns.header(ids), self.stream.seen + len(ids)
+        if self.stream.seen == 0:
+            beginning: int | None = beginning_of(
+                self.stream.model, self.tokenizer, self.system, text
+            )
+            self.stream.feed(ids[:1])  # a cache has no row to mark before its first token
+            ids = ids[1:]
+        else:
+            beginning = cache.marks[0].beginning
+        cache.mark(0, Marks(beginning, answer - header, header))
+        if ids:
+            self.stream.feed(ids)
 
     def load(self, path: str | Path) -> None:
         """Go on with a saved stream.
@@ -96,3 +129,37 @@ class Conversation:
             WeirError: the file is missing, damaged or of another model.
         """
         self.stream = Stream.restore(self.stream.model, path)
+
+
+def beginning_of(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    system: str | None = None,
+    text: str = "x",
+) -> int:
+    """How many tokens of a conversation come before the user's first words.
+
+    Those are what the model is told first, and what the template and a learnable sink put there.
+
+    Args:
+        model, tokenizer: who answers.
+        system: what the model is told first.
+        text: the user's first words.
+
+    Raises:
+        WeirError: the template refuses a system turn.
+    """
+    turns, messages = Turns(tokenizer, ()), _opening(system, text)
+    ids = turns.whole(messages)
+    return turns.beginning(messages, ids) + len(_opened(model, ids)) - len(ids)
+
+
+def _opening(system: str | None, text: str) -> list[dict[str, str]]:
+    """The messages of a conversation that begins with a user's words."""
+    told = [] if system is None else [{"role": "system", "content": system}]
+    return [*told, {"role": "user", "content": text}]
+
+
+def _opened(model: PreTrainedModel, ids: list[int]) -> list[int]:
+    """The ids of a whole conversation, behind those of a learnable sink."""
+    return sink_of(transformers_model(model).config).first(ids)

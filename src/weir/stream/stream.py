@@ -6,6 +6,7 @@ nothing about text.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,8 +24,9 @@ from weir.stream import session
 from weir.stream.fed import Fed, read_fed
 from weir.stream.reader import CacheReader, Reader
 from weir.stream.recompute import Recomputation
+from weir.stream.repetition import check_penalty, penalised
 from weir.stream.sampling import Sampling
-from weir.stream.tokens import Tokens, is_count, read_stops
+from weir.stream.tokens import Tokens, is_count, pieces_of, read_stops
 
 PIECE = 512
 """Tokens of a forward; more would not be faster and would hold more activations."""
@@ -143,7 +145,7 @@ class Stream:
 
     def feed(
         self,
-        token_ids: Tokens | None = None,
+        token_ids: Tokens | Iterator[int] | None = None,
         *,
         embeddings: Tensor | None = None,
         offsets: Tensor | None = None,
@@ -154,7 +156,8 @@ class Stream:
         Args:
             token_ids: [length], or [batch, length] for several streams in step; what a tokenizer
                 returned will do, as long as it has no padding, and so will what the model's
-                processor made of text with images.
+                processor made of text with images. An iterator of ids is read and fed piece by
+                piece, however long it is; one that yields something else was fed up to there.
             embeddings: fed in place of ids, [length, width] or [batch, length, width], as the
                 model's decoder reads them; `token_ids` are their ids then, for `last`, or None.
             offsets: of embeddings, for a model with three axes (Qwen2-VL, Qwen2.5-VL): where each
@@ -174,6 +177,15 @@ class Stream:
                 the stream holds the tokens before it, as `seen` says, and goes on from there. In a
                 batch this is so of that row alone: the other rows have taken in all of theirs.
         """
+        if isinstance(token_ids, Iterator):
+            if embeddings is not None or offsets is not None:
+                raise WeirError("embeddings have their ids beside them in a list, not an iterator")
+            kept: list[Tensor] = []
+            for piece in pieces_of(token_ids, PIECE):
+                kept = (
+                    [*kept, self.feed(piece, all_logits=True)] if all_logits else [self.feed(piece)]
+                )
+            return torch.cat(kept, dim=1) if all_logits else kept[-1]
         return self._feed(self._fed(token_ids, embeddings, offsets), all_logits)
 
     def _feed(self, fed: Fed, all_logits: bool = False) -> Tensor:
@@ -215,11 +227,12 @@ class Stream:
 
     def generate(
         self,
-        max_new_tokens: int,
+        max_new_tokens: int | None = None,
         *,
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        repetition_penalty: float = 1.0,
         stop: int | Sequence[int] | None = None,
     ) -> Iterator[int]:
         """Continue the stream.
@@ -228,10 +241,13 @@ class Stream:
         whole. The end token, if one comes, is yielded last.
 
         Args:
-            max_new_tokens: at most so many; 0 or more.
+            max_new_tokens: at most so many, 0 or more; None for a stream that goes on until its end
+                token comes, and with `stop=[]` for ever.
             temperature: 0 takes the likeliest token; otherwise logits are divided by it.
             top_k: draw from the likeliest k only.
             top_p: draw from the likeliest tokens that make up this probability.
+            repetition_penalty: makes tokens that this call has yielded less likely, over 1 (CTRL,
+                section 4.1).
             stop: the id of a token that ends it, or several; by default the model's end tokens,
                 none with `[]`.
 
@@ -246,17 +262,27 @@ class Stream:
                 f"generate continues one stream and this is a batch of {logits.shape[0]}; "
                 "use model.generate(..., past_key_values=weir.StreamingCache(...)) for batches"
             )
-        if not is_count(max_new_tokens):
-            raise WeirError(f"max_new_tokens must be 0 or more, not {max_new_tokens!r}")
+        if max_new_tokens is not None and not is_count(max_new_tokens):
+            raise WeirError(
+                f"max_new_tokens must be 0 or more, or None for no limit, not {max_new_tokens!r}"
+            )
+        check_penalty(repetition_penalty)
         sampling = Sampling(temperature, top_k, top_p)
         ends = self.ends if stop is None else read_stops(stop)
-        return self._generate(max_new_tokens, sampling, ends)
+        return self._generate(max_new_tokens, sampling, float(repetition_penalty), ends)
 
-    def _generate(self, limit: int, sampling: Sampling, ends: set[int]) -> Iterator[int]:
-        for _ in range(limit):
-            assert self._reader.logits is not None
-            chosen = sampling.pick(self._reader.logits, self._generator)
+    def _generate(
+        self, limit: int | None, sampling: Sampling, penalty: float, ends: set[int]
+    ) -> Iterator[int]:
+        said: set[int] = set()  # no larger than the vocabulary, however long it goes on
+        for _ in itertools.count() if limit is None else range(limit):
+            logits = self._reader.logits
+            assert logits is not None
+            if penalty != 1:
+                logits = penalised(logits, said, penalty)
+            chosen = sampling.pick(logits, self._generator)
             token = int(chosen)
+            said.add(token)
             self._feed(Fed(chosen.to(self._device)))
             yield token
             if token in ends:

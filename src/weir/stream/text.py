@@ -7,6 +7,7 @@ model reads, and what it costs, are the text's and not the editor's.
 from __future__ import annotations
 
 import lzma
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,17 +21,35 @@ from weir.errors import WeirError
 from weir.models import ASSETS
 
 BOOK_SEPARATOR = "\n\0\n"
+STANDARD_INPUT = "-"
 
 
 def read_text(path: str | Path) -> str:
     """The whole text of a file, plain or `.xz`, as UTF-8; without a mark, lines ending with LF.
 
+    Args:
+        path: the file; `-` is standard input, which can be read once.
+
     Raises:
         WeirError: the file is missing, is not UTF-8 (the byte is named), is damaged or is empty.
     """
+    if str(path) == STANDARD_INPUT:
+        return _decoded(sys.stdin.buffer.read(), Path("standard input"))
     path = Path(path)
     try:
         raw = path.read_bytes()
+    except OSError as error:
+        raise WeirError(f"cannot read {path}: {error.strerror}") from None
+    return _decoded(raw, path)
+
+
+def _decoded(raw: bytes, path: Path) -> str:
+    """The text that the bytes of a file are.
+
+    Raises:
+        WeirError: they are none; the file is named.
+    """
+    try:
         text = (lzma.decompress(raw) if path.suffix == ".xz" else raw).decode("utf-8")
     except UnicodeDecodeError as error:
         raise WeirError(
@@ -38,8 +57,6 @@ def read_text(path: str | Path) -> str:
         ) from None
     except (lzma.LZMAError, EOFError) as error:
         raise WeirError(f"{path} is not a whole .xz file: {error}") from None
-    except OSError as error:
-        raise WeirError(f"cannot read {path}: {error.strerror}") from None
     if not text.strip("\0 \t\r\n\ufeff"):
         raise WeirError(f"{path} holds no text")
     return text.removeprefix("\ufeff").replace("\r\n", "\n")
@@ -125,7 +142,7 @@ def read_stream(
     Args:
         tokenizer: of the model that will read.
         path: the file, plain or `.xz`, its books parted by lines that hold a NUL byte; None for the
-            packaged book.
+            packaged excerpt.
         most: at most so many tokens.
         start: stands in front in place of the start token.
 

@@ -5,7 +5,9 @@ Knows nothing about models or streams.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -23,6 +25,8 @@ Tokens = (
     | Sequence[Sequence[int]]
     | Mapping[str, Any]  # with `input_ids`, as a tokenizer returns them
 )
+
+NOTHING = "zero tokens were fed; a stream needs at least one"
 
 
 def read_ids(given: Tokens | None, vocabulary: int) -> Tensor:
@@ -45,7 +49,7 @@ def read_ids(given: Tokens | None, vocabulary: int) -> Tensor:
         given = _of_tokenizer(given)
     ids = _tensor(given)
     if ids.numel() == 0:
-        raise WeirError("zero tokens were fed; a stream needs at least one")
+        raise WeirError(NOTHING)
     whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
     if not whole or ids.ndim not in (1, 2):
         raise WeirError(
@@ -55,6 +59,25 @@ def read_ids(given: Tokens | None, vocabulary: int) -> Tensor:
     ids = ids.to(torch.int64)
     check_ids(ids, vocabulary)
     return ids[None] if ids.ndim == 1 else ids
+
+
+def pieces_of(given: Iterator[int], size: int) -> Iterator[list[int]]:
+    """The ids that an iterator yields, `size` at a time and never more ahead.
+
+    Raises:
+        WeirError: it yields something else, or nothing at all.
+    """
+    last: list[int] | None = None
+    while piece := list(itertools.islice(given, size)):
+        for token in piece:
+            if not hasattr(token, "__index__") or isinstance(token, bool):
+                raise WeirError(
+                    f"an iterator yields ids one by one, whole numbers, not {shown(token)}"
+                )
+        last = [operator.index(token) for token in piece]
+        yield last
+    if last is None:
+        raise WeirError(NOTHING)
 
 
 def read_stops(given: int | Sequence[int]) -> set[int]:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -41,6 +42,7 @@ class Cell:
         chunk: tokens between two folds.
         positions: as for `Stream`; a protocol has its own.
         memory: bytes that the budget was made for; None where budgets were given in slots.
+        loading: how the model is loaded, pairs of an argument of `weir.load` and its value.
     """
 
     model: str
@@ -52,10 +54,21 @@ class Cell:
     chunk: int = 64
     positions: Positions = "rolling"
     memory: int | None = None
+    loading: tuple[tuple[str, Any], ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """The fields; `memory` only where there is one, so that files without stay as they are."""
-        return {k: v for k, v in asdict(self).items() if k != "memory" or v is not None}
+        """The fields; of the last two what there is, so that files without stay as they are."""
+        facts = {**asdict(self), "loading": dict(self.loading)}
+        return {k: v for k, v in facts.items() if v or k not in ("memory", "loading")}
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Cell:
+        """The cell that `as_json` tells of.
+
+        Raises:
+            TypeError: a field is missing, or is none of a cell's.
+        """
+        return cls(**{**facts, "loading": tuple(dict(facts.get("loading", {})).items())})
 
     def the_task(self) -> Task:
         """The task itself."""
@@ -94,6 +107,7 @@ def make_grid(
     chunk: int | None = None,
     positions: Positions = "rolling",
     slots: str = "exact",
+    loading: Mapping[str, Any] = MappingProxyType({}),
 ) -> Grid:
     """All cells of models × tasks × policies × budgets × seeds.
 
@@ -110,6 +124,7 @@ def make_grid(
         chunk: tokens between two folds; by default the protocol's, or 64.
         positions: where there is no protocol.
         slots: how every policy's middle is held (`weir.policies.with_slots`).
+        loading: how models are loaded, arguments of `weir.load`.
 
     Raises:
         WeirError: something cannot be read or is not known, makes no sense, or stands there twice.
@@ -131,7 +146,7 @@ def make_grid(
             f"the protocol {paper} takes its budgets from the prompt, {rules.rate:g} of it; "
             "leave out the memory or the protocol"
         )
-    shapes = {name: Shape(name, models) for name in models}
+    shapes = {name: Shape(name, models, loading) for name in models}
     if chunk is None:
         chunk = 64 if rules is None or rules.chunk is None else rules.chunk
     settings = [str(setting) for made in read_tasks(tasks, TASKS) for setting in made.settings()]
@@ -146,6 +161,7 @@ def make_grid(
             chunk,
             positions if rules is None else rules.positions,
             room,
+            tuple(sorted(loading.items())),
         )
         for model in models
         for setting in settings
@@ -219,10 +235,12 @@ class Shape:
     Attributes:
         name: as the grid has it.
         models: those of the grid.
+        loading: as for `make_grid`.
     """
 
     name: str
     models: Sequence[str] | Mapping[str, Any]
+    loading: Mapping[str, Any]
 
     @cached_property
     def model(self) -> PreTrainedModel:
@@ -230,4 +248,4 @@ class Shape:
         if isinstance(self.models, Mapping):
             given: PreTrainedModel = self.models[self.name][0]
             return given
-        return skeleton(self.name)
+        return skeleton(self.name, **self.loading)

@@ -30,7 +30,7 @@ def grown(path: Path, grid: Grid) -> Grid:
     if any(set(cell) - known for cell in there):
         raise WeirError(f"{path} was written by another version of weir; name another file")
     try:
-        old = tuple(Cell(**cell) for cell in there)
+        old = tuple(Cell.of(cell) for cell in there)
     except TypeError:
         raise WeirError(f"{path} has cells that lack a field; name another file") from None
     return Grid((*old, *(cell for cell in grid.cells if cell not in set(old))))

@@ -11,7 +11,6 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -62,7 +61,7 @@ def _run(ray: Any, address: str, cells: list[Numbered], told: Told) -> Iterator[
         remote = ray.remote(num_cpus=min(threads, most), max_retries=TRIES - 1)(_measure)
         # As a dictionary: a `Cell` would have the worker import all of weir to read it.
         waiting = {
-            remote.remote(number, asdict(cell), threads): (number, cell) for number, cell in cells
+            remote.remote(number, cell.as_json(), threads): (number, cell) for number, cell in cells
         }
         while waiting:
             (ended, *_), _ = ray.wait(list(waiting))
@@ -82,7 +81,7 @@ def _run(ray: Any, address: str, cells: list[Numbered], told: Told) -> Iterator[
 def _measure(number: int, cell: dict[str, Any], threads: int) -> CellRecord:
     """A cell, given by its fields, in a worker."""
     torch.set_num_threads(threads)
-    return measure(number, Cell(**cell))
+    return measure(number, Cell.of(cell))
 
 
 def _connect(ray: Any, address: str, threads: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -123,6 +124,7 @@ def _facts(number: int, cell: Cell) -> CellRecord:
         "positions": cell.positions,
         "weir": __version__,
         **({} if cell.memory is None else {"memory": cell.memory}),
+        **({"loading": dict(cell.loading)} if cell.loading else {}),
     }
 
 
@@ -152,7 +154,7 @@ def subject_of(cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({})) 
     Raises:
         WeirError: there is no such model.
     """
-    model, tokenizer = models.get(cell.model) or _loaded(cell.model)
+    model, tokenizer = models.get(cell.model) or _loaded(cell.model, cell.loading)
     rules = Protocol("") if cell.protocol is None else protocol(cell.protocol)
     return Subject(
         name=cell.model,
@@ -170,9 +172,9 @@ def subject_of(cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({})) 
 
 
 @lru_cache(maxsize=1)
-def _loaded(name: str) -> Loaded:
+def _loaded(name: str, loading: tuple[tuple[str, Any], ...]) -> Loaded:
     """A model; the cells of one come one after the other, so the last is kept and no other."""
-    return load(name)
+    return load(name, **dict(loading))
 
 
 def reason(error: Exception) -> str:

@@ -44,6 +44,7 @@ class Settings:
         limits: of what clients may ask.
         deterministic: as for `weir serve`.
         threads: of PyTorch; None as it would.
+        loading: how the model is loaded, arguments of `weir.load`.
     """
 
     model: str
@@ -57,6 +58,7 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     deterministic: bool = False
     threads: int | None = None
+    loading: dict[str, Any] = field(default_factory=dict)
 
 
 class RayLeases:
@@ -106,7 +108,7 @@ class Replica:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         log_json()
-        model, tokenizer = load(settings.model)
+        model, tokenizer = load(settings.model, **settings.loading)
         form = Form.of(model, settings.policy, settings.chunk)
         self._store = SharedStore(
             shared_at(settings.place),
