@@ -190,6 +190,12 @@ def test_the_pages_listed_are_the_pages_there_are() -> None:
     assert set(listed) == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
 
 
+def test_every_page_says_first_whom_it_is_for() -> None:
+    for page in DOCS.rglob("*.md"):
+        first = page.read_text("utf-8").split("\n## ")[0].split("\n\n")[1]
+        assert first.startswith("For "), page
+
+
 def test_every_pool_and_policy_is_documented() -> None:
     text = (DOCS / "policies.md").read_text("utf-8")
     missing = [name for name in [*POOLS, *NAMED] if not re.search(rf"`{name}\b", text)]

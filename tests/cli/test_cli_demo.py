@@ -13,7 +13,14 @@ from terminal import run
 from weir.evals.demo import POLICIES
 from weir.evals.measures.perplexity import PerplexityMeter
 
+STORY = {"held", "answers", "knows"}
 KEYS = {"policy", "ppl", "ppl_by_block", "kv_bytes", "bytes_by_block", "tokens_per_s", "slots"}
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    """The questions come soon."""
+    monkeypatch.setattr(sys.modules["weir.evals.demo.run"], "AWAY", 100)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +47,15 @@ def test_it_writes_figures_and_a_page_and_prints_the_figures(capsys, out):
     facts = json.loads(ended.out)
     assert is_whole(facts, 1200)
     assert facts["interrupted"] is False
+    assert all(set(policy) >= STORY for policy in facts["policies"])
+    # What reads everything still holds everything, and of the newest tokens all that fit.
+    held = {policy["policy"]: policy["held"] for policy in facts["policies"]}
+    assert set(held["dense"]) == {1.0}
+    assert held["window(budget=256)"][-40:] == [1.0] * 40 and held["window(budget=256)"][0] == 0.0
+    assert [len(name) for _, name in facts["story"]["names"]] == [3] * 8
+    assert "Who still knows, 100 tokens later:" in ended.err
+    for policy in facts["policies"]:
+        assert f"  {policy['policy']:<25}  {policy['knows']} of 8\n" in ended.err
     assert json.loads((out / "result.json").read_text("utf-8")) == facts
     page = (out / "report.html").read_text("utf-8")
     assert page.startswith("<!doctype html>")
@@ -78,7 +94,7 @@ def test_ctrl_c_ends_it_with_what_was_read_so_far(capsys, monkeypatch, tmp_path)
     def pressed(self, piece):
         nonlocal count
         count += 1
-        if count == 6:  # the second policy's second step
+        if count == len(POLICIES) + 2:  # the second policy's second step
             os.kill(os.getpid(), signal.SIGINT)
         take(self, piece)
 
@@ -88,6 +104,7 @@ def test_ctrl_c_ends_it_with_what_was_read_so_far(capsys, monkeypatch, tmp_path)
     assert ended.code == 0
     assert facts["interrupted"] is True
     assert is_whole(facts, 400)
+    assert facts["story"] is None
     assert (tmp_path / "report.html").exists()
 
 
@@ -98,7 +115,7 @@ def test_a_book_shorter_than_asked_for_is_said_so(capsys, monkeypatch, tmp_path)
     ended = run(capsys, "demo", "--out", tmp_path, "--tokens", 9000, "--json")
     tokens = json.loads(ended.out)["tokens"]
     assert tokens < 2000
-    assert f"the packaged excerpt has {tokens:,} tokens, not 9,000" in ended.err
+    assert f"the packaged excerpt has {tokens:,} tokens to read, not 9,000" in ended.err
 
 
 def test_a_folder_that_cannot_be_made_is_named_before_anything_is_read(capsys, tmp_path):

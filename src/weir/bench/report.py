@@ -12,7 +12,8 @@ from weir.bench.run import Bench
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MET, MISSED = "#1f7a8c", "#c8553d"
+MET, MISSED = "#0072b2", "#d55e00"
+"""Blue and vermilion, which everybody can tell apart; a mark that is missed is a cross too."""
 
 
 def markdown(bench: Bench) -> str:
@@ -73,7 +74,7 @@ def plot(bench: Bench) -> str:
         for place, (_, row) in enumerate(rows):
             assert row.target is not None
             part = row.target / row.ratio if row.least else row.ratio / row.target
-            axes.plot(part, place, "o", ms=5, color=MET if row.met else MISSED)
+            axes.plot(part, place, "o" if row.met else "X", ms=5, color=MET if row.met else MISSED)
             axes.plot([1, part], [place, place], color=MET if row.met else MISSED, lw=1)
         _dress(axes, [f"{row.what} {dtype}".replace("`", "").strip() for dtype, row in rows])
         page = io.StringIO()

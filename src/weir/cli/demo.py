@@ -1,4 +1,4 @@
-"""`weir demo`: the packaged model reads the packaged book past its window."""
+"""`weir demo`: the packaged model reads the packaged excerpt past its window."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from weir.cli.signals import interruptible
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from weir.evals.measures import PerplexityMeter
@@ -37,7 +38,10 @@ def demo(
     tokens: Annotated[int, typer.Option(min=1000, help="Tokens of the book to read.")] = 10_000,
     as_json: AsJson = False,
 ) -> int:
-    """Read a book far past the model's window, under several policies side by side."""
+    """Read a book far past the model's window under several policies, and ask who remembers.
+
+    The page says what each still holds of the book, and who knows the names told a while ago.
+    """
     from rich.console import Group
     from rich.live import Live
 
@@ -45,31 +49,43 @@ def demo(
 
     _make_folder(out)
     model, tokenizer = load_model("nano")
-    ids = demonstration.book(tokenizer, tokens)
+    ids, story = demonstration.with_story(tokenizer, tokens)
     if len(ids) < tokens:
-        say(f"the packaged excerpt has {len(ids):,} tokens, not {tokens:,}; all of them are read")
+        say(
+            f"the packaged excerpt has {len(ids):,} tokens to read, not {tokens:,}, and those that "
+            "come before the questions"
+        )
     window = model.config.max_position_embeddings
     console = messages() if as_json else output()
     console.print(
-        f"nano was trained on {window:,} tokens at a time. "
-        f"It now reads {len(ids):,} tokens of {demonstration.TITLE}, once under each policy.",
+        f"nano was trained on {window:,} tokens at a time. It now reads {len(ids):,} tokens of "
+        f"{demonstration.TITLE}, once under each policy. Then it is told {demonstration.NAMES} "
+        f"names with numbers, reads {len(story.between):,} tokens more, and is asked for them.",
         highlight=False,
     )
     bar = progress()
     task = bar.add_task("reading", total=len(ids), note="tokens")
+    asked = len(demonstration.POLICIES)
+    asking = bar.add_task("asking", total=asked, note="policies", visible=False)
+    last: list[PerplexityMeter] = []
     with interruptible() as interrupt, Live(console=console, refresh_per_second=8) as live:
 
         def show(meters: list[PerplexityMeter]) -> bool:
             done = meters[0].reading.tokens
             bar.update(task, completed=done)
-            table = _table(meters, window)
-            over = done == len(ids) or bool(interrupt)
-            live.update(table if over else Group(table, bar), refresh=over)
+            live.update(Group(_table(meters, window), bar))
+            last[:] = meters
             return bool(interrupt)
 
-        result = demonstration.read_book(model, ids, on_step=show)
+        def ask(number: int) -> bool:
+            bar.update(asking, completed=number, visible=True)
+            return bool(interrupt)
+
+        result = demonstration.read_book(model, ids, story, on_step=show, on_ask=ask)
+        live.update(_table(last, window), refresh=True)  # without the bar
     if not console.is_terminal:
         console.line()
+    _tell(result, console)
     result["interrupted"] = bool(interrupt)
     with waiting("drawing the plots"):
         _write(result, out)
@@ -78,6 +94,18 @@ def demo(
     for name in ("result.json", "report.html"):
         console.print(f"{out / name}", markup=False, highlight=False, soft_wrap=True)
     return interrupt.code
+
+
+def _tell(result: dict[str, Any], console: Console) -> None:
+    """Who still knows the names."""
+    story = result["story"]
+    if story is None:
+        return
+    console.print(f"Who still knows, {story['away']:,} tokens later:", highlight=False)
+    widest = max(len(policy["policy"]) for policy in result["policies"])
+    for policy in result["policies"]:
+        line = f"  {policy['policy']:<{widest}}  {policy['knows']} of {len(story['names'])}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _make_folder(out: Path) -> None:

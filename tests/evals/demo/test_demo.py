@@ -15,8 +15,9 @@ from transformers import AutoTokenizer
 
 import weir
 from weir.evals import demo
-from weir.evals.demo.report import COLOURS
+from weir.evals.demo.names import Named, ask_names, draw_names, strip_of
 from weir.evals.demo.run import POLICIES, TITLE
+from weir.evals.look import COLOURS
 from weir.evals.measures.perplexity import read
 from weir.models.loading import ASSETS
 from weir.stream.text import BOOK, read_text
@@ -60,11 +61,25 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
+class Letters:
+    """A tokenizer as far as answers need one."""
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(chr(65 + token) for token in ids)
+
+
+NAMES = (
+    Named("Anna", "AB", said=(1, 2, 3, 0, 1, 4), asked=(1, 2, 3), answer=(0, 1)),
+    Named("Boris", "<&", said=(5, 2, 3, 6, 7, 4), asked=(5, 2, 3), answer=(6, 7)),
+)
+
+
 @pytest.fixture(scope="module")
 def result(llama) -> dict[str, Any]:
     """What the demo finds with a small random model in a window of 512 tokens."""
     text = torch.randint(0, 61, (1300,), generator=torch.Generator().manual_seed(0))
-    return demo.read_book(llama, text, policies=SMALL, block=250)
+    story = demo.Story(Letters(), NAMES, text[:88])  # type: ignore[arg-type]
+    return demo.read_book(llama, text, story, policies=SMALL, block=250)
 
 
 @pytest.fixture
@@ -82,6 +97,46 @@ def test_every_policy_reads_the_same_tokens_as_if_it_were_alone(llama, result):
         for name in ("tokens", "ppl", "ppl_by_block", "kv_bytes", "bytes_by_block"):
             assert found[name] == pytest.approx(alone[name], rel=nll_off(llama, 50))
         assert found["tokens_per_s"] > 0
+
+
+def test_the_story_is_told_behind_the_book_and_asked_without_a_trace(llama, result):
+    assert result["story"] == {
+        "told_at": 1300, "said": 12, "away": 88, "names": [["Anna", "AB"], ["Boris", "<&"]]
+    }  # fmt: skip
+    text = torch.randint(0, 61, (1300,), generator=torch.Generator().manual_seed(0))
+    for policy, found in zip(SMALL, result["policies"], strict=True):
+        stream = weir.Stream(llama, policy)
+        for piece in (text, [*NAMES[0].said, *NAMES[1].said], text[:88]):
+            stream.feed(piece)
+        assert found["held"] == strip_of(stream, 240)
+        assert found["answers"] == ask_names(stream, NAMES, Letters()) and stream.seen == 1400
+        likeliest = int(stream.feed(NAMES[1].asked).argmax())
+        assert found["answers"][1][0] == chr(65 + likeliest)
+        right = [a == n.number for a, n in zip(found["answers"], NAMES, strict=True)]
+        assert found["knows"] == sum(right)
+
+
+def test_a_strip_says_how_much_of_each_part_is_left(llama):
+    stream = weir.Stream(llama, "sink(4) | recent(20)", chunk=8)
+    stream.feed(torch.randint(0, 61, (1, 100)))
+    held = strip_of(stream, 10)
+    new = 100 - stream.slots().position[0, 0].clamp_min(0).max()  # nothing: all places count
+    assert new == 1 and held[0] == 0.4 and held[1:7] == [0.0] * 6 and held[8:] == [1.0, 1.0]
+    # Kept by one KV head of two, a token is half there.
+    stream = weir.Stream(llama, "kcenter(24)", chunk=8)
+    stream.feed(torch.randint(0, 61, (1, 100)))
+    pairs = [it.pairs / stream.holding().pairs for it in stream.holding().tokens()]
+    assert sum(strip_of(stream, 100)) == pytest.approx(sum(pairs), abs=100 * 1e-5)
+
+
+def test_names_are_what_nano_was_taught_and_nobody_has_two_numbers():
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "nano")
+    names = draw_names(tokenizer, 8)
+    assert len({one.name for one in names}) == 8
+    for one in names:
+        assert tokenizer.decode(one.said).strip() == f"{one.name} has {one.number}."
+        assert one.said == (*one.asked, *one.answer, one.said[-1])
+    assert draw_names(tokenizer, 8) == names != draw_names(tokenizer, 8, seed=1)
 
 
 def test_only_dense_grows(result):
@@ -127,7 +182,7 @@ def test_the_page_shows_every_policy_with_its_figures(page, result):
     assert parsed.count["svg"] == 3
     for policy in result["policies"]:
         # In the table, where a line may break before the bracket, and in the legends of the plots.
-        assert words.count(policy["policy"]) == 3
+        assert words.count(policy["policy"]) == (3 if "(" in policy["policy"] else 5)
         assert policy["policy"] in "".join(words[: words.index("All policies")])
         assert f"{policy['ppl']:,.1f}" in words
         assert f"{policy['ppl_by_block'][-1]:,.1f}" in words
@@ -180,6 +235,22 @@ def test_the_page_is_not_wider_than_a_phone(page):
         assert width is not None and float(width.group(1)) <= 380  # points, for letters of 10
         ticks = re.findall(r">([\d,.]+)</text>", svg)
         assert len(ticks) >= 8  # of both axes
+
+
+def test_a_right_answer_has_a_tick_and_a_strip_says_in_words_what_it_shows(result, tmp_path):
+    told = {**result, "policies": [{**p, "answers": ["AB", "XY"]} for p in result["policies"]]}
+    demo.write_report(told, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert page.count('<td class="right">AB&nbsp;✓</td>') == len(SMALL)
+    assert page.count("<td>XY</td>") == len(SMALL)
+    assert 'aria-label="holds 100.0% of 1,400 tokens"' in page
+    assert page.count('role="img"') == len(SMALL)
+
+
+def test_a_page_of_which_nobody_was_asked_tells_no_story(result, tmp_path):
+    demo.write_report({**result, "story": None}, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert "still knows" not in page and "Who still" not in page and "names" not in page
 
 
 def test_names_are_shown_as_they_are(result, tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from weir.errors import WeirError
 from weir.evals.attention_error.attention_error import LayerError
+from weir.evals.look import look
 
 KINDS = (".svg", ".png", ".pdf")
 ACROSS = 4
@@ -43,15 +44,15 @@ def write_plot(rows: Sequence[LayerError], path: Path) -> None:
         figure = Figure(figsize=(2.6 * across + 0.6, 2.4 * down + 0.8), layout="constrained")
         panels = figure.subplots(down, across, sharey=True, squeeze=False).flatten()
         for axes, layer in zip(panels, layers, strict=False):
-            for name in names:
+            for number, name in enumerate(names):
                 mine = [row for row in rows if row.layer == layer and row.name == name]
                 places = [names.index(name) if row.rate is None else row.rate for row in mine]
                 axes.errorbar(
                     places,
                     [row.error for row in mine],
                     yerr=[row.deviation for row in mine],
-                    marker="o",
-                    ms=3,
+                    ms=4,
+                    **look(number),
                     lw=1.5,
                     capsize=2,
                     label=name,

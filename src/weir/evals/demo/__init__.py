@@ -1,6 +1,15 @@
 """The demonstration: one book, one small model, several policies side by side."""
 
 from weir.evals.demo.report import write_report
-from weir.evals.demo.run import POLICIES, TITLE, book, read_book
+from weir.evals.demo.run import NAMES, POLICIES, TITLE, Story, book, read_book, with_story
 
-__all__ = ["POLICIES", "TITLE", "book", "read_book", "write_report"]
+__all__ = [
+    "NAMES",
+    "POLICIES",
+    "TITLE",
+    "Story",
+    "book",
+    "read_book",
+    "with_story",
+    "write_report",
+]

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from weir.evals.look import look
 from weir.evals.sinks import paper
 from weir.train import read_log, smoothed
 
 WIDTH = 5.2
 """Inches; readable on a phone."""
-MARKS = "osD^v"
 
 
 def plot_perplexity(result: dict[str, Any], out: Path) -> None:
@@ -29,9 +29,9 @@ def plot_perplexity(result: dict[str, Any], out: Path) -> None:
     for axes, (title, lines) in zip(
         figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0], panels, strict=True
     ):
-        for mark, (sink, ppl) in zip(MARKS * len(lines), lines.items(), strict=False):
+        for number, (sink, ppl) in enumerate(lines.items()):
             name = paper.VARIANTS.get(sink, sink)
-            axes.plot(places, ppl, marker=mark, label=name, linewidth=1.4, markersize=5)
+            axes.plot(places, ppl, label=name, linewidth=1.4, markersize=5, **look(number))
         values = [ppl for line in lines.values() for ppl in line]
         low, high = min(values), max(values)
         if high < 3 * low:
@@ -64,11 +64,12 @@ def plot_losses(logs: Mapping[str, Path], out: Path) -> None:
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     base: np.ndarray | None = None
     top = 0.0
-    for name, path in logs.items():
+    for number, (name, path) in enumerate(logs.items()):
         rows = read_log(path)
         tokens = np.array([row["tokens"] for row in rows]) / 1e6
         losses = np.array([row["loss"] for row in rows])
-        [line] = above.plot(tokens, smoothed(losses), label=name, linewidth=1.3)
+        colour = look(number)["color"]
+        [line] = above.plot(tokens, smoothed(losses), label=name, linewidth=1.3, color=colour)
         top = max(top, smoothed(losses)[len(losses) // 20])
         base = losses if base is None else base
         shared = min(len(base), len(losses))

@@ -10,6 +10,7 @@ from pathlib import Path
 from string import Template
 
 from weir.errors import WeirError
+from weir.evals.look import page_colours
 from weir.evals.results.file import CellRecord, failures, unique
 from weir.evals.results.report.plots import along, heat, pareto
 from weir.evals.results.report.tables import as_csv, as_html, as_latex, as_markdown
@@ -187,7 +188,10 @@ def _html(parts: Sequence[Part], facts: str, failed: Sequence[CellRecord], sourc
         body.append(f"<h2>Failed</h2>\n<ul>{rows}</ul>")
     page = Template((resources.files("weir.evals.results.report") / "page.html").read_text("utf-8"))
     return page.substitute(
-        facts=html.escape(facts), source=html.escape(source), body="\n".join(body)
+        colours=page_colours(),
+        facts=html.escape(facts),
+        source=html.escape(source),
+        body="\n".join(body),
     )
 
 

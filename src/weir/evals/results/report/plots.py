@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from weir.evals.look import GREY, drawing, dress, is_far, look
 from weir.evals.results.file import CellRecord, unique
 from weir.evals.results.summary import grouped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-GREY = "#77828c"
-MARKERS = "os^Dv<>PX"
+WIDTH = 7.6
+"""Inches."""
 FAR = 20.0
 """From such a ratio of the largest figure to the smallest on, a scale is logarithmic."""
 FAR_BYTES = 10.0
@@ -63,7 +60,7 @@ def pareto(records: Sequence[CellRecord], label: str) -> str | None:
         for (policy,), rows in of_policy.items()
     }
     names = list(points)
-    with _drawing(f"pareto{label}", 3.8) as (figure, out):
+    with drawing(f"pareto{label}", WIDTH, _height(names)) as (figure, out):
         axes = figure.subplots()
         higher = records[0]["better"] == "higher"
         best = [points[names[i]] for i in front(list(points.values()), higher)]
@@ -77,7 +74,7 @@ def pareto(records: Sequence[CellRecord], label: str) -> str | None:
         )
         for number, kind in enumerate(unique(family(name) for name in names)):
             mine = sorted(points[name] for name in names if family(name) == kind)
-            axes.plot(*zip(*mine, strict=True), lw=1.2, ms=6, label=kind, **_look(number))
+            axes.plot(*zip(*mine, strict=True), lw=1.2, ms=6, label=kind, **look(number))
         _scales(axes, [x for x, _ in points.values()], [y for _, y in points.values()])
         axes.set_xlabel("cache, MB")
         axes.set_ylabel(label)
@@ -95,7 +92,7 @@ def along(records: Sequence[CellRecord]) -> str | None:
     of_policy = grouped(rows, "policy")
     if not of_policy:
         return None
-    with _drawing("along", 3.6) as (figure, out):
+    with drawing("along", WIDTH, _height([p for (p,) in of_policy])) as (figure, out):
         axes = figure.subplots()
         every = []
         for number, ((policy,), mine) in enumerate(of_policy.items()):
@@ -103,9 +100,10 @@ def along(records: Sequence[CellRecord]) -> str | None:
             values = result["ppl_by_block"]
             edges = [min(i * result["block"], result["tokens"]) for i in range(len(values) + 1)]
             middles = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
-            look = _look(number)
-            look["marker"] = "" if len(values) > 25 else look["marker"]
-            axes.plot(middles, values, lw=1.4, ms=3, label=policy, **look)
+            how = look(number)
+            if len(values) > 25:  # so many markers would be one smear
+                how["markevery"] = max(1, len(values) // 8)
+            axes.plot(middles, values, lw=1.4, ms=4, label=policy, **how)
             every += [v for v in values if v is not None]
         _scales(axes, [], every)
         axes.set_xlabel("tokens read")
@@ -125,7 +123,7 @@ def heat(records: Sequence[CellRecord]) -> str | None:
         return None
     across = min(3, len(of_policy))
     down = -(-len(of_policy) // across)
-    with _drawing("heat", 1.9 * down + 0.6) as (figure, out):
+    with drawing("heat", WIDTH, 1.9 * down + 0.6) as (figure, out):
         panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flatten()
         for axes in panels[len(of_policy) :]:
             axes.set_axis_off()
@@ -137,7 +135,7 @@ def heat(records: Sequence[CellRecord]) -> str | None:
             found = [
                 [_share(cells.get((length, depth), [])) for length in lengths] for depth in depths
             ]
-            image = axes.imshow(found, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+            image = axes.imshow(found, vmin=0, vmax=1, cmap="cividis", aspect="auto")
             axes.set_title(policy, fontsize=8)
             axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], rotation=45)
             axes.set_yticks(range(len(depths)), [f"{100 * d:.0f} %" for d in depths])
@@ -154,53 +152,19 @@ def _share(cells: Sequence[dict[str, Any]]) -> float:
     return float(mean(cell["accuracy"] for cell in cells)) if cells else math.nan
 
 
-@contextmanager
-def _drawing(salt: str, height: float) -> Iterator[tuple[Figure, list[str]]]:
-    """A figure to draw into; what follows it in the list, afterwards, is its SVG element."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    # The salt keeps the names inside the pictures of a page apart, and the same from run to run.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10}):
-        figure = Figure(figsize=(7.6, height), layout="constrained")
-        out: list[str] = []
-        yield figure, out
-        target = io.StringIO()
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(target, format="svg", metadata=nothing)
-    svg = target.getvalue()
-    out.append(re.sub(r' id="[a-z0-9.]+_\d+"', "", svg[svg.index("<svg") :]))
-
-
-def _look(number: int) -> dict[str, Any]:
-    """A colour and a marker that no other of twenty lines has."""
-    import matplotlib as mpl
-
-    # Strong colours first, then their pale twins.
-    colour = mpl.colormaps["tab20"]((2 * number) % 20 + (number // 10) % 2)
-    return {"color": colour, "marker": MARKERS[number % len(MARKERS)]}
+def _height(names: Sequence[str]) -> float:
+    """Inches of a picture that has three names of lines in each row below it."""
+    return 3.4 + 0.17 * -(-len(names) // 3)
 
 
 def _scales(axes: Axes, across: Sequence[float], up: Sequence[float]) -> None:
-    if _is_far(across, FAR_BYTES):
+    if is_far(across, FAR_BYTES):
         axes.set_xscale("log")
-    if _is_far(up, FAR):
+    if is_far(up, FAR):
         axes.set_yscale("log")
 
 
-def _is_far(values: Sequence[float], far: float) -> bool:
-    return bool(values) and min(values) > 0 and max(values) > far * min(values)
-
-
 def _dress(axes: Axes) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    for axis, scale in ((axes.xaxis, axes.get_xscale()), (axes.yaxis, axes.get_yscale())):
-        if scale == "log":
-            axis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
-            axis.set_minor_formatter(NullFormatter())
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axes.grid(color="#e3e7ea", lw=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    """Grid, numbers, and the legend below all of it, where it hides no point."""
+    dress(axes)
+    axes.figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=3)
