@@ -82,7 +82,7 @@ def _print(model_name: str, found: Advice) -> None:
     table = Table()
     table.add_column("policy", no_wrap=True)
     for head in ("perplexity", "cache", "tokens/s"):
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", no_wrap=True)
     for one in found.tries:
         row = (f"{one.ppl:.2f}", size(one.kv_bytes), f"{one.tokens_per_s:,.0f}")
         table.add_row(one.policy, *row)

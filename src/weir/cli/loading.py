@@ -74,7 +74,7 @@ def loads_model(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any
         # Typer reads both; `wraps` would have it read those of the function.
         command.__signature__ = inspect.Signature([*kept, *more])  # type: ignore[attr-defined]
         command.__annotations__ = {it.name: it.annotation for it in (*kept, *more)}
-        del command.__wrapped__  # type: ignore[attr-defined]
+        del command.__wrapped__
         return command
 
     return decorate

@@ -103,7 +103,7 @@ def _print(result: dict[str, Any], shown: list[Any]) -> None:
     for its in shown:
         table = Table(title=its.title, title_justify="left")
         for place, head in enumerate(its.head):
-            table.add_column(head, justify="right" if place else "left")
+            table.add_column(head, justify="right" if place else "left", no_wrap=bool(place))
         for row in its.rows:
             table.add_row(*row)
         print_table(table)

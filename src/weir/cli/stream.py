@@ -133,7 +133,7 @@ def _print(model_name: str, reading: Reading, ended: str | None) -> None:
 
     table = Table()
     for head in ("tokens", "perplexity", "cache"):
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", no_wrap=True)
     for number, (ppl, held) in enumerate(
         zip(reading.ppl_by_block, reading.bytes_by_block, strict=True)
     ):

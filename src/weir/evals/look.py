@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,6 @@ NIGHT = {INK: "#e6eaee", GREY: "#9aa5af", LINE: "#38424c"}
 """The same on a dark page."""
 NAMES = {INK: "--ink", GREY: "--grey", LINE: "--line"}
 """What a page's style sheet calls them."""
-GOOD, BAD = "#0072b2", "#d55e00"
-"""What meets a target, and what misses it."""
 
 
 def look(number: int) -> dict[str, Any]:
@@ -50,9 +48,10 @@ def drawing(salt: str, width: float, height: float) -> Iterator[tuple[Figure, li
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    style = {"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10}
-    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    with mpl.rc_context({**style, **dict.fromkeys(inked, INK), "grid.color": LINE}):
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10}
+    for part in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"):
+        style[part] = INK
+    with mpl.rc_context(style):
         figure = Figure(figsize=(width, height), layout="constrained")
         out: list[str] = []
         yield figure, out
@@ -82,7 +81,7 @@ def dress(axes: Axes, *, across: bool = True) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def is_far(values: list[float], far: float) -> bool:
+def is_far(values: Sequence[float], far: float) -> bool:
     """Whether figures span so many times the smallest that only a logarithmic scale shows all."""
     return bool(values) and min(values) > 0 and max(values) > far * min(values)
 
