@@ -253,7 +253,7 @@ PARTS = {
     "fast": ("kernels/numba",),
     "images": ("train/images", "models/images"),
     "inspect": ("evals/inspect", "cli/inspect"),
-    "plots": ("evals/results", "evals/demo", "evals/attention_error", "bench/report"),
+    "plots": ("evals/results", "evals/demo", "evals/look", "evals/attention_error", "bench/report"),
     "ray": ("evals/grid",),
     "serve": ("serve/app", "serve/shapes", "serve/engine", "serve/desk", "cli/serve"),
     "train": ("train/processes", "cli/train"),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
     from rich.table import Table
+    from transformers import PreTrainedModel
 
 ModelName = Annotated[
     str, typer.Option("--model", help="nano, a folder, or a Hugging Face Hub id.")
@@ -56,9 +57,17 @@ def output() -> Console:
 
 
 def print_table(table: Table) -> None:
-    """A table on standard output whose figures are whole; on a narrow terminal lines run on."""
+    """A table on standard output; where the terminal is too narrow, lines run past its end.
+
+    Columns that are not to be wrapped are never cut, and so no figure is.
+    """
     console = output()
-    least = console.measure(table, options=console.options.update(width=WIDE)).minimum
+    wide = console.options.update(width=WIDE)
+    for column in table.columns:
+        if column.no_wrap:
+            cells = [column.header, *column.cells]
+            column.min_width = max(console.measure(cell, options=wide).maximum for cell in cells)
+    least = console.measure(table, options=wide).minimum
     console.print(table, width=max(console.width, least), crop=False)
 
 
