@@ -191,6 +191,19 @@ def test_what_cannot_be_is_one_clear_line(nano: tuple[Any, Any]) -> None:
         WeirLM(model, tokenizer=tokenizer).apply_chat_template([{"role": "user", "content": "x"}])
 
 
+def test_how_its_model_is_loaded_may_be_said(monkeypatch, nano: tuple[Any, Any]) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("weir.evals.harness.load", lambda name, **how: given.update(how) or nano)
+    WeirLM("some/model", device="cuda:0", device_map="auto", revision="v2", trust_remote_code=True)
+    assert given == {
+        "dtype": "auto",
+        "device": None,  # which the harness always says
+        "device_map": "auto",
+        "revision": "v2",
+        "trust_remote_code": True,
+    }
+
+
 def test_the_command_ends_with_one_line_where_weir_refuses(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

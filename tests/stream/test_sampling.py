@@ -8,10 +8,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper
+from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 
 import weir
 from weir.errors import WeirError
+from weir.stream.repetition import penalised
 from weir.stream.sampling import Sampling
 
 LOGITS = torch.tensor([[0.5, -2.0, 3.0, 2.999, -1e4], [7.0, -3e38, 6.0, 3e38, 0.0]])
@@ -28,6 +29,15 @@ def test_a_temperature_next_to_nothing_takes_the_likeliest_token(temperature, mo
     assert {tuple(row) for row in drawn(Sampling(temperature, **more), LOGITS, 50)} == {(2, 3)}
     masked = torch.tensor([[-torch.inf, 1.0, 2.0]])
     assert {tuple(row) for row in drawn(Sampling(temperature, **more), masked, 50)} == {(2,)}
+
+
+def test_a_penalty_is_that_of_transformers_for_logits_of_either_sign():
+    logits, before = torch.randn(2, 40, generator=torch.Generator().manual_seed(0)), [3, 3, 7, 20]
+    told = torch.tensor([before, before])
+    for penalty in (1.7, 0.4):
+        expected = RepetitionPenaltyLogitsProcessor(penalty)(told, logits.clone())
+        assert torch.equal(penalised(logits, before, penalty), expected)
+    assert penalised(logits, [], 2.0).equal(logits)
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-9])

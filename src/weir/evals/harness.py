@@ -31,7 +31,8 @@ class WeirLM(TemplateLM):
         pretrained: `nano`, a folder, a Hub id, or a model that is loaded already.
         policy: a pipe or a named policy.
         chunk, seed, positions, prefill: as for `StreamingCache`.
-        dtype, device: as for `weir.load`; without a GPU, "cuda" is the CPU.
+        dtype, device, device_map, revision, trust_remote_code: as for `weir.load`; without a GPU,
+            "cuda" is the CPU, and with a `device_map` the harness's device counts for nothing.
         tokenizer: of a model that is loaded already.
         batch_size: requests at once.
         max_batch_size: the harness passes it on; it counts for its automatic batch sizes only.
@@ -53,6 +54,9 @@ class WeirLM(TemplateLM):
         prefill: Prefill = "chunked",
         dtype: str = "auto",
         device: str | None = None,
+        device_map: str | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
         tokenizer: PreTrainedTokenizerBase | None = None,
         batch_size: int | str = 1,
         max_batch_size: int | None = None,
@@ -63,7 +67,8 @@ class WeirLM(TemplateLM):
         if unknown:
             raise WeirError(
                 f"weir has no model argument {next(iter(unknown))!r}; it takes pretrained, policy, "
-                "chunk, seed, positions, prefill, dtype, device, batch_size and max_gen_toks"
+                "chunk, seed, positions, prefill, dtype, device, device_map, revision, "
+                "trust_remote_code, batch_size and max_gen_toks"
             )
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise WeirError(f"batch_size must be a whole number from 1 on, not {batch_size!r}")
@@ -71,7 +76,14 @@ class WeirLM(TemplateLM):
         if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
             device = None  # the harness asks for a GPU unless it is told otherwise
         if isinstance(pretrained, str):
-            self.model, self.tokenizer = load(pretrained, dtype=dtype, device=device)
+            self.model, self.tokenizer = load(
+                pretrained,
+                dtype=dtype,
+                device=None if device_map else device,
+                device_map=device_map,
+                revision=revision,
+                trust_remote_code=bool(trust_remote_code),
+            )
         elif tokenizer is not None:
             self.model, self.tokenizer = pretrained, tokenizer
         else:
