@@ -30,8 +30,8 @@ $answers
 
 <h2>What each policy still holds</h2>
 <p>All that was read, from its first token at the left to its ${seen}th at the right, just before
-the questions. The darker a place, the more of its tokens have a slot, over all layers and heads.
-The mark shows where the names were told.</p>
+the questions. The stronger the colour, the more tokens of a place have a slot, over all layers and
+heads. The mark shows where the names were told.</p>
 <div class="strips">
 <div class="told"><span style="left:$place%">names</span></div>
 $strips
@@ -126,7 +126,7 @@ def _answers(result: dict[str, Any], policy: dict[str, Any]) -> str:
 
 
 def _strip(result: dict[str, Any], policy: dict[str, Any]) -> str:
-    """What a policy holds of all that was read, as a bar that is darker where more is left."""
+    """What a policy holds of all that was read, as a bar: the more is left, the stronger."""
     held, told = policy["held"], result["story"]
     colour, parts = _of(COLOURS, result, policy), len(policy["held"])
     stops = []
