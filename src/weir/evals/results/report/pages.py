@@ -11,6 +11,7 @@ from string import Template
 
 from weir.errors import WeirError
 from weir.evals.look import page_colours
+from weir.evals.results.across_models import across_models
 from weir.evals.results.file import CellRecord, failures, unique
 from weir.evals.results.report.plots import along, heat, pareto
 from weir.evals.results.report.tables import as_csv, as_html, as_latex, as_markdown
@@ -30,6 +31,10 @@ SURE = (
     "Behind a figure stand its 95 % interval (Wilson's of answers that were counted, Student's "
     "over seeds), the standard deviation over seeds, and n, answers or seeds; a figure without "
     "was measured once."
+)
+
+ACROSS = (
+    "Behind a figure stand Student's 95 % interval, the standard deviation and n of the models."
 )
 
 
@@ -118,6 +123,13 @@ def _parts(done: Sequence[CellRecord]) -> Iterator[Part]:
         words = (
             f"{MARKS} Figures of several seeds are their means. {SURE} {CACHE} is a policy's "
             "largest cache over all tasks."
+        )
+        yield Part(table.title, words, table=table)
+    for table in across_models(done):
+        words = (
+            "What each policy makes of a model's figures at the same bytes or slots: the ratio, or "
+            "of shares of right answers the difference. Mean over the sizes of a model, and then "
+            f"over models. {MARKS} {ACROSS}"
         )
         yield Part(table.title, words, table=table)
     for table in by_distance(done):
