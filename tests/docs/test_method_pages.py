@@ -26,6 +26,7 @@ PAGES = {
     "snapkv": ("snapkv",),
     "defensivekv": ("defensivekv",),
     "pyramidkv": ("pyramidkv", "pyramid"),
+    "weir": ("weir",),
     "scores": ("tova", "keydiff", "keyformer", "lacache"),
 }
 pages = pytest.mark.parametrize("page", PAGES)

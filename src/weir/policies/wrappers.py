@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from weir.errors import WeirError
-from weir.policies.library import kcenter, streaming_llm
+from weir.policies.library import ends, kcenter, streaming_llm
 from weir.policies.naming import named
 from weir.policies.pinned import Pinned
 from weir.policies.pipe import Pipe, Policy
 from weir.policies.pyramid import Pyramid
-from weir.policies.quantised import Quantised
-from weir.pools import Snap
+from weir.policies.quantised import EXACT, Quantised
+from weir.pools import KCenter, Snap
+
+OF_CENTRES = 4
+"""One in so many slots of `weir` is a centre's."""
 
 
 @named(
@@ -71,3 +74,24 @@ def quantised(
     it is kcenter.
     """
     return Quantised(kcenter() if policy is None else policy, slots, newest)
+
+
+@named(
+    "weir's own: StreamingLLM, SubGen's k centres (Zandieh et al. 2024), slots of 8 bits",
+    pipe="sink(4) | recent(16) | recent(172):int8 | kcenter(64):int8",
+)
+def weir(budget: int = 256, sinks: int = 4, newest: int = 16, slots: str = "int8") -> Policy:
+    """Keep sinks, the newest tokens and, a quarter, those whose keys lie far apart; in 8 bits.
+
+    `slots` says how they are written, but for the sinks and the `newest` tokens, which stay exact.
+    With `slots=exact` all are as the model computes.
+    """
+    centres = budget // OF_CENTRES
+    recent = budget - sinks - centres
+    if recent < 1 or centres < 1:
+        raise WeirError(
+            f"weir keeps {sinks} sinks, the newest tokens and a quarter of its budget of centres, "
+            f"at least 1 of either, so a budget of {budget} is too small"
+        )
+    pipe = Pipe((*ends(sinks, recent), KCenter(centres)))
+    return pipe if slots == EXACT else Quantised(pipe, slots, newest).for_layer(0, 1)
