@@ -27,7 +27,7 @@ from weir.slab.quantised import INT8, PEAK, steps
 
 PIPES = [
     "sink(2) | recent(6) | heavy(6):int8",
-    "recent(4) | recent(4):int8 | kcenter(8):int8",
+    "sink(2) | recent(4) | recent(4):int8 | kcenter(8):int8",
     "sink(2) | recent(3) | recent(5):int8",
     "recent(8):int8",
     "sink(2) | recent(6) | hive(10):int8",
