@@ -97,8 +97,8 @@ train-five := --layers 5 --length 384 --width 192 --heads 6 --tokens 5000000 --s
 	--vocabulary 3000
 train-qknorm := --shape qwen3 --width 160 --heads 4 --kv-heads 2 --length 320 --rows 8 \
 	--tokens 5000000 --seed 11 --vocabulary 3200 --exercises on
-train-alibi := --shape alibi --width 160 --heads 4 --length 320 --rows 8 \
-	--tokens 5000000 --seed 23 --vocabulary 3500 --exercises on
+train-alibi := --preset small --shape alibi --optimizer muon --rate 4e-3 --sink learnable \
+	--length 255 --vocabulary 3200 --tokens 4000000 --seed 23
 train-seed2 := --width 160 --heads 4 --kv-heads 2 --length 320 --rows 8 \
 	--tokens 5000000 --seed 5 --vocabulary 3100 --exercises on
 

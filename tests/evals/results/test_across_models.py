@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from weir.evals.results.across_models import across_models, without_budget
+from weir.evals.results.across_models import across_models
+from weir.evals.results.summary import without_budget
 
 
 def record(

@@ -136,6 +136,9 @@ def test_the_front_is_what_nothing_beats_in_both():
 def test_budgets_of_one_policy_are_a_family_and_a_pipe_is_its_own():
     assert family("h2o(budget=64)") == family("h2o(budget=128)") == "h2o"
     assert family("sink(4) | recent(60)") == "sink(4) | recent(60)"
+    assert family("weir(slots=exact, budget=64)") == "weir(slots=exact)"
+    assert family("quantised(h2o(budget=64), newest=4)") == "quantised(h2o, newest=4)"
+    assert family("h2o(64)") == family("h2o(128)") == "h2o"
 
 
 def test_results_of_nothing_are_refused(results, tmp_path):

@@ -6,18 +6,16 @@ makes of each.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from weir.evals.results.figures import Figure
 from weir.evals.results.file import CellRecord, unique
-from weir.evals.results.summary import Column, Table, grouped, heads
+from weir.evals.results.summary import Column, Table, grouped, heads, without_budget
 
 REFERENCE = "streaming_llm"
 """The policy beside which all others are put."""
-BUDGET = re.compile(r"(?<=\()budget=\d+(?:, )?|, budget=\d+\b")
 
 
 @dataclass(frozen=True)
@@ -82,11 +80,6 @@ def across_models(records: Sequence[CellRecord]) -> list[Table]:
         title = title if paper is None else f"{title}, protocol {paper}"
         tables.append(Table(title, rows, tuple(columns)))
     return tables
-
-
-def without_budget(policy: str) -> str:
-    """A policy as it was before a budget was put into it: `quantised(h2o, newest=4)`."""
-    return BUDGET.sub("", policy).replace("()", "")
 
 
 def _changes(

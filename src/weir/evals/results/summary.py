@@ -19,6 +19,8 @@ CACHE = "cache, MB"
 FOLDERS = re.compile(r"""\b((?:file|text)=["'])(?!hub:)[^"']*/""")
 """A task's parameter that names a file, up to the file's own name."""
 
+BUDGET = re.compile(r"(?<=\()budget=\d+(?:, )?|, budget=\d+\b")
+
 
 @dataclass(frozen=True)
 class Column:
@@ -153,6 +155,11 @@ def heads(settings: list[str]) -> dict[str, str]:
     short = {setting: FOLDERS.sub(r"\1", head) for setting, head in found.items()}
     times = Counter(short.values())
     return {s: short[s] if times[short[s]] == 1 else head for s, head in found.items()}
+
+
+def without_budget(policy: str) -> str:
+    """A policy as it was before a budget was put into it: `quantised(h2o, newest=4)`."""
+    return BUDGET.sub("", policy).replace("()", "")
 
 
 def grouped(records: Iterable[CellRecord], *keys: str) -> dict[tuple[Any, ...], list[CellRecord]]:

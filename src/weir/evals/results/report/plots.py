@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from weir.evals.look import GREY, drawing, dress, is_far, look
 from weir.evals.results.file import CellRecord, unique
-from weir.evals.results.summary import grouped
+from weir.evals.results.summary import grouped, without_budget
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,8 +24,12 @@ FAR_BYTES = 10.0
 
 
 def family(policy: str) -> str:
-    """What policies of different budgets have in common: a named policy's name; a pipe itself."""
-    return policy if " | " in policy else policy.partition("(")[0]
+    """What policies of different budgets have in common: all but the budget; a pipe itself.
+
+    Of a policy that was written without the word `budget` it is the name.
+    """
+    plain = without_budget(policy)
+    return plain if plain != policy or " | " in policy else policy.partition("(")[0]
 
 
 def front(points: Sequence[tuple[float, float]], higher: bool) -> list[int]:
