@@ -40,8 +40,10 @@ class Place:
         """The place of a record."""
         memory = record.get("memory")
         budget = record["budget"] if memory is None else None
-        names = ("model", "setting", "chunk", "positions")
-        return cls(*(record[name] for name in names), memory, budget)
+        model, setting, chunk, positions = (
+            record[name] for name in ("model", "setting", "chunk", "positions")
+        )
+        return cls(model, setting, chunk, positions, memory, budget)
 
 
 def across_models(records: Sequence[CellRecord]) -> list[Table]:
