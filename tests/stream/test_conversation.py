@@ -289,3 +289,14 @@ def test_a_conversation_that_cannot_be_loaded_leaves_the_one_there_is(model, tmp
     with pytest.raises(WeirError, match="there is no session file"):
         talk.load(tmp_path / "nowhere")
     assert talk.stream is stream
+
+
+def test_a_policy_for_each_layer_is_told_of_turns_as_any_other(model):
+    made = []
+    for policy in ("pinned(h2o(16), n=8)", "pinned([h2o(16), recent(8) | heavy(8)], n=8)"):
+        tokenizer = make_tokenizer(CHATML)
+        model.generation_config.eos_token_id = None
+        talk = Conversation(weir.Stream(model, policy, chunk=8), tokenizer)
+        made.append("".join(talk.say("Hello", max_new_tokens=20)))
+        assert 0 in talk.stream.slots(1).position  # the beginning has been pinned
+    assert made[0] == made[1]

@@ -7,6 +7,7 @@ from weir.cache.generating import generate
 from weir.cache.holding import Held, Holding, holding_in
 from weir.cache.layers import LayerPlan, pipes_of, plan_layers
 from weir.cache.memory import free_memory
+from weir.cache.origin import check_origin
 from weir.cache.rowcheck import check_numbers, check_row, check_sizes, row_facts
 from weir.cache.schema import FARTHEST, Kind, Wrong, at, list_of, optional, record, text, whole
 from weir.cache.size import Size, read_bytes, size_of
@@ -29,6 +30,7 @@ __all__ = [
     "Wrong",
     "at",
     "check_numbers",
+    "check_origin",
     "check_row",
     "check_sizes",
     "check_state",

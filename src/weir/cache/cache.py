@@ -20,6 +20,7 @@ from weir.cache.layer import Layer
 from weir.cache.layers import pipes_of, plan_layers, reach_of
 from weir.cache.memory import check_room
 from weir.cache.moving import MovingRows
+from weir.cache.origin import check_origin
 from weir.cache.rows import Rows
 from weir.errors import WeirError, shortened, shown
 from weir.models import (
@@ -118,6 +119,7 @@ class StreamingCache(MovingRows):
         self.origin = origin
         self.failures = failures
         self._on_fold: Callable[[Folded], None] | None = None
+        check_origin(self.policy, served)
         rolling = positions == "rolling"
         pipes = pipes_of(self.policy, describe(served))
         self._device = input_device(served)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from weir.cache.layers import pipes_of, plan_layers, reach_of
+from weir.cache.origin import check_origin
 from weir.errors import WeirError
 from weir.models import describe
 from weir.policies import Policy, policy_of, with_slots
@@ -69,6 +70,7 @@ def size_of(
         WeirError: the model cannot be served, or the policy has no limit and so no size.
     """
     wanted = with_slots(policy_of(policy), slots)
+    check_origin(wanted, model)
     pipes = pipes_of(wanted, describe(model))
     limits = [pipe.slots for pipe in pipes]
     if None in limits:

@@ -170,8 +170,7 @@ def _sized(
     wanted = with_slots(policy_of(policy), slots)
     if not pinned or isinstance(wanted, Recompute):
         return wanted, told
-    pipe = wanted.for_layer(0, 1)
-    if pipe.slots is None or pipe.needs_marks:
+    if any(pipe.slots is None or pipe.needs_marks for pipe in wanted.pipes):
         return wanted, told  # nothing goes, or it keeps the beginning by itself
     return Pinned(wanted, pinned, header), f"{told}, and {pinned} for what it was told first"
 

@@ -11,6 +11,7 @@ from weir.cli import (  # noqa: F401  (they register)
     attention_error,
     bench,
     bench_serve,
+    calibrate,
     chat,
     demo,
     evaluate,

@@ -18,6 +18,8 @@ from weir.pools import CONSTANTS, WORD
 
 QUANTISED = "quantised"
 """The policy that is written around one, whose budget is that of the one inside."""
+_FILE = re.compile(r"[^,|()\[\]]+\.toml\s*(?=,|$)", re.IGNORECASE)
+"""The name of a policy file in a list of policies."""
 _BARE = re.compile(r"""[^\s,()'"=]+""")
 _QUOTED = re.compile(r"""'([^']*)'|"([^"]*)\"""")
 
@@ -67,15 +69,23 @@ def read_tasks(text: str, known: Mapping[str, Any]) -> list[Any]:
 
 
 def read_policies(text: str) -> list[str]:
-    """The policies of a list, each as it was written; all of them can be read.
+    """The policies of a list, each as it was written, of a policy file what it says.
 
     Raises:
         PolicyError: one cannot be read or makes no sense.
+        WeirError: there is no such policy file.
     """
     parser = Parser(text)
-    found = [str(parser.part())]
+
+    def one() -> str:
+        if (path := _FILE.match(text, parser.at)) is None:
+            return str(parser.part())
+        parser.at = path.end()
+        return str(policy_of(path.group().strip()))
+
+    found = [one()]
     while parser.take(","):
-        found.append(str(parser.part()))
+        found.append(one())
     if parser.at < len(text):
         raise parser.wrong("expected '|', ',' or the end")
     return found

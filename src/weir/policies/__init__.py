@@ -1,12 +1,14 @@
 """What a policy is, how it is written, and every one that has a name."""
 
 from weir.policies import wrappers  # noqa: F401  (its policies get their names, and the library's)
+from weir.policies.file import is_file, written_policy_file
 from weir.policies.grammar import NUMBER, Parser, called, nearest, policy, policy_of
+from weir.policies.layered import Layered
 from weir.policies.naming import named
 from weir.policies.pinned import Pinned, with_pin
-from weir.policies.pipe import Pipe, Policy
+from weir.policies.pipe import Origin, Pipe, Policy
 from weir.policies.plugins import VARIABLE, import_plugin, load_plugins
-from weir.policies.pyramid import Pyramid
+from weir.policies.pyramid import Pyramid, shared
 from weir.policies.quantised import EXACT, Quantised, with_slots
 from weir.policies.recompute import Recompute
 from weir.policies.registry import NAMED, Called, Named
@@ -17,7 +19,9 @@ __all__ = [
     "NUMBER",
     "VARIABLE",
     "Called",
+    "Layered",
     "Named",
+    "Origin",
     "Parser",
     "Pinned",
     "Pipe",
@@ -27,11 +31,14 @@ __all__ = [
     "Recompute",
     "called",
     "import_plugin",
+    "is_file",
     "load_plugins",
     "named",
     "nearest",
     "policy",
     "policy_of",
+    "shared",
     "with_pin",
     "with_slots",
+    "written_policy_file",
 ]

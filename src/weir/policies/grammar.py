@@ -16,7 +16,9 @@ from typing import Any, ClassVar
 
 from weir.errors import PolicyError, WeirError, shown
 from weir.policies.checks import check_format, check_place
-from weir.policies.pipe import Pipe, Policy
+from weir.policies.file import is_file, read_policy_file
+from weir.policies.layered import Layered
+from weir.policies.pipe import Origin, Pipe, Policy
 from weir.policies.plugins import load_plugins
 from weir.policies.registry import NAMED, Called
 from weir.pools import CONSTANTS, POOLS, WORD, Pool, hints, taken
@@ -26,32 +28,56 @@ from weir.slab import FORMATS
 def policy(text: str | Policy) -> Policy:
     """Read a policy: a pipe, `sink(4) | recent(252)`, or a name, `streaming_llm(budget=256)`.
 
+    A text that ends with `.toml` is the name of a policy file, as `weir calibrate` writes them.
+    What is made of one is written in full and needs the file no longer.
+
     Raises:
         PolicyError: it cannot be read or makes no sense; the message points at the character.
-        WeirError: it is neither text nor a policy.
+        WeirError: it is neither text nor a policy, or there is no such policy file.
     """
     if isinstance(text, Policy):
         return text
     if not isinstance(text, str):
         kind = type(text).__name__
         raise WeirError(f"a policy is text like 'sink(4) | recent(252)', not of type {kind}")
-    return Parser(text).policy()
+    return from_file(text.strip()) if is_file(text) else Parser(text).policy()
 
 
 policy_of = policy
 """`policy`, where a parameter of that name hides it."""
 
 
+def from_file(path: str) -> Layered:
+    """The policy of a policy file.
+
+    Raises:
+        WeirError: the file is missing, is no policy file, or has a policy that cannot be read.
+    """
+    made = read_policy_file(path)
+    policies = []
+    for layer, text in enumerate(made.layers):
+        try:
+            policies.append(Parser(text).policy())
+        except PolicyError as error:
+            raise WeirError(
+                f"{path} has a policy for layer {layer} that cannot be read: {error}"
+            ) from None
+    return Layered(tuple(policies), origin=Origin(path, made.model))
+
+
 def called(text: str) -> Called | None:
     """How a text calls a named policy, without making it: one that lacks a budget may need one.
 
     Returns:
-        None for a pipe of pools, and for arguments that the policy does not have.
+        None for a pipe of pools, a list of policies or a policy file, and for arguments that the
+        policy does not have.
 
     Raises:
         PolicyError: what stands first cannot be read.
     """
     parser = Parser(text)
+    if is_file(text) or parser.take(LIST):
+        return None
     call = parser.call()
     if parser.at < len(text) or call.name not in NAMED:
         return None
@@ -68,6 +94,8 @@ def called(text: str) -> Called | None:
 
 NUMBER = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _SPACE = re.compile(r"\s*")
+LIST = "["
+"""Begins a policy for each layer."""
 DEEPEST = 3
 """So many policies may stand inside another: quantised(pinned(pyramid(sink(4) | snap(252))))."""
 
@@ -91,13 +119,14 @@ class Call:
 
 class Written(typing.NamedTuple):
     """Calls with a bar between them, as they were read, each with the format of its slots; their
-    text, and where it begins.
+    text, and where it begins. Or, in place of calls, what is written for each layer.
     """
 
     calls: list[Call]
     formats: list[str]
     text: str
     at: int
+    layers: tuple[Written, ...] = ()
 
 
 class Argument(typing.NamedTuple):
@@ -140,7 +169,15 @@ class Parser:
 
     def _written(self) -> Written:
         """The calls that begin here, up to where they end; nothing is made of them yet."""
+        self._skip()
         start = self.at
+        if self.take(LIST):
+            layers = [self._inner()]
+            while not self.take("]"):
+                if not self.take(","):
+                    raise self.wrong("expected ',' or ']'")
+                layers.append(self._inner())
+            return Written([], [], self.text[start : self.at].strip(), start, tuple(layers))
         calls, formats = [self.call()], [self._format()]
         while self.take("|"):
             calls.append(self.call())
@@ -149,6 +186,13 @@ class Parser:
 
     def _made(self, part: Written) -> Policy:
         """The policy that calls stand for."""
+        if part.layers:
+            try:
+                return Layered(tuple(map(self._made, part.layers)), part.text)
+            except PolicyError:
+                raise
+            except WeirError as error:
+                raise self.wrong(str(error), part.at) from None
         first = part.calls[0]
         if len(part.calls) == 1 and _is_named(first) and not part.formats[0]:
             made: Policy = self.make(first, NAMED[first.name].make)
@@ -228,7 +272,7 @@ class Parser:
         """
         if hint is Pool and isinstance(value, str | Written):
             part = value if isinstance(value, Written) else Parser(self.text, at)._written()
-            if len(part.calls) > 1:
+            if len(part.calls) != 1:
                 raise self.wrong("expected one pool, not a pipe of several", at)
             if part.formats[0]:
                 raise self.wrong("a format is said behind the pool around this one", at)
@@ -268,6 +312,8 @@ class Parser:
         """The value that begins here: a number, true, false, none, a word, or what is `Written`."""
         self._skip()
         at = self.at
+        if self.text.startswith(LIST, at):
+            return self._inner()
         if (word := WORD.match(self.text, at)) is not None:
             self.at = word.end()
             self._skip()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from weir.errors import WeirError
-from weir.policies.pipe import Pipe, Policy
+from weir.policies.pipe import Origin, Pipe, Policy
 from weir.pools import Beginning, Header
 
 SHARE = 4
@@ -33,7 +33,7 @@ class Pinned(Policy):
     text: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        self.for_layer(0, 1)
+        self.pipes  # noqa: B018  (each has room for both pools, or says why not)
         if not self.text:
             object.__setattr__(
                 self, "text", f"pinned({self.policy}, n={self.n}, header={self.header})"
@@ -43,8 +43,18 @@ class Pinned(Policy):
     def stands_for(self) -> str:
         """Its pools, or itself around what is no pipe, the way it is written."""
         if isinstance(self.policy, Pipe):
-            return self.for_layer(0, 1).stands_for
+            return self.pipes[0].stands_for
         return f"pinned({self.policy.stands_for}, n={self.n}, header={self.header})"
+
+    @property
+    def pipes(self) -> tuple[Pipe, ...]:
+        """Those of the policy, each with two pools more."""
+        return tuple(map(self._with_both, self.policy.pipes))
+
+    @property
+    def origin(self) -> Origin | None:
+        """Where the policy was measured."""
+        return self.policy.origin
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
         """The layer's pipe with two pools more.
@@ -52,7 +62,9 @@ class Pinned(Policy):
         Raises:
             WeirError: it has such pools already, or no limit and so nothing to lose.
         """
-        pipe = self.policy.for_layer(layer, layers)
+        return self._with_both(self.policy.for_layer(layer, layers))
+
+    def _with_both(self, pipe: Pipe) -> Pipe:
         if pipe.needs_marks:
             raise WeirError(f"{self.policy} keeps a stream's beginning already")
         if pipe.slots is None:
@@ -77,6 +89,7 @@ def with_pin(policy: Policy, slots: int | None = None) -> Policy:
         WeirError: the policy cannot be pinned.
     """
     if slots is None:
-        pipe = policy.for_layer(0, 1)
-        slots = 0 if pipe.needs_marks else (pipe.slots or 0) // SHARE
+        pipes = policy.pipes
+        mean = sum(pipe.slots or 0 for pipe in pipes) // len(pipes)
+        slots = 0 if any(pipe.needs_marks for pipe in pipes) else mean // SHARE
     return Pinned(policy, slots) if slots else policy

@@ -7,7 +7,7 @@ last is gone. How policies are written is the business of `grammar`; which have 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -20,6 +20,19 @@ from weir.policies.checks import check_fold, check_formats, check_place, check_s
 from weir.policies.registry import NAMED, Called
 from weir.pools import Fold, Pool
 from weir.slab import FORMATS, Format, Slots
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a policy was measured.
+
+    Attributes:
+        file: the policy file that says so.
+        model: the fingerprint of the model (`models.fingerprint`).
+    """
+
+    file: str
+    model: Mapping[str, Any]
 
 
 class Policy(ABC):
@@ -36,6 +49,16 @@ class Policy(ABC):
     @abstractmethod
     def for_layer(self, layer: int, layers: int) -> Pipe:
         """The pipe of one layer of a model that has `layers` of them."""
+
+    @property
+    def pipes(self) -> tuple[Pipe, ...]:
+        """What is known of its pipes without a model: a layer's on average, or that of each."""
+        return (self.for_layer(0, 1),)
+
+    @property
+    def origin(self) -> Origin | None:
+        """Where it was measured; most policies were measured nowhere."""
+        return None
 
     @property
     def stands_for(self) -> str:

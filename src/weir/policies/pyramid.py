@@ -72,15 +72,20 @@ def of_layer(pools: tuple[Pool, ...], layer: int, layers: int, beta: float) -> t
         return tuple(
             pool if share == of_it else pool.resized(always + share)
             for pool, share, of_it, always in zip(
-                pools, _shared(slots, free), free, fixed, strict=True
+                pools, shared(slots, free), free, fixed, strict=True
             )
         )
     except WeirError as error:
         raise WeirError(f"{where}: {error}") from None
 
 
-def _shared(slots: int, free: list[int]) -> list[int]:
-    """So many slots in the proportions of `free`, at least one where it is not 0."""
+def shared(slots: int, free: list[int]) -> list[int]:
+    """So many slots in the proportions of `free`, at least one where it is not 0.
+
+    Args:
+        slots: to be shared out, at least one for each of `free` that is not 0.
+        free: what they are shared out like.
+    """
     one = [int(n > 0) for n in free]
     parts = [n - at_least for n, at_least in zip(free, one, strict=True)]
     parts = parts if any(parts) else one

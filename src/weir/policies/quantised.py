@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from weir.errors import WeirError
 from weir.policies.checks import check_format
-from weir.policies.pipe import Pipe, Policy
+from weir.policies.pipe import Origin, Pipe, Policy
 from weir.policies.recompute import Recompute
 from weir.pools import Pool
 
@@ -40,7 +40,7 @@ class Quantised(Policy):
             raise WeirError(f"newest tokens that stay exact are 0 or more, not {self.newest}")
         if isinstance(self.policy, Recompute):
             raise WeirError("recompute caches nothing, so there are no slots to quantise")
-        if not self.for_layer(0, 1).coded:
+        if not any(pipe.coded for pipe in self.pipes):
             raise WeirError(self._nothing)
         if not self.text:
             object.__setattr__(self, "text", f"quantised({self.policy}{self._how})")
@@ -67,8 +67,18 @@ class Quantised(Policy):
     def stands_for(self) -> str:
         """Its pools, or itself around what is no pipe, the way it is written."""
         if isinstance(self.policy, Pipe):
-            return self.for_layer(0, 1).stands_for
+            return self.pipes[0].stands_for
         return f"quantised({self.policy.stands_for}{self._how})"
+
+    @property
+    def pipes(self) -> tuple[Pipe, ...]:
+        """Those of the policy, and how their slots are written."""
+        return tuple(map(self._coded, self.policy.pipes))
+
+    @property
+    def origin(self) -> Origin | None:
+        """Where the policy was measured."""
+        return self.policy.origin
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
         """The layer's pipe, and how its slots are written.
@@ -76,7 +86,9 @@ class Quantised(Policy):
         Raises:
             WeirError: it has no limit, or says by itself how its slots are written.
         """
-        pipe = self.policy.for_layer(layer, layers)
+        return self._coded(self.policy.for_layer(layer, layers))
+
+    def _coded(self, pipe: Pipe) -> Pipe:
         if pipe.coded:
             raise WeirError(f"{self.policy} says by itself how its slots are quantised")
         if pipe.slots is None:

@@ -106,7 +106,7 @@ class Conversation:
             ids: the turn.
         """
         cache = self.stream.cache
-        if cache is None or not self.stream.policy.for_layer(0, 1).needs_marks:
+        if cache is None or not any(pipe.needs_marks for pipe in self.stream.policy.pipes):
             self.stream.feed(ids)
             return
         header, answer = self._turns.header(ids), self.stream.seen + len(ids)

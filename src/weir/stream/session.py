@@ -43,7 +43,7 @@ from weir.cache import (
 )
 from weir.errors import PolicyError, WeirError, shown
 from weir.models import fingerprint
-from weir.policies import Policy, policy_of
+from weir.policies import Parser, Policy, policy_of
 from weir.stream.replacing import replacing
 
 FORMAT = 3
@@ -221,7 +221,7 @@ class SessionFile:
             WeirError: it cannot be read, or another one was expected.
         """
         try:
-            saved = policy_of(self.facts["policy"])
+            saved = Parser(self.facts["policy"]).policy()  # written in full, never a file's name
         except PolicyError as error:
             raise WeirError(
                 f"{self.path} has a policy that this weir does not know: {error}"

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weir.cache import Forward, StreamingCache
+from weir.cache import Forward
 from weir.errors import WeirError
+from weir.evals.listening import Listening
 from weir.models import input_device, transformers_model
 from weir.slab import Form, LayerPositions
 
@@ -47,7 +48,7 @@ class Captured:
         return self.keys.shape[2]
 
 
-class _Listener(StreamingCache):
+class _Listener(Listening):
     """A cache without a limit that takes down what some layers are given."""
 
     def __init__(
@@ -59,21 +60,20 @@ class _Listener(StreamingCache):
         self.take = take
         self.heard: dict[int, Any] = {}
 
-    def begin(self, given: dict[str, Any], without: tuple[int, ...] = ()) -> Forward:
-        """As ever, with an ear on the layers."""
-        forward = super().begin(given, without)
-        attend = forward.attend
-
-        def listen(layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form) -> Tensor:
-            if layer in self.wanted:
-                spec = self.stack[layer].spec
-                heard = queries.float(), keys.float(), values.float()
-                it = Captured(layer, spec.layers, *heard, form, spec.positions)
-                self.heard[layer] = self.take(it)
-            return attend(layer, queries, keys, values, form)
-
-        forward.attend = listen  # type: ignore[method-assign]
-        return forward
+    def hear(
+        self,
+        forward: Forward,
+        layer: int,
+        asked: tuple[Tensor, Tensor, Tensor],
+        form: Form,
+        out: Tensor,
+    ) -> None:
+        """Take down what was asked."""
+        if layer in self.wanted:
+            spec = self.stack[layer].spec
+            queries, keys, values = (t.float() for t in asked)
+            it = Captured(layer, spec.layers, queries, keys, values, form, spec.positions)
+            self.heard[layer] = self.take(it)
 
 
 def capture(

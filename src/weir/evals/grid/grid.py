@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from weir.cache import Positions
+from weir.cache import Positions, check_origin
 from weir.errors import WeirError
 from weir.evals.fitting import budget_in, smallest
 from weir.evals.grid.protocols import protocol
@@ -21,7 +21,7 @@ from weir.evals.notation import read_policies, read_tasks, takes_budget, with_bu
 from weir.evals.task import Task
 from weir.evals.tasks import TASKS
 from weir.models import skeleton
-from weir.policies import EXACT, NAMED, policy_of, with_slots
+from weir.policies import EXACT, NAMED, is_file, policy_of, with_slots
 
 EVERY = "all"
 NOT_IN_EVERY = {"recompute", "pyramid", "quantised"}
@@ -115,7 +115,8 @@ def make_grid(
         models: names, folders or Hub ids; or models with their tokenizers, (model, tokenizer), by
             names of your own, to be given to `run` too.
         tasks: a list of tasks, as `read_tasks` takes it.
-        policies: a list of policies; `all` stands for every named one that makes sense.
+        policies: a list of policies, or of policy files, whose policies are written in full;
+            `all` stands for every named one that makes sense.
         budgets: put into each policy that takes a budget and was written without.
         memory: the same in bytes of one stream's cache: for each model the largest budget that
             fits, within the model's window. No weights are loaded for that.
@@ -147,6 +148,9 @@ def make_grid(
             "leave out the memory or the protocol"
         )
     shapes = {name: Shape(name, models, loading) for name in models}
+    for file in filter(is_file, policies.split(",")):
+        for shape in shapes.values():
+            check_origin(policy_of(file), shape.model)
     if chunk is None:
         chunk = 64 if rules is None or rules.chunk is None else rules.chunk
     settings = [str(setting) for made in read_tasks(tasks, TASKS) for setting in made.settings()]
@@ -192,10 +196,10 @@ def _has_chance(setting: str, policy: str) -> bool:
     if task.drawn:
         return True
     try:
-        pipe = policy_of(policy).for_layer(0, 1)
+        pipes = policy_of(policy).pipes
     except WeirError:  # it has no budget yet, or no pools
         return True
-    return any(pool.has_chance for pool in pipe.pools)
+    return any(pool.has_chance for pipe in pipes for pool in pipe.pools)
 
 
 Sized = tuple[str, int | None, int | None]

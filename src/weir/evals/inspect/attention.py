@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from weir.cache import Forward, StreamingCache
+from weir.cache import Forward
 from weir.errors import WeirError
+from weir.evals.listening import Listening
 from weir.models import describe, input_device, sink_of, transformers_model
 from weir.slab import Form, LayerPositions
 
@@ -166,29 +167,23 @@ def looks_ahead(model: PreTrainedModel) -> bool:
     return bool(modules) and not any(m.is_causal for m in modules)
 
 
-class _Watcher(StreamingCache):
+class _Watcher(Listening):
     """A cache without a limit that shows what each layer is given."""
 
     def __init__(self, model: PreTrainedModel, look: Look) -> None:
         super().__init__(model, "dense", positions="original", chunk=PIECE)
         self.look = look
 
-    def begin(self, given: dict[str, Any], without: tuple[int, ...] = ()) -> Forward:
-        """As ever, with an eye on the layers."""
-        forward = super().begin(given, without)
-        attend = forward.attend
-
-        def show(layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form) -> Tensor:
-            out = attend(layer, queries, keys, values, form)
-            self._show(forward, layer, queries, keys.shape[1], form)
-            return out
-
-        forward.attend = show  # type: ignore[method-assign]
-        return forward
-
-    def _show(
-        self, forward: Forward, layer: int, queries: Tensor, kv_heads: int, form: Form
+    def hear(
+        self,
+        forward: Forward,
+        layer: int,
+        asked: tuple[Tensor, Tensor, Tensor],
+        form: Form,
+        out: Tensor,
     ) -> None:
+        """Show what was asked, and what there was to attend to."""
+        queries, keys, _ = asked
         (piece,) = forward.plan.on(queries.device).pieces  # a call is no longer than the tail
         its = self.stack[layer]
         assert its.slab is not None
@@ -200,7 +195,7 @@ class _Watcher(StreamingCache):
         self.look(
             Attention(
                 layer,
-                queries.unflatten(1, (kv_heads, -1)),
+                queries.unflatten(1, (keys.shape[1], -1)),
                 its.slab.read(0, end)[0],
                 int(piece.start[0]),
                 its.slab.position[0, 0, :end],

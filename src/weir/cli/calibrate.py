@@ -1,0 +1,142 @@
+"""`weir calibrate`: slots for each layer, measured on a text, as a policy file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weir.cli.app import command
+from weir.cli.common import (
+    AsJson,
+    Chunk,
+    ModelName,
+    PolicyText,
+    Seed,
+    TextPath,
+    output,
+    print_json,
+    print_table,
+    progress,
+    size,
+)
+from weir.cli.loading import Loading, load_model, loads_model
+from weir.errors import WeirError
+
+if TYPE_CHECKING:
+    from weir.evals.calibration import Calibration
+
+
+@command()
+@loads_model()
+def calibrate(
+    text: TextPath,
+    out: Annotated[Path, typer.Option(help="The policy file to write, .toml.")],
+    model_name: ModelName = "nano",
+    policy: PolicyText = "streaming_llm",
+    budget: Annotated[
+        int | None, typer.Option(min=1, help="Slots of a layer on average, for a named policy.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Instead: what the cache of one stream may have, 2GB.")
+    ] = None,
+    splits: Annotated[
+        bool, typer.Option("--splits", help="Measure the share of the newest tokens as well.")
+    ] = False,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Tokens to measure on.")] = None,
+    chunk: Chunk = 64,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+    *,
+    loading: Loading,
+) -> None:
+    """Measure which layers need how many slots, and write a policy that says so.
+
+    All layers together take as many bytes as under the policy that is given.
+    """
+    from weir.cache import read_bytes
+    from weir.evals import calibration
+    from weir.evals.fitting import budget_in, smallest
+    from weir.evals.notation import with_budget
+    from weir.policies import policy_of
+
+    calibration.check_path(out)
+    if budget is not None and memory is not None:
+        raise WeirError("give a budget or a memory, not both")
+    wanted = policy if budget is None else with_budget(policy, budget)
+    room = None if memory is None else read_bytes(memory)
+    policy_of(wanted)  # refused before a model is loaded
+    model, tokenizer = load_model(model_name, loading)
+    if room is not None:
+        fits = budget_in(model, policy, room, chunk)
+        if fits is None:
+            sized, takes = smallest(model, policy, chunk)
+            raise WeirError(f"{memory} are too few for {policy}: {sized} takes {takes:,} bytes")
+        wanted = with_budget(policy, fits)
+    with progress() as bar:
+        row = bar.add_task("measuring", total=1, note="")
+        found = calibration.calibrate(
+            model,
+            tokenizer,
+            str(text),
+            wanted,
+            tokens=tokens,
+            chunk=chunk,
+            seed=seed,
+            splits=splits,
+            on_step=lambda share: bar.update(row, completed=share),
+        )
+    found.write(out)
+    if as_json:
+        _print_json(model_name, out, found)
+    else:
+        _print(out, found)
+
+
+def _print_json(model_name: str, out: Path, found: Calibration) -> None:
+    before, after = found.errors
+    print_json(
+        {
+            "model": model_name,
+            "file": str(out),
+            "policy": str(found.policy),
+            "calibrated": found.asked,
+            "bytes": found.nbytes,
+            "bytes_before": found.before,
+            "error": after,
+            "error_before": before,
+            "tokens": found.passages * found.length,
+            "layers": [
+                {
+                    "policy": it.pipe.stands_for,
+                    "slots": it.pipe.slots,
+                    "bytes": it.nbytes,
+                    "error": it.error,
+                    "error_before": it.before,
+                    "tried": it.tried,
+                }
+                for it in found.layers
+            ],
+        }
+    )
+
+
+def _print(out: Path, found: Calibration) -> None:
+    from rich.table import Table
+
+    table = Table()
+    for head in ("layer", "slots", "cache", "error", "before"):
+        table.add_column(head, justify="right")
+    table.add_column("policy")
+    for layer, it in enumerate(found.layers):
+        row = (f"{it.pipe.slots:,}", size(it.nbytes), f"{it.error:.3f}", f"{it.before:.3f}")
+        table.add_row(str(layer), *row, it.pipe.stands_for)
+    print_table(table)
+    before, after = found.errors
+    line = (
+        f"{out}: mean error of attention {after:.3f}, {before:.3f} under {found.asked}; "
+        f"{size(found.nbytes)} of cache for one stream, {size(found.before)} before; "
+        f"{found.passages} passages of {found.length:,} tokens"
+    )
+    output().print(line, markup=False, highlight=False, soft_wrap=True)

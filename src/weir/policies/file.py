@@ -1,0 +1,110 @@
+"""Policy files: TOML with a policy for each layer, as they were measured on a model.
+
+Knows what is in a file and how it is written there; nothing about what policies mean.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weir.errors import WeirError, shown
+
+FORMAT = 1
+SUFFIX = ".toml"
+MODEL = {
+    "kind": str,
+    "layers": int,
+    "width": int,
+    "vocabulary": int,
+    "dtype": str,
+    "weights": str,
+}
+"""What a file says of its model, as `models.fingerprint` does."""
+
+
+@dataclass(frozen=True)
+class PolicyFile:
+    """What a policy file says, as far as a policy is made of it.
+
+    Attributes:
+        layers: the policy of each layer, as text.
+        model: the fingerprint of the model that they were measured on.
+    """
+
+    layers: tuple[str, ...]
+    model: dict[str, Any]
+
+
+def is_file(text: str) -> bool:
+    """Whether a policy is the name of a file that says it."""
+    return text.strip().lower().endswith(SUFFIX)
+
+
+def read_policy_file(name: str) -> PolicyFile:
+    """What a policy file says.
+
+    Raises:
+        WeirError: it cannot be read, is no policy file, or of a format this weir does not know.
+    """
+    path = Path(name).expanduser()
+    try:
+        with path.open("rb") as file:
+            facts = tomllib.load(file)
+    except OSError as error:
+        raise WeirError(f"cannot read the policy file {name}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        reason = str(error) or "it is nested too deep"
+        raise WeirError(f"{name} is no policy file, for it is no TOML: {reason}") from None
+    if "format" not in facts or "layers" not in facts:
+        raise WeirError(f"{name} is TOML, but no policy file; weir calibrate writes those")
+    if facts["format"] != FORMAT:
+        found = shown(facts["format"])
+        raise WeirError(f"{name} has policy file format {found}; this weir reads format {FORMAT}")
+    model, layers = facts.get("model"), facts["layers"]
+    if not isinstance(model, dict) or any(
+        type(model.get(key)) is not kind for key, kind in MODEL.items()
+    ):
+        raise WeirError(f"{name} is damaged: it does not say of which model it is")
+    if not isinstance(layers, list) or not layers:
+        raise WeirError(f"{name} is damaged: its layers are no list of tables")
+    for number, layer in enumerate(layers):
+        if not isinstance(layer, dict) or not isinstance(layer.get("policy"), str):
+            raise WeirError(f"{name} is damaged: layer {number} has no policy")
+    return PolicyFile(
+        tuple(layer["policy"] for layer in layers), {key: model[key] for key in MODEL}
+    )
+
+
+def written_policy_file(
+    facts: Mapping[str, Any], model: Mapping[str, Any], layers: Iterable[Mapping[str, Any]]
+) -> str:
+    """A policy file, as text.
+
+    Args:
+        facts: for people, by name: what was measured, and how; numbers, texts, and tables of these.
+        model: the fingerprint of the model.
+        layers: of each layer its `policy`, and more for people.
+    """
+    tables = {key: value for key, value in facts.items() if isinstance(value, Mapping)}
+    plain = {key: value for key, value in facts.items() if key not in tables}
+    parts = ["# Budgets that were measured: give this file where weir takes a policy."]
+    parts += _lines({"format": FORMAT, **plain})
+    for name, table in {**tables, "model": model}.items():
+        parts += ["", f"[{name}]", *_lines(table)]
+    for layer in layers:
+        parts += ["", "[[layers]]", *_lines(layer)]
+    return "\n".join(parts) + "\n"
+
+
+def _lines(table: Mapping[str, Any]) -> list[str]:
+    """Names and values; every text, number and list of these that JSON has, TOML writes alike."""
+    # Of all that JSON leaves as it is, TOML wants one character escaped.
+    return [
+        f"{key} = {json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007f")
+        for key, value in table.items()
+    ]

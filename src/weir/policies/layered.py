@@ -1,0 +1,62 @@
+"""A policy for each layer, as it was written or measured: `[h2o(96), h2o(160)]`.
+
+What a pyramid works out from a slope is here said layer by layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from weir.errors import WeirError, shown
+from weir.policies.pipe import Origin, Pipe, Policy
+
+
+@dataclass(frozen=True, repr=False)
+class Layered(Policy):
+    """A policy for each layer.
+
+    Layers that slide over a window of their own keep it whatever the policy, and have none here.
+
+    Attributes:
+        policies: of each layer, from the bottom up.
+        origin: where they were measured; None for those that were written by hand. It is no part
+            of what the policy is: as text, it can be read on any model of so many layers.
+    """
+
+    policies: tuple[Policy, ...]
+    text: str = field(default="", compare=False)
+    origin: Origin | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.policies or not all(isinstance(it, Policy) for it in self.policies):
+            raise WeirError(
+                "a policy for each layer is a list of one policy or more, [h2o(96), h2o(160)]"
+            )
+        self.pipes  # noqa: B018  (each has a pipe for its layer, or says why not)
+        if not self.text:
+            object.__setattr__(self, "text", f"[{', '.join(map(str, self.policies))}]")
+
+    @property
+    def stands_for(self) -> str:
+        """The same list in pools."""
+        return f"[{', '.join(it.stands_for for it in self.policies)}]"
+
+    @property
+    def pipes(self) -> tuple[Pipe, ...]:
+        """The pipe of every layer."""
+        count = len(self.policies)
+        return tuple(it.for_layer(layer, count) for layer, it in enumerate(self.policies))
+
+    def for_layer(self, layer: int, layers: int) -> Pipe:
+        """What the list has for a layer.
+
+        Raises:
+            WeirError: the model has another number of layers.
+        """
+        if layers != len(self.policies):
+            source = shown(self.text) if self.origin is None else self.origin.file
+            raise WeirError(
+                f"{source} has policies for {len(self.policies)} layers, and this model has "
+                f"{layers} that a policy holds"
+            )
+        return self.policies[layer].for_layer(layer, layers)

@@ -1,0 +1,89 @@
+"""`weir calibrate` writes a policy file, and every command takes one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from terminal import make_model, run
+
+import weir
+from weir.evals.notation import read_policies, takes_budget
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("text") / "story.txt"
+    path.write_text("It was a bright morning, and they walked on. " * 20)
+    return str(path)
+
+
+def test_the_file_is_a_policy_for_every_command(capsys, model, text, tmp_path):
+    path = tmp_path / "budgets.toml"
+    words = ("calibrate", "--model", model, "--text", text, "--budget", 24, "--chunk", 8)
+    ended = run(capsys, *words, "--out", path, "--json")
+    assert (ended.code, ended.err) == (0, "")
+    facts = json.loads(ended.out)
+    assert facts["policy"] == "[sink(4) | recent(20)]"  # one layer has nobody to share with
+    assert facts["bytes"] == facts["bytes_before"]
+    assert facts["layers"][0]["slots"] == 24
+    sized = json.loads(run(capsys, "size", model, "--policy", path, "--json").out)
+    assert (sized["policy"], sized["slots"]) == ("[sink(4) | recent(20)]", [24])
+    ended = run(
+        capsys, "eval", "--model", model, "--policies", f"window(24), {path}", "--out",
+        tmp_path / "results.jsonl", "--tasks", f"ppl(tokens=60, text={text})", "--json",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    assert "[sink(4) | recent(20)]" in ended.out
+    for words in (
+        ("size", "nano", "--policy", path),
+        ("eval", "--policies", path, "--tasks", "ppl", "--out", tmp_path / "none.jsonl"),
+    ):
+        ended = run(capsys, *words)
+        assert ended.code == 1
+        assert "was calibrated for another model (layers 1, here 4," in ended.err
+
+
+def test_a_table_says_what_was_found(capsys, model, text, tmp_path):
+    path = tmp_path / "budgets.toml"
+    ended = run(
+        capsys, "calibrate", "--model", model, "--text", text, "--policy", "h2o", "--memory",
+        "20kB", "--out", path, "--chunk", 8,
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    assert "budgets.toml: mean error of attention" in ended.out
+    assert weir.cache.size_of(weir.load(model)[0], str(path), chunk=8).stream <= 20_000
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--out", "budgets.txt"), "ends with .toml"),
+        (("--out", "nowhere/budgets.toml"), "there is no folder nowhere"),
+        (("--budget", 24, "--memory", "1MB"), "give a budget or a memory, not both"),
+        (("--budget", 4), "leaves no room for recent tokens"),
+        (("--memory", "100B"), "100B are too few for streaming_llm: streaming_llm(budget=5) takes"),
+        (("--policy", "h2o(8)", "--budget", 24), "h2o(8) takes no budget here"),
+        (("--policy", "no.toml"), "cannot read the policy file no.toml: No such file"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused(capsys, model, text, tmp_path, more, said):
+    words = ("calibrate", "--model", model, "--text", text, "--out", tmp_path / "budgets.toml")
+    ended = run(capsys, *words, *more)
+    assert ended.code == 1
+    assert said in ended.err
+
+
+def test_files_stand_in_lists_of_policies(model, text, tmp_path, capsys):
+    path = tmp_path / "budgets.toml"
+    words = ("calibrate", "--model", model, "--text", text, "--budget", 24, "--chunk", 8)
+    run(capsys, *words, "--out", path)
+    found = read_policies(f"h2o, {path} , [h2o(8), kcenter(16)],{path}")
+    listed = "[sink(4) | recent(20)]"
+    assert found == ["h2o", listed, "[h2o(8), kcenter(16)]", listed]
+    assert [takes_budget(it) for it in found] == [True, False, False, False]

@@ -1,0 +1,70 @@
+"""Bytes go to where each buys the most."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weir.evals.calibration.sharing import Choice, share_out
+
+
+def choices(*errors: float, step: int = 10) -> list[Choice]:
+    """Sizes of a layer, each `step` bytes more than the one before."""
+    return [Choice(step * (n + 1), error) for n, error in enumerate(errors)]
+
+
+def spent(layers, taken) -> tuple[int, float]:
+    """Bytes and error of all layers together."""
+    each = [sizes[n] for sizes, n in zip(layers, taken, strict=True)]
+    return sum(it.nbytes for it in each), sum(it.error for it in each)
+
+
+def least(layers, total) -> float:
+    """The least error of all ways to spend no more than a total."""
+    ways = itertools.product(*(range(len(sizes)) for sizes in layers))
+    return min(error for n, error in (spent(layers, way) for way in ways) if n <= total)
+
+
+falls = st.lists(st.integers(0, 40), min_size=1, max_size=4).map(sorted)
+
+
+@given(st.lists(falls, min_size=1, max_size=4), st.integers(0, 20))
+def test_where_each_byte_buys_less_than_the_one_before_no_way_is_better(steps, more):
+    # The last step of a layer is its smallest fall, the one before it the next.
+    layers = [choices(*(sum(fall[:n]) for n in range(len(fall), -1, -1))) for fall in steps]
+    total = 10 * (len(layers) + more)
+    taken = share_out(layers, total)
+    nbytes, error = spent(layers, taken)
+    assert nbytes <= total
+    assert error == least(layers, total)
+
+
+def test_by_hand():
+    layers = [choices(8, 4, 3), choices(9, 8, 7), choices(6, 1, 0)]
+    # 30 bytes are taken from the start; the steps are worth 4, 1; 1, 1; 5, 1.
+    assert share_out(layers, 30) == [0, 0, 0]
+    assert share_out(layers, 40) == [0, 0, 1]
+    assert share_out(layers, 59) == [1, 0, 1]
+    assert share_out(layers, 10**6) == [2, 2, 2]
+    assert share_out(layers, 0) == [0, 0, 0]
+
+
+def test_bytes_are_what_counts_and_not_sizes():
+    dear, cheap = choices(8, 4, step=100), choices(8, 7)
+    assert share_out([dear, cheap], 200) == [0, 1]  # 4 for 100 bytes, 1 for 10
+
+
+def test_a_size_that_buys_nothing_hides_none_behind_it():
+    assert share_out([choices(5, 5, 5, 0), choices(5, 4, 4, 4)], 50) == [3, 0]
+
+
+def test_a_layer_that_needs_all_gets_all_and_one_that_needs_nothing_stays_small():
+    needs, idle = choices(9, 8, 7, 6, 5), choices(0, 0, 0, 0, 0)
+    assert share_out([idle, needs, idle], 70) == [0, 4, 0]
+
+
+def test_what_costs_no_more_is_taken_if_it_is_better():
+    assert share_out([[Choice(10, 5.0), Choice(10, 3.0), Choice(20, 4.0)]], 20) == [1]
+    assert share_out([[Choice(10, 5.0), Choice(20, 3.0), Choice(20, 2.0)]], 20) == [2]

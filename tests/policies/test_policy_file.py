@@ -1,0 +1,83 @@
+"""Policy files: what is written is read back, and what is none is refused in a sentence."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import weir
+from weir.errors import WeirError
+from weir.policies import written_policy_file
+
+MODEL = {
+    "kind": "llama",
+    "layers": 2,
+    "width": 32,
+    "vocabulary": 61,
+    "dtype": "float32",
+    "weights": "00ff",
+}
+LAYERS = [{"policy": "h2o(8)"}, {"policy": "sink(2) | recent(14)", "slots": 16}]
+WHOLE = written_policy_file({}, MODEL, LAYERS)
+
+plain = st.one_of(
+    st.integers(-(2**62), 2**62),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.booleans(),
+    st.text(st.characters(exclude_categories=("Cs",))),
+)
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z_]{3,8}", fullmatch=True), plain | st.lists(plain)))
+def test_toml_reads_what_was_written(facts):
+    facts = {f"my_{name}": value for name, value in facts.items()}
+    read = tomllib.loads(written_policy_file({**facts, "text": facts}, MODEL, LAYERS))
+    assert read == {"format": 1, **facts, "text": facts, "model": MODEL, "layers": LAYERS}
+
+
+def test_a_policy_file_is_a_policy_and_is_not_needed_afterwards(tmp_path, monkeypatch):
+    (tmp_path / "two layers.TOML").write_text(WHOLE)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = weir.policy(" ~/two layers.TOML ")
+    assert found == weir.policy("[h2o(8), sink(2) | recent(14)]")
+    assert str(found) == "[h2o(8), sink(2) | recent(14)]"
+    assert (found.origin.file, found.origin.model) == ("~/two layers.TOML", MODEL)
+    assert weir.policy(str(found)).origin is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("weir = [", "is no policy file, for it is no TOML: "),
+        ("a = " + "[" * 5000, "is no policy file, for it is no TOML: "),
+        ("\xff", "is no policy file, for it is no TOML: "),
+        ("[tool.ruff]\nline-length = 100", "is TOML, but no policy file"),
+        (WHOLE.replace("format = 1", "format = 2"), "has policy file format 2; this weir reads"),
+        (WHOLE.replace("[model]", "[models]"), "does not say of which model"),
+        (WHOLE.replace("layers = 2", "layers = true"), "does not say of which model"),
+        ("format = 1\nlayers = []\n" + WHOLE.partition("[[")[0].partition("1\n")[2], "are no list"),
+        (WHOLE.replace('policy = "h2o(8)"', 'pipe = "h2o(8)"'), "layer 0 has no policy"),
+        (WHOLE.replace("h2o(8)", "h2o(1)"), "layer 0 that cannot be read: h2o splits its budget"),
+        (WHOLE.replace("h2o(8)", "recompute(8)"), "which a cache cannot do"),
+        (WHOLE.replace("h2o(8)", "other.toml"), "layer 0 that cannot be read: "),
+    ],
+)
+def test_what_is_no_policy_file_is_refused(tmp_path, text, said):
+    path = tmp_path / "wrong.toml"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(WeirError) as raised:
+        weir.policy(str(path))
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    for path, said in ((tmp_path / "no.toml", "No such file"), (tmp_path, "Is a directory")):
+        folder = tmp_path / "folder.toml"
+        folder.mkdir(exist_ok=True)
+        path = folder if path == tmp_path else path
+        with pytest.raises(WeirError, match=rf"cannot read the policy file .*toml: {said}"):
+            weir.policy(str(path))
