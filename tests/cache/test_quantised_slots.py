@@ -16,6 +16,7 @@ import torch
 from model_runs import fed
 from reference.models import make, tokens
 from reference.naive import make_llama
+from reference.seeing import THREE_AXES, prompt, seeing
 from roundings import close_runs
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -130,6 +131,19 @@ def test_every_kind_of_position_and_sink(lossless, name):
     text, pipe = tokens(2, 70), "sink(2) | recent(3) | recent(5):int8 | heavy(6):int8"
     caches = [StreamingCache(model, it, chunk=CHUNK) for it in (pipe, exact(pipe))]
     close_runs(*(fed(model, cache, text, [50, *[1] * 20]) for cache in caches), model)
+    check_same(*caches, model)
+
+
+@pytest.mark.parametrize("name", THREE_AXES)
+@pytest.mark.parametrize("pipe", [PIPES[0], PIPES[1], "snap(16, 4, 5):int8"])
+def test_images_on_three_axes(lossless, name, pipe):
+    model, asked = seeing(name), prompt(name, [9, 0, 3, 0, 0, 11, 0, 4])
+    found, caches = [], [StreamingCache(model, it, chunk=CHUNK) for it in (pipe, exact(pipe))]
+    for cache in caches:
+        with torch.no_grad():
+            read = model(**asked.given, past_key_values=cache).logits
+        found.append(torch.cat([read, fed(model, cache, torch.arange(3, 33)[None], [1] * 30)], 1))
+    close_runs(*found, model)
     check_same(*caches, model)
 
 

@@ -31,6 +31,7 @@ _MADE = {
     ("numba", "linear"): ("weir.kernels.numba_linear", "linear"),
     ("triton", "walk"): ("weir.kernels.triton_walk", "walk"),
     ("triton", "decode"): ("weir.kernels.triton_decode", "decode"),
+    ("triton", "decode8"): ("weir.kernels.triton_decode8", "decode8"),
 }
 """What there is: (library, kernel) and where it lies."""
 

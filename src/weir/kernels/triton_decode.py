@@ -20,7 +20,7 @@ _PROGRAMS_PER_CORE = 4
 
 
 @triton.jit
-def _dot(x, y, WIDEN: tl.constexpr):
+def dot(x, y, WIDEN: tl.constexpr):
     """x @ y, summed in float32; `WIDEN` for Triton's interpreter, which has no bfloat16."""
     if WIDEN:
         return tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="ieee")
@@ -28,19 +28,72 @@ def _dot(x, y, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def _weighted_sum(weights, values, WIDEN: tl.constexpr):
+def weighted_sum(weights, values, WIDEN: tl.constexpr):
     """weights @ values, summed in float32, with weights as exact as 16 bits or more."""
     if values.dtype == tl.bfloat16:
         # bfloat16's tensor cores take no float32: so the weights are two numbers of 8 bits each,
         # as good as float32 to 2^-16.
         high = weights.to(tl.bfloat16)
         low = (weights - high.to(tl.float32)).to(tl.bfloat16)
-        return _dot(high, values, WIDEN) + _dot(low, values, WIDEN)
+        return dot(high, values, WIDEN) + dot(low, values, WIDEN)
     # The smallest float16 is 6e-8, too large for weights: so those and the values are float32.
-    return _dot(weights, values.to(tl.float32), WIDEN)
+    return dot(weights, values.to(tl.float32), WIDEN)
 
 
-@triton.jit(do_not_specialize=["slots", "per_split"])
+@triton.jit
+def queries_of(
+    queries, query_group,
+    GROUP: tl.constexpr, GROUP_TILE: tl.constexpr,
+    KEY_DIM: tl.constexpr, KEY_TILE: tl.constexpr,
+):  # fmt: skip
+    """The queries of one head [GROUP_TILE, KEY_TILE], with zeros beyond them."""
+    group, dim = tl.arange(0, GROUP_TILE), tl.arange(0, KEY_TILE)
+    return tl.load(
+        queries + group[:, None] * query_group + dim[None, :],
+        mask=(group < GROUP)[:, None] & (dim < KEY_DIM)[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def keys_of(keys, key_slot, slot, there, KEY_DIM: tl.constexpr, KEY_TILE: tl.constexpr):
+    """The keys of some slots of one head [KEY_TILE, slots], with zeros beyond them."""
+    dim = tl.arange(0, KEY_TILE)
+    return tl.load(
+        keys + slot[None, :] * key_slot + dim[:, None],
+        mask=there[None, :] & (dim < KEY_DIM)[:, None],
+        other=0,
+    )
+
+
+@triton.jit
+def values_of(values, value_slot, slot, there, VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr):
+    """The values of some slots of one head [slots, VALUE_TILE], with zeros beyond them."""
+    dim = tl.arange(0, VALUE_TILE)
+    return tl.load(
+        values + slot[:, None] * value_slot + dim[None, :],
+        mask=there[:, None] & (dim < VALUE_DIM)[None, :],
+        other=0,
+    )
+
+
+@triton.jit
+def keep_part(
+    out, tops, totals, line, real, top, total, sums,
+    VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr,
+):  # fmt: skip
+    """Store what one program found, in its line for each query."""
+    dim = tl.arange(0, VALUE_TILE)
+    tl.store(tops + line, top, mask=real)
+    tl.store(totals + line, total, mask=real)
+    tl.store(
+        out + line[:, None] * VALUE_DIM + dim[None, :],
+        sums,
+        mask=real[:, None] & (dim < VALUE_DIM)[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["slots", "per_split", "first_split"])
 def _read(
     queries, keys, values, a, b, bias, sinks, out, tops, totals,
     query_row, query_head, query_group,
@@ -49,7 +102,7 @@ def _read(
     a_row, a_head, a_slot,
     b_row, b_head, b_slot,
     bias_row, bias_head, bias_group, bias_slot,
-    kv_heads, slots, per_split, scale, softcap,
+    kv_heads, slots, per_split, first_split, scale, softcap,
     GROUP: tl.constexpr, GROUP_TILE: tl.constexpr,
     KEY_DIM: tl.constexpr, KEY_TILE: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr,
@@ -57,20 +110,19 @@ def _read(
     CAPPED: tl.constexpr, BIASED: tl.constexpr, SUNK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """The sums of one head's queries over one part of its slots."""
+    """The sums of one head's queries over one part of its slots.
+
+    They are kept as those of part `first_split` and on, of `SPLITS` parts there are.
+    """
     head_of_all = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     row, head = head_of_all // kv_heads, head_of_all % kv_heads
     group = tl.arange(0, GROUP_TILE)
-    key_dim = tl.arange(0, KEY_TILE)
-    value_dim = tl.arange(0, VALUE_TILE)
     real = group < GROUP
 
-    query = tl.load(
-        queries + row * query_row + head * query_head
-        + group[:, None] * query_group + key_dim[None, :],
-        mask=real[:, None] & (key_dim < KEY_DIM)[None, :],
-        other=0.0,
+    query = queries_of(
+        queries + row * query_row + head * query_head, query_group,
+        GROUP, GROUP_TILE, KEY_DIM, KEY_TILE,
     )  # fmt: skip
     top = tl.full([GROUP_TILE], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_TILE], tl.float32)
@@ -86,16 +138,12 @@ def _read(
     for first in range(start, tl.minimum(start + per_split, slots), SLOTS_TILE):
         slot = (first + tl.arange(0, SLOTS_TILE)).to(tl.int64)
         there = slot < tl.minimum(start + per_split, slots)
-        key = tl.load(
-            keys + row * key_row + head * key_head + slot[None, :] * key_slot + key_dim[:, None],
-            mask=there[None, :] & (key_dim < KEY_DIM)[:, None],
-            other=0.0,
+        key = keys_of(
+            keys + row * key_row + head * key_head, key_slot, slot, there, KEY_DIM, KEY_TILE
         )
-        value = tl.load(
-            values + row * value_row + head * value_head
-            + slot[:, None] * value_slot + value_dim[None, :],
-            mask=there[:, None] & (value_dim < VALUE_DIM)[None, :],
-            other=0.0,
+        value = values_of(
+            values + row * value_row + head * value_head, value_slot, slot, there,
+            VALUE_DIM, VALUE_TILE,
         )  # fmt: skip
         above = tl.load(
             a + row * a_row + head * a_head + slot * a_slot, mask=there, other=float("-inf")
@@ -103,7 +151,7 @@ def _read(
         below = tl.load(
             b + row * b_row + head * b_head + slot * b_slot, mask=there, other=float("-inf")
         )
-        logits = _dot(query, key, WIDEN) * scale
+        logits = dot(query, key, WIDEN) * scale
         if CAPPED:
             # softcap * tanh(logits / softcap)
             logits = softcap - 2.0 * softcap / (tl.exp(logits * (2.0 / softcap)) + 1.0)
@@ -120,19 +168,13 @@ def _read(
         level = tl.where(new_top == float("-inf"), 0.0, new_top)
         shrink = tl.exp(top - level)
         total = total * shrink + tl.sum(tl.exp(lower - level[:, None]), axis=1)
-        sums = sums * shrink[:, None] + _weighted_sum(tl.exp(upper - level[:, None]), value, WIDEN)
+        sums = sums * shrink[:, None] + weighted_sum(tl.exp(upper - level[:, None]), value, WIDEN)
         top = new_top
 
-    line = (head_of_all * SPLITS + split) * GROUP + group
-    tl.store(tops + line, top, mask=real)
-    tl.store(totals + line, total, mask=real)
+    line = (head_of_all * SPLITS + first_split + split) * GROUP + group
     if SPLITS == 1:
         sums = tl.where((total == 0.0)[:, None], 0.0, sums / total[:, None])
-    tl.store(
-        out + line[:, None] * VALUE_DIM + value_dim[None, :],
-        sums,
-        mask=real[:, None] & (value_dim < VALUE_DIM)[None, :],
-    )
+    keep_part(out, tops, totals, line, real, top, total, sums, VALUE_DIM, VALUE_TILE)
 
 
 @triton.jit
@@ -192,17 +234,10 @@ def decode(
         splits: into how many parts the slots are split, a power of two; None for as many as keep
             the device busy.
     """
-    batch, kv_heads, group, _, key_dim = queries.shape
+    batch, kv_heads, group = queries.shape[:3]
     slots, value_dim = values.shape[2:]
     heads = batch * kv_heads
-    queries, keys, values = (
-        t if t.stride(-1) == 1 else t.contiguous() for t in (queries[:, :, :, 0], keys, values)
-    )
-    key_tile, value_tile = (max(_AT_LEAST, triton.next_power_of_2(d)) for d in (key_dim, value_dim))
-    narrow = values.dtype == torch.bfloat16 and max(key_tile, value_tile) <= 128
-    slots_tile = 64 if narrow else 32  # as many slots as registers hold without spilling
-    parts = splits or _splits(heads, triton.cdiv(slots, slots_tile), keys.device)
-    per_split = triton.cdiv(triton.cdiv(slots, parts), slots_tile) * slots_tile
+    parts = splits or splits_of(heads, triton.cdiv(slots, _tile(keys, values)), keys.device)
     if bias is not None:
         bias = bias.expand(batch, kv_heads, group, 1, slots)[:, :, :, 0]
     if sinks is not None:
@@ -214,28 +249,93 @@ def decode(
     out = keys.new_empty((batch, kv_heads, group, 1, value_dim), dtype=values.dtype)
     sums = out if parts == 1 else buffer(heads, parts, group, value_dim)
     tops, totals = buffer(heads, parts, group), buffer(heads, parts, group)
-    _read[(heads, parts)](
-        queries, keys, values, a, b, bias, sinks, sums, tops, totals,
-        *queries.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
-        *a.stride(), *b.stride(), *((0, 0, 0, 0) if bias is None else bias.stride()),
-        kv_heads, slots, per_split, scale, softcap or 0.0,
-        GROUP=group, GROUP_TILE=max(_AT_LEAST, triton.next_power_of_2(group)),
-        KEY_DIM=key_dim, KEY_TILE=key_tile,
-        VALUE_DIM=value_dim, VALUE_TILE=value_tile,
-        SLOTS_TILE=slots_tile, SPLITS=parts,
-        CAPPED=softcap is not None, BIASED=bias is not None, SUNK=sinks is not None,
-        WIDEN=triton.knobs.runtime.interpret,
+    read_exact(
+        queries[:, :, :, 0], keys, values, a, b, scale, sums, tops, totals,
+        parts=parts, softcap=softcap, sinks=sinks, bias=bias,
     )  # fmt: skip
     if parts > 1:
-        _gather[(heads * group,)](
-            sums, tops, totals, out,
-            GROUP=group, VALUE_DIM=value_dim, VALUE_TILE=value_tile, SPLITS=parts,
-            SPLITS_TILE=triton.next_power_of_2(parts),
-        )  # fmt: skip
+        gather(sums, tops, totals, out)
     return out
 
 
-def _splits(heads: int, tiles: int, device: torch.device) -> int:
+def read_exact(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    sums: Tensor,
+    tops: Tensor,
+    totals: Tensor,
+    *,
+    parts: int,
+    first: int = 0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> None:
+    """The sums over slots in parts, for `gather` to bring together; the answer where one is all.
+
+    Args:
+        queries: [batch, kv_heads, group, key_dim].
+        keys, values, a, b, scale, softcap, sinks: as for `decode`.
+        sums: of every part there is [heads, all parts, group, value_dim], float32; with one part
+            in all, the answer.
+        tops, totals: the largest exponent of each part, and its denominator
+            [heads, all parts, group], float32.
+        parts: into how many these slots are split, a power of two.
+        first: which of all parts is the first of them.
+        bias: [batch, kv_heads, group, slots].
+    """
+    batch, kv_heads, group, key_dim = queries.shape
+    slots, value_dim = values.shape[2:]
+    queries, keys, values = (
+        t if t.stride(-1) == 1 else t.contiguous() for t in (queries, keys, values)
+    )
+    tile = _tile(keys, values)
+    per_split = triton.cdiv(triton.cdiv(slots, parts), tile) * tile
+    _read[(batch * kv_heads, parts)](
+        queries, keys, values, a, b, bias, sinks, sums, tops, totals,
+        *queries.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
+        *a.stride(), *b.stride(), *((0, 0, 0, 0) if bias is None else bias.stride()),
+        kv_heads, slots, per_split, first, scale, softcap or 0.0,
+        GROUP=group, GROUP_TILE=tile_of(group),
+        KEY_DIM=key_dim, KEY_TILE=tile_of(key_dim),
+        VALUE_DIM=value_dim, VALUE_TILE=tile_of(value_dim),
+        SLOTS_TILE=tile, SPLITS=tops.shape[1],
+        CAPPED=softcap is not None, BIASED=bias is not None, SUNK=sinks is not None,
+        WIDEN=triton.knobs.runtime.interpret,
+    )  # fmt: skip
+
+
+def gather(sums: Tensor, tops: Tensor, totals: Tensor, out: Tensor) -> None:
+    """The answers from the sums over every part, into `out` [batch, kv_heads, group, 1, value_dim].
+
+    Args:
+        sums, tops, totals: as `read_exact` leaves them.
+        out: where the answers go.
+    """
+    heads, parts, group, value_dim = sums.shape
+    _gather[(heads * group,)](
+        sums, tops, totals, out,
+        GROUP=group, VALUE_DIM=value_dim, VALUE_TILE=tile_of(value_dim), SPLITS=parts,
+        SPLITS_TILE=triton.next_power_of_2(parts),
+    )  # fmt: skip
+
+
+def tile_of(size: int) -> int:
+    """The tile that holds so many rows or columns."""
+    return max(_AT_LEAST, triton.next_power_of_2(size))
+
+
+def _tile(keys: Tensor, values: Tensor) -> int:
+    """As many slots as registers hold without spilling."""
+    widest = max(tile_of(keys.shape[-1]), tile_of(values.shape[-1]))
+    return 64 if values.dtype == torch.bfloat16 and widest <= 128 else 32
+
+
+def splits_of(heads: int, tiles: int, device: torch.device) -> int:
     """A power of two, so that few variants of the kernel are compiled as the slots grow."""
     if device.type != "cuda":
         return 1

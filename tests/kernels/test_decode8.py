@@ -1,0 +1,135 @@
+"""The kernels over quantised slots equal two-weight attention over what they are read as.
+
+Bound: as for `test_triton_decode`; all sum in float32. The CPU's exponential is a polynomial that
+is off by less than 2^-22 of itself, and steps are multiplied in at another place, one rounding more
+for each logit and each weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from importlib import import_module
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from weir.slab.attention import Form, two_weight_attention
+from weir.slab.quantised import INT8, dequantise, quantise, steps
+
+MODULES = {"numba": "weir.kernels.numba_decode", "triton": "weir.kernels.triton_decode8"}
+EPS = 2.0**-24
+
+
+@pytest.fixture(params=MODULES)
+def library(request: pytest.FixtureRequest) -> str:
+    """A library that is installed."""
+    pytest.importorskip(request.param, reason="not installed: pip install 'weir[fast,gpu]'")
+    return str(request.param)
+
+
+@pytest.fixture
+def decode8(library: str) -> Callable[..., Tensor]:
+    """Its kernel, for tensors on the CPU wherever it runs."""
+    kernel = import_module(MODULES[library]).decode8
+    device = "cuda" if library == "triton" and torch.cuda.is_available() else "cpu"
+
+    def there(it: object) -> object:
+        if isinstance(it, tuple):
+            return tuple(map(there, it))
+        return it.to(device) if isinstance(it, Tensor) else it
+
+    return lambda *given_: kernel(*map(there, given_)).cpu()
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    batch=st.integers(1, 2),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 8]),
+    coded=st.integers(1, 70),
+    exact=st.integers(0, 40),
+    unread=st.integers(0, 69),
+    dims=st.sampled_from([(8, 8), (64, 64), (40, 24)]),
+    masked=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_it_is_the_formula(
+    library, decode8, seed, batch, kv_heads, group, coded, exact, unread, dims, masked, dtype
+):
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw).to(dtype)
+
+    key_dim, value_dim = dims
+    queries = normal(batch, kv_heads, group, 1, key_dim) * 3
+    held = [normal(batch, kv_heads, coded, dim) for dim in dims]
+    keys, values = (normal(batch, kv_heads, exact + 5, dim) for dim in dims)
+    codes = [quantise(t, INT8) for t in held]
+    given_ = [t for numbers, peaks in codes for t in (numbers, steps(peaks[..., 0], INT8))]
+    mask = torch.zeros(batch, kv_heads, coded + exact)
+    if masked:
+        mask = torch.randn(mask.shape, generator=draw) * 4
+        mask[torch.rand(mask.shape, generator=draw) < 0.3] = -math.inf
+    form = Form(key_dim**-0.5)
+    slots = (min(unread, coded - 1), coded + exact)
+    found = decode8(
+        queries, tuple(given_), keys, values, mask if masked else None, form.scale, slots
+    )
+    read = [dequantise(*code, INT8, torch.float32) for code in codes]
+    whole = [
+        torch.cat([t, more[:, :, :exact].float()], dim=2)[:, :, slots[0] :]
+        for t, more in zip(read, (keys, values), strict=True)
+    ]
+    mask = mask[:, :, slots[0] :]
+    wanted = two_weight_attention(queries.float(), *whole, mask, mask, form)
+    size = queries.float().norm(dim=-1, keepdim=True) * whole[0].norm(dim=-1).amax() * form.scale
+    logits_off = (key_dim + 8) * EPS * (size + 30) + 2.0**-22
+    off = 2 * (2 * logits_off + (coded + exact + 8) * EPS)
+    eps = torch.finfo(dtype).eps / 2
+    if library == "triton" and dtype == torch.bfloat16:
+        # Weights are two numbers of 8 bits, and the interpreter cuts off where a GPU rounds.
+        off, eps = off + 2.0**-14, 2 * eps
+    bound = off * whole[1].abs().amax() + eps * wanted.abs()
+    bound = bound + torch.finfo(dtype).tiny
+    assert found.dtype == dtype
+    assert ((found.float() - wanted).abs() <= bound).all()
+
+
+def test_a_query_that_sees_nothing_is_answered_by_zero(decode8):
+    numbers, peaks = quantise(torch.randn(1, 1, 4, 8), INT8)
+    step = steps(peaks[..., 0], INT8)
+    exact = torch.randn(1, 1, 3, 8)
+    mask = torch.full((1, 1, 7), -math.inf)
+    query = torch.randn(1, 1, 2, 1, 8)
+    found = decode8(query, (numbers, step, numbers, step), exact, exact, mask, 1.0, (0, 7))
+    assert torch.equal(found, torch.zeros_like(found))
+
+
+@pytest.mark.parametrize("exact", [0, 90])
+def test_parts_of_the_slots_are_brought_together(exact):
+    triton = pytest.importorskip("weir.kernels.triton_decode8", exc_type=ImportError)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    draw = torch.Generator().manual_seed(7)
+    numbers, peaks = quantise(torch.randn(2, 2, 150, 32, generator=draw), INT8)
+    step = steps(peaks[..., 0], INT8)
+    behind = torch.randn(2, 2, exact, 32, generator=draw)
+    query = torch.randn(2, 2, 3, 1, 32, generator=draw)
+    mask = torch.zeros(2, 2, 150 + exact)
+    mask[0, 0, 60:] = -math.inf  # whole parts that nobody sees
+    given_ = [t.to(device) for t in (query, numbers, step, behind, mask)]
+
+    def answer(splits: int) -> Tensor:
+        query, numbers, step, behind, mask = given_
+        coded = (numbers, step, numbers, step)
+        return triton.decode8(
+            query, coded, behind, behind, mask, 0.2, (3, 150 + exact), splits=splits
+        )
+
+    one = answer(1)
+    for splits in (2, 4):
+        assert (answer(splits) - one).abs().max() <= 200 * EPS * 4
