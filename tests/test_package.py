@@ -137,7 +137,7 @@ def test_every_optional_package_is_brought_by_the_extra_that_is_named() -> None:
 
 OPTIONAL = {
     *("lm_eval", "matplotlib", "numba", "ray", "rich", "rouge_score", "sacrebleu", "triton"),
-    *("pillow", "typer"),
+    *("pillow", "torchao", "typer"),
     *("fastapi", "llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn"),
 }
 """What extras bring."""

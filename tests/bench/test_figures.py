@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -135,6 +136,17 @@ def test_every_figure_runs(name):
         assert each.ratio == pytest.approx(
             each.peer / each.ours if each.least else each.ours / each.peer
         )
+
+
+def test_without_torchao_weights_of_few_bits_are_left_out_and_with_it_measured():
+    measured = FIGURES["weights"].measure(SETTING)
+    if find_spec("torchao") is None:
+        with pytest.raises(Skipped, match="torchao"):
+            list(measured)
+    else:
+        rows = list(measured)
+        assert len(rows) == 4 and {row.unit for row in rows} == {"ms"}
+        assert [row.target for row in rows] == [None, None, 0.35, None]
 
 
 @pytest.mark.skipif(not memory.STATUS.exists(), reason="peak memory is read from Linux's /proc")

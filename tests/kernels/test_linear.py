@@ -46,6 +46,18 @@ def test_products_are_pytorchs(dtype, bias):
             assert (out.double() - exact).abs().le(bound(x, weight, added)).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_with_8_bits_are_those_of_what_the_bits_stand_for(dtype):
+    for outputs, inputs in SHAPES:
+        for rows in (1, 3, 16):
+            x, weight, scale = drawn(rows, outputs, inputs, dtype, True)
+            numbers = (40 * weight.float()).clamp(-127, 127).to(torch.int8)
+            out = numba_linear.linear8(x.view(1, rows, inputs), numbers, scale)
+            assert out.dtype == dtype and out.shape == (1, rows, outputs)
+            meant = numbers.double() * scale.double()[:, None]
+            assert (out[0].double() - x.double() @ meant.T).abs().le(bound(x, meant, None)).all()
+
+
 def test_any_dimensions_before_the_last_and_any_strides_of_x():
     x, weight, bias = drawn(12, 5, 8, torch.float32, True)
     flat = linear(x, weight, bias)

@@ -137,19 +137,25 @@ def as_it_is_and_compiled(
     the name of a row for each.
     """
     caches = {"": full(setting, model_of(setting), policy, slots, more)}
+    compiled = full_compiled(setting, twin_of(setting), policy, slots, more)
+    return caches if compiled is None else {**caches, ", compiled": compiled}
+
+
+def full_compiled(
+    setting: Setting, model: PreTrainedModel, policy: str, slots: int, more: str = ""
+) -> Weir | None:
+    """As `full`, with compiled steps, of which one has been made; None where none can be."""
     setting.say(f"compiling a step of {policy}")
-    twin = twin_of(setting)
-    compile_steps(twin, backend=setting.sizes.backend)
-    compiled = full(setting, twin, policy, slots, more)
+    compile_steps(model, backend=setting.sizes.backend)
+    cache = full(setting, model, policy, slots, more)
     try:
         with torch.no_grad():
-            compiled.step()
+            cache.step()
     except WeirError as error:
         setting.say(str(error))
-    else:
-        compiled.start_afresh()
-        caches[", compiled"] = compiled
-    return caches
+        return None
+    cache.start_afresh()
+    return cache
 
 
 def _fill(model: PreTrainedModel, cache: DynamicCache | StaticCache, tokens: int) -> None:

@@ -160,7 +160,7 @@ class Figure:
 
 ORDER = (
     *("decode", "dense", "recompute", "policies", "folds"),
-    *("slots", "answer", "halvings", "prefill", "kvpress"),
+    *("weights", "slots", "answer", "halvings", "prefill", "kvpress"),
 )
 """The table begins with these."""
 FIGURES: dict[str, Figure] = {}

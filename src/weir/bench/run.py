@@ -30,12 +30,14 @@ from weir.bench.figures import (
     recompute,
     rows,
     slots,
+    weights,
 )
 from weir.kernels import paths
 
 # They register.
 _MEASURE = (
     decode,
+    weights,
     products,
     slots,
     rows,

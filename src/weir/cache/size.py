@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from weir.cache.layers import pipes_of, plan_layers, reach_of
 from weir.cache.origin import check_origin
 from weir.errors import WeirError
-from weir.models import describe
+from weir.models import describe, stored_bytes
 from weir.policies import Policy, policy_of, with_slots
 
 
@@ -81,12 +81,11 @@ def size_of(
     facts = describe(model, reach=reach_of(pipes, chunk, rolling=True))
     plans = plan_layers(facts, pipes, chunk, seed=0, rolling=True)
     slabs = [plan.slab for plan in plans]
-    own = [*model.parameters(), *model.buffers()]
-    weights = sum(t.numel() * t.dtype.itemsize for t in own)
+    weights = stored_bytes(model)
     # Of the input embedding a step reads one line, unless the same table makes the logits.
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and getattr(head, "weight", None) is getattr(table, "weight", None)
-    unread = 0 if tied else sum(t.numel() * t.dtype.itemsize for t in table.parameters())
+    unread = 0 if tied else stored_bytes(table)
     return Size(
         policy=str(wanted),
         dtype=str(facts.layers[0].heads.dtype).removeprefix("torch."),

@@ -7,6 +7,7 @@ after SIGTERM, also in the imports, which is why this file has next to none.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 
@@ -20,6 +21,9 @@ def main() -> None:
     for written in (sys.stdout, sys.stderr):
         if isinstance(written, io.TextIOWrapper):
             written.reconfigure(errors="replace")  # a terminal that is not UTF-8 gets what it can
+    # Where it is installed transformers imports it, and it warns of kernels for other machines.
+    for chatty in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(chatty).setLevel(logging.ERROR)
     try:
         with terminable():
             from weir.cli.commands import run

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weir.cli.common import messages, say, waiting
+from weir.errors import WeirError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,6 +33,12 @@ OPTIONS: dict[str, Any] = {
     "device_map": Annotated[
         str | None,
         typer.Option(help="In place of --device: auto spreads the model; needs accelerate."),
+    ],
+    "weights": Annotated[
+        str | None,
+        typer.Option(
+            help="int8 or int4: linear layers in so few bits; needs torchao [default: as saved]"
+        ),
     ],
     "revision": Annotated[str | None, typer.Option(help="Of a Hub id: the branch, tag or commit.")],
     "trust_remote_code": Annotated[
@@ -91,7 +98,7 @@ def load_model(
         encoders: an encoder will do as well.
 
     Raises:
-        WeirError: as `load`.
+        WeirError: as `load`, or weights of few bits are asked of an encoder.
     """
     loading = loading or {}
     with waiting(f"loading {name}"):
@@ -99,14 +106,17 @@ def load_model(
 
         from weir.models import is_encoder, is_local, load, load_encoder
 
+        read: Callable[..., Any] = load
         if encoders and is_encoder(name, **from_where(loading)):
-            load = load_encoder
+            if "weights" in loading:
+                raise WeirError("--weights is for models that stream, and this one is an encoder")
+            read = load_encoder
         if is_local(name):
             disable_progress_bar()
-            return load(name, **loading)
+            return read(name, **loading)
     if messages().is_terminal:
         say(f"fetching {name} from the Hugging Face Hub")  # which shows bars of its own
-    return load(name, **loading)
+    return read(name, **loading)
 
 
 def from_where(loading: Loading) -> Loading:

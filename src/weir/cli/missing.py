@@ -18,6 +18,7 @@ EXTRAS = {
     "sacrebleu": "eval",
     "sklearn": "inspect",
     "starlette": "serve",
+    "torchao": "quant",
     "typer": "cli",
     "uvicorn": "serve",
 }

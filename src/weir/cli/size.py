@@ -13,7 +13,7 @@ from weir.cli.loading import Loading, loads_model
 
 
 @command()
-@loads_model("dtype", "revision", "trust_remote_code")
+@loads_model("dtype", "weights", "revision", "trust_remote_code")
 def size(
     model_name: Annotated[
         str,

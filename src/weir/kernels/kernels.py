@@ -29,6 +29,7 @@ _MADE = {
     ("numba", "farthest_first"): ("weir.kernels.numba_farthest_first", "farthest_first"),
     ("numba", "decode8"): ("weir.kernels.numba_decode", "decode8"),
     ("numba", "linear"): ("weir.kernels.numba_linear", "linear"),
+    ("numba", "linear8"): ("weir.kernels.numba_linear", "linear8"),
     ("triton", "walk"): ("weir.kernels.triton_walk", "walk"),
     ("triton", "decode"): ("weir.kernels.triton_decode", "decode"),
     ("triton", "decode8"): ("weir.kernels.triton_decode8", "decode8"),
@@ -67,6 +68,13 @@ def linear(device: torch.device) -> Callable[..., Any] | None:
     `weir.kernels.numba_linear`); None where PyTorch alone does.
     """
     return _kernel(_library(device), "linear")
+
+
+def linear8(device: torch.device) -> Callable[..., Any] | None:
+    """A product of few rows with a weight of 8 bits on a device (see `weir.kernels.numba_linear`);
+    None where there is none.
+    """
+    return _kernel(_library(device), "linear8")
 
 
 def paths(device: torch.device) -> dict[str, str]:

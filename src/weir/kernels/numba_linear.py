@@ -4,7 +4,7 @@ A decode step multiplies few rows with every weight, so that nothing ought to ta
 the weights once, in order. Roofline: the bytes of a weight over the bandwidth of memory. A BLAS is
 made for many rows, and how near it comes with few differs from machine to machine; so
 `weir.choose_products` measures. Sums are float32, in another order than PyTorch's; numbers of
-bfloat16 are widened on the way.
+bfloat16, and of 8 bits, are widened on the way.
 """
 
 from __future__ import annotations
@@ -94,10 +94,27 @@ def _few(
                 out[r, i] += bias[i]
 
 
+def _each_of_bytes(
+    x: np.ndarray, numbers: np.ndarray, scale: np.ndarray, out: np.ndarray, start: int, stop: int
+) -> None:
+    """The weight as whole numbers of 8 bits, each line with a scale."""
+    line = np.empty(numbers.shape[1], np.float32)
+    for i in range(start, stop):
+        read = numbers[i]
+        for j in range(read.shape[0]):
+            line[j] = read[j]
+        for r in range(x.shape[0]):
+            row = x[r]
+            total = np.float32(0.0)
+            for j in range(line.shape[0]):
+                total += line[j] * row[j]
+            out[r, i] = total * scale[i]
+
+
 _FASTMATH = ("reassoc", "contract", "nsz")
 # What LLVM may do to add in parallel; infinities and NaN keep their meaning.
-_run_each, _run_each_of_halves, _run_few = (
-    compiled(way, fastmath=_FASTMATH) for way in (_each, _each_of_halves, _few)
+_run_each, _run_each_of_halves, _run_each_of_bytes, _run_few = (
+    compiled(way, fastmath=_FASTMATH) for way in (_each, _each_of_halves, _each_of_bytes, _few)
 )
 _FEW = 8
 """Rows from which on it pays to keep eight sums at a time."""
@@ -126,6 +143,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     given = rows.detach().float().contiguous().numpy()
     _spread(partial(run, given, matrix.numpy(), added, out.numpy()), outputs, weight.numel())
     return out.to(weight.dtype).view(*x.shape[:-1], outputs)
+
+
+def linear8(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
+    """`torch.nn.functional.linear` of a weight of 8 bits, `numbers * scale[:, None]`.
+
+    Args:
+        x: [..., inputs], float32 or bfloat16, without gradients.
+        numbers: [outputs, inputs], int8, contiguous, on the CPU.
+        scale: [outputs].
+
+    Returns:
+        [..., outputs], of the type of `x`.
+    """
+    outputs, inputs = numbers.shape
+    rows = x.detach().float().reshape(-1, inputs).contiguous()
+    out = torch.empty(len(rows), outputs)
+    scales = scale.detach().float().contiguous()
+    given = rows.numpy(), numbers.detach().numpy(), scales.numpy(), out.numpy()
+    _spread(partial(_run_each_of_bytes, *given), outputs, numbers.numel())
+    return out.to(x.dtype).view(*x.shape[:-1], outputs)
 
 
 def _spread(part: Callable[[int, int], None], outputs: int, size: int) -> None:

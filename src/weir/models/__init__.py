@@ -15,6 +15,7 @@ from weir.models.facts import (
     input_device,
     transformers_model,
 )
+from weir.models.fewbits import BITS, quantise_weights
 from weir.models.hooks import Attachment, attach, compile_steps, detach
 from weir.models.images import PICTURES, Images, images_of
 from weir.models.loading import (
@@ -31,11 +32,12 @@ from weir.models.output import OutputProjection, output_weight
 from weir.models.products import choose_products
 from weir.models.sinks import ModelSink, set_sink, sink_at_work, sink_of, zero_sink_attention
 from weir.models.vocabulary import check_ids, out_of_range
-from weir.models.weights import fingerprint, weights_of
+from weir.models.weights import fingerprint, stored_bytes, weights_of
 from weir.models.window import window_of
 
 __all__ = [
     "ASSETS",
+    "BITS",
     "DROPPING",
     "MOST_OFFSET",
     "OFFSETS",
@@ -67,10 +69,12 @@ __all__ = [
     "offsets",
     "out_of_range",
     "output_weight",
+    "quantise_weights",
     "set_sink",
     "sink_at_work",
     "sink_of",
     "skeleton",
+    "stored_bytes",
     "transformers_model",
     "weights_of",
     "window_of",

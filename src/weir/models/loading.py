@@ -24,6 +24,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from weir.errors import WeirError
+from weir.models.fewbits import check_bits, check_not_quantised, quantise_weights, shrink
 from weir.models.images import images_of
 from weir.models.sinks import attend_by_sink, begin_with_sink, sink_of
 
@@ -40,6 +41,7 @@ def load(
     device_map: str | dict[str, Any] | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    weights: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model, or one that sees images, ready to read, and its tokenizer.
 
@@ -52,13 +54,24 @@ def load(
             transformers takes it; needs accelerate.
         revision: of a Hub id, the branch, tag or commit.
         trust_remote_code: run the Python code that the model brings along.
+        weights: "int8" or "int4": those of linear layers in so many bits (torchao); `dtype` is then
+            that of the others, and of keys and values.
 
     Raises:
-        WeirError: there is no such model, or it cannot be read; or a device and a map are given.
+        WeirError: there is no such model, or it cannot be read; its weights cannot have so few
+            bits; or a device and a map are given.
     """
     source = _Source(name, revision, trust_remote_code)
     kind = AutoModelForCausalLM, "a causal language model"
-    return _loaded(source, *kind, dtype, device, device_map)
+    if weights is None:
+        return _loaded(source, *kind, dtype, device, device_map)
+    check_bits(weights)
+    if device_map is not None:
+        raise WeirError("weights= is for a model on one device; leave out device_map or weights")
+    check_not_quantised(name, source.config())
+    model, tokenizer = _loaded(source, *kind, dtype, device, None)
+    quantise_weights(model, weights)
+    return model, tokenizer
 
 
 def load_encoder(
@@ -179,6 +192,7 @@ def skeleton(
     device_map: str | dict[str, Any] | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    weights: str | None = None,
 ) -> PreTrainedModel:
     """A causal language model without weights, on the device `meta`: its shapes and no more.
 
@@ -189,6 +203,7 @@ def skeleton(
         device: where it would live; by default a GPU if there is one.
         device_map: changes nothing of that.
         revision, trust_remote_code: as for `load`.
+        weights: as for `load`; the shapes are then those of few bits.
 
     Raises:
         WeirError: there is no configuration, it is of no causal language model, or of one that is
@@ -216,6 +231,8 @@ def skeleton(
         model: PreTrainedModel = _class_for(config, AutoModelForCausalLM).from_config(
             config, dtype=wanted, trust_remote_code=trust_remote_code
         )
+    if weights is not None:
+        shrink(model, weights)
     return model.eval()
 
 

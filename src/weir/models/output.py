@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from weir.models.fewbits import EightBits
 from weir.slab import Heads
 
 _NAMES = ("o_proj", "out_proj", "dense")
@@ -77,6 +79,10 @@ def output_weight(attention: nn.Module) -> Tensor | None:
     if not isinstance(projection, nn.Linear):
         return None
     found: Any = projection.weight
+    if isinstance(projection, EightBits):
+        found = found.dequantize()
+    elif is_traceable_wrapper_subclass(found) and not hasattr(found, "device_mesh"):
+        return None  # torchao's dtype is that of what a weight would be dense
     weight: Tensor = found.to_local() if hasattr(found, "device_mesh") else found
     if weight.is_meta or weight.dtype not in _PLAIN:
         return None

@@ -69,6 +69,19 @@ def weights_of(decoder: nn.Module, config: Any) -> str:
     return digest
 
 
+def stored_bytes(model: nn.Module) -> int:
+    """Bytes of all weights and buffers of a model as they are held: of a quantised one, few."""
+    found = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(map(_stored, found.values()))
+
+
+def _stored(t: Tensor) -> int:
+    if not is_traceable_wrapper_subclass(t):
+        return t.numel() * t.dtype.itemsize
+    inner = (getattr(t, name) for name in t.__tensor_flatten__()[0])
+    return sum(_stored(each) for each in inner if isinstance(each, Tensor))
+
+
 @dataclass(frozen=True)
 class _Known:
     """The digest of a decoder's weights, and what it was when that was worked out.

@@ -1,0 +1,186 @@
+"""Weights of 8 and 4 bits, through torchao: `weir.load(name, weights="int8")`.
+
+Of every linear layer the weight becomes whole numbers with scales, which torchao makes and holds;
+embeddings, norms and experts held in one tensor stay as they are. A table that is embedding and
+head in one stays the embedding, and the head gets numbers of its own: at batch 1 the head is the
+largest thing that a step reads. Knows nothing about caches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedModel
+
+from weir import kernels
+from weir.errors import WeirError, shown
+from weir.models.products import choose_products
+
+BITS = ("int8", "int4")
+"""What weights may be: one scale for each row of 8 bits, or for each `GROUP` numbers of 4."""
+GROUP = 32
+"""Numbers of 4 bits that share a scale: the smallest group that torchao has a kernel for."""
+LINES = 16
+"""Outputs that the kernel of 4 bits computes together."""
+FEW = 16
+"""Rows of a product up to which a weight of 8 bits is read as it lies."""
+LINEAR = ("Linear", "FalconLinear")
+"""Classes that do what `nn.Linear` does; of others nobody knows what they do with their weight."""
+
+
+def check_bits(weights: str | None) -> None:
+    """Refuse what weights cannot be.
+
+    Raises:
+        WeirError: it is neither of `BITS` nor None.
+    """
+    if weights is not None and weights not in BITS:
+        raise WeirError(
+            f"weights must be 'int8' or 'int4', not {shown(weights)}; without it they are as they "
+            "were saved"
+        )
+
+
+def check_not_quantised(name: str, config: Any) -> None:
+    """Refuse to quantise what was saved in few bits.
+
+    Raises:
+        WeirError: the configuration says that the weights are quantised.
+    """
+    saved = getattr(config, "quantization_config", None)
+    if saved is not None:
+        how = saved.get("quant_method") if isinstance(saved, dict) else saved.quant_method
+        raise WeirError(
+            f"{name} is quantised already ({getattr(how, 'value', how)}); load it without weights="
+        )
+
+
+def quantise_weights(model: PreTrainedModel, weights: str) -> None:
+    """Put numbers of 8 or 4 bits in the place of the weights of all linear layers, for good.
+
+    The model cannot be trained afterwards, but for adapters beside its weights.
+
+    Args:
+        model: any, where it is to stay.
+        weights: one of `BITS`.
+
+    Raises:
+        WeirError: torchao is not installed, cannot do it on this device, or there is nothing to do.
+    """
+    bits = _bits(model, weights)
+    choose_products(model, on=False)  # which are of the weights that go
+    try:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    except ImportError:
+        raise WeirError(
+            "weights of 8 and 4 bits need torchao, which is not installed: "
+            "pip install 'weir[quant]'"
+        ) from None
+    eight = Int8WeightOnlyConfig(set_inductor_config=False)
+    configs = {8: eight, 4: _four_bits(model.device) if 4 in bits.values() else None}
+    try:
+        for many, config in configs.items():
+            if config is not None:
+                quantize_(model, config, lambda _, name, many=many: bits.get(name) == many)
+    except (ImportError, NotImplementedError, RuntimeError, AssertionError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise WeirError(
+            f"torchao cannot make weights of few bits on {model.device.type}: {reason}; "
+            "load the model again without weights="
+        ) from None
+    for name, many in bits.items():
+        model.get_submodule(name).__class__ = EightBits if many == 8 else nn.Linear
+    model.config.tie_word_embeddings = False
+    model.requires_grad_(False)
+    model.register_load_state_dict_pre_hook(_refuse_others)
+
+
+def shrink(skeleton: PreTrainedModel, weights: str) -> None:
+    """Give a model on the device `meta` tensors as large as `quantise_weights` would.
+
+    Raises:
+        WeirError: as there, but for torchao.
+    """
+    for name, many in _bits(skeleton, weights).items():
+        module: Any = skeleton.get_submodule(name)
+        rows, columns, dtype = module.out_features, module.in_features, module.weight.dtype
+        numbers = torch.empty(rows, columns * many // 8, dtype=torch.uint8, device="meta")
+        scales = (rows,) if many == 8 else (columns // GROUP, rows, 2)
+        module.weight = nn.Parameter(numbers, requires_grad=False)
+        module.register_buffer("scales", torch.empty(scales, dtype=dtype, device="meta"))
+        if many == 8:
+            module.register_buffer("zeros", torch.empty(rows, dtype=torch.int8, device="meta"))
+
+
+def _bits(model: PreTrainedModel, weights: str) -> dict[str, int]:
+    """How many bits the weight of each linear layer is to have, by its name.
+
+    With "int4" the head has 8, and so have layers whose shape no kernel of 4 bits takes.
+    """
+    check_bits(weights)
+    head = model.get_output_embeddings()
+    bits = {}
+    for name, module in model.named_modules():
+        if type(module).__name__ not in LINEAR or not isinstance(module, nn.Linear):
+            continue
+        if is_traceable_wrapper_subclass(module.weight):
+            raise WeirError(
+                "the weights of this model are quantised or shared out already; weights= is for "
+                "those that are not"
+            )
+        fits = not module.in_features % GROUP and not module.out_features % LINES
+        bits[name] = 4 if weights == "int4" and fits and module is not head else 8
+    if all(model.get_submodule(name) is head for name in bits):
+        raise WeirError("no layer of this model is linear, so no weight can have fewer bits")
+    return bits
+
+
+class EightBits(nn.Linear):
+    """A linear layer whose weight is torchao's of 8 bits, read as it lies where few rows ask.
+
+    torchao writes the whole weight out in the dtype of its input, for every product. That pays for
+    a prompt; of a decode step on a CPU it would be all the time there is.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As of `nn.Linear`: [..., in_features] to [..., out_features]."""
+        rows = input.numel() // self.in_features
+        if not 0 < rows <= FEW or input.device.type != "cpu" or input.requires_grad:
+            return super().forward(input)
+        weight: Any = self.weight
+        numbers, scale = weight.qdata, weight.scale.flatten()
+        if torch.compiler.is_compiling():
+            # A product and a sum become one loop over the numbers, at the pace of memory.
+            wide = input.float().unsqueeze(-2)
+            out = ((wide * numbers.float()).sum(-1) * scale.float()).to(input.dtype)
+        else:
+            kernel = kernels.linear8(input.device)
+            if kernel is None:
+                return super().forward(input)
+            out = kernel(input, numbers, scale)
+        return out if self.bias is None else out + self.bias
+
+
+def _four_bits(device: torch.device) -> Any:
+    """How torchao packs two numbers into a byte on a device."""
+    if device.type == "cpu":
+        from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+
+        return PrototypeInt4WeightOnlyConfig(group_size=GROUP, set_inductor_config=False)
+    from torchao.quantization import Int4WeightOnlyConfig
+
+    return Int4WeightOnlyConfig(group_size=GROUP, set_inductor_config=False)
+
+
+def _refuse_others(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    """Before weights are loaded into a quantised model: they have to be such weights too."""
+    for name, weight in module.named_parameters():
+        given = state.get(prefix + name)
+        if given is not None and type(given.data) is not type(weight.data):
+            raise WeirError(
+                f"this model has weights of few bits, and {prefix + name} is to be loaded with "
+                "others: load the model anew, from a folder with the new weights"
+            )

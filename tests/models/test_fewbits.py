@@ -1,0 +1,225 @@
+"""Weights of 8 and 4 bits: what torchao makes of a model is served like any other."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import pytest
+import torch
+from reference.models import CONFIGS, make, tokens
+from roundings import close, close_runs
+from torch import nn
+from transformers import DynamicCache, TorchAoConfig
+
+import weir
+from weir import StreamingCache, WeirError, compile_steps
+from weir.cache import size_of
+from weir.models import fewbits, output_weight, quantise_weights, skeleton, stored_bytes
+
+pytest.importorskip("torchao")
+
+POLICY = "sink(2) | recent(14)"
+
+
+@pytest.fixture(params=fewbits.BITS)
+def few(request, fresh_llama):
+    """A small model with weights of few bits."""
+    model = fresh_llama()
+    quantise_weights(model, request.param)
+    return model
+
+
+def dense(model):
+    """The same model with what its few bits stand for, in float32."""
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        if isinstance(module, nn.Linear):
+            with torch.no_grad():  # a weight is what the layer makes of each unit vector
+                units = torch.eye(module.in_features)
+                weight = (module(units) - (0 if module.bias is None else module.bias)).T
+            module.__class__ = nn.Linear
+            module.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+    return twin
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_streams_in_8_bits_as_with_a_cache_of_transformers(name):
+    model = make(name, num_hidden_layers=2)
+    quantise_weights(model, "int8")
+    kinds = {type(module) for module in model.modules() if isinstance(module, nn.Linear)}
+    assert fewbits.EightBits in kinds
+    text = tokens(1, 24)
+    with torch.no_grad():
+        wanted = model(text).logits[0]
+    found = weir.Stream(model, "sink(4) | recent(28)", chunk=4).feed(text[0], all_logits=True)
+    close_runs(found.view(wanted.shape), wanted, dense(model))
+
+
+def test_a_stream_past_its_budget_is_that_of_the_dense_numbers(few, ids):
+    text, twin = ids(1, 60), dense(few)
+    found, wanted = (
+        torch.cat([stream.feed(part[0], all_logits=True) for part in text.split(20, dim=1)])
+        for stream in (weir.Stream(it, POLICY, chunk=4) for it in (few, twin))
+    )
+    close_runs(found, wanted, twin)
+
+
+@pytest.mark.parametrize("rows", [1, 3, fewbits.FEW])
+@pytest.mark.parametrize("way", ["kernel", "graph"])
+def test_few_rows_get_what_many_get(few, rows, way, monkeypatch):
+    layer = few.model.layers[0].mlp.up_proj
+    x = torch.randn(1, fewbits.FEW + 1, layer.in_features, generator=torch.manual_seed(0))
+    many = layer(x)[:, :rows]
+    if way == "graph":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    size = float(x.abs().amax() * dense(few).model.layers[0].mlp.up_proj.weight.abs().sum(1).amax())
+    close(layer(x[:, :rows]), many, 2 * layer.in_features, size)
+
+
+@pytest.mark.parametrize("weights", fewbits.BITS)
+def test_compiled_steps_are_the_usual_ones(fresh_llama, ids, weights):
+    few, text, found = fresh_llama(layers=1), ids(1, 32), []
+    quantise_weights(few, weights)
+    for compiled in (False, True):
+        compile_steps(few, on=compiled, backend="eager")
+        cache = StreamingCache(few, POLICY, chunk=4)
+        with torch.no_grad():
+            parts = [text[:, :20], *text[:, 20:].split(1, dim=1)]
+            logits = [few(input_ids=part, past_key_values=cache).logits for part in parts]
+        found.append((torch.cat(logits, dim=1), cache.slots(0)))
+    compile_steps(few, on=False)
+    (usual, slots), (other, its) = found
+    close_runs(other, usual, dense(few))
+    assert torch.equal(its.position, slots.position)
+    close_runs(its.keys, slots.keys, dense(few))
+
+
+def test_a_session_goes_on(few, ids, tmp_path):
+    stream = weir.Stream(few, POLICY, chunk=4)
+    stream.feed(ids(1, 40)[0])
+    stream.save(tmp_path / "session")
+    wanted = stream.feed([3, 1, 4])
+    assert torch.equal(weir.Stream.restore(few, tmp_path / "session").feed([3, 1, 4]), wanted)
+
+
+def test_4_bits_take_half_of_8_and_8_a_quarter_of_what_they_replace(fresh_llama):
+    # Wide enough that scales are little beside numbers.
+    held = {}
+    for weights in (None, *fewbits.BITS):
+        model = fresh_llama(hidden_size=256, intermediate_size=512)
+        if weights is not None:
+            quantise_weights(model, weights)
+        held[weights] = stored_bytes(model.model.layers[0].mlp)
+    assert 0.25 * held[None] < held["int8"] < 0.26 * held[None]
+    # A scale and a zero for each 32 numbers.
+    assert held["int4"] == held[None] * (4 + 64 / 32) / 32
+
+
+@pytest.mark.parametrize("weights", fewbits.BITS)
+def test_what_a_model_will_take_is_known_without_its_weights(weights):
+    model, _ = weir.load("nano", weights=weights, device="cpu")
+    found, foretold = (
+        size_of(it, POLICY) for it in (model, skeleton("nano", weights=weights, device="cpu"))
+    )
+    plain = size_of(skeleton("nano", device="cpu"), POLICY)
+    assert found == foretold
+    assert found.step_weights < 0.35 * plain.step_weights
+    assert found.stream == plain.stream
+
+
+def test_nano_in_8_bits_reads_as_well():
+    text = "It was a bright morning in the palace, and the prince was speaking to the princess. "
+    model, tokenizer = weir.load("nano", device="cpu")
+    ids, found = tokenizer(4 * text, return_tensors="pt").input_ids, []
+    for weights in (None, "int8"):
+        if weights is not None:
+            quantise_weights(model, weights)
+        with torch.no_grad():
+            found.append(float(model(ids, labels=ids).loss))
+    # A row's numbers are off by up to a 254th of the largest one.
+    assert abs(found[0] - found[1]) < found[0] / 254
+
+
+def test_projections_are_read_where_they_are_of_8_bits(fresh_llama):
+    model = fresh_llama()
+    was = output_weight(model.model.layers[0].self_attn)
+    assert was is not None
+    quantise_weights(model, "int8")
+    now = output_weight(model.model.layers[0].self_attn)
+    step = was.abs().amax(1, keepdim=True) / 127
+    assert now is not None and bool(((now - was).abs() <= 0.501 * step).all())
+    weir.Stream(model, "defensivekv(budget=16)").feed(list(range(40)))
+
+
+def test_projections_of_4_bits_are_not_read(fresh_llama):
+    model = fresh_llama()
+    quantise_weights(model, "int4")
+    assert output_weight(model.model.layers[0].self_attn) is None
+    weir.Stream(model, "defensivekv(budget=16)").feed(list(range(40)))
+
+
+def test_a_model_that_transformers_quantised_on_its_way_in(fresh_llama, ids, tmp_path):
+    quantization = pytest.importorskip("torchao.quantization")
+    fresh_llama().save_pretrained(tmp_path)
+    config = quantization.Int8WeightOnlyConfig(set_inductor_config=False)
+    model = type(fresh_llama()).from_pretrained(tmp_path, quantization_config=TorchAoConfig(config))
+    text, cache = ids(1, 30), DynamicCache()
+    stream = weir.Stream(model, "sink(4) | recent(28)", chunk=4)
+    with torch.no_grad():
+        wanted = model(text, past_key_values=cache).logits[0]
+    close_runs(stream.feed(text[0], all_logits=True).view(wanted.shape), wanted, dense(model))
+    with pytest.raises(WeirError, match="quantised or shared out already"):
+        quantise_weights(model, "int8")
+
+
+def test_what_was_saved_in_few_bits_is_not_quantised_again(fresh_llama):
+    config = fresh_llama().config
+    config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    with pytest.raises(WeirError, match=r"a/b is quantised already \(gptq\)"):
+        fewbits.check_not_quantised("a/b", config)
+
+
+def test_weights_of_many_bits_are_not_loaded_into_few(few, fresh_llama):
+    before = few.model.layers[0].mlp.up_proj.weight
+    with pytest.raises(WeirError, match=r"up_proj\.weight|q_proj\.weight"):
+        few.load_state_dict(fresh_llama(seed=5).state_dict())
+    assert few.model.layers[0].mlp.up_proj.weight is before
+    few.load_state_dict(few.state_dict())
+
+
+def test_training_says_that_nothing_can_be_trained(few, ids):
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        few(ids(1, 8), labels=ids(1, 8)).loss.backward()
+
+
+def test_nothing_of_pytorch_is_left_changed(fresh_llama):
+    before = torch._inductor.config.save_config(), torch.get_float32_matmul_precision()
+    for weights in fewbits.BITS:
+        quantise_weights(fresh_llama(), weights)
+    assert (torch._inductor.config.save_config(), torch.get_float32_matmul_precision()) == before
+
+
+@pytest.mark.parametrize("weights", ["int3", "INT8", "", 8])
+def test_other_bits_are_refused(weights):
+    with pytest.raises(WeirError, match="weights must be 'int8' or 'int4', not"):
+        weir.load("nano", weights=weights)
+
+
+def test_without_torchao_it_is_named(fresh_llama, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(WeirError, match=r"need torchao.*pip install 'weir\[quant\]'"):
+        quantise_weights(fresh_llama(), "int8")
+
+
+def test_a_device_that_torchao_has_no_kernel_for_is_named(fresh_llama):
+    with pytest.raises(WeirError, match="torchao cannot make weights of few bits on meta: "):
+        quantise_weights(fresh_llama().to("meta"), "int4")
+
+
+def test_a_model_without_linear_layers_is_refused():
+    class Bare(nn.Module):
+        get_output_embeddings = staticmethod(lambda: None)
+
+    with pytest.raises(WeirError, match="no layer of this model is linear"):
+        quantise_weights(Bare(), "int8")
