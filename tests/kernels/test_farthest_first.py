@@ -32,10 +32,14 @@ def keys_of_whole_numbers(draw) -> tuple[Tensor, Tensor, int]:
 @given(keys_of_whole_numbers())
 def test_it_picks_what_the_reference_picks_the_oldest_of_equal_ones(case):
     keys, among, k = case
-    before = keys.clone()
-    got = numba_centres.farthest_first(keys, among, k)
-    assert torch.equal(got, farthest_first(keys, among, k))
-    assert torch.equal(keys, before)
+    # Powers of two, which leave distances exact.
+    weight = 2.0 ** (torch.arange(keys.shape[2]) % 5 - 2).expand(among.shape)
+    before = keys.clone(), weight.clone()
+    for its in (None, weight):
+        got = numba_centres.farthest_first(keys, among, k, its)
+        assert torch.equal(got, farthest_first(keys, among, k, its))
+    assert torch.equal(keys, before[0])
+    assert torch.equal(weight, before[1])
 
 
 @pytest.mark.parametrize("dim", [1, 32, 64, 80, 129, 256])

@@ -38,7 +38,11 @@ PIPES = {
     ],
     "heavy": ["recent(4) | heavy(6)"],
     "hive": ["sink(2) | recent(4) | hive(9, stride=3)", "recent(4) | hive(9, local_max=false)"],
-    "kcenter": ["recent(4) | kcenter(6)", "kcenter(k=6)"],
+    "kcenter": [
+        "recent(4) | kcenter(6)",
+        "kcenter(k=6)",
+        "recent(4) | kcenter(6, spans=1, use=0.5, fresh=0.5)",
+    ],
     "subgen": [
         "recent(4) | subgen(8, clusters=4, per_cluster=2)",
         "recent(4) | subgen(8, clusters=none, per_cluster=2, delta=1.5)",

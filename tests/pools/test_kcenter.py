@@ -45,7 +45,8 @@ def slots_at(position: Tensor, keys: Tensor) -> Slots:
     mine = keys.gather(2, position.clamp_min(0)[..., None].expand(-1, -1, -1, keys.shape[3]))
     a = (position % 5 * 0.25).masked_fill(empty, -torch.inf)
     b = (position % 7 * 0.5).masked_fill(empty, -torch.inf)
-    return Slots(mine, position[..., None].expand(-1, -1, -1, 3).float(), a, b, position)
+    mass = (2.0 ** (position % 3)).masked_fill(empty, 0.0)
+    return Slots(mine, position[..., None].expand(-1, -1, -1, 3).float(), a, b, position, mass)
 
 
 def whole_keys(batch: int, heads: int, length: int, dim: int = 3, seed: int = 0) -> Tensor:
@@ -72,18 +73,38 @@ def folds(pool: KCenter, keys: Tensor, chunk: int, share: float = 1.0) -> Iterat
 
 
 @pytest.mark.parametrize(
-    ("chunk", "share", "length"), [(1, 1.0, 1200), (7, 1.0, 2000), (64, 1.0, 3000), (13, 0.4, 2000)]
+    ("pool", "chunk", "share", "length"),
+    [
+        (KCenter(12), 1, 1.0, 1200),
+        (KCenter(12), 7, 1.0, 2000),
+        (KCenter(12), 64, 1.0, 3000),
+        (KCenter(12), 13, 0.4, 2000),
+        (KCenter(12, spans=1), 9, 1.0, 400),
+        (KCenter(12, spans=2, fresh=0.5), 13, 0.6, 400),
+        (KCenter(12, fresh=0.5), 9, 1.0, 400),
+        (KCenter(12, use=1.0), 9, 0.6, 400),
+    ],
 )
-def test_it_holds_what_a_naive_loop_holds(chunk, share, length):
-    k, keys = 12, whole_keys(2, 3, length)
+def test_it_holds_what_a_naive_loop_holds(pool, chunk, share, length):
+    k, keys = pool.k, whole_keys(2, 3, length)
     whole = keys.tolist()
+
+    def weight(token: Token) -> float:
+        return 2.0 ** (token.position % 3) if pool.use else 1.0  # all are as old to FOLD
+
     naive = {
-        (row, head): kcenter_of(k, lambda t, at, own=whole[row][head]: own[t.position])
+        (row, head): kcenter_of(
+            k,
+            lambda t, at, own=whole[row][head]: own[t.position],
+            pool.spans,
+            pool.fresh,
+            weight,
+        )
         for row in range(2)
         for head in range(3)
     }
     mine: dict[tuple[int, int], list[Token]] = {at: [] for at in naive}
-    for held, new, rest in folds(KCenter(k), keys, chunk, share):
+    for held, new, rest in folds(pool, keys, chunk, share):
         assert bool(held.held.any(dim=0).any(dim=0).all()), "a column is empty in every head"
         for (row, head), fold in naive.items():
             arrived = [Token(p) for p in new.position[row, head].tolist() if p >= 0]
@@ -115,7 +136,7 @@ def test_centres_lie_apart_by_the_radius_they_cover_and_no_others_cover_half_of_
     keys = torch.tensor(where, dtype=torch.float32)[None, None]
     k = min(k, len(where))
     picked = farthest_first(keys, torch.ones(1, 1, len(where), dtype=torch.bool), k)[0, 0]
-    centres = [p for p, yes in zip(where, picked.tolist(), strict=True) if yes]
+    centres = [p for p, yes in zip(where, picked.tolist(), strict=True) if yes >= 0]
     assert len(centres) == k
     reached, exactly = radius(centres, where), 1 - off(2, torch.float64)
     for one, other in itertools.combinations(centres, 2):
@@ -140,13 +161,13 @@ def test_distances_are_of_keys_moved_far_from_the_origin_too():
     # |x|^2 + |y|^2 - 2xy would lose these differences in float32.
     near = torch.tensor([0.0, 1.0, 5.0, 2.0])[None, None, :, None]
     picked = farthest_first(near + 30_000, torch.ones(1, 1, 4, dtype=torch.bool), 2)
-    assert picked[0, 0].tolist() == [True, False, True, False]
+    assert picked[0, 0].tolist() == [0, -1, 1, -1]
 
 
 def test_keys_of_half_precision_are_compared_in_single():
     keys = torch.tensor([0.0, 300.0, -301.0])[None, None, :, None].half().expand(-1, -1, -1, 64)
     picked = farthest_first(keys, torch.ones(1, 1, 3, dtype=torch.bool), 2)
-    assert picked[0, 0].tolist() == [True, False, True]
+    assert picked[0, 0].tolist() == [0, -1, 1]
 
 
 def test_what_flows_on_arrives_at_the_next_pool_with_its_weight():
@@ -157,6 +178,53 @@ def test_what_flows_on_arrives_at_the_next_pool_with_its_weight():
         passed += held.position[0, 0].tolist()
         assert torch.equal(held.b, held.position % 7 * 0.5)
     assert len(passed) == len(set(passed)) == 26
+
+
+def test_use_is_attention_by_query_and_not_by_age():
+    keys = torch.tensor([[0.0], [4.0], [5.0], [1.0]])[None, None]
+    slots = slots_at(torch.tensor([[[0, 10, 95, 99]]]), keys.repeat(1, 1, 100, 1)[:, :, :100])
+    slots.keys, slots.mass = keys, torch.tensor([[[50.0, 9.0, 1.0, 0.1]]])
+    fold = replace(FOLD, seen=torch.tensor([100]))
+    for use, second in ((0.0, 95), (1.0, 95), (4.0, 95)):
+        kept, _ = KCenter(2, use=use).fold(slots.part(0, 0), slots, fold)
+        assert kept.position[0, 0].tolist() == [0, second]
+    slots.mass[0, 0, 1] = 90.0  # one for each query, and five times as much as the next
+    kept, _ = KCenter(2, use=1.0).fold(slots.part(0, 0), slots, fold)
+    assert kept.position[0, 0].tolist() == [0, 10]
+
+
+def test_a_newer_key_like_a_centre_takes_its_place_but_never_the_first_ones():
+    keys = torch.tensor([0.0, 100.0, 60.0, 0.5, 99.0, 90.0, 40.0])[None, None, :, None]
+    held = slots_at(torch.tensor([[[0, 1, 2]]]), keys)
+    new = slots_at(torch.tensor([[[3, 4, 5, 6]]]), keys)
+    # Of 0, 100 and 60 the farthest is 40, at 20; near is what lies within 10 of its centre.
+    for fresh, wanted in ((0.0, [0, 1, 2]), (0.25, [0, 2, 4]), (0.5, [0, 2, 5])):
+        kept, gone = KCenter(3, fresh=fresh).fold(held, new, FOLD)
+        assert kept.position[0, 0].tolist() == wanted
+        assert sorted([*wanted, *gone.position[0, 0].tolist()]) == list(range(7))
+
+
+def test_a_centre_brings_its_neighbours_as_far_as_there_is_room():
+    keys = torch.tensor([0.0, 1.0, 2.0, 3.0, 50.0, 4.0, 5.0, 6.0])[None, None, :, None]
+    new = slots_at(torch.arange(8)[None, None], keys)
+    for k, wanted in ((3, [0, 1, 4]), (4, [0, 1, 3, 4]), (5, [0, 1, 3, 4, 5])):
+        kept, _ = KCenter(k, spans=1).fold(new.part(0, 0), new, FOLD)
+        assert kept.position[0, 0].tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"spans": -1}, "0 neighbours or more a side, not -1"),
+        ({"use": -0.5}, "a power from 0 on, not -0.5"),
+        ({"use": math.inf}, "a power from 0 on, not inf"),
+        ({"fresh": 1.0}, "from 0 to less than 1, not 1"),
+        ({"fresh": math.nan}, "from 0 to less than 1, not nan"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(given, reason):
+    with pytest.raises(WeirError, match=reason):
+        KCenter(8, **given)
 
 
 @pytest.mark.parametrize("k", [0, -3])
@@ -184,9 +252,10 @@ def test_a_budget_too_small_for_both_is_refused(budget):
 # --- through a model
 
 
-def centres_of(recent: int, k: int):
+def centres_of(recent: int, k: int, **options):
     """The naive policy: recent tokens, and centres of what leaves them."""
-    pick = kcenter_of(k, lambda t, at: at.rotate(t.key[None], t.position)[0].tolist())
+    options["plain"] = lambda t: t.key.tolist()
+    pick = kcenter_of(k, lambda t, at: at.rotate(t.key[None], t.position)[0].tolist(), **options)
 
     def fold(held, new, at):
         newest = [*held[0], *new]
@@ -204,6 +273,16 @@ def test_a_model_reads_on_as_the_naive_loop_does(llama, ids, positions, chunk):
     naive = Naive(llama, centres_of(8, 6), pools=2, chunk=chunk, rolling=positions == "rolling")
     got = fed(llama, cache, tokens, [50, 1, 1, 68])[0]
     close_runs(got, naive.feed(tokens[0]), llama)
+    holds_as(cache, naive)
+
+
+def test_centres_make_way_for_keys_that_are_alike_without_rotation(llama):
+    # No token twice: of equal keys roundings would decide which one is nearer.
+    tokens = torch.randperm(61, generator=torch.Generator().manual_seed(0))[None]
+    text = "recent(8) | kcenter(9, spans=1, fresh=0.6)"
+    cache = weir.StreamingCache(llama, text, chunk=5)
+    naive = Naive(llama, centres_of(8, 9, spans=1, fresh=0.6), pools=2, chunk=5)
+    close_runs(fed(llama, cache, tokens, [61])[0], naive.feed(tokens[0]), llama)
     holds_as(cache, naive)
 
 

@@ -86,6 +86,8 @@ class SoftmaxBalance:
 
         def product(t: Token, u: Token) -> float:
             kernel = math.exp(self.temperature * self.scale * dot(shifted(t), shifted(u)))
+            if self.halves == "authors":
+                return kernel * self.released(t, u)
             above = weight(t.a, most_a) * weight(u.a, most_a) * dot(t.value, u.value)
             return kernel * (above + self.constant * weight(t.b, most_b) * weight(u.b, most_b))
 
@@ -94,6 +96,9 @@ class SoftmaxBalance:
             r_key = max(dot(shifted(t), shifted(t)) for t in everyone)
             r_value = max(weight(t.a, most_a) ** 2 * dot(t.value, t.value) for t in everyone)
             r_value += self.constant * max(weight(t.b, most_b) for t in everyone) ** 2
+            if self.halves == "authors":
+                r_value = max(math.exp(t.a) ** 2 * dot(t.value, t.value) for t in everyone)
+                r_value += max(self.released(t, t, alone=True) for t in everyone)
             radius = math.exp(self.temperature * self.scale * r_key) * r_value
             n = len(everyone)
             if self.halves == "pairs":
@@ -116,6 +121,15 @@ class SoftmaxBalance:
             )
             signs.append(1 if u < 0.5 - gain * total else -1)
         return signs
+
+    def released(self, t: Token, u: Token, alone: bool = False) -> float:
+        """The authors' code, algorithms.md 4.3: later rounds scale v, but not the constant.
+
+        A token that is in the denominator alone has a value of 1. `alone`: only the constant's.
+        """
+        values = 0.0 if alone else math.exp(t.a + u.a) * dot(t.value, u.value)
+        counts = [math.exp(x.b) if x.a == -math.inf else float(x.b > -math.inf) for x in (t, u)]
+        return values + self.constant * counts[0] * counts[1]
 
     def pairs(self, places: list[Place], draw: Callable[[Token], float]) -> list[Token]:
         """One of each two neighbours, for both."""
@@ -233,6 +247,12 @@ class Balance:
     def __post_init__(self) -> None:
         self.main = Tower(self.coin)
         self.buckets: dict[int, Tower] = {}
+
+    def give_back(self) -> None:
+        """After a fold: places that short halves left empty, but for Algorithm 4 to the letter."""
+        if not self.eager:
+            for tower in self.towers():
+                tower.sets = [[t for t in places if t is not None] for places in tower.sets]
 
     def take(self, token: Token) -> None:
         """One token comes."""

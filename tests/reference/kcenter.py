@@ -2,11 +2,13 @@
 
 SubGen (Zandieh et al. 2024), section 3.2, with its reference [8], Dyer and Frieze 1985: the first
 centre is arbitrary (the oldest token here); each next one is the point whose distance to the
-nearest centre is the largest (the oldest of them).
+nearest centre is the largest (the oldest of them). Neighbours, weights and centres that make way
+are options of weir's.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +18,13 @@ def squared_distance(x: list[float], y: list[float]) -> float:
     return sum((one - other) ** 2 for one, other in zip(x, y, strict=True))
 
 
-def greedy_k_center(tokens: list[Any], k: int, key: Callable[[Any], list[float]]) -> list[Any]:
-    """The tokens that are picked, in the order in which they are."""
+def greedy_k_center(
+    tokens: list[Any],
+    k: int,
+    key: Callable[[Any], list[float]],
+    weight: Callable[[Any], float] = lambda t: 1.0,
+) -> list[Any]:
+    """The tokens that are picked, in the order in which they are; distances times weights."""
     rest = sorted(tokens, key=lambda t: t.position)
     centres: list[Any] = []
     nearest: dict[int, float] = {}
@@ -29,20 +36,65 @@ def greedy_k_center(tokens: list[Any], k: int, key: Callable[[Any], list[float]]
         rest.remove(pick)
         centres.append(pick)
         for token in rest:
-            distance = squared_distance(key(token), key(pick))
+            distance = squared_distance(key(token), key(pick)) * weight(token) ** 2
             nearest[token.position] = min(distance, nearest.get(token.position, distance))
     return centres
 
 
+def with_neighbours(centres: list[Any], tokens: list[Any], k: int, spans: int) -> list[Any]:
+    """Centres in their order, each with the tokens next to it in the stream, as far as k goes."""
+    stay: list[Any] = []
+    for centre in centres:
+        near = [t for t in tokens if abs(t.position - centre.position) <= spans]
+        for token in [centre, *sorted(near, key=lambda t: t.position)]:
+            if all(token is not t for t in stay) and len(stay) < k:
+                stay.append(token)
+    return stay
+
+
+def renewed(
+    stay: list[Any], first: Any, tokens: list[Any], share: float, key: Callable[[Any], list[float]]
+) -> list[Any]:
+    """The newest token near each that stays, or itself; the first makes no way."""
+    kept = sorted(stay, key=lambda t: t.position)
+    nearest = {}
+    for token in tokens:
+        if all(token is not t for t in kept):
+            away = [math.sqrt(squared_distance(key(token), key(t))) for t in kept]
+            nearest[token.position] = (min(away), kept[away.index(min(away))], token)
+    radius = max((away for away, _, _ in nearest.values()), default=0.0)
+    found = []
+    for centre in kept:
+        near = [t for away, c, t in nearest.values() if c is centre and away <= share * radius]
+        newer = [t for t in near if t.position > centre.position and centre is not first]
+        found.append(max([centre, *newer], key=lambda t: t.position))
+    return found
+
+
 def kcenter_of(
-    k: int, key: Callable[[Any, Any], list[float]]
+    k: int,
+    key: Callable[[Any, Any], list[float]],
+    spans: int = 0,
+    fresh: float = 0.0,
+    weight: Callable[[Any], float] = lambda t: 1.0,
+    plain: Callable[[Any], list[float]] | None = None,
 ) -> Callable[..., tuple[list[Any], list[Any]]]:
-    """A fold (mine, new, at) -> (mine, gone); `key(token, at)` is what distances are about."""
+    """A fold (mine, new, at) -> (mine, gone); `key(token, at)` is what distances are about.
+
+    `plain(token)` is the key by which centres make way, if it is another.
+    """
 
     def fold(mine: list[Any], new: list[Any], at: Any = None) -> tuple[list[Any], list[Any]]:
         tokens = [*mine, *new]
         keys = {token.position: key(token, at) for token in tokens}
-        centres = greedy_k_center(tokens, k, lambda t: keys[t.position])
+        centres = greedy_k_center(tokens, k, lambda t: keys[t.position], weight)
+        if len(tokens) > k:
+            first = centres[0]
+            centres = with_neighbours(centres, tokens, k, spans)
+            if fresh:
+                centres = renewed(
+                    centres, first, tokens, fresh, plain or (lambda t: keys[t.position])
+                )
         chosen = {token.position for token in centres}
         by_age = sorted(tokens, key=lambda t: t.position)
         stay = [t for t in by_age if t.position in chosen]

@@ -23,12 +23,14 @@ _TOGETHER = 8
 """Dimensions whose differences are summed before `square` is written."""
 
 
-def _pick(keys: np.ndarray, far: np.ndarray, wanted: np.ndarray, picked: np.ndarray) -> None:
+def _pick(
+    keys: np.ndarray, far: np.ndarray, weight: np.ndarray, wanted: np.ndarray, order: np.ndarray
+) -> None:
     heads, dim, slots = keys.shape
     square = np.empty(slots, np.float32)
     places, stays = np.empty(slots, np.int64), np.empty(slots, np.int64)
     for head in range(heads):
-        reach = far[head]
+        reach, heavy = far[head], weight[head]
         # Floats that are not negative are in the order of their bits read as whole numbers, and
         # numba vectorises a maximum of whole numbers only.
         bits = reach.view(np.int32)
@@ -47,6 +49,7 @@ def _pick(keys: np.ndarray, far: np.ndarray, wanted: np.ndarray, picked: np.ndar
                     break
                 for place in range(left):
                     reach[place] = reach[stays[place]]
+                    heavy[place] = heavy[stays[place]]
                     places[place] = places[stays[place]]
                 for part in range(dim):
                     line = keys[head, part]
@@ -60,7 +63,7 @@ def _pick(keys: np.ndarray, far: np.ndarray, wanted: np.ndarray, picked: np.ndar
             at = 0
             while bits[at] != largest:
                 at += 1
-            picked[head, places[at]] = True
+            order[head, places[at]] = done
             square[:left] = 0.0
             # Eight dimensions at a time: `square` is read and written an eighth as often.
             for part in range(0, dim, _TOGETHER):
@@ -78,28 +81,30 @@ def _pick(keys: np.ndarray, far: np.ndarray, wanted: np.ndarray, picked: np.ndar
                     half = (d0 * d0 + d1 * d1) + (d2 * d2 + d3 * d3)
                     square[place] += half + ((d4 * d4 + d5 * d5) + (d6 * d6 + d7 * d7))
             for place in range(left):
-                reach[place] = min(reach[place], np.sqrt(square[place]))
+                reach[place] = min(reach[place], np.sqrt(square[place]) * heavy[place])
             reach[at] = -1.0
 
 
 _compiled_pick = compiled(_pick)
 
 
-def farthest_first(keys: Tensor, among: Tensor, k: int) -> Tensor:
-    """Which keys are picked [batch, kv_heads, n], bool; arguments as in the reference.
+def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = None) -> Tensor:
+    """In which order keys are picked [batch, kv_heads, n], int64, -1 for no; as the reference.
 
     Args:
         keys: [batch, kv_heads, n, key_dim]; zeros are added until `_TOGETHER` divides key_dim,
             which changes no distance.
         among: the candidates [batch, kv_heads, n], bool.
         k: how many are picked of each head.
+        weight: what distances are multiplied by [batch, kv_heads, n], float32; None for 1.
     """
     far = torch.where(among, torch.inf, -1.0).flatten(0, 1)
-    picked = torch.zeros_like(far, dtype=torch.bool)
+    heavy = torch.ones_like(far) if weight is None else weight.flatten(0, 1).float().clone()
+    order = torch.full(far.shape, -1)
     if far.numel():
         whole = F.pad(keys.float(), (0, -keys.shape[3] % _TOGETHER))
         by_dimension = whole.flatten(0, 1).mT.clone(memory_format=torch.contiguous_format)
         wanted = torch.full((by_dimension.shape[0],), k)
-        arrays = [t.numpy() for t in (by_dimension, far, wanted, picked)]
+        arrays = [t.numpy() for t in (by_dimension, far, heavy, wanted, order)]
         spread(_compiled_pick, arrays, 1 + k * by_dimension.numel() // _WORTH_A_THREAD)
-    return picked.view_as(among)
+    return order.view_as(among)

@@ -5,10 +5,14 @@ beside the most recent tokens, keep k centres picked from the rest by greedy k-c
 farthest-first traversal (the paper's reference [8]). Start somewhere, then pick the key that is the
 farthest from all centres picked so far, k - 1 times. No choice of k centres at all covers the keys
 within less than half the radius of this one.
+
+What the paper does not have are three options: neighbours that come along, distances weighed by
+use, and centres that make way for newer keys like theirs.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +21,12 @@ from torch import Tensor
 from weir import kernels
 from weir.errors import WeirError
 from weir.pools.base import Fold, Pool, split
+from weir.pools.ranked import highest, pooled
 from weir.pools.registry import pool
 from weir.slab import Slots
+
+LEAST_USE = 1e-6
+"""Attention by query below which tokens count as equally unused."""
 
 
 @pool("kcenter")
@@ -34,13 +42,37 @@ class KCenter(Pool):
 
     Attributes:
         k: how many tokens are kept.
+        spans: a token that is picked brings so many neighbours on each side along, as far as they
+            are there; fewer are picked then.
+        use: distances are multiplied by the attention a token received, by query since it came, to
+            this power: 0 for none.
+        fresh: a centre makes way for the newest of the tokens that are nearer to it than this share
+            of the radius, the distance within which every key has a centre; 0 for never. The first
+            centre makes no way. These distances are of keys without rotation.
     """
 
     k: int
+    spans: int = 0
+    use: float = 0.0
+    fresh: float = 0.0
 
     def __post_init__(self) -> None:
         if self.k < 1:
             raise WeirError(f"kcenter keeps at least 1 token, not {self.k}")
+        if self.spans < 0:
+            raise WeirError(f"a centre brings 0 neighbours or more a side, not {self.spans}")
+        if not 0 <= self.use < math.inf:
+            raise WeirError(f"use weighs in kcenter with a power from 0 on, not {self.use:g}")
+        if not 0 <= self.fresh < 1:
+            raise WeirError(
+                f"fresh is a share of the radius of kcenter from 0 to less than 1, not "
+                f"{self.fresh:g}"
+            )
+
+    @property
+    def needs_mass(self) -> bool:
+        """Where use weighs."""
+        return self.use > 0
 
     @property
     def has_chance(self) -> bool:
@@ -54,15 +86,33 @@ class KCenter(Pool):
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Pick centres anew; both what stays and what flows on lie from the oldest token on."""
         both = fold.in_order(held, new)
-        stays = both.held
-        if len(both) > self.k:
-            pick = kernels.farthest_first(both.keys.device) or farthest_first
-            stays = pick(both.keys, both.held, self.k)
+        if len(both) <= self.k:
+            return split(both, both.held)
+        pick = kernels.farthest_first(both.keys.device) or farthest_first
+        weight = self._weight(both, fold) if self.use else None
+        order = pick(both.keys, both.held, self.k, weight)
+        stays = order >= 0
+        if self.spans:
+            # A neighbour comes right after the first centre that brings it, the older one first.
+            turn = (self.k - order).where(stays, 0)
+            brought = pooled(turn, both.position, 2 * self.spans + 1, average=False)
+            stays = highest(self.k, both.held, brought, (turn == brought).double())
+        if self.fresh:
+            # With rotation nothing said long ago is like what is said now.
+            keys = both.keys if fold.read is None else fold.read.unrotated(both)
+            stays = renewed(keys, both.held, stays, order == 0, self.fresh)
         return split(both, stays)
 
+    def _weight(self, slots: Slots, fold: Fold) -> Tensor:
+        """What distances are multiplied by [batch, kv_heads, slots], float32, above 0."""
+        assert slots.mass is not None
+        asked = (fold.next[:, None, None] - slots.position).clamp_min(1)
+        share = slots.mass.double() / asked
+        return share.clamp_min(LEAST_USE).pow(self.use).float()
 
-def farthest_first(keys: Tensor, among: Tensor, k: int) -> Tensor:
-    """Which keys greedy k-center picks, starting from the first [batch, kv_heads, n], bool.
+
+def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = None) -> Tensor:
+    """In which order greedy k-center picks keys, starting from the first [batch, kv_heads, n].
 
     Each pick needs the one before it, so this is a loop over k; all heads and rows go together.
     This is what the kernel must equal.
@@ -72,18 +122,48 @@ def farthest_first(keys: Tensor, among: Tensor, k: int) -> Tensor:
         keys: [batch, kv_heads, n, key_dim].
         among: those there are to pick from [batch, kv_heads, n], bool.
         k: how many are picked, at most n.
+        weight: what the distances of each key are multiplied by [batch, kv_heads, n], float32,
+            above 0; None for 1.
+
+    Returns:
+        The number of each key's pick from 0 on, int64; -1 where it is not picked.
     """
     keys = keys.float()
-    picked = torch.zeros_like(among)
+    order = torch.full(among.shape, -1, device=keys.device)
     # Distance to the nearest centre: infinite before there is one, and below zero once picked.
     far = torch.where(among, torch.inf, -1.0)
-    for _ in range(k):
+    for number in range(k):
         at = far.argmax(dim=2, keepdim=True)  # of equal ones the first
-        picked.scatter_(2, at, True)
+        left = far.gather(2, at) >= 0
+        order.scatter_(2, at, torch.where(left, number, order.gather(2, at)))
         centre = keys.gather(2, at[..., None].expand(-1, -1, 1, keys.shape[3]))
-        far = far.minimum(_distance(keys, centre)[..., 0])
+        distance = _distance(keys, centre)[..., 0]
+        far = far.minimum(distance if weight is None else distance * weight)
         far = far.scatter(2, at, -1.0)
-    return picked & among
+    return order
+
+
+def renewed(keys: Tensor, among: Tensor, stays: Tensor, first: Tensor, share: float) -> Tensor:
+    """Centres, each in the place of the newest key that is near to it [batch, kv_heads, n], bool.
+
+    Args:
+        keys: from the oldest on [batch, kv_heads, n, key_dim].
+        among: where there is a key [batch, kv_heads, n], bool.
+        stays: the centres [batch, kv_heads, n], bool.
+        first: of them those that make no way [batch, kv_heads, n], bool.
+        share: near is within this part of the largest distance of a key to its nearest centre. A
+            key that is near to several makes way for none but the nearest, of equal ones the
+            oldest.
+    """
+    keys = keys.float()
+    far, nearest = _distance(keys, keys).masked_fill(~stays[:, :, None], torch.inf).min(dim=3)
+    rest = among & ~stays
+    radius = far.masked_fill(~rest, 0.0).amax(dim=2, keepdim=True)
+    place = torch.arange(keys.shape[2], device=keys.device).expand_as(nearest)
+    near = rest & (far <= share * radius) & (place > nearest) & ~first.gather(2, nearest)
+    # Who stands in each place: the newest key near it, or what stood there.
+    newest = place.scatter_reduce(2, nearest, place.where(near, -1), "amax")
+    return torch.zeros_like(place).scatter_reduce(2, newest, stays.long(), "amax") > 0
 
 
 def _distance(keys: Tensor, centres: Tensor) -> Tensor:

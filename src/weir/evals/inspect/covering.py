@@ -118,7 +118,7 @@ def centres(points: Tensor, k: int) -> Tensor:
         raise WeirError(f"{k} centres cannot be picked from {points.shape[1]} tokens")
     pick = kernels.farthest_first(points.device) or farthest_first
     among = torch.ones(1, *points.shape[:2], dtype=torch.bool, device=points.device)
-    return pick(points[None], among, k)[0]
+    return pick(points[None], among, k)[0] >= 0
 
 
 def covering_radii(points: Tensor, counts: Sequence[int]) -> Tensor:

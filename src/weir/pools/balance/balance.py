@@ -44,7 +44,7 @@ class Balance(Pool):
         n: how many slots.
         block: the most tokens that are halved at once, an even number, at most half of the slots.
             `none` for the paper's 256 in a prompt that is folded whole, and a 16th of the slots in
-            a stream.
+            a stream, a half of them if eager.
         halves: who stays of a block. pairs: one of each two neighbours, for both; exactly half, and
             both sums are unbiased. authors: the rule of the authors' code, exactly half. paper: the
             smaller side of the walk, at most half.
@@ -97,7 +97,10 @@ class Balance(Pool):
     @property
     def largest_block(self) -> int:
         """The most tokens that are halved at once in a stream."""
-        return self.block or min(BLOCK, max(2, self.n // PARTS // 2 * 2))
+        # Eager levels keep less than a block each, so small blocks would leave slots idle; the
+        # thresholds of `schedule` cut large ones down to what fits.
+        parts = 2 if self.eager else PARTS
+        return self.block or min(BLOCK, max(2, self.n // parts // 2 * 2))
 
     @property
     def two_weights(self) -> bool:
@@ -110,9 +113,9 @@ class Balance(Pool):
 
     def state(self, like: Slots) -> dict[str, Tensor]:
         """`level`, the level of each slot [batch, kv_heads, n], int64; -1 where it is not in use. A
-        slot in use may be empty, where a half was short. For separate sets also the `bucket` of
-        each, int64, and of each head `came`, its tokens so far, int64, and `longest`, the length of
-        their longest value, float64 [batch, kv_heads].
+        slot in use may be empty, where a half was short, until the next fold. For separate sets
+        also the `bucket` of each, int64, and of each head `came`, its tokens so far, int64, and
+        `longest`, the length of their longest value, float64 [batch, kv_heads].
         """
         shape = like.position.shape[:2]
         state = {"level": like.position.new_full((*shape, self.n), EMPTY)}
@@ -148,7 +151,7 @@ class Balance(Pool):
             raise WeirError("balance was given a key or value that is not finite; it has no sum")
         if self.sets == "separate":
             return self._fold_separate(held, new, fold), new.part(0, 0)
-        level = fold.state["level"][:, :, : len(held)]
+        level = self._levels(held, fold)
         came = new.held.sum(dim=2).flatten().tolist()
         if fold.prompt and not self.eager:
             blocks = [at_once(self.n, self.block or BLOCK, arrivals) for arrivals in came]
@@ -171,7 +174,7 @@ class Balance(Pool):
         came = fold.state["came"][..., None] + new.held.cumsum(dim=2)
         short = self.precision / came.clamp_min(1).sqrt() * longest
         new = doubled(new)
-        level, number = (fold.state[name][:, :, : len(held)] for name in ("level", "bucket"))
+        level, number = self._levels(held, fold), fold.state["bucket"][:, :, : len(held)]
         level = _with(level, new)
         mine = bucket(new.values).where(~new.a.isneginf(), NO_BUCKET)
         number = torch.cat([number, mine], dim=2)
@@ -192,6 +195,15 @@ class Balance(Pool):
         fold.state["bucket"] = self._state(number.where(level >= 0, NO_BUCKET), NO_BUCKET)
         fold.state["came"], fold.state["longest"] = came[..., -1], longest[..., -1]
         return kept
+
+    def _levels(self, held: Slots, fold: Fold) -> Tensor:
+        """The level of each slot that counts towards a block [batch, kv_heads, slots].
+
+        Where a half was short, places of the level above are empty. Algorithm 4 counts them, and so
+        does `eager`. Otherwise they are given back when the next tokens come, so that none is idle.
+        """
+        level = fold.state["level"][:, :, : len(held)]
+        return level if self.eager else level.where(held.held, EMPTY)
 
     def _state(self, of_slots: Tensor, nothing: int) -> Tensor:
         """What is to be remembered of slots [batch, kv_heads, slots], for as many as there are."""

@@ -23,22 +23,35 @@ class Gram:
 
     So that nothing overflows, products are divided by e^top, and weights by the largest of a block.
 
+    In the authors' code later rounds multiply values by the weights so far, the constant by none,
+    and nothing is divided: there a walk leans the harder the more its tokens stand for.
+
     Attributes:
         keys: less the mean of their block [blocks, tokens, key_dim], float32.
         sums: what tokens add to both sums: e^a v over the largest e^a, and e^b over the largest,
             times the root of the constant [blocks, tokens, value_dim + 1], float32.
         rate: the factor of <k_i, k_j>.
         top: the largest <k, k> times the rate [blocks].
+        weight: the logarithm of what else products were divided by, where that is to be made good
+            [blocks]: as in the authors' code; otherwise 0.
     """
 
     keys: Tensor
     sums: Tensor
     rate: float
     top: Tensor
+    weight: Tensor
 
     @classmethod
     def of(
-        cls, keys: Tensor, values: Tensor, a: Tensor, b: Tensor, rate: float, constant: float
+        cls,
+        keys: Tensor,
+        values: Tensor,
+        a: Tensor,
+        b: Tensor,
+        rate: float,
+        constant: float,
+        released: bool = False,
     ) -> Gram:
         """From tokens.
 
@@ -48,6 +61,7 @@ class Gram:
             a, b: log-weights [blocks, tokens]; both -inf where there is no token.
             rate: the factor of <k_i, k_j>.
             constant: how much the denominator counts.
+            released: weights as in the authors' code.
         """
         there = held(a, b)[..., None]
         keys, values = keys.float(), values.float()
@@ -58,9 +72,10 @@ class Gram:
         if not full:
             keys.masked_fill_(~there, 0.0)
         sums = values.new_empty((*values.shape[:2], values.shape[2] + 1))
-        torch.mul(values, _relative(a)[..., None], out=sums[..., :-1])
-        torch.mul(_relative(b), math.sqrt(constant), out=sums[..., -1])
-        return cls(keys, sums, rate, rate * _longest(keys))
+        above, below, weight = _released(a, b) if released else _relative(a, b)
+        torch.mul(values, above[..., None], out=sums[..., :-1])
+        torch.mul(below, math.sqrt(constant), out=sums[..., -1])
+        return cls(keys, sums, rate, rate * _longest(keys), weight)
 
     def radius(self) -> Tensor:
         """The largest squared length of a token's vector, or more, over e^top [blocks]."""
@@ -109,7 +124,23 @@ def _longest(vectors: Tensor) -> Tensor:
     return vectors.norm(dim=2).amax(dim=1).square()
 
 
-def _relative(weight: Tensor) -> Tensor:
-    """e^weight over the largest of its block; 0 where there is no weight."""
+def _relative(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(e^a over the largest of its block, e^b over the largest, 0 for each block)."""
+    return (a - _largest(a)).exp(), (b - _largest(b)).exp(), a.new_zeros(a.shape[0])
+
+
+def _released(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(e^a, 1 for each token, both over the largest e^a; what products are divided by, its log).
+
+    A token that is in the denominator alone (separate sets) has a value of 1, which is weighted.
+    """
+    silent = a.isneginf()
+    most = _largest(torch.where(silent, b, a))
+    below = torch.where(silent, b, 0.0).masked_fill(b.isneginf(), -torch.inf)
+    return (a - most).exp(), (below - most).exp(), 2 * most[:, 0]
+
+
+def _largest(weight: Tensor) -> Tensor:
+    """The largest log-weight of each block [blocks, 1]; 0 where there is no weight."""
     top = weight.amax(dim=-1, keepdim=True)
-    return (weight - top.masked_fill(top.isneginf(), 0.0)).exp()
+    return top.masked_fill(top.isneginf(), 0.0)

@@ -10,7 +10,8 @@ e^<k, q> is an inner product of features of k and of q. The walk needs only the 
 
     y_ij = e^(t <k_i, k_j> scale) * (e^(a_i + a_j) <v_i, v_j> + constant * e^(b_i + b_j)),
 
-with t the temperature, and keys shifted by the mean of their block, which no softmax notices
+with t the temperature, and keys shifted by the mean of their block, which no softmax notices.
+Weights are relative to the largest of the block, but for the rule of the authors' code
 (`weir.pools.balance.gram`).
 """
 
@@ -161,7 +162,9 @@ class Halving:
         for keys, values, a, b, drawn, there in zip(
             *(t.flatten(0, 1).split(at_once) for t in parts), strict=True
         ):
-            gram = Gram.of(keys, values, a, b, scale * self.temperature, self.constant)
+            released = self.halves == "authors"
+            rate = scale * self.temperature
+            gram = Gram.of(keys, values, a, b, rate, self.constant, released)
             products = gram.differences() if self.halves == "pairs" else gram.products()
             gain = self._gain(gram, a, b)
             signs.append((kernel or walk)(products, gain, drawn, there))
@@ -170,7 +173,7 @@ class Halving:
     def _gain(self, gram: Gram, a: Tensor, b: Tensor) -> Tensor:
         """The gain of the walk in each block [blocks] of tokens of these weights."""
         if self.gamma is not None:
-            return self.gamma * gram.top.clamp_max(_STEEPEST).exp()
+            return self.gamma * (gram.top + gram.weight).clamp_max(_STEEPEST).exp()
         count, radius = held(a, b).sum(dim=1).clamp_min(2), gram.radius()
         if self.halves == "pairs":
             # Half as many vectors, and a difference is at most twice as long.
