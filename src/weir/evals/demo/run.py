@@ -15,12 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir.evals.demo.names import Named, ask_names, draw_names, strip_of
 from weir.evals.measures import STEP, PerplexityMeter
-from weir.policies import NAMED
 from weir.stream import BOOK, Stream, encode, read_text
 
 TITLE = "War and Peace"
-NEWEST = ("weir",)
-"""Named policies that join the others where this version has them."""
 POLICIES = (
     "dense",
     "window(budget=256)",
@@ -28,7 +25,7 @@ POLICIES = (
     "streaming_llm(budget=448)",
     "h2o(budget=256)",
     "kcenter(budget=256)",
-    *(f"{name}(budget=256)" for name in NEWEST if name in NAMED),
+    "weir(budget=256)",
 )
 """What everyone does, what fails, what the paper does, the same with all the window allows; and
 those that choose what to remember."""
