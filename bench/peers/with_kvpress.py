@@ -1,0 +1,107 @@
+"""kvpress' side: its presses in a DecodingPress, of a target size, every 64 tokens.
+
+    python3 -m venv kvpress && kvpress/bin/pip install kvpress "transformers<5.3"
+    kvpress/bin/python bench/peers/with_kvpress.py peers/tasks.safetensors peers/found.jsonl
+
+A DecodingPress compresses after so many calls of one token each, so texts are read token by token.
+Positions are those of the text, as in its own pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from kvpress import (
+    DecodingPress,
+    KeyDiffPress,
+    KnormPress,
+    SnapKVPress,
+    StreamingLLMPress,
+    TOVAPress,
+)
+from reading import NANO, PIECE, Begin, main, size_of
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+
+
+class InOrder:
+    """A press whose tokens stay in the order of the text.
+
+    kvpress keeps them in the order of `topk`. Presses that judge by the place in the cache then
+    take the wrong ones for the first and the newest from the second compression on.
+    """
+
+    def compress(
+        self,
+        module: Any,
+        hidden_states: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attentions: Any,
+        kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        scores = self.score(module, hidden_states, keys, values, attentions, kwargs)
+        kept = int(keys.shape[2] * (1 - self.compression_ratio))
+        places = scores.topk(kept, dim=-1).indices.sort(dim=-1).values[..., None]
+        places = places.expand(-1, -1, -1, module.head_dim)
+        return keys.gather(2, places), values.gather(2, places)
+
+
+class OrderedStreamingLLMPress(InOrder, StreamingLLMPress):
+    """StreamingLLMPress with its tokens in order."""
+
+
+PRESSES: Mapping[str, Callable[[], Any]] = {
+    "StreamingLLMPress": StreamingLLMPress,
+    "SnapKVPress": partial(SnapKVPress, window_size=PIECE // 2),
+    "KnormPress": KnormPress,
+    "KeyDiffPress": KeyDiffPress,
+    "TOVAPress": TOVAPress,
+    "StreamingLLMPress, in order": OrderedStreamingLLMPress,
+}
+
+
+class Pressed:
+    """nano under a press, its hooks in place until the next is made."""
+
+    _hooks = ExitStack()
+
+    def __init__(self, model: Any, press: Callable[[], Any], rows: int, slots: int) -> None:
+        torch.manual_seed(0)
+        self._hooks.close()
+        self.model, self.rows, self.seen = model, rows, 0
+        self.press = DecodingPress(press(), compression_interval=PIECE, target_size=slots)
+        self.cache = DynamicCache()
+        self._hooks.enter_context(self.press(model))
+
+    def feed(self, ids: Tensor) -> Tensor:
+        return torch.cat([self._step(token) for token in ids.split(1, dim=1)], dim=1)
+
+    def _step(self, token: Tensor) -> Tensor:
+        place = torch.tensor([self.seen])
+        self.seen += 1
+        return self.model(
+            input_ids=token,
+            past_key_values=self.cache,
+            cache_position=place,
+            position_ids=place[None],
+        ).logits
+
+    def nbytes(self) -> int:
+        layers = [(layer.keys, layer.values) for layer in self.cache.layers]
+        waiting = list(self.press.hidden_states_buffer.values())
+        return size_of(layers, waiting) // self.rows
+
+
+def offers() -> Mapping[str, Begin]:
+    """Each press by its name."""
+    model = AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32).eval()
+    return {name: partial(Pressed, model, press) for name, press in PRESSES.items()}
+
+
+if __name__ == "__main__":
+    main("kvpress", ("kvpress", "transformers", "torch"), offers)
