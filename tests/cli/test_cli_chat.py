@@ -77,7 +77,7 @@ def test_a_policy_without_a_budget_gets_what_the_window_and_the_memory_allow(
     free = 4_000
     ended = chat(words=("--policy", "streaming_llm"))
     assert (ended.code, ended.err.count("\n")) == (1, 1)
-    assert "streaming_llm fits neither into 1.0 kB, a quarter of the free memory" in ended.err
+    assert "streaming_llm does not fit into 1.0 kB, a quarter of the free memory" in ended.err
 
 
 SYSTEM = "You are Anna, and you know the number 482."
@@ -109,6 +109,9 @@ def test_words_of_several_lines_are_one_turn(chat):
     figures = re.findall(r"(\d+) tokens seen, ", several.err)
     assert int(figures[0]) == len("<user\nHello\n/quit\n\nand you?<\n<assistant\n") + 12
     assert len(figures) == 2
+    # What is in quotes is said, whatever it begins with.
+    assert "there is no command" not in chat('"""/usr/bin is', 'full"""').err
+    assert chat("/save ~nobody-has-this-name/x").err.count("whose home is meant") == 1
     assert chat('"""Hello"""').out == chat("Hello").out
     assert chat('"""Hello').out == chat("Hello").out  # the input ends before the quotes do
 

@@ -123,6 +123,45 @@ def test_it_can_be_undone_and_copies_are_plain(layer, kernel, gains, file):
     assert "forward" not in vars(layer)
 
 
+def test_copies_can_be_given_products_of_their_own(layer, kernel, gains, file):
+    choose_products(layer, remembered=file)
+    twin = copy.deepcopy(layer)
+    assert choose_products(twin, remembered=file)
+    assert through(twin, kernel, 1)
+
+
+def test_it_is_called_and_traced_like_any_linear_layer(layer, kernel, gains, file):
+    choose_products(layer, remembered=file)
+    with torch.no_grad():
+        assert torch.equal(layer(input=torch.ones(1, 8)), layer(torch.ones(1, 8)))
+        assert len(kernel.rows) == 2
+        torch.jit.trace(layer, torch.ones(1, 8), check_trace=False)
+    assert len(kernel.rows) == 2
+
+
+def test_defaults_of_dtype_and_device_are_no_matter(layer, gains, file, monkeypatch):
+    pytest.importorskip("numba")
+    choose_products(layer, remembered=file)
+    x = torch.ones(1, 8)
+    with torch.no_grad():
+        wanted = layer(x)
+        with torch.device("meta"):
+            assert torch.equal(layer(x), wanted)
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            assert torch.equal(layer(x), wanted)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_a_timing_draws_nothing_from_the_global_generator():
+    modules = [nn.Linear(8, 6)]
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        products._gain(modules, 1, nn.functional.linear)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_layers_of_others_are_left_as_they_are(kernel, gains, file):
     class Another(nn.Linear):
         pass
@@ -132,7 +171,9 @@ def test_layers_of_others_are_left_as_they_are(kernel, gains, file):
     double = nn.Linear(8, 8).double()
     turned = nn.Linear(8, 8)
     turned.weight = nn.Parameter(torch.randn(8, 8).T)
-    model = nn.Sequential(Another(8, 8), changed, double, turned, nn.Conv1d(1, 1, 1), tied)
+    model = nn.Sequential(
+        Another(8, 8), changed, double, turned, nn.Conv1d(1, 1, 1), nn.Linear(0, 4), tied
+    )
     assert len(choose_products(model, remembered=file)) == len(ROWS)  # of the one that can
     for each in (model[0], changed, turned):
         assert not through(each, kernel, 1)
@@ -168,7 +209,18 @@ def test_what_was_timed_is_kept_for_this_machine(layer, kernel, gains, file, mon
 
 @pytest.mark.parametrize(
     "text",
-    ["", "no JSON", "[]", "null", '{"x": 3}', "\x00", '{"%s": {"float32 1 x [6, 8] + bias": "a"}}'],
+    [
+        "",
+        "no JSON",
+        "[" * 100_000,
+        "[]",
+        "null",
+        '{"x": 3}',
+        "\x00",
+        '{"%s": {"float32 1 x [6, 8] + bias": "a"}}',
+        '{"%s": {"float32 1 x [6, 8] + bias": 1' + "0" * 400 + "}}",
+    ],
+    ids=range(9),
 )
 def test_a_file_that_is_something_else_is_timed_over(text, layer, kernel, gains, file):
     file.parent.mkdir()

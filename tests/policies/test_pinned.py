@@ -56,6 +56,8 @@ def test_a_quarter_more_unless_somebody_says_how_many():
     assert with_pin(inner) == Pinned(inner, 64)
     assert with_pin(inner, 7) == Pinned(inner, 7)
     assert with_pin(inner, 0) is inner
+    everything = weir.policy("[dense, h2o(96)]")
+    assert with_pin(everything) is everything
     pinned = with_pin(inner, 7)
     assert with_pin(pinned) is pinned
     everything = weir.policy("dense")

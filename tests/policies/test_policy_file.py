@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import weir
 from weir.errors import WeirError
-from weir.policies import written_policy_file
+from weir.policies import Pinned, Quantised, written_policy_file
 
 MODEL = {
     "kind": "llama",
@@ -38,6 +38,17 @@ def test_toml_reads_what_was_written(facts):
     assert read == {"format": 1, **facts, "text": facts, "model": MODEL, "layers": LAYERS}
 
 
+def test_a_home_that_nobody_knows_is_no_traceback():
+    with pytest.raises(WeirError, match="nobody knows whose home is meant by ~nobody"):
+        weir.policy("~nobody-of-this-name/x.toml")
+
+
+def test_all_that_weir_puts_around_a_file_is_read_again():
+    inner = weir.policy("[sink(4) | recent(60) | chunks(snap(64)), h2o(96)]")
+    for around in (Quantised(Pinned(inner, 10)), Pinned(Quantised(inner), 10)):
+        assert weir.policy(str(around)) == around
+
+
 def test_a_policy_file_is_a_policy_and_is_not_needed_afterwards(tmp_path, monkeypatch):
     (tmp_path / "two layers.TOML").write_text(WHOLE)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -52,7 +63,7 @@ def test_a_policy_file_is_a_policy_and_is_not_needed_afterwards(tmp_path, monkey
     ("text", "said"),
     [
         ("weir = [", "is no policy file, for it is no TOML: "),
-        ("a = " + "[" * 5000, "is no policy file, for it is no TOML: "),
+        ("a = " + "[" * 5000, "is no policy file, for it is "),
         ("\xff", "is no policy file, for it is no TOML: "),
         ("[tool.ruff]\nline-length = 100", "is TOML, but no policy file"),
         (WHOLE.replace("format = 1", "format = 2"), "has policy file format 2; this weir reads"),

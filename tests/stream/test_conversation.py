@@ -291,6 +291,20 @@ def test_a_conversation_that_cannot_be_loaded_leaves_the_one_there_is(model, tmp
     assert talk.stream is stream
 
 
+@pytest.mark.parametrize("how", [{"chunk": 1}, {"prefill": "full"}, {"origin": 100}], ids=str)
+def test_a_first_turn_is_marked_before_any_of_it_is_folded(model, how):
+    tokenizer = make_tokenizer(CHATML)
+    talk = Conversation(
+        weir.Stream(model, "pinned(streaming_llm(16), n=8)", **how), tokenizer, "Hm"
+    )
+    list(talk.say("Hello", max_new_tokens=3))
+    (marks,) = talk.stream.cache.marks
+    before = "<|im_start|>system\nHm<|im_end|>\n<|im_start|>user\n"
+    assert marks.beginning == len(tokenizer(before).input_ids[1:])
+    assert marks.turn == talk.stream.cache.origin + talk.stream.seen - 3 - marks.header
+    assert 0 in talk.stream.slots(1).position - talk.stream.cache.origin
+
+
 def test_a_policy_for_each_layer_is_told_of_turns_as_any_other(model):
     made = []
     for policy in ("pinned(h2o(16), n=8)", "pinned([h2o(16), recent(8) | heavy(8)], n=8)"):

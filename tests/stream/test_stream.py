@@ -356,7 +356,13 @@ def test_an_iterator_of_ids_is_fed_piece_by_piece(llama, ids, all_logits):
 
 def test_an_iterator_of_something_else_is_refused_where_that_comes(llama):
     stream = weir.Stream(llama, SMALL, chunk=8)
-    for wrong, says in (([], "zero tokens"), (["a"], "not 'a'"), ([[1, 2], [3, 4]], "one by one")):
+    for wrong, says in (
+        ([], "zero tokens"),
+        (["a"], "not 'a'"),
+        ([[1, 2], [3, 4]], "one by one"),
+        (torch.ones(2, 3, dtype=torch.int64), "one by one"),
+        (torch.ones(3), "one by one"),
+    ):
         with pytest.raises(WeirError, match=says):
             stream.feed(iter(wrong))
     assert stream.seen == 0

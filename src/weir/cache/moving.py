@@ -221,7 +221,7 @@ class MovingRows(ForTransformers):
         not matter. Marks go along where the row goes.
 
         Args:
-            row: which row.
+            row: which row; 0 of a cache that has none yet makes it a cache of one row.
             marks: of its stream.
 
         Raises:
@@ -231,6 +231,8 @@ class MovingRows(ForTransformers):
         if not isinstance(marks, Marks):
             raise WeirError(f"a row is told weir.pools.Marks, not {shown(marks)}")
         self._check_whole()
+        if row == 0 and self.rows.batch is None:
+            self._open(1)
         self._check_row(row)
         before = self.rows.marks[row]
         if self.rows.seen[row] > self.rows.waiting[row] and before.beginning != marks.beginning:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from weir.errors import WeirError, shown
@@ -12,8 +13,8 @@ from weir.policies import Policy
 def check_origin(policy: Policy, model: PreTrainedModel) -> None:
     """Refuse a policy that was measured on another model.
 
-    In another dtype the numbers of the weights are others, and on the device `meta` there are none:
-    then shape and vocabulary have to do.
+    In another dtype, of fewer bits and shared out the numbers of the weights are others, and on the
+    device `meta` there are none: then shape and vocabulary have to do.
 
     Raises:
         WeirError: naming what differs.
@@ -23,7 +24,10 @@ def check_origin(policy: Policy, model: PreTrainedModel) -> None:
         return
     mine, theirs = fingerprint(model), origin.model
     compared = {"kind", "layers", "width", "vocabulary"}
-    numbers = all(it.device.type != "meta" for it in model.parameters())
+    numbers = all(
+        it.device.type != "meta" and not is_traceable_wrapper_subclass(it)
+        for it in model.parameters()
+    )
     if numbers and mine["dtype"] == theirs["dtype"]:
         compared.add("weights")
     differ = [name for name in mine if name in compared and mine[name] != theirs[name]]

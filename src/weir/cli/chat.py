@@ -109,9 +109,11 @@ def chat(
     how = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     how["repetition_penalty"] = repetition_penalty
     with interruptible(noted=math.inf, sigterm=False) as interrupt:
-        while (line := _read_words(interrupt)) is not None:
+        while (words := _read_words(interrupt)) is not None:
+            line, quoted = words
+            ordered = line.startswith("/") and not quoted
             try:
-                if line.startswith("/"):
+                if ordered:
                     with interrupt.noting(0):
                         if not _command(conversation, line.strip()):
                             return
@@ -124,7 +126,7 @@ def chat(
                 say(f"weir: {error}")
             except KeyboardInterrupt:
                 # Within a fold, perhaps: then the stream says so itself.
-                say(f"interrupted{'; nothing has changed' if line.startswith('/') else ''}")
+                say(f"interrupted{'; nothing has changed' if ordered else ''}")
 
 
 def _sized(
@@ -161,9 +163,10 @@ def _sized(
         room = sys.maxsize if free is None else free // SHARE
         budget = budget_in(model, policy, room, chunk, most)
         if budget is None:
+            memory = "" if free is None else f"{size(room)}, a quarter of the free memory, and "
             raise WeirError(
-                f"{policy} fits neither into {size(room)}, a quarter of the free memory, nor into "
-                f"{most:,} slots, what the model's window leaves; give it a budget of its own"
+                f"{policy} does not fit into {memory}{most:,} slots, what the model's window "
+                "leaves; give it a budget of its own"
             )
         policy = with_budget(policy, budget)
         told = f", chosen by the model's window and the free memory: {budget:,} slots"
@@ -175,19 +178,19 @@ def _sized(
     return Pinned(wanted, pinned, header), f"{told}, and {pinned} for what it was told first"
 
 
-def _read_words(interrupt: Interrupt) -> str | None:
-    """What is said next, of one line or of several in quotes; None at the end of the input."""
+def _read_words(interrupt: Interrupt) -> tuple[str, bool] | None:
+    """What is said next, and whether in quotes, of several lines; None at the end of the input."""
     line = _read_line(interrupt)
     if line is None or not line.startswith(QUOTES):
-        return line
+        return None if line is None else (line, False)
     lines = [line.removeprefix(QUOTES)]
     while not lines[-1].rstrip().endswith(QUOTES):
         more = _read_line(interrupt, "... ")
         if more is None:
-            return "\n".join(lines)
+            return "\n".join(lines), True
         lines.append(more)
     lines[-1] = lines[-1].rstrip().removesuffix(QUOTES)
-    return "\n".join(lines).strip("\n")
+    return "\n".join(lines).strip("\n"), True
 
 
 def _read_line(interrupt: Interrupt, prompt: str = "> ") -> str | None:
@@ -238,12 +241,14 @@ def _tell_state(conversation: Conversation) -> None:
 
 def _command(conversation: Conversation, line: str) -> bool:
     """Carry out a command; False to leave."""
+    from weir.policies import at_home
+
     word, _, rest = line.partition(" ")
-    file = Path(rest.strip()).expanduser()
     if word in ("/quit", "/exit"):
         return False
     if word in ("/save", "/load") and not rest.strip():
         raise WeirError(f"{word} needs a file: {word} FILE")
+    file = at_home(rest.strip() if word in ("/save", "/load") else "")
     if word == "/save":
         conversation.stream.save(file)
         say(f"saved to {file}")

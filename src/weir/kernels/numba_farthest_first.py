@@ -100,7 +100,7 @@ def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = 
     """
     far = torch.where(among, torch.inf, -1.0).flatten(0, 1)
     heavy = torch.ones_like(far) if weight is None else weight.flatten(0, 1).float().clone()
-    order = torch.full(far.shape, -1)
+    order = torch.full(far.shape, -1, dtype=torch.int64, device=far.device)
     if far.numel():
         whole = F.pad(keys.float(), (0, -keys.shape[3] % _TOGETHER))
         by_dimension = whole.flatten(0, 1).mT.clone(memory_format=torch.contiguous_format)

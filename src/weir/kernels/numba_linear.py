@@ -134,7 +134,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     outputs, inputs = weight.shape
     rows = x.reshape(-1, inputs)
-    out = torch.empty(len(rows), outputs)
+    out = torch.empty(len(rows), outputs, dtype=torch.float32, device="cpu")
     if weight.dtype == torch.bfloat16:
         run, matrix = _run_each_of_halves, weight.detach().view(torch.int16)
     else:
@@ -158,7 +158,7 @@ def linear8(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
     """
     outputs, inputs = numbers.shape
     rows = x.detach().float().reshape(-1, inputs).contiguous()
-    out = torch.empty(len(rows), outputs)
+    out = torch.empty(len(rows), outputs, dtype=torch.float32, device="cpu")
     scales = scale.detach().float().contiguous()
     given = rows.numpy(), numbers.detach().numpy(), scales.numpy(), out.numpy()
     _spread(partial(_run_each_of_bytes, *given), outputs, numbers.numel())

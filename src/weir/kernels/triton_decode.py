@@ -237,14 +237,14 @@ def decode(
     batch, kv_heads, group = queries.shape[:3]
     slots, value_dim = values.shape[2:]
     heads = batch * kv_heads
-    parts = splits or splits_of(heads, triton.cdiv(slots, _tile(keys, values)), keys.device)
+    parts = splits or splits_of(heads, triton.cdiv(slots, slots_tile(keys, values)), keys.device)
     if bias is not None:
         bias = bias.expand(batch, kv_heads, group, 1, slots)[:, :, :, 0]
     if sinks is not None:
         sinks = sinks.float().contiguous()
 
     def buffer(*shape: int) -> Tensor:
-        return torch.empty(shape, device=keys.device)
+        return torch.empty(shape, dtype=torch.float32, device=keys.device)
 
     out = keys.new_empty((batch, kv_heads, group, 1, value_dim), dtype=values.dtype)
     sums = out if parts == 1 else buffer(heads, parts, group, value_dim)
@@ -293,7 +293,7 @@ def read_exact(
     queries, keys, values = (
         t if t.stride(-1) == 1 else t.contiguous() for t in (queries, keys, values)
     )
-    tile = _tile(keys, values)
+    tile = slots_tile(keys, values)
     per_split = triton.cdiv(triton.cdiv(slots, parts), tile) * tile
     _read[(batch * kv_heads, parts)](
         queries, keys, values, a, b, bias, sinks, sums, tops, totals,
@@ -329,8 +329,8 @@ def tile_of(size: int) -> int:
     return max(_AT_LEAST, triton.next_power_of_2(size))
 
 
-def _tile(keys: Tensor, values: Tensor) -> int:
-    """As many slots as registers hold without spilling."""
+def slots_tile(keys: Tensor, values: Tensor) -> int:
+    """As many slots as registers and shared memory hold."""
     widest = max(tile_of(keys.shape[-1]), tile_of(values.shape[-1]))
     return 64 if values.dtype == torch.bfloat16 and widest <= 128 else 32
 

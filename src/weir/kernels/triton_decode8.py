@@ -21,14 +21,12 @@ from weir.kernels.triton_decode import (
     keys_of,
     queries_of,
     read_exact,
+    slots_tile,
     splits_of,
     tile_of,
     values_of,
     weighted_sum,
 )
-
-_TILE = 64
-"""Quantised slots that a program reads at a time."""
 
 
 @triton.jit
@@ -133,21 +131,23 @@ def decode8(
     exact, value_dim, heads = stop - count, values.shape[3], batch * kv_heads
     queries = queries[:, :, :, 0].to(keys.dtype).contiguous()
     numbers, key_steps, value_numbers, value_steps = (t.contiguous() for t in coded)
-    parts = splits or splits_of(heads, triton.cdiv(count - start, _TILE), queries.device)
-    behind = (splits or splits_of(heads, triton.cdiv(exact, _TILE), queries.device)) if exact else 0
+    tile = slots_tile(keys, values)
+    parts = splits or splits_of(heads, triton.cdiv(count - start, tile), queries.device)
+    behind = (splits or splits_of(heads, triton.cdiv(exact, tile), queries.device)) if exact else 0
     every = parts + behind
-    sums = torch.empty(heads, every, group, value_dim, device=queries.device)
-    tops, totals = (torch.empty(heads, every, group, device=queries.device) for _ in range(2))
+    of_all = queries.new_empty((heads, every, group), dtype=torch.float32)
+    sums = of_all.new_empty(heads, every, group, value_dim)
+    tops, totals = of_all, torch.empty_like(of_all)
     _read[(heads, parts)](
         queries, numbers, key_steps, value_numbers, value_steps, mask, sums, tops, totals,
         *queries.stride()[:3], *numbers.stride()[:3], *value_numbers.stride()[:3],
         *key_steps.stride(), *((0, 0, 0) if mask is None else mask.stride()),
-        kv_heads, start, count, triton.cdiv(triton.cdiv(count - start, parts), _TILE) * _TILE,
+        kv_heads, start, count, triton.cdiv(triton.cdiv(count - start, parts), tile) * tile,
         scale,
         GROUP=group, GROUP_TILE=tile_of(group),
         KEY_DIM=key_dim, KEY_TILE=tile_of(key_dim),
         VALUE_DIM=value_dim, VALUE_TILE=tile_of(value_dim),
-        SLOTS_TILE=_TILE, SPLITS=every,
+        SLOTS_TILE=tile, SPLITS=every,
         MASKED=mask is not None, WIDEN=triton.knobs.runtime.interpret,
     )  # fmt: skip
     if behind:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from weir import kernels
 from weir.errors import WeirError, shown
-from weir.models.products import choose_products
+from weir.models.products import choose_products, own_forward
 
 BITS = ("int8", "int4")
 """What weights may be: one scale for each row of 8 bits, or for each `GROUP` numbers of 4."""
@@ -79,20 +79,23 @@ def quantise_weights(model: PreTrainedModel, weights: str) -> None:
             "weights of 8 and 4 bits need torchao, which is not installed: "
             "pip install 'weir[quant]'"
         ) from None
-    eight = Int8WeightOnlyConfig(set_inductor_config=False)
-    configs = {8: eight, 4: _four_bits(model.device) if 4 in bits.values() else None}
     try:
+        eight = Int8WeightOnlyConfig(set_inductor_config=False)
+        configs = {8: eight, 4: _four_bits(model.device) if 4 in bits.values() else None}
         for many, config in configs.items():
             if config is not None:
                 quantize_(model, config, lambda _, name, many=many: bits.get(name) == many)
-    except (ImportError, NotImplementedError, RuntimeError, AssertionError) as error:
+    except (ImportError, RuntimeError, AssertionError, TypeError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise WeirError(
             f"torchao cannot make weights of few bits on {model.device.type}: {reason}; "
             "load the model again without weights="
         ) from None
     for name, many in bits.items():
-        model.get_submodule(name).__class__ = EightBits if many == 8 else nn.Linear
+        module = model.get_submodule(name)
+        if own_forward(module):
+            vars(module).pop("forward", None)  # in a copy it is that of the class it had
+        module.__class__ = EightBits if many == 8 else nn.Linear
     model.config.tie_word_embeddings = False
     model.requires_grad_(False)
     model.register_load_state_dict_pre_hook(_refuse_others)

@@ -236,18 +236,20 @@ def skeleton(
     return model.eval()
 
 
-def load_processor(name: str) -> ProcessorMixin:
+def load_processor(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> ProcessorMixin:
     """The processor of a model that sees images: it makes token ids and pixels of text and images.
 
     Args:
         name: a folder, or a Hub id.
+        revision, trust_remote_code: as for `load`.
 
     Raises:
         WeirError: there is no such model, or it has no processor for images.
     """
     place, where = _place(name)
-    with _told_as(where):
-        found = AutoProcessor.from_pretrained(place, trust_remote_code=False)
+    found = _Source(name, revision, trust_remote_code).read(AutoProcessor, where, place)
     if not isinstance(found, ProcessorMixin) or not hasattr(found, "image_processor"):
         raise WeirError(
             f"{name} has no processor for images, so it sees none; a model that sees images has a "

@@ -36,6 +36,8 @@ BEYOND_CACHES = 2**26
 """Bytes of weights that a round of a timing reads, where there are as many: more than most
 processors keep, since in a decode step every weight comes from memory."""
 ROUNDS = range(3, 10)
+KERNEL = "kernel 1"
+"""Counts on when weir's kernel becomes another; what was timed before is timed anew."""
 ENOUGH = 0.05
 """Seconds after which a timing ends, when it has had its fewest rounds."""
 
@@ -129,10 +131,12 @@ class _Multiplied(Around):
         self._taken = [taken[bisect_left(rows, count)] for count in range(1, self._most + 1)]
         super().__init__(module, "forward", self._multiply)
 
-    def _multiply(self, own: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def _multiply(self, own: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+        x = input  # as `nn.Linear` calls it, for those who give it by name
         weight = self._linear.weight
         if (
             torch.compiler.is_compiling()
+            or torch.jit.is_tracing()  # type: ignore[attr-defined]
             or torch.is_grad_enabled()
             or type(x) is not Tensor
             or not _plain(weight)
@@ -154,10 +158,19 @@ def _can(module: nn.Module) -> bool:
     """Whether a module is a linear layer as PyTorch has it, whose forward nobody has changed."""
     return (
         type(module) is nn.Linear
-        and "forward" not in vars(module)
+        and own_forward(module)
         and _plain(module.weight)
+        and module.weight.numel() > 0
         and (module.bias is None or _plain(module.bias))
     )
+
+
+def own_forward(module: nn.Module) -> bool:
+    """Whether a module's forward is that of its class; a copy of one that `Around` was put on has
+    it among its attributes.
+    """
+    put = vars(module).get("forward")
+    return put is None or getattr(put, "__func__", None) is type(module).forward
 
 
 def _plain(weight: Tensor) -> bool:
@@ -181,7 +194,9 @@ def _gain(modules: Sequence[nn.Linear], rows: int, kernel: Callable[..., Tensor]
     weight = modules[0].weight
     size = weight.numel() * weight.element_size()
     some = modules[: max(1, BEYOND_CACHES // size)]
-    x = torch.randn(rows, weight.shape[1], dtype=weight.dtype)
+    drawn = torch.Generator().manual_seed(0)  # whoever draws from the global one is not disturbed
+    shape = (rows, weight.shape[1])
+    x = torch.randn(shape, generator=drawn, dtype=weight.dtype, device=weight.device)
     again = range(max(1, 2**22 // (size * len(some))))  # of small ones, or the clock is too coarse
 
     def timed(way: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> float:
@@ -204,7 +219,11 @@ def _gain(modules: Sequence[nn.Linear], rows: int, kernel: Callable[..., Tensor]
 
 def _file() -> Path:
     home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "weir" / "products.json"
+    try:
+        caches = Path(home) if home else Path.home() / ".cache"
+    except RuntimeError:  # a user whom the system does not know
+        caches = Path(tempfile.gettempdir())
+    return caches / "weir" / "products.json"
 
 
 def _machine() -> str:
@@ -217,7 +236,7 @@ def _machine() -> str:
                 break
     capability = torch.backends.cpu.get_cpu_capability()
     threads = torch.get_num_threads()
-    return f"{processor}, {capability}, {threads} threads, PyTorch {torch.__version__}"
+    return f"{processor}, {capability}, {threads} threads, PyTorch {torch.__version__}, {KERNEL}"
 
 
 def _remembered(file: Path) -> dict[str, float]:
@@ -228,7 +247,7 @@ def _remembered(file: Path) -> dict[str, float]:
 def _read(file: Path) -> dict[str, dict[str, float]]:
     try:
         found: Any = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(found, dict):
         return {}
@@ -240,7 +259,7 @@ def _read(file: Path) -> dict[str, dict[str, float]]:
 
 
 def _number(gain: Any) -> bool:
-    return isinstance(gain, int | float) and not isinstance(gain, bool) and 0 < gain < float("inf")
+    return isinstance(gain, int | float) and not isinstance(gain, bool) and 0 < gain < 1e9
 
 
 def _remember(file: Path, known: dict[str, float]) -> None:
@@ -251,6 +270,7 @@ def _remember(file: Path, known: dict[str, float]) -> None:
     machines[_machine()] = known
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as made:
-            json.dump(machines, made, indent=1, sort_keys=True)
-        os.replace(made.name, file)
+        with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+            made = Path(scratch) / file.name
+            made.write_text(json.dumps(machines, indent=1, sort_keys=True), "utf-8")
+            made.replace(file)

@@ -1,7 +1,7 @@
 """What a policy is, how it is written, and every one that has a name."""
 
 from weir.policies import wrappers  # noqa: F401  (its policies get their names, and the library's)
-from weir.policies.file import is_file, written_policy_file
+from weir.policies.file import at_home, is_file, written_policy_file
 from weir.policies.grammar import NUMBER, Parser, called, nearest, policy, policy_of
 from weir.policies.layered import Layered
 from weir.policies.naming import named
@@ -29,6 +29,7 @@ __all__ = [
     "Pyramid",
     "Quantised",
     "Recompute",
+    "at_home",
     "called",
     "import_plugin",
     "is_file",

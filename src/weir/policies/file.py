@@ -45,21 +45,33 @@ def is_file(text: str) -> bool:
     return text.strip().lower().endswith(SUFFIX)
 
 
+def at_home(name: str | Path) -> Path:
+    """A path whose ~ stands for somebody's home.
+
+    Raises:
+        WeirError: the system does not know whose.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise WeirError(f"nobody knows whose home is meant by {name}") from None
+
+
 def read_policy_file(name: str) -> PolicyFile:
     """What a policy file says.
 
     Raises:
         WeirError: it cannot be read, is no policy file, or of a format this weir does not know.
     """
-    path = Path(name).expanduser()
     try:
-        with path.open("rb") as file:
+        with at_home(name).open("rb") as file:
             facts = tomllib.load(file)
     except OSError as error:
         raise WeirError(f"cannot read the policy file {name}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        reason = str(error) or "it is nested too deep"
-        raise WeirError(f"{name} is no policy file, for it is no TOML: {reason}") from None
+    except RecursionError:
+        raise WeirError(f"{name} is no policy file, for it is nested too deep") from None
+    except ValueError as error:
+        raise WeirError(f"{name} is no policy file, for it is no TOML: {error}") from None
     if "format" not in facts or "layers" not in facts:
         raise WeirError(f"{name} is TOML, but no policy file; weir calibrate writes those")
     if facts["format"] != FORMAT:

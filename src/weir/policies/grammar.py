@@ -96,7 +96,7 @@ NUMBER = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]
 _SPACE = re.compile(r"\s*")
 LIST = "["
 """Begins a policy for each layer."""
-DEEPEST = 3
+DEEPEST = 8
 """So many policies may stand inside another: quantised(pinned(pyramid(sink(4) | snap(252))))."""
 
 

@@ -91,5 +91,6 @@ def with_pin(policy: Policy, slots: int | None = None) -> Policy:
     if slots is None:
         pipes = policy.pipes
         mean = sum(pipe.slots or 0 for pipe in pipes) // len(pipes)
-        slots = 0 if any(pipe.needs_marks for pipe in pipes) else mean // SHARE
+        kept = any(pipe.needs_marks or pipe.slots is None for pipe in pipes)
+        slots = 0 if kept else mean // SHARE
     return Pinned(policy, slots) if slots else policy

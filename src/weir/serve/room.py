@@ -63,11 +63,16 @@ def room_for(
             device map nobody knows.
 
     Raises:
-        WeirError: there is no such model or policy, or it does not fit into what memory is free.
+        WeirError: there is no such model, policy or device, or it does not fit into what memory is
+            free.
     """
     size = size_of(skeleton(model_name, **loading), policy, chunk=chunk)
-    device = torch.device(loading.get("device") or default_device())
-    free = None if loading.get("device_map") else free_memory(device)
+    try:
+        device = torch.device(loading.get("device") or default_device())
+        free = None if loading.get("device_map") else free_memory(device)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise WeirError(f"there is no device {loading.get('device')!r} here ({reason})") from None
     left = 0 if free is None else free - size.weights - rows * size.stream
     if kept is None:
         kept = KEPT if free is None else max(1, min(KEPT, left // 2 // size.stream))

@@ -109,18 +109,16 @@ class Conversation:
         if cache is None or not any(pipe.needs_marks for pipe in self.stream.policy.pipes):
             self.stream.feed(ids)
             return
-        header, answer = self._turns.header(ids), self.stream.seen + len(ids)
+        header = self._turns.header(ids)
+        answer = cache.origin + self.stream.seen + len(ids)
         if self.stream.seen == 0:
             beginning: int | None = beginning_of(
                 self.stream.model, self.tokenizer, self.system, text
             )
-            self.stream.feed(ids[:1])  # a cache has no row to mark before its first token
-            ids = ids[1:]
         else:
             beginning = cache.marks[0].beginning
         cache.mark(0, Marks(beginning, answer - header, header))
-        if ids:
-            self.stream.feed(ids)
+        self.stream.feed(ids)
 
     def load(self, path: str | Path) -> None:
         """Go on with a saved stream.

@@ -5,6 +5,7 @@ Knows nothing about models or streams.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,15 +70,18 @@ def pieces_of(given: Iterator[int], size: int) -> Iterator[list[int]]:
     """
     last: list[int] | None = None
     while piece := list(itertools.islice(given, size)):
-        for token in piece:
-            if not hasattr(token, "__index__") or isinstance(token, bool):
-                raise WeirError(
-                    f"an iterator yields ids one by one, whole numbers, not {shown(token)}"
-                )
-        last = [operator.index(token) for token in piece]
+        last = [_index(token) for token in piece]
         yield last
     if last is None:
         raise WeirError(NOTHING)
+
+
+def _index(token: Any) -> int:
+    """An id, of whatever kind of whole number."""
+    with contextlib.suppress(TypeError):  # a tensor has `__index__`, and not always an index
+        if not isinstance(token, bool):
+            return operator.index(token)
+    raise WeirError(f"an iterator yields ids one by one, whole numbers, not {shown(token)}")
 
 
 def read_stops(given: int | Sequence[int]) -> set[int]:

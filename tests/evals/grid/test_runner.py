@@ -145,7 +145,13 @@ def test_a_grid_grows_and_what_is_done_stays_as_it_is(tmp_path, toys):
 def test_a_file_whose_cells_are_not_these_does_not_grow(tmp_path, toys):
     path = tmp_path / "r.jsonl"
     grid = make_grid(["m"], "toy(n=1)", "h2o(8)")
-    for wrong, said in (({"zeal": 1}, "another version"), ({"seed": None}, "lack a field")):
+    for wrong, said in (
+        ({"zeal": 1}, "another version"),
+        ({"seed": None}, "lack a field"),
+        ({"loading": "ab"}, "lack a field"),
+        ({"loading": {"dtype": []}}, "lack a field"),
+        ({"loading": {"trust_remote_code": True}}, "give --trust-remote-code to run it"),
+    ):
         cell = {**grid.as_json()["cells"][0], **wrong}
         cell = {name: value for name, value in cell.items() if value is not None or name != "seed"}
         path.write_text(json.dumps({"grid": "x", "cells": [cell]}) + "\n")

@@ -8,6 +8,7 @@ policy does.
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,16 @@ from weir.evals.calibration.ladder import ladder
 from weir.evals.calibration.measuring import measure
 from weir.evals.calibration.sharing import Choice, share_out
 from weir.models import fingerprint, window_of
-from weir.policies import Layered, Pipe, Policy, Recompute, is_file, policy_of, written_policy_file
+from weir.policies import (
+    Layered,
+    Pipe,
+    Policy,
+    Recompute,
+    at_home,
+    is_file,
+    policy_of,
+    written_policy_file,
+)
 from weir.stream import read_stream
 
 PASSAGE = 8
@@ -122,9 +132,10 @@ class Calibration:
             for it in self.layers
         ]
         try:
-            unfinished = path.with_name(f"{path.name}.part")
-            unfinished.write_text(written_policy_file(facts, self.model, layers), "utf-8")
-            unfinished.replace(path)
+            with tempfile.TemporaryDirectory(prefix=f"{path.name}.", dir=path.parent) as scratch:
+                unfinished = Path(scratch) / path.name
+                unfinished.write_text(written_policy_file(facts, self.model, layers), "utf-8")
+                unfinished.replace(path)
         except OSError as error:
             raise WeirError(f"cannot write the policy file {path}: {error.strerror}") from None
 
@@ -135,7 +146,7 @@ def check_path(path: str | Path) -> Path:
     Raises:
         WeirError: its name does not end with .toml, or there is no such folder.
     """
-    path = Path(path).expanduser()
+    path = at_home(path)
     if not is_file(path.name):
         raise WeirError(f"the name of a policy file ends with .toml, which {path.name} does not")
     if not path.parent.is_dir():
@@ -216,7 +227,7 @@ def calibrate(
         chunk=chunk,
         passages=len(passages),
         length=length,
-        text=Path(text).name,
+        text=Path(text).name.encode("utf-8", "replace").decode(),
         digest=hashlib.sha256(b"".join(it.numpy().tobytes() for it in passages)).hexdigest(),
         model=fingerprint(model),
     )

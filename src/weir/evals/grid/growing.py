@@ -31,6 +31,17 @@ def grown(path: Path, grid: Grid) -> Grid:
         raise WeirError(f"{path} was written by another version of weir; name another file")
     try:
         old = tuple(Cell.of(cell) for cell in there)
-    except TypeError:
+        hash(old)
+    except (TypeError, ValueError):
         raise WeirError(f"{path} has cells that lack a field; name another file") from None
+    if any(map(_runs_code, old)) and not any(map(_runs_code, grid.cells)):
+        raise WeirError(
+            f"{path} has cells whose models bring Python code of their own; give "
+            "--trust-remote-code to run it, and read it first"
+        )
     return Grid((*old, *(cell for cell in grid.cells if cell not in set(old))))
+
+
+def _runs_code(cell: Cell) -> bool:
+    """Whether a cell's model is loaded with Python code that it brings."""
+    return bool(dict(cell.loading).get("trust_remote_code"))

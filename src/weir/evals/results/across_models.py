@@ -40,10 +40,8 @@ class Place:
         """The place of a record."""
         memory = record.get("memory")
         budget = record["budget"] if memory is None else None
-        model, setting, chunk, positions = (
-            record[name] for name in ("model", "setting", "chunk", "positions")
-        )
-        return cls(model, setting, chunk, positions, memory, budget)
+        chunk, positions = record.get("chunk", 64), record.get("positions", "rolling")
+        return cls(record["model"], record["setting"], chunk, positions, memory, budget)
 
 
 def across_models(records: Sequence[CellRecord]) -> list[Table]:

@@ -44,6 +44,13 @@ def check_cell(line: Record, cells: int) -> None:
     _one_of(line, "better", ("higher", "lower"))
     for name in ("value", "kv_bytes"):
         line.number(name)
+    if "positions" in line:
+        line.text("positions")
+    for name in ("chunk", "budget", "memory"):
+        if line.values.get(name) is not None:
+            line.count(name)
+    if "loading" in line:
+        line.record("loading")
     _check_result(line.record("result"))
 
 

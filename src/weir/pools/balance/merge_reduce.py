@@ -1,8 +1,9 @@
 """Merge-and-reduce over the tokens of a layer: what `schedule` has decided, done by `halving`.
 
 All blocks of a level are halved at once, those of all heads and rows of a batch together. Which
-tokens share a block depends on the order in which they came and on nothing else, so a whole prompt
-gives what its tokens would one after the other.
+tokens share a block depends on the order in which they came, so that a whole prompt gives what its
+tokens would one after the other. Only short halves, whose places come back when a fold begins, make
+it depend on where folds begin as well.
 """
 
 from __future__ import annotations

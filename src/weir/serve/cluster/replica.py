@@ -16,7 +16,7 @@ from ray import serve
 from starlette.types import ASGIApp
 
 from weir.errors import WeirError
-from weir.models import load
+from weir.models import choose_products, load
 from weir.serve.app import Keys, log_json, make_app
 from weir.serve.cluster.leases import SECONDS
 from weir.serve.cluster.router import TABLE
@@ -109,6 +109,7 @@ class Replica:
             torch.set_num_threads(settings.threads)
         log_json()
         model, tokenizer = load(settings.model, **settings.loading)
+        choose_products(model)
         form = Form.of(model, settings.policy, settings.chunk)
         self._store = SharedStore(
             shared_at(settings.place),
