@@ -97,6 +97,10 @@ def test_what_the_model_is_told_first_is_never_evicted(chat, model, tmp_path):
     assert ended.out != chat(*said, words=("--temperature", 0)).out
 
 
+def test_an_empty_system_turn_is_none(chat):
+    assert "for what it was told first" not in chat("Hello", words=("--system", "")).err
+
+
 def test_a_system_turn_is_for_a_conversation_that_has_not_begun(chat, tmp_path):
     ended = chat(words=("--system", SYSTEM, "--session", tmp_path / "talk"))
     assert (ended.code, ended.out) == (1, "")

@@ -36,6 +36,13 @@ def text(tmp_path_factory) -> Path:
     return path
 
 
+def test_a_budget_past_the_window_is_told(capsys, model, text):
+    words = ("stream", "--model", model, "--text", text, "--tokens", 20, "--chunk", 8)
+    assert "this model was made for" not in run(capsys, *words, "--policy", "h2o(24)").err
+    ended = run(capsys, *words, "--policy", "h2o(5000)")
+    assert "hold up to 5,008 tokens, and this model was made for" in ended.err
+
+
 def test_json_is_one_object_with_every_figure_and_nothing_else(capsys, model, text):
     ended = run(
         capsys, "stream", "--text", text, "--model", model, "--policy", SMALL, "--tokens", 900,

@@ -19,6 +19,7 @@ from weir.cli.common import (
     SlotsName,
     messages,
     say,
+    say_window,
     size,
     with_products,
 )
@@ -88,6 +89,7 @@ def chat(
     from weir.policies import policy_of, with_slots
     from weir.stream import Conversation, Stream
 
+    system = system or None  # of an empty one nothing need stay
     with_slots(policy_of(policy), slots)  # what is wrong with it is said before anything is loaded
     if session is not None and system is not None:
         raise WeirError(
@@ -98,6 +100,7 @@ def chat(
     with_products(model)
     if session is None:
         wanted, told = _sized(model, tokenizer, policy, slots, chunk, system)
+        say_window(model, wanted, chunk)
         stream = Stream(model, wanted, chunk=chunk, seed=seed)
     else:
         stream, told = Stream.restore(model, session), ""

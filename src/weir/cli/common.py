@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedModel
 
+    from weir.policies import Policy
+
 ModelName = Annotated[
     str, typer.Option("--model", help="nano, a folder, or a Hugging Face Hub id.")
 ]
@@ -93,6 +95,22 @@ def waiting(what: str) -> Iterator[None]:
 def in_lines() -> bool:
     """Whether progress is told in lines: where standard error is no terminal to draw a bar on."""
     return not messages().is_interactive
+
+
+def say_window(model: PreTrainedModel, policy: Policy, chunk: int) -> None:
+    """Say so where a policy may hold more tokens at once than the model was made for."""
+    from weir.models import window_of
+    from weir.policies import Recompute
+
+    if isinstance(policy, Recompute):
+        return  # it holds nothing
+    window = window_of(model.config)
+    most = max((pipe.slots or 0 for pipe in policy.pipes), default=0) + chunk
+    if window is not None and most > window:
+        say(
+            f"{policy} and a chunk of {chunk:,} hold up to {most:,} tokens, and this model was "
+            f"made for {window:,}: what it says beyond is worth little"
+        )
 
 
 def with_products(model: PreTrainedModel) -> PreTrainedModel:

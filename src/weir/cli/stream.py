@@ -22,6 +22,7 @@ from weir.cli.common import (
     print_table,
     progress,
     say,
+    say_window,
     size,
     waiting,
 )
@@ -76,6 +77,8 @@ def stream(
         ids = encode(tokenizer, words, tokens, start)
     if tokens is not None and len(ids) < tokens:
         say(f"{source} has {len(ids):,} tokens, not {tokens:,}; all of them are read")
+    if positions.value == "rolling":
+        say_window(model, wanted, chunk)
     reader = Stream(model, wanted, chunk=chunk, seed=seed, positions=positions.value)
     with interruptible() as interrupt, progress() as bar:
         task = bar.add_task(str(wanted), total=len(ids), note="")

@@ -51,7 +51,9 @@ def check_format(name: object) -> str:
         WeirError: there is none.
     """
     if not isinstance(name, str) or name not in FORMATS:
-        raise WeirError(f"slots can be {' or '.join(FORMATS)}, not {shown(name)}")
+        raise WeirError(
+            f"slots can be {' or '.join(FORMATS)}, not {shown(name)}; without any they are exact"
+        )
     return name
 
 
