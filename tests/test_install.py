@@ -153,8 +153,9 @@ def brought(extra: str | None) -> dict[str, Requirement]:
     return found
 
 
-WITHOUT = {"gpu"}
-"""Extras that a machine without a GPU cannot have: triton comes with PyTorch for CUDA, or not."""
+WITHOUT = {"gpu", "quant"}
+"""Extras that are not installed for the tests: a machine without a GPU cannot have the first, for
+triton comes with PyTorch for CUDA, or not; with the second transformers starts otherwise."""
 EACH = sorted(PROJECT["optional-dependencies"].keys() - WITHOUT - {"dev", "docs"})
 
 

@@ -64,7 +64,7 @@ def loads_model(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def command(**given: Any) -> Any:
-            values = {name: given.pop(name) for name in wanted}
+            values = {name: given.pop(name, None) for name in wanted}
             return function(**given, loading={k: v for k, v in values.items() if v})
 
         own = inspect.signature(function, eval_str=True).parameters.values()

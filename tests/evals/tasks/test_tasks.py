@@ -41,10 +41,12 @@ def test_the_commands_of_the_documentation_can_be_read() -> None:
     for page, command in commands():
         words = shlex.split(command.replace("\\\n", " "), comments=True)
         given = dict(zip(words, [*words[1:], ""], strict=True))
+        # A policy file is what the command before on the page writes.
+        policies = re.sub(r"\w*?(\d+)\.toml", r"h2o(\1)", given.get("--policies", "all"))
         grid = make_grid(
             ["nano"],
             given.get("--tasks", "ppl"),
-            given.get("--policies", "all"),
+            policies,
             budgets=[int(budget) for budget in given.get("--budgets", "").split(",") if budget],
             seeds=[0],
             paper=given.get("--protocol"),

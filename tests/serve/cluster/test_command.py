@@ -10,6 +10,6 @@ from weir.errors import WeirError
 
 def test_replicas_need_a_place_that_they_share(tmp_path):
     with pytest.raises(WeirError, match="--cluster needs --data"):
-        serve("nano", cluster="local")
+        serve(model_name="nano", cluster="local")
     with pytest.raises(WeirError, match="--disk is for one server"):
-        serve("nano", cluster="local", data=str(tmp_path), disk="1GB")
+        serve(model_name="nano", cluster="local", data=str(tmp_path), disk="1GB")

@@ -9,7 +9,7 @@ what those sinks are worth there. Only tokens are scored that come when somethin
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +20,7 @@ from weir.evals.inspect.attention import looks_ahead
 from weir.evals.inspect.section import Asked, Picture, Section, Table, drawing
 from weir.evals.inspect.shares import FIRST, MOST
 from weir.models import ModelFacts, describe, window_of
-from weir.policies import Pipe, Policy
+from weir.policies import Layered, Pipe
 from weir.pools import Fold, Pool, Recent, Sink
 from weir.slab import Slots
 from weir.stream import Stream
@@ -71,23 +71,6 @@ class SinkOfSome(Pool):
         return held, new
 
 
-@dataclass(frozen=True, repr=False)
-class ByLayer(Policy):
-    """A pipe for every layer that follows the policy.
-
-    Attributes:
-        pipes: from the bottom layer up.
-        text: what it is called.
-    """
-
-    pipes: tuple[Pipe, ...]
-    text: str = field(default="by layer", compare=False)
-
-    def for_layer(self, layer: int, layers: int) -> Pipe:
-        """The layer's own."""
-        return self.pipes[layer]
-
-
 @dataclass(frozen=True)
 class Setup:
     """How the model reads.
@@ -110,13 +93,14 @@ class Setup:
         """From here on something has been evicted before every token."""
         return FIRST + self.recent + self.chunk
 
-    def policy(self, hidden: dict[int, tuple[int, ...]]) -> ByLayer:
+    def policy(self, hidden: dict[int, tuple[int, ...]]) -> Layered:
         """`sink(4) | recent(n)`, without the sinks of some KV heads of some layers."""
-        return ByLayer(
+        return Layered(
             tuple(
                 Pipe((SinkOfSome(FIRST, hidden.get(layer, ())), Recent(self.recent)), "sinks")
                 for layer in self.served
-            )
+            ),
+            "by layer",
         )
 
     def all_of(self, layers: Iterable[int]) -> dict[int, tuple[int, ...]]:
