@@ -80,7 +80,7 @@ MISTAKES = {
     "recent([»3])": "expected a pool or a policy",
     "»pyramid([h2o(8)])": "shares out the slots of a pipe",
     "chunks(»[heavy(8)]) | recent(4)": "expected one pool",
-    "[[[[»h2o(8)]]]]": "this deep inside others",
+    "[[[[[[[[[»h2o(8)]]]]]]]]]": "this deep inside others",
 }
 
 
