@@ -8,6 +8,7 @@ from weir.stream.stream import MOST_LOGITS, PIECE, Stream
 from weir.stream.text import BOOK, STANDARD_INPUT, Books, encode, read_books, read_stream, read_text
 from weir.stream.tokens import Tokens, is_count, read_ids, read_stops
 from weir.stream.turns import Turns, render_chat
+from weir.stream.whole_files import replacing
 
 __all__ = [
     "BOOK",
@@ -33,6 +34,7 @@ __all__ = [
     "read_stream",
     "read_text",
     "render_chat",
+    "replacing",
     "tokens_as_text",
     "until_stop",
 ]

@@ -44,7 +44,7 @@ from weir.cache import (
 from weir.errors import PolicyError, WeirError, shown
 from weir.models import fingerprint
 from weir.policies import Parser, Policy, policy_of
-from weir.stream.replacing import replacing
+from weir.stream.whole_files import replacing
 
 FORMAT = 3
 KEY = "weir_session"

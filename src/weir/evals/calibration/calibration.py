@@ -8,7 +8,6 @@ policy does.
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +33,7 @@ from weir.policies import (
     policy_of,
     written_policy_file,
 )
-from weir.stream import read_stream
+from weir.stream import read_stream, replacing
 
 PASSAGE = 8
 """A passage is so many times as long as a layer has slots on average, if the window allows it."""
@@ -132,10 +131,8 @@ class Calibration:
             for it in self.layers
         ]
         try:
-            with tempfile.TemporaryDirectory(prefix=f"{path.name}.", dir=path.parent) as scratch:
-                unfinished = Path(scratch) / path.name
-                unfinished.write_text(written_policy_file(facts, self.model, layers), "utf-8")
-                unfinished.replace(path)
+            with replacing(path) as new:
+                new.write_text(written_policy_file(facts, self.model, layers), "utf-8")
         except OSError as error:
             raise WeirError(f"cannot write the policy file {path}: {error.strerror}") from None
 
