@@ -30,7 +30,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import weir
-from weir.cli.missing import EXTRAS
+from weir.errors import EXTRAS, not_installed
 from weir.models import versions
 
 ROOT = Path(__file__).parents[1]
@@ -177,7 +177,7 @@ def test_the_environment_begins_empty_and_weir_says_what_it_misses(place: Path) 
     )
     assert said.startswith(f"{weir.__version__} {place}")
     ran = subprocess.run([place / "bin" / "weir"], capture_output=True, text=True, env=alone)
-    wanted = "weir: this needs typer, which is not installed: pip install 'weir[cli]'\n"
+    wanted = f"weir: {not_installed('this', 'typer')}\n"
     assert (ran.returncode, ran.stdout, ran.stderr) == (1, "", wanted)
 
 
@@ -188,7 +188,6 @@ sys.path += json.loads(sys.argv[1])
 sys.modules |= dict.fromkeys(json.loads(sys.argv[2]))
 import torch
 import weir
-from weir.cli.missing import told
 assert weir.__file__.startswith(sys.prefix), weir.__file__
 
 out, into = os.pipe()
@@ -212,13 +211,13 @@ for it in pkgutil.walk_packages(weir.__path__, "weir."):
     try:
         importlib.import_module(it.name)
     except ModuleNotFoundError as error:
-        missing.append([it.name, error.name, told(error)])
+        missing.append([it.name, error.name])
 print(json.dumps({"old": old, "missing": missing}))
 """
 """Where no extra is: what weir says of an old transformers, and what each of its files misses."""
 
-ELSEWHERE = {"kvpress", "triton"}
-"""What no extra brings that is tried here; the kernels and the peer that want it are optional."""
+ELSEWHERE = {"kvpress"}
+"""What no extra brings: an optional peer."""
 
 
 @pytest.fixture(scope="module")
@@ -235,8 +234,10 @@ def test_without_extras_every_file_is_imported_or_says_what_to_install(
     probed: dict[str, Any],
 ) -> None:
     missing = probed["missing"]
-    for file, package, told in missing:
-        assert told or package.partition(".")[0] in ELSEWHERE, f"{file} needs {package}: of what?"
+    for file, package in missing:
+        assert package.partition(".")[0] in {*EXTRAS, *ELSEWHERE}, (
+            f"{file} needs {package}: of what?"
+        )
     rooms = {file.split(".")[1] for file, *_ in missing}
     assert rooms == {"bench", "cli", "evals", "kernels", "serve"}
     assert {file for file, *_ in missing if ".evals." in file} == {"weir.evals.harness"}

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 import weir
-from weir.cli.missing import EXTRAS
+from weir.errors import EXTRAS, not_installed
 from weir.models.facts import INTERFACE_FAMILIES, OWN_FAMILIES
 from weir.policies.registry import NAMED
 from weir.pools import POOLS
@@ -121,7 +121,7 @@ weir.cli.main()
 def test_the_core_needs_no_command_line_and_no_plots() -> None:
     command = [sys.executable, "-c", LIGHT]
     done = subprocess.run(command, cwd=SOURCE.parent, capture_output=True, text=True)
-    said = "weir: this needs typer, which is not installed: pip install 'weir[cli]'\n"
+    said = f"weir: {not_installed('this', 'typer')}\n"
     assert (done.returncode, done.stderr) == (1, said)
     core = {name_of(line) for line in PROJECT["dependencies"]}
     assert core == {"numpy", "safetensors", "tokenizers", "torch", "transformers"}
@@ -133,6 +133,16 @@ def test_every_optional_package_is_brought_by_the_extra_that_is_named() -> None:
     for package, extra in EXTRAS.items():
         brings = {name_of(line) for line in extras[extra]}
         assert called.get(package.lower(), package.lower()) in brings, package
+
+
+def test_what_to_install_is_said_in_one_place_and_in_the_words_of_the_readme() -> None:
+    said = not_installed("weir serve", "fastapi")
+    line = "pip install '.[serve]'"
+    assert said == f"weir serve needs fastapi, which is not installed: {line} in the clone of weir"
+    assert f"\n{line}\n" in (ROOT / "README.md").read_text("utf-8")
+    for path in SOURCE.rglob("*.py"):
+        told = "pip install" in (text := path.read_text("utf-8")) and "weir[" in text
+        assert not told and ("'.[" not in text or path.name == "errors.py"), path
 
 
 OPTIONAL = {

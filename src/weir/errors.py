@@ -1,4 +1,7 @@
-"""The errors weir raises on purpose: one sentence a user can act on; and how values stand in it."""
+"""The errors weir raises on purpose: one sentence a user can act on; and how values stand in it.
+
+Imports nothing that has to be installed, so that it can say what is missing.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,28 @@ from typing import Any
 
 LONGEST = 60
 """Characters of a value that an error repeats."""
+EXTRAS = {
+    "accelerate": "train",
+    "fastapi": "serve",
+    "llguidance": "serve",
+    "lm_eval": "eval",
+    "matplotlib": "plots",
+    "numba": "fast",
+    "PIL": "images",
+    "prometheus_client": "serve",
+    "pydantic": "serve",
+    "ray": "cluster",
+    "rich": "cli",
+    "rouge_score": "eval",
+    "sacrebleu": "eval",
+    "sklearn": "inspect",
+    "starlette": "serve",
+    "torchao": "quant",
+    "triton": "gpu",
+    "typer": "cli",
+    "uvicorn": "serve",
+}
+"""Which of weir's extras brings a package that weir can do without, by its name in an import."""
 
 
 class WeirError(Exception):
@@ -74,6 +99,23 @@ class NotFiniteError(WeirError):
         self.row = row
         self.place = place
         self.token = token
+
+
+def not_installed(what: str, module: str, *, reason: str = "", extra: str | None = None) -> str:
+    """What is said where a package is missing that weir can do without.
+
+    The line to type is the README's, in a clone: the `weir` of PyPI is another project.
+
+    Args:
+        what: what needs it, as the sentence begins.
+        module: what could not be imported; its package comes before the first dot.
+        reason: what is wrong with one that is there.
+        extra: of weir's extras, the one that brings it; by `EXTRAS` if not given.
+    """
+    package = module.partition(".")[0]
+    state = f"cannot be imported ({reason})" if reason else "is not installed"
+    extra = extra or EXTRAS[package]
+    return f"{what} needs {package}, which {state}: pip install '.[{extra}]' in the clone of weir"
 
 
 def written(value: Any) -> str:

@@ -44,13 +44,7 @@ def bench_serve(
 
     Parts: pace, share, alone, far, disk, compaction, transformers; soak if asked for.
     """
-    try:
-        from weir.bench.serving import QUICK, Manner, Plan, measure
-    except ModuleNotFoundError as error:
-        raise WeirError(
-            f"weir bench serve needs {error.name}, which is not installed: "
-            "pip install 'weir[bench,serve]'"
-        ) from None
+    from weir.bench.serving import QUICK, Manner, Plan, measure
 
     if out is not None:
         make_folder(out.parent)

@@ -11,9 +11,8 @@ import logging
 import os
 import sys
 
-from weir.cli.missing import told
 from weir.cli.signals import INTERRUPTED, TERMINATED, Terminated, terminable
-from weir.errors import WeirError
+from weir.errors import EXTRAS, WeirError, not_installed
 
 
 def main() -> None:
@@ -33,10 +32,10 @@ def main() -> None:
     except WeirError as error:
         code = _fail(str(error), 1)
     except ModuleNotFoundError as error:
-        needed = told(error)
-        if needed is None:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
             raise
-        code = _fail(needed, 1)
+        code = _fail(not_installed("this", package), 1)
     except KeyboardInterrupt:
         code = INTERRUPTED
     except Terminated:

@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 
-from weir.errors import WeirError
+from weir.errors import WeirError, not_installed
 
 VARIABLE = "WEIR_KERNELS"
 _BY_DEVICE = {"cpu": "numba", "cuda": "triton"}
-_EXTRAS = {"numba": "fast", "triton": "gpu"}
-"""Which of weir's extras brings a library."""
+_LIBRARIES = ("numba", "triton")
 _MADE = {
     ("numba", "walk"): ("weir.kernels.numba_walk", "walk"),
     ("numba", "farthest_first"): ("weir.kernels.numba_farthest_first", "farthest_first"),
@@ -93,13 +92,10 @@ def _library(device: torch.device) -> str:
     wanted = os.environ.get(VARIABLE, "")
     if not wanted:
         return _BY_DEVICE.get(device.type, "reference")
-    if wanted != "reference" and wanted not in _EXTRAS:
+    if wanted != "reference" and wanted not in _LIBRARIES:
         raise WeirError(f"{VARIABLE} is reference, numba or triton, not {wanted!r}")
-    if wanted in _EXTRAS and find_spec(wanted) is None:
-        raise WeirError(
-            f"{VARIABLE} asks for {wanted}, which is not installed: "
-            f"pip install 'weir[{_EXTRAS[wanted]}]'"
-        )
+    if wanted in _LIBRARIES and find_spec(wanted) is None:
+        raise WeirError(not_installed(f"{VARIABLE}={wanted}", wanted))
     return wanted
 
 

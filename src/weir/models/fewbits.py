@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from weir import kernels
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, not_installed, shown
 from weir.models.products import choose_products, own_forward
 
 BITS = ("int8", "int4")
@@ -75,10 +75,7 @@ def quantise_weights(model: PreTrainedModel, weights: str) -> None:
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError:
-        raise WeirError(
-            "weights of 8 and 4 bits need torchao, which is not installed: "
-            "pip install 'weir[quant]'"
-        ) from None
+        raise WeirError(not_installed(f"a model with {weights} weights", "torchao")) from None
     try:
         eight = Int8WeightOnlyConfig(set_inductor_config=False)
         configs = {8: eight, 4: _four_bits(model.device) if 4 in bits.values() else None}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weir.errors import WeirError
+from weir.errors import WeirError, not_installed
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,8 @@ class Processes:
         try:
             from accelerate import PartialState
         except ImportError:
-            raise WeirError(
-                f"training in {count} processes needs accelerate: pip install 'weir[train]'"
-            ) from None
+            what = f"training in {count} processes"
+            raise WeirError(not_installed(what, "accelerate")) from None
         state = PartialState(cpu=not gpu)
         return cls(state.device, state.process_index, state.num_processes, state)
 

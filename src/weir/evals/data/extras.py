@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from weir.errors import WeirError
+from weir.errors import WeirError, not_installed
 
 
 def needed(module: str, what: str, extra: str = "eval") -> Any:
@@ -22,8 +22,5 @@ def needed(module: str, what: str, extra: str = "eval") -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        reason = "" if error.name == module.partition(".")[0] else f" ({error})"
-        raise WeirError(
-            f"{what} needs the package {module.partition('.')[0]}, which is not there{reason}: "
-            f'pip install "weir[{extra}]"'
-        ) from None
+        reason = "" if error.name == module.partition(".")[0] else str(error)
+        raise WeirError(not_installed(what, module, reason=reason, extra=extra)) from None
