@@ -8,6 +8,7 @@ from typing import Any
 
 from weir.errors import WeirError
 from weir.evals.results.file import CellRecord, read_results
+from weir.evals.results.ways import as_loaded
 
 DECIDING = ("model", "setting", "policy", "seed", "protocol", "chunk", "positions")
 """What tells one measurement from another."""
@@ -16,7 +17,8 @@ DECIDING = ("model", "setting", "policy", "seed", "protocol", "chunk", "position
 def read_together(paths: Sequence[Path]) -> tuple[int, list[CellRecord]]:
     """How many cells the grids of some files have, and their records, what is in two of them once.
 
-    Of a cell that failed in one file and is done in another, what is done counts.
+    Models are named with how they were loaded. Of a cell that failed in one file and is done in
+    another, what is done counts.
 
     Args:
         paths: the files; what stands in the first comes first.
@@ -29,7 +31,7 @@ def read_together(paths: Sequence[Path]) -> tuple[int, list[CellRecord]]:
     for path in paths:
         grid, records = read_results(path)
         cells += len(grid["cells"])
-        for record in records:
+        for record in as_loaded(records):
             key = tuple(record.get(name) for name in DECIDING)
             if key not in found:
                 found[key] = record, path

@@ -1,0 +1,36 @@
+"""One model loaded in two ways is two models to a table: its name says how it was loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weir.evals.results.file import CellRecord
+
+DEFAULTS = {"dtype": "auto"}
+"""Of the arguments of `weir.load`, those whose default has a value; given it, nothing is said."""
+
+
+def as_loaded(records: Sequence[CellRecord]) -> list[CellRecord]:
+    """Records whose model is named with how it was loaded: `nano (dtype bfloat16)`.
+
+    A model that was loaded the usual way keeps its name, and so does one of these records.
+
+    Args:
+        records: of cells, as they stand in a results file.
+    """
+    named = []
+    for record in records:
+        rest = {key: value for key, value in record.items() if key != "loading"}
+        named.append({**rest, "model": record["model"] + _how(record.get("loading") or {})})
+    return named
+
+
+def _how(loading: Mapping[str, Any]) -> str:
+    """What was not left to the default, in brackets behind a space; empty where all was."""
+    words = [
+        name.replace("_", " ") if value is True else f"{name.replace('_', ' ')} {value}"
+        for name, value in sorted(loading.items())
+        if value and value != DEFAULTS.get(name)
+    ]
+    return f" ({', '.join(words)})" if words else ""
