@@ -104,7 +104,7 @@ def load_model(
     with waiting(f"loading {name}"):
         from transformers.utils.logging import disable_progress_bar
 
-        from weir.models import is_encoder, is_local, load, load_encoder
+        from weir.models import from_where, is_encoder, is_local, load, load_encoder
 
         read: Callable[..., Any] = load
         if encoders and is_encoder(name, **from_where(loading)):
@@ -117,8 +117,3 @@ def load_model(
     if messages().is_terminal:
         say(f"fetching {name} from the Hugging Face Hub")  # which shows bars of its own
     return read(name, **loading)
-
-
-def from_where(loading: Loading) -> Loading:
-    """What of it is about the model's files, and not about where the model lives."""
-    return {k: v for k, v in loading.items() if k in ("revision", "trust_remote_code")}

@@ -39,6 +39,7 @@ class Subject:
         prefill: as for `Stream`; "full" reads a prompt whole and compresses it once.
         rate: the budget is this share of the prompt; None takes the policy as it is.
         keeps_answers: tokens that follow a prompt are all kept, none is folded away.
+        loading: how the model was loaded, pairs of an argument of `weir.load` and its value.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Subject:
     prefill: Prefill = "chunked"
     rate: float | None = None
     keeps_answers: bool = False
+    loading: tuple[tuple[str, Any], ...] = ()
 
     def stream(self, prompt: int | None = None, answer: int = 0) -> Stream:
         """A new stream.

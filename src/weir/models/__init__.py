@@ -21,6 +21,7 @@ from weir.models.images import PICTURES, Images, images_of
 from weir.models.loading import (
     ASSETS,
     default_device,
+    from_where,
     is_encoder,
     is_local,
     load,
@@ -59,6 +60,7 @@ __all__ = [
     "detach",
     "embed",
     "fingerprint",
+    "from_where",
     "images_of",
     "input_device",
     "is_encoder",

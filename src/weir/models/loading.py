@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
@@ -264,6 +264,11 @@ def _class_for(config: Any, kind: Any) -> Any:
         return kind
     # To transformers gemma3 is a causal language model, images or not.
     return kind if config.model_type == "gemma3" else AutoModelForImageTextToText
+
+
+def from_where(loading: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the arguments of `load` is about a model's files, and not about where it lives."""
+    return {k: v for k, v in loading.items() if k in ("revision", "trust_remote_code")}
 
 
 def is_local(name: str) -> bool:

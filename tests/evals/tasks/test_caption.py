@@ -15,6 +15,8 @@ from transformers import AutoProcessor
 
 import weir
 from weir import WeirError
+from weir.evals.grid.grid import Cell
+from weir.evals.grid.runner import subject_of
 from weir.evals.measures import caption_scores
 from weir.evals.task import Subject
 from weir.evals.tasks import Caption
@@ -60,6 +62,27 @@ def test_a_policy_holds_less_of_an_image(folder: Path) -> None:
     found = of(folder, samples=2).run(subject(folder, "streaming_llm(budget=16)", chunk=8), quiet)
     assert found["asked"] == 2
     assert found["share"] < 0.4
+
+
+def test_the_processor_is_read_from_the_files_that_the_model_came_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+
+    def load_processor(name: str, **where: Any) -> None:
+        asked.append((name, where))
+        raise WeirError("far enough")
+
+    monkeypatch.setattr("weir.evals.tasks.caption.load_processor", load_processor)
+    monkeypatch.setattr(
+        "weir.evals.grid.runner.load", lambda name, **how: weir.load("nano", device="cpu")
+    )
+    where = {"revision": "a-tag", "trust_remote_code": True}
+    loading = tuple(sorted({**where, "dtype": "float32"}.items()))
+    cell = Cell("org/seeing", "dense", None, "caption(a, b)", 0, loading=loading)
+    with pytest.raises(WeirError, match="far enough"):
+        cell.the_task().run(subject_of(cell), quiet)
+    assert asked == [("org/seeing", where)]
 
 
 def test_an_image_too_large_to_open_is_one_that_cannot_be_read(

@@ -168,6 +168,7 @@ def subject_of(cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({})) 
         # What has a size of its own, or none as dense, is compared as it is.
         rate=rules.rate if takes_budget(cell.policy) else None,
         keeps_answers=rules.keeps_answers,
+        loading=cell.loading,
     )
 
 

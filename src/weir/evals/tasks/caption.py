@@ -18,7 +18,7 @@ from weir.errors import WeirError
 from weir.evals.data import Captioned, needed, read_captions
 from weir.evals.measures import caption_scores, costs, generate_answer
 from weir.evals.task import Better, Progress, Subject, Task, task
-from weir.models import load_processor
+from weir.models import from_where, load_processor
 
 
 @task("caption")
@@ -70,7 +70,7 @@ class Caption(Task):
                 image is there.
         """
         caption_scores(["ready"], [["ready"]])  # rather no package now than after hours of captions
-        processor = _processor(subject.name)
+        processor = _processor(subject.name, subject.loading)
         entries = read_captions(self.captions)
         missing: list[str] = []
         folder = Path(self.images).expanduser()
@@ -124,8 +124,9 @@ class Caption(Task):
 
 
 @lru_cache(maxsize=1)
-def _processor(name: str) -> ProcessorMixin:
-    return load_processor(name)
+def _processor(name: str, loading: tuple[tuple[str, Any], ...]) -> ProcessorMixin:
+    """The model's own, from the files that the model was loaded from."""
+    return load_processor(name, **from_where(dict(loading)))
 
 
 def read_image(path: Path) -> Any:
