@@ -6,7 +6,7 @@ import pytest
 
 import weir
 from weir.errors import PolicyError, WeirError
-from weir.policies import Pipe, Quantised, with_pin, with_slots
+from weir.policies import NAMED, Pipe, Quantised, with_pin, with_slots
 from weir.pools import Recent, Sink
 
 
@@ -66,6 +66,18 @@ def test_exact_slots_are_the_policy_itself():
     assert with_slots(policy, "exact") is policy
     assert with_slots(policy, None) is policy
     assert with_slots(policy, "int8") == Quantised(policy, "int8")
+    for name in {*NAMED} - {"weir", "quantised"}:
+        assert with_slots(weir.policy(name), "exact") == weir.policy(name)
+
+
+@pytest.mark.parametrize("slots", ["exact", "int8"])
+@pytest.mark.parametrize(
+    "text", ["weir(64)", "recent(4) | kcenter(8):int8", "[h2o(8), quantised(kcenter(8))]"]
+)
+def test_a_policy_that_says_how_its_slots_are_held_is_not_overruled(text, slots):
+    with pytest.raises(WeirError, match=r"says by itself how its slots are quantised; .* slots="):
+        with_slots(weir.policy(text), slots)
+    assert with_slots(weir.policy(text), None) == weir.policy(text)
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,10 @@ class StreamingCache(MovingRows):
         batch: how many rows there are, empty at first, their slots made at once; None for as many
             as are fed first.
         slots: how the slots of the policy's middle are held: `"exact"` as the model computes,
-            `"int8"` or `"fp8"` in 8 bits, `"k8v4"` with values in 4. The first and the newest
-            tokens stay exact. It is the same as the policy `"quantised(POLICY, slots=int8)"`,
-            which can say more.
+            `"int8"` or `"fp8"` in 8 bits, `"k8v4"` with values in 4; None as the policy says. The
+            first and the newest tokens stay exact. It is the same as the policy
+            `"quantised(POLICY, slots=int8)"`, which can say more. A policy that says by itself how
+            its slots are held takes none of these.
         failures: what becomes of a row whose tokens are refused while the others go on: `"raise"`
             an error at the end of the call, or `"keep"` it in `failed`, and let the call answer.
 
@@ -97,7 +98,7 @@ class StreamingCache(MovingRows):
         prefill: Prefill = "chunked",
         origin: int = 0,
         batch: int | None = None,
-        slots: str = "exact",
+        slots: str | None = None,
         failures: Failures = "raise",
     ) -> None:
         super().__init__(layers=[])

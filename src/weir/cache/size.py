@@ -58,7 +58,7 @@ def size_of(
     policy: str | Policy = "streaming_llm(budget=256)",
     *,
     chunk: int = 64,
-    slots: str = "exact",
+    slots: str | None = None,
 ) -> Size:
     """What a model and its streams take.
 

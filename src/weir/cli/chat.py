@@ -61,7 +61,7 @@ def chat(
             f"model's window and the memory allow, {MOST_SLOTS:,} slots at most."
         ),
     ] = "streaming_llm",
-    slots: SlotsName = "exact",
+    slots: SlotsName = None,
     chunk: Chunk = 64,
     seed: Seed = 0,
     system: Annotated[
@@ -136,7 +136,7 @@ def _sized(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     policy: str,
-    slots: str,
+    slots: str | None,
     chunk: int,
     system: str | None,
 ) -> tuple[Policy, str]:

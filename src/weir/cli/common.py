@@ -32,7 +32,12 @@ Chunk = Annotated[
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of all random draws.")]
 SlotsName = Annotated[
-    str, typer.Option("--slots", help="How slots of the middle are held: exact, int8, k8v4 or fp8.")
+    str | None,
+    typer.Option(
+        "--slots",
+        help="How slots of the middle are held: exact, int8, k8v4 or fp8 [default: as the policy "
+        "says]",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 

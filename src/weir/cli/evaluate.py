@@ -89,7 +89,7 @@ def evaluate(
     positions: Annotated[
         Positions, typer.Option(help="Inside the cache, or in the stream.")
     ] = Positions.rolling,
-    slots: SlotsName = "exact",
+    slots: SlotsName = None,
     cluster: Annotated[
         str | None, typer.Option(help="Run on Ray: local, or a cluster's address.")
     ] = None,

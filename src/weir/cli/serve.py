@@ -40,7 +40,7 @@ def serve(
         str, typer.Argument(metavar="MODEL", help="nano, a folder, or a Hugging Face Hub id.")
     ],
     policy: PolicyText = "streaming_llm(budget=256)",
-    slots: SlotsName = "exact",
+    slots: SlotsName = None,
     chunk: Chunk = 64,
     rows: Annotated[int, typer.Option(min=1, help="Turns that are answered at once.")] = 8,
     pin: Annotated[

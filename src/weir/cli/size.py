@@ -22,7 +22,7 @@ def size(
         ),
     ],
     policy: PolicyText = "streaming_llm(budget=256)",
-    slots: SlotsName = "exact",
+    slots: SlotsName = None,
     chunk: Chunk = 64,
     pin: Annotated[
         int, typer.Option(min=0, help="Slots for a beginning that stays, as of `weir serve`.")

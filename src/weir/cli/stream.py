@@ -46,7 +46,7 @@ def stream(
     text: TextPath,
     model_name: ModelName = "nano",
     policy: PolicyText = "streaming_llm(budget=256)",
-    slots: SlotsName = "exact",
+    slots: SlotsName = None,
     tokens: Annotated[int | None, typer.Option(min=2, help="Read only so many tokens.")] = None,
     chunk: Chunk = 64,
     block: Annotated[int, typer.Option(min=1, help="Tokens in a block of the table.")] = 1000,

@@ -90,7 +90,7 @@ class Quantised(Policy):
 
     def _coded(self, pipe: Pipe) -> Pipe:
         if pipe.coded:
-            raise WeirError(f"{self.policy} says by itself how its slots are quantised")
+            raise _says_itself(self.policy)
         if pipe.slots is None:
             raise WeirError(f"{self.policy} has no limit, and slots that are quantised have one")
         pools: list[Pool] = []
@@ -112,11 +112,23 @@ class Quantised(Policy):
 
 
 def with_slots(policy: Policy, slots: str | None) -> Policy:
-    """A policy with slots of a format; None and `exact` for the policy as it is.
+    """A policy with slots of a format; None for the policy as it is.
 
     Raises:
-        WeirError: there is no such format, or the policy has no slots that could be quantised.
+        WeirError: there is no such format, the policy has no slots that could be quantised, or it
+            says by itself how they are, which `exact` does not undo.
     """
-    if slots is None or slots == EXACT:
+    if slots is None:
         return policy
-    return Quantised(policy, slots)
+    if slots != EXACT:
+        return Quantised(policy, slots)
+    if not isinstance(policy, Recompute) and any(pipe.coded for pipe in policy.pipes):
+        raise _says_itself(policy)
+    return policy
+
+
+def _says_itself(policy: Policy) -> WeirError:
+    return WeirError(
+        f"{policy} says by itself how its slots are quantised; write another policy, or leave out "
+        "slots= (--slots)"
+    )

@@ -61,7 +61,7 @@ class Stream:
         positions: Positions = "rolling",
         prefill: Prefill = "chunked",
         origin: int = 0,
-        slots: str = "exact",
+        slots: str | None = None,
     ) -> None:
         _check_head(model)
         self.model = model

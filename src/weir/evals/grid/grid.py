@@ -21,7 +21,7 @@ from weir.evals.notation import read_policies, read_tasks, takes_budget, with_bu
 from weir.evals.task import Task
 from weir.evals.tasks import TASKS
 from weir.models import skeleton
-from weir.policies import EXACT, NAMED, is_file, policy_of, with_slots
+from weir.policies import NAMED, is_file, policy_of, with_slots
 
 EVERY = "all"
 NOT_IN_EVERY = {"recompute", "pyramid", "quantised"}
@@ -106,7 +106,7 @@ def make_grid(
     paper: str | None = None,
     chunk: int | None = None,
     positions: Positions = "rolling",
-    slots: str = "exact",
+    slots: str | None = None,
     loading: Mapping[str, Any] = MappingProxyType({}),
 ) -> Grid:
     """All cells of models × tasks × policies × budgets × seeds.
@@ -182,12 +182,12 @@ def make_grid(
     return Grid(tuple(cells))
 
 
-def _each(policies: str, slots: str) -> list[str]:
+def _each(policies: str, slots: str | None) -> list[str]:
     """Policies of a list with slots so held, `all` replaced by what it stands for."""
     every = ", ".join(name for name in NAMED if name not in NOT_IN_EVERY)
     words = [every if word.strip() == EVERY else word for word in policies.split(",")]
     found = read_policies(",".join(words))
-    return found if slots == EXACT else [str(with_slots(policy_of(it), slots)) for it in found]
+    return found if slots is None else [str(with_slots(policy_of(it), slots)) for it in found]
 
 
 def _has_chance(setting: str, policy: str) -> bool:
