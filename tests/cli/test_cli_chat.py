@@ -155,6 +155,28 @@ def test_a_report_says_what_every_layer_holds(chat):
     assert re.search(r"layer 0: sink 4, recent 20, new \d; [\d.]+ kB", ended.err)
 
 
+def test_before_its_first_fold_a_layer_is_told_by_what_waits(chat):
+    ended = chat("/report", "H", "/report", words=("--policy", "dense", "--chunk", 64))
+    seen = len("<") + len("user\nH<\n<assistant\n") + 12
+    waits = re.findall(r"layer \d: (\d+) new, which wait for the first fold; ", ended.err)
+    assert set(waits) == {str(seen)}
+    first, last = (line for line in ended.err.splitlines() if line.startswith("layer 0"))
+    assert first.startswith("layer 0: nothing yet; ") and " 0" not in last.partition(":")[2]
+
+
+def test_what_is_given_beside_a_session_and_changes_nothing_is_said(chat, tmp_path):
+    path = tmp_path / "talk"
+    chat("Hello", f"/save {path}", words=("--seed", 3))
+    assert "new conversation" not in chat(words=("--session", path, "--seed", 3)).err
+    given = ("--session", path, "--policy", "window(9)", "--slots", "exact", "--chunk", 64)
+    said = chat(words=given).err.splitlines()[1]
+    assert said == (
+        "--chunk and --policy and --slots are for a new conversation; this one keeps its policy, "
+        "its chunk of 8 and its seed 3"
+    )
+    assert "--seed is for a new" in chat(words=("--session", path, "--seed", 0)).err
+
+
 def test_a_saved_conversation_goes_on_elsewhere(chat, tmp_path):
     path = tmp_path / "a talk.safetensors"
     whole = chat("Hello", "And you?", "/report")

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weir.cli.app import group
-from weir.cli.common import AsJson, messages, output, print_json, print_table, say
+from weir.cli.common import (
+    AsJson,
+    messages,
+    output,
+    print_json,
+    print_table,
+    say,
+    was_given,
+)
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
@@ -99,8 +107,7 @@ def bench(
 def _check_alone(context: typer.Context) -> None:
     """Refuse options of `weir bench` in front of another command: nobody would read them."""
     for name in context.params:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+        if was_given(context, name):
             option = "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
             raise WeirError(
                 f"{option} is of weir bench; write it behind {context.invoked_subcommand}"

@@ -21,6 +21,7 @@ from weir.cli.common import (
     say,
     say_window,
     size,
+    was_given,
     with_products,
 )
 from weir.cli.loading import Loading, load_model, loads_model
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from weir.policies import Policy
-    from weir.stream import Conversation
+    from weir.stream import Conversation, Stream
 
-HELP = """/report        what the cache holds, layer by layer
+HELP = """/report        what the cache holds, layer by layer; new tokens wait for a fold
 /save FILE     write the conversation to a file
 /load FILE     go on with a saved one
 /help          this
@@ -53,6 +54,7 @@ SHARE = 4
 @command()
 @loads_model()
 def chat(
+    context: typer.Context,
     model_name: ModelName = "nano",
     policy: Annotated[
         str,
@@ -108,6 +110,7 @@ def chat(
     kind = "" if tokenizer.chat_template else "; it has no chat template and continues your text"
     say(f"{model_name} under {conversation.stream.policy}{told}{kind}. /help for help.")
     if session is not None:
+        _tell_kept(context, stream)
         say(f"{conversation.stream.seen:,} tokens seen before")
     how = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     how["repetition_penalty"] = repetition_penalty
@@ -130,6 +133,24 @@ def chat(
             except KeyboardInterrupt:
                 # Within a fold, perhaps: then the stream says so itself.
                 say(f"interrupted{'; nothing has changed' if ordered else ''}")
+
+
+def _tell_kept(context: typer.Context, stream: Stream) -> None:
+    """Name the options that were given and change nothing, as a saved stream has its own."""
+    from weir.policies import policy_of, with_slots
+
+    asked = context.params
+    assert stream.cache is not None  # only streams with one are saved
+    kept = {"chunk": asked["chunk"] == stream.cache.chunk, "seed": asked["seed"] == stream.seed}
+    wanted = with_slots(policy_of(asked["policy"]), asked["slots"])
+    kept |= dict.fromkeys(("policy", "slots"), wanted == stream.policy)
+    given = [name for name, same in kept.items() if not same and was_given(context, name)]
+    if given:
+        options = " and ".join(f"--{name}" for name in sorted(given))
+        say(
+            f"{options} {'is' if len(given) == 1 else 'are'} for a new conversation; this one "
+            f"keeps its policy, its chunk of {stream.cache.chunk} and its seed {stream.seed}"
+        )
 
 
 def _sized(
@@ -271,5 +292,13 @@ def _report(conversation: Conversation) -> None:
     report = conversation.stream.report()
     say(f"{report['policy']}: {conversation.stream.seen:,} tokens seen, {size(report['bytes'])}")
     for index, layer in enumerate(report.get("layers", ())):
-        held = ", ".join(f"{name} {count}" for name, count in layer["slots"].items())
-        say(f"layer {index}: {held}; {size(layer['bytes'])}")
+        say(f"layer {index}: {_held(layer['slots'])}; {size(layer['bytes'])}")
+
+
+def _held(slots: dict[str, int]) -> str:
+    """What a layer holds by pool; before its first fold no pool holds anything."""
+    if not any(slots.values()):
+        return "nothing yet"
+    if not any(count for name, count in slots.items() if name != "new"):
+        return f"{slots['new']} new, which wait for the first fold"
+    return ", ".join(f"{name} {n}" for name, n in slots.items() if n or name == "new")

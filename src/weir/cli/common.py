@@ -153,6 +153,12 @@ def progress() -> Progress:
     )
 
 
+def was_given(context: typer.Context, name: str) -> bool:
+    """Whether an option was typed, though it may be its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def numbers(option: str, text: str) -> list[int]:
     """Whole numbers with commas between them.
 
