@@ -27,6 +27,7 @@ PAGES = {
     "defensivekv": ("defensivekv",),
     "pyramidkv": ("pyramidkv", "pyramid"),
     "weir": ("weir",),
+    "certified": ("certified",),
     "scores": ("tova", "keydiff", "keyformer", "lacache"),
 }
 pages = pytest.mark.parametrize("page", PAGES)

@@ -55,6 +55,7 @@ PIPES = {
         "recent(2) | balance(16, sets=separate)",
     ],
     "outliers": ["recent(4) | outliers(6, over=4, dilate=1)"],
+    "tail": ["recent(4) | tail(6, watch=2)", "recent(4) | tail(6, attention=false, floor=0.0)"],
     "defend": [
         "recent(4) | defend(6, window=4, wide=1)",
         "defend(9, window=4, kernel=3, value=false, half_life=none)",
@@ -253,6 +254,7 @@ TOO_SMALL = {
     "chunks": "recent(4) | chunks(knorm(3), size=4)",
     "ladder": "recent(4) | ladder(1)",
     "defend": "recent(4) | defend(0)",
+    "tail": "recent(4) | tail(0)",
 }
 
 

@@ -89,9 +89,10 @@ def pools_of(spec: LayerSpec, lengths: Sequence[int], end: int) -> Tensor:
 
 
 def report(layer: Layer, row: int, waiting: int) -> dict[str, Any]:
-    """A layer's pipe, its bytes, and the slots that a row holds, by pool and together.
+    """A layer's pipe, its bytes, the slots that a row holds, and what its pools say of it.
 
-    As JSON can hold it; `waiting` tokens are in the row's tail.
+    Slots by pool and together; "pools" only where one has something to say (`Pool.report`), by its
+    number and name. As JSON can hold it; `waiting` tokens are in the row's tail.
     """
     pools = layer.spec.pipe.pools
     lengths = layer.lengths[row] if layer.slab is not None else [0] * len(pools)
@@ -99,9 +100,15 @@ def report(layer: Layer, row: int, waiting: int) -> dict[str, Any]:
     for pool, length in zip(pools, lengths, strict=True):
         held[pool.name] = held.get(pool.name, 0) + length
     held[WAITING] = waiting
-    return {
+    facts = {
         "policy": str(layer.spec.pipe),
         "slots": held,
         "held": sum(held.values()),
         "bytes": 0 if layer.slab is None else layer.slab.nbytes,
     }
+    if layer.slab is None:
+        return facts
+    states = layer.folding.states(layer.slab)
+    say = [pool.report(state, row) for pool, state in zip(pools, states, strict=True)]
+    said = {f"{pools[index].name} {index}": told for index, told in enumerate(say) if told}
+    return {**facts, "pools": said} if said else facts

@@ -25,6 +25,7 @@ from weir.pools import (
     Sink,
     Snap,
     SubGen,
+    Tail,
     Tova,
     Uniform,
     best_window,
@@ -249,6 +250,28 @@ def defensivekv(budget: int = 256, sinks: int = 4, half_life: int | None = 2048)
             f"newest tokens, at least 1 each, so a budget of {budget} is too small"
         )
     return Pipe((*ends(sinks, newest), Defend(defended, half_life=half_life)))
+
+
+@named(
+    "error certificates, arXiv:2607.21475; Duffield et al. 2007, priority sampling",
+    pipe="sink(4) | recent(124) | heavy(64) | tail(64)",
+)
+def certified(budget: int = 256, sinks: int = 4, floor: float = 0.1, watch: int = 8) -> Policy:
+    """Keep sinks, the newest tokens, heavy hitters and a weighed sample of the rest.
+
+    A quarter of the budget each for the last two. The sample makes sums over all tokens unbiased
+    and tells how far off it leaves them (`Stream.report`).
+    """
+    quarter = budget // 4
+    newest = budget - sinks - 2 * quarter
+    if quarter < 1 or newest < 1:
+        raise WeirError(
+            f"certified keeps {sinks} sinks, the newest tokens, a quarter of its budget of heavy "
+            f"hitters and a quarter of a sample, at least 1 each, so a budget of {budget} is too "
+            "small"
+        )
+    middle = Heavy(quarter), Tail(quarter, floor=floor, watch=watch)
+    return Pipe((*ends(sinks, newest), *middle))
 
 
 @named(

@@ -38,6 +38,7 @@ from weir.pools.scores import (
 from weir.pools.sink import Sink
 from weir.pools.snap import Snap
 from weir.pools.subgen import SubGen
+from weir.pools.tail import Tail
 from weir.pools.tallied import Tallied
 from weir.pools.uniform import Uniform
 
@@ -81,6 +82,7 @@ __all__ = [
     "Sink",
     "Snap",
     "SubGen",
+    "Tail",
     "Tallied",
     "Tova",
     "Tri",

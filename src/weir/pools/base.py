@@ -171,6 +171,15 @@ class Pool(ABC):
         """
         return None
 
+    def report(self, state: dict[str, Tensor], row: int) -> dict[str, Any]:
+        """What it has to say of a row beside its slots, as JSON can hold it; see `Stream.report`.
+
+        Args:
+            state: what it remembers, of all rows.
+            row: which row is asked about.
+        """
+        return {}
+
     @abstractmethod
     def slots(self) -> int | None:
         """How many slots per KV head it may hold; None if there is no limit."""

@@ -84,9 +84,19 @@ class Sample(Pool):
 
         Each counts for came / n tokens, or for itself as long as no more than n came.
         """
+        share = fold.state["came"].double() / (self.slots() or 1)
+        return self.weigh(kept, share.clamp_min(1.0).log()[..., None], fold)
+
+    def weigh(self, kept: Slots, factor: Tensor, fold: Fold) -> Slots:
+        """What is kept, each counting for e^factor times what it came with, which is remembered.
+
+        Args:
+            kept: with the weights its tokens came with.
+            factor: [batch, kv_heads, slots or 1], finite where a token is.
+            fold: whose state remembers.
+        """
         free = (self.slots() or 0) - len(kept)
         for name in ("a", "b"):
             fold.state[name] = F.pad(getattr(kept, name), (0, free), value=-torch.inf)
-        share = fold.state["came"].double() / (self.slots() or 1)
-        factor = share.clamp_min(1.0).log()[..., None].to(kept.a.dtype)
+        factor = factor.to(kept.a.dtype)
         return replace(kept, a=kept.a + factor, b=kept.b + factor)

@@ -182,7 +182,7 @@ class Folding:
         for pool, start in before.starts.items():
             view = slab.front if pool in pipe.front else slab.run
             held[pool] = view(start, start + lengths[pool])
-        states = self._states(slab)
+        states = self.states(slab)
         kept = pipe.fold(held, new, fold, states)
         self._remember_states(slab, states)
         after = laid_out(pipe, [len(slots) for slots in kept])
@@ -207,7 +207,7 @@ class Folding:
         slab.open_tail(after.used, ahead, chunk)
         return [len(slots) for slots in kept]
 
-    def _states(self, slab: Slab) -> list[dict[str, Tensor]]:
+    def states(self, slab: Slab) -> list[dict[str, Tensor]]:
         """What each pool remembers, by its own names."""
         states: list[dict[str, Tensor]] = [{} for _ in self.spec.pipe.pools]
         for name, t in slab.state.items():

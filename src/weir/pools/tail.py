@@ -1,0 +1,178 @@
+"""A tail that knows how wrong it is: a sample in which a token's chance goes with what it said.
+
+Priority sampling (Duffield, Lund and Thorup 2007, "Priority sampling for estimation of arbitrary
+subset sums", section 1): a token of weight s draws u and has the priority s / u; the n highest
+stay, and with the highest priority that did not, τ, each counts for max(1, τ / s) of itself. Sums
+over all that came are then unbiased, whatever the weights. That a sample behind what is kept for
+sure also tells its own error, as no choice of the best can, is "error certificates"
+(arXiv:2607.21475); there the sample is drawn once, of a whole prompt. Here weights and random
+numbers of a token never change after it came, and τ only rises, so a stream needs no more memory
+than its slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weir.errors import WeirError
+from weir.pools.base import MOST_WEIGHT, Fold, within
+from weir.pools.ranked import highest
+from weir.pools.registry import pool
+from weir.pools.sample import Sample
+from weir.slab import Slots
+
+
+@pool("tail")
+@dataclass(frozen=True)
+class Tail(Sample):
+    """Keep a sample of all that arrives, more often what has said more, weighed to be unbiased.
+
+    What a token has said is the attention it received before it came here, times the length of its
+    value; its weight, and with it its chance, is that, but at least `floor` times the mean of all
+    that came so far. Nothing flows on.
+
+    Attributes:
+        n: how many tokens are kept.
+        attention: whether received attention is in the weight.
+        value: whether the length of the value is; with neither, all have the same chance.
+        floor: from 0 to 1; where it is not 0 no token counts for more than about 1 / floor times
+            what it would in a uniform sample.
+        watch: so many of the last queries of each fold say how far off the sample leaves them
+            (`report`); 0 for none.
+    """
+
+    weighted = True
+    per_head = True
+
+    n: int
+    attention: bool = True
+    value: bool = True
+    floor: float = 0.1
+    watch: int = 8
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise WeirError(f"tail keeps at least 1 token, not {self.n}")
+        if not 0 <= self.floor <= 1:
+            raise WeirError(f"the floor of tail lies between 0 and 1, not at {self.floor}")
+        if self.watch < 0:
+            raise WeirError(f"tail watches 0 queries or more, not {self.watch}")
+
+    @property
+    def needs_mass(self) -> bool:
+        """Where attention is in the weight."""
+        return self.attention
+
+    @property
+    def needs_queries(self) -> int:
+        """Those that are watched."""
+        return self.watch
+
+    def slots(self) -> int:
+        """As many slots as tokens are kept."""
+        return self.n
+
+    def state(self, like: Slots) -> dict[str, Tensor]:
+        """Beside what every sample has, float64: `said`, the logarithm of each slot's weight
+        [batch, kv_heads, n]; `threshold`, that of τ, and `sum`, of what all that came have said
+        [batch, kv_heads]. Where queries are watched also `watched`, how many, and `error`, the sum
+        of their relative standard errors [batch, kv_heads].
+        """
+        state = super().state(like)
+        none = torch.zeros_like(state["came"], dtype=torch.float64)
+        state["said"] = none[..., None].repeat(1, 1, self.n)
+        state["threshold"], state["sum"] = none - torch.inf, none
+        if self.watch:
+            state["watched"], state["error"] = torch.zeros_like(state["came"]), none.clone()
+        return state
+
+    def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
+        """Why tensors cannot be its state; see `Pool.wrong_state`."""
+        if not within(state["said"], -MOST_WEIGHT, MOST_WEIGHT):
+            return "what a token has said is not a log-weight"
+        if not within(state["threshold"], -torch.inf, MOST_WEIGHT):
+            return "the threshold is not a log-weight"
+        for name in ("sum", "error", "watched"):
+            if name in state and not bool(((state[name] >= 0) & (state[name] < torch.inf)).all()):
+                return f"{name} is not a sum of what is not negative"
+        return super().wrong_state(state, held, ahead)
+
+    def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
+        """Draw for what arrives; those of the highest priorities stay, and τ rises to the rest's.
+
+        A token's number is the same whenever it is asked for, so priorities are not remembered.
+        """
+        state = fold.state
+        old = self.came_with(held, fold)
+        if self.watch and len(held) and fold.read is not None:
+            self._watch(held, old, fold)
+        if not len(new):
+            return held, new
+        both = old.join(new)
+        said = torch.cat([state["said"][:, :, : len(held)], self._said(new, fold)], dim=2)
+        priority = (said - self.draw(both, fold).log()).masked_fill(~both.held, -torch.inf)
+        stays = highest(self.n, both.held, priority)
+        best_gone = priority.masked_fill(stays, -torch.inf).amax(dim=2)
+        state["threshold"] = state["threshold"].maximum(best_gone)
+        kept = both.only(stays)
+        order = (~stays).to(torch.uint8).argsort(dim=2, stable=True)[:, :, : len(kept)]
+        left = said.gather(2, order).masked_fill(~kept.held, 0.0)
+        factor = (state["threshold"][..., None] - left).clamp_min(0.0)
+        state["said"] = F.pad(left, (0, self.n - len(kept)))
+        return self.weigh(kept, factor, fold), new.part(0, 0)
+
+    def report(self, state: dict[str, Tensor], row: int) -> dict[str, Any]:
+        """`error`: by how much the sample leaves what the layer answers off, as a share of it.
+
+        The standard error of a watched query's answer over its length, mean over queries and heads
+        of the row so far; None before any was watched.
+        """
+        if not self.watch:
+            return {}
+        watched = int(state["watched"][row].sum())
+        return {"error": float(state["error"][row].sum()) / watched if watched else None}
+
+    def _said(self, new: Slots, fold: Fold) -> Tensor:
+        """The logarithm of each arrival's weight [batch, kv_heads, slots], float64."""
+        said = new.a.new_ones(new.a.shape, dtype=torch.float64)
+        if self.attention:
+            assert new.mass is not None
+            said = new.mass.double()
+        if self.value and fold.read is None:
+            said = said * new.values.float().norm(dim=3)
+        elif self.value and fold.read is not None:
+            said = said * fold.read.lengths(new.values).mean(dim=2)
+        said = said.masked_fill(~new.held, 0.0)
+        total = fold.state["sum"][..., None] + said.cumsum(dim=2)
+        nth = fold.state["came"][..., None] + new.held.cumsum(dim=2)
+        fold.state["came"] = fold.state["came"] + new.held.sum(dim=2)
+        fold.state["sum"] = total[..., -1]
+        said = said.maximum(self.floor * total / nth.clamp_min(1))
+        return said.clamp_min(torch.finfo(torch.float32).tiny).log()
+
+    def _watch(self, held: Slots, came: Slots, fold: Fold) -> None:
+        """Add up the standard errors of the last queries' answers, as the sample was when read.
+
+        Each token was there with the chance π that its weight is the inverse of. So the answer z,
+        a ratio of two sums, has the variance Σ (1 - π) p² |v - z|², with p the share that the token
+        and those it stands for received (Särndal, Swensson and Wretman 1992, sections 5.6 and 5.7;
+        draws taken for independent of each other, as they nearly are).
+        """
+        read = fold.read
+        assert read is not None
+        share = read.attention(held)[:, :, :, -self.watch :].double()
+        answer = read.answers[:, :, :, -self.watch :].double()
+        chance = (came.b - held.b).double().masked_fill(~held.held, 0.0).exp()
+        lift = (held.a - held.b).double().masked_fill(~held.held, 0.0).exp()
+        value = (held.values.double() * lift[..., None])[:, :, None, None]
+        off = (value - answer[..., None, :]).square().sum(dim=-1)
+        variance = ((1 - chance)[:, :, None, None] * share.square() * off).sum(dim=-1)
+        length = answer.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+        error = variance.sqrt() / length
+        fold.state["error"] = fold.state["error"] + error.sum(dim=(2, 3))
+        fold.state["watched"] = fold.state["watched"] + error[0, 0].numel()

@@ -1,0 +1,162 @@
+"""The sampled tail: priority sampling, sums without bias, and an error that it knows itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from reference.tail import sample, weights
+from roundings import close, largest
+from sampling import ManySeeds, arrivals, bias, folds, sums
+from streams import Row, Streams, received, tokens
+
+import weir
+from weir.errors import WeirError
+from weir.policies.grammar import policy
+from weir.policies.pipe import Pipe
+from weir.pools import Fold, Recent, Sink, Tail
+from weir.pools.draws import Draws
+from weir.slab import Form
+from weir.slab.slots import Slots
+
+SEEDS = 2000
+
+
+@pytest.mark.parametrize(("chunk", "length"), [(1, 90), (7, 200), (64, 400)])
+@pytest.mark.parametrize(
+    ("attention", "value", "floor"), [(True, True, 0.1), (True, False, 0.5), (False, False, 0.0)]
+)
+def test_it_holds_a_priority_sample_of_all_that_came(chunk, length, attention, value, floor):
+    recent = 6
+    pool = Tail(10, attention=attention, value=value, floor=floor, watch=0)
+    place = torch.arange(length).expand(1, 2, -1)
+    draws = Draws(0, 0, 2).uniform(0, place)[0].tolist()
+    said: list[dict[int, float]] = [{}, {}, {}, {}]
+
+    def arrive(index: int, row: Row) -> None:
+        """Note what each token had received when it left the recent ones."""
+        came = range(len(said[2 * index]) + 3, max(3, row.seen - recent))
+        at = torch.tensor(list(came), dtype=torch.int64).expand(1, 2, -1)
+        mass = received(at, torch.tensor([index]), torch.tensor([row.seen - 1]))[0]
+        for head in range(2):
+            for token, share in zip(came, mass[head].tolist(), strict=True):
+                own = (share if attention else 1.0) * (token if value else 1.0)
+                said[2 * index + head][token] = own
+
+    def watch(index: int, row: Row) -> None:
+        arrive(index, row)
+        kept = row.held[2]
+        then = tokens(kept.position)
+        assert torch.equal(kept.keys, then.keys)
+        for head in range(2):
+            mine = said[2 * index + head]
+            weigh = dict(zip(mine, weights(list(mine.values()), floor), strict=True))
+            wanted = sample(weigh, 10, dict(enumerate(draws[head])))
+            here = kept.held[0, head]
+            assert kept.position[0, head][here].tolist() == sorted(wanted)
+            factor = torch.tensor([math.log(wanted[t]) for t in sorted(wanted)])
+            size = largest(factor) + largest(then.b) if len(wanted) else 0.0
+            close(kept.a[0, head][here], then.a[0, head][here] + factor, size=size)
+            close(kept.b[0, head][here], then.b[0, head][here] + factor, size=size)
+
+    Streams(Pipe((Sink(3), Recent(recent), pool)), chunk, (0, 11), watch=watch).run(length)
+
+
+def made_up(places: int) -> torch.Tensor:
+    """Keys, which are values too, of tokens that say much and little."""
+    keys = torch.randn(places, 3, generator=torch.Generator().manual_seed(5)) * 0.5
+    return keys * (1 + 4 * (torch.arange(places) % 9 == 0))[:, None]
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.5])
+def test_sums_of_attention_are_unbiased_whatever_the_weights(floor):
+    keys, query = made_up(60), torch.tensor([0.3, -0.2, 0.4])
+    everything = (keys.double() @ query.double()).exp()
+    numerator = everything @ keys.double()
+    exact = torch.cat([everything.sum()[None], numerator])
+    pool = Tail(12, attention=False, floor=floor, watch=0)
+    *_, (_, kept) = folds(pool, ManySeeds.of(SEEDS, 60), [20, 21, 40, 60], keys)
+    assert bias(sums(kept, query), exact) < 5
+
+
+def test_what_has_said_more_is_kept_more_often():
+    keys = made_up(60)
+    pool = Tail(12, attention=False, watch=0)
+    *_, (_, kept) = folds(pool, ManySeeds.of(SEEDS, 60), [60], keys)
+    often = torch.bincount(kept.position[kept.held], minlength=60) / SEEDS
+    loud = torch.arange(60) % 9 == 0
+    assert often[loud].mean() > 4 * often[~loud].mean()
+
+
+@dataclass
+class OneQuery:
+    """A query that has read what a pool holds, in every head: what `Reading` says of it."""
+
+    query: torch.Tensor
+    held: Slots
+
+    def attention(self, slots: Slots) -> torch.Tensor:
+        """Shares [1, heads, 1, 1, slots]."""
+        return (slots.keys @ self.query + slots.b).softmax(dim=2)[:, :, None, None]
+
+    @property
+    def answers(self) -> torch.Tensor:
+        """[1, heads, 1, 1, value_dim]."""
+        share = self.attention(self.held)[:, :, 0, 0, :, None]
+        return (share * self.held.values).sum(dim=2)[:, :, None, None]
+
+    def lengths(self, values: torch.Tensor) -> torch.Tensor:
+        """[1, heads, 1, slots]."""
+        return values.norm(dim=3)[:, :, None]
+
+
+def test_it_knows_how_far_off_it_is():
+    """What it says by one sample is how far samples under thousands of seeds are from the truth."""
+    places, query = 300, torch.tensor([0.3, -0.2, 0.4])
+    keys = made_up(places) + torch.tensor([0.5, 0.5, 0.0])
+    draws, pool = ManySeeds.of(SEEDS, places), Tail(60, attention=False, watch=1)
+    held = arrivals(0, 0, SEEDS, keys)
+    state = pool.state(held)
+    held, _ = pool.fold(
+        held,
+        arrivals(0, places, SEEDS, keys),
+        Fold(draws, torch.tensor([places]), Form(1.0), state=state),
+    )
+    reading = OneQuery(query, held)
+    later = Fold(draws, torch.tensor([places]), Form(1.0), state=state, read=reading)
+    pool.fold(held, arrivals(places, places, SEEDS, keys), later)
+    everything = (keys @ query).softmax(dim=0) @ keys
+    off = (reading.answers[0, :, 0, 0] - everything).square().sum(dim=1).mean().sqrt()
+    assert (state["watched"] == 1).all()
+    said = state["error"].square().mean().sqrt() * everything.norm()
+    assert 0.93 < said / off < 1.07
+
+
+def test_a_stream_reports_it_and_nothing_before_its_first_sample():
+    model, tokenizer = weir.load("nano")
+    ids = tokenizer("The road was long, and 418 was the number of the house. " * 25).input_ids
+    stream = weir.Stream(model, "sink(4) | recent(60) | tail(24)", seed=1)
+    stream.feed(ids[:64])
+    first = stream.report()["layers"][0]["pools"]
+    stream.feed(ids[64:320])
+    assert first == {"tail 2": {"error": None}}
+    assert 0 < stream.report()["layers"][0]["pools"]["tail 2"]["error"] < 1
+    unwatched = weir.Stream(model, "sink(4) | recent(60) | tail(24, watch=0)")
+    unwatched.feed(ids[:320])
+    assert "pools" not in unwatched.report()["layers"][0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("tail(0)", "keeps at least 1 token"),
+        ("tail(4, floor=1.5)", "floor of tail lies between 0 and 1"),
+        ("tail(4, watch=-1)", "watches 0 queries or more"),
+        ("tail(4) | recent(4)", "tail"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(wrong, says):
+    with pytest.raises(WeirError, match=says):
+        policy(wrong)
