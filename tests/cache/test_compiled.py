@@ -6,6 +6,7 @@ in which PyTorch turns a graph into machine code.
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator
 from itertools import cycle
@@ -236,13 +237,73 @@ def test_a_model_that_cannot_be_compiled_says_why_and_loses_nothing(
     with torch.no_grad():
         model(ids(1, 13), past_key_values=cache)
         model.model.layers[1].mlp = Odd(model.model.layers[1].mlp)
-        compile_steps(model, backend="eager")
+        compile_steps(model, strict=True, backend="eager")
         with pytest.raises(WeirError, match="cannot be compiled here"):
             model(ids(1, 1), past_key_values=cache)
         assert cache.seen == [13]
         compile_steps(model, on=False)
         model(ids(1, 1), past_key_values=cache)
     assert cache.seen == [14]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("no C++ compiler"), OSError(28, "No space left on device")],
+    ids=["no compiler", "a full disk"],
+)
+def test_where_nothing_can_be_compiled_steps_go_the_usual_way_after_one_sentence(
+    llama, ids, taken, capfd, error: Exception
+) -> None:
+    def backend(graph: Any, inputs: Any) -> Any:
+        raise error
+
+    usual = read(llama, "window(8)", ids(1, PROMPT + 3))
+    compile_steps(llama, backend=backend)
+    try:
+        found = read(llama, "window(8)", ids(1, PROMPT + 3))
+        read(llama, "window(9)", ids(1, PROMPT + 1))  # nothing is tried again, of no size
+    finally:
+        compile_steps(llama, on=False)
+    assert torch.equal(found[0], usual[0])
+    assert taken == [0] * 4
+    waits, falls = capfd.readouterr().err.strip().splitlines()
+    assert "compiling the decode step" in waits
+    assert str(error) in falls
+    assert falls.endswith("they go the usual way")
+
+
+def test_each_size_says_once_what_is_waited_for(llama, ids, taken, capfd) -> None:
+    compile_steps(llama, backend="eager")
+    for policy in ("window(8)", "window(9)", "window(8)", "snap(8, 4, 5)"):
+        read(llama, policy, ids(1, PROMPT + 2))
+    compile_steps(llama, on=False)
+    assert taken == [1] * 8
+    assert capfd.readouterr().err.count("compiling the decode step") == 3
+
+
+def test_weights_may_be_loaded_trained_and_moved_afterwards(fresh_llama, ids, taken) -> None:
+    model, other = fresh_llama(layers=1), fresh_llama(layers=1, seed=1)
+    text = ids(1, PROMPT + 2)
+
+    def check() -> None:
+        compiled = read(model, "window(8)", text)
+        twin = copy.deepcopy(model)
+        check_same(read(twin, "window(8)", text), compiled, twin)
+
+    compile_steps(model, backend="eager")
+    check()
+    model.load_state_dict(other.state_dict())
+    check()
+    model.load_state_dict(copy.deepcopy(fresh_llama(layers=1).state_dict()), assign=True)
+    check()
+    model.train()
+    model(ids(1, 8), labels=ids(1, 8)).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    check()
+    model.eval().to(torch.bfloat16)
+    check()
+    compile_steps(model, on=False)
+    assert taken == [1] * 10
 
 
 @pytest.mark.parametrize("policy", ["sink(2) | recent(14)", "recent(8) | heavy(8)"])

@@ -9,12 +9,16 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from roundings import off, within
 from torch import nn
 
 import weir
 from weir import kernels
 from weir.models import products
-from weir.models.products import ROWS, choose_products
+from weir.models.products import LOOPED, ROWS, choose_products
+
+PRODUCTS = [*ROWS, *(rows for rows in ROWS if rows <= LOOPED)]
+"""Of a shape, those that are called and those in a loop."""
 
 
 @dataclass
@@ -37,15 +41,14 @@ def kernel(monkeypatch):
 
 @pytest.fixture
 def gains(monkeypatch):
-    """What timings find, by rows; and how many there were."""
-    found = dict.fromkeys(ROWS, 2.0)
-    found["timed"] = 0
+    """What timings find, by rows, and of loops by "loop"; and how many there were."""
+    found = {**dict.fromkeys(ROWS, 2.0), "loop": 2.0, "timed": 0}
 
-    def gain(modules, rows, kernel):
+    def timed(modules, rows, kernel):
         found["timed"] += 1
-        return found[rows]
+        return found[rows], found["loop"]
 
-    monkeypatch.setattr(products, "_gain", gain)
+    monkeypatch.setattr(products, "_gains", timed)
     return found
 
 
@@ -72,7 +75,7 @@ def test_rows_go_the_way_of_the_next_larger_number_that_was_timed(layer, kernel,
     gains.update({1: 2.0, 2: 1.0, 4: 1.06, 8: 1.04, 16: 1.0, 32: 1.5})
     told = choose_products(layer, remembered=file)
     assert told["float32 4 x [6, 8] + bias"] == 1.06
-    assert len(told) == len(ROWS)
+    assert len(told) == len(PRODUCTS)
     there = [rows for rows in (*range(1, 40), 100) if through(layer, kernel, rows)]
     assert there == [1, 3, 4, *range(17, 33)]
     assert not through(layer, kernel, 0)
@@ -92,6 +95,54 @@ def test_all_else_goes_the_usual_way(layer, kernel, gains, file):
     assert len(kernel.rows) == 1
     with pytest.raises(RuntimeError, match="dtype"):
         through(layer, kernel, 1, torch.bfloat16)
+
+
+@pytest.fixture
+def compiled(layer):
+    """The layer in one graph, and the names of what is called in the last one that was made."""
+    names = set()
+
+    def backend(graph, inputs):
+        names.clear()
+        names.update(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    torch.compiler.reset()
+    yield torch.compile(layer, backend=backend, fullgraph=True, dynamic=False), names
+    torch.compiler.reset()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_compiled_step_of_few_rows_is_a_loop(layer, kernel, gains, file, compiled, dtype):
+    layer.to(dtype)
+    gains.update(dict.fromkeys(ROWS, 1.0))  # whatever is true of calls
+    choose_products(layer, remembered=file)
+    step, names = compiled
+    for rows in (1, LOOPED):
+        x = torch.randn(rows, 1, 8, dtype=dtype)
+        wanted = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
+        found = step(x)
+        assert found.dtype == dtype
+        # A sum of nine terms, and one rounding more of what it comes to.
+        size = float(x.double().abs().max() * layer.weight.double().abs().sum(1).max()) + 1
+        within(found, wanted, (off(9) + torch.finfo(dtype).eps / 2) * size)
+        assert "sum" in names
+    assert not kernel.rows
+
+
+@torch.no_grad()
+def test_a_compiled_step_of_more_rows_calls_the_kernel(layer, kernel, gains, file, compiled):
+    gains["loop"] = 1.0
+    choose_products(layer, remembered=file)
+    step, names = compiled
+    x = torch.randn(LOOPED + 1, 1, 8)
+    assert torch.equal(step(x), kernel(x, layer.weight, layer.bias))
+    assert kernel.rows == [LOOPED + 1] * 2
+    step(torch.randn(1, 1, 8))  # neither: a call in a graph is nothing that was timed
+    step(torch.randn(1, LOOPED + 1, 8))  # a prompt
+    assert len(kernel.rows) == 2
+    assert "sum" not in names
 
 
 def test_weights_may_change_move_and_turn_into_others(layer, kernel, gains, file):
@@ -158,7 +209,7 @@ def test_a_timing_draws_nothing_from_the_global_generator():
     modules = [nn.Linear(8, 6)]
     before = torch.get_rng_state()
     with torch.no_grad():
-        products._gain(modules, 1, nn.functional.linear)
+        products._gains(modules, 1, nn.functional.linear)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -174,14 +225,14 @@ def test_layers_of_others_are_left_as_they_are(kernel, gains, file):
     model = nn.Sequential(
         Another(8, 8), changed, double, turned, nn.Conv1d(1, 1, 1), nn.Linear(0, 4), tied
     )
-    assert len(choose_products(model, remembered=file)) == len(ROWS)  # of the one that can
+    assert len(choose_products(model, remembered=file)) == len(PRODUCTS)  # of the one that can
     for each in (model[0], changed, turned):
         assert not through(each, kernel, 1)
     assert through(tied, kernel, 1)
 
 
 def test_nothing_is_put_on_where_nothing_is_gained(layer, kernel, gains, file):
-    gains.update(dict.fromkeys(ROWS, 1.0))
+    gains.update({**dict.fromkeys(ROWS, 1.0), "loop": 1.0})
     assert choose_products(layer, remembered=file)
     assert "forward" not in vars(layer)
 
@@ -244,10 +295,12 @@ def test_a_timing_tells_the_slower_way_from_the_faster(monkeypatch):
             nn.functional.linear(x, weight, bias)
 
     with torch.no_grad():
-        assert products._gain(modules, 2, slower) < 0.5
+        call, loop = products._gains(modules, 2, slower)
+        assert call < 0.5
+        assert loop > call  # of products so small most is the call
         monkeypatch.setattr(nn.functional, "linear", lambda *_: slower_still())
         slower_still = lambda: sum(range(20_000))  # noqa: E731
-        assert products._gain(modules, 2, lambda *_: None) > 2
+        assert min(products._gains(modules, 2, lambda *_: None)) > 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -6,6 +6,7 @@ whether it is still the same.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -47,9 +48,9 @@ class Step(Cache):
         self.largest = torch.zeros(ends.shape, device=ends.device)
 
     @property
-    def sizes(self) -> tuple[torch.Size, ...]:
-        """The shapes of the slabs: each has a graph of its own."""
-        return tuple(its.keys.shape for its in self.slots)
+    def sizes(self) -> tuple[Hashable, ...]:
+        """What each layer holds, of which shapes and types: each has a graph of its own."""
+        return tuple(its.sizes for its in self.slots)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

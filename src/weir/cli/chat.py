@@ -14,6 +14,7 @@ import typer
 from weir.cli.app import command
 from weir.cli.common import (
     Chunk,
+    Compile,
     ModelName,
     Seed,
     SlotsName,
@@ -22,6 +23,7 @@ from weir.cli.common import (
     say_window,
     size,
     was_given,
+    with_compiled_steps,
     with_products,
 )
 from weir.cli.loading import Loading, load_model, loads_model
@@ -84,6 +86,7 @@ def chat(
     session: Annotated[
         Path | None, typer.Option(help="A saved conversation to go on with.")
     ] = None,
+    compiled: Compile = False,
     *,
     loading: Loading,
 ) -> None:
@@ -99,7 +102,7 @@ def chat(
             "give one of them"
         )
     model, tokenizer = load_model(model_name, loading)
-    with_products(model)
+    with_compiled_steps(with_products(model), compiled)
     if session is None:
         wanted, told = _sized(model, tokenizer, policy, slots, chunk, system)
         say_window(model, wanted, chunk)

@@ -39,6 +39,13 @@ SlotsName = Annotated[
         "says]",
     ),
 ]
+Compile = Annotated[
+    bool,
+    typer.Option(
+        "--compile",
+        help="Compile decode steps; the first takes from seconds to minutes, and a C++ compiler.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -128,6 +135,21 @@ def with_products(model: PreTrainedModel) -> PreTrainedModel:
 
     with waiting("timing matrix products"):
         choose_products(model)
+    return model
+
+
+def with_compiled_steps(model: PreTrainedModel, wanted: bool) -> PreTrainedModel:
+    """A model whose decode steps are compiled, if that is wanted.
+
+    Args:
+        model: from `load_model`.
+        wanted: what `--compile` says.
+    """
+    if wanted:
+        from weir.models import compile_steps
+
+        with waiting("timing matrix products"):
+            compile_steps(model)
     return model
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,7 @@ from weir.cli.app import command
 from weir.cli.common import (
     WIDE,
     AsJson,
+    Compile,
     SlotsName,
     in_lines,
     output,
@@ -24,7 +26,7 @@ from weir.cli.common import (
 from weir.cli.loading import Loading, loads_model
 from weir.cli.signals import Terminated
 from weir.cli.stream import Positions
-from weir.errors import written
+from weir.errors import WeirError, written
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -102,6 +104,7 @@ def evaluate(
     show: Annotated[
         bool, typer.Option("--list", help="List tasks, parameters and protocols, and leave.")
     ] = False,
+    compiled: Compile = False,
     as_json: AsJson = False,
     *,
     loading: Loading,
@@ -113,13 +116,15 @@ def evaluate(
     from transformers.utils.logging import disable_progress_bar
 
     from weir.cache import read_bytes
-    from weir.evals.grid import grown, make_grid, run
+    from weir.evals.grid import grown, make_grid, one_by_one, run
     from weir.evals.results import failures, read_results
 
     disable_progress_bar()  # there is one bar already
     if show:
         _list(as_json)
         return 0
+    if cluster is not None and compiled:
+        raise WeirError("--compile is for cells in one process; leave it out with --cluster")
     grid = make_grid(
         [name.strip() for name in model.split(",") if name.strip()],
         _with_files(tasks, captions, images),
@@ -140,6 +145,8 @@ def evaluate(
         from weir.evals.grid.on_ray import on_ray
 
         work = on_ray(cluster)
+    elif compiled:
+        work = partial(one_by_one, compiled=True)
     with progress() as bar:
         # Cells differ by far in what they take: only a long look back foretells anything.
         bar.speed_estimate_period = 24 * 3600

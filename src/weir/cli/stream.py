@@ -11,6 +11,7 @@ from weir.cli.app import command
 from weir.cli.common import (
     AsJson,
     Chunk,
+    Compile,
     ModelName,
     PolicyText,
     Seed,
@@ -25,9 +26,11 @@ from weir.cli.common import (
     say_window,
     size,
     waiting,
+    with_compiled_steps,
 )
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.cli.signals import interruptible
+from weir.errors import WeirError
 
 if TYPE_CHECKING:
     from weir.evals.measures import Reading
@@ -57,11 +60,14 @@ def stream(
         Positions, typer.Option(help="Inside the cache, or in the stream.")
     ] = Positions.rolling,
     seed: Seed = 0,
+    compiled: Compile = False,
     as_json: AsJson = False,
     *,
     loading: Loading,
 ) -> int:
     """Read a text once, in constant memory, and report its perplexity.
+
+    Many tokens are read in one call, a chunk at most: --compile is for --chunk 1.
 
     Ctrl-C ends the reading and reports what was read; so does SIGTERM, with exit code 143.
     """
@@ -71,7 +77,13 @@ def stream(
 
     wanted = with_slots(policy_of(policy), slots)
     words = read_text(text)
+    if compiled and chunk > 1:
+        raise WeirError(
+            f"--compile is for steps of one token, and with --chunk {chunk} a text is read in "
+            "larger ones; give --chunk 1, or leave it out"
+        )
     model, tokenizer = load_model(model_name, loading)
+    with_compiled_steps(model, compiled)
     source = "standard input" if str(text) == STANDARD_INPUT else str(text)
     with waiting(f"tokenising {source}"):
         ids = encode(tokenizer, words, tokens, start)

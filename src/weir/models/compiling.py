@@ -1,13 +1,14 @@
 """A decode step as one compiled graph: `weir.compile_steps(model)`.
 
 At batch 1 a third of a decode step is Python and small operations; `torch.compile` makes one
-program of it all. Prompts, folds, and steps without constant shapes go the usual way. Knows nothing
-about caches: during a compiled step something stands for the cache whose `sizes` tell one graph
-from another.
+program of it all. Prompts, folds, and steps without constant shapes go the usual way, and so does
+everything where nothing can be compiled. Knows nothing about caches: during a compiled step
+something stands for the cache whose `sizes` tell one graph from another.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Hashable, Mapping
 from types import FunctionType
@@ -18,6 +19,12 @@ from torch._dynamo import exc
 
 from weir.errors import WeirError
 from weir.models.methods import Around
+
+WAITING = (
+    "compiling the decode step of this model, which takes from seconds to minutes, and less where "
+    "PyTorch has kept it from before"
+)
+"""What is said before something is compiled."""
 
 
 class CompiledStep(Protocol):
@@ -35,15 +42,22 @@ class Compiling:
     models of a class share the code of their forward, so the sizes of one would use up the limit of
     the others: the compiler is given a function around it, with a code object of this model's own.
 
+    Attributes:
+        strict: a step that cannot be compiled fails, and nobody is told what is waited for.
+        failed: why steps go the usual way; None while they need not.
+
     Args:
         options: for `torch.compile`.
+        strict: see there.
 
     Raises:
         WeirError: `torch.compile` does not take these options.
     """
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: Mapping[str, Any], strict: bool = False) -> None:
         self._options = dict(options)
+        self.strict = strict
+        self.failed: str | None = None
         # A graph is good for as long as what it called is there: the same objects stand in front of
         # the rotary embeddings of the model whenever it has a cache.
         self.rotaries: list[Around] = []
@@ -73,6 +87,8 @@ class Compiled:
 
     def __init__(self, own: Callable[..., Any], compiling: Compiling) -> None:
         self._graph = compiling.of(own)
+        self._compiling = compiling
+        self._known: set[Hashable] = set()
         self._refused: set[Hashable] = set()
 
     def __call__(self, step: CompiledStep, given: dict[str, Any]) -> Any:
@@ -83,12 +99,14 @@ class Compiled:
             given: the decoder's arguments by name.
 
         Raises:
-            WeirError: the model cannot be compiled here, and why.
+            WeirError: the model cannot be compiled here, and why, where this is strict.
         """
-        if self._refused and step.sizes in self._refused:
+        if self._compiling.failed is not None or step.sizes in self._refused:
             return None
+        if step.sizes not in self._known and not self._compiling.strict:
+            _say(WAITING)
         try:
-            return self._graph(**{**given, "past_key_values": step})
+            output = self._graph(**{**given, "past_key_values": step})
         except exc.FailOnRecompileLimitHit:
             self._refused.add(step.sizes)
             warnings.warn(
@@ -98,9 +116,20 @@ class Compiled:
             )
             return None
         except exc.TorchDynamoException as error:
-            raise WeirError(
-                f"the steps of this model cannot be compiled here: {_reason(error)}"
-            ) from error
+            told = f"the steps of this model cannot be compiled here: {_reason(error)}"
+            if self._compiling.strict:
+                raise WeirError(told) from error
+            self._compiling.failed = told
+            _say(f"{told}; they go the usual way")
+            return None
+        self._known.add(step.sizes)
+        return output
+
+
+def _say(sentence: str) -> None:
+    """On standard error, from which those who wait learn why."""
+    sys.stderr.write(f"weir: {sentence}\n")
+    sys.stderr.flush()
 
 
 def _reason(error: Exception) -> str:

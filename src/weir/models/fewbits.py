@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from weir import kernels
 from weir.errors import WeirError, not_installed, shown
-from weir.models.products import choose_products, own_forward
+from weir.models.products import LOOPED, choose_products, in_a_loop, own_forward
 
 BITS = ("int8", "int4")
 """What weights may be: one scale for each row of 8 bits, or for each `GROUP` numbers of 4."""
@@ -153,15 +153,30 @@ class EightBits(nn.Linear):
         weight: Any = self.weight
         numbers, scale = weight.qdata, weight.scale.flatten()
         if torch.compiler.is_compiling():
-            # A product and a sum become one loop over the numbers, at the pace of memory.
-            wide = input.float().unsqueeze(-2)
-            out = ((wide * numbers.float()).sum(-1) * scale.float()).to(input.dtype)
+            if rows <= LOOPED:
+                return in_a_loop(input, numbers, self.bias, scale)
+            out = _by_kernel(input, numbers, scale)
         else:
             kernel = kernels.linear8(input.device)
             if kernel is None:
                 return super().forward(input)
             out = kernel(input, numbers, scale)
         return out if self.bias is None else out + self.bias
+
+
+@torch.library.custom_op("weir::linear8", mutates_args=())
+def _by_kernel(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
+    """weir's kernel for 8 bits, as a call in the middle of a compiled program."""
+    kernel = kernels.linear8(x.device)
+    if kernel is None:
+        return nn.functional.linear(x, numbers.to(x.dtype) * scale.to(x.dtype)[:, None])
+    out: Tensor = kernel(x, numbers, scale)
+    return out
+
+
+@_by_kernel.register_fake
+def _(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], numbers.shape[0])
 
 
 def _four_bits(device: torch.device) -> Any:

@@ -35,6 +35,7 @@ from weir.models.facts import ModelFacts, describe, input_device
 from weir.models.images import pictures_in
 from weir.models.methods import Around
 from weir.models.own_attention import install, unmasked
+from weir.models.products import choose_products
 from weir.models.sinks import SUNK_ATTENTION
 from weir.models.turns import turns_of, wait_for_others
 from weir.slab import Form
@@ -325,24 +326,35 @@ def attach(model: PreTrainedModel, cache: Streaming) -> Attachment:
     return held
 
 
-def compile_steps(model: PreTrainedModel, *, on: bool = True, **options: Any) -> None:
+def compile_steps(
+    model: PreTrainedModel, *, on: bool = True, strict: bool = False, **options: Any
+) -> None:
     """Compile decode steps of a model with caches of weir, those that live and those to come.
 
-    A step is one token for each row. The first one compiles, which takes as long as `torch.compile`
-    takes for the model, and needs a C++ compiler; each size of batch and of cache is compiled by
-    itself, and so are policies that keep different things beside keys and values. Rows may stand in
-    different places of their streams. Answers differ by rounding only.
+    A step is one token for each row. The first one compiles, says so on standard error, takes as
+    long as `torch.compile` takes for the model, and needs a C++ compiler; without one, or without
+    room for what it makes, steps go the usual way after one warning. Each size of batch and of
+    cache is compiled by itself, and so are policies that keep different things beside keys and
+    values. Rows may stand in different places of their streams. On a CPU matrix products are those
+    of `choose_products`, which is called here. Answers differ by rounding only.
+
+    Weights are read where they lie: they are not copied, and may be loaded, trained or moved to
+    another dtype afterwards, for which a step is compiled anew.
 
     Args:
         model: the causal language model.
-        on: False to do so no longer.
+        on: False to do so no longer; products that were chosen stay.
+        strict: raise a WeirError where a step cannot be compiled, and write nothing on standard
+            error: for those who say by themselves what is waited for.
         options: for `torch.compile`: `mode`, `backend`, `options`.
 
     Raises:
         WeirError: weir cannot serve the model, or `torch.compile` has no such option.
     """
     decoder = describe(model).decoder
-    compiling = Compiling(options) if on else None
+    compiling = Compiling(options, strict) if on else None
+    if on and options.get("backend", "inductor") == "inductor":
+        choose_products(model)  # others make no loops, for which products are written
     with _MAKING:
         _COMPILED.pop(decoder, None)
         if compiling is not None:

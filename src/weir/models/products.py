@@ -30,6 +30,9 @@ from weir.models.methods import Around
 
 ROWS = (1, 2, 4, 8, 16, 32)
 """Rows of which products are timed; one of another number goes the way of the next larger."""
+LOOPED = 4
+"""Rows up to which a compiled product is a loop of the compiler's own: as many sums as fit into a
+processor's registers, beside those of a second product that is made in the same loop."""
 CLEAR = 1.05
 """How much faster weir's kernel has to be to be taken."""
 BEYOND_CACHES = 2**26
@@ -51,6 +54,7 @@ class Product:
         outputs, inputs: of the weight.
         bias: whether something is added.
         rows: at once.
+        looped: whether it is a loop within a compiled step (`in_a_loop`), and no call.
     """
 
     dtype: str
@@ -58,10 +62,11 @@ class Product:
     inputs: int
     bias: bool
     rows: int
+    looped: bool = False
 
     def __str__(self) -> str:
-        added = " + bias" if self.bias else ""
-        return f"{self.dtype} {self.rows} x [{self.outputs}, {self.inputs}]{added}"
+        more = (" + bias" if self.bias else "") + (" in a loop" if self.looped else "")
+        return f"{self.dtype} {self.rows} x [{self.outputs}, {self.inputs}]{more}"
 
 
 def choose_products(
@@ -70,8 +75,9 @@ def choose_products(
     """Let a model's linear layers multiply few rows the way that is faster on this machine.
 
     For `nn.Linear` on a CPU, in float32 or bfloat16, without gradients; everything else, prompts
-    and compiled steps too, goes the usual way. Weights may be changed, moved or loaded afterwards:
-    nothing is copied. Answers differ by rounding only. Without numba nothing is done.
+    too, goes the usual way. Weights may be changed, moved or loaded afterwards: nothing is copied.
+    Answers differ by rounding only. Without numba nothing is done. In what `torch.compile` makes
+    of a decode step the same products are loops of the compiler's own, or calls of weir's kernel.
 
     Args:
         model: any module.
@@ -100,42 +106,63 @@ def choose_products(
     known = _remembered(file)
     gains: dict[str, float] = {}
     for shape, modules in alike.items():
-        taken = []
+        called, looped = [], []
         for rows in _rows(shape[0]):
-            name = str(Product(*shape, rows))
-            if name not in known:
-                known[name] = _gain(modules, rows, kernel)
-            gains[name] = known[name]
-            taken.append(known[name] >= CLEAR)
-        if any(taken):
+            call, loop = (str(Product(*shape, rows, way)) for way in (False, True))
+            if not {call, loop} <= known.keys():
+                known[call], known[loop] = _gains(modules, rows, kernel)
+            called.append(known[call] >= CLEAR)
+            gains[call] = known[call]
+            if rows <= LOOPED:
+                looped.append(known[loop] >= CLEAR)
+                gains[loop] = known[loop]
+        if any(called) or any(looped):
             for module in modules:
-                _Multiplied(module, kernel, _rows(shape[0]), taken)
+                _Multiplied(module, kernel, _Taken.of(shape[0], called, looped))
     if gains:
         _remember(file, known)
     return gains
 
 
+@dataclass(frozen=True)
+class _Taken:
+    """For which numbers of rows weir's way is taken, from none on.
+
+    Attributes:
+        called: as the model stands.
+        looped: in a compiled step, as a loop; fewer, as no loop is made of more.
+    """
+
+    called: tuple[bool, ...]
+    looped: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, dtype: str, called: Sequence[bool], looped: Sequence[bool]) -> _Taken:
+        """From what is true of the rows that were timed."""
+
+        def each(taken: Sequence[bool]) -> tuple[bool, ...]:
+            timed = _rows(dtype)[: len(taken)]
+            some = range(1, timed[-1] + 1)
+            return (False, *(taken[bisect_left(timed, count)] for count in some))
+
+        return cls(each(called), each(looped))
+
+
 class _Multiplied(Around):
     """A linear layer's forward, of which some numbers of rows go weir's way."""
 
-    def __init__(
-        self,
-        module: nn.Linear,
-        kernel: Callable[..., Tensor],
-        rows: Sequence[int],
-        taken: Sequence[bool],
-    ) -> None:
+    def __init__(self, module: nn.Linear, kernel: Callable[..., Tensor], taken: _Taken) -> None:
         self._linear = module
         self._kernel = kernel
-        self._most = rows[-1]
-        self._taken = [taken[bisect_left(rows, count)] for count in range(1, self._most + 1)]
+        self._taken = taken
         super().__init__(module, "forward", self._multiply)
 
     def _multiply(self, own: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
         x = input  # as `nn.Linear` calls it, for those who give it by name
         weight = self._linear.weight
+        compiling = torch.compiler.is_compiling()
         if (
-            torch.compiler.is_compiling()
+            (compiling and not of_a_step(x))
             or torch.jit.is_tracing()  # type: ignore[attr-defined]
             or torch.is_grad_enabled()
             or type(x) is not Tensor
@@ -144,14 +171,67 @@ class _Multiplied(Around):
             or x.device != weight.device
         ):
             return own(x)
-        rows = x.numel() // weight.shape[1]
-        if (
-            not 0 < rows <= self._most
-            or not self._taken[rows - 1]
-            or torch.is_autocast_enabled("cpu")
-        ):
+        rows, bias = x.numel() // weight.shape[1], self._linear.bias
+        called, looped = self._taken.called, self._taken.looped
+        if torch.is_autocast_enabled("cpu"):
             return own(x)
-        return self._kernel(x, weight, self._linear.bias)
+        if compiling and rows < len(looped):
+            return in_a_loop(x, weight, bias) if looped[rows] else own(x)
+        if rows >= len(called) or not called[rows]:
+            return own(x)
+        return (_by_kernel if compiling else self._kernel)(x, weight, bias)
+
+
+def of_a_step(x: Tensor) -> bool:
+    """Whether an input [batch, 1, inputs] or [1, inputs] is that of a decode step.
+
+    To ask how many rows another has would bind what is being compiled to their number.
+    """
+    return x.numel() == x.shape[-1] or (x.ndim == 3 and x.shape[1] == 1)
+
+
+def in_a_loop(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None
+) -> Tensor:
+    """A product of few rows, written so that a compiler of loops makes it as fast as memory is.
+
+    One sum for each row over the same line of the weight: PyTorch's compiler makes one loop of them
+    all, with the norm, activation or sum that comes before and after in the same program. Nothing
+    is called, and of the weight nothing is copied.
+
+    Args:
+        x: [..., inputs].
+        weight: [outputs, inputs], of any type that becomes float32.
+        bias: [outputs], or None.
+        scale: of each output [outputs], or None.
+
+    Returns:
+        [..., outputs], of the type of `x`.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    # With these strides it has to be in memory; or what it is made of would be computed anew for
+    # each output.
+    rows = torch.as_strided(rows, rows.shape, rows.stride()).float()
+    wide = weight.float()
+    out = torch.stack([(row * wide).sum(-1) for row in rows])
+    if scale is not None:
+        out = out * scale.float()
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+
+@torch.library.custom_op("weir::linear", mutates_args=())
+def _by_kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """weir's kernel, as a call in the middle of a compiled program."""
+    kernel = kernels.linear(x.device) or nn.functional.linear
+    out: Tensor = kernel(x, weight, bias)
+    return out
+
+
+@_by_kernel.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def _can(module: nn.Module) -> bool:
@@ -189,8 +269,14 @@ def _rows(dtype: str) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def _gain(modules: Sequence[nn.Linear], rows: int, kernel: Callable[..., Tensor]) -> float:
-    """PyTorch's time for a product over weir's: medians of rounds in which they take turns."""
+def _gains(
+    modules: Sequence[nn.Linear], rows: int, kernel: Callable[..., Tensor]
+) -> tuple[float, float]:
+    """PyTorch's time for a product over weir's, and over that of weir's without the call.
+
+    They are medians of rounds in which both take turns, with a product of next to nothing: what is
+    left of weir's time without it is what the same loop takes within a compiled step.
+    """
     weight = modules[0].weight
     size = weight.numel() * weight.element_size()
     some = modules[: max(1, BEYOND_CACHES // size)]
@@ -206,15 +292,18 @@ def _gain(modules: Sequence[nn.Linear], rows: int, kernel: Callable[..., Tensor]
                 way(x, module.weight, module.bias)
         return time.perf_counter() - since
 
-    ways = (nn.functional.linear, kernel)
+    def nothing(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return kernel(x, weight[:1], None if bias is None else bias[:1])
+
+    ways = (nn.functional.linear, kernel, nothing)
     for way in ways:
         way(x, weight, modules[0].bias)  # numba compiles
     times: list[tuple[float, ...]] = []
     until = time.perf_counter() + ENOUGH
     while len(times) < ROUNDS.start or (len(times) < ROUNDS.stop and time.perf_counter() < until):
         times.append(tuple(timed(way) for way in ways))
-    theirs, ours = (median(each) for each in zip(*times, strict=True))
-    return round(theirs / ours, 3)
+    theirs, ours, call = (median(each) for each in zip(*times, strict=True))
+    return round(theirs / ours, 3), round(theirs / max(ours - call, ours / 100), 3)
 
 
 def _file() -> Path:

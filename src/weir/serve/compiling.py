@@ -48,7 +48,7 @@ def compile_engine(
     Raises:
         WeirError: there is no compiler here, or it does not compile this model.
     """
-    compile_steps(engine.model, **options)
+    compile_steps(engine.model, strict=True, **options)
     feeder = engine.feeder
     try:
         for size in sizes_of(engine):

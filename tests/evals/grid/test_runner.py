@@ -46,7 +46,7 @@ class Toy(Task):
 @pytest.fixture
 def toys(monkeypatch, llama):
     monkeypatch.setitem(TASKS, "toy", Toy)
-    monkeypatch.setattr(runner, "_loaded", lambda name, loading: (llama, None))
+    monkeypatch.setattr(runner, "_loaded", lambda name, loading, compiled: (llama, None))
     monkeypatch.setattr(Toy, "runs", [])
     monkeypatch.setattr(Toy, "broken", {})
     return Toy
@@ -188,7 +188,7 @@ def test_progress_is_told_by_cell(tmp_path, toys):
 
 
 def test_a_model_that_cannot_be_had_fails_its_cells_only(tmp_path, monkeypatch, toys, llama):
-    def load(name: str, loading):
+    def load(name: str, loading, compiled):
         if name == "bad":
             raise WeirError("there is no model folder 'bad'")
         return llama, None

@@ -7,6 +7,7 @@ that ends at that slot. Rows may end in different slots. Knows nothing about mod
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +68,12 @@ class DecodeSlots:
         queries, wanted = slab.queries, pipe.needs_queries
         weights = (a, slab.b, slab.split)
         return cls(slab.keys, slab.values, slab.coded, *weights, queries, wanted, window)
+
+    @property
+    def sizes(self) -> Hashable:
+        """What a graph is made for: shapes, types, and what is there at all."""
+        there = self.coded is None, self.a is None, self.queries is None
+        return self.keys.shape, self.values.shape, self.keys.dtype, self.keys.device, there
 
     def attend(
         self,

@@ -22,7 +22,7 @@ from weir.evals.grid.protocols import Protocol, protocol
 from weir.evals.notation import takes_budget
 from weir.evals.results import CellRecord, ResultsFile, failures
 from weir.evals.task import Subject
-from weir.models import load
+from weir.models import compile_steps, load
 from weir.policies import policy_of
 
 Numbered = tuple[int, Cell]
@@ -81,11 +81,14 @@ def run(
 
 
 def one_by_one(
-    cells: list[Numbered], told: Told, models: Mapping[str, Loaded] | None = None
+    cells: list[Numbered],
+    told: Told,
+    models: Mapping[str, Loaded] | None = None,
+    compiled: bool = False,
 ) -> Iterator[CellRecord]:
-    """Cells in this process, in order."""
+    """Cells in this process, in order; compiled: decode steps of models that are loaded are so."""
     for number, cell in cells:
-        yield measure(number, cell, partial(told, number), models)
+        yield measure(number, cell, partial(told, number), models, compiled)
 
 
 def measure(
@@ -93,11 +96,12 @@ def measure(
     cell: Cell,
     progress: Callable[[float], None] = lambda share: None,
     models: Mapping[str, Loaded] | None = None,
+    compiled: bool = False,
 ) -> CellRecord:
     """Run one cell; whatever goes wrong in it becomes its record."""
     begun = time.perf_counter()
     try:
-        found = _figures(cell, progress, models or {})
+        found = _figures(cell, progress, models or {}, compiled)
     except Exception as error:
         return failed(number, cell, reason(error), time.perf_counter() - begun)
     return {**_facts(number, cell), **found, "seconds": round(time.perf_counter() - begun, 3)}
@@ -129,10 +133,10 @@ def _facts(number: int, cell: Cell) -> CellRecord:
 
 
 def _figures(
-    cell: Cell, progress: Callable[[float], None], models: Mapping[str, Loaded]
+    cell: Cell, progress: Callable[[float], None], models: Mapping[str, Loaded], compiled: bool
 ) -> CellRecord:
     task = cell.the_task()
-    result = task.run(subject_of(cell, models), progress)
+    result = task.run(subject_of(cell, models, compiled), progress)
     metric, better = next(iter(task.metrics.items()))
     return {
         "status": "done",
@@ -144,17 +148,20 @@ def _figures(
     }
 
 
-def subject_of(cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({})) -> Subject:
+def subject_of(
+    cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({}), compiled: bool = False
+) -> Subject:
     """The model and how it is to read.
 
     Args:
         cell: what is measured.
         models: those that need not be loaded, by name.
+        compiled: decode steps of one that is loaded are compiled.
 
     Raises:
         WeirError: there is no such model.
     """
-    model, tokenizer = models.get(cell.model) or _loaded(cell.model, cell.loading)
+    model, tokenizer = models.get(cell.model) or _loaded(cell.model, cell.loading, compiled)
     rules = Protocol("") if cell.protocol is None else protocol(cell.protocol)
     return Subject(
         name=cell.model,
@@ -173,9 +180,12 @@ def subject_of(cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({})) 
 
 
 @lru_cache(maxsize=1)
-def _loaded(name: str, loading: tuple[tuple[str, Any], ...]) -> Loaded:
+def _loaded(name: str, loading: tuple[tuple[str, Any], ...], compiled: bool) -> Loaded:
     """A model; the cells of one come one after the other, so the last is kept and no other."""
-    return load(name, **dict(loading))
+    model, tokenizer = load(name, **dict(loading))
+    if compiled:
+        compile_steps(model)
+    return model, tokenizer
 
 
 def reason(error: Exception) -> str:
