@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import weir
 from weir.evals.measures.perplexity import PerplexityMeter, read
+from weir.policies import NAMED
 from weir.stream.text import encode
 
 SMALL = "sink(4) | recent(20)"
@@ -189,13 +190,38 @@ def test_a_table_says_where_a_signal_ended_it(capsys, model, text, monkeypatch, 
 # --- policies
 
 
-def test_policies_are_listed_with_parameters_pipes_and_papers(capsys):
-    ended = run(capsys, "policies")
+@pytest.mark.parametrize("columns", [40, 80])
+def test_every_policy_is_listed_once_with_what_it_is_good_for(capsys, columns):
+    ended = run(capsys, "policies", columns=columns)
     assert (ended.code, ended.err) == (0, "")
-    assert "streaming_llm(budget=256, sinks=4)" in ended.out
-    assert "= sink(4) | recent(252)" in ended.out
-    assert "Xiao et al. 2024" in ended.out
-    assert "recent(n)" in ended.out
+    policies, _, pools = ended.out.partition("Pools, of which a pipe is made\n")
+    rows = [line for line in policies.splitlines() if re.match(r"[a-z_0-9]+  ", line)]
+    own = {name for name, it in NAMED.items() if it.make.__module__.startswith("weir.")}
+    assert sorted(line.split()[0] for line in rows) == sorted(own)
+    groups = ["Plain", "The five papers", "The field", "weir's own", "Around another policy"]
+    assert [line for line in policies.splitlines() if line in groups] == groups
+    table = (policies + pools).partition("A pipe is")[0].splitlines()
+    assert max(map(len, table)) <= columns
+    if columns == 80:
+        assert all(line.strip() for line in rows) and len(rows) == len(own)
+        after = policies.splitlines()
+        assert not any(line.startswith(" ") for line in after)  # each has one line
+    assert re.search(r"^sink +the first ", pools, re.MULTILINE)
+
+
+def test_of_one_policy_all_is_told_and_of_a_pool_of_that_name_too(capsys):
+    ended = run(capsys, "policies", "reservoir")
+    assert (ended.code, ended.err) == (0, "")
+    for told in (
+        "reservoir, a policy", "reservoir, a pool", "budget=256", "weighted=false",
+        "sink(4) | recent(188) | reservoir(64)", "An Experiment of Implementing Reservoir",
+    ):  # fmt: skip
+        assert told in ended.out
+    facts = json.loads(run(capsys, "policies", "streaming_llm", "--json").out)
+    assert [row["name"] for row in facts["policies"]] == ["streaming_llm"] and not facts["pools"]
+    ended = run(capsys, "policies", "reservior")
+    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
+    assert "no policy and no pool is called 'reservior'" in ended.err
 
 
 def test_policies_as_json_read_back_as_policies(capsys):

@@ -60,9 +60,19 @@ app = typer.Typer(
 )
 
 
-def command(name: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function the command of its name, or of another `name`; its options are typer's."""
-    return app.command(name, cls=_Command)
+def command(
+    name: str | None = None, *, words: str | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function the command of its name, or of another `name`; its options are typer's.
+
+    Args:
+        name: of the command.
+        words: it takes words that are no options, called so in its help, and finds them in the
+            `args` of its context; those of typer's own kind would import pydantic.
+    """
+    metavar = "[OPTIONS]" if words is None else f"[OPTIONS] {words}"
+    settings = {"allow_extra_args": words is not None}
+    return app.command(name, cls=_Command, context_settings=settings, options_metavar=metavar)
 
 
 def group(name: str) -> typer.Typer:
