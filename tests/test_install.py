@@ -95,6 +95,14 @@ def test_the_wheel_is_the_package_its_licences_and_nothing_else(files: set[str])
     assert files == inside | {f"weir-{weir.__version__}.dist-info/{name}" for name in facts}
 
 
+def test_its_readme_is_the_one_for_an_index(built: Path) -> None:
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+        (name,) = (name for name in wheel.namelist() if name.endswith("METADATA"))
+        facts = wheel.read(name).decode("utf-8")
+    assert "Description-Content-Type: text/markdown" in facts
+    assert "# weir\n" in facts and "](docs/" not in facts
+
+
 def test_the_packaged_model_and_book_and_the_mark_of_types_are_in_it(files: set[str]) -> None:
     assert "weir/py.typed" in files
     assert "weir/assets/war-and-peace.txt.xz" in files

@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.metadata
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -133,6 +134,17 @@ def test_every_optional_package_is_brought_by_the_extra_that_is_named() -> None:
     for package, extra in EXTRAS.items():
         brings = {name_of(line) for line in extras[extra]}
         assert called.get(package.lower(), package.lower()) in brings, package
+
+
+def test_the_readme_of_an_index_has_no_picture_and_no_link_that_leads_nowhere() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    made = runpy.run_path(str(ROOT / "hatch_build.py"))["for_an_index"](text)
+    assert "](docs/" in text and not re.findall(r"\]\((?!https?:)", made)
+    assert "![" not in made and "LICENSE" in made
+    # Nothing else is lost: code, tables and words are as they were.
+    assert made.count("```") == text.count("```") and made.count("\n|") == text.count("\n|")
+    kept = "[a](https://a.b) and ![p](https://a.b/p.png)\n"
+    assert runpy.run_path(str(ROOT / "hatch_build.py"))["for_an_index"](kept) == kept
 
 
 def test_what_to_install_is_said_in_one_place_and_in_the_words_of_the_readme() -> None:
