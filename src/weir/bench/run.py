@@ -32,6 +32,7 @@ from weir.bench.figures import (
     slots,
     weights,
 )
+from weir.bench.timing import settled
 from weir.kernels import paths
 
 # They register.
@@ -108,9 +109,10 @@ def measure(
             its = str(dtype).removeprefix("torch.") if figure.by_dtype else ""
             setting.say(f"{name} {its}".strip())
             try:
-                for row in figure.measure(replace(setting, dtype=dtype, on_mark=mark)):
-                    bench.rows.append((name, its, row))
-                    on_row(bench)
+                with settled():
+                    for row in figure.measure(replace(setting, dtype=dtype, on_mark=mark)):
+                        bench.rows.append((name, its, row))
+                        on_row(bench)
             except Skipped as reason:
                 bench.skipped.append((name, its, str(reason)))
                 on_row(bench)

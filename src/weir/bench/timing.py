@@ -51,6 +51,19 @@ def undisturbed() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def settled() -> Iterator[None]:
+    """Python's collector passes over what is there already: the libraries alone have a million
+    objects, and to walk through them takes longer than many a step that is timed.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def seconds(do: Callable[[], object]) -> float:
     """How long something takes, the work of an accelerator in it."""
     _wait()

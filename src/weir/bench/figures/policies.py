@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from statistics import mean, median
 
 import torch
@@ -83,8 +84,12 @@ def _comparable() -> list[str]:
     ]
 
 
+@cache
 def _beside_plain(setting: Setting, name: str) -> tuple[Pace, Pace, bool]:
-    """(the policy's pace, that of `streaming_llm`, whether the policy reads attention)."""
+    """(the policy's pace, that of `streaming_llm`, whether the policy reads attention).
+
+    Timed once for both figures of a run.
+    """
     sizes, model = setting.sizes, model_of(setting)
     setting.say(f"{name} beside {PLAIN}")
     both = [Weir(model, f"{of}(budget={sizes.slots})", sizes.chunk) for of in (name, PLAIN)]
