@@ -32,6 +32,7 @@ class Sizes:
         slow: times that something slow is done.
         copied: bytes that are copied to measure the bandwidth.
         backend: what `torch.compile` compiles steps with.
+        nano: whether rows are timed in the packaged model too, which has to be compiled for that.
     """
 
     layers: int = 30
@@ -51,6 +52,7 @@ class Sizes:
     slow: int = 5
     copied: int = 1 << 28
     backend: str = "inductor"
+    nano: bool = True
 
 
 QUICK = Sizes(
@@ -71,6 +73,7 @@ QUICK = Sizes(
     slow=1,
     copied=1 << 24,
     backend="eager",
+    nano=False,
 )
 """A model and caches so small that everything has run in a minute; the figures say nothing."""
 

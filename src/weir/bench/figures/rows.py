@@ -23,11 +23,12 @@ ROWS = 16
 def rows(setting: Setting) -> Iterator[Row]:
     """`streaming_llm` on the model of the figures and on `nano`, as it is and compiled."""
     sizes = setting.sizes
-    packaged = [load("nano", dtype=setting.dtype)[0] for _ in range(2)]
     models: dict[str, tuple[list[PreTrainedModel], int]] = {
         "": ([model_of(setting), twin_of(setting)], sizes.slots),
-        " of `nano`": (packaged, min(256, sizes.slots)),
     }
+    if sizes.nano:
+        packaged = [load("nano", dtype=setting.dtype)[0] for _ in range(2)]
+        models[" of `nano`"] = packaged, min(256, sizes.slots)
     for whose, ((plain, twin), slots) in models.items():
         yield from _rows(plain, f"{whose}, {slots:,} slots", slots, setting)
         compile_steps(twin, backend=setting.sizes.backend)
