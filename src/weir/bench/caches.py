@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 
@@ -12,7 +13,7 @@ from weir.bench.model import model_of, twin_of
 from weir.bench.timing import Contender
 from weir.cache import StreamingCache
 from weir.errors import WeirError
-from weir.models import compile_steps
+from weir.models import choose_products, compile_steps
 from weir.stream import PIECE
 
 
@@ -67,6 +68,31 @@ class Static(Decoding):
         for layer in self.cache.layers:
             assert isinstance(layer, StaticLayer)
             layer.cumulative_length.sub_(1)
+
+
+class CompiledStatic(Static):
+    """A step with `StaticCache`, compiled as a whole, its products chosen as those of weir's steps.
+
+    Raises:
+        WeirError: it cannot be compiled here.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokens: int, backend: str) -> None:
+        super().__init__(model, tokens)
+        if backend == "inductor":
+            choose_products(model)
+        # Of the bound method: the model is as it was for all others.
+        self._forward = torch.compile(model.forward, fullgraph=True, dynamic=False, backend=backend)
+        try:
+            with torch.no_grad():
+                self.step()
+        except TorchDynamoException as error:
+            raise WeirError(f"StaticCache cannot be compiled here: {error}") from error
+        self.rewind()
+
+    def feed(self, ids: Tensor) -> None:
+        """A compiled forward of `ids` [1, n]."""
+        self._forward(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
 
 
 class Weir(Decoding):
@@ -146,7 +172,7 @@ def full_compiled(
 ) -> Weir | None:
     """As `full`, with compiled steps, of which one has been made; None where none can be."""
     setting.say(f"compiling a step of {policy}")
-    compile_steps(model, backend=setting.sizes.backend)
+    compile_steps(model, strict=True, backend=setting.sizes.backend)
     cache = full(setting, model, policy, slots, more)
     try:
         with torch.no_grad():
