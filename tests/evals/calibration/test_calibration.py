@@ -84,7 +84,8 @@ def test_what_lowers_no_error_is_left_as_it_was(model, text):
 
 
 def test_bytes_are_shared_out_and_not_slots(model, text):
-    found = calibrate(model, Letters(), text, "recent(8) | snap(8, window=4)", chunk=4, splits=True)
+    policy = "recent(8) | snap(8, window=4)"
+    found = calibrate(model, Letters(), text, policy, chunk=4, tokens=64, splits=True)
     assert found.nbytes <= found.before
     assert found.errors[1] <= found.errors[0]
     stream = weir.Stream(model, "recent(8) | snap(8, window=4)", chunk=4)
