@@ -12,6 +12,7 @@ from weir.evals.tasks.longbench import LongBench
 from weir.evals.tasks.needle import Needle
 from weir.evals.tasks.ppl import Perplexity
 from weir.evals.tasks.recall import Recall
+from weir.evals.tasks.ruler import Ruler
 from weir.evals.tasks.said_again import Changed, Repeated
 from weir.evals.tasks.streameval import StreamEval
 from weir.evals.tasks.summary import Summary
@@ -32,6 +33,7 @@ __all__ = [
     "Perplexity",
     "Recall",
     "Repeated",
+    "Ruler",
     "StreamEval",
     "Summary",
     "Verbatim",

@@ -1,0 +1,148 @@
+"""`ruler`: files that RULER's scripts write, the question unseen or seen while the text is read.
+
+Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context Language Models?",
+section 3; metrics as in its appendix. A cache that compresses while it reads cannot know what will
+be asked. Whoever shows it the question before or together with the text measures something else,
+and rankings change by it (arXiv:2607.11942), so the two are told apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, ClassVar, Literal
+
+from weir.errors import WeirError
+from weir.evals.data import Record, read_records
+from weir.evals.measures import Answer, around_mean, check_template, costs, generate_answer
+from weir.evals.task import Better, Progress, Subject, Task, task
+from weir.models import sink_of, transformers_model
+from weir.stream import render_chat
+
+
+@dataclass(frozen=True)
+class Case:
+    """A record: a text, what is asked of it, how the answer begins, and what it has to contain."""
+
+    text: str
+    question: str
+    begun: str
+    outputs: tuple[str, ...]
+
+    @classmethod
+    def of(cls, record: Record) -> Case:
+        """From a line of RULER's files; of `input` the last line is the question.
+
+        lm-evaluation-harness calls `gen_prefix` what RULER calls `answer_prefix`; older files have
+        neither.
+
+        Raises:
+            WeirError: a field is missing or of another kind, or the input is one line.
+        """
+        whole = record.words("input")
+        text, line, question = whole.rstrip().rpartition("\n")
+        if not text.strip():
+            raise record.wrong("input", "must end in a line of its own with the question")
+        begun = next((record.text(n) for n in ("answer_prefix", "gen_prefix") if n in record), "")
+        # A space in front belongs to the words before it, and not to those that a model begins.
+        begun = f" {begun.strip()}" if begun.strip() else ""
+        outputs = tuple(record.several_words("outputs", least=1))
+        return cls(text + line, question, begun, outputs)
+
+
+@task("ruler")
+@dataclass(frozen=True)
+class Ruler(Task):
+    """A file of RULER: needles in hay, chains of variables, frequent words, questions.
+
+    Attributes:
+        file: a file that RULER's `prepare.py` wrote, `niah_single_2/validation.jsonl`; or `hub:…`.
+        question: `after` the text, as RULER asks, fed when the text has been read and compressed;
+            `within` it, one prompt, so that under `prefill="full"` what is kept is chosen by the
+            question; or `before` it as well, so that a stream knows it while it reads.
+        match: `all` is the share of outputs that the answer contains; `part`, for its questions
+            (`qa`), whether it contains one.
+        most: tokens of an answer; RULER has 128 for needles, 30 for variables, 120 for common
+            words, 50 for frequent ones and 32 for questions.
+        samples: the first so many records; none takes all.
+        chat: put the prompt into the model's chat template.
+    """
+
+    file: str
+    question: Literal["after", "within", "before"] = "after"
+    match: Literal["all", "part"] = "all"
+    most: int = 128
+    samples: int | None = None
+    chat: bool = False
+
+    metrics: ClassVar[dict[str, Better]] = {"score": "higher"}
+
+    def __post_init__(self) -> None:
+        if self.samples is not None and self.samples < 1:
+            raise WeirError(f"ruler takes 1 sample or more, not {self.samples}")
+        if self.most < 1:
+            raise WeirError(f"an answer of ruler has 1 token or more, not {self.most}")
+
+    def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
+        """Put every record on a stream of its own.
+
+        Returns:
+            "score", the mean of the metric, from 0 to 1, with "low" and "high" (95 %, Student's;
+            none for one record); "asked"; "answers"; and what `costs` says of the caches.
+        """
+        cases = [Case.of(record) for record in read_records(self.file, self.samples)]
+        answers, scores = [], []
+        for case in cases:
+            answers.append(self._ask(subject, case))
+            scores.append(matched(answers[-1].text, case.outputs, self.match))
+            progress(len(scores) / len(cases))
+        score, reach = around_mean(scores)
+        return {
+            "score": score,
+            "low": None if reach is None else max(0.0, score - reach),
+            "high": None if reach is None else min(1.0, score + reach),
+            "asked": len(cases),
+            "answers": [one.text for one in answers],
+            **costs(answers),
+        }
+
+    def _ask(self, subject: Subject, case: Case) -> Answer:
+        """The answer; text and question are the same tokens wherever the question is fed."""
+        text, question = self._parts(subject, case)
+        tokenizer = subject.tokenizer
+        first = tokenizer(text, add_special_tokens=not self.chat, verbose=False)["input_ids"]
+        first = sink_of(transformers_model(subject.model).config).first(list(first))
+        second = list(tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"])
+        stream = subject.stream(len(first) + len(second), self.most)
+        if self.question == "within":
+            return generate_answer(stream, tokenizer, first + second, self.most)
+        stream.feed(first)
+        return generate_answer(stream, tokenizer, second, self.most)
+
+    def _parts(self, subject: Subject, case: Case) -> tuple[str, str]:
+        """What is fed up to the question, and the question with the beginning of the answer."""
+        front = f"{case.question}\n\n" if self.question == "before" else ""
+        text = front + case.text
+        if not self.chat:
+            return text, case.question + case.begun
+        check_template(subject.tokenizer)
+        message = {"role": "user", "content": text + case.question}
+        shown = render_chat(subject.tokenizer, [message])
+        at = shown.rfind(case.question)
+        if at < 0:
+            raise WeirError("the chat template rewrites the question, so it cannot be asked apart")
+        # A template ends where the answer begins, mostly in a line break or a space of its own.
+        begun = case.begun.lstrip() if shown[-1:].isspace() else case.begun
+        return shown[:at], shown[at:] + begun
+
+
+def matched(answer: str, outputs: Sequence[str], match: str) -> float:
+    """RULER's `string_match_all` or `string_match_part` of one answer, from 0 to 1.
+
+    The case of letters does not matter, and what cannot be printed is a line break.
+    """
+    plain = re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()
+    found = [output.lower() in plain for output in outputs]
+    return float(any(found)) if match == "part" else fmean(found)
