@@ -53,7 +53,7 @@ def _list(named: Sequence[Entry], pools: Sequence[Entry]) -> None:
     known = {name for group in POLICIES.values() for name in group}
     own = {entry.name: entry.about for entry in named if entry.name not in known}
     width = max(len(entry.name) for entry in (*named, *pools))
-    for title, group in {**POLICIES, **({"Imported": own} if own else {})}.items():
+    for title, group in {**POLICIES, **({"Others": own} if own else {})}.items():
         _print(title, group, width)
     _print("Pools, of which a pipe is made", {it.name: _short(it.about) for it in pools}, width)
     output().print("A pipe is pools with | between them: sink(4) | recent(252)", markup=False)
