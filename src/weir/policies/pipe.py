@@ -209,6 +209,7 @@ class Pipe(Policy):
                 fold,
                 draws=replace(fold.draws, pool=place),
                 unbroken=self.unbroken[place],
+                last=place == len(self.pools) - 1,
                 state=states[place],
             )
             arrived, remembered = new, dict(states[place])

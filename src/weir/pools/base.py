@@ -37,6 +37,7 @@ class Fold:
         prompt: true when a whole prompt is folded at once (`prefill="full"`).
         origin: the place in the stream of the first token.
         alibi: the layer's linear biases; None for none.
+        last: true for the last pool of a pipe: nobody looks at what flows on from it.
         unbroken: true while nothing was lost upstream: arrivals come in order, each the successor
             of the last.
         beginning: tokens of the stream's beginning, the same in all rows that fold together; None
@@ -55,6 +56,7 @@ class Fold:
     prompt: bool = False
     origin: int = 0
     alibi: Alibi | None = None
+    last: bool = False
     unbroken: bool = True
     beginning: int | None = None
     turn: Tensor | None = None
@@ -210,14 +212,16 @@ class Pool(ABC):
         """
 
 
-def split(slots: Slots, stays: Tensor) -> tuple[Slots, Slots]:
+def split(slots: Slots, stays: Tensor, fold: Fold | None = None) -> tuple[Slots, Slots]:
     """(those that stay, those that flow on), as a fold returns them, each in the order they lie in.
 
     Args:
         slots: what is held and what arrives.
         stays: which of them stay [batch, kv_heads, slots], bool; empty slots are in neither part.
+        fold: in which they do; behind the last pool of a pipe nothing flows on.
     """
-    return slots.only(stays), slots.only(~stays)
+    kept = slots.only(stays)
+    return kept, slots.part(0, 0) if fold is not None and fold.last else slots.only(~stays)
 
 
 def within(t: Tensor, low: float, high: float) -> bool:

@@ -53,4 +53,4 @@ class Header(Pool):
             stays = both.held & (after >= 0) & (after < min(self.n, fold.header))
         if not bool(stays[:, :, len(held) :].any()) and bool(stays[:, :, : len(held)].all()):
             return held, new
-        return split(both, stays)
+        return split(both, stays, fold)

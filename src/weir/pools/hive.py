@@ -93,7 +93,7 @@ class Hive(Pool):
             return both, both.part(0, 0)
         decided = both.position.where(old, EMPTY).amax(dim=2, keepdim=True)
         fold.state["settled"] = settled.maximum(decided)
-        return split(both, kept)
+        return split(both, kept, fold)
 
     def _evict(self, line: Slots, old: Tensor, *, whole: bool) -> tuple[Tensor, Tensor]:
         """(who stays, who is old then), from tokens in order and which of them are old.

@@ -101,7 +101,7 @@ class KCenter(Pool):
             # With rotation nothing said long ago is like what is said now.
             keys = both.keys if fold.read is None else fold.read.unrotated(both)
             stays = renewed(keys, both.held, stays, order == 0, self.fresh)
-        return split(both, stays)
+        return split(both, stays, fold)
 
     def _weight(self, slots: Slots, fold: Fold) -> Tensor:
         """What distances are multiplied by [batch, kv_heads, slots], float32, above 0."""

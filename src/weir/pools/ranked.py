@@ -74,7 +74,7 @@ class Ranked(Pool):
     def fold_by(self, choose: Choose, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """A fold in which another rule chooses by the scores, as whole spans are (`Chunks`)."""
         both = fold.in_order(held, new)
-        return split(both, self.stays(choose, both, fold))
+        return split(both, self.stays(choose, both, fold), fold)
 
     def stays(self, choose: Choose, slots: Slots, fold: Fold) -> Tensor:
         """Who stays [batch, kv_heads, slots], bool; all while there is room."""

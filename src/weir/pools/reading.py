@@ -26,7 +26,8 @@ from weir.slab import (
     LayerPositions,
     Slots,
     attention_shares,
-    log_sum_exp,
+    attention_weights,
+    logits,
     two_weight_attention,
 )
 
@@ -146,9 +147,7 @@ class Reading:
         Raises:
             WeirError: no pool of the pipe asked for queries (`Pool.needs_queries`).
         """
-        whole = self.whole
-        bias = self._bias(whole.position, self._everywhere)
-        return log_sum_exp(self.asked, whole.keys, whole.b, self.form, bias)
+        return self._weights[1]
 
     def attention(self, slots: Slots) -> Tensor:
         """The share of each query's attention that each slot has received, of all that it gave.
@@ -162,8 +161,10 @@ class Reading:
         Raises:
             WeirError: no pool of the pipe asked for queries (`Pool.needs_queries`).
         """
-        bias = self._bias(slots.position, self.places(slots))
-        return attention_shares(self.asked, self.keys(slots), slots.b, self.form, self.lse, bias)
+        start, stop = self._side_by_side(slots.position)
+        if stop and torch.equal(slots.b, self.whole.b[:, :, start:stop]):
+            return self._weights[0][..., start:stop]
+        return attention_shares(self._logits_of(slots.position), slots.b, self.lse)
 
     @cached_property
     def answers(self) -> Tensor:
@@ -175,8 +176,8 @@ class Reading:
             WeirError: no pool of the pipe asked for queries (`Pool.needs_queries`).
         """
         it = self.whole
-        bias = self._bias(it.position, self._everywhere)
-        return two_weight_attention(self.asked, it.keys, it.values, it.a, it.b, self.form, bias)
+        form, bias = self.form, self._bias()
+        return two_weight_attention(self.asked, it.keys, it.values, it.a, it.b, form, bias)
 
     # --- the output
 
@@ -219,6 +220,42 @@ class Reading:
                 "how many with needs_queries"
             )
         return self.queries
+
+    @cached_property
+    def _logits(self) -> Tensor:
+        """Of every slot [batch, kv_heads, group, n, slots], float32; -inf where a query is not to
+        look. They are made once: what a pool asks about are some of these slots.
+        """
+        it = self.whole
+        tilt = None if self.positions.alibi is None else self._tilt(self.positions.alibi)
+        found = logits(self.asked, it.keys, self.form, tilt)
+        return found.masked_fill_(self._hidden(it.position), -torch.inf)
+
+    @cached_property
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        """Shares of every slot, and the queries' denominators."""
+        return attention_weights(self._logits, self.whole.b, self.form)
+
+    def _side_by_side(self, position: Tensor) -> tuple[int, int]:
+        """Where in `whole` these tokens [batch, kv_heads, n] lie one after the other, as those that
+        a pool looks at mostly do; (0, 0) if they do not.
+        """
+        whole, count = self.whole.position, position.shape[2]
+        if not count:
+            return 0, 0
+        first = (whole[0, 0] == position[0, 0, 0]).nonzero()
+        start = int(first[0, 0]) if len(first) else len(self.whole)
+        there = torch.equal(whole[:, :, start : start + count], position)
+        return (start, start + count) if there else (0, 0)
+
+    def _logits_of(self, position: Tensor) -> Tensor:
+        """Of the slots of these tokens [batch, kv_heads, n]; -inf where there is no token."""
+        ordered, order = self.whole.position.sort(dim=2)
+        at = torch.searchsorted(ordered, position.contiguous()).clamp_max(len(self.whole) - 1)
+        there = (ordered.gather(2, at) == position) & (position >= 0)
+        index = order.gather(2, at)[:, :, None, None]
+        found = self._logits.gather(4, index.expand(*self._logits.shape[:4], -1))
+        return found.masked_fill_(~there[:, :, None, None], -torch.inf)
 
     @cached_property
     def _moved(self) -> Tensor:
@@ -287,24 +324,30 @@ class Reading:
         by = by[:, :, None].expand(-1, -1, group, -1)
         return self.turned(queries.flatten(1, 2), by.flatten(1, 2)).unflatten(1, (-1, group))
 
-    def _bias(self, position: Tensor, frame: Tensor) -> Tensor:
-        """Who sees whom, and the layer's linear biases [batch, kv_heads, group or 1, n, slots]."""
+    def _hidden(self, position: Tensor) -> Tensor:
+        """Which slots queries are not to look at [batch, kv_heads, 1, n, slots], bool."""
         place = self.query_positions[:, None, None, :, None]
-        ahead = place - position[:, :, None, None]
-        sees = (ahead >= 0) & (position >= 0)[:, :, None, None]
+        position = position[:, :, None, None]
+        hidden = (position > place) | (position < 0)
         if self.positions.window is not None:
-            sees &= ahead < self.positions.window
-        bias = torch.zeros(sees.shape, device=sees.device).masked_fill_(~sees, -torch.inf)
-        alibi = self.positions.alibi
-        return bias if alibi is None else bias + self._tilt(alibi, frame)
+            hidden |= place - position >= self.positions.window
+        return hidden
 
-    def _tilt(self, alibi: Alibi, frame: Tensor) -> Tensor:
-        """ALiBi of tokens that are read at the places `frame`; as attention counts them."""
+    def _bias(self) -> Tensor:
+        """Who sees whom, and the layer's linear biases [batch, kv_heads, group or 1, n, slots]."""
+        hidden = self._hidden(self.whole.position)
+        bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)
+        alibi = self.positions.alibi
+        return bias if alibi is None else bias + self._tilt(alibi)
+
+    def _tilt(self, alibi: Alibi) -> Tensor:
+        """ALiBi of all slots where they are read; as attention counts them."""
+        frame = self._everywhere
         first: Tensor | int = 0
         if self.positions.rolling and alibi.rounding is not None:
             far = torch.iinfo(frame.dtype).max
             held = self.whole.position >= 0
-            first = self._everywhere.masked_fill(~held, far).amin(dim=2, keepdim=True)
+            first = frame.masked_fill(~held, far).amin(dim=2, keepdim=True)
         return alibi.bias(frame, frame.shape[1], first, self.next[:, None, None] - 1)
 
 

@@ -79,7 +79,7 @@ class Uniform(Sample):
             return self.stand_for_all(both.only(stays), fold), new.part(0, 0)
         if not bool(stays[:, :, len(held) :].any()):
             return held, new
-        return split(both, stays)
+        return split(both, stays, fold)
 
     def _by_rate(self, rate: float, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         chosen = self.draw(new, fold) < rate

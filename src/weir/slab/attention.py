@@ -89,6 +89,10 @@ def attention_mass(
     The softmax of the denominator, summed over the queries and over the query heads of the group.
     Arguments as in `two_weight_attention`.
     """
+    if fuses(form) and form.sinks is None and keys.device.type == "cpu":
+        found = _plain_mass(queries, keys, b, form, bias)
+        if not bool(found.isnan().any()):
+            return found
     below = _logits(queries, keys, form, _per_slot(b) if bias is None else bias + _per_slot(b))
     # The logits are the largest tensor of a fold: so they are written over, and one product weighs
     # and sums them, without another of their size.
@@ -104,37 +108,60 @@ def attention_mass(
     return (share.flatten(2)[:, :, None] @ below.flatten(2, 3))[:, :, 0]
 
 
-def log_sum_exp(
-    queries: Tensor, keys: Tensor, b: Tensor, form: Form, bias: Tensor | None = None
+def _plain_mass(
+    queries: Tensor, keys: Tensor, b: Tensor, form: Form, bias: Tensor | None
 ) -> Tensor:
-    """The logarithm of each query's denominator [batch, kv_heads, group, length], float32.
-
-    Sink logits count; -inf for a query that sees nothing. Arguments as in `two_weight_attention`.
+    """`attention_mass` of forms without capping and sinks, by one softmax, which is the faster;
+    no number where a query sees nothing.
     """
-    below = _logits(queries, keys, form, bias).add_(_per_slot(b)).logsumexp(dim=-1)
+    weights = _flat_logits(queries, keys, form, b, bias)
+    torch.softmax(weights, dim=2, out=weights)
+    ones = weights.new_ones((len(weights), 1, weights.shape[1]))
+    return (ones @ weights).view(b.shape)
+
+
+def logits(queries: Tensor, keys: Tensor, form: Form, bias: Tensor | None = None) -> Tensor:
+    """Logits before weights, a new tensor [batch, kv_heads, group, length, slots], float32.
+
+    Arguments as in `two_weight_attention`.
+    """
+    return _logits(queries, keys, form, bias)
+
+
+def attention_weights(given: Tensor, b: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    """What share of each query's attention each slot receives, and the queries' denominators.
+
+    Args:
+        given: what `logits` gives over all slots [batch, kv_heads, group, length, slots].
+        b: log-weights [batch, kv_heads, slots].
+        form: the layer's sink logits, which count in the denominators.
+
+    Returns:
+        Of the shape of `given`, 0 where a query sees nothing; and the logarithm of each denominator
+        [batch, kv_heads, group, length], -inf there. Both float32.
+    """
+    below = given + _per_slot(b)
+    top = below.amax(dim=-1, keepdim=True)
+    top = top.masked_fill_(top.isneginf(), 0.0)
+    weights = below.sub_(top).exp_()
+    lse = weights.sum(dim=-1).log_().add_(top[..., 0])
     if form.sinks is not None:
-        below = torch.logaddexp(below, form.sinks[:, :, None])
-    return below
+        lse = torch.logaddexp(lse, form.sinks[:, :, None])
+    return weights.mul_((top - lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp_()), lse
 
 
-def attention_shares(
-    queries: Tensor,
-    keys: Tensor,
-    b: Tensor,
-    form: Form,
-    lse: Tensor,
-    bias: Tensor | None = None,
-) -> Tensor:
+def attention_shares(given: Tensor, b: Tensor, lse: Tensor) -> Tensor:
     """What share of each query's attention some slots receive, of all that it gives.
 
     Args:
-        queries, keys, b, form, bias: as in `two_weight_attention`, of these slots alone.
-        lse: the denominators over all slots, as `log_sum_exp` gives them, with the same bias.
+        given: what `logits` gives over these slots [batch, kv_heads, group, length, slots].
+        b: their log-weights [batch, kv_heads, slots].
+        lse: the denominators over all slots, as `attention_weights` gives them.
 
     Returns:
-        [batch, kv_heads, group, length, slots], float32; 0 where a query sees nothing.
+        Of the shape of `given`, float32; 0 where a query sees nothing.
     """
-    below = _logits(queries, keys, form, bias).add_(_per_slot(b))
+    below = given + _per_slot(b)
     return below.sub_(lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp_()
 
 

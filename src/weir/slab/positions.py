@@ -125,8 +125,13 @@ class Turn(NamedTuple):
         half = self.cos.shape[-1]
         one, two = x[..., :half].float(), x[..., half : 2 * half].float()
         turned = torch.empty_like(x)
-        turned[..., :half] = torch.addcmul(one * self.cos, two, self.sin, value=-1)
-        turned[..., half : 2 * half] = torch.addcmul(two * self.cos, one, self.sin)
+        first, second = turned[..., :half], turned[..., half : 2 * half]
+        if x.dtype == torch.float32 and not torch.compiler.is_compiling():
+            torch.mul(one, self.cos, out=first).addcmul_(two, self.sin, value=-1)
+            torch.mul(two, self.cos, out=second).addcmul_(one, self.sin)
+        else:
+            first.copy_(torch.addcmul(one * self.cos, two, self.sin, value=-1))
+            second.copy_(torch.addcmul(two * self.cos, one, self.sin))
         turned[..., 2 * half :] = x[..., 2 * half :]
         return turned
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor
 
 EMPTY = -1
 """The position of a slot that holds no token."""
+
+
+_TENSORS = ("keys", "values", "a", "b", "position", "mass", "span")
 
 
 class Home(Protocol):
@@ -75,8 +78,8 @@ class Slots:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name; `mass` and `span` only where they are kept."""
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: t for name, t in found.items() if isinstance(t, Tensor)}
+        own = vars(self)  # a fold asks some twenty times: `dataclasses.fields` would be felt
+        return {name: own[name] for name in _TENSORS if isinstance(own[name], Tensor)}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Slots:
         """New slots, no view of a slab: each tensor [batch, kv_heads, slots, ...] changed."""
@@ -131,10 +134,15 @@ class Slots:
         but those of heads that have fewer tokens than the fullest.
         """
         mask = mask & self.held
-        if bool(mask.all()):
+        counts = set(mask.sum(dim=2).flatten().tolist())
+        if counts <= {len(self)}:
             return self
+        if len(counts) == 1:
+            # As many in each head, as is mostly so: no slot is going to be empty.
+            index = mask.nonzero()[:, 2].view(*mask.shape[:2], *counts)
+            return self.map(lambda t: t.gather(2, index) if t.ndim == 3 else pick(t, index))
         count = mask.cumsum(dim=2)
-        width = int(count[:, :, -1].max()) if mask.numel() else 0
+        width = max(counts)
         # Where each goes; all others to a place beyond the last.
         place = (count - 1).where(mask, width)
         order = place.new_full((*place.shape[:2], width + 1), EMPTY)

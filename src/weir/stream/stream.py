@@ -29,7 +29,9 @@ from weir.stream.sampling import Sampling
 from weir.stream.tokens import Tokens, is_count, pieces_of, read_stops
 
 PIECE = 512
-"""Tokens of a forward; more would not be faster and would hold more activations."""
+"""Tokens of a forward, which holds the more the longer it is. A prompt in pieces of 256 to 1,024
+takes the same to some percent, in pieces of 128 a fifth more, of 64 half as much again (a Llama of
+135M's shape with 1,024 slots, one thread of an AMD EPYC)."""
 MOST_LOGITS = 1 << 25
 """Logits written out at once, 128 MB in float32."""
 

@@ -124,6 +124,8 @@ class Halving:
             [sets, blocks * ceil(tokens / 2)]; and what they weigh from now on.
         """
         sets = sets.even()
+        if self.halves == "pairs" and bool(sets.held.all()):
+            return self._of_whole_pairs(sets, scale)
         if self.halves == "pairs":
             stays, more = self._one_of_each_pair(sets, scale)
             below = more
@@ -181,6 +183,20 @@ class Halving:
         c = 60 * count.log()
         return 1 / (2 * c * radius).clamp_min(torch.finfo(torch.float32).tiny)
 
+    def _of_whole_pairs(self, sets: Sets, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """`halve` where every pair is whole: without sorting, as one of each pair stays."""
+        (a1, a2), (b1, b2) = ((t[..., 0::2], t[..., 1::2]) for t in (sets.a, sets.b))
+        alike = _close(a1, a2) & _close(b1, b2)
+        u = sets.u[..., 0::2]
+        first = self._signs(sets, scale, u, alike) > 0
+        more: Tensor | float = LOG_2
+        if not bool(alike.all()):
+            first, more = _by_coin(first, alike, u, (a1, a2), (b1, b2))
+        a, b = torch.where(first, a1, a2) + more, torch.where(first, b1, b2) + more
+        pair = torch.arange(first[0].numel(), device=first.device)
+        index = 2 * pair + (~first).flatten(1)
+        return index, a.flatten(1), b.flatten(1)
+
     def _one_of_each_pair(self, sets: Sets, scale: float) -> tuple[Tensor, Tensor]:
         """(who stays, what is added to log-weights) [sets, blocks, tokens]: of each pair one, for
         both.
@@ -194,11 +210,8 @@ class Halving:
         alike = _close(a1, a2) & _close(b1, b2) & mine & other
         u = sets.u[..., 0::2]
         signs = self._signs(sets, scale, u, alike)
-        one, two = torch.maximum(a1, b1).double(), torch.maximum(a2, b2).double()
-        share = (one - torch.logaddexp(one, two)).exp()
-        first = torch.where(alike, signs > 0, u < share)
-        more = -torch.where(first, share, 1 - share).log().float()
-        more = torch.where(alike, LOG_2, more).repeat_interleave(2, dim=-1).nan_to_num(0.0)
+        first, more = _by_coin(signs > 0, alike, u, (a1, a2), (b1, b2))
+        more = more.repeat_interleave(2, dim=-1).nan_to_num(0.0)
         return torch.stack([first & mine, ~first & other], dim=-1).flatten(-2), more
 
 
@@ -239,9 +252,28 @@ def check_block(block: int, limit: int | None = None) -> None:
         raise WeirError(f"a block is an even number of tokens from 2 {upward}, not {block}")
 
 
+def _by_coin(
+    first: Tensor, alike: Tensor, u: Tensor, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """(whether the first of each pair stays, what is added to its log-weights): by the walk where
+    weights are alike, elsewhere by a coin.
+
+    Args:
+        first: what the walk says [..., pairs], bool.
+        alike: where it counts [..., pairs], bool.
+        u: uniform numbers [..., pairs].
+        a, b: log-weights of the first of each pair, and of the second [..., pairs].
+    """
+    one, two = (torch.maximum(x, y).double() for x, y in zip(a, b, strict=True))
+    share = (one - torch.logaddexp(one, two)).exp()
+    first = torch.where(alike, first, u < share)
+    more = -torch.where(first, share, 1 - share).log().float()
+    return first, torch.where(alike, LOG_2, more)
+
+
 def _close(one: Tensor, other: Tensor) -> Tensor:
     """Where log-weights are equal but for rounding."""
-    return torch.isclose(one, other, rtol=0.0, atol=1e-5)
+    return (one == other) | ((one - other).abs() <= 1e-5)
 
 
 def _smaller(signs: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,9 @@ it depend on where folds begin as well.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from torch import Tensor
 from weir.pools.balance.halving import Halving, Sets, check_block
 from weir.pools.balance.schedule import LEVELS
 from weir.pools.draws import Draws
-from weir.slab import EMPTY, Slots
+from weir.slab import EMPTY, Slots, pick
 
 Blocks = Sequence[Sequence[int]]
 """The sizes of the blocks that are to be halved, by level: what `schedule.schedule` returns."""
@@ -34,12 +36,15 @@ class _Queue:
         token: which token of `Merging.line` each place has [lines, n], int64; -1 for none.
         a, b: its log-weights [lines, n].
         used: which places count towards a block [lines, n], bool.
+        full: it is known that every place is in use and has a token. So it is where all lines lie
+            alike, as they mostly do; then nothing has to be sorted.
     """
 
     token: Tensor
     a: Tensor
     b: Tensor
     used: Tensor
+    full: bool = field(default=False, kw_only=True)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """In the order of the fields."""
@@ -51,18 +56,27 @@ class _Queue:
 
     def packed(self) -> _Queue:
         """The places in use alone."""
-        return self.pick(_in_front(self.used))
+        return self if self.full else self.pick(_in_front(self.used))
+
+    def part(self, start: int, stop: int | None = None) -> _Queue:
+        """The places from `start` to `stop`."""
+        return _Queue(*(t[:, start:stop] for t in self.tensors()), full=self.full)
 
     def without(self, sizes: Tensor) -> _Queue:
         """The places behind blocks of these `sizes` [lines, blocks] are in use, and no others."""
         place = torch.arange(self.used.shape[1], device=sizes.device)
-        return replace(self, used=self.used & (place >= sizes.sum(dim=1, keepdim=True)))
+        behind = self.used & (place >= sizes.sum(dim=1, keepdim=True))
+        return replace(self, used=behind, full=False)
 
     @classmethod
     def of(cls, *queues: _Queue) -> _Queue:
         """One queue after the other, gaps and all."""
+        queues = tuple(queue for queue in queues if queue.token.shape[1]) or queues[:1]
+        if len(queues) == 1:
+            return queues[0]
+        full = all(queue.full for queue in queues)
         every = zip(*(queue.tensors() for queue in queues), strict=True)
-        return cls(*(torch.cat(parts, dim=1) for parts in every))
+        return cls(*(torch.cat(parts, dim=1) for parts in every), full=full)
 
 
 @dataclass(frozen=True)
@@ -108,7 +122,15 @@ class Merging:
         rest, marks, rising = [], [], self._queue(LEVELS)
         for level in range(top + 1):
             queue = _Queue.of(self._queue(level), rising).packed()
-            sizes = _padded([of_group[level] for of_group in blocks], self.level.device)
+            of_lines = [of_group[level] for of_group in blocks]
+            whole = _whole(queue, of_lines, level, halving)
+            if whole is not None:
+                rising = self._halve_alike(queue, whole, level, halving, draws, scale)
+                queue = queue.part(sum(whole))
+                rest.append(queue)
+                marks.append(torch.full_like(queue.token, level))
+                continue
+            sizes = _padded(of_lines, self.level.device)
             if level < LEVELS - 1:
                 rising = self._halve(queue, sizes, level, halving, draws, scale)
                 queue = queue.without(sizes)
@@ -116,21 +138,47 @@ class Merging:
                 for size in sizes.split(1, dim=1):
                     stays = self._halve(queue, size, level, halving, draws, scale)
                     queue = _Queue.of(stays, queue.without(size)).packed()
-            rest.append(_Queue(*(t.reshape(batch * heads, -1) for t in queue.tensors())))
+            by_head = (t.reshape(batch * heads, -1) for t in queue.tensors())
+            rest.append(_Queue(*by_head, full=queue.full and self.groups == 1))
             mark = (level * self.groups + group).expand(queue.used.shape)
             marks.append(mark.reshape(batch * heads, -1))
-        whole = _Queue.of(*reversed(rest))
-        order = _in_front(whole.used)
-        whole, mark = whole.pick(order), torch.cat(marks[::-1], dim=1).gather(1, order)
-        mark = mark.where(whole.used, -self.groups)
-        token = whole.token.where(whole.used, EMPTY)
-        a, b = (t.masked_fill(token < 0, -torch.inf) for t in (whole.a, whole.b))
+        every, mark = _Queue.of(*reversed(rest)), torch.cat(marks[::-1], dim=1)
+        token, a, b = every.token, every.a, every.b
+        if not every.full:
+            order = _in_front(every.used)
+            every, mark = every.pick(order), mark.gather(1, order)
+            mark = mark.where(every.used, -self.groups)
+            token = every.token.where(every.used, EMPTY)
+            a, b = (t.masked_fill(token < 0, -torch.inf) for t in (every.a, every.b))
         token, a, b, mark = (t.unflatten(0, (batch, heads)) for t in (token, a, b, mark))
         kept = replace(self.line.take(token), a=a, b=b)
+        if self.groups == 1:
+            return kept, mark, torch.zeros_like(mark)
         return kept, mark.div(self.groups, rounding_mode="floor"), mark % self.groups
+
+    @cached_property
+    def _ends(self) -> list[int] | None:
+        """Where the tokens of each level end, level 0 first, if all lines lie alike without a gap
+        and tokens of higher levels are in front; None where they do not.
+        """
+        if self.group is not None or not self.level.numel():
+            return None
+        line = self.level[0, 0]
+        alike = (self.level == line).all() & self.line.held.all() & (line.diff() <= 0).all()
+        if not bool(alike & (line[-1] >= 0)):
+            return None
+        ends: list[int] = torch.bincount(line).flip(0).cumsum(0).flip(0).tolist()
+        return ends
 
     def _queue(self, level: int) -> _Queue:
         """The places of a level before anything is halved, by line."""
+        if self._ends is not None:
+            ends = self._ends
+            start, stop = ((*ends[at : at + 1], 0)[0] for at in (level + 1, level))
+            token = torch.arange(start, stop, device=self.level.device)
+            token = token.expand(self.level.shape[:2].numel(), -1)
+            a, b = (t[:, :, start:stop].flatten(0, 1) for t in (self.line.a, self.line.b))
+            return _Queue(token, a, b, torch.ones_like(token, dtype=torch.bool), full=True)
         used = self.level == level
         if self.group is None:
             used = used[:, :, None]
@@ -180,6 +228,40 @@ class Merging:
         half = torch.arange(token.shape[1], device=sizes.device)
         used = half < (sizes.view(-1, 1) + 1) // 2
         return _Queue(*(t.reshape(lines, -1) for t in (token, a, b, used))).packed()
+
+    def _halve_alike(
+        self,
+        queue: _Queue,
+        sizes: Sequence[int],
+        level: int,
+        halving: Halving,
+        draws: Draws,
+        scale: float,
+    ) -> _Queue:
+        """As `_halve`, of full lines that have blocks of the same `sizes`; half of each stays."""
+        parts, done = [queue.part(0, 0)], 0
+        for size, run in groupby(sizes):
+            stop = done + size * len(list(run))
+            cut, done = queue.part(done, stop), stop
+            # A token alone rises as it is.
+            parts.append(
+                cut if size == 1 else self._halves(cut, size, level, halving, draws, scale)
+            )
+        return _Queue.of(*parts)
+
+    def _halves(
+        self, cut: _Queue, size: int, level: int, halving: Halving, draws: Draws, scale: float
+    ) -> _Queue:
+        """What stays of full lines that are cut into blocks of an even `size`."""
+        token = cut.token.unflatten(0, self.level.shape[:2])
+        keys, values = pick(self.line.keys, token), pick(self.line.values, token)
+        u = draws.uniform(level, self.line.position.gather(2, token))
+        tokens = (keys.flatten(0, 1), values.flatten(0, 1), cut.a, cut.b, u.flatten(0, 1))
+        sets = Sets(*(t.reshape(-1, 1, size, *t.shape[2:]) for t in tokens))
+        chosen, a, b = halving.halve(sets, scale)
+        came = cut.token.reshape(-1, size).gather(1, chosen)
+        token, a, b = (t.reshape(len(cut.token), -1) for t in (came, a, b))
+        return _Queue(token, a, b, torch.ones_like(token, dtype=torch.bool), full=True)
 
     def _draw(self, draws: Draws, level: int) -> Tensor:
         """Uniform numbers of each token in each kind of group [batch * kv_heads, n, kinds]."""
@@ -259,6 +341,20 @@ def _in_front(used: Tensor) -> Tensor:
     """The order [lines, n] that puts the places in use first, as many as the fullest line has."""
     width = int(used.sum(dim=1).max()) if used.numel() else 0
     return (~used).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
+
+
+def _whole(
+    queue: _Queue, of_lines: Sequence[Sequence[int]], level: int, halving: Halving
+) -> Sequence[int] | None:
+    """The sizes of the blocks, if they are the same in all lines and all of them full; None where
+    lines differ, or where something else than half of each block may stay.
+    """
+    sizes = of_lines[0]
+    if not queue.full or any(other != sizes for other in of_lines):
+        return None
+    even = all(size == 1 or size % 2 == 0 for size in sizes)
+    exactly = halving.halves == "pairs" and level < LEVELS - 1 and even
+    return sizes if exactly or not sizes else None
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:

@@ -71,7 +71,7 @@ class Ladder(Pool):
         while bool((stays.sum(dim=2) > self.n).any()):
             stays, rung = self._thinned(stays, rung, offset)
         fold.state[RUNG] = rung
-        return split(both, stays)
+        return split(both, stays, fold)
 
     def _thinned(self, stays: Tensor, rung: Tensor, offset: int) -> tuple[Tensor, Tensor]:
         """Who is left after as many groups as need be, or as there are in this round; and the rung.

@@ -19,7 +19,7 @@ from weir.errors import WeirError
 from weir.pools.base import Fold, Pool, within
 from weir.pools.registry import pool
 from weir.pools.subgen.clusters import Clusters, resample
-from weir.slab import Slots
+from weir.slab import Slots, pick
 
 PIECE = 64
 """Arrivals looked at together; a whole prompt comes in pieces."""
@@ -198,8 +198,11 @@ class SubGen(Pool):
         times = zeros.scatter_add(2, pairs.clamp_min(0), (pairs >= 0).double())
         share = (clusters.count / self.per_cluster)[..., None].expand_as(clusters.samples)
         below = zeros.scatter_add(2, samples, share.flatten(2))
-        each = fold.state["mu"][..., None] / (self.samples * _squared_lengths(both))
-        above = (times * each).where(times > 0, 0.0)
+        # Of those that were drawn alone: lengths of all values would take longer than all the rest.
+        drawn = pairs.clamp_min(0)
+        lengths = pick(both.values, drawn).double().square().sum(dim=3)
+        each = fold.state["mu"][..., None] / (self.samples * lengths)
+        above = torch.where(times > 0, times * zeros.scatter(2, drawn, each), 0.0)
         kept = replace(
             both,
             a=torch.where(still, both.a, above.log().to(both.a.dtype)),
