@@ -24,6 +24,8 @@ class Sizes:
         many_slots: of a policy in comparison with re-computation.
         dense: tokens of the long dense caches.
         prompt, generated: tokens of the long answer.
+        prompts: tokens of the prompts that are read under each policy, rising.
+        far: tokens of one whose time is worked out from those.
         fed: tokens of the prompt whose memory is measured.
         halved: tokens of the keys and values that are halved.
         chunk: tokens between two folds.
@@ -44,6 +46,8 @@ class Sizes:
     dense: tuple[int, ...] = (8192, 16384)
     prompt: int = 16384
     generated: int = 1024
+    prompts: tuple[int, ...] = (2048, 8192)
+    far: int = 32768
     fed: int = 32768
     halved: int = 16384
     chunk: int = 64
@@ -65,6 +69,8 @@ QUICK = Sizes(
     dense=(512,),
     prompt=512,
     generated=32,
+    prompts=(256, 512),
+    far=2048,
     fed=2048,
     halved=1024,
     chunk=16,
@@ -110,9 +116,12 @@ class Row:
         ratio: of the two, as `what` says.
         target: what the ratio is to reach; None where nobody asked.
         least: whether the ratio is to be at least the target; at most otherwise.
-        share: of the roofline, where ours moves a number of bytes that is known: the time that
-            moving them would take at the bandwidth of a plain copy, over the time it took.
+        share: of the roofline, where it is known how much ours has to do: the time that this would
+            take at the bandwidth of a plain copy, or at the speed of plain products, over the time
+            it took.
         note: which path ran, or what is to be known beside.
+        bound: what ours waits for: "bytes" that have to move, "operations", or "calls" of many
+            small ones; "" for what its figure says.
     """
 
     what: str
@@ -124,6 +133,7 @@ class Row:
     least: bool = False
     share: float | None = None
     note: str = ""
+    bound: str = ""
 
     @property
     def met(self) -> bool | None:
@@ -153,12 +163,14 @@ class Figure:
         about: what they are about, in a line.
         by_dtype: measured once for each dtype; otherwise once.
         asked: only measured if asked for by name.
+        bound: what bounds its rows that do not say so themselves.
     """
 
     measure: Measure
     about: str
     by_dtype: bool = True
     asked: bool = False
+    bound: str = ""
 
 
 ORDER = (
@@ -171,12 +183,12 @@ FIGURES: dict[str, Figure] = {}
 
 
 def figure(
-    name: str, about: str, *, by_dtype: bool = True, asked: bool = False
+    name: str, about: str, *, by_dtype: bool = True, asked: bool = False, bound: str = ""
 ) -> Callable[[Measure], Measure]:
     """Make what measures a figure known under a name; parameters as in `Figure`."""
 
     def register(measure: Measure) -> Measure:
-        FIGURES[name] = Figure(measure, about, by_dtype, asked)
+        FIGURES[name] = Figure(measure, about, by_dtype, asked, bound)
         return measure
 
     return register

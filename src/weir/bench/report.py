@@ -19,7 +19,7 @@ MET, MISSED = "#0072b2", "#d55e00"
 def markdown(bench: Bench) -> str:
     """The table, and below it what the figures were made on and what was left out."""
     lines = [
-        "| figure | dtype | weir | peer | ratio | target | share of the roofline | |",
+        "| figure | dtype | weir | peer | ratio | target | bound by, its share | |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for _, dtype, row in bench.rows:
@@ -30,7 +30,7 @@ def markdown(bench: Bench) -> str:
             f"{number(row.peer)} {row.unit}",
             f"**{number(row.ratio)}**" if row.met is False else number(row.ratio),
             target(row),
-            "" if row.share is None else f"{row.share:.2f}",
+            bound(row),
             row.note,
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -55,6 +55,11 @@ def target(row: Row) -> str:
     if row.target is None:
         return ""
     return f"{'≥' if row.least else '≤'} {row.target:g}"
+
+
+def bound(row: Row) -> str:
+    """What bounds it, and which share of its time that would take."""
+    return row.bound if row.share is None else f"{row.bound} {row.share:.2f}".strip()
 
 
 def number(value: float) -> str:

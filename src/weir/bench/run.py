@@ -18,6 +18,7 @@ import weir
 from weir.bench.figure import FIGURES, Row, Setting, Skipped, chosen
 from weir.bench.figures import (
     answer,
+    batches,
     decode,
     deterministic,
     flat,
@@ -27,9 +28,11 @@ from weir.bench.figures import (
     memory,
     policies,
     products,
+    prompts,
     recompute,
     rows,
     slots,
+    start,
     weights,
 )
 from weir.bench.timing import settled
@@ -42,6 +45,7 @@ _MEASURE = (
     products,
     slots,
     rows,
+    batches,
     policies,
     recompute,
     answer,
@@ -49,8 +53,9 @@ _MEASURE = (
     memory,
     kvpress,
     kernel,
+    start,
 )
-_ASKED = (flat, deterministic)
+_ASKED = (flat, deterministic, prompts)
 
 
 @dataclass
@@ -111,7 +116,8 @@ def measure(
             try:
                 with settled():
                     for row in figure.measure(replace(setting, dtype=dtype, on_mark=mark)):
-                        bench.rows.append((name, its, row))
+                        whole = replace(row, bound=row.bound or figure.bound)
+                        bench.rows.append((name, its, whole))
                         on_row(bench)
             except Skipped as reason:
                 bench.skipped.append((name, its, str(reason)))

@@ -14,6 +14,8 @@ from statistics import median
 
 import torch
 
+from weir.bench.tracing import trace, tracing
+
 
 class Contender:
     """Something that is timed a step at a time."""
@@ -83,7 +85,8 @@ def in_turns(
     Args:
         contenders: by name.
         rounds: steps of each that are timed.
-        warm: steps of each before, which are not.
+        warm: steps of each before, which are not; the last of them is traced where somebody asked
+            for a trace.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
     order = list(contenders.items())
@@ -91,6 +94,10 @@ def in_turns(
         for turn in range(warm + rounds):
             first = turn % len(order)
             for name, contender in itertools.chain(order[first:], order[:first]):
+                if turn == warm - 1 and tracing():
+                    trace(name, contender.step)
+                    contender.rewind()
+                    continue
                 took = seconds(contender.step)
                 contender.rewind()
                 if turn >= warm:

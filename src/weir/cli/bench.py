@@ -65,6 +65,10 @@ def bench(
     out: Annotated[
         Path | None, typer.Option(help="Folder for bench.json, bench.md and bench.svg.")
     ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="File for a trace of a step of each, which opens in Perfetto."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time weir and its peers in turns, and print ratios beside their targets.
@@ -76,7 +80,7 @@ def bench(
         return
     import torch
 
-    from weir.bench import QUICK, Setting, Sizes, measure
+    from weir.bench import QUICK, Setting, Sizes, measure, traced
 
     if flat and only:
         raise WeirError("--flat is a figure of its own; give it without --only")
@@ -92,12 +96,13 @@ def bench(
         kvpress=kvpress,
         say=lambda what: say(f"measuring {what}") if messages().is_terminal else None,
     )
-    made = measure(
-        setting,
-        ["flat"] if flat else only or [],
-        [getattr(torch, name) for name in names],
-        on_row=lambda so_far: None if out is None else _write(so_far, out),
-    )
+    with traced(profile):
+        made = measure(
+            setting,
+            ["flat"] if flat else only or [],
+            [getattr(torch, name) for name in names],
+            on_row=lambda so_far: None if out is None else _write(so_far, out),
+        )
     if as_json:
         print_json({"quick": quick, **made.as_json()})
         return
@@ -167,13 +172,16 @@ def figures(
     """
     from rich.table import Table
 
-    from weir.bench.report import number, target
+    from weir.bench.report import bound, number, target
 
+    bounds = any(bound(row) for _, _, row in rows)
     table = Table(title=title)
-    table.add_column("figure")
+    table.add_column("figure", min_width=24)
     aims = ["target", "met"] if targets else []
     for head in (*(["dtype"] if dtypes else []), "weir", "peer", "ratio", *aims):
         table.add_column(head, justify="right", no_wrap=True)
+    if bounds:
+        table.add_column("bound by", justify="right")
     for _, dtype, row in rows:
         table.add_row(
             row.what,
@@ -182,5 +190,6 @@ def figures(
             f"{number(row.peer)} {row.unit}",
             number(row.ratio),
             *([target(row), {True: "yes", False: "no", None: ""}[row.met]] if targets else []),
+            *([bound(row)] if bounds else []),
         )
     return table

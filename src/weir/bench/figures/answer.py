@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from weir.bench.bounds import of_prompt, of_step
 from weir.bench.caches import Decoding, Weir
 from weir.bench.figure import Row, Setting, figure
 from weir.bench.model import model_of, walk_path
@@ -46,7 +47,17 @@ def answer(setting: Setting) -> Iterator[Row]:
     fed, exactly = times["ours"], times["exact"]
     what = f"`{policy}`, {sizes.prompt:,} tokens, {sizes.generated:,} generated"
     note = f"chunk {chunk}; walk: {walk_path()}"
-    yield Row(f"{what}: prefill ÷ exact prefill", fed, exactly, "s", fed / exactly, 1.05, note=note)
+    by_prompt = of_prompt(setting, fed, model, sizes.prompt)
+    yield Row(
+        f"{what}: prefill ÷ exact prefill",
+        fed,
+        exactly,
+        "s",
+        fed / exactly,
+        1.05,
+        note=note,
+        **by_prompt._asdict(),
+    )
     own, peer = _generate(ours, exact, sizes.generated)
     yield Row(
         f"{what}: decode ÷ exact decode, folds included",
@@ -56,6 +67,7 @@ def answer(setting: Setting) -> Iterator[Row]:
         own / peer,
         0.6,
         note=note,
+        **of_step(setting, own, ours)._asdict(),
     )
 
 

@@ -19,7 +19,9 @@ COMPILED = ", compiled"
 COMPILED_STATIC = "compiled StaticCache"
 
 
-@figure("decode", "a decode step beside transformers' caches and the bandwidth of memory")
+@figure(
+    "decode", "a decode step beside transformers' caches and the bandwidth of memory", bound="bytes"
+)
 def decode(setting: Setting) -> Iterator[Row]:
     """`streaming_llm`, also compiled, against DynamicCache and StaticCache; the roofline."""
     sizes, model = setting.sizes, model_of(setting)
@@ -78,7 +80,7 @@ def _targets(kind: str, peers: Collection[str], share: float) -> dict[str, float
     return {**targets, **{name: 1.00 for name in peers if name == COMPILED_STATIC}}
 
 
-@figure("dense", "a decode step beside dense attention over a long stream")
+@figure("dense", "a decode step beside dense attention over a long stream", bound="bytes")
 def dense(setting: Setting) -> Iterator[Row]:
     """`streaming_llm` against DynamicCache that holds all of a stream."""
     sizes, model = setting.sizes, model_of(setting)

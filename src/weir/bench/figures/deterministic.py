@@ -24,6 +24,7 @@ MOST = 1 << 20
     "deterministic",
     "a step of an engine that decodes each row by itself, beside one that decodes all together",
     asked=True,
+    bound="bytes",
 )
 def deterministic(setting: Setting) -> Iterator[Row]:
     """`streaming_llm` on the model of the figures and on `nano`, for 1, 4 and 16 answers."""

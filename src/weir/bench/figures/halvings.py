@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from weir.bench.bounds import of_work
 from weir.bench.figure import Row, Setting, figure
 from weir.bench.model import walk_path
 from weir.bench.timing import Doing, in_turns, middle
@@ -42,7 +44,15 @@ def halvings(setting: Setting) -> Iterator[Row]:
         8.0,
         least=True,
         note=f"walk: {walk_path()}",
+        **of_work(
+            replace(setting, dtype=torch.float32), times["ours"], 0.0, _products(tokens)
+        )._asdict(),
     )
+
+
+def _products(tokens: int) -> int:
+    """Operations of the inner products of two halvings: of keys and of values, half of a square."""
+    return (tokens + tokens // 2) * HEADS * BLOCK // 2 * 2 * 2 * DIM
 
 
 def twice(rule: Halving, keys: Tensor, values: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,12 @@ GROUP = 4
 DIM = 128
 
 
-@figure("kernel", "the decode kernel's bandwidth beside a copy on the device", by_dtype=False)
+@figure(
+    "kernel",
+    "the decode kernel's bandwidth beside a copy on the device",
+    by_dtype=False,
+    bound="bytes",
+)
 def kernel(setting: Setting) -> Iterator[Row]:
     """One layer's decode step of a Llama of eight billion parameters, bfloat16, on a GPU."""
     if not torch.cuda.is_available():

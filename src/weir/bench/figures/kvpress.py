@@ -32,7 +32,7 @@ REST = 0.03
 CYCLES = 4
 
 
-@figure("kvpress", "kvpress beside the same method, size and interval")
+@figure("kvpress", "kvpress beside the same method, size and interval", bound="bytes")
 def kvpress(setting: Setting) -> Iterator[Row]:
     """kvpress's DecodingPress against weir, a token, compression and folds included."""
     if setting.kvpress is None:

@@ -22,7 +22,7 @@ STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
 
 
-@figure("prefill", "peak memory of reading a long prompt, chunked beside full")
+@figure("prefill", "peak memory of reading a long prompt, chunked beside full", bound="bytes")
 def prefill(setting: Setting) -> Iterator[Row]:
     """Extra memory of `prefill="chunked"` against `prefill="full"`."""
     if not STATUS.exists():
@@ -63,7 +63,8 @@ def child() -> None:
     """What the process does: read what is to be fed from standard input, feed it, tell the peak."""
     what = json.load(sys.stdin)
     torch.set_num_threads(what["threads"])
-    sizes = Sizes(**{**what["sizes"], "dense": ()})  # a tuple again, though none is needed here
+    # Tuples again, though none is needed here.
+    sizes = Sizes(**{**what["sizes"], "dense": (), "prompts": ()})
     model = model_of(Setting(sizes, getattr(torch, what["dtype"])))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(sizes.vocabulary, (1, sizes.fed), generator=generator)

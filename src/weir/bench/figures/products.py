@@ -18,7 +18,7 @@ from weir.models import choose_products
 ROWS = (1, 4, 16)
 
 
-@figure("products", "decode steps with chosen matrix products beside PyTorch's")
+@figure("products", "decode steps with chosen matrix products beside PyTorch's", bound="bytes")
 def products(setting: Setting) -> Iterator[Row]:
     """`streaming_llm` for 1, 4 and 16 rows; for one also `DynamicCache` and the roofline.
 

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from weir.bench.bounds import of_step
 from weir.bench.caches import Weir, as_it_is_and_compiled
 from weir.bench.figure import Row, Setting, figure
 from weir.bench.model import model_of
@@ -17,7 +18,7 @@ from weir.bench.timing import Doing, in_turns, middle
 from weir.stream import Stream
 
 
-@figure("recompute", "a token beside re-computation of the window")
+@figure("recompute", "a token beside re-computation of the window", bound="bytes")
 def recompute(setting: Setting) -> Iterator[Row]:
     """`streaming_llm` against `recompute`, per token, folds included."""
     sizes, model = setting.sizes, model_of(setting)
@@ -36,6 +37,7 @@ def recompute(setting: Setting) -> Iterator[Row]:
         times = middle(in_turns({**rounds, "peer": feeding}, sizes.slow, warm=1))
         for name in ours:
             own = times[name] / sizes.chunk
+            bound = of_step(setting, own, ours[name])
             yield Row(
                 f"`recompute` ÷ `streaming_llm`{name}, per token at {slots:,} slots",
                 own * 1e3,
@@ -44,6 +46,7 @@ def recompute(setting: Setting) -> Iterator[Row]:
                 times["peer"] / own,
                 target if asked else None,
                 least=True,
+                **bound._asdict(),
             )
 
 

@@ -21,7 +21,11 @@ ASKED = 1.5
 """Milliseconds that a compiled step of `nano` may take."""
 
 
-@figure("rows", "a decode step of sixteen streams, in step and ragged, beside one stream's")
+@figure(
+    "rows",
+    "a decode step of sixteen streams, in step and ragged, beside one stream's",
+    bound="bytes",
+)
 def rows(setting: Setting) -> Iterator[Row]:
     """`streaming_llm` on the model of the figures and on `nano`, as it is and compiled."""
     sizes = setting.sizes

@@ -14,7 +14,7 @@ from weir.slab import FORMATS
 NEWEST = 64
 
 
-@figure("slots", "a decode step with quantised slots beside one with exact ones")
+@figure("slots", "a decode step with quantised slots beside one with exact ones", bound="bytes")
 def slots(setting: Setting) -> Iterator[Row]:
     """`streaming_llm`, all but its newest tokens quantised, against itself; and what is read."""
     sizes, model = setting.sizes, model_of(setting)

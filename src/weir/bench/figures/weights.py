@@ -18,7 +18,9 @@ from weir.models import BITS, quantise_weights, stored_bytes
 PLAIN = "streaming_llm"
 
 
-@figure("weights", "a decode step with weights of 8 and 4 bits beside one with all bits")
+@figure(
+    "weights", "a decode step with weights of 8 and 4 bits beside one with all bits", bound="bytes"
+)
 def weights(setting: Setting) -> Iterator[Row]:
     """`streaming_llm` with int8 and int4 weights against the same model as it was."""
     if find_spec("torchao") is None:

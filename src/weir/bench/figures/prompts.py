@@ -1,0 +1,114 @@
+"""Figures of prompts: reading one under each policy beside exact attention, and beside arithmetic.
+
+A prompt is multiplied with every weight, which no policy can spare it; what is left is attention,
+which grows with the prompt unless a policy holds it back, and folds.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from weir.bench.bounds import of_prompt
+from weir.bench.caches import Decoding, Weir
+from weir.bench.figure import Row, Setting, figure
+from weir.bench.model import model_of
+from weir.bench.timing import Doing, in_turns
+from weir.bench.tracing import trace
+from weir.policies import NAMED
+from weir.stream import PIECE
+
+TARGETS = {8192: 0.75, 32768: 0.3}
+ROUNDS = 3
+"""How often the shorter prompt is read; the longer one once."""
+
+
+@figure("prompts", "a prompt under each policy, beside exact attention", asked=True)
+def prompts(setting: Setting) -> Iterator[Row]:
+    """Short and long prompts, and what they say of one that is far longer."""
+    sizes, model = setting.sizes, model_of(setting)
+    policies = {
+        name: Weir(model, f"{name}(budget={sizes.slots})", sizes.chunk) for name in _named()
+    }
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(sizes.vocabulary, (1, max(sizes.prompts)), generator=generator)
+    exact = Decoding(model, DynamicCache(config=model.config))
+    found: dict[str, list[float]] = {name: [] for name in ("exact", *policies)}
+    for tokens in sizes.prompts:
+        setting.say(f"prompts of {tokens:,} tokens")
+        ways = {name: partial(_feed, cache, ids[:, :tokens]) for name, cache in policies.items()}
+        ways["exact"] = partial(_hold, exact, ids[:, :tokens])
+        rounds = 1 if tokens == max(sizes.prompts) else min(ROUNDS, sizes.slow)
+        took = in_turns({name: Doing(do) for name, do in ways.items()}, rounds, warm=0)
+        for name, taken in took.items():
+            found[name].append(median(taken))
+        yield from _beside_exact(setting, tokens, {name: each[-1] for name, each in found.items()})
+    for name, cache in policies.items():
+        trace(f"the next {sizes.chunk} tokens, {name}", partial(cache.feed, ids[:, : sizes.chunk]))
+    far = {name: _beyond(sizes.prompts, taken, sizes.far) for name, taken in found.items()}
+    far["exact"] = _beyond_squared(sizes.prompts, found["exact"], sizes.far)
+    measured = " and ".join(f"{tokens:,}" for tokens in sizes.prompts)
+    yield from _beside_exact(setting, sizes.far, far, f"worked out from {measured} tokens")
+
+
+def _beside_exact(
+    setting: Setting, tokens: int, took: Mapping[str, float], note: str = ""
+) -> Iterator[Row]:
+    """A row for each policy; `took` has its seconds, and those of exact attention."""
+    model = model_of(setting)
+    for name, own in took.items():
+        if name == "exact":
+            continue
+        bound = of_prompt(setting, own, model, tokens)
+        yield Row(
+            f"prompt of {tokens:,} tokens, `{name}` at {setting.sizes.slots:,} slots ÷ exact "
+            "attention",
+            own,
+            took["exact"],
+            "s",
+            own / took["exact"],
+            TARGETS.get(tokens),
+            note=note,
+            **bound._asdict(),
+        )
+
+
+def _beyond(tokens: tuple[int, ...], took: list[float], far: int) -> float:
+    """What a longer prompt takes where every token past the budget takes as long as the last."""
+    pace = (took[-1] - took[-2]) / (tokens[-1] - tokens[-2])
+    return took[-1] + (far - tokens[-1]) * pace
+
+
+def _beyond_squared(tokens: tuple[int, ...], took: list[float], far: int) -> float:
+    """What it takes where time is p n + q n², as that of exact attention is."""
+    first, second = (seconds / n for n, seconds in zip(tokens[-2:], took[-2:], strict=True))
+    growth = max(0.0, (second - first) / (tokens[-1] - tokens[-2]))
+    return far * (second + growth * (far - tokens[-1]))
+
+
+def _named() -> list[str]:
+    """The named policies that are given so many slots."""
+    return [
+        name
+        for name, policy in NAMED.items()
+        if "budget" in inspect.signature(policy.make).parameters and name != "recompute"
+    ]
+
+
+def _feed(ours: Weir, ids: Tensor) -> None:
+    """A prompt [1, n] from the start, as a stream feeds it."""
+    ours.cache.reset()
+    for piece in ids.split(PIECE, dim=1):
+        ours.feed(piece)
+
+
+def _hold(exact: Decoding, ids: Tensor) -> None:
+    """A prompt [1, n] from the start, at once, all of it kept."""
+    exact.cache = DynamicCache(config=exact.model.config)
+    exact.feed(ids)

@@ -1,0 +1,35 @@
+"""What starting is measured by: processes that run to their end."""
+
+from __future__ import annotations
+
+import pytest
+
+from weir.bench.figure import QUICK, Setting, Skipped
+from weir.bench.figures import start as figure
+from weir.bench.figures.start import run, start
+
+
+def test_a_process_that_fails_is_told_by_its_last_word(tmp_path):
+    run(
+        f"import sys; open({str(tmp_path / 'said')!r}, 'w').write(input() + sys.argv[1])",
+        "b",
+        said="a",
+    )
+    assert (tmp_path / "said").read_text() == "ab"
+    with pytest.raises(Skipped, match="a script failed: ZeroDivisionError"):
+        run("1 / 0")
+
+
+def test_each_command_stands_beside_what_nobody_can_do_without(monkeypatch):
+    ran = []
+    monkeypatch.setattr(figure, "run", lambda code, *words, said="": ran.append((words, said)))
+    rows = list(start(Setting(QUICK)))
+    assert [row.what.split(" ÷ ")[0] for row in rows] == [
+        "`weir --help`",
+        '`weir.load("nano")` and a token',
+        "`weir stream` of a line",
+        "`weir chat`, an answer of one token",
+    ]
+    assert [row.target for row in rows] == [1.5, 1.1, 1.1, 1.1]
+    assert [words[:1] for words, _ in ran if words] == [("--help",), ("stream",), ("chat",)]
+    assert ran[-1] == ((), "") or ran[-1][1] == "Hello\n"
