@@ -276,9 +276,9 @@ def _numbers(option: str, text: str, least: int) -> list[int]:
 def _print(records: list[CellRecord]) -> None:
     from rich.text import Text
 
-    from weir.evals.results import as_loaded, by_distance, overviews
+    from weir.evals.results import as_loaded, by_distance, named_shortly, overviews
 
-    records = as_loaded(records)
+    records = named_shortly(as_loaded(records))
     for found in [*overviews(records), *by_distance(records)]:
         parts = _fitting(found)
         for number, columns in enumerate(parts, 1):

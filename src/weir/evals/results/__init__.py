@@ -2,6 +2,7 @@
 
 from weir.evals.results.file import CellRecord, ResultsFile, failures, read_results
 from weir.evals.results.json_values import for_json
+from weir.evals.results.lists import named_shortly
 from weir.evals.results.summary import Column, Table, by_distance, overviews
 from weir.evals.results.ways import as_loaded
 
@@ -14,6 +15,7 @@ __all__ = [
     "by_distance",
     "failures",
     "for_json",
+    "named_shortly",
     "overviews",
     "read_results",
 ]

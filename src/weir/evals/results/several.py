@@ -8,6 +8,7 @@ from typing import Any
 
 from weir.errors import WeirError
 from weir.evals.results.file import CellRecord, read_results
+from weir.evals.results.lists import named_shortly
 from weir.evals.results.ways import as_loaded
 
 DECIDING = ("model", "setting", "policy", "seed", "protocol", "chunk", "positions")
@@ -17,8 +18,8 @@ DECIDING = ("model", "setting", "policy", "seed", "protocol", "chunk", "position
 def read_together(paths: Sequence[Path]) -> tuple[int, list[CellRecord]]:
     """How many cells the grids of some files have, and their records, what is in two of them once.
 
-    Models are named with how they were loaded. Of a cell that failed in one file and is done in
-    another, what is done counts.
+    Models are named with how they were loaded, policies for each layer by their slots. Of a cell
+    that failed in one file and is done in another, what is done counts.
 
     Args:
         paths: the files; what stands in the first comes first.
@@ -47,4 +48,4 @@ def read_together(paths: Sequence[Path]) -> tuple[int, list[CellRecord]]:
                     f"{there['value']} in one and {record['value']} in the other; report them "
                     "apart, or leave one out"
                 )
-    return cells, [record for record, _ in found.values()]
+    return cells, named_shortly([record for record, _ in found.values()])
