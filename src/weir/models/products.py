@@ -159,11 +159,16 @@ class _Multiplied(Around):
 
     def _multiply(self, own: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
         x = input  # as `nn.Linear` calls it, for those who give it by name
-        weight = self._linear.weight
-        compiling = torch.compiler.is_compiling()
+        weight, bias = self._linear.weight, self._linear.bias
+        if torch.compiler.is_compiling():
+            if type(weight) is not nn.Parameter:  # but quantised, say
+                return own(x)
+            taken: Tensor = torch.ops.weir.chosen(
+                x, weight, bias, self._taken.called, self._taken.looped
+            )
+            return taken
         if (
-            (compiling and not of_a_step(x))
-            or torch.jit.is_tracing()  # type: ignore[attr-defined]
+            torch.jit.is_tracing()  # type: ignore[attr-defined]
             or torch.is_grad_enabled()
             or type(x) is not Tensor
             or not _plain(weight)
@@ -171,15 +176,48 @@ class _Multiplied(Around):
             or x.device != weight.device
         ):
             return own(x)
-        rows, bias = x.numel() // weight.shape[1], self._linear.bias
-        called, looped = self._taken.called, self._taken.looped
-        if torch.is_autocast_enabled("cpu"):
+        rows = x.numel() // weight.shape[1]
+        called = self._taken.called
+        if rows >= len(called) or not called[rows] or torch.is_autocast_enabled("cpu"):
             return own(x)
-        if compiling and rows < len(looped):
-            return in_a_loop(x, weight, bias) if looped[rows] else own(x)
-        if rows >= len(called) or not called[rows]:
-            return own(x)
-        return (_by_kernel if compiling else self._kernel)(x, weight, bias)
+        return self._kernel(x, weight, bias)
+
+
+def _chosen(
+    x: Tensor, weight: Tensor, bias: Tensor | None, called: Sequence[bool], looped: Sequence[bool]
+) -> Tensor:
+    """A linear layer in what is being compiled: a loop, a call of weir's kernel, or PyTorch's.
+
+    One operator, which the compiler looks into after it has read the model's Python: to read this
+    for each layer takes it longer than all the rest.
+
+    Args:
+        x, weight, bias: as of `torch.nn.functional.linear`.
+        called, looped: of `_Taken`.
+    """
+    usual = nn.functional.linear
+    if (
+        not of_a_step(x)
+        or torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or weight.device.type != "cpu"
+        or weight.dtype not in (torch.float32, torch.bfloat16)
+        or x.dtype != weight.dtype
+    ):
+        return usual(x, weight, bias)
+    rows = x.numel() // weight.shape[1]
+    if rows < len(looped):
+        return (in_a_loop if looped[rows] else usual)(x, weight, bias)
+    if rows < len(called) and called[rows]:
+        return _by_kernel(x, weight, bias)
+    return usual(x, weight, bias)
+
+
+torch.library.define(
+    "weir::chosen",
+    "(Tensor x, Tensor weight, Tensor? bias, bool[] called, bool[] looped) -> Tensor",
+)
+torch.library.impl("weir::chosen", "CompositeImplicitAutograd", _chosen)
 
 
 def of_a_step(x: Tensor) -> bool:
