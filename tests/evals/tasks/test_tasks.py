@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import MISSING, fields
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,9 @@ def test_the_commands_of_the_documentation_can_be_read() -> None:
         words = shlex.split(command.replace("\\\n", " "), comments=True)
         given = dict(zip(words, [*words[1:], ""], strict=True))
         # A policy file is what the command before on the page writes.
-        policies = re.sub(r"\w*?(\d+)\.toml", r"h2o(\1)", given.get("--policies", "all"))
+        sizes = count(2)
+        listed = given.get("--policies", "all")
+        policies = re.sub(r"\w+\.toml", lambda _, n=sizes: f"h2o({next(n)})", listed)
         grid = make_grid(
             ["nano"],
             given.get("--tasks", "ppl"),
