@@ -34,7 +34,8 @@ class Sizes:
         slow: times that something slow is done.
         copied: bytes that are copied to measure the bandwidth.
         backend: what `torch.compile` compiles steps with.
-        nano: whether rows are timed in the packaged model too, which has to be compiled for that.
+        nano: whether rows are timed in the packaged model too, which has to be compiled for that,
+            and commands that answer with it.
     """
 
     layers: int = 30
