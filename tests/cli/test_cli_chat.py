@@ -289,3 +289,12 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(model, tmp_path):
     seen = [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) tokens seen, ", ended.err)]
     assert seen[1] > seen[0] > 20
     assert weir.Stream.restore(weir.load(model)[0], path).seen == seen[1]
+
+
+def test_steps_are_compiled_if_that_is_asked_for(chat, monkeypatch):
+    compiled: list[object] = []
+    monkeypatch.setattr(weir.models, "compile_steps", compiled.append)
+    chat("Hello")
+    assert not compiled
+    assert chat("Hello", words=("--compile",)).code == 0
+    assert len(compiled) == 1

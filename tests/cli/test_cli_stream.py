@@ -239,3 +239,15 @@ def test_policies_as_json_read_back_as_policies(capsys):
         # As they are listed, parameters can be written into a policy again.
         assert weir.policy(f"{row['name']}({row['parameters']})") == made
         assert row["pipe"] is None or weir.policy(row["pipe"]) == made
+
+
+def test_steps_are_compiled_where_there_are_any(capsys, monkeypatch, model, text):
+    compiled: list[object] = []
+    monkeypatch.setattr(weir.models, "compile_steps", compiled.append)
+    words = ("stream", "--text", text, "--model", model, "--tokens", 8, "--compile")
+    ended = run(capsys, *words)
+    assert ended.code == 1
+    assert "--compile is for steps of one token" in ended.err
+    assert not compiled
+    assert run(capsys, *words, "--chunk", 1, "--policy", SMALL).code == 0
+    assert len(compiled) == 1

@@ -258,3 +258,16 @@ def test_a_subject_reads_as_its_protocol_says(toys, ids):
     with pytest.raises(WeirError, match="this task streams without one"):
         sized.stream()
     assert replace(sized, rate=None).stream().policy == weir.policy("streaming_llm")
+
+
+def test_steps_of_a_model_are_compiled_once_for_all_of_its_cells(tmp_path, monkeypatch, llama):
+    compiled: list[object] = []
+    monkeypatch.setattr(runner, "compile_steps", compiled.append)
+    monkeypatch.setattr(runner, "load", lambda name, **given: (llama, None))
+    runner._loaded.cache_clear()
+    cells = grid().cells[:2]
+    for wanted in (False, True):
+        for cell in cells:
+            subject_of(cell, compiled=wanted)
+    runner._loaded.cache_clear()
+    assert compiled == [llama]
