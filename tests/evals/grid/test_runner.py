@@ -265,7 +265,7 @@ def test_steps_of_a_model_are_compiled_once_for_all_of_its_cells(tmp_path, monke
     monkeypatch.setattr(runner, "compile_steps", compiled.append)
     monkeypatch.setattr(runner, "load", lambda name, **given: (llama, None))
     runner._loaded.cache_clear()
-    cells = grid().cells[:2]
+    cells = grid("ppl").cells[:2]
     for wanted in (False, True):
         for cell in cells:
             subject_of(cell, compiled=wanted)
