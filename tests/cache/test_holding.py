@@ -32,6 +32,7 @@ def test_sinks_and_recent_tokens_by_hand(llama, ids):
     [
         "sink(2) | recent(8) | heavy(10)",
         "recent(8) | kcenter(12)",
+        "recent(8) | residue(6)",
         "sink(1) | recent(6) | balance(16, block=8)",
         "sink(1) | recent(6) | subgen(samples=8, clusters=4, per_cluster=2)",
         "pyramidkv(budget=24, window=4)",

@@ -28,6 +28,7 @@ PAGES = {
     "pyramidkv": ("pyramidkv", "pyramid"),
     "weir": ("weir",),
     "certified": ("certified",),
+    "reskv": ("reskv",),
     "scores": ("tova", "keydiff", "keyformer", "lacache"),
 }
 pages = pytest.mark.parametrize("page", PAGES)

@@ -211,6 +211,25 @@ def test_without_rotation_keys_and_queries_are_what_the_model_said(name, pipe):
         close(queries, asked, 4)
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_keys_find_back_to_where_they_were_said_and_queries_are_as_strong_anywhere(name):
+    def look(slots: Slots, fold: Fold) -> None:
+        read = fold.read
+        again = read.said(read.unrotated(slots), slots.position)
+        close(again[slots.held], slots.keys[slots.held], 8)
+        power = fold.queries[:, :, :, -3:].square().mean(dim=(2, 3))
+        if EVERY[name].rotary is not None:
+            pairs = (power[..., :3] + power[..., 3:6]) / 2
+            power = torch.cat([pairs, pairs, power[..., 6:]], dim=2)
+        close(read.power(3), power, 3 * 3 * GROUP)
+        close(read.would_attend(slots), read.attention(slots), 2 * DIM, size=1.0)
+        seen.append(len(slots))
+
+    seen: list[int] = []
+    fed(PIPES["behind"](Probe(7, 6, look)), EVERY[name])
+    assert max(seen) > 7
+
+
 def test_behind_images_too_the_same_word_has_the_same_key_without_rotation():
     """In the first layer, whose keys are a function of the token alone."""
     model, asked = seeing("qwen2-vl"), prompt("qwen2-vl", [5, 0, 3, 0, 0, 7])

@@ -47,8 +47,9 @@ class Held:
 class Holding:
     """The slots in use of one row of a cache, one entry for each slot [slots].
 
-    A slot always has the key and value of one token. Where a pool weighs, it speaks for others too,
-    which hold no slot: those tokens are gone, and what they said to attention is estimated.
+    A slot has the key and value of one token. Where a pool weighs, it speaks for others too, which
+    hold no slot: those tokens are gone, and what they said to attention is estimated. Slots of a
+    pool that is `synthetic` have means in place of them, and are told by the newest token in each.
 
     Attributes:
         seen: tokens of the row so far.

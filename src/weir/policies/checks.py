@@ -74,6 +74,12 @@ def check_formats(pools: tuple[Pool, ...], formats: tuple[str, ...], run: tuple[
     if len(different) > 1:
         both = " and ".join(sorted(different))
         raise WeirError(f"the quantised slots of a pipe are all of one format, not {both}")
+    for pool, name in zip(pools, formats, strict=True):
+        if name and pool.synthetic:
+            raise WeirError(
+                f"the slots of {pool.name} change at every fold and would be quantised again each "
+                f"time, so they stay exact: write {pool.name} without :{name}"
+            )
     if different and any(pool.slots() is None for pool in pools):
         raise WeirError("a pipe without a limit has no quantised slots; give each pool a size")
     held = [bool(formats[place]) for place in run]

@@ -22,6 +22,7 @@ from weir.pools import (
     Pool,
     Recent,
     Reservoir,
+    Residue,
     Sink,
     Snap,
     SubGen,
@@ -272,6 +273,25 @@ def certified(budget: int = 256, sinks: int = 4, floor: float = 0.1, watch: int 
         )
     middle = Heavy(quarter), Tail(quarter, floor=floor, watch=watch)
     return Pipe((*ends(sinks, newest), *middle))
+
+
+@named(
+    "ResKV, arXiv:2607.29591",
+    pipe="sink(4) | recent(220) | residue(32)",
+)
+def reskv(budget: int = 256, sinks: int = 4, half_life: int | None = 256) -> Policy:
+    """Keep sinks and the newest tokens, and merge those before them into means.
+
+    An eighth of the budget is means; what was merged counts half after `half_life` tokens more.
+    """
+    means = budget // 8
+    newest = budget - sinks - means
+    if means < 1 or newest < 1:
+        raise WeirError(
+            f"reskv keeps {sinks} sinks, the newest tokens and an eighth of its budget of means, "
+            f"at least 1 each, so a budget of {budget} is too small"
+        )
+    return Pipe((*ends(sinks, newest), Residue(means, half_life=half_life)))
 
 
 @named(

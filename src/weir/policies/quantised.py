@@ -99,7 +99,9 @@ class Quantised(Policy):
         for place, pool in enumerate(pipe.pools):
             if place not in pipe.run:
                 pools.append(pool)
-                formats.append("" if pool.in_order or pool.needs_marks else self.slots)
+                formats.append(
+                    "" if pool.in_order or pool.needs_marks or pool.synthetic else self.slots
+                )
                 continue
             size = pool.slots() or 0
             exact = size if left is None else min(size, left)

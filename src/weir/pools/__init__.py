@@ -17,6 +17,7 @@ from weir.pools.reading import Output, Reading
 from weir.pools.recent import Recent
 from weir.pools.registry import CONSTANTS, POOLS, WAITING, WORD, check_free, check_name, pool
 from weir.pools.reservoir import Reservoir
+from weir.pools.residue import Residue
 from weir.pools.scores import (
     RKV,
     Caote,
@@ -78,6 +79,7 @@ __all__ = [
     "Reading",
     "Recent",
     "Reservoir",
+    "Residue",
     "Scissorhands",
     "Sink",
     "Snap",

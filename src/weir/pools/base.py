@@ -143,6 +143,14 @@ class Pool(ABC):
         """Whether nothing flows on, because what it keeps is all that came, or stands for it."""
         return False
 
+    @property
+    def synthetic(self) -> bool:
+        """Whether a slot may hold what no token said, and is said to hold one that it stands for.
+
+        Such slots change at every fold, so they are never quantised.
+        """
+        return False
+
     def check(self, before: tuple[Pool, ...]) -> None:
         """Refuse a place in a pipe that makes no sense, given the pools in front of it.
 

@@ -105,6 +105,15 @@ class Reading:
         """
         return self.turned(slots.keys, -self._begins(slots.position))
 
+    def said(self, keys: Tensor, position: Tensor) -> Tensor:
+        """Keys without rotation as if they had been said at places of the stream.
+
+        Args:
+            keys: as `unrotated` gives them [batch, kv_heads, n, key_dim].
+            position: places of tokens that are held [batch, kv_heads, n], int64.
+        """
+        return self.turned(keys, self._begins(position))
+
     @cached_property
     def asked(self) -> Tensor:
         """The queries as they are read [batch, kv_heads, group, n, key_dim].
@@ -128,6 +137,25 @@ class Reading:
         """
         position = self.query_positions[:, None].expand(-1, self._given.shape[1], -1)
         return self._turned_queries(self._given, -self._begins(position))
+
+    def power(self, window: int) -> Tensor:
+        """The mean square of the last queries in each dimension [batch, kv_heads, key_dim].
+
+        Without rotation, and of two dimensions that turn together the mean of both: so it says the
+        same of every distance.
+
+        Args:
+            window: the last so many queries.
+
+        Raises:
+            WeirError: no pool of the pipe asked for queries (`Pool.needs_queries`).
+        """
+        power = self.unrotated_queries[:, :, :, -window:].float().square().mean(dim=(2, 3))
+        rotary = self.positions.rotary
+        half = 0 if rotary is None else rotary.frequencies.shape[0]
+        one, two, rest = power.split([half, half, power.shape[2] - 2 * half], dim=2)
+        pair = (one + two) / 2
+        return torch.cat([pair, pair, rest], dim=2)
 
     @cached_property
     def query_positions(self) -> Tensor:
@@ -165,6 +193,25 @@ class Reading:
         if stop and torch.equal(slots.b, self.whole.b[:, :, start:stop]):
             return self._weights[0][..., start:stop]
         return attention_shares(self._logits_of(slots.position), slots.b, self.lse)
+
+    def would_attend(self, slots: Slots) -> Tensor:
+        """The same for slots with keys of their own, which stand at places of tokens of this layer:
+        what each would have received beside all that was read.
+
+        Args:
+            slots: with keys as if said at these places.
+
+        Returns:
+            [batch, kv_heads, group, n, slots], float32, of all that the query gave.
+
+        Raises:
+            WeirError: no pool of the pipe asked for queries (`Pool.needs_queries`).
+        """
+        alibi = self.positions.alibi
+        tilt = None if alibi is None else self._tilt(alibi, self.places(slots))
+        found = logits(self.asked, self.keys(slots), self.form, tilt)
+        found = found.masked_fill_(self._hidden(slots.position), -torch.inf)
+        return attention_shares(found, slots.b, self.lse)
 
     @cached_property
     def answers(self) -> Tensor:
@@ -227,7 +274,8 @@ class Reading:
         look. They are made once: what a pool asks about are some of these slots.
         """
         it = self.whole
-        tilt = None if self.positions.alibi is None else self._tilt(self.positions.alibi)
+        alibi = self.positions.alibi
+        tilt = None if alibi is None else self._tilt(alibi, self._everywhere)
         found = logits(self.asked, it.keys, self.form, tilt)
         return found.masked_fill_(self._hidden(it.position), -torch.inf)
 
@@ -338,16 +386,15 @@ class Reading:
         hidden = self._hidden(self.whole.position)
         bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)
         alibi = self.positions.alibi
-        return bias if alibi is None else bias + self._tilt(alibi)
+        return bias if alibi is None else bias + self._tilt(alibi, self._everywhere)
 
-    def _tilt(self, alibi: Alibi) -> Tensor:
-        """ALiBi of all slots where they are read; as attention counts them."""
-        frame = self._everywhere
+    def _tilt(self, alibi: Alibi, frame: Tensor) -> Tensor:
+        """ALiBi of slots that are read at the places `frame`; as attention counts them."""
         first: Tensor | int = 0
         if self.positions.rolling and alibi.rounding is not None:
             far = torch.iinfo(frame.dtype).max
             held = self.whole.position >= 0
-            first = frame.masked_fill(~held, far).amin(dim=2, keepdim=True)
+            first = self._everywhere.masked_fill(~held, far).amin(dim=2, keepdim=True)
         return alibi.bias(frame, frame.shape[1], first, self.next[:, None, None] - 1)
 
 

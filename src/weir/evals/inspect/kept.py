@@ -2,7 +2,8 @@
 
 A token is *held* by a KV head of a layer while its own key and value lie in a slot there. Pools
 that weigh (`balance`, `subgen`, `uniform`, ...) let a slot speak for tokens that are gone; those
-are shown as gone, and the slot says for how many it speaks.
+are shown as gone, and the slot says for how many it speaks. A mean of several (`residue`) is shown
+at the newest of them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,76 @@
+"""Points that lie near each other become one, until few are left: Ward's rule, pairs at a time.
+
+Ward (1963, "Hierarchical Grouping to Optimize an Objective Function"): two groups of weights v and
+w whose means lie apart by d add v w / (v + w) d^2 to the sum of squares around means when they are
+joined. Knows nothing about keys, queries or slots.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LEAST = 1e-300
+"""Weights below are as good as none."""
+ALIKE = 1e-12
+"""Points are equal whose squared distance is no more of their squared lengths: keys come in float32
+at best, and what rounding says of equal ones must not decide.
+"""
+
+
+def merge_nearest(points: Tensor, weight: Tensor, among: Tensor, most: int) -> Tensor:
+    """With which other points each one is joined.
+
+    In each round the groups that are nearest to each other, both to both, are joined, those first
+    that cost least by Ward's rule, until no more than `most` are left. Of equal costs the earlier
+    points' counts.
+
+    Args:
+        points: finite [batch, heads, n, dim].
+        weight: from 0 on [batch, heads, n], float64.
+        among: which of the points there are [batch, heads, n], bool.
+        most: groups that may be left.
+
+    Returns:
+        The first point of the group of each point [batch, heads, n], int64.
+    """
+    n = among.shape[2]
+    step = torch.arange(n, device=points.device)
+    group = step.expand(among.shape)
+    first = among
+    mean = points.double()
+    while True:
+        excess = first.sum(dim=2, keepdim=True) - most
+        if not bool((excess > 0).any()):
+            return group
+        cost = _costs(mean, weight).masked_fill(~(first[..., None] & first[:, :, None]), torch.inf)
+        cost = cost.masked_fill(step[:, None] == step, torch.inf)
+        least, nearest = cost.min(dim=3)
+        mutual = (nearest.gather(2, nearest) == step) & (step < nearest) & first
+        rank = least.masked_fill(~mutual, torch.inf).argsort(dim=2, stable=True).argsort(dim=2)
+        takes = mutual & (rank < excess)
+        theirs = weight.gather(2, nearest)
+        share = theirs / (weight + theirs).clamp_min(LEAST)
+        other = mean.gather(2, nearest[..., None].expand_as(mean))
+        mean = torch.where(takes[..., None], torch.lerp(mean, other, share[..., None]), mean)
+        weight = torch.where(takes, weight + theirs, weight)
+        # Where each group goes; those that take nobody name a place beyond the last.
+        goes = F.pad(step.expand(among.shape), (0, 1))
+        goes = goes.scatter(2, nearest.where(takes, n), step.expand(among.shape))[:, :, :n]
+        first = first & (goes == step)
+        group = goes.gather(2, group)
+
+
+def _costs(mean: Tensor, weight: Tensor) -> Tensor:
+    """What joining two groups costs [batch, heads, n, n], finite; the same both ways, to the bit.
+
+    Otherwise three groups that are equally near could each be nearest to the next.
+    """
+    square = mean.square().sum(dim=3)
+    squares = square[..., None] + square[:, :, None]
+    product = mean @ mean.transpose(2, 3)
+    far = squares - (product + product.transpose(2, 3))
+    far = far.masked_fill(far <= ALIKE * squares, 0.0)
+    both = weight[..., None] + weight[:, :, None]
+    return far * (weight[..., None] * weight[:, :, None] / both.clamp_min(LEAST))

@@ -1,0 +1,188 @@
+"""What nobody kept lives on as a few weighted means of keys and values.
+
+ResKV (arXiv:2607.29591): beside the tokens that are kept exactly, some slots stand for those that
+were not, each with the mean of a group's keys, the mean of its values, and the logarithm of its
+size as a log-weight. An exponential of a mean is less than the mean of exponentials, so a group
+gets less attention than its tokens did; the second order of that is put right with the spread of
+its keys. How far means are believed is tried in every layer on the queries at hand. In a stream,
+what was merged fades: nobody has trained a model on what is said after its window.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weir.errors import WeirError
+from weir.pools.base import MOST_WEIGHT, Fold, Pool, within
+from weir.pools.reading import Reading
+from weir.pools.registry import pool
+from weir.pools.residue.gate import GATES, misled
+from weir.pools.residue.groups import Groups
+from weir.pools.residue.merging import merge_nearest
+from weir.slab import Slots
+
+MOST_CORRECTION = 5.0
+"""No log-weight is raised by more: of groups that wide the second order says nothing."""
+ALIKE = 1e-3
+"""Gates that mislead by so much more than the best are as good."""
+LASTS = 0.9
+"""What is left, one fold later, of how far gates have misled queries."""
+
+
+@pool("residue")
+@dataclass(frozen=True)
+class Residue(Pool):
+    """Merge all that arrives into `r` means, each KV head its own.
+
+    Keys are merged without rotation, as if all tokens of a group stood at the place of its newest,
+    which is the place that the slot is said to hold. Those go together that the last queries tell
+    apart the least. Nothing is merged while there is room, and nothing flows on.
+
+    Attributes:
+        r: how many means.
+        half_life: arrivals after which what was merged before counts half; none for never.
+        spread: whether the weights of means make up for the spread of the keys in them.
+        gate: whether the weights of all means of a layer are lowered, down to nothing, where the
+            last queries would have been answered better.
+        window: how many of the last queries are asked.
+    """
+
+    ends_pipe = True  # its slots stand for all that came
+    has_chance = False
+    synthetic = True
+
+    r: int
+    half_life: int | None = 256
+    spread: bool = True
+    gate: bool = True
+    window: int = 64
+
+    def __post_init__(self) -> None:
+        if self.r < 1:
+            raise WeirError(f"residue has 1 mean or more, not {self.r}")
+        if self.half_life is not None and self.half_life < 1:
+            raise WeirError(
+                f"means of residue count half after 1 arrival or more, not {self.half_life}; none "
+                "for never"
+            )
+        if self.window < 1:
+            raise WeirError(f"residue asks the last query at least, not {self.window}")
+
+    @property
+    def needs_queries(self) -> int:
+        """The window's."""
+        return self.window
+
+    def slots(self) -> int:
+        """One for each mean."""
+        return self.r
+
+    def state(self, like: Slots) -> dict[str, Tensor]:
+        """Of each slot the log-weights `a` and `b` of its group, without correction and gate
+        [batch, kv_heads, r], and the variance of its keys in each dimension, `spread` [batch,
+        kv_heads, r, key_dim]; and how far each gate has misled queries lately, `misled` [batch,
+        kv_heads, gates]. All float32.
+        """
+        batch, heads, _, key_dim = like.keys.shape
+        weights = like.a.new_full((batch, heads, self.r), -torch.inf)
+        return {
+            "a": weights,
+            "b": weights.clone(),
+            "spread": like.a.new_zeros(batch, heads, self.r, key_dim),
+            "misled": like.a.new_zeros(batch, heads, len(GATES)),
+        }
+
+    def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
+        """Why tensors cannot be its state; see `Pool.wrong_state`."""
+        for name in ("a", "b"):
+            if not within(state[name], -math.inf, MOST_WEIGHT):
+                return f"{name} is not a log-weight"
+        for name in ("spread", "misled"):
+            if not bool((state[name].isfinite() & (state[name] >= 0)).all()):
+                return f"{name} is not a finite number from 0 on"
+        return None
+
+    def report(self, state: dict[str, Tensor], row: int) -> dict[str, Any]:
+        """The share of their weight that the means of the layer are given."""
+        return {"gate": float(_best(state["misled"])[row])} if self.gate else {}
+
+    def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
+        """Merge until no more than `r` slots are left, and weigh what they stand for."""
+        gone = new.part(0, 0)
+        if not bool(new.held.any()):
+            return held, gone
+        both, full = held.join(new), len(held) + len(new) > self.r
+        faded: float | Tensor = 0.0
+        if full and self.half_life is not None:
+            faded = new.held.sum(dim=2, keepdim=True) * (math.log(2) / self.half_life)
+        a, b = (
+            torch.cat([fold.state[name][:, :, : len(held)] - faded, getattr(new, name)], dim=2)
+            for name in ("a", "b")
+        )
+        both = replace(both, a=a, b=b)
+        if not full:
+            self._remember(fold, both)
+            return held.join(new), gone
+        assert fold.read is not None
+        keys = fold.read.unrotated(both).float()
+        power = (fold.read.power(self.window) * fold.form.scale**2)[:, :, None]
+        # Distances of points are those of logits, as the last queries see them.
+        near = merge_nearest(keys * power.sqrt(), _weights(b), both.held, self.r)
+        groups = Groups.of(near, both)
+        mean = groups.mean(keys, b)
+        kept = self._merged(both, groups, mean, fold.read)
+        self._remember(fold, kept)
+        spread = fold.state["spread"][:, :, : len(held)]
+        spread = F.pad(spread, (0, 0, 0, len(new))) + (keys - groups.home_of(mean)).square()
+        spread = groups.left(groups.mean(spread, b), self.r)
+        fold.state["spread"] = spread
+        more = torch.zeros_like(kept.b)
+        if self.spread:
+            more = ((power * spread[:, :, : len(kept)]).sum(dim=3) / 2).clamp_max(MOST_CORRECTION)
+        if self.gate:
+            came = torch.arange(len(both), device=b.device) >= len(held)
+            parts = (groups.total(t.where(came, -torch.inf)) for t in (a, b))
+            above, below = (groups.left(t, len(kept)) + more for t in parts)
+            now = misled(fold.read, held, new, replace(kept, a=above, b=below), self.window)
+            fold.state["misled"] = LASTS * fold.state["misled"] + now
+            more = more + _best(fold.state["misled"]).log()[:, None, None]
+        return replace(kept, a=kept.a + more, b=kept.b + more), gone
+
+    def _merged(self, both: Slots, groups: Groups, mean: Tensor, read: Reading) -> Slots:
+        """The slots that stay, weighed for their groups; a token by itself stays as it is."""
+        several = groups.several[..., None]
+        said = read.said(mean, both.position).to(both.keys.dtype)
+        values = groups.mean(both.values, both.a).to(both.values.dtype)
+        return replace(
+            both,
+            keys=torch.where(several, said, both.keys),
+            values=torch.where(several, values, both.values),
+            a=groups.total(both.a),
+            b=groups.total(both.b),
+        ).only(groups.stays)
+
+    def _remember(self, fold: Fold, slots: Slots) -> None:
+        """Take down the weights of groups as they are before correction and gate."""
+        for name in ("a", "b"):
+            log = getattr(slots, name)
+            fold.state[name] = F.pad(log, (0, self.r - len(slots)), value=-torch.inf)
+
+
+def _weights(log: Tensor) -> Tensor:
+    """Weights from logarithms, the largest of a head 1 [batch, kv_heads, n], float64."""
+    top = log.amax(dim=2, keepdim=True)
+    return (log - top.masked_fill(top.isneginf(), 0.0)).double().exp()
+
+
+def _best(misled_by: Tensor) -> Tensor:
+    """The gate that has misled the queries of all heads together the least [batch], float32."""
+    far = misled_by.sum(dim=1)
+    # Where nothing but means was read, all gates but 0 say the same, and rounding must not choose.
+    good = far <= far.amin(dim=1, keepdim=True) * (1 + ALIKE)
+    return misled_by.new_tensor(GATES)[good.to(torch.uint8).argmax(dim=1)]
