@@ -272,13 +272,34 @@ def test_where_nothing_can_be_compiled_steps_go_the_usual_way_after_one_sentence
     assert falls.endswith("they go the usual way")
 
 
-def test_each_size_says_once_what_is_waited_for(llama, ids, taken, capfd) -> None:
-    compile_steps(llama, backend="eager")
+def test_each_size_says_once_what_is_waited_for(fresh_llama, ids, taken, capfd) -> None:
+    model = fresh_llama()
+    compile_steps(model, backend="eager")
     for policy in ("window(8)", "window(9)", "window(8)", "snap(8, 4, 5)"):
-        read(llama, policy, ids(1, PROMPT + 2))
-    compile_steps(llama, on=False)
+        read(model, policy, ids(1, PROMPT + 2))
+        gc.collect()  # the last cache of the model goes, and what weir put on it
+    compile_steps(model, on=False)
     assert taken == [1] * 8
     assert capfd.readouterr().err.count("compiling the decode step") == 3
+
+
+def test_one_size_that_cannot_be_compiled_leaves_the_others_their_graphs(
+    fresh_llama, ids, taken, capfd
+) -> None:
+    model, made = fresh_llama(), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        if made:
+            raise RuntimeError("one was enough")
+        made.append(graph)
+        return graph.forward
+
+    compile_steps(model, backend=backend)
+    for policy in ("window(8)", "snap(8, 4, 5)", "window(8)"):
+        read(model, policy, ids(1, PROMPT + 2))
+    compile_steps(model, on=False)
+    assert taken == [1, 1, 0, 0, 1, 1]
+    assert "one was enough; those of this size" in capfd.readouterr().err
 
 
 def test_weights_may_be_loaded_trained_and_moved_afterwards(fresh_llama, ids, taken) -> None:

@@ -125,13 +125,24 @@ def test_it_knows_how_far_off_it_is():
         Fold(draws, torch.tensor([places]), Form(1.0), state=state),
     )
     reading = OneQuery(query, held)
-    later = Fold(draws, torch.tensor([places]), Form(1.0), state=state, read=reading)
+    later = Fold(draws, torch.tensor([places + 1]), Form(1.0), state=state, read=reading)
     pool.fold(held, arrivals(places, places, SEEDS, keys), later)
     everything = (keys @ query).softmax(dim=0) @ keys
     off = (reading.answers[0, :, 0, 0] - everything).square().sum(dim=1).mean().sqrt()
     assert (state["watched"] == 1).all()
     said = state["error"].square().mean().sqrt() * everything.norm()
     assert 0.93 < said / off < 1.07
+
+
+def test_no_query_is_counted_by_two_folds():
+    """Folds come every 2 tokens, and 8 queries are kept: each is watched once."""
+    model, tokenizer = weir.load("nano")
+    ids = tokenizer("The road was long, and 418 was the number of the house. " * 8).input_ids
+    stream = weir.Stream(model, "recent(8) | tail(4)", chunk=2)
+    stream.feed(ids[:61])
+    state = stream.cache.stack[0].slab.state
+    held_since = 8 + 2  # when the fold that gave the sample its first token was over
+    assert (state["1.watched"] == (60 - held_since) * 2).all()
 
 
 def test_a_stream_reports_it_and_nothing_before_its_first_sample():

@@ -102,7 +102,10 @@ def chat(
             "give one of them"
         )
     model, tokenizer = load_model(model_name, loading)
-    with_compiled_steps(with_products(model), compiled)
+    if compiled:
+        with_compiled_steps(model, compiled)  # which chooses products, too
+    else:
+        with_products(model)
     if session is None:
         wanted, told = _sized(model, tokenizer, policy, slots, chunk, system)
         say_window(model, wanted, chunk)

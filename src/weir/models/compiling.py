@@ -45,6 +45,8 @@ class Compiling:
     Attributes:
         strict: a step that cannot be compiled fails, and nobody is told what is waited for.
         failed: why steps go the usual way; None while they need not.
+        known: the sizes that a graph was made for, which outlives the cache that it was made with.
+        refused: the sizes of which steps go the usual way.
 
     Args:
         options: for `torch.compile`.
@@ -58,6 +60,8 @@ class Compiling:
         self._options = dict(options)
         self.strict = strict
         self.failed: str | None = None
+        self.known: set[Hashable] = set()
+        self.refused: set[Hashable] = set()
         # A graph is good for as long as what it called is there: the same objects stand in front of
         # the rotary embeddings of the model whenever it has a cache.
         self.rotaries: list[Around] = []
@@ -88,8 +92,6 @@ class Compiled:
     def __init__(self, own: Callable[..., Any], compiling: Compiling) -> None:
         self._graph = compiling.of(own)
         self._compiling = compiling
-        self._known: set[Hashable] = set()
-        self._refused: set[Hashable] = set()
 
     def __call__(self, step: CompiledStep, given: dict[str, Any]) -> Any:
         """The decoder's output for a token; None where it has to go the usual way.
@@ -101,14 +103,15 @@ class Compiled:
         Raises:
             WeirError: the model cannot be compiled here, and why, where this is strict.
         """
-        if self._compiling.failed is not None or step.sizes in self._refused:
+        how = self._compiling
+        if how.failed is not None or step.sizes in how.refused:
             return None
-        if step.sizes not in self._known and not self._compiling.strict:
+        if step.sizes not in how.known and not how.strict:
             _say(WAITING)
         try:
             output = self._graph(**{**given, "past_key_values": step})
         except exc.FailOnRecompileLimitHit:
-            self._refused.add(step.sizes)
+            how.refused.add(step.sizes)
             warnings.warn(
                 "weir: this model was compiled for as many sizes of batch and cache as "
                 "torch.compile allows; steps of others go the usual way",
@@ -117,12 +120,16 @@ class Compiled:
             return None
         except exc.TorchDynamoException as error:
             told = f"the steps of this model cannot be compiled here: {_reason(error)}"
-            if self._compiling.strict:
+            if how.strict:
                 raise WeirError(told) from error
-            self._compiling.failed = told
-            _say(f"{told}; they go the usual way")
+            how.refused.add(step.sizes)
+            if how.known:
+                _say(f"{told}; those of this size of batch and cache go the usual way")
+            else:  # nor will others, each of which would be waited for
+                how.failed = told
+                _say(f"{told}; they go the usual way")
             return None
-        self._known.add(step.sizes)
+        how.known.add(step.sizes)
         return output
 
 

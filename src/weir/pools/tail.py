@@ -81,7 +81,8 @@ class Tail(Sample):
         """Beside what every sample has, float64: `said`, the logarithm of each slot's weight
         [batch, kv_heads, n]; `threshold`, that of τ, and `sum`, of what all that came have said
         [batch, kv_heads]. Where queries are watched also `watched`, how many, and `error`, the sum
-        of their relative standard errors [batch, kv_heads].
+        of their relative standard errors [batch, kv_heads], and `until`, tokens seen at the last
+        fold.
         """
         state = super().state(like)
         none = torch.zeros_like(state["came"], dtype=torch.float64)
@@ -89,6 +90,7 @@ class Tail(Sample):
         state["threshold"], state["sum"] = none - torch.inf, none
         if self.watch:
             state["watched"], state["error"] = torch.zeros_like(state["came"]), none.clone()
+            state["until"] = torch.zeros_like(state["came"])
         return state
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
@@ -97,7 +99,7 @@ class Tail(Sample):
             return "what a token has said is not a log-weight"
         if not within(state["threshold"], -torch.inf, MOST_WEIGHT):
             return "the threshold is not a log-weight"
-        for name in ("sum", "error", "watched"):
+        for name in ("sum", "error", "watched", "until"):
             if name in state and not bool(((state[name] >= 0) & (state[name] < torch.inf)).all()):
                 return f"{name} is not a sum of what is not negative"
         return super().wrong_state(state, held, ahead)
@@ -109,8 +111,10 @@ class Tail(Sample):
         """
         state = fold.state
         old = self.came_with(held, fold)
-        if self.watch and len(held) and fold.read is not None:
-            self._watch(held, old, fold)
+        if self.watch:
+            if len(held) and fold.read is not None:
+                self._watch(held, old, fold)
+            state["until"] = fold.seen[:, None].expand_as(state["until"]).clone()
         if not len(new):
             return held, new
         both = old.join(new)
@@ -174,5 +178,9 @@ class Tail(Sample):
         variance = ((1 - chance)[:, :, None, None] * share.square() * off).sum(dim=-1)
         length = answer.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
         error = variance.sqrt() / length
-        fold.state["error"] = fold.state["error"] + error.sum(dim=(2, 3))
-        fold.state["watched"] = fold.state["watched"] + error[0, 0].numel()
+        # What was asked before the last fold was counted there, of the sample that it read.
+        back = torch.arange(error.shape[3], 0, -1, device=error.device)
+        new = back <= (fold.seen[:, None] - fold.state["until"])[..., None]
+        new = new[:, :, None].expand_as(error)
+        fold.state["error"] = fold.state["error"] + (error * new).sum(dim=(2, 3))
+        fold.state["watched"] = fold.state["watched"] + new.sum(dim=(2, 3))

@@ -38,7 +38,8 @@ def compile_engine(
 ) -> None:
     """Compile an engine's decode steps, one after the other; nobody may have asked it anything.
 
-    Answers differ by rounding only. Where a step cannot be compiled the engine is as it was.
+    Answers differ by rounding only. Where a step cannot be compiled the engine is as it was, but
+    for the matrix products that were chosen.
 
     Args:
         engine: whose rows are empty, and are afterwards.

@@ -19,6 +19,7 @@ EMPTY = -1
 
 
 _TENSORS = ("keys", "values", "a", "b", "position", "mass", "span")
+"""What slots are made of, which is what `Slots` is made with."""
 
 
 class Home(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from test_as_loaded import record
 
+from weir.evals.results.across_models import _means
 from weir.evals.results.file import ResultsFile
 from weir.evals.results.lists import named_shortly
 from weir.evals.results.several import read_together
@@ -25,6 +26,21 @@ def test_lists_are_named_by_their_slots_if_no_other_is_named_so(policies, names)
     given = [record(number, policy, 1.0) for number, policy in enumerate(policies)]
     assert [it["policy"] for it in named_shortly(given)] == names
     assert [it["policy"] for it in given] == policies
+
+
+def test_a_mean_over_budgets_still_knows_a_list_by_what_was_written():
+    lists = [
+        "[streaming_llm(budget=32), h2o(budget=64)]",
+        "[streaming_llm(budget=8), h2o(budget=9)]",
+    ]
+    records = [
+        record(number, policy, 4.0 + number, budget=None, setting=f"recall(n={number // 2})")
+        for number, policy in enumerate([lists[0], "streaming_llm(budget=64)", lists[1]])
+    ]
+    named = named_shortly(records)
+    assert [it["policy"] for it in named][::2] == ["layers of 32, 64", "layers of 8, 9"]
+    (mean,) = {name for row in _means(named).values() for name in row if name.startswith("[")}
+    assert mean == "[streaming_llm, h2o]"
 
 
 def test_reports_name_them_so_and_the_file_has_them_whole(tmp_path):

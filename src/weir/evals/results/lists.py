@@ -12,7 +12,7 @@ def named_shortly(records: Sequence[CellRecord]) -> list[CellRecord]:
     """Records in which a policy for each layer goes by its slots: `layers of 76, 52, 436, 220`.
 
     Two lists that would be called alike keep their full text, as all other policies do, and as the
-    results file has it of all.
+    results file has it of all. `written` has it of these records too.
 
     Args:
         records: of cells, as they stand in a results file.
@@ -21,7 +21,10 @@ def named_shortly(records: Sequence[CellRecord]) -> list[CellRecord]:
     short = {policy: _slots(policy) for policy in lists}
     times = Counter(short.values())
     names = {policy: name for policy, name in short.items() if times[name] == 1}
-    return [{**r, "policy": names.get(r["policy"], r["policy"])} for r in records]
+    return [
+        {**r, "policy": names[r["policy"]], "written": r["policy"]} if r["policy"] in names else r
+        for r in records
+    ]
 
 
 def _slots(policy: str) -> str:

@@ -45,7 +45,8 @@ class Case:
         text, line, question = whole.rstrip().rpartition("\n")
         if not text.strip():
             raise record.wrong("input", "must end in a line of its own with the question")
-        begun = next((record.text(n) for n in ("answer_prefix", "gen_prefix") if n in record), "")
+        told = [record.text(n) for n in ("answer_prefix", "gen_prefix") if n in record]
+        begun = next((words for words in told if words.strip()), "")
         # A space in front belongs to the words before it, and not to those that a model begins.
         begun = f" {begun.strip()}" if begun.strip() else ""
         outputs = tuple(record.several_words("outputs", least=1))
