@@ -241,13 +241,20 @@ def test_policies_as_json_read_back_as_policies(capsys):
         assert row["pipe"] is None or weir.policy(row["pipe"]) == made
 
 
-def test_steps_are_compiled_where_there_are_any(capsys, monkeypatch, model, text):
+def test_steps_are_compiled_and_a_token_is_read_in_each(capsys, monkeypatch, model, text):
     compiled: list[object] = []
+    read: list[int] = []
+    own = weir.Stream.score
+
+    def score(stream: weir.Stream, ids: torch.Tensor) -> torch.Tensor:
+        read.append(ids.shape[1])
+        return own(stream, ids)
+
     monkeypatch.setattr(weir.models, "compile_steps", compiled.append)
-    words = ("stream", "--text", text, "--model", model, "--tokens", 8, "--compile")
-    ended = run(capsys, *words)
-    assert ended.code == 1
-    assert "--compile is for steps of one token" in ended.err
-    assert not compiled
-    assert run(capsys, *words, "--chunk", 1, "--policy", SMALL).code == 0
+    monkeypatch.setattr(weir.Stream, "score", score)
+    words = ("stream", "--text", text, "--model", model, "--tokens", 8, "--policy", SMALL, "--json")
+    plain, in_steps = run(capsys, *words), run(capsys, *words, "--compile")
     assert len(compiled) == 1
+    assert read == [8] + [1] * 8
+    found, wanted = (json.loads(ended.out)["ppl"] for ended in (in_steps, plain))
+    assert found == pytest.approx(wanted, rel=1e-5)

@@ -30,7 +30,6 @@ from weir.cli.common import (
 )
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.cli.signals import interruptible
-from weir.errors import WeirError
 
 if TYPE_CHECKING:
     from weir.evals.measures import Reading
@@ -67,7 +66,7 @@ def stream(
 ) -> int:
     """Read a text once, in constant memory, and report its perplexity.
 
-    Many tokens are read in one call, a chunk at most: --compile is for --chunk 1.
+    Many tokens are read in one call; with --compile one is, in a step as an answer is written in.
 
     Ctrl-C ends the reading and reports what was read; so does SIGTERM, with exit code 143.
     """
@@ -77,11 +76,6 @@ def stream(
 
     wanted = with_slots(policy_of(policy), slots)
     words = read_text(text)
-    if compiled and chunk > 1:
-        raise WeirError(
-            f"--compile is for steps of one token, and with --chunk {chunk} a text is read in "
-            "larger ones; give --chunk 1, or leave it out"
-        )
     model, tokenizer = load_model(model_name, loading)
     with_compiled_steps(model, compiled)
     source = "standard input" if str(text) == STANDARD_INPUT else str(text)
@@ -103,7 +97,7 @@ def stream(
             return bool(interrupt)
 
         lines = _Lines()
-        reading = read(reader, ids, block=block, on_step=show)
+        reading = read(reader, ids, block=block, in_steps=compiled, on_step=show)
     ended = (
         f"{interrupt.word} after {reading.tokens:,} of {len(ids):,} tokens" if interrupt else None
     )

@@ -333,8 +333,8 @@ def compile_steps(
 
     A step is one token for each row. The first one compiles, says so on standard error, takes as
     long as `torch.compile` takes for the model, and needs a C++ compiler; without one, or without
-    room for what it makes, steps go the usual way after one sentence there. Each size of batch and of
-    cache is compiled by itself, and so are policies that keep different things beside keys and
+    room for what it makes, steps go the usual way after one sentence there. Each size of batch and
+    of cache is compiled by itself, and so are policies that keep different things beside keys and
     values. Rows may stand in different places of their streams. On a CPU matrix products are those
     of `choose_products`, which is called here. Answers differ by rounding only.
 

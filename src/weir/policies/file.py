@@ -64,8 +64,8 @@ def read_policy_file(name: str) -> PolicyFile:
         WeirError: it cannot be read, is no policy file, or of a format this weir does not know.
     """
     try:
-        with at_home(name).open("rb") as file:
-            facts = tomllib.load(file)
+        # Editors may put a byte order mark in front, which is no TOML.
+        facts = tomllib.loads(at_home(name).read_text("utf-8-sig"))
     except OSError as error:
         raise WeirError(f"cannot read the policy file {name}: {error.strerror}") from None
     except RecursionError:

@@ -12,6 +12,7 @@ import re
 import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from os import PathLike, fspath
 from typing import Any, ClassVar
 
 from weir.errors import PolicyError, WeirError, shown
@@ -25,11 +26,11 @@ from weir.pools import CONSTANTS, POOLS, WORD, Pool, hints, taken
 from weir.slab import FORMATS
 
 
-def policy(text: str | Policy) -> Policy:
+def policy(text: str | PathLike[str] | Policy) -> Policy:
     """Read a policy: a pipe, `sink(4) | recent(252)`, or a name, `streaming_llm(budget=256)`.
 
-    A text that ends with `.toml` is the name of a policy file, as `weir calibrate` writes them.
-    What is made of one is written in full and needs the file no longer.
+    A path, or a text that ends with `.toml`, is the name of a policy file, as `weir calibrate`
+    writes them. What is made of one is written in full and needs the file no longer.
 
     Raises:
         PolicyError: it cannot be read or makes no sense; the message points at the character.
@@ -37,6 +38,8 @@ def policy(text: str | Policy) -> Policy:
     """
     if isinstance(text, Policy):
         return text
+    if isinstance(text, PathLike):
+        return from_file(fspath(text))
     if not isinstance(text, str):
         kind = type(text).__name__
         raise WeirError(f"a policy is text like 'sink(4) | recent(252)', not of type {kind}")

@@ -263,7 +263,7 @@ def certified(budget: int = 256, sinks: int = 4, floor: float = 0.1, watch: int 
     A quarter of the budget each for the last two. The sample makes sums over all tokens unbiased
     and tells how far off it leaves them (`Stream.report`).
     """
-    quarter = budget // 4
+    quarter = min(budget // 4, (budget - sinks - 1) // 2)  # so that small budgets leave a newest
     newest = budget - sinks - 2 * quarter
     if quarter < 1 or newest < 1:
         raise WeirError(

@@ -73,8 +73,8 @@ class Reader(ABC):
         """One line: the policy, tokens seen and bytes."""
 
     @abstractmethod
-    def report(self) -> dict[str, Any]:
-        """The policy, tokens seen, bytes, and what is held layer by layer, if anything is."""
+    def report(self, row: int = 0) -> dict[str, Any]:
+        """The policy, tokens seen, bytes, and what is held of a row layer by layer, if anything."""
 
     def take_over(self, other: Reader) -> None:
         """Go on from where another of the same kind is; that one goes on by itself."""
@@ -115,9 +115,9 @@ class CacheReader(Reader):
         """As the cache says it."""
         return self.cache.summary()
 
-    def report(self) -> dict[str, Any]:
+    def report(self, row: int = 0) -> dict[str, Any]:
         """As the cache says it."""
-        return self.cache.report()
+        return self.cache.report(row)
 
     def take_over(self, other: Reader) -> None:
         """Go on from where another is, with rows of one's own."""

@@ -119,8 +119,8 @@ class Recomputation(Reader):
         """One line: the policy, tokens seen and bytes."""
         return f"{self.policy}: {self.seen:,} tokens seen, {self.nbytes:,} bytes"
 
-    def report(self) -> dict[str, Any]:
-        """The policy, tokens seen and bytes."""
+    def report(self, row: int = 0) -> dict[str, Any]:
+        """The policy, tokens seen and bytes; nothing is held of any row."""
         return {"policy": str(self.policy), "seen": [self.seen], "bytes": self.nbytes}
 
     def take_over(self, other: Reader) -> None:

@@ -306,9 +306,13 @@ class Stream:
         """
         return self._cached().holding(row)
 
-    def report(self) -> dict[str, Any]:
-        """Bytes, tokens seen, and what each layer holds."""
-        return self._reader.report()
+    def report(self, row: int = 0) -> dict[str, Any]:
+        """Bytes, tokens seen, and what each layer holds of a row; see `StreamingCache.report`.
+
+        Raises:
+            WeirError: there is no such row.
+        """
+        return self._reader.report(row)
 
     def save(self, path: str | Path, *, row: int | None = None) -> None:
         """Write the stream to a safetensors file; an interrupted save leaves the old file whole.

@@ -103,5 +103,5 @@ def test_a_cluster_that_does_not_answer_is_one_clear_line():
 
 def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(WeirError, match=r"needs the package ray.*weir\[ray\]"):
+    with pytest.raises(WeirError, match=r"needs ray.*pip install '\.\[ray\]'"):
         on_ray("local")

@@ -197,7 +197,7 @@ def calibrate(
         raise WeirError(
             f"{shown(str(asked))} has {max(slots)} slots and a chunk of {chunk}: of {length} "
             "tokens, a passage of what the model reads at once, nothing would have to go, so there "
-            "is nothing to measure; take a smaller budget"
+            "is nothing to measure; take a smaller budget, or less memory"
         )
     ids = read_stream(tokenizer, text, None if tokens is None else tokens + 1).ids
     if tokens is not None and tokens > len(ids):

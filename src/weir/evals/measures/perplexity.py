@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from weir.stream import Stream
@@ -95,13 +96,16 @@ class PerplexityMeter:
     Args:
         stream: a new stream.
         block: tokens in a block of `ppl_by_block`.
+        in_steps: a call of the model for each token, as when an answer is written; otherwise one
+            for many.
 
     Attributes:
         reading: what was found so far.
     """
 
-    def __init__(self, stream: Stream, block: int = 1000) -> None:
+    def __init__(self, stream: Stream, block: int = 1000, *, in_steps: bool = False) -> None:
         self.stream = stream
+        self.in_steps = in_steps
         self.reading = Reading(str(stream.policy), block)
         # Of the block that is open.
         self._nll = 0.0
@@ -113,7 +117,8 @@ class PerplexityMeter:
         reading = self.reading
         began = time.perf_counter()
         is_first = self.stream.seen == 0
-        nll = self.stream.score(piece[None])[0]
+        parts = piece.split(1 if self.in_steps else len(piece))
+        nll = torch.cat([self.stream.score(part[None])[0] for part in parts])
         took = time.perf_counter() - began
         reading.seconds += took
         reading.pace.append(took / len(piece))
@@ -153,6 +158,7 @@ def read(
     ids: Tensor,
     *,
     block: int = 1000,
+    in_steps: bool = False,
     on_step: Callable[[Reading], bool | None] = lambda reading: None,
 ) -> Reading:
     """Read `ids` [tokens] and measure.
@@ -161,9 +167,10 @@ def read(
         stream: a new stream.
         ids: the text.
         block: tokens in a block of `ppl_by_block`.
+        in_steps: a call of the model for each token.
         on_step: called after every `STEP` tokens; reading ends early when it returns True.
     """
-    meter = PerplexityMeter(stream, block)
+    meter = PerplexityMeter(stream, block, in_steps=in_steps)
     for piece in ids.split(STEP):
         meter.take(piece)
         if on_step(meter.reading):

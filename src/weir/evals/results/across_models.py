@@ -24,11 +24,13 @@ class Place:
 
     Attributes:
         model, setting, chunk, positions: as of a cell.
+        loaded: the model's own name, however it was loaded.
         memory: bytes that budgets were made for; None where they were given in slots.
         budget: slots that were put in; None where bytes were given.
     """
 
     model: str
+    loaded: str
     setting: str
     chunk: int
     positions: str
@@ -41,14 +43,17 @@ class Place:
         memory = record.get("memory")
         budget = record["budget"] if memory is None else None
         chunk, positions = record.get("chunk", 64), record.get("positions", "rolling")
-        return cls(record["model"], record["setting"], chunk, positions, memory, budget)
+        model = record["model"]
+        loaded = record.get("loaded", model)
+        return cls(model, loaded, record["setting"], chunk, positions, memory, budget)
 
 
 def across_models(records: Sequence[CellRecord]) -> list[Table]:
     """For each protocol, what policies change beside StreamingLLM at the same size: mean of models.
 
     Of what is better when it is lower, perplexities and errors, the ratio; of shares of right
-    answers the difference. Each model counts once, with its mean over seeds and sizes, and the
+    answers the difference. Each model counts once, with its mean over seeds, sizes and ways in
+    which it was loaded, and the
     interval is that of the models. Policies whose budget was not put in are left out, and a figure
     that some model lacks.
 
@@ -60,7 +65,7 @@ def across_models(records: Sequence[CellRecord]) -> list[Table]:
     for (paper,), mine in grouped(sized, "protocol").items():
         found = _means([r for r in mine if r["value"] is not None])
         beside = [place for place, row in found.items() if REFERENCE in row]
-        models = unique(place.model for place in beside)
+        models = unique(place.loaded for place in beside)
         if len(models) < 2:
             continue
         settings = list(unique(place.setting for place in beside))
@@ -92,7 +97,7 @@ def _changes(
             continue
         now, was = row[name], row[REFERENCE]
         if was or not ratio:
-            each.setdefault(place.model, []).append(now / was if ratio else now - was)
+            each.setdefault(place.loaded, []).append(now / was if ratio else now - was)
     return {model: fmean(values) for model, values in each.items()}
 
 

@@ -14,7 +14,8 @@ DEFAULTS = {"dtype": "auto"}
 def as_loaded(records: Sequence[CellRecord]) -> list[CellRecord]:
     """Records whose model is named with how it was loaded: `nano (dtype bfloat16)`.
 
-    A model that was loaded the usual way keeps its name, and so does one of these records.
+    A model that was loaded the usual way keeps its name, and so does one of these records. `loaded`
+    has the model's own name, by which it is one model still.
 
     Args:
         records: of cells, as they stand in a results file.
@@ -22,7 +23,8 @@ def as_loaded(records: Sequence[CellRecord]) -> list[CellRecord]:
     named = []
     for record in records:
         rest = {key: value for key, value in record.items() if key != "loading"}
-        named.append({**rest, "model": record["model"] + _how(record.get("loading") or {})})
+        model, how = record["model"], _how(record.get("loading") or {})
+        named.append({**rest, "model": model + how, "loaded": rest.get("loaded", model)})
     return named
 
 
