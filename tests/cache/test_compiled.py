@@ -88,7 +88,7 @@ def check_same(
 
 
 @pytest.mark.parametrize(
-    ("policy", "positions"), zip(POLICIES, cycle(["rolling", "original"]), strict=False)
+    ("policy", "positions"), [*zip(POLICIES, cycle(["rolling", "original"]), strict=False)]
 )
 def test_steps_are_the_usual_ones(llama, ids, taken, policy: str, positions: Any) -> None:
     usual, compiled = both_ways(llama, policy, ids(2, PROMPT + STEPS), positions=positions)

@@ -106,7 +106,7 @@ def _means(records: Sequence[CellRecord]) -> Mapping[Place, Mapping[str, float]]
     values: dict[Place, dict[str, list[float]]] = {}
     for record in records:
         row = values.setdefault(Place.of(record), {})
-        policy = record.get("written", record["policy"])
+        policy = record["written"] if "written" in record else record["policy"]
         row.setdefault(without_budget(policy), []).append(record["value"])
     return {
         place: {name: fmean(each) for name, each in row.items()} for place, row in values.items()
