@@ -44,7 +44,7 @@ class Place:
         budget = record["budget"] if memory is None else None
         chunk, positions = record.get("chunk", 64), record.get("positions", "rolling")
         model = record["model"]
-        loaded = record.get("loaded", model)
+        loaded = str(record.get("loaded", model))
         return cls(model, loaded, record["setting"], chunk, positions, memory, budget)
 
 
