@@ -140,6 +140,19 @@ class Weir(Decoding):
         return total
 
 
+def feed_prompt(ours: Weir, ids: Tensor) -> None:
+    """A prompt [1, n] from the start, as a stream feeds it."""
+    ours.cache.reset()
+    for piece in ids.split(PIECE, dim=1):
+        ours.feed(piece)
+
+
+def hold_prompt(exact: Decoding, ids: Tensor) -> None:
+    """A prompt [1, n] from the start, at once, all of it kept."""
+    exact.cache = DynamicCache(config=exact.model.config)
+    exact.feed(ids)
+
+
 def full(setting: Setting, model: PreTrainedModel, policy: str, slots: int, more: str = "") -> Weir:
     """A cache of a policy with so many slots, full, and its tail empty.
 

@@ -11,15 +11,13 @@ from functools import partial
 from statistics import median
 
 import torch
-from torch import Tensor
 from transformers import DynamicCache
 
 from weir.bench.bounds import of_prompt, of_step
-from weir.bench.caches import Decoding, Weir
+from weir.bench.caches import Decoding, Weir, feed_prompt, hold_prompt
 from weir.bench.figure import Row, Setting, figure
 from weir.bench.model import model_of, walk_path
 from weir.bench.timing import Doing, in_turns, middle
-from weir.stream import PIECE
 
 CHUNKS = 8
 """How many times the usual chunk is taken in between two folds."""
@@ -42,7 +40,10 @@ def answer(setting: Setting) -> Iterator[Row]:
     ours = Weir(model, policy, chunk)
     exact = Decoding(model, DynamicCache(config=model.config))
     setting.say(f"prefill of {sizes.prompt:,} tokens")
-    both = {"ours": Doing(partial(_feed, ours, ids)), "exact": Doing(partial(_hold, exact, ids))}
+    both = {
+        "ours": Doing(partial(feed_prompt, ours, ids)),
+        "exact": Doing(partial(hold_prompt, exact, ids)),
+    }
     times = middle(in_turns(both, min(ROUNDS, sizes.slow), warm=0))
     fed, exactly = times["ours"], times["exact"]
     what = f"`{policy}`, {sizes.prompt:,} tokens, {sizes.generated:,} generated"
@@ -69,19 +70,6 @@ def answer(setting: Setting) -> Iterator[Row]:
         note=note,
         **of_step(setting, own, ours)._asdict(),
     )
-
-
-def _feed(ours: Weir, ids: Tensor) -> None:
-    """A prompt [1, n] from the start, as a stream feeds it."""
-    ours.cache.reset()
-    for piece in ids.split(PIECE, dim=1):
-        ours.feed(piece)
-
-
-def _hold(exact: Decoding, ids: Tensor) -> None:
-    """A prompt [1, n] from the start, at once, all of it kept."""
-    exact.cache = DynamicCache(config=exact.model.config)
-    exact.feed(ids)
 
 
 def _generate(ours: Weir, exact: Decoding, tokens: int) -> tuple[float, float]:

@@ -12,17 +12,15 @@ from functools import partial
 from statistics import median
 
 import torch
-from torch import Tensor
 from transformers import DynamicCache
 
 from weir.bench.bounds import of_prompt
-from weir.bench.caches import Decoding, Weir
+from weir.bench.caches import Decoding, Weir, feed_prompt, hold_prompt
 from weir.bench.figure import Row, Setting, figure
 from weir.bench.model import model_of
 from weir.bench.timing import Doing, in_turns
 from weir.bench.tracing import trace
 from weir.policies import NAMED
-from weir.stream import PIECE
 
 TARGETS = {8192: 0.75, 32768: 0.3}
 ROUNDS = 3
@@ -42,8 +40,10 @@ def prompts(setting: Setting) -> Iterator[Row]:
     found: dict[str, list[float]] = {name: [] for name in ("exact", *policies)}
     for tokens in sizes.prompts:
         setting.say(f"prompts of {tokens:,} tokens")
-        ways = {name: partial(_feed, cache, ids[:, :tokens]) for name, cache in policies.items()}
-        ways["exact"] = partial(_hold, exact, ids[:, :tokens])
+        ways = {
+            name: partial(feed_prompt, cache, ids[:, :tokens]) for name, cache in policies.items()
+        }
+        ways["exact"] = partial(hold_prompt, exact, ids[:, :tokens])
         rounds = 1 if tokens == max(sizes.prompts) else min(ROUNDS, sizes.slow)
         took = in_turns({name: Doing(do) for name, do in ways.items()}, rounds, warm=0)
         for name, taken in took.items():
@@ -99,16 +99,3 @@ def _named() -> list[str]:
         for name, policy in NAMED.items()
         if "budget" in inspect.signature(policy.make).parameters and name != "recompute"
     ]
-
-
-def _feed(ours: Weir, ids: Tensor) -> None:
-    """A prompt [1, n] from the start, as a stream feeds it."""
-    ours.cache.reset()
-    for piece in ids.split(PIECE, dim=1):
-        ours.feed(piece)
-
-
-def _hold(exact: Decoding, ids: Tensor) -> None:
-    """A prompt [1, n] from the start, at once, all of it kept."""
-    exact.cache = DynamicCache(config=exact.model.config)
-    exact.feed(ids)
