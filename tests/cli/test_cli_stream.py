@@ -17,7 +17,7 @@ from terminal import Process, make_model, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import weir
-from weir.cli import uses
+from weir.cli import common, uses
 from weir.evals.measures.perplexity import PerplexityMeter, read
 from weir.policies import NAMED
 from weir.stream.text import encode
@@ -222,7 +222,15 @@ def test_of_one_policy_all_is_told_and_of_a_pool_of_that_name_too(capsys):
     assert [row["name"] for row in facts["policies"]] == ["streaming_llm"] and not facts["pools"]
     ended = run(capsys, "policies", "reservior")
     assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
-    assert "no policy and no pool is called 'reservior'" in ended.err
+    assert "no policy and no pool is called 'reservior', did you mean 'reservoir'?" in ended.err
+    assert "did you mean 'kcenter'?" in run(capsys, "policies", "KCENTER(9)").err
+
+
+def test_a_terminal_that_says_it_has_no_columns_has_eighty(monkeypatch):
+    for columns, width in (("0", 80), ("0 ", 80), ("40", None)):
+        monkeypatch.setenv("COLUMNS", columns)
+        for console in (common.output, common.messages):
+            assert console.__wrapped__().width == (width or int(columns))
 
 
 def test_policies_as_json_read_back_as_policies(capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,7 +60,7 @@ def messages() -> Console:
     from rich.console import Console
 
     # Without emoji: rich would make a picture of the `:ID:` in hub:ID:SPLIT.
-    return Console(stderr=True, emoji=False)
+    return Console(stderr=True, emoji=False, width=_width())
 
 
 @cache
@@ -67,7 +68,12 @@ def output() -> Console:
     """The terminal for answers: standard output."""
     from rich.console import Console
 
-    return Console(emoji=False)
+    return Console(emoji=False, width=_width())
+
+
+def _width() -> int | None:
+    """Columns of a terminal that says it has none, as some do that do not know; None: it knows."""
+    return 80 if os.environ.get("COLUMNS", "").strip() == "0" else None
 
 
 def print_table(table: Table) -> None:

@@ -27,8 +27,11 @@ def policies(context: typer.Context, as_json: AsJson = False) -> None:
     known = {entry.name for entry in (*named, *pools)}
     for name in context.args:
         if name not in known:
+            from weir.evals.notation import near  # which imports PyTorch, and lists do without
+
+            like = near(name.partition("(")[0].strip().lower(), known)
             raise typer.BadParameter(
-                f"no policy and no pool is called {name!r}; `weir policies` lists them"
+                f"no policy and no pool is called {name!r}{like or '; `weir policies` lists them'}"
             )
     if context.args:
         named, pools = ([it for it in of if it.name in context.args] for of in (named, pools))
