@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, cast
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from weir.errors import WeirError
@@ -230,6 +232,22 @@ def split(slots: Slots, stays: Tensor, fold: Fold | None = None) -> tuple[Slots,
     """
     kept = slots.only(stays)
     return kept, slots.part(0, 0) if fold is not None and fold.last else slots.only(~stays)
+
+
+def left(x: Tensor, stays: Tensor, room: int) -> Tensor:
+    """What a pool knows of slots, of those that stay and in the order in which `split` leaves them.
+
+    Args:
+        x: numbers of slots [batch, kv_heads, slots, ...].
+        stays: which of them stay [batch, kv_heads, slots], bool; `room` of a head at most.
+        room: slots of the result; zeros where fewer stay.
+    """
+    order = (~stays).to(torch.uint8).argsort(dim=2, stable=True)[:, :, :room]
+    there = stays.gather(2, order)
+    more = (1,) * (x.ndim - 3)
+    order, there = (t.view(*t.shape, *more) for t in (order, there))
+    taken = x.gather(2, order.expand(*order.shape[:3], *x.shape[3:])).masked_fill(~there, 0.0)
+    return F.pad(taken, (*(0, 0) * (x.ndim - 3), 0, room - order.shape[2]))
 
 
 def within(t: Tensor, low: float, high: float) -> bool:

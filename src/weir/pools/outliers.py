@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool
+from weir.pools.base import Fold, Pool, left, split
 from weir.pools.ranked import highest, pooled
 from weir.pools.registry import pool
-from weir.slab import EMPTY, Slots
+from weir.slab import Slots
 
 PIECE = 64
 """Arrivals looked at together; a whole prompt comes in pieces."""
@@ -89,12 +89,8 @@ class Outliers(Pool):
         order = both.position.argsort(dim=2, stable=True)
         both, away = both.take_sorted(order), away.gather(2, order)
         stays = self._stays(both, away)
-        order = (~stays).to(torch.uint8).argsort(dim=2, stable=True)
-        order = order[:, :, : int(stays.sum(dim=2).max())]
-        there = stays.gather(2, order)
-        away = away.gather(2, order).masked_fill(~there, 0.0)
-        fold.state["away"] = F.pad(away, (0, self.n - away.shape[2]))
-        return both.take(order.where(there, EMPTY)), both.only(~stays)
+        fold.state["away"] = left(away, stays, self.n)
+        return split(both, stays)
 
     def _stays(self, slots: Slots, away: Tensor) -> Tensor:
         """Who stays of tokens that lie by age [batch, kv_heads, slots], bool.

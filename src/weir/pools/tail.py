@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import MOST_WEIGHT, Fold, within
+from weir.pools.base import MOST_WEIGHT, Fold, left, within
 from weir.pools.ranked import highest
 from weir.pools.registry import pool
 from weir.pools.sample import Sample
@@ -124,10 +123,9 @@ class Tail(Sample):
         best_gone = priority.masked_fill(stays, -torch.inf).amax(dim=2)
         state["threshold"] = state["threshold"].maximum(best_gone)
         kept = both.only(stays)
-        order = (~stays).to(torch.uint8).argsort(dim=2, stable=True)[:, :, : len(kept)]
-        left = said.gather(2, order).masked_fill(~kept.held, 0.0)
-        factor = (state["threshold"][..., None] - left).clamp_min(0.0)
-        state["said"] = F.pad(left, (0, self.n - len(kept)))
+        state["said"] = left(said, stays, self.n)
+        factor = state["threshold"][..., None] - state["said"][:, :, : len(kept)]
+        factor = factor.clamp_min(0.0)
         return self.weigh(kept, factor, fold), new.part(0, 0)
 
     def report(self, state: dict[str, Tensor], row: int) -> dict[str, Any]:

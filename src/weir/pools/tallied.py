@@ -10,10 +10,9 @@ from abc import abstractmethod
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from weir.pools.base import Fold, split
+from weir.pools.base import Fold, left, split
 from weir.pools.ranked import Choose, Ranked
 from weir.slab import Slots
 
@@ -64,7 +63,5 @@ class Tallied(Ranked):
         told = replace(fold, state={**fold.state, TALLY: tally})
         stays = self.stays(choose, both, told)
         kept, gone = split(both, stays)
-        order = (~stays).to(torch.uint8).argsort(dim=2, stable=True)[:, :, : len(kept)]
-        left = tally.gather(2, order).masked_fill(~kept.held, 0.0)
-        fold.state[TALLY] = F.pad(left, (0, self.slots() - left.shape[2]))
+        fold.state[TALLY] = left(tally, stays, self.slots())
         return kept, gone

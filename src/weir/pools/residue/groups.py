@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from weir.slab import Slots
@@ -60,13 +59,3 @@ class Groups:
     def home_of(self, x: Tensor) -> Tensor:
         """To each slot the row of `x` [batch, kv_heads, n, dim] that its group's home has."""
         return x.gather(2, self.home[..., None].expand_as(x))
-
-    def left(self, x: Tensor, room: int) -> Tensor:
-        """Of numbers [batch, kv_heads, n, ...] those of homes, in order; zeros up to `room`."""
-        order = (~self.stays).to(torch.uint8).argsort(dim=2, stable=True)[:, :, :room]
-        there = self.stays.gather(2, order)
-        more = (1,) * (x.ndim - 3)
-        order, there = (t.view(*t.shape, *more) for t in (order, there))
-        taken = x.gather(2, order.expand(*order.shape[:3], *x.shape[3:]))
-        taken = taken.masked_fill(~there, 0.0)
-        return F.pad(taken, (*(0, 0) * (x.ndim - 3), 0, room - order.shape[2]))

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import MOST_WEIGHT, Fold, Pool, within
+from weir.pools.base import MOST_WEIGHT, Fold, Pool, left, within
 from weir.pools.reading import Reading
 from weir.pools.registry import pool
 from weir.pools.residue.gate import GATES, misled
@@ -140,7 +140,7 @@ class Residue(Pool):
         self._remember(fold, kept)
         spread = fold.state["spread"][:, :, : len(held)]
         spread = F.pad(spread, (0, 0, 0, len(new))) + (keys - groups.home_of(mean)).square()
-        spread = groups.left(groups.mean(spread, b), self.r)
+        spread = left(groups.mean(spread, b), groups.stays, self.r)
         fold.state["spread"] = spread
         more = torch.zeros_like(kept.b)
         if self.spread:
@@ -148,7 +148,7 @@ class Residue(Pool):
         if self.gate:
             came = torch.arange(len(both), device=b.device) >= len(held)
             parts = (groups.total(t.where(came, -torch.inf)) for t in (a, b))
-            above, below = (groups.left(t, len(kept)) + more for t in parts)
+            above, below = (left(t, groups.stays, len(kept)) + more for t in parts)
             now = misled(fold.read, held, new, replace(kept, a=above, b=below), self.window)
             fold.state["misled"] = LASTS * fold.state["misled"] + now
             more = more + _best(fold.state["misled"]).log()[:, None, None]
