@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +25,7 @@ from weir.cli.common import (
 from weir.cli.loading import Loading, loads_model
 from weir.cli.signals import Terminated
 from weir.cli.stream import Positions
-from weir.errors import WeirError, written
+from weir.errors import written
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -116,15 +115,13 @@ def evaluate(
     from transformers.utils.logging import disable_progress_bar
 
     from weir.cache import read_bytes
-    from weir.evals.grid import grown, make_grid, one_by_one, run
+    from weir.evals.grid import grown, make_grid, run
     from weir.evals.results import failures, read_results
 
     disable_progress_bar()  # there is one bar already
     if show:
         _list(as_json)
         return 0
-    if cluster is not None and compiled:
-        raise WeirError("--compile is for cells in one process; leave it out with --cluster")
     grid = make_grid(
         [name.strip() for name in model.split(",") if name.strip()],
         _with_files(tasks, captions, images),
@@ -137,6 +134,7 @@ def evaluate(
         positions=positions.value,
         slots=slots,
         loading=loading,
+        compiled=compiled,
     )
     if add:
         grid = grown(out, grid)
@@ -145,8 +143,6 @@ def evaluate(
         from weir.evals.grid.on_ray import on_ray
 
         work = on_ray(cluster)
-    elif compiled:
-        work = partial(one_by_one, compiled=True)
     with progress() as bar:
         # Cells differ by far in what they take: only a long look back foretells anything.
         bar.speed_estimate_period = 24 * 3600

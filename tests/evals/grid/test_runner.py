@@ -172,6 +172,22 @@ def test_models_may_be_objects(tmp_path, monkeypatch, toys, llama):
         run(grid, tmp_path / "s.jsonl", models=given, work=runner.one_by_one)
 
 
+def test_compiled_steps_are_another_cell_and_say_so(tmp_path, monkeypatch, toys, llama):
+    loaded: list[bool] = []
+    monkeypatch.setattr(
+        runner, "_loaded", lambda name, loading, compiled: loaded.append(compiled) or (llama, None)
+    )
+    path = tmp_path / "r.jsonl"
+    plain, fast = (make_grid(["m"], "toy(n=1)", "h2o(8)", compiled=it) for it in (False, True))
+    assert "compiled" not in plain.as_json()["cells"][0]
+    assert plain.fingerprint != fast.fingerprint
+    run(plain, path)
+    records = run(grown(path, fast), path, add=True)
+    assert loaded == [False, True]
+    assert [record.get("compiled") for record in records] == [None, True]
+    assert grown(path, fast).cells == (*plain.cells, *fast.cells)
+
+
 def test_workers_may_finish_in_any_order(tmp_path, toys):
     def backwards(cells, told):
         yield from reversed(list(runner.one_by_one(cells, told)))
@@ -270,6 +286,6 @@ def test_steps_of_a_model_are_compiled_once_for_all_of_its_cells(tmp_path, monke
         subject_of(cell)
     assert not compiled
     for cell in cells:
-        subject_of(cell, compiled=True)
+        subject_of(replace(cell, compiled=True))
     runner._loaded.cache_clear()
     assert compiled == [llama]

@@ -56,6 +56,13 @@ def test_ways_of_loading_are_no_seeds_of_one_another():
     assert titles == [f"{name}: recall, by distance" for name in NAMES]
 
 
+def test_a_model_whose_steps_were_compiled_is_named_so():
+    both = {"loading": {"dtype": "bfloat16"}, "compiled": True}
+    assert (
+        as_loaded([record(0, "dense", 1.0, **both)])[0]["model"] == "m (compiled, dtype bfloat16)"
+    )
+
+
 def test_a_report_has_a_part_for_each_way(tmp_path):
     for name, records in (("full", FULL), ("half", HALF)):
         with ResultsFile(tmp_path / name, {"grid": name, "cells": [{}] * 4}) as file:

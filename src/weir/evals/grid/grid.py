@@ -43,6 +43,7 @@ class Cell:
         positions: as for `Stream`; a protocol has its own.
         memory: bytes that the budget was made for; None where budgets were given in slots.
         loading: how the model is loaded, pairs of an argument of `weir.load` and its value.
+        compiled: its decode steps are compiled; not of a model that was given as an object.
     """
 
     model: str
@@ -55,11 +56,12 @@ class Cell:
     positions: Positions = "rolling"
     memory: int | None = None
     loading: tuple[tuple[str, Any], ...] = ()
+    compiled: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """The fields; of the last two what there is, so that files without stay as they are."""
+        """The fields; of the last three what there is, so that files without stay as they are."""
         facts = {**asdict(self), "loading": dict(self.loading)}
-        return {k: v for k, v in facts.items() if v or k not in ("memory", "loading")}
+        return {k: v for k, v in facts.items() if v or k not in ("memory", "loading", "compiled")}
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Cell:
@@ -108,6 +110,7 @@ def make_grid(
     positions: Positions = "rolling",
     slots: str | None = None,
     loading: Mapping[str, Any] = MappingProxyType({}),
+    compiled: bool = False,
 ) -> Grid:
     """All cells of models × tasks × policies × budgets × seeds.
 
@@ -126,6 +129,7 @@ def make_grid(
         positions: where there is no protocol.
         slots: how every policy's middle is held (`weir.policies.with_slots`).
         loading: how models are loaded, arguments of `weir.load`.
+        compiled: compile decode steps of models that are loaded.
 
     Raises:
         WeirError: something cannot be read or is not known, makes no sense, or stands there twice.
@@ -166,6 +170,7 @@ def make_grid(
             positions if rules is None else rules.positions,
             room,
             tuple(sorted(loading.items())),
+            compiled,
         )
         for model in models
         for setting in settings

@@ -84,11 +84,10 @@ def one_by_one(
     cells: list[Numbered],
     told: Told,
     models: Mapping[str, Loaded] | None = None,
-    compiled: bool = False,
 ) -> Iterator[CellRecord]:
-    """Cells in this process, in order; compiled: decode steps of models that are loaded are so."""
+    """Cells in this process, in order."""
     for number, cell in cells:
-        yield measure(number, cell, partial(told, number), models, compiled)
+        yield measure(number, cell, partial(told, number), models)
 
 
 def measure(
@@ -96,12 +95,11 @@ def measure(
     cell: Cell,
     progress: Callable[[float], None] = lambda share: None,
     models: Mapping[str, Loaded] | None = None,
-    compiled: bool = False,
 ) -> CellRecord:
     """Run one cell; whatever goes wrong in it becomes its record."""
     begun = time.perf_counter()
     try:
-        found = _figures(cell, progress, models or {}, compiled)
+        found = _figures(cell, progress, models or {})
     except Exception as error:
         return failed(number, cell, reason(error), time.perf_counter() - begun)
     return {**_facts(number, cell), **found, "seconds": round(time.perf_counter() - begun, 3)}
@@ -129,14 +127,15 @@ def _facts(number: int, cell: Cell) -> CellRecord:
         "weir": __version__,
         **({} if cell.memory is None else {"memory": cell.memory}),
         **({"loading": dict(cell.loading)} if cell.loading else {}),
+        **({"compiled": True} if cell.compiled else {}),
     }
 
 
 def _figures(
-    cell: Cell, progress: Callable[[float], None], models: Mapping[str, Loaded], compiled: bool
+    cell: Cell, progress: Callable[[float], None], models: Mapping[str, Loaded]
 ) -> CellRecord:
     task = cell.the_task()
-    result = task.run(subject_of(cell, models, compiled), progress)
+    result = task.run(subject_of(cell, models), progress)
     metric, better = next(iter(task.metrics.items()))
     return {
         "status": "done",
@@ -148,20 +147,17 @@ def _figures(
     }
 
 
-def subject_of(
-    cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({}), compiled: bool = False
-) -> Subject:
+def subject_of(cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({})) -> Subject:
     """The model and how it is to read.
 
     Args:
         cell: what is measured.
         models: those that need not be loaded, by name.
-        compiled: decode steps of one that is loaded are compiled.
 
     Raises:
         WeirError: there is no such model.
     """
-    model, tokenizer = models.get(cell.model) or _loaded(cell.model, cell.loading, compiled)
+    model, tokenizer = models.get(cell.model) or _loaded(cell.model, cell.loading, cell.compiled)
     rules = Protocol("") if cell.protocol is None else protocol(cell.protocol)
     return Subject(
         name=cell.model,

@@ -51,6 +51,8 @@ def check_cell(line: Record, cells: int) -> None:
             line.count(name)
     if "loading" in line:
         line.record("loading")
+    if "compiled" in line:
+        line.flag("compiled")
     _check_result(line.record("result"))
 
 

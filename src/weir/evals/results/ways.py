@@ -1,4 +1,4 @@
-"""One model loaded in two ways is two models to a table: its name says how it was loaded."""
+"""One model loaded in two ways, or compiled, is two models to a table: its name says which."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def as_loaded(records: Sequence[CellRecord]) -> list[CellRecord]:
     """
     named = []
     for record in records:
-        rest = {key: value for key, value in record.items() if key != "loading"}
-        model, how = record["model"], _how(record.get("loading") or {})
+        rest = {key: value for key, value in record.items() if key not in ("loading", "compiled")}
+        told = {**(record.get("loading") or {}), "compiled": record.get("compiled")}
+        model, how = record["model"], _how(told)
         named.append({**rest, "model": model + how, "loaded": rest.get("loaded", model)})
     return named
 
