@@ -15,12 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from weir.errors import WeirError
 
 VERB = " has"
 DIGITS = 3
+PRACTISED = "weir_exercises"
+"""The entry of a model's configuration that says whether it was trained on exercises."""
 NAMES = tuple(
     """Adam Alfred Alice Amelia Andrew Ann Anna Anne Arthur Ben Bernard Betty Bob Charles Charlotte
     Clara Daniel David Dick Edward Elizabeth Ellen Emily Emma Fanny Florence Frank Fred George
@@ -30,6 +32,11 @@ NAMES = tuple(
     Robert Roderick Roger Rose Sam Sarah Simon Stephen Susan Thomas Tom Walter Will
     William""".split()
 )
+
+
+def practised(config: PreTrainedConfig) -> bool:
+    """Whether the model that a configuration describes was trained on these exercises."""
+    return getattr(config.get_text_config(decoder=True), PRACTISED, False) is True
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from weir.errors import WeirError
 from weir.stream import read_books
 from weir.train import checkpoint, corpus, loop
-from weir.train.exercises import Words
+from weir.train.exercises import PRACTISED, Words
 from weir.train.log import plot_losses
 from weir.train.loop import Lesson, OnStep
 from weir.train.processes import Processes
@@ -114,6 +114,8 @@ def run(
         recipe, tokenizer, lesson, work, processes=processes, compiled=compiled, on_step=on_step
     )
     if processes.is_first:
+        if recipe.exercise_rows:
+            setattr(model.config, PRACTISED, True)
         _finish(model, tokenizer, work, out)
     processes.wait()
     # Read back, for the weights have been rounded.

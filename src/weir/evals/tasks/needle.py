@@ -22,7 +22,7 @@ from weir.errors import WeirError
 from weir.evals.measures import ask, words_found
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.stream import read_stream
-from weir.train import DIGITS, Words, passage
+from weir.train import DIGITS, Words, passage, practised
 
 FORMATS = ("exercises", "text")
 SHORTEST = 64
@@ -42,8 +42,8 @@ class Needle(Task):
         lengths: how many lengths; 1 is the longest alone.
         depths: how many depths, from the beginning to the end; 2 or more.
         samples: prompts of each length and depth, in different hay.
-        format: `exercises`, nano's own; `text`, in words; none takes exercises for nano and text
-            for others.
+        format: `exercises`, nano's own; `text`, in words; none takes exercises for a model that was
+            trained on them, and text for others.
         needle, question, answer: in words, for `format=text`.
         text: a file of books for hay; none takes the packaged one.
         chat: put the prompt into the model's chat template, for `format=text`.
@@ -80,7 +80,7 @@ class Needle(Task):
             "accuracy", the mean of all "cells": of each "length" and "depth" the share of needles
             found (in words: of the answer's words) and how many were "asked"; "kv_bytes", "format".
         """
-        form = self.format or ("exercises" if subject.name == "nano" else "text")
+        form = self.format or ("exercises" if practised(subject.model.config) else "text")
         seek = self._exercises if form == "exercises" else self._words
         lengths = [self.longest * (i + 1) // self.lengths for i in range(self.lengths)]
         size = max(BOOK_TOKENS, 2 * self.longest)

@@ -21,7 +21,7 @@ from weir.evals.measures import counted
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.evals.tasks.lines import ADJECTIVES, LARGEST, NOUNS, beginning
 from weir.stream import Stream
-from weir.train import DIGITS, Words
+from weir.train import DIGITS, Words, practised
 
 DISTANCES = (20, 40, 60, 80, 100, 150, 200, 400, 600, 800, 1000)
 """Table 7's, in lines."""
@@ -44,7 +44,7 @@ class StreamEval(Task):
         every: lines between two queries.
         format: `exercises` has lines as nano knows them, "table has 482." for any word; `text` has
             those of the paper, "line quiet-lamp: REGISTER_CONTENT is <24169>"; none takes
-            exercises for nano and text for others.
+            exercises for a model that was trained on them, as nano was, and text for others.
     """
 
     distance: int | None = None
@@ -73,7 +73,7 @@ class StreamEval(Task):
             one, "format".
         """
         rng = np.random.default_rng(subject.seed)
-        form = self.format or ("exercises" if subject.name == "nano" else "text")
+        form = self.format or ("exercises" if practised(subject.model.config) else "text")
         kind = ExerciseLines if form == "exercises" else TextLines
         distances = DISTANCES if self.distance is None else (self.distance,)
         schedule = make_schedule(distances, self.queries, self.every, rng)
