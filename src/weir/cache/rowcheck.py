@@ -168,7 +168,8 @@ def check_numbers(
         held = tensors["position"][:, :, : used + facts["waiting"]] != EMPTY
         _check_spans(tensors["span"][:, :, : held.shape[2]][held], origin, facts)
     if "queries" in tensors:
-        asked = tensors["queries"][:, :, : pipe.needs_queries + facts["waiting"]]
+        waits = tensors["queries"]
+        asked = waits[:, :, : max(0, waits.shape[2] - chunk + facts["waiting"])]
         if not bool(asked.isfinite().all()):
             raise Wrong("queries has numbers that are not finite")
     for index, pool in enumerate(pipe.pools):

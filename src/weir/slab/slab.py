@@ -50,9 +50,9 @@ class Slab:
             [batch, kv_heads, slots], for pipes that use two weights; None otherwise.
         frame: the positions attention pretends [batch, kv_heads, slots], int64, where its bias
             needs them (ALiBi); None otherwise.
-        queries: the last queries, and behind them those of the tail, as attention saw them
-            [batch, kv_heads, queries, group * key_dim]; None unless a pool asks for them or for the
-            attention received.
+        queries: those that the next fold is going to ask for, the last one last, as attention saw
+            them [batch, kv_heads, queries, group * key_dim]; None unless a pool asks for them or
+            for the attention received.
         state: what pools remember beside their slots, by a name [batch, kv_heads, ...].
         a, b, position, mass, span: as in `Slots`.
     """

@@ -66,3 +66,43 @@ def test_older_queries_that_a_pool_looks_at_are_not_counted_again(llama, ids):
         masses.append(cache.slots(1).mass[:, :, :40])
     assert masses[0].min() > 0
     close_runs(masses[1], masses[0], llama)
+
+
+@pytest.mark.parametrize("mass", ["", "heavy(7) | "])
+@pytest.mark.parametrize("window", [3, 8, 13])
+def test_a_pool_hears_the_last_queries_however_calls_were_cut(
+    llama, ids, monkeypatch, window, mass
+):
+    tokens = ids(2, 41)
+    heard: dict[int, list[torch.Tensor]] = {}
+
+    def listening(pool, slots, fold):
+        if fold.draws.layer == 1:
+            for row, seen in enumerate(fold.seen.tolist()):
+                heard.setdefault(seen, []).append(fold.queries[row])
+        return slots.position.float()
+
+    monkeypatch.setattr(weir.pools.Snap, "score", listening)
+
+    def told(sizes: list[int], padding: int) -> list[torch.Tensor]:
+        """What is heard of the last row, at each of its folds."""
+        heard.clear()
+        cache = weir.StreamingCache(llama, f"recent(16) | {mass}snap(4, {window}, 1)", chunk=8)
+        rows = tokens if padding else tokens[1:]
+        mask = torch.ones_like(rows)
+        mask[: len(rows) - 1, :padding] = 0
+        parts, start = rows.split(sizes, dim=1), 0
+        with torch.no_grad():
+            for part in parts:
+                start += part.shape[1]
+                llama(part, attention_mask=mask[:, :start], past_key_values=cache)
+        assert cache.stack[1].slab.queries.shape[2] == max(window, 8 if mass else 0)
+        return [heard[seen][-1] for seen in range(32, 41, 8)]
+
+    wanted = told([41], 0)
+    assert wanted[0].shape[2] == window
+    older = max(0, window - 8)
+    assert torch.equal(wanted[1][:, :, :older], wanted[0][:, :, window - older :])
+    for sizes, padding in (([3, 8, 1, 1, 17, 11], 0), ([1] * 41, 0), ([20, *[1] * 9, 12], 5)):
+        for got, its in zip(told(sizes, padding), wanted, strict=True):
+            close_runs(got, its, llama)

@@ -37,8 +37,9 @@ class DecodeSlots:
         coded: quantised slots, which come first; None for none.
         a, b: log-weights [batch, kv_heads, slots]; a is None where it is b everywhere.
         split: both as `split_attention` reads them; None where a is b.
-        queries: where queries wait for the fold; None if none do. `wanted` of them are older ones.
-        wanted: how many of the last queries pools read.
+        queries: where queries wait for the fold; None if none do.
+        unasked: so many tokens of a tail share the first place there (`LayerSpec.query_place`);
+            below 0 where queries of older tokens lie in front.
         window: how many tokens a query sees; None for all.
     """
 
@@ -49,7 +50,7 @@ class DecodeSlots:
     b: Tensor
     split: tuple[Tensor, Tensor, Tensor] | None
     queries: Tensor | None
-    wanted: int
+    unasked: int
     window: int | None
 
     @classmethod
@@ -65,9 +66,9 @@ class DecodeSlots:
         if positions.rotary is not None and not positions.placed:
             return None
         a, window = slab.a if pipe.two_weights else None, positions.window
-        queries, wanted = slab.queries, pipe.needs_queries
+        queries, unasked = slab.queries, spec.chunk - spec.keeps_queries
         weights = (a, slab.b, slab.split)
-        return cls(slab.keys, slab.values, slab.coded, *weights, queries, wanted, window)
+        return cls(slab.keys, slab.values, slab.coded, *weights, queries, unasked, window)
 
     @property
     def sizes(self) -> Hashable:
@@ -107,7 +108,8 @@ class DecodeSlots:
             coded = self.coded.keys(0, first), self.coded.values(0, first)
             held = torch.cat([coded[0], self.keys], dim=2), torch.cat([coded[1], self.values], 2)
         if self.queries is not None:
-            asked = slot_lines(waiting + self.wanted, kv_heads, self.queries.shape[2])
+            place = (waiting - self.unasked).clamp_min(0)
+            asked = slot_lines(place, kv_heads, self.queries.shape[2])
             put_lines(self.queries, merge_groups(queries), asked)
         slot = torch.arange(self.b.shape[2], device=ends.device)
         seen = slot <= ends[:, None]

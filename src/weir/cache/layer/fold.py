@@ -16,11 +16,16 @@ from torch import Tensor
 
 from weir.cache.layer.layout import Layout, laid_out
 from weir.cache.layer.plan import Piece
-from weir.cache.layer.queries import last_queries, mass_from_tail, tail_of
+from weir.cache.layer.queries import (
+    keep_older_queries,
+    last_queries,
+    mass_from_tail,
+    tail_of,
+)
 from weir.cache.layer.spec import LayerSpec
 from weir.errors import WeirError
 from weir.pools import Fold, Reading
-from weir.slab import Form, Slab, Slots, longer, merge_groups, packed, rolled
+from weir.slab import Form, Slab, Slots, longer, packed, rolled
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,9 @@ class Folding:
                 tail = tail_of(piece, rows, self.spec.chunk)
                 mass = mass_from_tail(part, self.spec, form, tail, end + arrived)
                 part.mass[:, :, : mass.shape[2]] += mass
-            queries = self._last_queries(part, arrivals is not None)
+            queries = last_queries(part, self.spec.pipe.needs_queries)
+            # Pools may hold on to them, and the next tokens' will be written here.
+            queries = None if queries is None else queries.clone()
             ahead, clock = piece.after[index], piece.clock[index]
             read = self._reading(part, used, new, queries, ahead, form)
             its_seeds = tuple(seeds[row] for row in rows)
@@ -89,8 +96,7 @@ class Folding:
                 **self._marks(piece, rows),
             )
             kept = self._fold(part, used, new, fold, ahead, clock)
-            if queries is not None and part.queries is not None and arrivals is None:
-                part.queries[:, :, : self.spec.pipe.needs_queries] = merge_groups(queries)
+            keep_older_queries(part, self.spec.chunk)
             if part.keys.data_ptr() != slab.keys[rows[0]].data_ptr():
                 if self.spec.pipe.slots is None:
                     slab.grow(len(part), 0 if part.masters is None else part.masters.shape[2])
@@ -127,12 +133,6 @@ class Folding:
         if self.spec.pipe.slots is not None and rows[-1] - rows[0] == len(rows) - 1:
             return slab.view(rows[0], rows[-1] + 1)
         return slab.rows(index)
-
-    def _last_queries(self, slab: Slab, prompt: bool) -> Tensor | None:
-        """A copy of the last queries: at the end of the tail, or of a prompt in front of it."""
-        start = 0 if prompt else self.spec.chunk
-        queries = last_queries(slab, start, self.spec.pipe.needs_queries)
-        return None if queries is None else queries.clone()
 
     def _reading(
         self,

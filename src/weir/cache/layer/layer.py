@@ -340,7 +340,7 @@ class Layer(LayerRows):
             slab.append_each(keys, values, ends.lines(kv_heads, slab.keys.shape[2]))
             bias = mask_of_step(spec.positions, slab, piece, ends, queries.dtype)
         if slab.queries is not None:
-            places = piece.ends(tuple(spec.pipe.needs_queries + n for n in piece.waiting))
+            places = piece.ends(tuple(map(spec.query_place, piece.waiting)))
             if places.in_step:
                 slab.store_queries(queries, places.stop - 1)
             else:

@@ -24,38 +24,52 @@ def store_queries(slab: Slab, spec: LayerSpec, queries: Tensor, piece: Piece) ->
     """Put a piece's queries behind those of the tail, where a pool is going to ask for them.
 
     Args:
-        slab: `queries` has a place for each of the last queries that pools read, and behind them
-            one for each token of the tail.
+        slab: `queries` has a place for each query that the next fold asks for, the last one last.
         spec: the layer.
         queries: [batch, kv_heads, group, width, key_dim].
         piece: their tokens; rows may stand in different places.
     """
     if slab.queries is None:
         return
-    wanted = spec.pipe.needs_queries
+    unasked = spec.chunk - spec.keeps_queries  # of the beginning of a tail
     if piece.in_step:
-        slab.store_queries(queries, wanted + piece.waiting[0])
+        first = max(0, unasked - piece.waiting[0])
+        if first < piece.width:
+            place = spec.query_place(piece.waiting[0] + first)
+            slab.store_queries(queries[:, :, :, first:], place)
     else:
-        rows, places, _ = piece.entries
-        slab.store_queries_at(queries, rows, wanted + piece.tail_places, places)
+        rows, columns, _ = piece.entries
+        places = piece.tail_places - unasked
+        stays = places >= 0
+        slab.store_queries_at(queries, rows[stays], places[stays], columns[stays])
 
 
 def store_last_queries(slab: Slab, spec: LayerSpec, queries: Tensor, piece: Piece) -> None:
-    """Of a whole prompt, put the last queries in front of those of the tail; as `store_queries`."""
+    """Of a whole prompt, put the last queries where a fold asks for them; as `store_queries`."""
     if slab.queries is None:
         return
     wanted = spec.pipe.needs_queries
     for row, count in enumerate(piece.counts):
         last = queries[row : row + 1, :, :, max(0, count - wanted) : count]
-        slab.queries[row, :, wanted - last.shape[3] : wanted] = merge_groups(last)[0]
+        start = slab.queries.shape[2] - last.shape[3]
+        slab.queries[row, :, start:] = merge_groups(last)[0]
 
 
-def last_queries(slab: Slab, start: int, wanted: int) -> Tensor | None:
-    """So many queries [batch, kv_heads, group, n, key_dim], from place `start` on; None for 0."""
+def last_queries(slab: Slab, wanted: int) -> Tensor | None:
+    """The last queries [batch, kv_heads, group, wanted, key_dim], a view; None for 0."""
     if slab.queries is None or not wanted:
         return None
-    last = slab.queries[:, :, start : start + wanted]
+    last = slab.queries[:, :, slab.queries.shape[2] - wanted :]
     return last.unflatten(3, (-1, slab.keys.shape[3])).transpose(2, 3)
+
+
+def keep_older_queries(slab: Slab, chunk: int) -> None:
+    """After a fold, make way for the queries of the next `chunk` tokens; older ones that the next
+    fold asks for move up.
+    """
+    if slab.queries is not None and slab.queries.shape[2] > chunk:
+        older = slab.queries[:, :, chunk:].clone()
+        slab.queries[:, :, : older.shape[2]] = older
 
 
 def tail_of(piece: Piece, rows: list[int], chunk: int) -> Piece:
@@ -84,10 +98,8 @@ def mass_from_tail(slab: Slab, spec: LayerSpec, form: Form, tail: Piece, stop: i
     Returns:
         [batch, kv_heads, stop], float32.
     """
-    assert slab.queries is not None
-    dim, first = slab.keys.shape[3], spec.pipe.needs_queries
-    asked = slab.queries[:, :, first : first + tail.width].unflatten(3, (-1, dim))
-    queries = asked.transpose(2, 3)
+    queries = last_queries(slab, tail.width)
+    assert queries is not None
     bias = mask_of_piece(spec.positions, slab, tail, stop, torch.float32, in_step=True)
     keys, b = slab.read(0, stop)[0], slab.b[:, :, :stop]
     mass = torch.zeros_like(b)

@@ -49,9 +49,18 @@ class LayerSpec:
 
     @property
     def keeps_queries(self) -> int:
-        """Queries that wait in the slab: the last ones that pools read, and those of the tail."""
-        asked = self.pipe.needs_mass or self.pipe.needs_queries > 0
-        return self.pipe.needs_queries + self.chunk if asked else 0
+        """Queries that wait in the slab: the last ones that pools read, or those of the whole tail
+        where the attention received is summed, whichever are more.
+        """
+        return max(self.pipe.needs_queries, self.chunk if self.pipe.needs_mass else 0)
+
+    def query_place(self, waiting: int) -> int:
+        """Where the query of a token waits that has so many before it in the tail.
+
+        A full tail's last query takes the last place. Queries that no fold is going to ask for
+        share the first one, until that of the first token that is asked for takes it.
+        """
+        return max(0, waiting + self.keeps_queries - self.chunk)
 
     def slab(self, heads: Heads) -> SlabSpec:
         """The buffers of the layer, for attention of these sizes.
