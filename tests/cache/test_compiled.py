@@ -30,7 +30,7 @@ POLICIES = [
     "sink(2) | recent(14)",
     "sink(2) | recent(6) | heavy(6)",
     "sink(2) | recent(6) | hive(8)",
-    "snap(16, 4, 5)",
+    "snap(16, 2, 5)",
     "recent(8) | reservoir(8, weighted=true)",
     "sink(2) | recent(6) | balance(8, block=4)",
     "sink(2) | recent(6) | subgen(8, 4, 2)",
