@@ -10,5 +10,18 @@ from weir.kernels.kernels import (
     paths,
     walk,
 )
+from weir.kernels.loops import dots, in_memory, sums
 
-__all__ = ["VARIABLE", "decode", "decode8", "farthest_first", "linear", "linear8", "paths", "walk"]
+__all__ = [
+    "VARIABLE",
+    "decode",
+    "decode8",
+    "dots",
+    "farthest_first",
+    "in_memory",
+    "linear",
+    "linear8",
+    "paths",
+    "sums",
+    "walk",
+]

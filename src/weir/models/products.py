@@ -126,24 +126,27 @@ def choose_products(
 
 @dataclass(frozen=True)
 class _Taken:
-    """For which numbers of rows weir's way is taken, from none on.
+    """For which numbers of rows weir's way is taken: the bits of two numbers.
+
+    Numbers, because the compiler asks before each step whether what it has read of a model is still
+    so, and of a list it asks for every element, in every layer.
 
     Attributes:
         called: as the model stands.
-        looped: in a compiled step, as a loop; fewer, as no loop is made of more.
+        looped: in a compiled step, as a loop.
     """
 
-    called: tuple[bool, ...]
-    looped: tuple[bool, ...]
+    called: int
+    looped: int
 
     @classmethod
     def of(cls, dtype: str, called: Sequence[bool], looped: Sequence[bool]) -> _Taken:
         """From what is true of the rows that were timed."""
 
-        def each(taken: Sequence[bool]) -> tuple[bool, ...]:
+        def each(taken: Sequence[bool]) -> int:
             timed = _rows(dtype)[: len(taken)]
             some = range(1, timed[-1] + 1)
-            return (False, *(taken[bisect_left(timed, count)] for count in some))
+            return sum(taken[bisect_left(timed, count)] << count for count in some)
 
         return cls(each(called), each(looped))
 
@@ -177,15 +180,12 @@ class _Multiplied(Around):
         ):
             return own(x)
         rows = x.numel() // weight.shape[1]
-        called = self._taken.called
-        if rows >= len(called) or not called[rows] or torch.is_autocast_enabled("cpu"):
+        if not _among(rows, self._taken.called) or torch.is_autocast_enabled("cpu"):
             return own(x)
         return self._kernel(x, weight, bias)
 
 
-def _chosen(
-    x: Tensor, weight: Tensor, bias: Tensor | None, called: Sequence[bool], looped: Sequence[bool]
-) -> Tensor:
+def _chosen(x: Tensor, weight: Tensor, bias: Tensor | None, called: int, looped: int) -> Tensor:
     """A linear layer in what is being compiled: a loop, a call of weir's kernel, or PyTorch's.
 
     One operator, which the compiler looks into after it has read the model's Python: to read this
@@ -206,18 +206,21 @@ def _chosen(
     ):
         return usual(x, weight, bias)
     rows = x.numel() // weight.shape[1]
-    if rows < len(looped):
-        return (in_a_loop if looped[rows] else usual)(x, weight, bias)
-    if rows < len(called) and called[rows]:
-        return _by_kernel(x, weight, bias)
-    return usual(x, weight, bias)
+    if rows <= LOOPED:
+        return (in_a_loop if _among(rows, looped) else usual)(x, weight, bias)
+    return (_by_kernel if _among(rows, called) else usual)(x, weight, bias)
 
 
 torch.library.define(
     "weir::chosen",
-    "(Tensor x, Tensor weight, Tensor? bias, bool[] called, bool[] looped) -> Tensor",
+    "(Tensor x, Tensor weight, Tensor? bias, int called, int looped) -> Tensor",
 )
 torch.library.impl("weir::chosen", "CompositeImplicitAutograd", _chosen)
+
+
+def _among(rows: int, taken: int) -> bool:
+    """Whether a number of rows is one of those of which a bit of `taken` is set."""
+    return bool(taken >> rows & 1)
 
 
 def of_a_step(x: Tensor) -> bool:
@@ -246,12 +249,7 @@ def in_a_loop(
     Returns:
         [..., outputs], of the type of `x`.
     """
-    rows = x.reshape(-1, x.shape[-1])
-    # With these strides it has to be in memory; or what it is made of would be computed anew for
-    # each output.
-    rows = torch.as_strided(rows, rows.shape, rows.stride()).float()
-    wide = weight.float()
-    out = torch.stack([(row * wide).sum(-1) for row in rows])
+    out = kernels.dots(x.reshape(-1, x.shape[-1]).float(), weight)
     if scale is not None:
         out = out * scale.float()
     if bias is not None:

@@ -14,6 +14,7 @@ from weir.slab.attention import (
     two_weight_kernel,
 )
 from weir.slab.coded import Coded, coded_in
+from weir.slab.looped import looped_attention, loops
 from weir.slab.positions import Alibi, LayerPositions, Rotary, Turn, packed, rolled, rotation_tables
 from weir.slab.quantised import FORMATS, Format
 from weir.slab.slab import Slab, longer, merge_groups, put_lines, slot_lines
@@ -43,6 +44,8 @@ __all__ = [
     "fuses",
     "logits",
     "longer",
+    "looped_attention",
+    "loops",
     "merge_groups",
     "packed",
     "pick",

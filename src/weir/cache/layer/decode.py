@@ -20,6 +20,8 @@ from weir.slab import (
     Slab,
     fused_attention,
     fuses,
+    looped_attention,
+    loops,
     merge_groups,
     put_lines,
     slot_lines,
@@ -116,6 +118,12 @@ class DecodeSlots:
         if self.window is not None:
             seen &= slot > ends[:, None] - self.window
         unseen = ~seen[:, None]
+        if loops(queries) and (self.a is None or (self.split is not None and fuses(form))):
+            mask, factors = self.b, None
+            if self.split is not None:
+                mask, *factors = self.split
+            mask = mask.masked_fill(unseen, -torch.inf)
+            return looped_attention(queries, *held, mask, form, factors).flatten(1, 2)
         if self.split is not None and fuses(form):
             mask, numerator, denominator = self.split
             mask = mask.masked_fill(unseen, -torch.inf)

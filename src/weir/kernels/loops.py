@@ -1,0 +1,51 @@
+"""Decode steps of a CPU, written so that PyTorch's compiler makes loops of them.
+
+A step reads much and computes little, and a library's function that is made for many queries or
+rows does so at a fraction of the pace of memory. What stands here is a multiplication and a sum for
+each of a few rows: the compiler makes one loop over what they share, at the pace of memory, in one
+program with all that comes before and after. Outside of what is being compiled it is right, and
+slow.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def in_memory(t: Tensor) -> Tensor:
+    """The tensor, contiguous, computed once; what it is made of would be computed anew by each
+    loop that reads it, for each number that it makes.
+    """
+    t = t.contiguous()
+    return torch.as_strided(t, t.shape, t.stride())  # with these strides it has to be in memory
+
+
+def dots(rows: Tensor, lines: Tensor) -> Tensor:
+    """The product of each row with each line.
+
+    Args:
+        rows: a few [..., rows, dim], float32.
+        lines: many [..., lines, dim], of any type that becomes float32.
+
+    Returns:
+        [..., rows, lines], float32.
+    """
+    rows, wide = in_memory(rows), lines.float()
+    found = [(row[..., None, :] * wide).sum(-1) for row in rows.unbind(-2)]
+    return torch.stack(found, dim=-2)
+
+
+def sums(weights: Tensor, lines: Tensor) -> Tensor:
+    """The sum of all lines for each row, weighted.
+
+    Args:
+        weights: of a few rows [..., rows, lines], float32.
+        lines: many [..., lines, dim], of any type that becomes float32.
+
+    Returns:
+        [..., rows, dim], float32.
+    """
+    weights, wide = in_memory(weights), lines.float()
+    found = [(row[..., None] * wide).sum(-2) for row in weights.unbind(-2)]
+    return torch.stack(found, dim=-2)

@@ -1,0 +1,65 @@
+"""Attention of one query a head in what is being compiled for a CPU: loops over the slots.
+
+PyTorch's fused attention is made for many queries. With one, calls of it take several times as long
+as to read keys and values does. Here the query heads of a KV head share one loop over its keys and
+one over its values, in the program of the step. The formula is that of `slab.attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from weir.kernels import dots, sums
+from weir.slab.attention import Form
+
+SHARING = 8
+"""Query heads of a KV head up to which there are loops: as many sums as fit into registers."""
+
+
+def loops(queries: Tensor) -> bool:
+    """Whether queries [batch, kv_heads, group, 1, key_dim] are answered so."""
+    compiling: bool = torch.compiler.is_compiling()
+    return compiling and queries.device.type == "cpu" and queries.shape[2] <= SHARING
+
+
+def looped_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    form: Form,
+    factors: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """`two_weight_attention`, in float32.
+
+    Args:
+        queries: [batch, kv_heads, group, 1, key_dim].
+        keys, values: [batch, kv_heads, slots, dim].
+        mask: log-weights of both sums [batch, kv_heads, slots]; -inf leaves a slot out.
+        form: the layer's scale, capping and sink logits.
+        factors: what a slot's weight is multiplied with in numerator and in denominator, as in
+            `split_attention` [batch, kv_heads, slots]; None for 1.
+
+    Returns:
+        [batch, kv_heads, group, 1, value_dim]; zero for a query that sees nothing.
+    """
+    logits = dots(queries[:, :, :, 0].float() * form.scale, keys)
+    if form.softcap is not None:
+        logits = (logits / form.softcap).tanh() * form.softcap
+    logits = logits + mask[:, :, None]
+    top = logits.amax(dim=-1, keepdim=True)
+    if form.sinks is not None:
+        top = torch.maximum(top, form.sinks[..., None])
+    top = top.masked_fill(top.isneginf(), 0.0)
+    weights = (logits - top).exp()
+    above = below = weights
+    if factors is not None:
+        above, below = (weights * factor[:, :, None] for factor in factors)
+    total = below.sum(dim=-1, keepdim=True)
+    if form.sinks is not None:
+        total = total + (form.sinks[..., None] - top).exp()
+    out = sums(above, values) / total.masked_fill(total == 0, torch.inf)
+    return out.to(values.dtype)[:, :, :, None]
