@@ -29,6 +29,7 @@ PAGES = {
     "weir": ("weir",),
     "certified": ("certified",),
     "reskv": ("reskv",),
+    "attention-matching": ("attention_matching",),
     "scores": ("tova", "keydiff", "keyformer", "lacache"),
 }
 pages = pytest.mark.parametrize("page", PAGES)

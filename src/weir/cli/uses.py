@@ -25,6 +25,8 @@ POLICIES: dict[str, dict[str, str]] = {
         "snapkv": "a long prompt and one answer: what its end looks at",
         "pyramidkv": "as snapkv, with more slots in the lower layers",
         "defensivekv": "tokens that any query needed, not only the average one",
+        "reskv": "hearing an average of what was evicted",
+        "attention_matching": "slots weighed for what was evicted (experimental)",
         "certified": "being told how far off what was dropped leaves it",
         "tova": "what the last token looks at; next to no bookkeeping",
         "keydiff": "unusual keys; needs no attention at all",

@@ -219,13 +219,18 @@ class Parser:
         except WeirError as error:
             raise self.wrong(str(error), at, list(FORMATS)) from None
 
-    def _pool(self, call: Call, before: tuple[Pool, ...]) -> Pool:
+    def _pool(self, call: Call, before: tuple[Pool, ...] | None) -> Pool:
+        """The pool of a call, behind others; `before` is None inside another pool, which says
+        itself what may stand in its place.
+        """
         if call.name in NAMED and call.name not in POOLS:
             raise self.wrong(f"{call.name} is a whole policy, not a pool of a pipe", call.at)
         if call.name not in POOLS:
             names = [*POOLS, *NAMED]
             raise self.wrong(f"no pool or policy is called {shown(call.name)}", call.at, names)
         made: Pool = self.make(call, POOLS[call.name])
+        if before is None:
+            return made
         try:
             check_place(made, before)
         except WeirError as error:
@@ -279,7 +284,7 @@ class Parser:
                 raise self.wrong("expected one pool, not a pipe of several", at)
             if part.formats[0]:
                 raise self.wrong("a format is said behind the pool around this one", at)
-            return self._pool(part.calls[0], ())
+            return self._pool(part.calls[0], None)
         if isinstance(value, str) and Policy in typing.get_args(hint):
             return Parser(self.text, at).part()
         return self._made(value) if isinstance(value, Written) else value

@@ -18,6 +18,7 @@ from weir.pools import (
     KeyDiff,
     Keyformer,
     Ladder,
+    Match,
     Outliers,
     Pool,
     Recent,
@@ -292,6 +293,26 @@ def reskv(budget: int = 256, sinks: int = 4, half_life: int | None = 256) -> Pol
             f"at least 1 each, so a budget of {budget} is too small"
         )
     return Pipe((*ends(sinks, newest), Residue(means, half_life=half_life)))
+
+
+@named(
+    "Attention Matching, arXiv:2602.16284",
+    pipe="sink(4) | recent(188) | match(snap(64))",
+)
+def attention_matching(budget: int = 256, sinks: int = 4, half_life: int | None = 64) -> Policy:
+    """Keep sinks, newest tokens and a quarter the last queries chose, weighed for those let go of.
+
+    Experimental. Log-weights are half of what they were after `half_life` tokens more.
+    """
+    middle = budget // 4
+    newest = budget - sinks - middle
+    if middle < 1 or newest < Snap.window:
+        raise WeirError(
+            f"attention_matching keeps {sinks} sinks, the newest tokens, at least those "
+            f"{Snap.window} whose queries choose, and a quarter of its budget that they choose, so "
+            f"a budget of {budget} is too small"
+        )
+    return Pipe((*ends(sinks, newest), Match(Snap(middle), half_life=half_life)))
 
 
 @named(

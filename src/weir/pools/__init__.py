@@ -10,6 +10,7 @@ from weir.pools.heavy import Heavy
 from weir.pools.hive import Hive, best_window
 from weir.pools.kcenter import KCenter, farthest_first
 from weir.pools.marks import Marks
+from weir.pools.match import Match
 from weir.pools.outliers import Outliers
 from weir.pools.parameters import Make, checked, fits, hints, taken
 from weir.pools.ranked import Ranked, highest, pooled
@@ -71,6 +72,7 @@ __all__ = [
     "LagKV",
     "Make",
     "Marks",
+    "Match",
     "Outliers",
     "Output",
     "Pool",
