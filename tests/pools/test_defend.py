@@ -95,7 +95,7 @@ def folded(pool: Defend, held: Slots, new: Slots, query: float, state: dict[str,
     seen = torch.tensor([int(new.position.max()) + 1])
     queries = torch.full((1, 1, 1, 1, 1), query)
     nowhere = whole.position[:, :, :0]
-    read = Reading(whole, lambda: nowhere, queries, seen, Form(1.0), LayerPositions())
+    read = Reading(lambda: whole, lambda: nowhere, queries, seen, Form(1.0), LayerPositions())
     return pool.fold(held, new, Fold(Draws(0), seen, Form(1.0), queries, read, state=state))[0]
 
 

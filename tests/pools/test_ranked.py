@@ -85,3 +85,20 @@ def test_of_several_scores_the_first_decides():
     flat = torch.zeros_like(first)
     assert highest(1, among, flat, first, second)[0, 0].tolist() == [False, False, True, False]
     assert highest(1, among, flat, second, first)[0, 0].tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize("kinds", [2, 5, 1000])
+def test_the_highest_are_those_that_sorting_by_all_scores_puts_first(kinds):
+    drawn = torch.Generator().manual_seed(kinds)
+    for count in (1, 2, 7, 40):
+        scores = [torch.randint(kinds, (2, 3, count), generator=drawn).float() for _ in range(3)]
+        scores[0] = scores[0].where(scores[0] > 0, -torch.inf)
+        among = torch.rand(2, 3, count, generator=drawn) < 0.8
+        lines = [t.flatten(0, 1).tolist() for t in (among, *scores)]
+        for n in range(count + 2):
+            stay = torch.zeros(6, count, dtype=torch.bool)
+            for line, (there, one, two, three) in enumerate(zip(*lines, strict=True)):
+                there = [i for i in range(count) if there[i] and one[i] > -torch.inf]
+                there.sort(key=lambda i: (-one[i], -two[i], -three[i], i))
+                stay[line, there[:n]] = True
+            assert torch.equal(highest(n, among, *scores), stay.view_as(among))

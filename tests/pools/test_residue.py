@@ -102,7 +102,7 @@ def reading(whole: Slots, queries: Tensor) -> Reading:
     """What the last queries [1, heads, group, n, dim] read, without positions."""
     nowhere = whole.position[:, :, :0]
     ahead = torch.tensor([int(whole.position.max()) + 1 + queries.shape[3]])
-    return Reading(whole, lambda: nowhere, queries, ahead, FORM, LayerPositions())
+    return Reading(lambda: whole, lambda: nowhere, queries, ahead, FORM, LayerPositions())
 
 
 def folded(pool: Residue, new: Slots, queries: Tensor, rest: Slots) -> tuple[Slots, dict]:

@@ -283,7 +283,9 @@ def one_fold(seen: int, queries: Tensor, **more: Any) -> Fold:
 def reading(slots: Slots, fold: Fold) -> Fold:
     """The fold of a layer that holds these slots and no others, where they were said."""
     nowhere = slots.position[:, :, :0]
-    read = Reading(slots, lambda: nowhere, fold.queries, fold.next, fold.form, LayerPositions())
+    read = Reading(
+        lambda: slots, lambda: nowhere, fold.queries, fold.next, fold.form, LayerPositions()
+    )
     return replace(fold, read=read)
 
 

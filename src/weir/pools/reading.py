@@ -26,6 +26,7 @@ from weir.slab import (
     LayerPositions,
     Slots,
     attention_shares,
+    attention_softmax,
     attention_weights,
     logits,
     two_weight_attention,
@@ -47,8 +48,7 @@ class Reading:
     """A layer's slots as the last queries read them.
 
     Attributes:
-        whole: every slot they may have looked at: the front, the run and what arrived, in the order
-            of the slab. Its keys are as they were read, those that come to a pool are not.
+        slots: gives every slot they may have looked at (`whole`).
         frame: gives the places at which the first slots of `whole`, those of the front, are read
             [batch, kv_heads, front], int64; all others stand at their places in the stream.
         queries: the last queries, each at its place in the stream
@@ -57,15 +57,24 @@ class Reading:
         form: how the layer attends.
         positions: what it knows about positions.
         projection: the layer's output projection; None where nobody knows it.
+        arrived: so many of the last of these slots are the newest tokens, in order.
     """
 
-    whole: Slots
+    slots: Callable[[], Slots]
     frame: Callable[[], Tensor]
     queries: Tensor | None
     next: Tensor
     form: Form
     positions: LayerPositions
     projection: Output | None = None
+    arrived: int = 0
+
+    @cached_property
+    def whole(self) -> Slots:
+        """Every slot the last queries may have looked at: the front, the run and what arrived, in
+        the order of the slab. Its keys are as they were read, those that come to a pool are not.
+        """
+        return self.slots()
 
     # --- keys and queries in other places
 
@@ -175,7 +184,7 @@ class Reading:
         Raises:
             WeirError: no pool of the pipe asked for queries (`Pool.needs_queries`).
         """
-        return self._weights[1]
+        return attention_weights(self._logits, self.whole.b, self.form)[1]
 
     def attention(self, slots: Slots) -> Tensor:
         """The share of each query's attention that each slot has received, of all that it gave.
@@ -191,7 +200,7 @@ class Reading:
         """
         start, stop = self._side_by_side(slots.position)
         if stop and torch.equal(slots.b, self.whole.b[:, :, start:stop]):
-            return self._weights[0][..., start:stop]
+            return self._shares[..., start:stop]
         return attention_shares(self._logits_of(slots.position), slots.b, self.lse)
 
     def would_attend(self, slots: Slots) -> Tensor:
@@ -271,18 +280,24 @@ class Reading:
     @cached_property
     def _logits(self) -> Tensor:
         """Of every slot [batch, kv_heads, group, n, slots], float32; -inf where a query is not to
-        look. They are made once: what a pool asks about are some of these slots.
+        look at a token. They are made once: what a pool asks about are some of these slots.
         """
         it = self.whole
         alibi = self.positions.alibi
         tilt = None if alibi is None else self._tilt(alibi, self._everywhere)
         found = logits(self.asked, it.keys, self.form, tilt)
+        n = found.shape[3]
+        if self.positions.window is None and n <= self.arrived:
+            # Each query sees everything in front of the last n tokens, which are its own and its
+            # neighbours'. Empty slots have no weight.
+            found[..., -n:].masked_fill_(self._hidden(it.position[:, :, -n:]), -torch.inf)
+            return found
         return found.masked_fill_(self._hidden(it.position), -torch.inf)
 
     @cached_property
-    def _weights(self) -> tuple[Tensor, Tensor]:
-        """Shares of every slot, and the queries' denominators."""
-        return attention_weights(self._logits, self.whole.b, self.form)
+    def _shares(self) -> Tensor:
+        """The share of each query's attention that every slot has received."""
+        return attention_softmax(self._logits, self.whole.b, self.form)
 
     def _side_by_side(self, position: Tensor) -> tuple[int, int]:
         """Where in `whole` these tokens [batch, kv_heads, n] lie one after the other, as those that

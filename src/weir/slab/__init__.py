@@ -4,6 +4,7 @@ from weir.slab.attention import (
     Form,
     attention_mass,
     attention_shares,
+    attention_softmax,
     attention_weights,
     fused_attention,
     fuses,
@@ -17,9 +18,10 @@ from weir.slab.coded import Coded, coded_in
 from weir.slab.looped import looped_attention, loops
 from weir.slab.positions import Alibi, LayerPositions, Rotary, Turn, packed, rolled, rotation_tables
 from weir.slab.quantised import FORMATS, Format
-from weir.slab.slab import Slab, longer, merge_groups, put_lines, slot_lines
+from weir.slab.slab import Slab, longer, merge_groups, own_copy, put_lines, slot_lines
 from weir.slab.slots import EMPTY, Slots, pick
 from weir.slab.spec import STATE, Heads, SlabSpec
+from weir.slab.stretch import Stretch
 
 __all__ = [
     "EMPTY",
@@ -35,9 +37,11 @@ __all__ = [
     "Slab",
     "SlabSpec",
     "Slots",
+    "Stretch",
     "Turn",
     "attention_mass",
     "attention_shares",
+    "attention_softmax",
     "attention_weights",
     "coded_in",
     "fused_attention",
@@ -47,6 +51,7 @@ __all__ = [
     "looped_attention",
     "loops",
     "merge_groups",
+    "own_copy",
     "packed",
     "pick",
     "put_lines",

@@ -150,6 +150,20 @@ def attention_weights(given: Tensor, b: Tensor, form: Form) -> tuple[Tensor, Ten
     return weights.mul_((top - lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp_()), lse
 
 
+def attention_softmax(given: Tensor, b: Tensor, form: Form) -> Tensor:
+    """The first of `attention_weights`, alone: without sinks one softmax, which is the faster.
+
+    Arguments as there.
+    """
+    if form.sinks is not None or given.device.type != "cpu":
+        return attention_weights(given, b, form)[0]
+    weights = given + _per_slot(b)
+    torch.softmax(weights, dim=-1, out=weights)
+    # One column tells: of a query that sees nothing, every share is not a number.
+    blind = weights[..., :1].isnan()
+    return weights.masked_fill_(blind, 0.0) if bool(blind.any()) else weights
+
+
 def attention_shares(given: Tensor, b: Tensor, lse: Tensor) -> Tensor:
     """What share of each query's attention some slots receive, of all that it gives.
 

@@ -5,7 +5,7 @@ Knows how numbers are written (`quantised`), and nothing about pools, models or 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -71,6 +71,34 @@ class Coded:
         """Quantise keys and values into the slots from `start` on; the front's go to masters."""
         self._write(MASTERS if front and MASTERS in self.buffers else KEYS, start, keys)
         self._write(VALUES, start, values)
+
+    def put(self, start: int, other: Coded, *, front: bool) -> None:
+        """Take over other slots of the same format as they are written; the front's keys go to
+        masters.
+        """
+        keys = MASTERS if front and MASTERS in self.buffers else KEYS
+        for mine, theirs in ((keys, KEYS), (VALUES, VALUES)):
+            for kind in ("", "_peaks"):
+                t = other.buffers[theirs + kind]
+                self.buffers[mine + kind][:, :, start : start + len(other)] = t
+
+    def part(self, start: int, stop: int, *, said: bool = False) -> Coded:
+        """Slots `start` to `stop`, as a view without masters; `said`: with these for keys."""
+        names = {name: name for name in (KEYS, f"{KEYS}_peaks", VALUES, f"{VALUES}_peaks")}
+        if said and MASTERS in self.buffers:
+            names |= {KEYS: MASTERS, f"{KEYS}_peaks": f"{MASTERS}_peaks"}
+        cut = {name: self.buffers[whence][:, :, start:stop] for name, whence in names.items()}
+        return Coded(self.format, cut, self.dtype)
+
+    def join(self, other: Coded) -> Coded:
+        """These slots and then others of the same format, both without masters."""
+        theirs = other.buffers
+        joined = {name: torch.cat([t, theirs[name]], dim=2) for name, t in self.buffers.items()}
+        return Coded(self.format, joined, self.dtype)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Coded:
+        """The same kind of slots, each buffer changed."""
+        return Coded(self.format, {n: change(t) for n, t in self.buffers.items()}, self.dtype)
 
     def write_keys(self, start: int, keys: Tensor) -> None:
         """Quantise what attention is to read in place of the keys of slots from `start` on."""

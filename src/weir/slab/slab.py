@@ -28,6 +28,7 @@ from weir.slab.coded import Coded
 from weir.slab.quantised import Format
 from weir.slab.slots import EMPTY, Slots
 from weir.slab.spec import STATE, Heads, SlabSpec
+from weir.slab.stretch import Piece, Stretch
 
 _BUFFERS = (
     *("keys", "values", "a", "b", "position", "mass", "span"),
@@ -144,36 +145,34 @@ class Slab:
         )
 
     def run(self, start: int, stop: int) -> Slots:
-        """Slots of the run or of the tail; a view, but for keys and values of quantised ones."""
-        keys, values = self.read(start, stop)
+        """Slots of the run or of the tail, as a view."""
         view = Slots(
-            keys=keys,
-            values=values,
+            *self.read(max(start, self.first), max(stop, self.first)),
             a=self.a[:, :, start:stop],
             b=self.b[:, :, start:stop],
             position=self.position[:, :, start:stop],
             mass=None if self.mass is None else self.mass[:, :, start:stop],
             span=None if self.span is None else self.span[:, :, start:stop],
         )
-        if start >= self.first:
-            view.slab, view.place = self, start
+        if self.coded is not None and start < self.first:
+            pieces: list[Piece] = [self.coded.part(start, stop)]
+            if stop > self.first:
+                pieces.append((view.keys, view.values))
+            return Stretch.of(pieces, view.others())
+        view.slab, view.place = self, start
         return view
 
-    def own_copy(self, slots: Slots) -> Slots:
-        """The same slots, in memory of their own where they lie in this slab.
-
-        What is to be written somewhere in the slab may be what has to be read elsewhere.
-        """
-        mine = {t.untyped_storage().data_ptr() for t in self._buffers().values()}
-        return slots.map(lambda t: t.clone() if t.untyped_storage().data_ptr() in mine else t)
+    def storages(self) -> set[int]:
+        """Where the memory of its buffers begins, as `own_copy` asks for it."""
+        return {t.untyped_storage().data_ptr() for t in self._buffers().values()}
 
     def front(self, start: int, stop: int) -> Slots:
-        """Slots of the front, with their master keys; a view, unless they are quantised."""
+        """Slots of the front, with their master keys; a view."""
         slots = self.run(start, stop)
         slots.slab = slots.place = None
         if self.coded is not None and start < self.first:
-            slots.keys = self.coded.masters(start, stop)
-        elif self.masters is not None:
+            return Stretch.of([self.coded.part(start, stop, said=True)], slots.others())
+        if self.masters is not None:
             slots.keys = self.masters[:, :, start - self.first : stop - self.first]
         return slots
 
@@ -222,17 +221,30 @@ class Slab:
         """Overwrite from slot `start` on; the front's keys go to the masters."""
         stop, first = start + len(slots), self.first
         if self.coded is not None and start < first:
-            self.coded.write(start, slots.keys, slots.values, front=front)
+            self._write_coded(self.coded, start, slots, front=front)
         else:
             keys = self.masters if front and self.masters is not None else self.keys
             keys[:, :, start - first : stop - first] = slots.keys
             self.values[:, :, start - first : stop - first] = slots.values
-        for name, t in slots.tensors().items():
-            if name not in ("keys", "values"):
-                getattr(self, name)[:, :, start:stop] = t
+        for name, t in slots.others().items():
+            getattr(self, name)[:, :, start:stop] = t
         if self.split is not None:
             for buffer, t in zip(self.split, split_weights(slots.a, slots.b), strict=True):
                 buffer[:, :, start:stop] = t
+
+    def _write_coded(self, coded: Coded, start: int, slots: Slots, *, front: bool) -> None:
+        """Keys and values of quantised slots: those that are so stored as they are."""
+        if isinstance(slots, Stretch) and slots.pieces is not None:
+            pieces = slots.pieces
+        else:
+            pieces = [(slots.keys, slots.values)]
+        for piece in pieces:
+            if isinstance(piece, Coded):
+                coded.put(start, piece, front=front)
+                start += len(piece)
+            else:
+                coded.write(start, *piece, front=front)
+                start += piece[0].shape[2]
 
     def open_tail(self, start: int, seen: Tensor, chunk: int) -> None:
         """Make `chunk` slots from `start` on ready for the next tokens, and empty the rest.
@@ -349,6 +361,18 @@ def put_lines(buffer: Tensor, t: Tensor, lines: Tensor) -> None:
 def merge_groups(queries: Tensor) -> Tensor:
     """[batch, kv_heads, group, n, key_dim] to [batch, kv_heads, n, group * key_dim]."""
     return queries.transpose(2, 3).flatten(3)
+
+
+def own_copy(slots: Slots, shared: set[int]) -> Slots:
+    """The same slots, in memory of their own where theirs begins at one of the `shared` places.
+
+    What is to be written somewhere in a slab may be what has to be read elsewhere.
+    """
+
+    def own(t: Tensor) -> Tensor:
+        return t.clone() if t.untyped_storage().data_ptr() in shared else t
+
+    return slots.as_stored(own) if isinstance(slots, Stretch) else slots.map(own)
 
 
 def longer(t: Tensor, than: Tensor) -> bool:

@@ -18,8 +18,8 @@ EMPTY = -1
 """The position of a slot that holds no token."""
 
 
-_TENSORS = ("keys", "values", "a", "b", "position", "mass", "span")
-"""What slots are made of, which is what `Slots` is made with."""
+_OTHERS = ("a", "b", "position", "mass", "span")
+"""What slots are made of beside keys and values."""
 
 
 class Home(Protocol):
@@ -79,8 +79,12 @@ class Slots:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name; `mass` and `span` only where they are kept."""
+        return {"keys": self.keys, "values": self.values, **self.others()}
+
+    def others(self) -> dict[str, Tensor]:
+        """All tensors but keys and values, by name."""
         own = vars(self)  # a fold asks some twenty times: `dataclasses.fields` would be felt
-        return {name: own[name] for name in _TENSORS if isinstance(own[name], Tensor)}
+        return {name: own[name] for name in _OTHERS if own[name] is not None}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Slots:
         """New slots, no view of a slab: each tensor [batch, kv_heads, slots, ...] changed."""
@@ -100,20 +104,17 @@ class Slots:
     def take(self, index: Tensor) -> Slots:
         """The slots that `index` [batch, kv_heads, n] names; where it is -1 the slot is empty."""
         nowhere = index < 0
-        index = index.clamp_min(0)
-
-        def gather(t: Tensor) -> Tensor:
-            if t.ndim == 3:
-                return t.gather(2, index)
-            return pick(t, index)
-
-        taken = self.map(gather)
+        taken = self.picked(index.clamp_min(0))
         taken.a = taken.a.masked_fill(nowhere, -torch.inf)
         taken.b = taken.b.masked_fill(nowhere, -torch.inf)
         taken.position = taken.position.masked_fill(nowhere, EMPTY)
         if taken.mass is not None:
             taken.mass = taken.mass.masked_fill(nowhere, 0.0)
         return taken
+
+    def picked(self, index: Tensor) -> Slots:
+        """Copies of the slots that `index` [batch, kv_heads, n], from 0 on, names."""
+        return self.map(lambda t: pick(t, index))
 
     def join(self, other: Slots) -> Slots:
         """These slots and then the others; a view where both lie side by side in one slab."""
@@ -141,7 +142,7 @@ class Slots:
         if len(counts) == 1:
             # As many in each head, as is mostly so: no slot is going to be empty.
             index = mask.nonzero()[:, 2].view(*mask.shape[:2], *counts)
-            return self.map(lambda t: t.gather(2, index) if t.ndim == 3 else pick(t, index))
+            return self.picked(index)
         count = mask.cumsum(dim=2)
         width = max(counts)
         # Where each goes; all others to a place beyond the last.
@@ -163,12 +164,14 @@ def pick(t: Tensor, index: Tensor) -> Tensor:
     """The slots of `t` that `index` names.
 
     Args:
-        t: [batch, heads, slots, dim], a view of a slab, say.
+        t: [batch, heads, slots] or [batch, heads, slots, dim], a view of a slab, say.
         index: [batch, heads, n], int64, from 0 on.
 
     Returns:
-        [batch, heads, n, dim].
+        [batch, heads, n] or [batch, heads, n, dim].
     """
+    if t.ndim == 3:
+        return t.gather(2, index)
     batch, heads, _, dim = t.shape
     steps = t.stride()
     if not t.numel() or steps[3] != 1 or any(step % dim for step in steps[:3]):

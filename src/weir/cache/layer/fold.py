@@ -25,7 +25,7 @@ from weir.cache.layer.queries import (
 from weir.cache.layer.spec import LayerSpec
 from weir.errors import WeirError
 from weir.pools import Fold, Reading
-from weir.slab import Form, Slab, Slots, longer, packed, rolled
+from weir.slab import Form, Slab, Slots, longer, own_copy, packed, rolled
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,13 @@ class Folding:
             told = self._told(piece, row, arrived)
             groups.setdefault((tuple(lengths[row]), arrived, told), []).append(row)
         for (lengths_of, arrived, _), rows in groups.items():
-            used = list(lengths_of)
-            end = laid_out(self.spec.pipe, used).used
-            index = torch.tensor(rows, device=slab.keys.device)
+            lies = laid_out(self.spec.pipe, lengths_of)
+            end, every = lies.used, len(rows) == slab.keys.shape[0]
+            index = None if every else torch.tensor(rows, device=slab.keys.device)
             part = self._rows(slab, rows, index)
             if arrivals is not None:
-                new = arrivals.of_rows(index).part(0, arrived)
+                whose = arrivals if index is None else arrivals.of_rows(index)
+                new = whose.part(0, arrived)
             else:
                 new = part.run(end, end + arrived)
             if arrivals is None and part.mass is not None:
@@ -78,26 +79,27 @@ class Folding:
             queries = last_queries(part, self.spec.pipe.needs_queries)
             # Pools may hold on to them, and the next tokens' will be written here.
             queries = None if queries is None else queries.clone()
-            ahead, clock = piece.after[index], piece.clock[index]
-            read = self._reading(part, used, new, queries, ahead, form)
+            ahead, clock = piece.after, piece.clock
+            if index is not None:
+                ahead, clock = ahead[index], clock[index]
             its_seeds = tuple(seeds[row] for row in rows)
             fold = Fold(
                 draws=replace(
                     self.spec.draws,
                     seed=its_seeds[0] if len(set(its_seeds)) == 1 else its_seeds,
                 ),
-                seen=ahead - piece.origin,
+                seen=ahead - piece.origin if piece.origin else ahead,
                 queries=queries,
-                read=read,
+                read=self._reading(part, lies, new, queries, ahead, form),
                 prompt=arrivals is not None,
                 origin=piece.origin,
                 form=form,
                 alibi=self.spec.positions.alibi,
                 **self._marks(piece, rows),
             )
-            kept = self._fold(part, used, new, fold, ahead, clock)
+            kept = self._fold(part, lies, new, fold, ahead, clock)
             keep_older_queries(part, self.spec.chunk)
-            if part.keys.data_ptr() != slab.keys[rows[0]].data_ptr():
+            if index is not None and part.keys.data_ptr() != slab.keys[rows[0]].data_ptr():
                 if self.spec.pipe.slots is None:
                     slab.grow(len(part), 0 if part.masters is None else part.masters.shape[2])
                 slab.put_rows(index, part)
@@ -126,9 +128,9 @@ class Folding:
         turn = torch.tensor([marks.turn for marks in each], device=piece.device)
         return {"beginning": each[0].beginning, "turn": turn, "header": each[0].header}
 
-    def _rows(self, slab: Slab, rows: list[int], index: Tensor) -> Slab:
+    def _rows(self, slab: Slab, rows: list[int], index: Tensor | None) -> Slab:
         """The rows of a slab: a view where they lie side by side, otherwise copies."""
-        if len(rows) == slab.keys.shape[0]:
+        if index is None:
             return slab
         if self.spec.pipe.slots is not None and rows[-1] - rows[0] == len(rows) - 1:
             return slab.view(rows[0], rows[-1] + 1)
@@ -137,7 +139,7 @@ class Folding:
     def _reading(
         self,
         slab: Slab,
-        lengths: list[int],
+        lies: Layout,
         new: Slots,
         queries: Tensor | None,
         ahead: Tensor,
@@ -145,28 +147,24 @@ class Folding:
     ) -> Reading:
         """What the last queries read, of a slab whose rows all lie alike, before it is packed.
 
-        Looks at nothing but where tokens stand: all else waits until a pool asks.
+        Looks at nothing: all waits until a pool asks.
         """
         spec = self.spec
-        lies = laid_out(spec.pipe, lengths)
-        whole = slab.run(lies.first, lies.used)
-        if lies.coded:
-            front, run = slab.run(lies.first, lies.front), slab.run(lies.front, lies.used)
-            whole = front.join(slab.run(0, lies.coded)).join(run)
         return Reading(
-            whole.join(new),
-            partial(self.frame, slab, lies, ahead - len(new)),
+            partial(_every, slab, lies, new),
+            lambda: self.frame(slab, lies, ahead - len(new)),
             queries,
             ahead,
             form,
             spec.positions,
             spec.output,
+            len(new),
         )
 
     def _fold(
         self,
         slab: Slab,
-        lengths: list[int],
+        before: Layout,
         new: Slots,
         fold: Fold,
         ahead: Tensor,
@@ -177,16 +175,15 @@ class Folding:
         `ahead` [batch] is each row's next place in the stream, `clock` [batch] that on three axes.
         """
         pipe, chunk = self.spec.pipe, self.spec.chunk
-        before = laid_out(pipe, lengths)
         held: list[Slots] = [new] * len(before.order)
         for pool, start in before.starts.items():
             view = slab.front if pool in pipe.front else slab.run
-            held[pool] = view(start, start + lengths[pool])
+            held[pool] = view(start, start + before.lengths[pool])
         states = self.states(slab)
         kept = pipe.fold(held, new, fold, states)
         self._remember_states(slab, states)
         after = laid_out(pipe, [len(slots) for slots in kept])
-        moves = []
+        moves, shared = [], slab.storages()
         for pool, start in after.starts.items():
             slots = kept[pool]
             # What a pool returns as it was given, or as a view of the run, need not be copied
@@ -194,7 +191,7 @@ class Folding:
             untouched = slots is held[pool] or (slots.slab is slab and pool in pipe.run)
             was = slots.place if slots.slab is slab else before.starts[pool]
             if not (untouched and was == start) and len(slots):
-                moves.append((start, slab.own_copy(slots), pool in pipe.front))
+                moves.append((start, own_copy(slots, shared), pool in pipe.front))
         if after.used + chunk > len(slab):
             slab.grow(2 * (after.used + chunk))
         in_front = after.front - after.first
@@ -277,6 +274,15 @@ class Folding:
         if self.spec.positions.rolling and position.shape[2]:
             return rolled(position, ahead - lies.run)
         return position
+
+
+def _every(slab: Slab, lies: Layout, new: Slots) -> Slots:
+    """All slots of a slab whose rows all lie alike: the front, the run and what arrived."""
+    whole = slab.run(lies.first, lies.used)
+    if lies.coded:
+        front, run = slab.run(lies.first, lies.front), slab.run(lies.front, lies.used)
+        whole = front.join(slab.run(0, lies.coded)).join(run)
+    return whole.join(new)
 
 
 def _in_front(t: Tensor, lies: Layout) -> Tensor:

@@ -18,6 +18,7 @@ class Layout:
     """The slots of a row.
 
     Attributes:
+        lengths: slots in use, by pool.
         order: the pools as they lie.
         starts: the first slot of each pool, by its place in the pipe.
         coded_front, coded: quantised slots in use, those of the front and all.
@@ -26,6 +27,7 @@ class Layout:
         used: where the run ends, and the tail begins.
     """
 
+    lengths: tuple[int, ...]
     order: tuple[int, ...]
     starts: dict[int, int]
     coded_front: int
@@ -55,7 +57,7 @@ def laid_out(pipe: Pipe, lengths: Sequence[int]) -> Layout:
     coded_front = sum(lengths[pool] for pool in pipe.coded if pool in pipe.front)
     front = first + sum(lengths[pool] for pool in in_front)
     order = (*pipe.coded, *exact)
-    return Layout(order, starts, coded_front, ends[0], first, front, ends[1])
+    return Layout(tuple(lengths), order, starts, coded_front, ends[0], first, front, ends[1])
 
 
 def used(pipe: Pipe, lengths: Sequence[int]) -> int:
