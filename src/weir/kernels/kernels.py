@@ -26,6 +26,7 @@ _LIBRARIES = ("numba", "triton")
 _MADE = {
     ("numba", "walk"): ("weir.kernels.numba_walk", "walk"),
     ("numba", "farthest_first"): ("weir.kernels.numba_farthest_first", "farthest_first"),
+    ("numba", "draws"): ("weir.kernels.numba_draws", "several"),
     ("numba", "decode8"): ("weir.kernels.numba_decode", "decode8"),
     ("numba", "linear"): ("weir.kernels.numba_linear", "linear"),
     ("numba", "linear8"): ("weir.kernels.numba_linear", "linear8"),
@@ -60,6 +61,13 @@ def farthest_first(device: torch.device) -> Callable[..., Any] | None:
     reference.
     """
     return _kernel(_library(device), "farthest_first")
+
+
+def draws(device: torch.device) -> Callable[..., Any] | None:
+    """What makes random numbers by name on a device (see `weir.kernels.numba_draws`); None for
+    `weir.pools.draws` alone.
+    """
+    return _kernel(_library(device), "draws")
 
 
 def linear(device: torch.device) -> Callable[..., Any] | None:

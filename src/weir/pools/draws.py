@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from weir import kernels
 from weir.errors import WeirError
 
 
@@ -88,10 +89,18 @@ class Draws:
         Raises:
             WeirError: there is a seed for each row, and the batch has more or fewer rows.
         """
+        made = (
+            self._by_kernel(purpose, position, 1) if isinstance(index, int) and not index else None
+        )
+        if made is not None:
+            return made[..., 0]
         return _uniform(_step(self._of_tokens(purpose, position), index))
 
     def several(self, purpose: int, position: Tensor, count: int) -> Tensor:
         """`uniform` with every index from 0 to `count` [batch, kv_heads or 1, n, count]."""
+        made = self._by_kernel(purpose, position, count)
+        if made is not None:
+            return made
         of_tokens = self._of_tokens(purpose, position)[..., None]
         return _uniform(_step(of_tokens, torch.arange(count, device=position.device)))
 
@@ -102,15 +111,25 @@ class Draws:
 
     def _of_rows(self, purpose: int, position: Tensor) -> Tensor:
         """What seed, layer, pool and purpose make [1], or [batch, 1, 1] where seeds differ."""
-        seeds = self.seed if isinstance(self.seed, tuple) else (self.seed,)
-        if isinstance(self.seed, tuple) and len(seeds) != position.shape[0]:
-            raise WeirError(
-                f"there are draws for {len(seeds)} rows, and the batch has {position.shape[0]}"
-            )
-        begun = [_begin(seed, self.layer, self.pool, purpose) for seed in seeds]
-        if len(set(seeds)) == 1:
+        begun = self._begun(purpose, position.shape[0])
+        if len(set(begun)) == 1:
             return position.new_full((1,), begun[0])
         return position.new_tensor(begun)[:, None, None]
+
+    def _begun(self, purpose: int, batch: int) -> list[int]:
+        """The same, of each row."""
+        seeds = self.seed if isinstance(self.seed, tuple) else (self.seed,) * batch
+        if len(seeds) != batch:
+            raise WeirError(f"there are draws for {len(seeds)} rows, and the batch has {batch}")
+        return [_begin(seed, self.layer, self.pool, purpose) for seed in seeds]
+
+    def _by_kernel(self, purpose: int, position: Tensor, count: int) -> Tensor | None:
+        """`several`; None where no kernel makes it."""
+        kernel = kernels.draws(position.device)
+        if kernel is None:
+            return None
+        made: Tensor = kernel(self._begun(purpose, position.shape[0]), self.first, position, count)
+        return made
 
 
 def _uniform(x: Tensor) -> Tensor:
