@@ -16,27 +16,33 @@ from weir.errors import PolicyError
 from weir.evals.notation import takes_budget, with_budget
 
 
+CENTRES = "quiet=3, half_life=4096"
+
+
 @pytest.mark.parametrize(
     ("text", "pipe"),
     [
-        ("weir", "sink(4) | recent(16) | recent(172):int8 | kcenter(64):int8"),
-        ("weir(100)", "sink(4) | recent(16) | recent(55):int8 | kcenter(25):int8"),
-        ("weir(budget=7)", "sink(4) | recent(2) | kcenter(1):int8"),
-        ("weir(40, newest=0)", "sink(4) | recent(26):int8 | kcenter(10):int8"),
-        ("weir(40, sinks=0, slots=fp8)", "recent(16) | recent(14):fp8 | kcenter(10):fp8"),
-        ("weir(40, slots=exact)", "sink(4) | recent(26) | kcenter(10)"),
-        ("pinned(weir(40), 3, 2)", "beginning(3) | sink(4) | recent(16) | recent(10):int8 | "
-         "header(2) | kcenter(10):int8"),
+        ("weir", f"sink(4) | recent(16) | recent(151):int8 | kcenter(85, {CENTRES}):int8"),
+        ("weir(100)", f"sink(4) | recent(16) | recent(47):int8 | kcenter(33, {CENTRES}):int8"),
+        ("weir(budget=7)", f"sink(4) | recent(1) | kcenter(2, {CENTRES}):int8"),
+        ("weir(40, newest=0)", f"sink(4) | recent(23):int8 | kcenter(13, {CENTRES}):int8"),
+        ("weir(40, sinks=0, slots=fp8)",
+         f"recent(16) | recent(11):fp8 | kcenter(13, {CENTRES}):fp8"),
+        ("weir(40, slots=exact)", f"sink(4) | recent(23) | kcenter(13, {CENTRES})"),
+        ("weir(40, quiet=0, half_life=none)",
+         "sink(4) | recent(16) | recent(7):int8 | kcenter(13):int8"),
+        ("pinned(weir(40), 3, 2)", "beginning(3) | sink(4) | recent(16) | recent(7):int8 | "
+         f"header(2) | kcenter(13, {CENTRES}):int8"),
     ],
 )  # fmt: skip
-def test_a_quarter_is_for_centres_and_the_newest_stay_exact(text, pipe):
+def test_a_third_is_for_centres_and_the_newest_stay_exact(text, pipe):
     assert weir.policy(text).for_layer(0, 1) == weir.policy(pipe)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("weir(5)", "4 sinks, the newest tokens and a quarter of its budget of centres, at least"),
+        ("weir(5)", "4 sinks, the newest tokens and a third of its budget of centres, at least"),
         ("weir(20, sinks=15)", "so a budget of 20 is too small"),
         ("weir(64, newest=-1)", "newest tokens that stay exact are 0 or more, not -1"),
         ("weir(64, slots=int2)", "slots can be int8"),

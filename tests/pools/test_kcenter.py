@@ -204,6 +204,36 @@ def test_a_newer_key_like_a_centre_takes_its_place_but_never_the_first_ones():
         assert sorted([*wanted, *gone.position[0, 0].tolist()]) == list(range(7))
 
 
+def test_centres_count_less_from_when_one_had_to_go_but_not_the_first_nor_what_flows_on():
+    keys = whole_keys(1, 2, 30)
+    made: list[Slots] = []
+    pool, fold = KCenter(6, quiet=2.0), replace(FOLD)
+    held = slots_at(torch.empty(1, 2, 0, dtype=torch.int64), keys)
+    fold = replace(fold, state=pool.state(held))
+    for places in ([0, 1, 2], [3, 4, 5], [], [6, 7], [], [8, 9, 10]):
+        new = slots_at(torch.tensor(places, dtype=torch.int64).expand(1, 2, -1), keys)
+        held, rest = pool.fold(held, new, fold)
+        as_it_came = slots_at(rest.position, keys)
+        assert torch.equal(rest.a, as_it_came.a)
+        assert torch.equal(rest.b, as_it_came.b)
+        made.append(held)
+    for slots, full in zip(made, (False, False, False, True, True, True), strict=True):
+        as_it_came = slots_at(slots.position, keys)
+        lower = torch.where(slots.position > 0, 2.0 * full, 0.0)
+        assert torch.equal(slots.a, as_it_came.a - lower)
+        assert torch.equal(slots.b, as_it_came.b - lower)
+
+
+def test_of_two_keys_alike_age_says_which_stays_and_far_ones_fade():
+    keys = torch.tensor([0.0, 10.0, 30.0, 10.0, 8.0])[None, None, :, None]
+    new = slots_at(torch.arange(5)[None, None], keys)
+    fold = replace(FOLD, seen=torch.tensor([5]))
+    # Ages 5 to 1: 30 counts as 3.75 with a half-life of 1, 10 as 2.5 then, 8 as 4.
+    for half_life, k, wanted in ((None, 3, [0, 1, 2]), (100, 3, [0, 2, 3]), (1, 2, [0, 4])):
+        kept, _ = KCenter(k, half_life=half_life).fold(new.part(0, 0), new, fold)
+        assert kept.position[0, 0].tolist() == wanted
+
+
 def test_a_centre_brings_its_neighbours_as_far_as_there_is_room():
     keys = torch.tensor([0.0, 1.0, 2.0, 3.0, 50.0, 4.0, 5.0, 6.0])[None, None, :, None]
     new = slots_at(torch.arange(8)[None, None], keys)
@@ -220,6 +250,9 @@ def test_a_centre_brings_its_neighbours_as_far_as_there_is_room():
         ({"use": math.inf}, "a power from 0 on, not inf"),
         ({"fresh": 1.0}, "from 0 to less than 1, not 1"),
         ({"fresh": math.nan}, "from 0 to less than 1, not nan"),
+        ({"quiet": -1.0}, "quiet is what the log-weight of a centre of kcenter is lower, 0 to 10000"),
+        ({"quiet": math.nan}, "not nan"),
+        ({"half_life": 0}, "halve after 1 token or more, not 0"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(given, reason):
@@ -286,6 +319,15 @@ def test_centres_make_way_for_keys_that_are_alike_without_rotation(llama):
     holds_as(cache, naive)
 
 
+def test_quiet_centres_that_fade_are_read_as_the_naive_loop_reads_them(llama, ids):
+    tokens = ids(1, 90)
+    options = {"quiet": 1.5, "half_life": 16}
+    cache = weir.StreamingCache(llama, "recent(8) | kcenter(6, quiet=1.5, half_life=16)", chunk=5)
+    naive = Naive(llama, centres_of(8, 6, **options), pools=2, chunk=5)
+    close_runs(fed(llama, cache, tokens, [30, 1, 59])[0], naive.feed(tokens[0]), llama)
+    holds_as(cache, naive)
+
+
 def test_a_whole_prompt_is_compressed_once_as_in_the_paper(llama, ids):
     tokens = ids(1, 90)
     cache = weir.StreamingCache(llama, "kcenter(budget=20)", chunk=4, prefill="full")
@@ -300,17 +342,23 @@ def test_a_whole_prompt_is_compressed_once_as_in_the_paper(llama, ids):
 
 def test_below_its_budget_it_is_dense(llama, ids):
     tokens = ids(1, 60)
-    cache = weir.StreamingCache(llama, "kcenter(budget=64)", chunk=4)
     dense = llama(tokens, use_cache=False).logits
-    close_runs(fed(llama, cache, tokens, [60]), dense, llama)
+    for policy in ("kcenter(budget=64)", "recent(30) | kcenter(30, quiet=3)"):
+        cache = weir.StreamingCache(llama, policy, chunk=4)
+        close_runs(fed(llama, cache, tokens, [60]), dense, llama)
 
 
-def test_a_row_gets_what_it_would_get_alone(llama, ids):
-    rows_read_alone(llama, "kcenter(budget=12)", ids(2, 80), [0, 13], [30, 1, 49], chunk=4)
+POLICIES = ["kcenter(budget=12)", "recent(6) | kcenter(6, quiet=1.5, half_life=16)"]
 
 
-def test_a_stream_goes_on_bit_for_bit_after_it_was_restored(llama, ids, tmp_path):
-    sizes = restored_goes_on(llama, "kcenter(budget=12)", ids(1, 100), 50, tmp_path, chunk=4)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_row_gets_what_it_would_get_alone(llama, ids, policy):
+    rows_read_alone(llama, policy, ids(2, 80), [0, 13], [30, 1, 49], chunk=4)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_stream_goes_on_bit_for_bit_after_it_was_restored(llama, ids, tmp_path, policy):
+    sizes = restored_goes_on(llama, policy, ids(1, 100), 50, tmp_path, chunk=4)
     assert len(sizes) == 1
 
 

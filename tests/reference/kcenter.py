@@ -2,8 +2,8 @@
 
 SubGen (Zandieh et al. 2024), section 3.2, with its reference [8], Dyer and Frieze 1985: the first
 centre is arbitrary (the oldest token here); each next one is the point whose distance to the
-nearest centre is the largest (the oldest of them). Neighbours, weights and centres that make way
-are options of weir's.
+nearest centre is the largest (the oldest of them). Neighbours, weights, age, centres that make way
+and centres that count less are options of weir's.
 """
 
 from __future__ import annotations
@@ -78,16 +78,26 @@ def kcenter_of(
     fresh: float = 0.0,
     weight: Callable[[Any], float] = lambda t: 1.0,
     plain: Callable[[Any], list[float]] | None = None,
+    quiet: float = 0.0,
+    half_life: float = math.inf,
 ) -> Callable[..., tuple[list[Any], list[Any]]]:
     """A fold (mine, new, at) -> (mine, gone); `key(token, at)` is what distances are about.
 
-    `plain(token)` is the key by which centres make way, if it is another.
+    `plain(token)` is the key by which centres make way, if it is another. With `quiet` centres but
+    the first count less from the first time that one had to go; `half_life` is of distances.
     """
+    came: dict[int, tuple[float, float]] = {}  # by place in the stream
+    full: set[Any] = set()
 
     def fold(mine: list[Any], new: list[Any], at: Any = None) -> tuple[list[Any], list[Any]]:
         tokens = [*mine, *new]
         keys = {token.position: key(token, at) for token in tokens}
-        centres = greedy_k_center(tokens, k, lambda t: keys[t.position], weight)
+
+        def of_age(token: Any) -> float:
+            age = 0 if half_life == math.inf else at.seen - token.position
+            return weight(token) * 0.5 ** (age / half_life)
+
+        centres = greedy_k_center(tokens, k, lambda t: keys[t.position], of_age)
         if len(tokens) > k:
             first = centres[0]
             centres = with_neighbours(centres, tokens, k, spans)
@@ -98,6 +108,14 @@ def kcenter_of(
         chosen = {token.position for token in centres}
         by_age = sorted(tokens, key=lambda t: t.position)
         stay = [t for t in by_age if t.position in chosen]
+        if quiet:
+            where = None if at is None else (at.layer, at.head)
+            came.update({t.position: (t.a, t.b) for t in new})
+            full.update({where} if len(tokens) > k else ())
+            for token in by_age:
+                token.a, token.b = came[token.position]
+                if where in full and token.position in chosen and token is not stay[0]:
+                    token.a, token.b = token.a - quiet, token.b - quiet
         return stay, [t for t in by_age if t.position not in chosen]
 
     return fold

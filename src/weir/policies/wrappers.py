@@ -11,7 +11,7 @@ from weir.policies.pyramid import Pyramid
 from weir.policies.quantised import EXACT, Quantised
 from weir.pools import KCenter, Snap
 
-OF_CENTRES = 4
+OF_CENTRES = 3
 """One in so many slots of `weir` is a centre's."""
 
 
@@ -78,20 +78,29 @@ def quantised(
 
 @named(
     "weir's own: StreamingLLM, SubGen's k centres (Zandieh et al. 2024), slots of 8 bits",
-    pipe="sink(4) | recent(16) | recent(172):int8 | kcenter(64):int8",
+    pipe="sink(4) | recent(16) | recent(151):int8 | kcenter(85, quiet=3, half_life=4096):int8",
 )
-def weir(budget: int = 256, sinks: int = 4, newest: int = 16, slots: str = "int8") -> Policy:
-    """Keep sinks, the newest tokens and, a quarter, those whose keys lie far apart; in 8 bits.
+def weir(
+    budget: int = 256,
+    sinks: int = 4,
+    newest: int = 16,
+    slots: str = "int8",
+    quiet: float = 3.0,
+    half_life: int | None = 4096,
+) -> Policy:
+    """Keep sinks, the newest tokens and, a third, those whose keys lie far apart; in 8 bits.
 
     `slots` says how they are written, but for the sinks and the `newest` tokens, which stay exact.
-    With `slots=exact` all are as the model computes.
+    With `slots=exact` all are as the model computes. `quiet` and `half_life` are of `kcenter`: how
+    much less centres count, and after how many tokens they are half as far apart.
     """
     centres = budget // OF_CENTRES
     recent = budget - sinks - centres
     if recent < 1 or centres < 1:
         raise WeirError(
-            f"weir keeps {sinks} sinks, the newest tokens and a quarter of its budget of centres, "
+            f"weir keeps {sinks} sinks, the newest tokens and a third of its budget of centres, "
             f"at least 1 of either, so a budget of {budget} is too small"
         )
-    pipe = Pipe((*ends(sinks, recent), KCenter(centres)))
+    middle = KCenter(centres, quiet=quiet, half_life=half_life)
+    pipe = Pipe((*ends(sinks, recent), middle))
     return pipe if slots == EXACT else Quantised(pipe, slots, newest).for_layer(0, 1)

@@ -6,27 +6,29 @@ farthest-first traversal (the paper's reference [8]). Start somewhere, then pick
 farthest from all centres picked so far, k - 1 times. No choice of k centres at all covers the keys
 within less than half the radius of this one.
 
-What the paper does not have are three options: neighbours that come along, distances weighed by
-use, and centres that make way for newer keys like theirs.
+What the paper does not have are five options: neighbours that come along, distances weighed by use
+and by age, centres that make way for newer keys like theirs, and centres that count less.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from weir import kernels
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool, split
+from weir.pools.base import MOST_WEIGHT, Fold, Pool, split
 from weir.pools.ranked import highest, pooled
 from weir.pools.registry import pool
 from weir.slab import Slots
 
 LEAST_USE = 1e-6
 """Attention by query below which tokens count as equally unused."""
+LEAST_AGED = 1e-12
+"""What is left of distances at any age; zero would be that of a key that is there already."""
 
 
 @pool("kcenter")
@@ -49,12 +51,16 @@ class KCenter(Pool):
         fresh: a centre makes way for the newest of the tokens that are nearer to it than this share
             of the radius, the distance within which every key has a centre; 0 for never. The first
             centre makes no way. These distances are of keys without rotation.
+        quiet: once a token had to go, every centre but the first counts e^-quiet; 0 for as it came.
+        half_life: distances of a token halve whenever so many more have been read; None for never.
     """
 
     k: int
     spans: int = 0
     use: float = 0.0
     fresh: float = 0.0
+    quiet: float = 0.0
+    half_life: int | None = None
 
     def __post_init__(self) -> None:
         if self.k < 1:
@@ -67,6 +73,16 @@ class KCenter(Pool):
             raise WeirError(
                 f"fresh is a share of the radius of kcenter from 0 to less than 1, not "
                 f"{self.fresh:g}"
+            )
+        if not 0 <= self.quiet <= MOST_WEIGHT:
+            raise WeirError(
+                f"quiet is what the log-weight of a centre of kcenter is lower, 0 to "
+                f"{MOST_WEIGHT:g}, not {self.quiet:g}"
+            )
+        if self.half_life is not None and self.half_life < 1:
+            raise WeirError(
+                f"distances of kcenter halve after 1 token or more, not {self.half_life}; without "
+                "half_life they never do"
             )
 
     @property
@@ -83,13 +99,40 @@ class KCenter(Pool):
         """As many slots as there are centres."""
         return self.k
 
+    def state(self, like: Slots) -> dict[str, Tensor]:
+        """Where centres are quiet, `full`: whether a token had to go [batch, kv_heads], bool."""
+        if not self.quiet:
+            return {}
+        return {"full": torch.zeros_like(like.held.any(dim=2))}
+
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Pick centres anew; both what stays and what flows on lie from the oldest token on."""
-        both = fold.in_order(held, new)
+        if not self.quiet:
+            return self._picked(fold.in_order(held, new), fold)
+        # What has to go flows on with the weight it came with.
+        both = fold.in_order(self._louder(held, fold.state["full"], self.quiet), new)
+        fold.state["full"] = fold.state["full"] | (both.held.sum(dim=2) > self.k)
+        stays, rest = self._picked(both, fold)
+        return self._louder(stays, fold.state["full"], -self.quiet), rest
+
+    def _louder(self, slots: Slots, where: Tensor, by: float) -> Slots:
+        """Slots from the oldest on, the log-weights of all but the first of them raised.
+
+        Args:
+            slots: what the pool holds.
+            where: in which heads [batch, kv_heads], bool.
+            by: so much; below 0 they are lowered.
+        """
+        others = slots.held & (slots.held.cumsum(dim=2) > 1) & where[..., None]
+        more = others.to(slots.a.dtype) * by
+        return replace(slots, a=slots.a + more, b=slots.b + more)
+
+    def _picked(self, both: Slots, fold: Fold) -> tuple[Slots, Slots]:
+        """Of slots from the oldest on, the centres, and what flows on."""
         if len(both) <= self.k:
             return split(both, both.held)
         pick = kernels.farthest_first(both.keys.device) or farthest_first
-        weight = self._weight(both, fold) if self.use else None
+        weight = self._weight(both, fold) if self.use or self.half_life else None
         order = pick(both.keys, both.held, self.k, weight)
         stays = order >= 0
         if self.spans:
@@ -105,10 +148,14 @@ class KCenter(Pool):
 
     def _weight(self, slots: Slots, fold: Fold) -> Tensor:
         """What distances are multiplied by [batch, kv_heads, slots], float32, above 0."""
-        assert slots.mass is not None
-        asked = (fold.next[:, None, None] - slots.position).clamp_min(1)
-        share = slots.mass.double() / asked
-        return share.clamp_min(LEAST_USE).pow(self.use).float()
+        age = (fold.next[:, None, None] - slots.position).clamp_min(1).double()
+        weight = torch.ones_like(age)
+        if self.use:
+            assert slots.mass is not None
+            weight = (slots.mass.double() / age).clamp_min(LEAST_USE).pow(self.use)
+        if self.half_life:
+            weight = weight * torch.exp2(-age / self.half_life).clamp_min(LEAST_AGED)
+        return weight.float()
 
 
 def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = None) -> Tensor:
