@@ -250,7 +250,10 @@ def test_a_centre_brings_its_neighbours_as_far_as_there_is_room():
         ({"use": math.inf}, "a power from 0 on, not inf"),
         ({"fresh": 1.0}, "from 0 to less than 1, not 1"),
         ({"fresh": math.nan}, "from 0 to less than 1, not nan"),
-        ({"quiet": -1.0}, "quiet is what the log-weight of a centre of kcenter is lower, 0 to 10000"),
+        (
+            {"quiet": -1.0},
+            "quiet is what the log-weight of a centre of kcenter is lower, 0 to 10000",
+        ),
         ({"quiet": math.nan}, "not nan"),
         ({"half_life": 0}, "halve after 1 token or more, not 0"),
     ],

@@ -2,6 +2,7 @@
 
 from weir.cache.cache import Positions, Prefill, StreamingCache
 from weir.cache.contents import Contents
+from weir.cache.default import DEFAULT, policy_beside, policy_for
 from weir.cache.forward import Folded, Forward
 from weir.cache.generating import generate
 from weir.cache.holding import Held, Holding, holding_in
@@ -14,6 +15,7 @@ from weir.cache.size import Size, read_bytes, size_of
 from weir.cache.state import RowState, check_state
 
 __all__ = [
+    "DEFAULT",
     "FARTHEST",
     "Contents",
     "Folded",
@@ -41,6 +43,8 @@ __all__ = [
     "optional",
     "pipes_of",
     "plan_layers",
+    "policy_beside",
+    "policy_for",
     "read_bytes",
     "record",
     "row_facts",

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weir.cache.contents import Contents, contents_of, report
+from weir.cache.default import policy_for
 from weir.cache.forward import Folded, Forward
 from weir.cache.holding import Holding, holding_of
 from weir.cache.layer import Layer
@@ -31,7 +32,7 @@ from weir.models import (
     input_device,
     transformers_model,
 )
-from weir.policies import Policy, policy_of, with_slots
+from weir.policies import Policy
 from weir.pools import fits
 
 Positions = Literal["rolling", "original"]
@@ -52,7 +53,9 @@ class StreamingCache(MovingRows):
 
     Args:
         model: the causal language model it is for.
-        policy: a pipe, `"sink(4) | recent(252)"`, or a named policy, `"streaming_llm(budget=256)"`.
+        policy: a pipe, `"sink(4) | recent(252)"`, or a named policy, `"streaming_llm(budget=256)"`,
+            which is taken where neither this nor `slots` is given and no `weir.toml` lies in the
+            model's folder.
         chunk: tokens that are taken in before the pipe folds them; the slab has `chunk` slots more
             than the policy. With 1, StreamingLLM to the letter.
         seed: of all random draws.
@@ -90,7 +93,7 @@ class StreamingCache(MovingRows):
     def __init__(
         self,
         model: PreTrainedModel,
-        policy: str | Policy = "streaming_llm(budget=256)",
+        policy: str | Policy | None = None,
         *,
         chunk: int = 64,
         seed: int = 0,
@@ -112,7 +115,7 @@ class StreamingCache(MovingRows):
             if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
                 raise WeirError(f"{name} must be a whole number from {at_least} on, not {value!r}")
         served = transformers_model(model)
-        self.policy = with_slots(policy_of(policy), slots)
+        self.policy = policy_for(served, policy, slots)
         self.chunk = chunk
         self.seed = seed
         self.positions = positions

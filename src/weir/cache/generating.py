@@ -17,9 +17,6 @@ from weir.cache.cache import Positions, Prefill, StreamingCache
 from weir.errors import WeirError
 from weir.policies import Policy
 
-POLICY = "streaming_llm(budget=256)"
-"""What a text is generated under where nothing is said."""
-
 _DECODING = {
     GenerationMode.GREEDY_SEARCH: "_sample",
     GenerationMode.SAMPLE: "_sample",
@@ -50,8 +47,7 @@ def generate(
         model: the model whose `generate` was called.
         input_ids: the prompt [batch, length], one row for each beam or sample, as prepared.
         generation_config: what `generate` was asked for.
-        policy, chunk, seed, positions, prefill: of the cache, as for `StreamingCache`; a policy
-            left out is `streaming_llm(budget=256)`.
+        policy, chunk, seed, positions, prefill: of the cache, as for `StreamingCache`.
         prepared: what else transformers hands to its own decoding, handed on; `past_key_values`
             is a `StreamingCache` to go on in, or an empty cache that transformers made, which is
             left. A streamer is not among them: transformers gives none to a function.
@@ -87,7 +83,7 @@ def generate(
             "goes on in a StreamingCache only"
         )
     else:
-        cache = StreamingCache(model, POLICY if policy is None else policy, **given)
+        cache = StreamingCache(model, policy, **given)
     decode = getattr(model, _DECODING[mode])
     prepared |= {"past_key_values": cache, "use_cache": True}
     return decode(input_ids, generation_config=generation_config, **prepared)

@@ -49,6 +49,8 @@ QUOTES = '"""'
 """Begins and ends words of several lines."""
 MOST_SLOTS = 8192
 """Slots of a policy that is given no budget: with more an answer is slow to come on a CPU."""
+POLICY = "streaming_llm"
+"""The policy where none is given and none lies with the model."""
 SHARE = 4
 """Of the free memory so much, one part of four, is for a conversation at most."""
 
@@ -59,12 +61,13 @@ def chat(
     context: typer.Context,
     model_name: ModelName = "nano",
     policy: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="A pipe or a named policy, see `weir policies`; without a budget it gets what the "
-            f"model's window and the memory allow, {MOST_SLOTS:,} slots at most."
+            f"model's window and the memory allow, {MOST_SLOTS:,} slots at most. [default: "
+            f"weir.toml beside the model, or else {POLICY}]"
         ),
-    ] = "streaming_llm",
+    ] = None,
     slots: SlotsName = None,
     chunk: Chunk = 64,
     seed: Seed = 0,
@@ -95,7 +98,8 @@ def chat(
     from weir.stream import Conversation, Stream
 
     system = system or None  # of an empty one nothing need stay
-    with_slots(policy_of(policy), slots)  # what is wrong with it is said before anything is loaded
+    # What is wrong with it is said before anything is loaded.
+    with_slots(policy_of(policy or POLICY), slots)
     if session is not None and system is not None:
         raise WeirError(
             "--system is for a new conversation, and --session goes on with one that has begun; "
@@ -114,7 +118,9 @@ def chat(
         stream, told = Stream.restore(model, session), ""
     conversation = Conversation(stream, tokenizer, system)
     kind = "" if tokenizer.chat_template else "; it has no chat template and continues your text"
-    say(f"{model_name} under {conversation.stream.policy}{told}{kind}. /help for help.")
+    held = stream.policy
+    under = f"{held}{told}" if session is not None or policy or slots else _under(held, told)
+    say(f"{model_name} under {under}{kind}. /help for help.")
     if session is not None:
         _tell_kept(context, stream)
         say(f"{conversation.stream.seen:,} tokens seen before")
@@ -148,7 +154,7 @@ def _tell_kept(context: typer.Context, stream: Stream) -> None:
     asked = context.params
     assert stream.cache is not None  # only streams with one are saved
     kept = {"chunk": asked["chunk"] == stream.cache.chunk, "seed": asked["seed"] == stream.seed}
-    wanted = with_slots(policy_of(asked["policy"]), asked["slots"])
+    wanted = with_slots(policy_of(asked["policy"] or POLICY), asked["slots"])
     kept |= dict.fromkeys(("policy", "slots"), wanted == stream.policy)
     given = [name for name, same in kept.items() if not same and was_given(context, name)]
     if given:
@@ -162,7 +168,7 @@ def _tell_kept(context: typer.Context, stream: Stream) -> None:
 def _sized(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    policy: str,
+    policy: str | None,
     slots: str | None,
     chunk: int,
     system: str | None,
@@ -173,9 +179,10 @@ def _sized(
     has slots of its own, so that it is never evicted.
 
     Raises:
-        WeirError: not even the smallest budget fits, or the template refuses a system turn.
+        WeirError: not even the smallest budget fits, the template refuses a system turn, or what
+            lies with the model is no policy for it.
     """
-    from weir.cache import free_memory
+    from weir.cache import free_memory, policy_beside
     from weir.evals.fitting import budget_in, largest_budget
     from weir.evals.notation import takes_budget, with_budget
     from weir.models import input_device
@@ -186,9 +193,10 @@ def _sized(
     if system is not None:
         pinned, header = beginning_of(model, tokenizer, system), HEADER
     told = ""
-    if takes_budget(policy) and not isinstance(policy_of(policy), Recompute):
-        beside = chunk + pinned + header
-        most = min(MOST_SLOTS, largest_budget(model, beside))
+    beside = None if policy or slots else policy_beside(model)
+    policy = policy or POLICY
+    if beside is None and takes_budget(policy) and not isinstance(policy_of(policy), Recompute):
+        most = min(MOST_SLOTS, largest_budget(model, chunk + pinned + header))
         free = free_memory(input_device(model))
         room = sys.maxsize if free is None else free // SHARE
         budget = budget_in(model, policy, room, chunk, most)
@@ -200,12 +208,18 @@ def _sized(
             )
         policy = with_budget(policy, budget)
         told = f", chosen by the model's window and the free memory: {budget:,} slots"
-    wanted = with_slots(policy_of(policy), slots)
+    wanted = with_slots(policy_of(policy), slots) if beside is None else beside
     if not pinned or isinstance(wanted, Recompute):
         return wanted, told
     if any(pipe.slots is None or pipe.needs_marks for pipe in wanted.pipes):
         return wanted, told  # nothing goes, or it keeps the beginning by itself
     return Pinned(wanted, pinned, header), f"{told}, and {pinned} for what it was told first"
+
+
+def _under(policy: Policy, told: str) -> str:
+    """Under what a conversation is whose policy nobody named; one of a file is long to read."""
+    file = None if policy.origin is None else policy.origin.file
+    return f"{policy}{told}" if file is None else f"{file}, which lies with it{told}"
 
 
 def _read_words(interrupt: Interrupt) -> tuple[str, bool] | None:

@@ -12,7 +12,6 @@ import typer
 from weir.cli.app import command
 from weir.cli.common import (
     Chunk,
-    PolicyText,
     SlotsName,
     say,
     size,
@@ -39,7 +38,13 @@ def serve(
     model_name: Annotated[
         str, typer.Argument(metavar="MODEL", help="nano, a folder, or a Hugging Face Hub id.")
     ],
-    policy: PolicyText = "streaming_llm(budget=256)",
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="A pipe or a named policy; see `weir policies` [default: weir.toml beside the "
+            "model, or else streaming_llm(budget=256)]"
+        ),
+    ] = None,
     slots: SlotsName = None,
     chunk: Chunk = 64,
     rows: Annotated[int, typer.Option(min=1, help="Turns that are answered at once.")] = 8,
@@ -111,7 +116,7 @@ def serve(
 
     Clients of OpenAI's API only need the address. Without --keys only this machine is served.
     """
-    from weir.cache import read_bytes
+    from weir.cache import DEFAULT, policy_beside, read_bytes
     from weir.policies import policy_of, with_pin, with_slots
     from weir.serve import Book, Desk, Engine, Limits, MemoryStore, Store, room_for
     from weir.serve.app import Keys, bind, log_json, make_app, run_app
@@ -129,12 +134,15 @@ def serve(
         raise WeirError("--keep is for memory, and with --data nothing is kept there; use --disk")
     most = None if disk is None else read_bytes(disk)
 
-    wanted = with_slots(with_pin(policy_of(policy), pin), slots)
+    beside = None if policy or slots else policy_beside(model_name, loading.get("revision"))
+    wanted = with_slots(with_pin(beside or policy_of(policy or DEFAULT), pin), slots)
     limits = Limits(prompt=max_prompt, answer=max_answer, queue=queue, drain=drain)
     taken = Keys() if keys is None else Keys.read(keys)
     bound = bind(host, port, taken)  # first, so that nothing is loaded in vain
     with contextlib.ExitStack() as ending:
         ending.callback(bound.close)
+        if beside is not None and beside.origin is not None:
+            say(f"the policy is that of {beside.origin.file}, which lies with the model")
         kept = keep if data is None or cluster is not None else 0
         room = room_for(model_name, wanted, chunk=chunk, rows=rows, kept=kept, loading=loading)
         if most is not None and most < room.row:

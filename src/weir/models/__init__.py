@@ -5,6 +5,7 @@ from weir.models.versions import check_versions
 
 # isort: split
 from weir.models.axes import MOST_OFFSET, OFFSETS, offsets
+from weir.models.beside import file_beside
 from weir.models.embedding import embed
 from weir.models.endings import Endings
 from weir.models.facts import (
@@ -59,6 +60,7 @@ __all__ = [
     "describe",
     "detach",
     "embed",
+    "file_beside",
     "fingerprint",
     "from_where",
     "images_of",

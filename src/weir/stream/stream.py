@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weir.cache import Contents, Holding, Positions, Prefill, StreamingCache
+from weir.cache import Contents, Holding, Positions, Prefill, StreamingCache, policy_for
 from weir.errors import NotFiniteError, WeirError
 from weir.models import Endings, fingerprint, images_of, input_device, transformers_model
-from weir.policies import Policy, Recompute, policy_of, with_slots
+from weir.policies import Policy, Recompute
 from weir.stream import session
 from weir.stream.fed import Fed, read_fed
 from weir.stream.reader import CacheReader, Reader
@@ -41,7 +41,7 @@ class Stream:
 
     Args:
         model: a causal language model.
-        policy: a pipe or a named policy; `recompute(budget=...)` works here too.
+        policy: as for `StreamingCache`; `recompute(budget=...)` works here too.
         chunk, seed, positions, prefill, origin, slots: as for `StreamingCache`.
 
     Attributes:
@@ -56,7 +56,7 @@ class Stream:
     def __init__(
         self,
         model: PreTrainedModel,
-        policy: str | Policy = "streaming_llm(budget=256)",
+        policy: str | Policy | None = None,
         *,
         chunk: int = 64,
         seed: int = 0,
@@ -67,9 +67,10 @@ class Stream:
     ) -> None:
         _check_head(model)
         self.model = model
-        self._device = input_device(transformers_model(model))
-        self._images = images_of(transformers_model(model).config)
-        self.policy = with_slots(policy_of(policy), slots)
+        served = transformers_model(model)
+        self._device = input_device(served)
+        self._images = images_of(served.config)
+        self.policy = policy_for(served, policy, slots)
         self.seed = seed
         self.cache: StreamingCache | None = None
         self._reader: Reader

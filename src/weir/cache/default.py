@@ -1,0 +1,62 @@
+"""The policy of a cache where nobody names one: what was measured on the model, if it lies with it.
+
+`weir calibrate --out MODEL/weir.toml` puts it there. Knows nothing about how policies are measured.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from weir.cache.origin import check_origin
+from weir.errors import WeirError
+from weir.models import file_beside
+from weir.policies import Policy, policy_of, with_slots
+
+DEFAULT = "streaming_llm(budget=256)"
+"""The policy where nothing is said and nothing was measured."""
+FILE = "weir.toml"
+"""The policy file that is taken where it lies in a model's folder."""
+
+
+def policy_beside(model: PreTrainedModel | str, revision: str | None = None) -> Policy | None:
+    """The policy that lies with a model; None where there is none.
+
+    Args:
+        model: the model, or its name as `weir.load` takes it.
+        revision: of a name on the Hub.
+
+    Raises:
+        WeirError: what lies there is no policy file, or of another model. It is not passed over:
+            who put it there would not notice.
+    """
+    file = file_beside(model, FILE, revision)
+    if file is None:
+        return None
+    try:
+        found = policy_of(file)
+        if not isinstance(model, str):
+            check_origin(found, model)
+    except WeirError as error:
+        raise WeirError(
+            f"{error}; it lies with the model, so it is what is taken where no policy is given: "
+            "mend or remove it, or give a policy"
+        ) from None
+    return found
+
+
+def policy_for(
+    model: PreTrainedModel, policy: str | Policy | None, slots: str | None = None
+) -> Policy:
+    """The policy that is asked for, or the one to take where none is.
+
+    Args:
+        model: the model it is for.
+        policy: what was asked for; None for what lies with the model, or else `DEFAULT`.
+        slots: how its slots are held; said without a policy, they are those of `DEFAULT`.
+
+    Raises:
+        WeirError: as for `policy_of`, `with_slots` and `policy_beside`.
+    """
+    if policy is None and slots is None and (found := policy_beside(model)) is not None:
+        return found
+    return with_slots(policy_of(DEFAULT if policy is None else policy), slots)

@@ -1,0 +1,118 @@
+"""A policy that was measured on a model and lies with it is taken where nobody names one."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+import weir
+from weir.cache import DEFAULT, policy_beside
+from weir.errors import WeirError
+from weir.models import beside, fingerprint
+from weir.policies import written_policy_file
+
+LAYERS = [{"policy": "h2o(8)"}, {"policy": "sink(2) | recent(14)"}]
+WRITTEN = "[h2o(8), sink(2) | recent(14)]"
+
+
+@pytest.fixture
+def folder(fresh_llama, tmp_path) -> Path:
+    """A folder with a model, and with what was measured on it."""
+    model = fresh_llama()
+    model.generation_config = GenerationConfig()
+    model.save_pretrained(tmp_path / "model")
+    text = written_policy_file({}, fingerprint(model), LAYERS)
+    (tmp_path / "model" / "weir.toml").write_text(text)
+    return tmp_path / "model"
+
+
+def read(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def test_it_is_taken_by_streams_caches_and_generate(folder, ids):
+    model, tokens = read(folder), ids(1, 40)
+    assert str(weir.Stream(model).policy) == str(weir.StreamingCache(model).policy) == WRITTEN
+    how = {"max_new_tokens": 8, "do_sample": False, "custom_generate": weir.generate}
+    said, wanted = (model.generate(tokens, **how, **more) for more in ({}, {"policy": WRITTEN}))
+    assert torch.equal(said, wanted)
+    assert str(policy_beside(str(folder))) == WRITTEN
+
+
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [
+        ({"policy": "h2o(20)"}, "h2o(budget=20)"),
+        ({"slots": "exact"}, DEFAULT),
+        ({"policy": "h2o(20)", "slots": "int8"}, "quantised(h2o(budget=20), slots=int8)"),
+    ],
+)
+def test_what_is_given_goes_before_it(folder, given, policy):
+    (folder / "weir.toml").write_text("not even looked at")
+    assert weir.Stream(read(folder), **given).policy == weir.policy(policy)
+
+
+def test_without_one_it_is_the_policy_for_everybody(folder, llama):
+    (folder / "weir.toml").unlink()
+    assert str(weir.Stream(read(folder)).policy) == DEFAULT
+    assert str(weir.StreamingCache(llama).policy) == DEFAULT  # which was never in a folder
+    assert policy_beside(str(folder)) is None
+    assert policy_beside("nano") is None
+
+
+def test_a_model_that_was_made_here_does_not_take_what_lies_in_the_working_folder(
+    folder, fresh_llama, monkeypatch
+):
+    monkeypatch.chdir(folder)
+    assert str(weir.Stream(fresh_llama()).policy) == DEFAULT
+
+
+def test_of_the_hub_it_is_taken_from_the_snapshot_here_and_nothing_is_fetched(
+    folder, tmp_path, monkeypatch
+):
+    snapshots = tmp_path / "hub" / "models--some--body"
+    (snapshots / "refs").mkdir(parents=True)
+    (snapshots / "refs" / "main").write_text("a" * 40)
+    (snapshots / "snapshots" / ("a" * 40)).mkdir(parents=True)
+    (snapshots / "snapshots" / ("b" * 40)).mkdir(parents=True)
+    (folder / "weir.toml").rename(snapshots / "snapshots" / ("a" * 40) / "weir.toml")
+    look = functools.partial(huggingface_hub.try_to_load_from_cache, cache_dir=tmp_path / "hub")
+    monkeypatch.setattr(beside, "try_to_load_from_cache", look)
+    model = read(folder)
+    model.name_or_path = "some/body"
+    for commit, policy in (("a" * 40, WRITTEN), ("b" * 40, DEFAULT), (None, WRITTEN)):
+        model.config._commit_hash = commit
+        assert str(weir.Stream(model).policy) == policy
+    assert str(policy_beside("some/body")) == WRITTEN
+    assert policy_beside("some/body", "b" * 40) is None
+    for gone in ("some/other", "a/folder/that/is/gone", "/nowhere"):
+        assert policy_beside(gone) is None
+
+
+@pytest.mark.parametrize("damaged", ["", "format = 1", "format ="])
+def test_a_damaged_one_is_one_sentence_and_not_passed_over(folder, damaged):
+    (folder / "weir.toml").write_text(damaged)
+    wanted = r"weir.toml is (TOML, but )?no policy file.*; it lies with the model, so it is what"
+    for ask in (lambda: weir.Stream(read(folder)), lambda: policy_beside(str(folder))):
+        with pytest.raises(WeirError, match=wanted) as told:
+            ask()
+        assert "\n" not in str(told.value)
+
+
+def test_one_of_another_model_is_refused(folder, fresh_llama):
+    other = fresh_llama(seed=1)
+    other.save_pretrained(folder)  # trained on, say
+    with pytest.raises(WeirError, match="calibrated for another model .* mend or remove it, or gi"):
+        weir.Stream(read(folder))
+
+
+def test_a_saved_stream_keeps_its_own(folder, tmp_path):
+    stream = weir.Stream(read(folder), "h2o(20)")
+    stream.feed([1, 2, 3])
+    stream.save(tmp_path / "session")
+    assert weir.Stream.restore(read(folder), tmp_path / "session").policy == stream.policy

@@ -1,0 +1,79 @@
+"""Which policy `weir chat` and `weir serve` take where none is given, and how they say so."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+from terminal import CHATML, make_model, run
+
+import weir
+from weir.models import fingerprint
+from weir.policies import written_policy_file
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> str:
+    """A model with what was measured on it beside it."""
+    folder = tmp_path_factory.mktemp("measured")
+    model, _ = weir.load(make_model(folder, CHATML))
+    layers = [{"policy": "sink(1) | recent(8) | recent(11):int8"}]
+    (folder / "weir.toml").write_text(written_policy_file({}, fingerprint(model), layers))
+    return str(folder)
+
+
+@pytest.fixture
+def chat(capsys, monkeypatch, measured):
+    """Says Hello, and what is then found on both outputs."""
+
+    def talk(*words: object):
+        monkeypatch.setattr(
+            sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello\n/report\n"), "utf-8")
+        )
+        words = ("chat", "--model", measured, "--chunk", 8, "--max-tokens", 4, *words)
+        return run(capsys, *words)
+
+    return talk
+
+
+def test_a_conversation_says_where_its_policy_comes_from(chat, measured):
+    told = chat().err.splitlines()
+    assert told[0] == f"{measured} under {measured}/weir.toml, which lies with it. /help for help."
+    assert any(line.startswith("[sink(1) | recent(8) | recent(11):int8]: ") for line in told)
+    pinned = chat("--system", "Be brief.").err
+    assert f"under {measured}/weir.toml, which lies with it, and " in pinned
+    assert "pinned([sink(1) | recent(8) | recent(11):int8], " in pinned
+
+
+@pytest.mark.parametrize("given", [("--policy", "h2o(20)"), ("--slots", "exact")])
+def test_what_is_given_goes_before_it(chat, given):
+    told = chat(*given).err
+    assert "weir.toml" not in told
+    assert "recent(8)" not in told
+
+
+def test_a_saved_conversation_keeps_its_policy(chat, measured, tmp_path):
+    model, _ = weir.load(measured)
+    stream = weir.Stream(model, "h2o(20)")
+    stream.feed([1, 2, 3])
+    stream.save(tmp_path / "session")
+    told = chat("--session", tmp_path / "session").err
+    assert told.startswith(f"{measured} under h2o(budget=20). /help")
+    assert "weir.toml" not in told
+
+
+def test_a_damaged_one_ends_it_in_a_sentence(chat, measured, monkeypatch):
+    monkeypatch.setattr("weir.cache.default.FILE", "config.json")
+    ended = chat()
+    assert ended.code == 1
+    assert "config.json is no policy file" in ended.err
+    assert "or give a policy" in ended.err
+
+
+def test_a_server_says_where_its_policy_comes_from(capsys, measured, tmp_path):
+    words = ("serve", measured, "--port", 0, "--data", tmp_path / "a", "--disk", "1KB", "--pin", 0)
+    alone = run(capsys, *words).err.splitlines()
+    assert alone[0] == f"the policy is that of {measured}/weir.toml, which lies with the model"
+    other = run(capsys, *words, "--policy", "[sink(1) | recent(8) | recent(11):int8]")
+    assert other.err.splitlines() == alone[1:]  # what a turn takes, and that there is no room
