@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 
 import pytest
 from terminal import CHATML, make_model, run
@@ -59,15 +60,16 @@ def test_a_saved_conversation_keeps_its_policy(chat, measured, tmp_path):
     stream.feed([1, 2, 3])
     stream.save(tmp_path / "session")
     told = chat("--session", tmp_path / "session").err
-    assert told.startswith(f"{measured} under h2o(budget=20). /help")
+    assert told.startswith(f"{measured} under h2o(20). /help")
     assert "weir.toml" not in told
 
 
 def test_a_damaged_one_ends_it_in_a_sentence(chat, measured, monkeypatch):
-    monkeypatch.setattr("weir.cache.default.FILE", "config.json")
+    Path(measured, "damaged.toml").write_text("format =")
+    monkeypatch.setattr("weir.cache.default.FILE", "damaged.toml")
     ended = chat()
     assert ended.code == 1
-    assert "config.json is no policy file" in ended.err
+    assert "damaged.toml is no policy file" in ended.err
     assert "or give a policy" in ended.err
 
 
