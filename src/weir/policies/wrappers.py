@@ -78,7 +78,7 @@ def quantised(
 
 @named(
     "weir's own: StreamingLLM, SubGen's k centres (Zandieh et al. 2024), slots of 8 bits",
-    pipe="sink(4) | recent(16) | recent(151):int8 | kcenter(85, quiet=3, half_life=4096):int8",
+    pipe="sink(4) | recent(16) | recent(151):int8 | kcenter(85, quiet=3.0, half_life=4096):int8",
 )
 def weir(
     budget: int = 256,
