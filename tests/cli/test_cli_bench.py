@@ -59,6 +59,12 @@ def test_json_is_one_object_and_nothing_else(capsys):
         assert share["share"] == share["ratio"] == pytest.approx(share["peer"] / share["ours"])
 
 
+def test_policies_that_are_named_are_the_ones_that_are_timed(capsys):
+    asked = ("bench", "--quick", "--only", "folds", "--policies", "weir, streaming_llm", "--json")
+    rows = json.loads(run(capsys, *asked).out)["rows"]
+    assert [row["what"].split("`")[1] for row in rows] == ["streaming_llm", "weir"]
+
+
 def test_what_was_asked_for_and_cannot_be_measured_is_told(capsys):
     ended = run(capsys, "bench", "--quick", "--only", "kvpress", "--dtype", "float32")
     assert ended.code == 0
@@ -82,6 +88,8 @@ def test_table_and_plot_are_written_beside_the_figures(capsys, tmp_path):
         (("--only", "speed"), "there is no figure 'speed'; there are decode, dense"),
         (("--flat", "--only", "decode"), "--flat is a figure of its own"),
         (("--only", "kvpress", "--kvpress", "/nowhere/python"), "cannot be run: No such file"),
+        (("--policies", "weir,wier"), "names that figures compare, not 'wier'; there are str"),
+        (("--policies", ","), "names that figures compare, not ','"),
     ],
 )
 def test_what_cannot_be_is_one_line(capsys, words, problem):

@@ -94,6 +94,7 @@ class Setting:
         dtype: of models and caches.
         flat: tokens of the long stream.
         kvpress: the Python of an environment that has kvpress; None for none.
+        policies: of the figures that have a row for each policy, only these; none for all.
         say: told what is under way.
         on_mark: told what the long stream has shown, at every mark, so that it can be kept.
     """
@@ -102,6 +103,7 @@ class Setting:
     dtype: torch.dtype = torch.float32
     flat: int = 1_000_000
     kvpress: str | None = None
+    policies: tuple[str, ...] = ()
     say: Callable[[str], None] = lambda what: None
     on_mark: Callable[[list[dict[str, Any]]], None] = lambda marks: None
 

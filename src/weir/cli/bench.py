@@ -20,7 +20,7 @@ from weir.cli.common import (
     say,
     was_given,
 )
-from weir.errors import WeirError
+from weir.errors import WeirError, shown
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -59,6 +59,12 @@ def bench(
         bool, typer.Option("--flat", help="A long stream through nano, instead of the others.")
     ] = False,
     tokens: Annotated[int, typer.Option(min=20_000, help="Of the long stream.")] = 1_000_000,
+    policies: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the figures policies and folds, only these, with commas between them."
+        ),
+    ] = None,
     kvpress: Annotated[
         str | None, typer.Option(help="The Python of an environment that has kvpress.")
     ] = None,
@@ -82,6 +88,7 @@ def bench(
 
     from weir.bench import QUICK, Setting, Sizes, measure, traced
 
+    wanted = _policies(policies)
     if flat and only:
         raise WeirError("--flat is a figure of its own; give it without --only")
     if threads is not None:
@@ -94,6 +101,7 @@ def bench(
         QUICK if quick else Sizes(),
         flat=tokens,
         kvpress=kvpress,
+        policies=wanted,
         say=lambda what: say(f"measuring {what}") if messages().is_terminal else None,
     )
     with traced(profile):
@@ -107,6 +115,28 @@ def bench(
         print_json({"quick": quick, **made.as_json()})
         return
     _print(made, quick)
+
+
+def _policies(text: str | None) -> tuple[str, ...]:
+    """The policies that were named, by commas.
+
+    Raises:
+        WeirError: one is none that a figure compares.
+    """
+    if text is None:
+        return ()
+    from weir.bench.figures.decode import PLAIN
+    from weir.bench.figures.policies import comparable
+
+    names = tuple(word for part in text.split(",") if (word := part.strip()))
+    known = [PLAIN, *comparable()]
+    wrong = [name for name in names if name not in known]
+    if wrong or not names:
+        raise WeirError(
+            f"--policies takes names that figures compare, not {shown(wrong[0] if wrong else text)}"
+            f"; there are {', '.join(known)}"
+        )
+    return names
 
 
 def _check_alone(context: typer.Context) -> None:

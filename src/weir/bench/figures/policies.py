@@ -49,7 +49,7 @@ class Pace:
 def policies(setting: Setting) -> Iterator[Row]:
     """Every policy of the same slots against `streaming_llm`."""
     cache = full(setting, model_of(setting), PLAIN, setting.sizes.slots)
-    for name in _comparable():
+    for name in _wanted(setting, comparable()):
         ours, plain, mass = _beside_plain(setting, name)
         bound = of_step(setting, ours.token, cache)
         yield Row(
@@ -67,7 +67,7 @@ def policies(setting: Setting) -> Iterator[Row]:
 @figure("folds", "what folds cost by policy, per token, beside a decode step", bound="calls")
 def folds(setting: Setting) -> Iterator[Row]:
     """The time of folds over the tokens between two of them, over that of a step."""
-    for name in (PLAIN, *_comparable()):
+    for name in _wanted(setting, [PLAIN, *comparable()]):
         ours, _, _ = _beside_plain(setting, name)
         yield Row(
             f"folds of `{name}` per token ÷ decode step, {setting.sizes.slots:,} slots, "
@@ -81,7 +81,11 @@ def folds(setting: Setting) -> Iterator[Row]:
         )
 
 
-def _comparable() -> list[str]:
+def _wanted(setting: Setting, names: list[str]) -> list[str]:
+    return [name for name in names if not setting.policies or name in setting.policies]
+
+
+def comparable() -> list[str]:
     """The named policies that are given so many slots, but for the one they are compared with."""
     return [
         name
