@@ -15,7 +15,7 @@ from weir.bench.figures import halvings as halves
 from weir.bench.figures import kvpress as presses
 from weir.bench.report import markdown, plot
 from weir.errors import WeirError
-from weir.pools.balance.halving import Halving, Sets
+from weir.pools.balance import Gram, Halving, Sets
 
 SETTING = Setting(QUICK)
 
@@ -121,6 +121,15 @@ def test_both_halvings_leave_a_quarter():
     ours = halves.twice(Halving(halves="authors"), keys, values, u)
     for kept in (*plain, *ours):
         assert kept.shape == (2, 256, halves.DIM)
+
+
+def test_what_bounds_halvings_are_the_products_of_both(monkeypatch):
+    multiplied = []
+    monkeypatch.setattr(Gram, "products", lambda gram: multiplied.append(gram.keys.shape[:2]))
+    keys = torch.randn(2, 1024, halves.DIM, generator=torch.Generator().manual_seed(0))
+    halves.multiplied(Halving(halves="authors"), keys, keys)
+    assert {tokens for _, tokens in multiplied} == {halves.BLOCK}
+    assert sum(blocks for blocks, _ in multiplied) == 2 * (4 + 2)
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,11 @@ def test_a_target_stands_beside_its_figure_and_whether_it_is_met():
 
 
 def test_json_is_one_object_and_nothing_else(capsys):
-    ended = run(capsys, *QUICK, "--json")
+    ended = run(capsys, *QUICK, "--json", "--layers", 1)
     assert ended.code == 0, ended.err
     facts = json.loads(ended.out)
     rows = facts["rows"]
+    assert facts["machine"]["layers"] == 1
     # As it is, and compiled, beside two caches and beside what memory allows; compiled beside one
     # that is compiled, too.
     assert [row["figure"] for row in rows] == ["decode"] * 7

@@ -81,7 +81,9 @@ def reading(whole: Slots, queries: Tensor, output: Tensor | None = None) -> Read
     nowhere = whole.position[:, :, :0]
     ahead = torch.full((len(queries),), int(whole.position.max()) + 1 + queries.shape[3])
     projection = None if output is None else lambda dim, device: output
-    return Reading(lambda: whole, lambda: nowhere, queries, ahead, FORM, LayerPositions(), projection)
+    return Reading(
+        lambda: whole, lambda: nowhere, queries, ahead, FORM, LayerPositions(), projection
+    )
 
 
 @pytest.mark.parametrize("projected", [False, True])

@@ -140,11 +140,11 @@ class Weir(Decoding):
         return total
 
 
-def feed_prompt(ours: Weir, ids: Tensor) -> None:
-    """A prompt [1, n] from the start, as a stream feeds it."""
+def feed_prompt(ours: Weir, ids: Tensor, piece: int = PIECE) -> None:
+    """A prompt [1, n] from the start, as a stream feeds it, or in other pieces."""
     ours.cache.reset()
-    for piece in ids.split(PIECE, dim=1):
-        ours.feed(piece)
+    for part in ids.split(piece, dim=1):
+        ours.feed(part)
 
 
 def hold_prompt(exact: Decoding, ids: Tensor) -> None:

@@ -43,10 +43,11 @@ def machine_line(bench: Bench) -> str:
     """What the figures were made on, in a sentence."""
     facts = bench.machine
     kernels = ", ".join(f"{name} {way}" for name, way in facts["kernels"].items())
+    layers = f"{facts['layers']} layers; " if "layers" in facts else ""
     return (
         f"{facts['processor']}, {facts['threads']} threads, Python {facts['python']}, PyTorch "
         f"{facts['torch']}, transformers {facts['transformers']}, weir {facts['weir']}; "
-        f"kernels: {kernels}."
+        f"{layers}kernels: {kernels}."
     )
 
 

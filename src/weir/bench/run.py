@@ -102,7 +102,7 @@ def measure(
     Raises:
         WeirError: there is no figure of such a name, or a peer failed.
     """
-    bench = Bench(machine())
+    bench = Bench({**machine(), "layers": setting.sizes.layers})
 
     def mark(marks: list[dict[str, Any]]) -> None:
         bench.marks = marks

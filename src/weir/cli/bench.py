@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -55,6 +56,10 @@ def bench(
     quick: Annotated[
         bool, typer.Option("--quick", help="A tiny model: only whether everything runs.")
     ] = False,
+    layers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of the model; fewer take less time [default: 30]"),
+    ] = None,
     flat: Annotated[
         bool, typer.Option("--flat", help="A long stream through nano, instead of the others.")
     ] = False,
@@ -97,8 +102,9 @@ def bench(
         make_folder(out)
     dtype = dtype or (Dtype.float32 if quick else Dtype.both)
     names = ["float32", "bfloat16"] if dtype is Dtype.both else [dtype.value]
+    sizes = QUICK if quick else Sizes()
     setting = Setting(
-        QUICK if quick else Sizes(),
+        sizes if layers is None else replace(sizes, layers=layers),
         flat=tokens,
         kvpress=kvpress,
         policies=wanted,

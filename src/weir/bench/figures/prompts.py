@@ -12,15 +12,17 @@ from functools import partial
 from statistics import median
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 
 from weir.bench.bounds import of_prompt
 from weir.bench.caches import Decoding, Weir, feed_prompt, hold_prompt
 from weir.bench.figure import Row, Setting, figure
 from weir.bench.model import model_of
-from weir.bench.timing import Doing, in_turns
+from weir.bench.timing import Doing, in_turns, middle
 from weir.bench.tracing import trace
 from weir.policies import NAMED
+from weir.stream import PIECE
 
 TARGETS = {8192: 0.75, 32768: 0.3}
 ROUNDS = 3
@@ -49,6 +51,7 @@ def prompts(setting: Setting) -> Iterator[Row]:
         for name, taken in took.items():
             found[name].append(median(taken))
         yield from _beside_exact(setting, tokens, {name: each[-1] for name, each in found.items()})
+    yield from _in_pieces(setting, ids[:, : min(sizes.prompts)])
     for name, cache in policies.items():
         trace(f"the next {sizes.chunk} tokens, {name}", partial(cache.feed, ids[:, : sizes.chunk]))
     far = {name: _beyond(sizes.prompts, taken, sizes.far) for name, taken in found.items()}
@@ -77,6 +80,29 @@ def _beside_exact(
             note=note,
             **bound._asdict(),
         )
+
+
+def _in_pieces(setting: Setting, ids: Tensor) -> Iterator[Row]:
+    """Forwards of another length than a stream's, for a policy whose folds are cheap."""
+    sizes = setting.sizes
+    cache = Weir(model_of(setting), f"streaming_llm(budget={sizes.slots})", sizes.chunk)
+    ways = {
+        piece: Doing(partial(feed_prompt, cache, ids, piece))
+        for piece in (PIECE // 4, PIECE // 2, PIECE, 2 * PIECE)
+    }
+    took = middle(in_turns({str(piece): do for piece, do in ways.items()}, sizes.slow, warm=0))
+    plain = took[str(PIECE)]
+    for piece in ways:
+        if piece != PIECE:
+            own = took[str(piece)]
+            yield Row(
+                f"prompt of {ids.shape[1]:,} tokens in pieces of {piece} ÷ in pieces of {PIECE}",
+                own,
+                plain,
+                "s",
+                own / plain,
+                **of_prompt(setting, own, model_of(setting), ids.shape[1])._asdict(),
+            )
 
 
 def _beyond(tokens: tuple[int, ...], took: list[float], far: int) -> float:

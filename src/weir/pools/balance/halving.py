@@ -156,9 +156,7 @@ class Halving:
             u: uniform numbers, for tokens or for pairs [sets, blocks, n].
             free: which take part, bool.
         """
-        kernel = kernels.walk(u.device)
-        limit = _IN_CACHE if kernel and u.device.type == "cpu" else _AT_ONCE
-        at_once = max(1, limit // sets.a.shape[2] ** 2)
+        kernel, at_once = kernels.walk(u.device), blocks_at_once(sets.a.shape[2], u.device)
         parts = (sets.keys, sets.values, sets.a, sets.b, u, free)
         signs = []
         for keys, values, a, b, drawn, there in zip(
@@ -239,6 +237,12 @@ def walk(products: Tensor, gain: Tensor, u: Tensor, free: Tensor) -> Tensor:
         signs[..., j] = torch.where(plus, 1.0, -1.0) * free[..., j]
         total[..., j + 1 :] += signs[..., j, None] * products[..., j, j + 1 :]
     return signs
+
+
+def blocks_at_once(tokens: int, device: torch.device) -> int:
+    """How many blocks of so many tokens are multiplied before they are walked through."""
+    in_cache = device.type == "cpu" and kernels.walk(device) is not None
+    return max(1, (_IN_CACHE if in_cache else _AT_ONCE) // tokens**2)
 
 
 def check_block(block: int, limit: int | None = None) -> None:
