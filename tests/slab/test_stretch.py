@@ -87,3 +87,6 @@ def test_other_keys_or_weights_take_the_place_of_what_is_stored():
     heavier = replace(slab.run(2, 9), a=values[..., 0])
     assert torch.equal(heavier.a, values[..., 0]) and torch.equal(heavier.values, values)
     assert torch.equal(heavier.join(held).keys[:, :, 7:], held.keys)
+    stored = slab.run(2, 9).weighed(values[..., 0], held.b)
+    assert isinstance(stored, Stretch) and stored.pieces is not None
+    assert_same(stored, replace(heavier, b=held.b))

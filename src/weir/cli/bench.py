@@ -67,7 +67,7 @@ def bench(
     policies: Annotated[
         str | None,
         typer.Option(
-            help="Of the figures policies and folds, only these, with commas between them."
+            help="Of the figures policies, folds and prompts, only these, with commas between."
         ),
     ] = None,
     kvpress: Annotated[

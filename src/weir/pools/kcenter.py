@@ -13,7 +13,7 @@ and by age, centres that make way for newer keys like theirs, and centres that c
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -125,7 +125,7 @@ class KCenter(Pool):
         """
         others = slots.held & (slots.held.cumsum(dim=2) > 1) & where[..., None]
         more = others.to(slots.a.dtype) * by
-        return replace(slots, a=slots.a + more, b=slots.b + more)
+        return slots.weighed(slots.a + more, slots.b + more)
 
     def _picked(self, both: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Of slots from the oldest on, the centres, and what flows on."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -111,6 +111,10 @@ class Slots:
         if taken.mass is not None:
             taken.mass = taken.mass.masked_fill(nowhere, 0.0)
         return taken
+
+    def weighed(self, a: Tensor, b: Tensor) -> Slots:
+        """The same slots with other log-weights."""
+        return replace(self, a=a, b=b)
 
     def picked(self, index: Tensor) -> Slots:
         """Copies of the slots that `index` [batch, kv_heads, n], from 0 on, names."""

@@ -83,6 +83,12 @@ class Stretch(Slots):
         both = {n: torch.cat([t, getattr(other, n)], dim=2) for n, t in self.others().items()}
         return Stretch.of([*pieces, *theirs], both)
 
+    def weighed(self, a: Tensor, b: Tensor) -> Slots:
+        """The same slots with other log-weights."""
+        if self.pieces is None:
+            return super().weighed(a, b)
+        return Stretch.of(self.pieces, {**self.others(), "a": a, "b": b})
+
     def picked(self, index: Tensor) -> Slots:
         """Copies of the slots that `index` names; quantised ones stay as they are stored."""
         if self.pieces is None or len(self.pieces) > 1 or not isinstance(self.pieces[0], Coded):

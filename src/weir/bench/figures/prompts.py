@@ -34,7 +34,9 @@ def prompts(setting: Setting) -> Iterator[Row]:
     """Short and long prompts, and what they say of one that is far longer."""
     sizes, model = setting.sizes, model_of(setting)
     policies = {
-        name: Weir(model, f"{name}(budget={sizes.slots})", sizes.chunk) for name in _named()
+        name: Weir(model, f"{name}(budget={sizes.slots})", sizes.chunk)
+        for name in _named()
+        if not setting.policies or name in setting.policies
     }
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(sizes.vocabulary, (1, max(sizes.prompts)), generator=generator)
