@@ -119,6 +119,23 @@ def test_as_machine_code(shallow, ids, taken) -> None:
     check_same(usual, compiled, shallow)
 
 
+@pytest.mark.parametrize("policy", GRAPHS[::2])
+def test_attention_is_loops_of_the_program(fresh_llama, ids, taken, policy: str) -> None:
+    made: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        made.append(graph.code)
+        return graph.forward
+
+    model = fresh_llama(layers=1)
+    compile_steps(model, backend=backend)
+    read(model, policy, ids(1, PROMPT + 1))
+    compile_steps(model, on=False)
+    (program,) = made
+    assert "scaled_dot_product" not in program
+    assert "bmm" not in program
+
+
 @pytest.mark.parametrize("policy", GRAPHS)
 def test_rows_that_stand_apart_share_the_graph_of_rows_in_step(llama, ids, taken, policy) -> None:
     text = ids(3, 44)
