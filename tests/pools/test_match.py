@@ -147,9 +147,9 @@ def test_of_equal_tokens_those_that_stay_count_for_all():
 
 def test_no_weight_leaves_its_box():
     queries, rest = random(1, 2, 3, 8, 4), tokens(random(1, 2, 2, 4), random(1, 2, 2, 3), 0)
-    kept = folded(Match(Recent(1), pull=1e-6), rest.part(0, 0), alike(90, 5), queries, rest)
+    kept = folded(Match(Recent(1), pull=1e-3), rest.part(0, 0), alike(90, 5), queries, rest)
     close(kept.b, torch.full_like(kept.b, MOST), 4)
-    again = folded(Match(Recent(1), pull=1e-6, half_life=None), kept, alike(90, 99), queries, rest)
+    again = folded(Match(Recent(1), pull=1e-3, half_life=None), kept, alike(90, 99), queries, rest)
     assert again.b.max() <= MOST * (1 + 1e-6)
 
 
@@ -195,7 +195,8 @@ def test_inside_it_a_pool_stands_where_it_stands():
         ("match(match(heavy(9)))", "match keeps all, or weighs"),
         ("match(heavy(9), window=0)", "asks the last query at least, not 0"),
         ("match(heavy(9), half_life=0)", "after 1 arrival or more, not 0"),
-        ("match(heavy(9), pull=0)", "a number above 0, not 0"),
+        ("match(heavy(9), pull=0)", "a number from 0.001 on, .*, not 0"),
+        ("match(kcenter(9, quiet=3))", "kcenter keeps all, or weighs what it keeps by itself"),
         ("match(heavy(9)) | recent(4)", "match stands last in a pipe"),
         ("recent(4) | match(sink(4))", "sink"),
         ("attention_matching(budget=40)", "a budget of 40 is too small"),

@@ -99,7 +99,7 @@ def chat(
 
     system = system or None  # of an empty one nothing need stay
     # What is wrong with it is said before anything is loaded.
-    with_slots(policy_of(policy or POLICY), slots)
+    with_slots(policy_of(POLICY if policy is None else policy), slots)
     if session is not None and system is not None:
         raise WeirError(
             "--system is for a new conversation, and --session goes on with one that has begun; "
@@ -154,7 +154,9 @@ def _tell_kept(context: typer.Context, stream: Stream) -> None:
     asked = context.params
     assert stream.cache is not None  # only streams with one are saved
     kept = {"chunk": asked["chunk"] == stream.cache.chunk, "seed": asked["seed"] == stream.seed}
-    wanted = with_slots(policy_of(asked["policy"] or POLICY), asked["slots"])
+    wanted = with_slots(
+        policy_of(POLICY if asked["policy"] is None else asked["policy"]), asked["slots"]
+    )
     kept |= dict.fromkeys(("policy", "slots"), wanted == stream.policy)
     given = [name for name, same in kept.items() if not same and was_given(context, name)]
     if given:
@@ -193,8 +195,9 @@ def _sized(
     if system is not None:
         pinned, header = beginning_of(model, tokenizer, system), HEADER
     told = ""
-    beside = None if policy or slots else policy_beside(model)
-    policy = policy or POLICY
+    given = policy is not None or slots is not None
+    beside = None if given else policy_beside(model)
+    policy = POLICY if policy is None else policy
     if beside is None and takes_budget(policy) and not isinstance(policy_of(policy), Recompute):
         most = min(MOST_SLOTS, largest_budget(model, chunk + pinned + header))
         free = free_memory(input_device(model))

@@ -134,8 +134,10 @@ def serve(
         raise WeirError("--keep is for memory, and with --data nothing is kept there; use --disk")
     most = None if disk is None else read_bytes(disk)
 
-    beside = None if policy or slots else policy_beside(model_name, loading.get("revision"))
-    wanted = with_slots(with_pin(beside or policy_of(policy or DEFAULT), pin), slots)
+    given = policy is not None or slots is not None
+    beside = None if given else policy_beside(model_name, loading.get("revision"))
+    named = beside or policy_of(DEFAULT if policy is None else policy)
+    wanted = with_slots(with_pin(named, pin), slots)
     limits = Limits(prompt=max_prompt, answer=max_answer, queue=queue, drain=drain)
     taken = Keys() if keys is None else Keys.read(keys)
     bound = bind(host, port, taken)  # first, so that nothing is loaded in vain

@@ -114,9 +114,7 @@ def check_fold(pool: Pool, folded: Any, held: Slots, new: Slots) -> tuple[Slots,
         raise WeirError(f"the fold of the pool {name} returns two Slots, (kept, overflow), {what}")
     kept, overflow = folded
     for what, slots in (("kept", kept), ("let go of", overflow)):
-        # What is still as it was stored is made of parts of slots that were there.
-        whole = isinstance(slots, Stretch) and slots.pieces is not None
-        if slots is not held and slots is not new and not whole:
+        if slots is not held and slots is not new:
             _check_tensors(f"what the pool {name} {what}", slots, held, new)
     limit = pool.slots()
     if limit is not None and len(kept) > limit:
@@ -127,8 +125,12 @@ def check_fold(pool: Pool, folded: Any, held: Slots, new: Slots) -> tuple[Slots,
 def _check_tensors(owner: str, slots: Slots, held: Slots, new: Slots) -> None:
     """Refuse slots that do not have the tensors, shapes and dtypes of those held and arriving."""
     was = held.tensors()
+    # What is still as it was stored is made of parts of slots that were there.
+    stored = isinstance(slots, Stretch) and slots.pieces is not None
     count = slots.position.shape[2:3] if isinstance(slots.position, Tensor) else ()
     for name, like in new.tensors().items():
+        if stored and name not in slots.others():
+            continue
         shape = (*like.shape[:2], *count, *like.shape[3:])
         found = getattr(slots, name)
         if not isinstance(found, Tensor):

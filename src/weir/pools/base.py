@@ -114,6 +114,14 @@ class Pool(ABC):
         return False
 
     @property
+    def weighs(self) -> bool:
+        """Whether it gives what it keeps other weights than these came with, as it may at any fold.
+
+        Pools that end a pipe may do so without saying it.
+        """
+        return self.two_weights
+
+    @property
     def log_n(self) -> bool:
         """Whether logits are to be scaled by log_512 of the number of tokens a query sees."""
         return False

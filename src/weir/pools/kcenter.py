@@ -99,6 +99,11 @@ class KCenter(Pool):
         """As many slots as there are centres."""
         return self.k
 
+    @property
+    def weighs(self) -> bool:
+        """Where centres are quiet."""
+        return self.quiet > 0
+
     def state(self, like: Slots) -> dict[str, Tensor]:
         """Where centres are quiet, `full`: whether a token had to go [batch, kv_heads], bool."""
         if not self.quiet:

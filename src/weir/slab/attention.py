@@ -114,8 +114,7 @@ def _plain_mass(
     """`attention_mass` of forms without capping and sinks, by one softmax, which is the faster;
     no number where a query sees nothing.
     """
-    weights = _flat_logits(queries, keys, form, b, bias)
-    torch.softmax(weights, dim=2, out=weights)
+    weights = _flat_logits(queries, keys, form, b, bias).softmax(dim=2)
     ones = weights.new_ones((len(weights), 1, weights.shape[1]))
     return (ones @ weights).view(b.shape)
 
@@ -157,8 +156,7 @@ def attention_softmax(given: Tensor, b: Tensor, form: Form) -> Tensor:
     """
     if form.sinks is not None or given.device.type != "cpu":
         return attention_weights(given, b, form)[0]
-    weights = given + _per_slot(b)
-    torch.softmax(weights, dim=-1, out=weights)
+    weights = (given + _per_slot(b)).softmax(dim=-1)
     # One column tells: of a query that sees nothing, every share is not a number.
     blind = weights[..., :1].isnan()
     return weights.masked_fill_(blind, 0.0) if bool(blind.any()) else weights

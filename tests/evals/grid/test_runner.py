@@ -162,6 +162,8 @@ def test_a_file_whose_cells_are_not_these_does_not_grow(tmp_path, toys):
 def test_models_may_be_objects(tmp_path, monkeypatch, toys, llama):
     monkeypatch.setattr(runner, "_loaded", None)
     given = {"mine": (llama, None)}
+    with pytest.raises(WeirError, match="compiled of models that are loaded"):
+        make_grid(given, "toy(n=1)", "h2o(8)", compiled=True)
     grid = make_grid(given, "toy(n=1)", "h2o", memory=[90_000])
     assert grid.cells[0].budget == budget_in(llama, "h2o", 90_000)
     told: list[Any] = []
@@ -278,7 +280,7 @@ def test_a_subject_reads_as_its_protocol_says(toys, ids):
 
 def test_steps_of_a_model_are_compiled_once_for_all_of_its_cells(tmp_path, monkeypatch, llama):
     compiled: list[object] = []
-    monkeypatch.setattr(runner, "compile_steps", compiled.append)
+    monkeypatch.setattr(runner, "compile_steps", lambda model, strict: compiled.append(model))
     monkeypatch.setattr(runner, "load", lambda name, **given: (llama, None))
     runner._loaded.cache_clear()
     cells = grid("ppl").cells[:2]

@@ -12,7 +12,7 @@ import torch
 
 from weir.bench.bounds import of_step
 from weir.bench.caches import Weir, full
-from weir.bench.figure import Row, Setting, figure
+from weir.bench.figure import Row, Setting, Skipped, figure
 from weir.bench.figures.decode import PLAIN
 from weir.bench.model import model_of, walk_path
 from weir.bench.timing import in_turns
@@ -48,8 +48,11 @@ class Pace:
 @figure("policies", "a decode step by policy, folds included, beside streaming_llm")
 def policies(setting: Setting) -> Iterator[Row]:
     """Every policy of the same slots against `streaming_llm`."""
+    names = _wanted(setting, comparable())
+    if not names:
+        raise Skipped(f"{PLAIN} is what policies stand beside; name another")
     cache = full(setting, model_of(setting), PLAIN, setting.sizes.slots)
-    for name in _wanted(setting, comparable()):
+    for name in names:
         ours, plain, mass = _beside_plain(setting, name)
         bound = of_step(setting, ours.token, cache)
         yield Row(
@@ -87,11 +90,15 @@ def _wanted(setting: Setting, names: list[str]) -> list[str]:
 
 def comparable() -> list[str]:
     """The named policies that are given so many slots, but for the one they are compared with."""
+    return [name for name in budgeted() if name != PLAIN]
+
+
+def budgeted() -> list[str]:
+    """The named policies that are given so many slots, but for the slow oracle."""
     return [
         name
         for name, policy in NAMED.items()
-        if "budget" in inspect.signature(policy.make).parameters
-        and name not in (PLAIN, "recompute")
+        if "budget" in inspect.signature(policy.make).parameters and name != "recompute"
     ]
 
 

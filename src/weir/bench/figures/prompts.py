@@ -6,7 +6,6 @@ which grows with the prompt unless a policy holds it back, and folds.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from functools import partial
 from statistics import median
@@ -18,10 +17,10 @@ from transformers import DynamicCache
 from weir.bench.bounds import of_prompt
 from weir.bench.caches import Decoding, Weir, feed_prompt, hold_prompt
 from weir.bench.figure import Row, Setting, figure
+from weir.bench.figures.policies import budgeted
 from weir.bench.model import model_of
 from weir.bench.timing import Doing, in_turns, middle
 from weir.bench.tracing import trace
-from weir.policies import NAMED
 from weir.stream import PIECE
 
 TARGETS = {8192: 0.75, 32768: 0.3}
@@ -35,7 +34,7 @@ def prompts(setting: Setting) -> Iterator[Row]:
     sizes, model = setting.sizes, model_of(setting)
     policies = {
         name: Weir(model, f"{name}(budget={sizes.slots})", sizes.chunk)
-        for name in _named()
+        for name in budgeted()
         if not setting.policies or name in setting.policies
     }
     generator = torch.Generator().manual_seed(0)
@@ -118,12 +117,3 @@ def _beyond_squared(tokens: tuple[int, ...], took: list[float], far: int) -> flo
     first, second = (seconds / n for n, seconds in zip(tokens[-2:], took[-2:], strict=True))
     growth = max(0.0, (second - first) / (tokens[-1] - tokens[-2]))
     return far * (second + growth * (far - tokens[-1]))
-
-
-def _named() -> list[str]:
-    """The named policies that are given so many slots."""
-    return [
-        name
-        for name, policy in NAMED.items()
-        if "budget" in inspect.signature(policy.make).parameters and name != "recompute"
-    ]

@@ -88,7 +88,7 @@ class Folding:
                     self.spec.draws,
                     seed=its_seeds[0] if len(set(its_seeds)) == 1 else its_seeds,
                 ),
-                seen=ahead - piece.origin if piece.origin else ahead,
+                seen=ahead - piece.origin,  # a copy, whatever a pool may do with it
                 queries=queries,
                 read=self._reading(part, lies, new, queries, ahead, form),
                 prompt=arrivals is not None,

@@ -132,7 +132,8 @@ def make_grid(
         compiled: compile decode steps of models that are loaded.
 
     Raises:
-        WeirError: something cannot be read or is not known, makes no sense, or stands there twice.
+        WeirError: something cannot be read or is not known, makes no sense, or stands there twice;
+            or models that are given were to be compiled.
     """
     for what, found in (("model", models), ("seed", seeds)):
         if not found:
@@ -140,6 +141,11 @@ def make_grid(
     for seed, times in Counter(seeds).items():
         if times > 1:
             raise WeirError(f"the seed {seed} stands in this grid twice")
+    if compiled and isinstance(models, Mapping):
+        raise WeirError(
+            "steps are compiled of models that are loaded; of those that are given "
+            "weir.compile_steps(model) does so"
+        )
     rules = None if paper is None else protocol(paper)
     if rules is not None and rules.rate is not None and budgets:
         raise WeirError(

@@ -180,7 +180,7 @@ def _loaded(name: str, loading: tuple[tuple[str, Any], ...], compiled: bool) -> 
     """A model; the cells of one come one after the other, so the last is kept and no other."""
     model, tokenizer = load(name, **dict(loading))
     if compiled:
-        compile_steps(model)
+        compile_steps(model, strict=True)  # or a cell would say so of steps that are not
     return model, tokenizer
 
 

@@ -57,9 +57,10 @@ def fitted(
     wanted = wanted + (shares.mT @ (mass - (answer * off).sum(dim=4, keepdim=True)))[..., 0]
     pulled = pull * gram.diagonal(dim1=2, dim2=3).mean(dim=2).clamp_min(LEAST)[..., None]
     gram = gram + torch.diag_embed(pulled.expand_as(kept.b))
-    # Never singular: `cholesky_ex` asks no GPU whether it was.
+    # `cholesky_ex` asks no GPU whether it could be done. What is pulled is regular.
     root = torch.linalg.cholesky_ex(gram)[0]
     found = 1 + torch.cholesky_solve(wanted.sum(dim=2)[..., None], root)[..., 0]
+    found = found.where(found.isfinite(), 1.0)
     log = kept.b.masked_fill(~kept.held, 0.0)
     return found.clamp((-most - log).exp(), (most - log).exp())
 

@@ -23,6 +23,8 @@ from weir.slab import Slots
 
 MOST = 3.0
 """No log-weight is larger, or smaller than its negative: the paper's box."""
+LEAST_PULL = 1e-3
+"""Times the mean of a diagonal it is what rounding may be off by, of sums over 8,192 slots."""
 
 
 @pool("match")
@@ -47,7 +49,7 @@ class Match(Pool):
     pull: float = 10.0
 
     def __post_init__(self) -> None:
-        if self.pool.ends_pipe or self.pool.two_weights or self.pool.slots() is None:
+        if self.pool.ends_pipe or self.pool.weighs or self.pool.slots() is None:
             raise WeirError(
                 "match goes around a pool that says who stays, so many and no more, as in "
                 f"match(snap(64)); {self.pool.name} keeps all, or weighs what it keeps by itself"
@@ -59,8 +61,11 @@ class Match(Pool):
                 f"log-weights of match are half of what they were after 1 arrival or more, not "
                 f"{self.half_life}; none for never"
             )
-        if not 0 < self.pull < float("inf"):
-            raise WeirError(f"match pulls weights with a number above 0, not {self.pull:g}")
+        if not LEAST_PULL <= self.pull < float("inf"):
+            raise WeirError(
+                f"match pulls weights with a number from {LEAST_PULL:g} on, or rounding would "
+                f"weigh, not {self.pull:g}"
+            )
 
     @property
     def needs_mass(self) -> bool:
@@ -128,7 +133,7 @@ class Match(Pool):
         kept, _ = self.pool.fold(held, new, fold)
         weight = fitted(fold.read, held.join(new), kept, self.window, self.pull, MOST)
         more = weight.log()
-        return replace(kept, a=kept.a + more, b=kept.b + more), new.part(0, 0)
+        return kept.weighed(kept.a + more, kept.b + more), new.part(0, 0)
 
     def _faded(self, held: Slots, new: Slots) -> Slots:
         """What is held, its log-weights closer to 0 by what has arrived."""
@@ -136,4 +141,4 @@ class Match(Pool):
             return held
         left = 0.5 ** (new.held.sum(dim=2, keepdim=True) / self.half_life)
         a, b = ((t * left).masked_fill(~held.held, -torch.inf) for t in (held.a, held.b))
-        return replace(held, a=a, b=b)
+        return held.weighed(a, b)

@@ -28,7 +28,7 @@ from weir.serve.records import Record, Store, packed, unpacked
 from weir.serve.store.snapshot import Form, read_foreign, written
 from weir.serve.turn import Node
 
-FORMAT = 1
+FORMAT = 2
 KEY = "weir_sessions"
 
 

@@ -30,7 +30,7 @@ from weir.models import fingerprint
 from weir.policies import Policy, policy_of
 from weir.serve.turn import Node
 
-FORMAT = 2
+FORMAT = 3
 KEY = "weir_node"
 
 
