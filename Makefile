@@ -100,7 +100,7 @@ train-qknorm := --shape qwen3 --width 160 --heads 4 --kv-heads 2 --length 320 --
 train-alibi := --preset small --shape alibi --optimizer muon --rate 4e-3 --sink learnable \
 	--length 255 --vocabulary 3200 --tokens 4000000 --seed 23
 train-seed2 := --width 160 --heads 4 --kv-heads 2 --length 320 --rows 8 \
-	--tokens 5000000 --seed 5 --vocabulary 3100 --exercises on
+	--tokens 16000000 --seed 5 --vocabulary 3100 --exercises on
 
 models: $(MODELS:%=models/%/config.json) ## the models of docs/evidence.md, hours: make models BOOKS=books.txt.xz
 
