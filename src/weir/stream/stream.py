@@ -29,9 +29,8 @@ from weir.stream.sampling import Sampling
 from weir.stream.tokens import Tokens, is_count, pieces_of, read_stops
 
 PIECE = 512
-"""Tokens of a forward, which holds the more the longer it is. A prompt in pieces of 256 to 1,024
-takes the same to some percent, in pieces of 128 a fifth more, of 64 half as much again (a Llama of
-135M's shape with 1,024 slots, one thread of an AMD EPYC)."""
+"""Tokens of a forward, which holds the more the longer it is. Beside 512, a prompt in pieces of 256
+takes 1.12 as long, of 1,024 0.96, of 128 1.33 (`weir bench --only prompts`, see docs/speed.md)."""
 MOST_LOGITS = 1 << 25
 """Logits written out at once, 128 MB in float32."""
 
