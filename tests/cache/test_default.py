@@ -116,3 +116,10 @@ def test_a_saved_stream_keeps_its_own(folder, tmp_path):
     stream.feed([1, 2, 3])
     stream.save(tmp_path / "session")
     assert weir.Stream.restore(read(folder), tmp_path / "session").policy == stream.policy
+
+
+def test_a_link_to_nothing_is_not_passed_over(folder):
+    (folder / "weir.toml").unlink()
+    (folder / "weir.toml").symlink_to("gone")
+    with pytest.raises(WeirError, match=r"weir\.toml.*it lies with the model"):
+        weir.Stream(read(folder))

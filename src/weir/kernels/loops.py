@@ -21,11 +21,6 @@ def in_memory(t: Tensor) -> Tensor:
     return torch.as_strided(t, t.shape, t.stride())  # with these strides it has to be in memory
 
 
-PARTS = 4
-"""Lines of 8 bits that one row is multiplied with side by side. A sum alone waits for itself, each
-addition for the last, longer than so few bytes take to come from memory."""
-
-
 def dots(rows: Tensor, lines: Tensor) -> Tensor:
     """The product of each row with each line.
 
@@ -36,13 +31,8 @@ def dots(rows: Tensor, lines: Tensor) -> Tensor:
     Returns:
         [..., rows, lines], float32.
     """
-    rows, many = in_memory(rows), lines.shape[-2]
-    apart = rows.shape[-2] == 1 and lines.dtype == torch.int8 and many % PARTS == 0
-    parts = [part.float() for part in lines.split(many // PARTS if apart else many, dim=-2)]
-    found = [
-        torch.cat([(row[..., None, :] * part).sum(-1) for part in parts], dim=-1)
-        for row in rows.unbind(-2)
-    ]
+    rows, wide = in_memory(rows), lines.float()
+    found = [(row[..., None, :] * wide).sum(-1) for row in rows.unbind(-2)]
     return torch.stack(found, dim=-2)
 
 

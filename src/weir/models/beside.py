@@ -5,6 +5,7 @@ Nothing is fetched. Knows nothing about what is in such files.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
@@ -33,7 +34,7 @@ def file_beside(model: PreTrainedModel | str, name: str, revision: str | None = 
     folder = Path(place).expanduser()
     if folder.is_dir():
         path = folder / name
-        return str(path) if path.exists() else None
+        return str(path) if os.path.lexists(path) else None  # a link to nothing is an error
     try:
         found = try_to_load_from_cache(place, name, revision=revision)
     except HFValidationError:  # a folder that is gone by now, as an id
