@@ -9,13 +9,12 @@ are held close to what they were, and what is gone is forgotten by and by.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from weir.errors import WeirError
+from weir.pools.around import Around
 from weir.pools.base import Fold, Pool
 from weir.pools.match.fitting import fitted
 from weir.pools.registry import pool
@@ -29,7 +28,7 @@ LEAST_PULL = 1e-3
 
 @pool("match")
 @dataclass(frozen=True)
-class Match(Pool):
+class Match(Around):
     """Keep what another pool keeps, and weigh it for what that lets go of. Experimental.
 
     Nothing is weighed while there is room, and nothing flows on: it is stood for.
@@ -68,62 +67,9 @@ class Match(Pool):
             )
 
     @property
-    def needs_mass(self) -> bool:
-        """As the pool that says who stays."""
-        return self.pool.needs_mass
-
-    @property
     def needs_queries(self) -> int:
         """The window's, or those of the pool that says who stays."""
         return max(self.window, self.pool.needs_queries)
-
-    @property
-    def needs_marks(self) -> bool:
-        """As the pool that says who stays."""
-        return self.pool.needs_marks
-
-    @property
-    def log_n(self) -> bool:
-        """As the pool that says who stays."""
-        return self.pool.log_n
-
-    @property
-    def heads_agree(self) -> bool:
-        """As the pool that says who stays."""
-        return self.pool.heads_agree
-
-    @property
-    def has_chance(self) -> bool:
-        """As the pool that says who stays."""
-        return self.pool.has_chance
-
-    def check(self, before: tuple[Pool, ...]) -> None:
-        """Refuse what the pool that says who stays refuses."""
-        self.pool.check(before)
-
-    def state(self, like: Slots) -> dict[str, Tensor]:
-        """What the pool that says who stays remembers."""
-        return self.pool.state(like)
-
-    def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
-        """Why tensors cannot be what it remembers; see `Pool.wrong_state`."""
-        return self.pool.wrong_state(state, held, ahead)
-
-    def report(self, state: dict[str, Tensor], row: int) -> dict[str, Any]:
-        """As the pool that says who stays."""
-        return self.pool.report(state, row)
-
-    def slots(self) -> int:
-        """As many as the pool that says who stays."""
-        return self.pool.slots() or 0
-
-    def fixed(self, before: tuple[Pool, ...]) -> int:
-        """As many as of the pool that says who stays."""
-        return self.pool.fixed(before)
-
-    def resized(self, slots: int) -> Pool:
-        """The same around a pool of another size."""
-        return replace(self, pool=self.pool.resized(slots))
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """The pool says who stays; what these are fitted to is all that was there."""

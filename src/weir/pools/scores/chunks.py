@@ -8,13 +8,14 @@ read. A span is so many places of the stream, counted from its beginning.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from weir.errors import WeirError
+from weir.pools.around import Around
 from weir.pools.base import Fold, Pool
 from weir.pools.ranked import Ranked, highest
 from weir.pools.registry import pool
@@ -23,7 +24,7 @@ from weir.slab import Slots
 
 @pool("chunks")
 @dataclass(frozen=True)
-class Chunks(Pool):
+class Chunks(Around):
     """Keep whole spans by the average of another pool's score, each KV head its own.
 
     The average is over those of its tokens that are there. Slots that the last whole span leaves go
@@ -55,45 +56,6 @@ class Chunks(Pool):
         """The pool that scores."""
         assert isinstance(self.pool, Ranked)
         return self.pool
-
-    @property
-    def needs_mass(self) -> bool:
-        """As the pool that scores."""
-        return self.pool.needs_mass
-
-    @property
-    def needs_queries(self) -> int:
-        """As the pool that scores."""
-        return self.pool.needs_queries
-
-    @property
-    def needs_marks(self) -> bool:
-        """As the pool that scores."""
-        return self.pool.needs_marks
-
-    def check(self, before: tuple[Pool, ...]) -> None:
-        """Refuse what the pool that scores refuses."""
-        self.pool.check(before)
-
-    def state(self, like: Slots) -> dict[str, Tensor]:
-        """What the pool that scores remembers."""
-        return self.pool.state(like)
-
-    def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
-        """Why tensors cannot be what it remembers; see `Pool.wrong_state`."""
-        return self.pool.wrong_state(state, held, ahead)
-
-    def slots(self) -> int:
-        """As many as the pool that scores."""
-        return self.ranked.slots()
-
-    def fixed(self, before: tuple[Pool, ...]) -> int:
-        """As many as of the pool that scores."""
-        return self.pool.fixed(before)
-
-    def resized(self, slots: int) -> Pool:
-        """The same around a pool of another size."""
-        return replace(self, pool=self.pool.resized(slots))
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """As the pool would fold, had it counted spans."""
