@@ -382,7 +382,7 @@ def test_a_detached_cache_says_so(fresh_llama, ids):
         ({"positions": "relative"}, "positions must be 'rolling' or 'original', not 'relative'"),
         ({"prefill": "none"}, "prefill must be 'chunked' or 'full', not 'none'"),
         ({"policy": "recnet(8)"}, "did you mean 'recent'"),
-        ({"policy": None}, "a policy is text"),
+        ({"policy": 7}, "a policy is text"),
     ],
 )
 def test_an_argument_that_makes_no_sense_is_refused(llama, options, reason):

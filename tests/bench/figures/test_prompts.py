@@ -12,7 +12,7 @@ from weir.bench.figures.prompts import _beyond, _beyond_squared, prompts
 
 
 def test_every_policy_stands_beside_exact_attention_at_each_length(monkeypatch):
-    monkeypatch.setattr(figure, "_named", lambda: ["window", "h2o"])
+    monkeypatch.setattr(figure, "budgeted", lambda: ["window", "h2o"])
     sizes = replace(QUICK, layers=1, slots=32, prompts=(32, 64), far=256)
     every = list(prompts(Setting(sizes)))
     pieces = [row for row in every if "pieces" in row.what]

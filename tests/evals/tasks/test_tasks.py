@@ -45,7 +45,7 @@ def test_the_commands_of_the_documentation_can_be_read() -> None:
         # A policy file is what the command before on the page writes.
         sizes = count(2)
         listed = given.get("--policies", "all")
-        policies = re.sub(r"\w+\.toml", lambda _, n=sizes: f"h2o({next(n)})", listed)
+        policies = re.sub(r"[\w-]+\.toml", lambda _, n=sizes: f"h2o({next(n)})", listed)
         grid = make_grid(
             ["nano"],
             given.get("--tasks", "ppl"),
