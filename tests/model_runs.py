@@ -58,6 +58,13 @@ def reads_as(stream: weir.Stream, twin: Naive, tokens: Tensor, whole: int = 0) -
     holds_as(stream, twin)
 
 
+@torch.no_grad()
+def reads_exactly(model: PreTrainedModel, policy: str, tokens: Tensor) -> None:
+    """What fits the budget is read as the plain model reads it [batch, length]."""
+    stream = weir.Stream(model, policy, chunk=5)
+    close_runs(stream.feed(tokens, all_logits=True), model(tokens).logits, model)
+
+
 def rows_read_alone(
     model: PreTrainedModel,
     policy: str,

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from model_runs import reads_as, restored_goes_on, rows_read_alone
+from model_runs import reads_as, reads_exactly, restored_goes_on, rows_read_alone
 from reference.residue import joined, residue_of
-from roundings import close, close_runs, weights_off, within
+from roundings import close, weights_off, within
 from torch import Tensor
 
 import weir
@@ -46,10 +46,7 @@ def test_a_model_reads_as_with_a_naive_pool(llama, ids, naive, twins, chunk, hal
 
 @pytest.mark.parametrize("policy", PIPES)
 def test_below_its_budget_it_is_dense(llama, ids, policy):
-    text = ids(2, 16)
-    with torch.no_grad():
-        exact = llama(text).logits
-    close_runs(weir.Stream(llama, policy, chunk=5).feed(text, all_logits=True), exact, llama)
+    reads_exactly(llama, policy, ids(2, 16))
 
 
 @pytest.mark.parametrize("policy", PIPES)

@@ -89,11 +89,10 @@ class Draws:
         Raises:
             WeirError: there is a seed for each row, and the batch has more or fewer rows.
         """
-        made = (
-            self._by_kernel(purpose, position, 1) if isinstance(index, int) and not index else None
-        )
-        if made is not None:
-            return made[..., 0]
+        if isinstance(index, int) and index == 0:
+            made = self._by_kernel(purpose, position, 1)
+            if made is not None:
+                return made[..., 0]
         return _uniform(_step(self._of_tokens(purpose, position), index))
 
     def several(self, purpose: int, position: Tensor, count: int) -> Tensor:

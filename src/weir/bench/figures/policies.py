@@ -48,7 +48,7 @@ class Pace:
 @figure("policies", "a decode step by policy, folds included, beside streaming_llm")
 def policies(setting: Setting) -> Iterator[Row]:
     """Every policy of the same slots against `streaming_llm`."""
-    names = _wanted(setting, comparable())
+    names = wanted(setting, comparable())
     if not names:
         raise Skipped(f"{PLAIN} is what policies stand beside; name another")
     cache = full(setting, model_of(setting), PLAIN, setting.sizes.slots)
@@ -70,7 +70,7 @@ def policies(setting: Setting) -> Iterator[Row]:
 @figure("folds", "what folds cost by policy, per token, beside a decode step", bound="calls")
 def folds(setting: Setting) -> Iterator[Row]:
     """The time of folds over the tokens between two of them, over that of a step."""
-    for name in _wanted(setting, [PLAIN, *comparable()]):
+    for name in wanted(setting, [PLAIN, *comparable()]):
         ours, _, _ = _beside_plain(setting, name)
         yield Row(
             f"folds of `{name}` per token ÷ decode step, {setting.sizes.slots:,} slots, "
@@ -84,7 +84,8 @@ def folds(setting: Setting) -> Iterator[Row]:
         )
 
 
-def _wanted(setting: Setting, names: list[str]) -> list[str]:
+def wanted(setting: Setting, names: list[str]) -> list[str]:
+    """Those of the names that a run was asked for: all, where it named none."""
     return [name for name in names if not setting.policies or name in setting.policies]
 
 

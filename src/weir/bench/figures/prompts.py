@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from weir.bench.bounds import of_prompt
 from weir.bench.caches import Decoding, Weir, feed_prompt, hold_prompt
 from weir.bench.figure import Row, Setting, figure
-from weir.bench.figures.policies import budgeted
+from weir.bench.figures.policies import budgeted, wanted
 from weir.bench.model import model_of
 from weir.bench.timing import Doing, in_turns, middle
 from weir.bench.tracing import trace
@@ -34,8 +34,7 @@ def prompts(setting: Setting) -> Iterator[Row]:
     sizes, model = setting.sizes, model_of(setting)
     policies = {
         name: Weir(model, f"{name}(budget={sizes.slots})", sizes.chunk)
-        for name in budgeted()
-        if not setting.policies or name in setting.policies
+        for name in wanted(setting, budgeted())
     }
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(sizes.vocabulary, (1, max(sizes.prompts)), generator=generator)
