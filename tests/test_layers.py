@@ -19,11 +19,11 @@ SOURCE = Path(__file__).parents[1] / "src" / "weir"
 
 ORDER = (
     "errors < kernels < slab < pools, models < policies < cache < stream < weir"
-    " < train, serve < evals, bench < cli"
+    " < train, serve < evals, bench < cli < __main__"
 )
-"""Each imports to its left only; `weir` is the face of all."""
+"""Each imports to its left only; `weir` is the face of all, and `__main__` what Python runs."""
 LEVEL = {room: n for n, level in enumerate(ORDER.split(" < ")) for room in level.split(", ")}
-ROOMS = LEVEL.keys() - {"errors", "weir"}
+ROOMS = LEVEL.keys() - {"errors", "weir", "__main__"}
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,10 @@ class House:
             yield f"in a circle, or on the way from one to the next: {', '.join(left)}"
 
     def root_files(self) -> Iterator[str]:
-        """At the root are twelve rooms at most, `assets`, errors.py and the face."""
+        """At the root are twelve rooms at most, `assets`, errors.py, the face and `__main__.py`."""
         here = {path.name for path in self.root.iterdir()} - {"__pycache__"}
-        for name in sorted(here - ROOMS - {"assets", "errors.py", "__init__.py", "py.typed"}):
+        files = {"errors.py", "__init__.py", "__main__.py", "py.typed"}
+        for name in sorted(here - ROOMS - {"assets"} - files):
             yield f"{name} has no place at the root"
 
     def faces(self) -> Iterator[str]:

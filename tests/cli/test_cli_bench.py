@@ -89,7 +89,10 @@ def test_table_and_plot_are_written_beside_the_figures(capsys, tmp_path):
         (("--only", "speed"), "there is no figure 'speed'; there are decode, dense"),
         (("--flat", "--only", "decode"), "--flat is a figure of its own"),
         (("--only", "kvpress", "--kvpress", "/nowhere/python"), "cannot be run: No such file"),
-        (("--policies", "weir,wier"), "names that figures compare, not 'wier'; there are str"),
+        (
+            ("--policies", "weir,wier"),
+            "figures compare, not 'wier', did you mean 'weir'?",
+        ),
         (("--policies", ","), "names that figures compare, not ','"),
     ],
 )

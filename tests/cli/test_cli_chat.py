@@ -197,7 +197,7 @@ COMPLAINTS = {
     "/save": "/save needs a file: /save FILE",
     "/load  ": "/load needs a file: /load FILE",
     "/load nowhere.safetensors": "there is no session file nowhere.safetensors",
-    "/load .": ". is a folder; a session is a file",
+    "/load .": ". is a folder, and not a session",
     "/save /nowhere/talk": "cannot write the session /nowhere/talk: No such file or directory",
 }
 

@@ -28,6 +28,17 @@ COMMANDS = (
 )  # fmt: skip
 
 
+def test_python_runs_it_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "weir", "--version"],
+        env={**os.environ, "PYTHONPATH": SOURCE},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("weir ")
+
+
 @pytest.mark.parametrize(
     "words",
     [

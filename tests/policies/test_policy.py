@@ -249,6 +249,14 @@ MISTAKES = {
     "no limit after a choice": ("every(3) | »recent(none)", "recent(none) can only follow"),
     "a pool after one that keeps all": ("recent(none) | »recent(5)", "recent would get no tokens"),
     "a pool after a share of one": ("uniform(rate=1) | »heavy(5)", "heavy would get no tokens"),
+    "a pool's parameter of what reads as a policy": (
+        "kcenter(256, »quiet=2)",
+        "or kcenter(k=256, quiet=2) for the pool and nothing else",
+    ),
+    "the same within another": (
+        "quantised(kcenter(256, »quiet=2))",
+        "write recent(64) | kcenter(256, quiet=2) for the pool behind the newest tokens",
+    ),
     "a line break in what is wrong": ("sink(4)\n| »riddle(9)", "no pool or policy is called"),
 }
 

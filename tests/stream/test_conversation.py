@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -239,6 +240,16 @@ def test_the_speed_of_the_last_answer_is_known(model):
     tell(talk, "abc")
     list(talk.say("So"))
     assert talk.rate > 0
+
+
+def test_a_first_step_in_which_it_is_compiled_is_not_counted_as_speed(model, monkeypatch):
+    talk = talk_of(model, None)
+    clock = iter([0.0, 0.1, 60.1, 60.3, 60.5, 60.7])  # when the answer begins, and at each token
+    fake = SimpleNamespace(perf_counter=lambda: next(clock))
+    monkeypatch.setattr("weir.stream.conversation.time", fake)
+    tell(talk, "abcde")
+    rates = [talk.rate for _ in talk.say("So")]
+    assert rates == pytest.approx([1 / 0.1, 2 / 60.1, 1 / 0.2, 2 / 0.4, 3 / 0.6])
 
 
 # --- what is refused, what is saved

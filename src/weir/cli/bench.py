@@ -133,15 +133,15 @@ def _policies(text: str | None) -> tuple[str, ...]:
         return ()
     from weir.bench.figures.decode import PLAIN
     from weir.bench.figures.policies import comparable
+    from weir.evals.notation import near
 
     names = tuple(word for part in text.split(",") if (word := part.strip()))
     known = [PLAIN, *comparable()]
     wrong = [name for name in names if name not in known]
     if wrong or not names:
-        raise WeirError(
-            f"--policies takes names that figures compare, not {shown(wrong[0] if wrong else text)}"
-            f"; there are {', '.join(known)}"
-        )
+        asked = wrong[0] if wrong else text
+        like = near(asked, known) or f"; there are {', '.join(known)}"
+        raise WeirError(f"--policies takes names that figures compare, not {shown(asked)}{like}")
     return names
 
 

@@ -10,16 +10,21 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from weir.cli.uses import SHARED
 from weir.errors import written
 
 Node = TypeVar("Node", ast.FunctionDef, ast.ClassDef)
 SOURCE = Path(__file__).parents[1]
+WORD = re.compile(r"\w+")
+_ENTRY = re.compile(r" {4}(\w+(?:, \w+)*): (.+)")
+"""The first line of what a docstring says of a parameter, or of several."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class Entry:
         about: the first paragraph of its docstring, in one line.
         paper: where a policy comes from; None for a pool.
         pipe: what a policy is by default; None for a pool, and for a policy that is no pipe.
+        explains: what its docstring says of each parameter.
     """
 
     name: str
@@ -39,6 +45,7 @@ class Entry:
     about: str
     paper: str | None = None
     pipe: str | None = None
+    explains: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_policies(folder: Path = SOURCE / "policies") -> list[Entry]:
@@ -47,15 +54,19 @@ def read_policies(folder: Path = SOURCE / "policies") -> list[Entry]:
     for node, call in _decorated(folder, "named", ast.FunctionDef):
         given = dict(zip(("paper", "pipe"), map(ast.literal_eval, call.args), strict=False))
         given |= {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-        found.append(Entry(node.name, _arguments(node.args), _about(node), **given))
+        doc = ast.get_docstring(node)
+        found.append(
+            Entry(node.name, _arguments(node.args), _said(doc), **given, explains=_explains(doc))
+        )
     return found
 
 
 def read_pools(folder: Path = SOURCE / "pools") -> list[Entry]:
     """Every pool, by name."""
     found = [
-        Entry(ast.literal_eval(call.args[0]), _fields(node), _about(node))
+        Entry(ast.literal_eval(call.args[0]), _fields(node), _said(doc), explains=_explains(doc))
         for node, call in _decorated(folder, "pool", ast.ClassDef)
+        for doc in (ast.get_docstring(node),)
     ]
     return sorted(found, key=lambda entry: entry.name)
 
@@ -84,9 +95,27 @@ def others(known: Iterable[Entry], kinds: Mapping[str, Any], about: str) -> list
     """
     names = sorted(set(kinds) - {entry.name for entry in known})
     return [
-        Entry(name, _signature(kinds[name]), _said(inspect.getdoc(kinds[name])), about)
+        Entry(name, _signature(kinds[name]), _said(doc), about, explains=_explains(doc))
         for name in names
+        for doc in (inspect.getdoc(kinds[name]),)
     ]
+
+
+def explained(entry: Entry, pools: Iterable[Entry]) -> dict[str, str]:
+    """What there is to say of each parameter; what a policy does not explain its pools do.
+
+    Args:
+        entry: a policy, or a pool.
+        pools: all there are.
+
+    Returns:
+        Sentences by parameter, in the order of the parameters.
+    """
+    words = set(WORD.findall(entry.pipe or ""))
+    inner = {name: said for it in pools if it.name in words for name, said in it.explains.items()}
+    known = {**SHARED, **inner, **entry.explains}
+    names = [each.partition("=")[0] for each in entry.parameters.split(", ")]
+    return {name: known[name] for name in names if name in known}
 
 
 def _signature(make: Any) -> str:
@@ -100,6 +129,22 @@ def _signature(make: Any) -> str:
 def _said(doc: str | None) -> str:
     """The first paragraph of a docstring, in one line."""
     return " ".join((doc or "").split("\n\n")[0].split())
+
+
+def _explains(doc: str | None) -> dict[str, str]:
+    """What a docstring says of parameters: the entries of its `Args` or `Attributes`."""
+    found: dict[str, str] = {}
+    names: list[str] = []
+    inside = False
+    for line in (doc or "").splitlines():
+        if line and not line.startswith(" "):
+            inside = line in ("Args:", "Attributes:")
+        elif inside and (begun := _ENTRY.match(line)):
+            names = begun[1].split(", ")
+            found |= dict.fromkeys(names, begun[2])
+        elif inside and line:
+            found |= {name: f"{found[name]} {line.strip()}" for name in names}
+    return found
 
 
 def _decorated(folder: Path, name: str, kind: type[Node]) -> Iterator[tuple[Node, ast.Call]]:
@@ -140,7 +185,3 @@ def _fields(node: ast.ClassDef) -> str:
 
 def _parameter(name: str, default: Any) -> str:
     return name if default is None else f"{name}={written(ast.literal_eval(default))}"
-
-
-def _about(node: ast.FunctionDef | ast.ClassDef) -> str:
-    return _said(ast.get_docstring(node))

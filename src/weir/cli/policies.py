@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import typer
 
 from weir.cli.app import command
-from weir.cli.catalogue import Entry, has_plugins, others, read_policies, read_pools
+from weir.cli.catalogue import (
+    Entry,
+    explained,
+    has_plugins,
+    others,
+    read_policies,
+    read_pools,
+)
 from weir.cli.common import AsJson, output, print_json
 from weir.cli.uses import POLICIES
 
@@ -33,10 +40,18 @@ def policies(context: typer.Context, as_json: AsJson = False) -> None:
             raise typer.BadParameter(
                 f"no policy and no pool is called {name!r}{like or '; `weir policies` lists them'}"
             )
-    if context.args:
-        named, pools = ([it for it in of if it.name in context.args] for of in (named, pools))
+    if context.args or as_json:
+        every = pools
+        named, pools = (
+            [
+                replace(it, explains=explained(it, every))
+                for it in of
+                if not context.args or it.name in context.args
+            ]
+            for of in (named, pools)
+        )
     if as_json:
-        of_pool = ("name", "parameters", "about")
+        of_pool = ("name", "parameters", "about", "explains")
         print_json(
             {
                 "policies": [asdict(entry) for entry in named],
@@ -85,12 +100,15 @@ def _print(title: str, lines: Mapping[str, str], width: int) -> None:
 def _tell(entry: Entry, kind: str) -> None:
     """All of one: as it is written, what it keeps, and where it comes from."""
     uses = {name: line for group in POLICIES.values() for name, line in group.items()}
-    parameters = entry.parameters.replace(", ", "\n") or "none"
+    parameters = "\n".join(
+        ": ".join(filter(None, (each, entry.explains.get(each.partition("=")[0]))))
+        for each in entry.parameters.split(", ")
+    )
     good = uses.get(entry.name) if kind == "policy" else None
     facts = {
         "keeps": entry.about,
         "good for": good,
-        "parameters": parameters,
+        "parameters": parameters or "none",
         "pipe": entry.pipe,
         "from": entry.paper,
     }

@@ -5,6 +5,11 @@ Their own docstrings say what they keep; `weir policies NAME` has those.
 
 from __future__ import annotations
 
+SHARED = {
+    "budget": "slots of each KV head, in each layer.",
+    "sinks": "first tokens of the stream that stay.",
+}
+"""Parameters that mean the same wherever a policy has them and does not say more."""
 POLICIES: dict[str, dict[str, str]] = {
     "Plain": {
         "dense": "everything, exactly; memory grows with the stream",

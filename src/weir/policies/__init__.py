@@ -1,7 +1,7 @@
 """What a policy is, how it is written, and every one that has a name."""
 
 from weir.policies import wrappers  # noqa: F401  (its policies get their names, and the library's)
-from weir.policies.file import at_home, is_file, written_policy_file
+from weir.policies.file import at_home, check_regular, is_file, written_policy_file
 from weir.policies.grammar import NUMBER, Parser, called, nearest, policy, policy_of
 from weir.policies.layered import Layered
 from weir.policies.naming import named
@@ -31,6 +31,7 @@ __all__ = [
     "Recompute",
     "at_home",
     "called",
+    "check_regular",
     "import_plugin",
     "is_file",
     "load_plugins",

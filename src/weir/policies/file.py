@@ -6,6 +6,7 @@ Knows what is in a file and how it is written there; nothing about what policies
 from __future__ import annotations
 
 import json
+import stat
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ MODEL = {
     "weights": str,
 }
 """What a file says of its model, as `models.fingerprint` does."""
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+"""What a path may be that is no file, by the type in its mode; all others are devices."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +60,37 @@ def at_home(name: str | Path) -> Path:
         raise WeirError(f"nobody knows whose home is meant by {name}") from None
 
 
+def check_regular(path: Path, what: str) -> None:
+    """Refuse what is there and no regular file: a pipe is waited for, some devices have no end.
+
+    A file that is missing, or may not be looked at, is left to who opens it.
+
+    Args:
+        path: the file, as somebody named it.
+        what: should be there, as in "a policy file".
+
+    Raises:
+        WeirError: naming the path and what is there.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return
+    if not stat.S_ISREG(mode):
+        raise WeirError(f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'a device')}, and not {what}")
+
+
 def read_policy_file(name: str) -> PolicyFile:
     """What a policy file says.
 
     Raises:
         WeirError: it cannot be read, is no policy file, or of a format this weir does not know.
     """
+    path = at_home(name)
+    check_regular(path, "a policy file")
     try:
         # Editors may put a byte order mark in front, which is no TOML.
-        facts = tomllib.loads(at_home(name).read_text("utf-8-sig"))
+        facts = tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
         raise WeirError(f"cannot read the policy file {name}: {error.strerror}") from None
     except RecursionError:

@@ -201,6 +201,8 @@ class Parser:
             made: Policy = self.make(first, NAMED[first.name].make)
             assert made.called is not None
             return made.as_written(part.text, replace(made.called, arguments=first.inside))
+        if len(part.calls) == 1 and first.name in NAMED and not part.formats[0]:
+            self._check_meant(first)
         pools: list[Pool] = []
         for call in part.calls:
             pools.append(self._pool(call, tuple(pools)))
@@ -208,6 +210,24 @@ class Parser:
             return Pipe(tuple(pools), part.text, tuple(part.formats))
         except WeirError as error:
             raise self.wrong(str(error), part.at) from None
+
+    def _check_meant(self, call: Call) -> None:
+        """Refuse a pool by itself that whoever wrote it may take for the policy of its name.
+
+        `kcenter(256, quiet=2)` would be 256 centres and no newest token. What names all of its
+        parameters, as a pipe that is written out does, is meant.
+        """
+        if call.name not in POOLS or all(it.name for it in call.arguments):
+            return
+        of_policy = inspect.signature(NAMED[call.name].make).parameters
+        first = next(iter(inspect.signature(POOLS[call.name]).parameters))
+        odd = next(it for it in call.arguments if it.name and it.name not in of_policy)
+        raise self.wrong(
+            f"{call.name} by itself is the policy, and {odd.name} is of the pool; write "
+            f"recent(64) | {call.name}({call.inside}) for the pool behind the newest tokens, or "
+            f"{call.name}({first}={call.inside}) for the pool and nothing else",
+            odd.at,
+        )
 
     def _format(self) -> str:
         """How the slots of the pool before are quantised; "" where nothing is said."""

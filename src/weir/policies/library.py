@@ -82,6 +82,10 @@ def recompute(budget: int = 256, sinks: int = 0) -> Policy:
     The paper's form is `sinks=0`. A model that always had a start token in front of its text is out
     of its element without one: `sinks=1` keeps the first token of the stream in front of every
     window, `sinks=n` the first n.
+
+    Args:
+        budget: tokens that are read for every new one; nothing is held.
+        sinks: of these, so many are the first of the stream.
     """
     return Recompute(budget, sinks)
 
@@ -118,6 +122,9 @@ def buzz(
     The budget is what the cache may hold at most. What it leaves beside the sinks is shared between
     window and hive as the paper's Theorem 3.1 says, unless `window` says how many newest tokens
     stay. The other parameters are the hive's.
+
+    Args:
+        window: newest tokens that stay; none for the share of the paper's Theorem 3.1.
     """
     if window is None:
         window = best_window(budget - sinks, stride)
@@ -144,7 +151,10 @@ def reservoir(
 ) -> Policy:
     """Keep the first tokens, the newest, and a uniform sample of all between them.
 
-    `samples` are a quarter of the budget unless they are given; the others are the pool's.
+    The other parameters are the pool's.
+
+    Args:
+        samples: tokens of the sample; none for a quarter of the budget.
     """
     samples = budget // 4 if samples is None else samples
     recent = budget - sinks - samples
@@ -178,6 +188,11 @@ def uniform(
 
     The budget is 256 unless it or a rate is given. Sinks and recent tokens are an eighth of it
     each unless they are given: 32 and 32 of 256, as in BalanceKV's runs; with a rate, 32 and 32.
+
+    Args:
+        budget: slots of each KV head, in each layer; none for 256, or for those of a rate.
+        sinks: first tokens that stay; none for an eighth of the budget.
+        recent: newest tokens that stay; none for an eighth of the budget.
     """
     if budget is not None and rate is not None:
         raise WeirError(
@@ -382,9 +397,13 @@ def subgen(
 ) -> Policy:
     """Keep the first tokens, the newest, and samples of all between them that stand for the rest.
 
-    Unless they are given, sinks and `recent` tokens are two fifths of the budget, and so are the
-    clusters, each of `per_cluster` slots. What is left is for the samples of the numerator. The
-    other parameters are the pool's.
+    What is left beside them is for the samples of the numerator. The other parameters are the
+    pool's.
+
+    Args:
+        recent: newest tokens that stay; none for two fifths of the budget, sinks among them.
+        clusters: so many are kept at most, each of `per_cluster` slots; none for two fifths of the
+            budget.
     """
     recent = max(1, 2 * budget // 5 - sinks) if recent is None else recent
     if clusters is None:
@@ -423,6 +442,11 @@ def balancekv(
     as in the authors' code, 256 and 256 of 2,048 as in the paper. Of the slots between, a share of
     `outliers` keeps tokens whose keys point away from the others, the variant for needles. The
     other parameters are the pool's.
+
+    Args:
+        sinks: first tokens that stay; none for an eighth of the budget.
+        recent: newest tokens that stay; none for an eighth of the budget.
+        outliers: of the slots between, the share for keys that point away from the others.
     """
     if not 0 <= outliers < 1:
         raise WeirError(

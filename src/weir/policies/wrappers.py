@@ -25,6 +25,10 @@ def pyramid(pipe: Policy | None = None, beta: float = 20.0) -> Policy:
     The pipe is what a layer holds on average. First and newest tokens that it keeps in front of
     other pools are the same in every layer; the rest is `beta` times smaller than the average in
     the top layer, and from there rises evenly to the bottom one. Without a pipe, it is PyramidKV.
+
+    Args:
+        pipe: what a layer holds on average; none for PyramidKV's.
+        beta: how many times fewer slots than the average the top layer has.
     """
     if pipe is None:
         return pyramidkv(beta=beta)
@@ -48,7 +52,9 @@ def pyramidkv(
 ) -> Policy:
     """Keep what SnapKV keeps, with more slots in the lower layers and fewer in the upper ones.
 
-    The budget is what a layer holds on average.
+    Args:
+        budget: slots of each KV head, in a layer on average.
+        beta: how many times fewer slots than the average the top layer has.
     """
     return Pyramid(Pipe((Snap(budget, window, kernel, average, frame),)), beta)
 
@@ -59,7 +65,12 @@ def pinned(policy: Policy | None = None, n: int = 64, header: int = 16) -> Polic
 
     `n` slots are for the beginning and `header` for the control tokens in front of an answer, in
     addition to those of the policy. How much of them a row uses, its marks say; a row without any
-    has `n` sinks more. Without a policy, it is StreamingLLM's.
+    has `n` sinks more.
+
+    Args:
+        policy: what holds all else; none for StreamingLLM.
+        n: slots for the beginning of the stream.
+        header: slots for the control tokens in front of an answer.
     """
     return Pinned(streaming_llm() if policy is None else policy, n, header)
 
@@ -70,8 +81,11 @@ def quantised(
 ) -> Policy:
     """A policy whose slots are quantised, but for first and newest tokens.
 
-    `slots` says how. With `newest`, of the newest tokens only so many stay exact. Without a policy,
-    it is kcenter.
+    Args:
+        policy: whose slots they are; none for kcenter.
+        slots: how they are written: int8, k8v4 or fp8.
+        newest: of the newest tokens only so many stay exact; none for all that the policy keeps as
+            such.
     """
     return Quantised(kcenter() if policy is None else policy, slots, newest)
 
@@ -90,9 +104,11 @@ def weir(
 ) -> Policy:
     """Keep sinks, the newest tokens and, a third, those whose keys lie far apart; in 8 bits.
 
-    `slots` says how they are written, but for the sinks and the `newest` tokens, which stay exact.
-    With `slots=exact` all are as the model computes. `quiet` and `half_life` are of `kcenter`: how
-    much less centres count, and after how many tokens they are half as far apart.
+    `quiet` and `half_life` are those of `kcenter`.
+
+    Args:
+        newest: so many of the newest tokens stay exact, as sinks do.
+        slots: how all other slots are written: int8, k8v4 or fp8; exact for as the model computes.
     """
     centres = budget // OF_CENTRES
     recent = budget - sinks - centres

@@ -20,6 +20,9 @@ from weir.stream.answer import AnswerText
 from weir.stream.stream import Stream
 from weir.stream.turns import Turns
 
+FIRST = 2
+"""Tokens after the first step of an answer: the first of them took none."""
+
 
 class Conversation:
     """Turns of a user and a model.
@@ -36,7 +39,8 @@ class Conversation:
             that keeps the beginning.
 
     Attributes:
-        rate: tokens per second of the last answer.
+        rate: tokens per second of the last answer, after its first step, in which a model whose
+            steps are compiled may be compiled.
     """
 
     def __init__(
@@ -67,10 +71,15 @@ class Conversation:
         self.rate = 0.0
         # Without a template the model does not end its turn: the paragraph is the answer.
         answer = AnswerText(self.tokenizer, ["\n"] if self.tokenizer.chat_template is None else [])
-        ends, began = self.stream.ends, time.perf_counter()
+        ends = self.stream.ends
+        began = stepped = time.perf_counter()
         tokens = self.stream.generate(max_new_tokens, **sampling)
         for count, token in enumerate(tokens, 1):
-            self.rate = count / (time.perf_counter() - began)
+            now = time.perf_counter()
+            if count <= FIRST:
+                stepped, self.rate = now, count / (now - began)
+            else:
+                self.rate = (count - FIRST) / (now - stepped)
             if token in ends:
                 return
             if new := answer.add(token):

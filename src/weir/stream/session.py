@@ -43,7 +43,7 @@ from weir.cache import (
 )
 from weir.errors import PolicyError, WeirError, shown
 from weir.models import fingerprint
-from weir.policies import Parser, Policy, policy_of
+from weir.policies import Parser, Policy, check_regular, policy_of
 from weir.stream.whole_files import replacing
 
 FORMAT = 3
@@ -172,12 +172,11 @@ class SessionFile:
         """Open a file.
 
         Raises:
-            WeirError: it is missing, damaged, not a session of weir, of another weir, or has facts
-                that no session has.
+            WeirError: it is missing, no regular file, damaged, not a session of weir, of another
+                weir, or has facts that no session has.
         """
         self.path = _path(path)
-        if self.path.is_dir():
-            raise WeirError(f"{self.path} is a folder; a session is a file")
+        check_regular(self.path, "a session")
         if not self.path.is_file():
             raise WeirError(f"there is no session file {self.path}")
         try:
