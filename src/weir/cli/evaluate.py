@@ -115,7 +115,7 @@ def evaluate(
     from transformers.utils.logging import disable_progress_bar
 
     from weir.cache import read_bytes
-    from weir.evals.grid import grown, make_grid, run
+    from weir.evals.grid import grown, make_grid, run, untold
     from weir.evals.results import failures, read_results
 
     disable_progress_bar()  # there is one bar already
@@ -138,6 +138,11 @@ def evaluate(
     )
     if add:
         grid = grown(out, grid)
+        if count := untold(grid):
+            say(
+                f"{count} cells of {out} do not say which pools their policies stand for; they are "
+                "taken for those of today"
+            )
     work: Worker | None = None
     if cluster is not None:
         from weir.evals.grid.on_ray import on_ray
@@ -272,9 +277,9 @@ def _numbers(option: str, text: str, least: int) -> list[int]:
 def _print(records: list[CellRecord]) -> None:
     from rich.text import Text
 
-    from weir.evals.results import as_loaded, by_distance, named_shortly, overviews
+    from weir.evals.results import as_loaded, by_distance, named_shortly, overviews, told_apart
 
-    records = named_shortly(as_loaded(records))
+    records = named_shortly(told_apart(as_loaded(records)))
     for found in [*overviews(records), *by_distance(records)]:
         parts = _fitting(found)
         for number, columns in enumerate(parts, 1):

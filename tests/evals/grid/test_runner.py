@@ -14,11 +14,13 @@ import torch
 import weir
 from weir.errors import WeirError
 from weir.evals.fitting import budget_in
-from weir.evals.grid import grown, runner
-from weir.evals.grid.grid import make_grid
+from weir.evals.grid import grown, runner, untold
+from weir.evals.grid.grid import Cell, Grid, make_grid
 from weir.evals.grid.runner import failures, reason, run, subject_of
 from weir.evals.results.file import read_results
+from weir.evals.results.several import read_together
 from weir.evals.task import TASKS, Better, Subject, Task
+from weir.policies import NAMED, Policy
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,8 @@ def test_each_cell_is_recorded_with_what_decides_on_it_and_what_was_found(tmp_pa
     assert records[0] == {
         "cell": 0, "model": "m", "task": "toy", "setting": "toy(n=1)", "policy": "dense",
         "budget": None, "seed": 0, "protocol": None, "chunk": 64, "positions": "rolling",
-        "weir": weir.__version__, "status": "done", "metric": "score", "value": 1,
-        "better": "higher", "kv_bytes": 7,
+        "pools": "recent(none)", "weir": weir.__version__, "status": "done", "metric": "score",
+        "value": 1, "better": "higher", "kv_bytes": 7,
         "result": {"score": 1, "other": 0.5, "kv_bytes": 7, "rows": [1]},
     }  # fmt: skip
     assert read_results(tmp_path / "r.jsonl")[1][1:] == records[1:]
@@ -157,6 +159,62 @@ def test_a_file_whose_cells_are_not_these_does_not_grow(tmp_path, toys):
         path.write_text(json.dumps({"grid": "x", "cells": [cell]}) + "\n")
         with pytest.raises(WeirError, match=said):
             grown(path, grid)
+
+
+@pytest.fixture
+def changed(monkeypatch):
+    """Makes a policy's name stand for other pools from now on."""
+    now = NAMED["h2o"]
+
+    def h2o(budget: int = 256) -> Policy:
+        made = now.make(budget)
+        assert made.called is not None
+        return weir.policy(f"sink({budget})").as_written(made.text, made.called)
+
+    return lambda: monkeypatch.setitem(NAMED, "h2o", replace(now, make=h2o))
+
+
+def test_a_policy_whose_name_stands_for_other_pools_by_now_is_another(tmp_path, toys, changed):
+    path = tmp_path / "r.jsonl"
+    run(make_grid(["m"], "toy(n=1)", "h2o(8)"), path)
+    changed()
+    again = make_grid(["m"], "toy(n=1)", "h2o(8)")
+    with pytest.raises(WeirError, match=r"pools: recent.* only there, sink\(8\) new"):
+        run(again, path, resume=True)
+    run(grown(path, again), path, add=True)
+    assert toys.runs == [(1, "h2o(8)")] * 2
+    rows = [it["policy"] for it in read_together([path])[1]]
+    assert rows == ["recent(4) | heavy(4)", "sink(8)"]
+
+
+def test_what_was_asked_of_other_pools_is_not_measured_under_their_name(tmp_path, toys, changed):
+    toys.broken[1] = WeirError("not now")
+    path = tmp_path / "r.jsonl"
+    grid = make_grid(["m"], "toy(n=1)", "h2o(8)")
+    run(grid, path)
+    toys.broken.clear()
+    changed()
+    (record,) = run(grid, path, resume=True)
+    said = "h2o(8) was recent(4) | heavy(4) when this was asked for, and is sink(8) now"
+    assert record["status"] == "failed" and said in record["reason"]
+
+
+def test_files_from_before_pools_were_noted_are_taken_up_as_they_are(tmp_path, toys):
+    path = tmp_path / "r.jsonl"
+    grid = make_grid(["m"], "toy(n=1)", "h2o(8), recent(8)", seeds=[3])
+    run(grid, path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [cell.pop("pools", None) for cell in lines[0]["cells"]] == ["recent(4) | heavy(4)", None]
+    lines[0]["grid"] = Grid(tuple(map(Cell.of, lines[0]["cells"]))).fingerprint
+    lines[1].pop("pools")
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    toys.runs.clear()
+    before = path.read_bytes()
+    run(grid, path, resume=True)
+    more = grown(path, grid)
+    run(more, path, add=True)
+    assert (toys.runs, path.read_bytes()) == ([], before)
+    assert (untold(more), untold(grid)) == (1, 0)
 
 
 def test_models_may_be_objects(tmp_path, monkeypatch, toys, llama):

@@ -1,7 +1,7 @@
 """Tasks by policies by budgets: which cells there are, and running them."""
 
 from weir.evals.grid.grid import Grid, make_grid
-from weir.evals.grid.growing import grown
+from weir.evals.grid.growing import grown, untold
 from weir.evals.grid.protocols import PROTOCOLS, protocol
 from weir.evals.grid.runner import Worker, one_by_one, run
 
@@ -14,4 +14,5 @@ __all__ = [
     "one_by_one",
     "protocol",
     "run",
+    "untold",
 ]

@@ -28,6 +28,10 @@ NOT_IN_EVERY = {"recompute", "pinned", "pyramid", "quantised"}
 """Named policies that `all` leaves out: the slow oracle, and those built around another."""
 
 
+LATER = ("memory", "loading", "compiled", "pools")
+"""Fields of a cell that older files do not have."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """One thing to measure: everything that decides on its figures.
@@ -44,6 +48,8 @@ class Cell:
         memory: bytes that the budget was made for; None where budgets were given in slots.
         loading: how the model is loaded, pairs of an argument of `weir.load` and its value.
         compiled: its decode steps are compiled; not of a model that was given as an object.
+        pools: what the policy's name stands for, as what it stands for may change with weir; None
+            for a policy that is written in pools, and where nobody noted it.
     """
 
     model: str
@@ -57,11 +63,12 @@ class Cell:
     memory: int | None = None
     loading: tuple[tuple[str, Any], ...] = ()
     compiled: bool = False
+    pools: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The fields; of the last three what there is, so that files without stay as they are."""
+        """The fields; of the last four what there is, so that files without stay as they are."""
         facts = {**asdict(self), "loading": dict(self.loading)}
-        return {k: v for k, v in facts.items() if v or k not in ("memory", "loading", "compiled")}
+        return {k: v for k, v in facts.items() if v or k not in LATER}
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Cell:
@@ -177,6 +184,7 @@ def make_grid(
             room,
             tuple(sorted(loading.items())),
             compiled,
+            pools_of(sized),
         )
         for model in models
         for setting in settings
@@ -211,6 +219,15 @@ def _has_chance(setting: str, policy: str) -> bool:
     except WeirError:  # it has no budget yet, or no pools
         return True
     return any(pool.has_chance for pipe in pipes for pool in pipe.pools)
+
+
+def pools_of(policy: str) -> str | None:
+    """What the name of a policy stands for today; None for one that is written in pools."""
+    try:
+        found = policy_of(policy).stands_for
+    except WeirError:  # it has no budget yet
+        return None
+    return None if found == policy else found
 
 
 Sized = tuple[str, int | None, int | None]

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir import __version__
 from weir.errors import WeirError
-from weir.evals.grid.grid import Cell, Grid
+from weir.evals.grid.grid import Cell, Grid, pools_of
+from weir.evals.grid.growing import resumed
 from weir.evals.grid.protocols import Protocol, protocol
 from weir.evals.notation import takes_budget
 from weir.evals.results import CellRecord, ResultsFile, failures
@@ -67,6 +68,8 @@ def run(
             "models that are objects can be measured in this process alone; save them to folders, "
             "and name these"
         )
+    if resume and not add:
+        grid = resumed(path, grid)
     work = work or partial(one_by_one, models=models)
     with ResultsFile(path, grid.as_json(), resume=resume, add=add) as results:
         results.forget({record["cell"] for record in failures(results.records.values())})
@@ -128,6 +131,7 @@ def _facts(number: int, cell: Cell) -> CellRecord:
         **({} if cell.memory is None else {"memory": cell.memory}),
         **({"loading": dict(cell.loading)} if cell.loading else {}),
         **({"compiled": True} if cell.compiled else {}),
+        **({} if cell.pools is None else {"pools": cell.pools}),
     }
 
 
@@ -155,8 +159,13 @@ def subject_of(cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({})) 
         models: those that need not be loaded, by name.
 
     Raises:
-        WeirError: there is no such model.
+        WeirError: there is no such model, or the policy's name stands for other pools by now.
     """
+    if cell.pools is not None and (pools := pools_of(cell.policy)) != cell.pools:
+        raise WeirError(
+            f"{cell.policy} was {cell.pools} when this was asked for, and is {pools} now; ask for "
+            "these pools by themselves"
+        )
     model, tokenizer = models.get(cell.model) or _loaded(cell.model, cell.loading, cell.compiled)
     rules = Protocol("") if cell.protocol is None else protocol(cell.protocol)
     return Subject(

@@ -3,6 +3,7 @@
 from weir.evals.results.file import CellRecord, ResultsFile, failures, read_results
 from weir.evals.results.json_values import for_json
 from weir.evals.results.lists import named_shortly
+from weir.evals.results.pools import told_apart
 from weir.evals.results.summary import Column, Table, by_distance, overviews
 from weir.evals.results.ways import as_loaded
 
@@ -18,4 +19,5 @@ __all__ = [
     "named_shortly",
     "overviews",
     "read_results",
+    "told_apart",
 ]

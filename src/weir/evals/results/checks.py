@@ -49,6 +49,8 @@ def check_cell(line: Record, cells: int) -> None:
     for name in ("chunk", "budget", "memory"):
         if line.values.get(name) is not None:
             line.count(name)
+    if "pools" in line:
+        line.text("pools")
     if "loading" in line:
         line.record("loading")
     if "compiled" in line:

@@ -9,16 +9,18 @@ from typing import Any
 from weir.errors import WeirError
 from weir.evals.results.file import CellRecord, read_results
 from weir.evals.results.lists import named_shortly
+from weir.evals.results.pools import told_apart
 from weir.evals.results.ways import as_loaded
 
-DECIDING = ("model", "setting", "policy", "seed", "protocol", "chunk", "positions")
+DECIDING = ("model", "setting", "policy", "seed", "protocol", "chunk", "positions", "pools")
 """What tells one measurement from another."""
 
 
 def read_together(paths: Sequence[Path]) -> tuple[int, list[CellRecord]]:
     """How many cells the grids of some files have, and their records, what is in two of them once.
 
-    Models are named with how they were loaded, policies for each layer by their slots. Of a cell
+    Models are named with how they were loaded, policies for each layer by their slots, and those
+    whose name stands for several by their pools. Of a cell
     that failed in one file and is done in another, what is done counts.
 
     Args:
@@ -48,4 +50,4 @@ def read_together(paths: Sequence[Path]) -> tuple[int, list[CellRecord]]:
                     f"{there['value']} in one and {record['value']} in the other; report them "
                     "apart, or leave one out"
                 )
-    return cells, named_shortly([record for record, _ in found.values()])
+    return cells, named_shortly(told_apart([record for record, _ in found.values()]))
