@@ -48,10 +48,13 @@ def test_a_conversation_says_where_its_policy_comes_from(chat, measured):
 
 
 @pytest.mark.parametrize("given", [("--policy", "h2o(20)"), ("--slots", "exact")])
-def test_what_is_given_goes_before_it(chat, given):
+def test_what_is_given_goes_before_it(chat, given, measured):
     told = chat(*given).err
-    assert "weir.toml" not in told
+    assert f"under {measured}/weir.toml" not in told
     assert "recent(8)" not in told
+    # Slots alone do not say whose they are, so that what they set aside is named.
+    aside = f"{measured}/weir.toml lies with the model and is set aside by --slots; --policy "
+    assert told.count(aside) == (given[0] == "--slots")
 
 
 def test_a_saved_conversation_keeps_its_policy(chat, measured, tmp_path):
@@ -79,3 +82,15 @@ def test_a_server_says_where_its_policy_comes_from(capsys, measured, tmp_path):
     assert alone[0] == f"the policy is that of {measured}/weir.toml, which lies with the model"
     other = run(capsys, *words, "--policy", "[sink(1) | recent(8) | recent(11):int8]")
     assert other.err.splitlines() == alone[1:]  # what a turn takes, and that there is no room
+    held = run(capsys, *words, "--slots", "exact").err
+    assert held.startswith(f"{measured}/weir.toml lies with the model and is set aside by --slots;")
+
+
+def test_a_server_says_of_one_of_another_model_why_it_is_taken(capsys, measured, monkeypatch):
+    text = Path(measured, "weir.toml").read_text()
+    Path(measured, "foreign.toml").write_text(text.replace("vocabulary = ", "vocabulary = 1"))
+    monkeypatch.setattr("weir.cache.default.FILE", "foreign.toml")
+    ended = run(capsys, "serve", measured, "--port", 0)
+    assert ended.code == 1
+    assert "foreign.toml was calibrated for another model" in ended.err
+    assert ended.err.count("it lies with the model, so it is what is taken") == 1

@@ -2,7 +2,7 @@
 
 from weir.cache.cache import Positions, Prefill, StreamingCache
 from weir.cache.contents import Contents
-from weir.cache.default import DEFAULT, policy_beside, policy_for
+from weir.cache.default import DEFAULT, FILE, policy_beside, policy_for
 from weir.cache.forward import Folded, Forward
 from weir.cache.generating import generate
 from weir.cache.holding import Held, Holding, holding_in
@@ -17,6 +17,7 @@ from weir.cache.state import RowState, check_state
 __all__ = [
     "DEFAULT",
     "FARTHEST",
+    "FILE",
     "Contents",
     "Folded",
     "Forward",

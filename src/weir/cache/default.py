@@ -5,17 +5,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformers import PreTrainedModel
 
 from weir.cache.origin import check_origin
 from weir.errors import WeirError
 from weir.models import file_beside
-from weir.policies import Policy, policy_of, with_slots
+from weir.policies import Layered, Policy, policy_of, with_slots
 
 DEFAULT = "streaming_llm(budget=256)"
 """The policy where nothing is said and nothing was measured."""
 FILE = "weir.toml"
 """The policy file that is taken where it lies in a model's folder."""
+BESIDE = (
+    "; it lies with the model, so it is what is taken where no policy is given: mend or remove it, "
+    "or give a policy"
+)
+"""What is said of one that cannot be taken."""
 
 
 def policy_beside(model: PreTrainedModel | str, revision: str | None = None) -> Policy | None:
@@ -34,13 +41,13 @@ def policy_beside(model: PreTrainedModel | str, revision: str | None = None) -> 
         return None
     try:
         found = policy_of(file)
-        if not isinstance(model, str):
-            check_origin(found, model)
     except WeirError as error:
-        raise WeirError(
-            f"{error}; it lies with the model, so it is what is taken where no policy is given: "
-            "mend or remove it, or give a policy"
-        ) from None
+        raise WeirError(f"{error}{BESIDE}") from None
+    if isinstance(found, Layered) and found.origin is not None:
+        # Whoever finds later that it is of another model, with the weights or without, says so too.
+        found = replace(found, origin=replace(found.origin, beside=BESIDE))
+    if not isinstance(model, str):
+        check_origin(found, model)
     return found
 
 

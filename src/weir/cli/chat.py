@@ -20,6 +20,7 @@ from weir.cli.common import (
     SlotsName,
     messages,
     say,
+    say_set_aside,
     say_window,
     size,
     was_given,
@@ -112,6 +113,7 @@ def chat(
         with_products(model)
     if session is None:
         wanted, told = _sized(model, tokenizer, policy, slots, chunk, system)
+        say_set_aside(model, policy, slots)
         say_window(model, wanted, chunk)
         stream = Stream(model, wanted, chunk=chunk, seed=seed)
     else:

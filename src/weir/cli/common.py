@@ -131,6 +131,27 @@ def say_window(model: PreTrainedModel, policy: Policy, chunk: int) -> None:
         )
 
 
+def say_set_aside(
+    model: PreTrainedModel | str, policy: str | None, slots: str | None, revision: str | None = None
+) -> None:
+    """Say so where `--slots` alone takes the usual policy in place of one that lies with the model.
+
+    Args:
+        model, revision: as for `models.file_beside`.
+        policy, slots: what `--policy` and `--slots` say.
+    """
+    if policy is not None or slots is None:
+        return
+    from weir.cache import FILE
+    from weir.models import file_beside
+
+    if (file := file_beside(model, FILE, revision)) is not None:
+        say(
+            f"{file} lies with the model and is set aside by --slots; --policy {file} --slots "
+            f"{slots} takes both"
+        )
+
+
 def with_products(model: PreTrainedModel) -> PreTrainedModel:
     """A model that decodes with the products that are faster here; to time them takes seconds once.
 

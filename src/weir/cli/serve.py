@@ -14,6 +14,7 @@ from weir.cli.common import (
     Chunk,
     SlotsName,
     say,
+    say_set_aside,
     size,
     waiting,
     with_products,
@@ -145,6 +146,7 @@ def serve(
         ending.callback(bound.close)
         if beside is not None and beside.origin is not None:
             say(f"the policy is that of {beside.origin.file}, which lies with the model")
+        say_set_aside(model_name, policy, slots, loading.get("revision"))
         kept = keep if data is None or cluster is not None else 0
         room = room_for(model_name, wanted, chunk=chunk, rows=rows, kept=kept, loading=loading)
         if most is not None and most < room.row:

@@ -54,9 +54,11 @@ class Layered(Policy):
             WeirError: the model has another number of layers.
         """
         if layers != len(self.policies):
-            source = shown(self.text) if self.origin is None else self.origin.file
+            source, beside = shown(self.text), ""
+            if self.origin is not None:
+                source, beside = self.origin.file, self.origin.beside
             raise WeirError(
                 f"{source} has policies for {len(self.policies)} layers, and this model has "
-                f"{layers} that a policy holds"
+                f"{layers} that a policy holds{beside}"
             )
         return self.policies[layer].for_layer(layer, layers)

@@ -29,10 +29,13 @@ class Origin:
     Attributes:
         file: the policy file that says so.
         model: the fingerprint of the model (`models.fingerprint`).
+        beside: what an error about it ends with: of a file that nobody named, how it came to be
+            taken.
     """
 
     file: str
     model: Mapping[str, Any]
+    beside: str = ""
 
 
 class Policy(ABC):
