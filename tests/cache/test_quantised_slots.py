@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import weir
-from weir import StreamingCache, WeirError
+from weir import StreamingCache, WeirError, kernels
 from weir.slab import FORMATS, coded
 from weir.slab.quantised import INT8, PEAK, steps
 
@@ -47,7 +47,7 @@ def exact(pipe: str) -> str:
 
 @pytest.fixture
 def lossless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A code that keeps every number as it is."""
+    """A code that keeps every number as it is, and that no kernel knows."""
     wide = replace(INT8, dtype=torch.float32)
     monkeypatch.setitem(FORMATS, "int8", replace(FORMATS["int8"], keys=wide, values=wide))  # type: ignore[arg-type]
 
@@ -60,6 +60,7 @@ def lossless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coded, "quantise", quantise)
     monkeypatch.setattr(coded, "dequantise", dequantise)
     monkeypatch.setattr(coded, "are_levels", lambda numbers, code: True)
+    monkeypatch.setattr(kernels, "decode_coded", lambda device: None)
 
 
 def check_same(one: StreamingCache, other: StreamingCache, model: PreTrainedModel) -> None:
@@ -322,8 +323,8 @@ def test_steps_by_a_kernel_are_those_without(shallow, ids, monkeypatch, pipe):
     mask = torch.ones_like(text)
     mask[1, :9], mask[2, :30] = 0, 0
     found = []
-    for kernels in ("numba", "reference"):
-        monkeypatch.setenv("WEIR_KERNELS", kernels)
+    for library in ("numba", "reference"):
+        monkeypatch.setenv("WEIR_KERNELS", library)
         cache = StreamingCache(shallow, pipe, chunk=CHUNK)
         found.append(fed(shallow, cache, text, [40, *[1] * 20], mask))
     for row, pads in enumerate([0, 9, 30]):

@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from weir.kernels import triton_decode, triton_decode8, triton_walk
+from weir.kernels import triton_decode, triton_decode_coded, triton_walk
 
 
 def size(
@@ -49,15 +49,17 @@ def read(target: GPUTarget, dtype: str, everything: bool) -> int:
     return size(triton_decode._read, lambda name: kinds.get(name, "i32"), constants, target)
 
 
-def read8(target: GPUTarget, dtype: str) -> int:
-    """The kernel over quantised slots."""
-    numbers = dict.fromkeys(["keys", "values"], "*i8")
-    others = ["key_steps", "value_steps", "mask", "out", "tops", "totals"]
-    kinds = {**numbers, **dict.fromkeys(others, "*fp32"), "queries": f"*{dtype}", "scale": "fp32"}
+def read_coded(target: GPUTarget, dtype: str, keys: str, values: str) -> int:
+    """The kernel over quantised slots, whose keys and values are stored as numbers of a kind."""
+    others = ["mask", "out", "tops", "totals"]
+    kinds = {**dict.fromkeys(others, "*fp32"), "queries": f"*{dtype}", "scale": "fp32"}
+    kinds |= {"keys": keys, "values": values, "key_peaks": "*bf16", "value_peaks": "*bf16"}
+    kinds |= dict.fromkeys(["key_levels", "value_levels"], "fp32")
     constants: dict[str, Any] = {"GROUP": 4, "GROUP_TILE": 16, "WIDEN": False, "MASKED": True}
     constants |= {"KEY_DIM": 80, "KEY_TILE": 128, "VALUE_DIM": 64, "VALUE_TILE": 64}
-    constants |= {"SLOTS_TILE": 64, "SPLITS": 8}
-    return size(triton_decode8._read, lambda name: kinds.get(name, "i32"), constants, target)
+    constants |= {"SLOTS_TILE": 64, "SPLITS": 8, "GROUPED": 32}
+    constants["HALVES"] = keys != values
+    return size(triton_decode_coded._read, lambda name: kinds.get(name, "i32"), constants, target)
 
 
 def gather(target: GPUTarget) -> int:
@@ -73,5 +75,7 @@ if __name__ == "__main__":
         print("gather", gather(target))
         for dtype in ("bf16", "fp16", "fp32"):
             print("read", dtype, read(target, dtype, everything=False))
-            print("read8", dtype, read8(target, dtype))
+            print("read int8", dtype, read_coded(target, dtype, "*i8", "*i8"))
+        print("read k8v4", read_coded(target, "bf16", "*i8", "*u8"))
+        print("read fp8", read_coded(target, "bf16", "*u8", "*u8"))
         print("read everything", read(target, "bf16", everything=True))

@@ -3,7 +3,7 @@
 from weir.kernels.kernels import (
     VARIABLE,
     decode,
-    decode8,
+    decode_coded,
     draws,
     farthest_first,
     linear,
@@ -16,7 +16,7 @@ from weir.kernels.loops import dots, in_memory, sums
 __all__ = [
     "VARIABLE",
     "decode",
-    "decode8",
+    "decode_coded",
     "dots",
     "draws",
     "farthest_first",

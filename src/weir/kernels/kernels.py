@@ -20,6 +20,8 @@ import torch
 
 from weir.errors import WeirError, not_installed
 
+Stored = tuple[torch.Tensor, torch.Tensor, int]
+"""Quantised vectors: numbers as they are stored, their peaks, and how many steps make a peak."""
 VARIABLE = "WEIR_KERNELS"
 _BY_DEVICE = {"cpu": "numba", "cuda": "triton"}
 _LIBRARIES = ("numba", "triton")
@@ -27,12 +29,12 @@ _MADE = {
     ("numba", "walk"): ("weir.kernels.numba_walk", "walk"),
     ("numba", "farthest_first"): ("weir.kernels.numba_farthest_first", "farthest_first"),
     ("numba", "draws"): ("weir.kernels.numba_draws", "several"),
-    ("numba", "decode8"): ("weir.kernels.numba_decode", "decode8"),
+    ("numba", "decode_coded"): ("weir.kernels.numba_decode_coded", "decode_coded"),
     ("numba", "linear"): ("weir.kernels.numba_linear", "linear"),
     ("numba", "linear8"): ("weir.kernels.numba_linear", "linear8"),
     ("triton", "walk"): ("weir.kernels.triton_walk", "walk"),
     ("triton", "decode"): ("weir.kernels.triton_decode", "decode"),
-    ("triton", "decode8"): ("weir.kernels.triton_decode8", "decode8"),
+    ("triton", "decode_coded"): ("weir.kernels.triton_decode_coded", "decode_coded"),
 }
 """What there is: (library, kernel) and where it lies."""
 
@@ -49,11 +51,11 @@ def decode(device: torch.device) -> Callable[..., Any] | None:
     return _kernel(_library(device), "decode")
 
 
-def decode8(device: torch.device) -> Callable[..., Any] | None:
-    """What answers one query a head over slots of which the first are quantised in 8 bits (see
-    `weir.kernels.numba_decode`); None where they are dequantised before they are read.
+def decode_coded(device: torch.device) -> Callable[..., Any] | None:
+    """What answers one query a head over slots of which the first are quantised (see
+    `weir.kernels.numba_decode_coded`); None where they are dequantised before they are read.
     """
-    return _kernel(_library(device), "decode8")
+    return _kernel(_library(device), "decode_coded")
 
 
 def farthest_first(device: torch.device) -> Callable[..., Any] | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from weir.slab.quantised import INT8, Code, Format, are_levels, dequantise, quantise, steps
+from weir.slab.quantised import Code, Format, are_levels, dequantise, quantise
 
 CODED = "coded."
 """What the names of a slab's buffers of quantised slots begin with."""
@@ -105,14 +105,15 @@ class Coded:
         self._write(KEYS, start, keys)
 
     @property
-    def in_steps(self) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        """Whole numbers of 8 bits [batch, kv_heads, slots, dim] and their steps
-        [batch, kv_heads, slots], of keys and then of values; None where they are not so written.
+    def stored(self) -> tuple[tuple[Tensor, Tensor, int], tuple[Tensor, Tensor, int]]:
+        """Of keys and of values the numbers as they are stored [batch, kv_heads, slots, stored],
+        the peaks [batch, kv_heads, slots, groups], and how many steps make a peak.
         """
-        if not self.format.keys == self.format.values == INT8:
-            return None
-        keys, values = (steps(self.buffers[f"{n}_peaks"][..., 0], INT8) for n in (KEYS, VALUES))
-        return self.buffers[KEYS], keys, self.buffers[VALUES], values
+        keys, values = (
+            (self.buffers[n], self.buffers[f"{n}_peaks"], self._code(n).levels)
+            for n in (KEYS, VALUES)
+        )
+        return keys, values
 
     def wrong(self) -> str | None:
         """Why buffers that come from elsewhere cannot be read; None if they can."""

@@ -103,16 +103,17 @@ def _in_steps(
     """
     if queries.shape[3] != 1 or not fuses(form) or form.sinks is not None:
         return None
-    kernel = kernels.decode8(queries.device)
-    coded = None if slab.coded is None else slab.coded.in_steps
+    kernel = kernels.decode_coded(queries.device)
     biased = bias is not None and bias.shape[2] > 1
-    if kernel is None or coded is None or biased or (slab.split is not None and not plain):
+    if kernel is None or slab.coded is None or biased or (slab.split is not None and not plain):
         return None
     mask = None
     if not plain or bias is not None:
         mask = slab.b[:, :, : slots[1]]
         mask = mask if bias is None else mask + bias[:, :, 0, 0]
-    out: Tensor = kernel(queries, coded, slab.keys, slab.values, mask, form.scale, slots)
+    out: Tensor = kernel(
+        queries, slab.coded.stored, slab.keys, slab.values, mask, form.scale, slots
+    )
     return out
 
 

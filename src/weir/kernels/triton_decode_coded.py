@@ -1,10 +1,10 @@
-"""Attention of one query a head over slots of which the first are in 8 bits, on a GPU.
+"""Attention of one query a head over slots of which the first are in 8 bits or 4, on a GPU.
 
 The quantised slots are read as they lie: numbers are widened in registers, to a dtype that has all
-of them exactly, and the steps go into logits and weights, <q, c> * step and p * step. The exact
-slots behind them are read by the kernel of `triton_decode`, and its second kernel brings the sums
-of both together. Roofline: of every quantised slot a byte for each number and its steps are read
-once, for all query heads of its group.
+of them exactly, and the steps go into logits and weights, <q, c> * step and p * step. Values of 4
+bits have several steps, which go into the numbers. The exact slots behind them are read by the
+kernel of `triton_decode`, and its second kernel brings the sums of both together. Roofline: of
+every quantised slot the stored bytes and the peaks are read once, for all query heads of its group.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weir.kernels.kernels import Stored
 from weir.kernels.triton_decode import (
     dot,
     gather,
@@ -30,25 +31,64 @@ from weir.kernels.triton_decode import (
 
 
 @triton.jit
+def _steps_at(peaks, mask, levels):
+    """The steps of slots whose peaks lie there, float32."""
+    return tl.div_rn(tl.load(peaks, mask=mask, other=0.0).to(tl.float32), levels)
+
+
+@triton.jit
 def _widened(numbers, dtype: tl.constexpr):
-    """Whole numbers of 8 bits in a dtype of floating point, each of which has all of them."""
-    return numbers.to(tl.float32).to(dtype)  # the interpreter knows no way from there to bfloat16
+    """Numbers of 8 bits in a dtype of floating point, each of which has all of them.
+
+    Whole ones are signed; bytes are of 4 bits of exponent and 3 of mantissa. These are float16's
+    with an exponent that is 8 less, those below its smallest exponent among them.
+    """
+    if numbers.dtype == tl.uint8:
+        bits = numbers.to(tl.uint16)
+        half = ((bits & 127) << 7 | (bits & 128) << 8).to(tl.float16, bitcast=True)
+        wide = half.to(tl.float32) * 256.0
+    else:
+        wide = numbers.to(tl.float32)
+    return wide.to(dtype)  # by way of float32: the interpreter knows no other to bfloat16
+
+
+@triton.jit
+def _halves_of(
+    values, value_slot, peaks, slot, there, levels,
+    VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """Values of 4 bits of some slots of one head [slots, VALUE_TILE], float32.
+
+    Of each byte the low bits are the number at its place, and the high ones that half a vector
+    behind. It is loaded for both, the second time from the cache.
+    """
+    half: tl.constexpr = VALUE_DIM // 2
+    dim = tl.arange(0, VALUE_TILE)
+    mask = there[:, None] & (dim < VALUE_DIM)[None, :]
+    byte = tl.load(
+        values + slot[:, None] * value_slot + (dim % half)[None, :], mask=mask, other=0
+    )  # fmt: skip
+    level = (byte >> tl.where(dim < half, 0, 4).to(tl.uint8)[None, :]) & 15
+    groups: tl.constexpr = VALUE_DIM // GROUPED
+    step = _steps_at(peaks + slot[:, None] * groups + (dim // GROUPED)[None, :], mask, levels)
+    return (level.to(tl.float32) - 8.0) * step
 
 
 @triton.jit(do_not_specialize=["start_slot", "stop_slot", "per_split"])
 def _read(
-    queries, keys, key_steps, values, value_steps, mask, out, tops, totals,
+    queries, keys, key_peaks, values, value_peaks, mask, out, tops, totals,
     query_row, query_head, query_group,
     key_row, key_head, key_slot,
     value_row, value_head, value_slot,
-    step_row, step_head, step_slot,
+    key_peak_row, key_peak_head, key_peak_slot,
+    value_peak_row, value_peak_head, value_peak_slot,
     mask_row, mask_head, mask_slot,
-    kv_heads, start_slot, stop_slot, per_split, scale,
+    kv_heads, start_slot, stop_slot, per_split, scale, key_levels, value_levels,
     GROUP: tl.constexpr, GROUP_TILE: tl.constexpr,
     KEY_DIM: tl.constexpr, KEY_TILE: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr,
     SLOTS_TILE: tl.constexpr, SPLITS: tl.constexpr,
-    MASKED: tl.constexpr, WIDEN: tl.constexpr,
+    HALVES: tl.constexpr, GROUPED: tl.constexpr, MASKED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """The sums of one head's queries over one part of its quantised slots."""
     head_of_all = tl.program_id(0).to(tl.int64)
@@ -72,13 +112,8 @@ def _read(
         key = keys_of(
             keys + row * key_row + head * key_head, key_slot, slot, there, KEY_DIM, KEY_TILE
         )
-        value = values_of(
-            values + row * value_row + head * value_head, value_slot, slot, there,
-            VALUE_DIM, VALUE_TILE,
-        )  # fmt: skip
-        of_step = row * step_row + head * step_head + slot * step_slot
-        key_step = tl.load(key_steps + of_step, mask=there, other=0.0)
-        value_step = tl.load(value_steps + of_step, mask=there, other=0.0)
+        of_peaks = key_peaks + row * key_peak_row + head * key_peak_head
+        key_step = _steps_at(of_peaks + slot * key_peak_slot, there, key_levels)
         logits = dot(query, _widened(key, query.dtype), WIDEN) * (key_step * scale)[None, :]
         if MASKED:
             weight = tl.load(
@@ -93,17 +128,30 @@ def _read(
         shrink = tl.exp(top - level)
         share = tl.exp(logits - level[:, None])
         total = total * shrink + tl.sum(share, axis=1)
-        value = _widened(value, query.dtype)
-        sums = sums * shrink[:, None] + weighted_sum(share * value_step[None, :], value, WIDEN)
+        of_values = values + row * value_row + head * value_head
+        of_peaks = value_peaks + row * value_peak_row + head * value_peak_head
+        if HALVES:
+            value = _halves_of(
+                of_values, value_slot, of_peaks, slot, there, value_levels,
+                VALUE_DIM, VALUE_TILE, GROUPED,
+            )  # fmt: skip
+            value = value.to(query.dtype)
+        else:
+            value = _widened(
+                values_of(of_values, value_slot, slot, there, VALUE_DIM, VALUE_TILE), query.dtype
+            )
+            step = _steps_at(of_peaks + slot * value_peak_slot, there, value_levels)
+            share *= step[None, :]
+        sums = sums * shrink[:, None] + weighted_sum(share, value, WIDEN)
         top = new_top
 
     line = (head_of_all * SPLITS + split) * GROUP + group
     keep_part(out, tops, totals, line, real, top, total, sums, VALUE_DIM, VALUE_TILE)
 
 
-def decode8(
+def decode_coded(
     queries: Tensor,
-    coded: tuple[Tensor, Tensor, Tensor, Tensor],
+    coded: tuple[Stored, Stored],
     keys: Tensor,
     values: Tensor,
     mask: Tensor | None,
@@ -116,8 +164,11 @@ def decode8(
 
     Args:
         queries: [batch, kv_heads, group, 1, key_dim].
-        coded: whole numbers [batch, kv_heads, coded, dim], int8, and steps
-            [batch, kv_heads, coded], float32, of keys and then of values.
+        coded: of keys and of values their numbers [batch, kv_heads, coded, stored], the peaks of
+            each [batch, kv_heads, coded, groups], bfloat16, and how many steps make a peak; keys
+            have one group. Numbers are whole ones, int8; or of floating point (e4m3), as bytes, of
+            keys and values alike; or of values two to a byte, that at i and that at
+            i + value_dim / 2, of 4 bits and 8 more than they say.
         keys, values: of the exact slots behind them [batch, kv_heads, slots, dim].
         mask: log-weights of all slots, the same in both sums, -inf where a query must not look
             [batch, kv_heads, slots], float32; None where all are 0.
@@ -127,10 +178,13 @@ def decode8(
             two; None for as many as keep the device busy.
     """
     batch, kv_heads, group, _, key_dim = queries.shape
-    (start, stop), count = slots, coded[0].shape[2]
+    (start, stop), count = slots, coded[0][0].shape[2]
     exact, value_dim, heads = stop - count, values.shape[3], batch * kv_heads
     queries = queries[:, :, :, 0].to(keys.dtype).contiguous()
-    numbers, key_steps, value_numbers, value_steps = (t.contiguous() for t in coded)
+    (numbers, key_peaks, key_levels), (value_numbers, value_peaks, value_levels) = (
+        (numbers.contiguous(), peaks.contiguous(), float(levels))
+        for numbers, peaks, levels in coded
+    )
     tile = slots_tile(keys, values)
     parts = splits or splits_of(heads, triton.cdiv(count - start, tile), queries.device)
     behind = (splits or splits_of(heads, triton.cdiv(exact, tile), queries.device)) if exact else 0
@@ -139,15 +193,17 @@ def decode8(
     sums = of_all.new_empty(heads, every, group, value_dim)
     tops, totals = of_all, torch.empty_like(of_all)
     _read[(heads, parts)](
-        queries, numbers, key_steps, value_numbers, value_steps, mask, sums, tops, totals,
+        queries, numbers, key_peaks, value_numbers, value_peaks, mask, sums, tops, totals,
         *queries.stride()[:3], *numbers.stride()[:3], *value_numbers.stride()[:3],
-        *key_steps.stride(), *((0, 0, 0) if mask is None else mask.stride()),
+        *key_peaks.stride()[:3], *value_peaks.stride()[:3],
+        *((0, 0, 0) if mask is None else mask.stride()),
         kv_heads, start, count, triton.cdiv(triton.cdiv(count - start, parts), tile) * tile,
-        scale,
+        scale, key_levels, value_levels,
         GROUP=group, GROUP_TILE=tile_of(group),
         KEY_DIM=key_dim, KEY_TILE=tile_of(key_dim),
         VALUE_DIM=value_dim, VALUE_TILE=tile_of(value_dim),
         SLOTS_TILE=tile, SPLITS=every,
+        HALVES=value_numbers.shape[3] < value_dim, GROUPED=value_dim // value_peaks.shape[3],
         MASKED=mask is not None, WIDEN=triton.knobs.runtime.interpret,
     )  # fmt: skip
     if behind:

@@ -18,10 +18,28 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weir.slab.attention import Form, two_weight_attention
-from weir.slab.quantised import INT8, dequantise, quantise, steps
+from weir.slab.coded import Coded
+from weir.slab.quantised import FORMATS, quantise
 
-MODULES = {"numba": "weir.kernels.numba_decode", "triton": "weir.kernels.triton_decode8"}
+MODULES = {"numba": "weir.kernels.numba_decode_coded", "triton": "weir.kernels.triton_decode_coded"}
 EPS = 2.0**-24
+
+
+def coded_slots(
+    name: str, keys: Tensor, values: Tensor, dtype: torch.dtype = torch.float32
+) -> Coded:
+    """Slots of a format [batch, kv_heads, slots, dim], as a slab holds them."""
+    form, buffers = FORMATS[name], {}
+    for what, t, code in (("keys", keys, form.keys), ("values", values, form.values)):
+        buffers[what], buffers[f"{what}_peaks"] = quantise(t, code)
+    return Coded(form, buffers, dtype)
+
+
+def as_rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values of 4 bits as the kernel for a GPU has them, rounded to the model's dtype."""
+    if dtype == torch.bfloat16 and not torch.cuda.is_available():
+        return (values.view(torch.int32) & -65536).view(torch.float32)  # the interpreter cuts off
+    return values.to(dtype).float()
 
 
 @pytest.fixture(params=MODULES)
@@ -32,9 +50,9 @@ def library(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def decode8(library: str) -> Callable[..., Tensor]:
+def decode_coded(library: str) -> Callable[..., Tensor]:
     """Its kernel, for tensors on the CPU wherever it runs."""
-    kernel = import_module(MODULES[library]).decode8
+    kernel = import_module(MODULES[library]).decode_coded
     device = "cuda" if library == "triton" and torch.cuda.is_available() else "cpu"
 
     def there(it: object) -> object:
@@ -53,34 +71,50 @@ def decode8(library: str) -> Callable[..., Tensor]:
     coded=st.integers(1, 70),
     exact=st.integers(0, 40),
     unread=st.integers(0, 69),
-    dims=st.sampled_from([(8, 8), (64, 64), (40, 24)]),
+    written=st.sampled_from(
+        [(name, dims) for name in ("int8", "fp8") for dims in ((8, 8), (64, 64), (40, 24))]
+        + [("k8v4", dims) for dims in ((8, 32), (64, 64), (40, 96))]
+    ),
     masked=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
 def test_it_is_the_formula(
-    library, decode8, seed, batch, kv_heads, group, coded, exact, unread, dims, masked, dtype
+    library,
+    decode_coded,
+    seed,
+    batch,
+    kv_heads,
+    group,
+    coded,
+    exact,
+    unread,
+    written,
+    masked,
+    dtype,
 ):
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw).to(dtype)
 
+    name, dims = written
     key_dim, value_dim = dims
     queries = normal(batch, kv_heads, group, 1, key_dim) * 3
-    held = [normal(batch, kv_heads, coded, dim) for dim in dims]
+    slab = coded_slots(name, *(normal(batch, kv_heads, coded, dim) for dim in dims), dtype)
     keys, values = (normal(batch, kv_heads, exact + 5, dim) for dim in dims)
-    codes = [quantise(t, INT8) for t in held]
-    given_ = [t for numbers, peaks in codes for t in (numbers, steps(peaks[..., 0], INT8))]
     mask = torch.zeros(batch, kv_heads, coded + exact)
     if masked:
         mask = torch.randn(mask.shape, generator=draw) * 4
         mask[torch.rand(mask.shape, generator=draw) < 0.3] = -math.inf
     form = Form(key_dim**-0.5)
     slots = (min(unread, coded - 1), coded + exact)
-    found = decode8(
-        queries, tuple(given_), keys, values, mask if masked else None, form.scale, slots
+    found = decode_coded(
+        queries, slab.stored, keys, values, mask if masked else None, form.scale, slots
     )
-    read = [dequantise(*code, INT8, torch.float32) for code in codes]
+    slab.dtype = torch.float32
+    read = [slab.keys(0, coded), slab.values(0, coded)]
+    if library == "triton" and name == "k8v4":
+        read[1] = as_rounded(read[1], dtype)
     whole = [
         torch.cat([t, more[:, :, :exact].float()], dim=2)[:, :, slots[0] :]
         for t, more in zip(read, (keys, values), strict=True)
@@ -100,33 +134,30 @@ def test_it_is_the_formula(
     assert ((found.float() - wanted).abs() <= bound).all()
 
 
-def test_a_query_that_sees_nothing_is_answered_by_zero(decode8):
-    numbers, peaks = quantise(torch.randn(1, 1, 4, 8), INT8)
-    step = steps(peaks[..., 0], INT8)
+def test_a_query_that_sees_nothing_is_answered_by_zero(decode_coded):
+    coded = coded_slots("int8", *torch.randn(2, 1, 1, 4, 8)).stored
     exact = torch.randn(1, 1, 3, 8)
     mask = torch.full((1, 1, 7), -math.inf)
     query = torch.randn(1, 1, 2, 1, 8)
-    found = decode8(query, (numbers, step, numbers, step), exact, exact, mask, 1.0, (0, 7))
+    found = decode_coded(query, coded, exact, exact, mask, 1.0, (0, 7))
     assert torch.equal(found, torch.zeros_like(found))
 
 
 @pytest.mark.parametrize("exact", [0, 90])
 def test_parts_of_the_slots_are_brought_together(exact):
-    triton = pytest.importorskip("weir.kernels.triton_decode8", exc_type=ImportError)
+    triton = pytest.importorskip("weir.kernels.triton_decode_coded", exc_type=ImportError)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     draw = torch.Generator().manual_seed(7)
-    numbers, peaks = quantise(torch.randn(2, 2, 150, 32, generator=draw), INT8)
-    step = steps(peaks[..., 0], INT8)
+    coded = coded_slots("k8v4", *torch.randn(2, 2, 2, 150, 32, generator=draw)).stored
     behind = torch.randn(2, 2, exact, 32, generator=draw)
     query = torch.randn(2, 2, 3, 1, 32, generator=draw)
     mask = torch.zeros(2, 2, 150 + exact)
     mask[0, 0, 60:] = -math.inf  # whole parts that nobody sees
-    given_ = [t.to(device) for t in (query, numbers, step, behind, mask)]
+    query, behind, mask = (t.to(device) for t in (query, behind, mask))
+    coded = tuple((n.to(device), p.to(device), levels) for n, p, levels in coded)
 
     def answer(splits: int) -> Tensor:
-        query, numbers, step, behind, mask = given_
-        coded = (numbers, step, numbers, step)
-        return triton.decode8(
+        return triton.decode_coded(
             query, coded, behind, behind, mask, 0.2, (3, 150 + exact), splits=splits
         )
 
