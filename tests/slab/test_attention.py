@@ -21,6 +21,7 @@ from weir.slab.attention import (
     split_attention,
     split_weights,
     two_weight_attention,
+    watched_attention,
 )
 from weir.slab.looped import looped_attention
 
@@ -187,6 +188,26 @@ def test_the_fused_call_equals_the_reference_for_one_weight(case):
     # What a query that sees nothing gets is up to the kernel; weir reads no such answer.
     got = torch.where(sees[..., None], got, 0.0)
     assert_within(got, reference(case).double(), (rounding(case) + FUSED) * size + TINY)
+
+
+@given(cases(capped=False, apart=False))
+def test_watched_attention_is_the_formula_and_the_mass_is_that_of_a_fold_to_the_bit(case):
+    if case.form.sinks is not None:
+        return
+    parts = (case.queries, case.keys, case.values)
+    case = replace(case, queries=parts[0].float(), keys=parts[1].float(), values=parts[2].float())
+    got = watched_attention(case.queries, case.keys, case.values, case.b, case.form, case.bias)
+    wanted, size, mass, _ = looped(case)
+    bias = case.b[:, :, None, None] + (0.0 if case.bias is None else case.bias)
+    blind = ~torch.isfinite(bias.expand(*case.queries.shape[:4], -1)).any(dim=-1)
+    if bool(blind.any()):
+        assert got is None
+        return
+    assert_within(got.answers, wanted, rounding(case) * size + TINY)
+    assert_within(got.mass, mass, rounding(case) * mass + TINY)
+    assert_within(got.shares.sum(dim=(2, 3)), mass, rounding(case) * mass + TINY)
+    fold = attention_mass(case.queries, case.keys, case.b, case.form, case.bias)
+    assert torch.equal(got.mass, fold)
 
 
 def split(case: Case) -> Tensor:

@@ -90,14 +90,17 @@ def check_formats(pools: tuple[Pool, ...], formats: tuple[str, ...], run: tuple[
         )
 
 
-def check_fold(pool: Pool, folded: Any, held: Slots, new: Slots) -> tuple[Slots, Slots]:
+def check_fold(
+    pool: Pool, folded: Any, held: Slots, new: Slots, like: Mapping[str, Tensor]
+) -> tuple[Slots, Slots]:
     """What a pool returned, if it is what a fold returns.
 
     Args:
         pool: the one.
         folded: what its `fold` returned.
-        held: what it held, and
-        new: what arrived, each of the shapes that what it returns has to have.
+        held: what it held.
+        new: what arrived.
+        like: tensors of the shapes that all slots of the layer have, by name.
 
     Returns:
         `folded`: (kept, overflow).
@@ -115,20 +118,23 @@ def check_fold(pool: Pool, folded: Any, held: Slots, new: Slots) -> tuple[Slots,
     kept, overflow = folded
     for what, slots in (("kept", kept), ("let go of", overflow)):
         if slots is not held and slots is not new:
-            _check_tensors(f"what the pool {name} {what}", slots, held, new)
+            _check_tensors(f"what the pool {name} {what}", slots, held, like)
     limit = pool.slots()
     if limit is not None and len(kept) > limit:
         raise WeirError(f"the pool {name} kept {len(kept)} slots and may hold {limit}")
     return kept, overflow
 
 
-def _check_tensors(owner: str, slots: Slots, held: Slots, new: Slots) -> None:
-    """Refuse slots that do not have the tensors, shapes and dtypes of those held and arriving."""
-    was = held.tensors()
-    # What is still as it was stored is made of parts of slots that were there.
-    stored = isinstance(slots, Stretch) and slots.pieces is not None
+def _check_tensors(owner: str, slots: Slots, held: Slots, every: Mapping[str, Tensor]) -> None:
+    """Refuse slots that do not have the tensors, shapes and dtypes of those held and of the layer's
+    `every` slot.
+    """
+    # To look at what is still as it was stored would be to read it, and it is made of parts of
+    # slots that were there.
+    was = held.others() if _stored(held) else held.tensors()
+    stored = _stored(slots)
     count = slots.position.shape[2:3] if isinstance(slots.position, Tensor) else ()
-    for name, like in new.tensors().items():
+    for name, like in every.items():
         if stored and name not in slots.others():
             continue
         shape = (*like.shape[:2], *count, *like.shape[3:])
@@ -145,8 +151,13 @@ def _check_tensors(owner: str, slots: Slots, held: Slots, new: Slots) -> None:
                 f"{name} of {owner} is {found.dtype} on {found.device} instead of {like.dtype} on "
                 f"{like.device}"
             )
-    if new.mass is None and slots.mass is not None:
+    if "mass" not in every and slots.mass is not None:
         raise WeirError(f"mass of {owner} is not kept here; the class says needs_mass = True")
+
+
+def _stored(slots: Slots) -> bool:
+    """Whether keys and values are still as they are stored."""
+    return isinstance(slots, Stretch) and slots.pieces is not None
 
 
 def check_state(pool: Pool, before: Mapping[str, Tensor], after: Mapping[str, Any]) -> None:

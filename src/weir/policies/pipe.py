@@ -206,7 +206,7 @@ class Pipe(Policy):
         Raises:
             WeirError: what a pool returns is not what a fold returns.
         """
-        kept = []
+        kept, like = [], new.tensors()
         for place, pool in enumerate(self.pools):
             its = replace(
                 fold,
@@ -216,7 +216,8 @@ class Pipe(Policy):
                 state=states[place],
             )
             arrived, remembered = new, dict(states[place])
-            stays, new = check_fold(pool, pool.fold(held[place], new, its), held[place], arrived)
+            folded = pool.fold(held[place], new, its)
+            stays, new = check_fold(pool, folded, held[place], arrived, like)
             check_state(pool, remembered, its.state)
             kept.append(stays)
         return kept

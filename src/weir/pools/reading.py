@@ -25,6 +25,7 @@ from weir.slab import (
     Form,
     LayerPositions,
     Slots,
+    Watched,
     attention_shares,
     attention_softmax,
     attention_weights,
@@ -58,6 +59,8 @@ class Reading:
         positions: what it knows about positions.
         projection: the layer's output projection; None where nobody knows it.
         arrived: so many of the last of these slots are the newest tokens, in order.
+        watched: what these queries, or those before them as well, have read of `whole`, where that
+            was kept; otherwise it is worked out.
     """
 
     slots: Callable[[], Slots]
@@ -68,6 +71,7 @@ class Reading:
     positions: LayerPositions
     projection: Output | None = None
     arrived: int = 0
+    watched: Watched | None = None
 
     @cached_property
     def whole(self) -> Slots:
@@ -231,6 +235,8 @@ class Reading:
         Raises:
             WeirError: no pool of the pipe asked for queries (`Pool.needs_queries`).
         """
+        if self.watched is not None:
+            return self.watched.answers[:, :, :, -self._given.shape[3] :]
         it = self.whole
         form, bias = self.form, self._bias()
         return two_weight_attention(self.asked, it.keys, it.values, it.a, it.b, form, bias)
@@ -297,6 +303,8 @@ class Reading:
     @cached_property
     def _shares(self) -> Tensor:
         """The share of each query's attention that every slot has received."""
+        if self.watched is not None:
+            return self.watched.shares[:, :, :, -self._given.shape[3] :]
         return attention_softmax(self._logits, self.whole.b, self.form)
 
     def _side_by_side(self, position: Tensor) -> tuple[int, int]:

@@ -171,8 +171,10 @@ class Tail(Sample):
         answer = read.answers[:, :, :, -self.watch :].double()
         chance = (came.b - held.b).double().masked_fill(~held.held, 0.0).exp()
         lift = (held.a - held.b).double().masked_fill(~held.held, 0.0).exp()
-        value = (held.values.double() * lift[..., None])[:, :, None, None]
-        off = (value - answer[..., None, :]).square().sum(dim=-1)
+        value = held.values.double() * lift[..., None]
+        # From differences: a sample of equal values is off by nothing.
+        exact = "donot_use_mm_for_euclid_dist"
+        off = torch.cdist(answer.flatten(2, 3), value, compute_mode=exact).square().view_as(share)
         variance = ((1 - chance)[:, :, None, None] * share.square() * off).sum(dim=-1)
         length = answer.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
         error = variance.sqrt() / length

@@ -2,6 +2,7 @@
 
 from weir.slab.attention import (
     Form,
+    Watched,
     attention_mass,
     attention_shares,
     attention_softmax,
@@ -13,6 +14,7 @@ from weir.slab.attention import (
     split_weights,
     two_weight_attention,
     two_weight_kernel,
+    watched_attention,
 )
 from weir.slab.coded import Coded, coded_in
 from weir.slab.looped import looped_attention, loops
@@ -39,6 +41,7 @@ __all__ = [
     "Slots",
     "Stretch",
     "Turn",
+    "Watched",
     "attention_mass",
     "attention_shares",
     "attention_softmax",
@@ -62,4 +65,5 @@ __all__ = [
     "split_weights",
     "two_weight_attention",
     "two_weight_kernel",
+    "watched_attention",
 ]

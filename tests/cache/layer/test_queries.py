@@ -7,7 +7,9 @@ import torch
 from roundings import close_runs
 
 import weir
+from weir.cache.layer import fold
 from weir.cache.layer import queries as tally
+from weir.pools import reading
 
 
 @pytest.mark.parametrize("chunk", [1, 5])
@@ -16,7 +18,7 @@ def test_the_sums_do_not_depend_on_how_many_logits_are_held_at_once(
     llama, ids, monkeypatch, chunk, prefill
 ):
     def masses(at_once: int) -> torch.Tensor:
-        monkeypatch.setattr(tally, "_AT_ONCE", at_once)
+        monkeypatch.setattr(tally, "AT_ONCE", at_once)
         cache = weir.StreamingCache(llama, "recent(6) | heavy(7)", chunk=chunk, prefill=prefill)
         with torch.no_grad():
             llama(ids(2, 20), past_key_values=cache)
@@ -52,6 +54,44 @@ def test_a_batch_that_was_cut_differently_has_the_same_sums(llama, ids):
     mine, theirs = one.slots(1), other.slots(1)
     assert torch.equal(mine.position, theirs.position)
     close_runs(mine.mass, theirs.mass, llama)
+
+
+@pytest.mark.parametrize("policy", ["recent(6) | heavy(7)", "snap(12, 4, 3)"])
+def test_a_prompt_of_whole_tails_is_read_once(llama, ids, monkeypatch, policy):
+    """What attention has worked out is not worked out again in the fold, and is the same."""
+    tokens = ids(2, 48)
+    calls: list[str] = []
+
+    def told(sizes: list[int]) -> weir.slab.Slots:
+        calls.clear()
+        cache = weir.StreamingCache(llama, policy, chunk=8)
+        with torch.no_grad():
+            for part in tokens.split(sizes, dim=1):
+                llama(part, past_key_values=cache)
+        return cache.slots(1)
+
+    for module, name in ((fold, "mass_from_tail"), (reading, "logits")):
+        monkeypatch.setattr(module, name, _counted(getattr(module, name), name, calls))
+    at_once = told([48])
+    # The shares of the last tail are not kept, its sums are.
+    layers = llama.config.num_hidden_layers
+    assert calls == ([] if at_once.mass is not None else ["logits"] * layers)
+    by_parts = told([6] * 8)
+    assert len(calls) > 2 * layers
+    assert torch.equal(at_once.position, by_parts.position)
+    close_runs(at_once.keys, by_parts.keys, llama)
+    if at_once.mass is not None:
+        close_runs(at_once.mass, by_parts.mass, llama)
+
+
+def _counted(function, name: str, calls: list[str]):
+    """The function, which notes that it was called."""
+
+    def noting(*given, **named):
+        calls.append(name)
+        return function(*given, **named)
+
+    return noting
 
 
 def test_older_queries_that_a_pool_looks_at_are_not_counted_again(llama, ids):

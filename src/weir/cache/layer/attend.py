@@ -8,20 +8,24 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from weir import kernels
 from weir.cache.layer.plan import Piece
+from weir.cache.layer.queries import AT_ONCE
 from weir.cache.layer.spec import LayerSpec
 from weir.slab import (
     Form,
     Rotary,
     Slab,
+    Watched,
     fused_attention,
     fuses,
     split_attention,
     two_weight_attention,
     two_weight_kernel,
+    watched_attention,
 )
 
 
@@ -86,6 +90,38 @@ def read(
         below = slab.b[:, :, None, None, start:stop]
         bias = below if bias is None else bias + below
     return fused_attention(queries, keys, values, form, bias)
+
+
+def watch(
+    spec: LayerSpec,
+    slab: Slab,
+    queries: Tensor,
+    form: Form,
+    bias: Tensor | None,
+    slots: tuple[int, int],
+) -> Watched | None:
+    """`read` of a whole tail that folds next, with what the fold is going to ask about it.
+
+    Args:
+        spec, slab, queries, form, bias, slots: as for `read`, of rows that all lie alike.
+
+    Returns:
+        Shares of these slots, and the mass of all from slot 0 on. None where that would be slower
+        than to ask for it in the fold, or hold more at once; `read` serves everything.
+    """
+    whole_tail = queries.shape[3] == spec.chunk and queries.dtype == torch.float32
+    start, stop = slots
+    fits = queries.shape[:4].numel() * stop <= AT_ONCE
+    plain = fuses(form) and form.sinks is None and slab.split is None
+    if not (whole_tail and fits and plain and queries.device.type == "cpu"):
+        return None
+    if bias is not None and start and bias.shape[4] > 1:
+        bias = bias[..., start:]
+    keys, values = slab.read(start, stop)
+    watched = watched_attention(queries, keys, values, slab.b[:, :, start:stop], form, bias)
+    if watched is None or not start:
+        return watched
+    return watched._replace(mass=F.pad(watched.mass, (start, 0)))
 
 
 def _in_steps(

@@ -25,7 +25,7 @@ from weir.cache.layer.queries import (
 from weir.cache.layer.spec import LayerSpec
 from weir.errors import WeirError
 from weir.pools import Fold, Reading
-from weir.slab import Form, Slab, Slots, longer, own_copy, packed, rolled
+from weir.slab import Form, Slab, Slots, Watched, longer, own_copy, packed, rolled
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class Folding:
         piece: Piece,
         form: Form,
         arrivals: Slots | None = None,
+        mass: Tensor | None = None,
+        watched: Watched | None = None,
     ) -> None:
         """Fold the rows that are due, rows of the same layout together.
 
@@ -56,6 +58,9 @@ class Folding:
             piece: what was appended last; says which rows are due.
             form: how the layer attends.
             arrivals: folded in place of the tail, if given: a whole prompt [batch, ...].
+            mass: what each slot received from the queries of the tail [batch, kv_heads, slots], if
+                that is known; otherwise it is worked out where a pool asks for it.
+            watched: what these queries have read, the same.
         """
         groups: dict[tuple[tuple[int, ...], int, tuple[Any, ...]], list[int]] = {}
         for row in piece.due:
@@ -73,9 +78,11 @@ class Folding:
             else:
                 new = part.run(end, end + arrived)
             if arrivals is None and part.mass is not None:
-                tail = tail_of(piece, rows, self.spec.chunk)
-                mass = mass_from_tail(part, self.spec, form, tail, end + arrived)
-                part.mass[:, :, : mass.shape[2]] += mass
+                received = mass
+                if received is None or index is not None:
+                    tail = tail_of(piece, rows, self.spec.chunk)
+                    received = mass_from_tail(part, self.spec, form, tail, end + arrived)
+                part.mass[:, :, : received.shape[2]] += received
             queries = last_queries(part, self.spec.pipe.needs_queries)
             # Pools may hold on to them, and the next tokens' will be written here.
             queries = None if queries is None else queries.clone()
@@ -90,7 +97,9 @@ class Folding:
                 ),
                 seen=ahead - piece.origin,  # a copy, whatever a pool may do with it
                 queries=queries,
-                read=self._reading(part, lies, new, queries, ahead, form),
+                read=self._reading(
+                    part, lies, new, queries, ahead, form, watched if index is None else None
+                ),
                 prompt=arrivals is not None,
                 origin=piece.origin,
                 form=form,
@@ -144,6 +153,7 @@ class Folding:
         queries: Tensor | None,
         ahead: Tensor,
         form: Form,
+        watched: Watched | None,
     ) -> Reading:
         """What the last queries read, of a slab whose rows all lie alike, before it is packed.
 
@@ -159,6 +169,7 @@ class Folding:
             spec.positions,
             spec.output,
             len(new),
+            watched,
         )
 
     def _fold(

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from weir.cache.layer.attend import in_place, read
+from weir.cache.layer.attend import in_place, read, watch
 from weir.cache.layer.decode import DecodeSlots
 from weir.cache.layer.finite import RowsNotFinite, finite_columns, first_unfinite
 from weir.cache.layer.fold import Folding
@@ -31,7 +31,7 @@ from weir.cache.layer.prefill import attend_prompt
 from weir.cache.layer.queries import store_last_queries, store_queries
 from weir.cache.layer.spec import LayerSpec
 from weir.errors import WeirError
-from weir.slab import Form, Heads, Slab, Slots
+from weir.slab import Form, Heads, Slab, Slots, Watched
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,16 @@ class Pending:
     Attributes:
         piece, form: the piece, and how the layer attends.
         arrivals: a whole prompt that is to be folded in place of the tail.
+        mass: what each slot received from the piece [batch, kv_heads, slots], where the piece is
+            the whole tail and that is known.
+        watched: what its queries have read, the same.
     """
 
     piece: Piece
     form: Form
     arrivals: Slots | None = None
+    mass: Tensor | None = None
+    watched: Watched | None = None
 
 
 @dataclass(frozen=True)
@@ -165,7 +170,8 @@ class Layer(LayerRows):
         if plan.step:
             return self._attend_step(queries, keys, values, form, plan.pieces[0]).flatten(1, 2)
         exactly = partial(self._attend_exactly, answers=answers)
-        take = exactly if plan.prefill else self._attend_piece
+        by_piece = partial(self._attend_piece, last=plan.pieces[-1])
+        take = exactly if plan.prefill else by_piece
         if plan.regular and len(plan.pieces) == 1:
             return take(queries, keys, values, form, plan.pieces[0]).flatten(1, 2)
         if plan.regular:
@@ -279,7 +285,14 @@ class Layer(LayerRows):
             return
         start = time.perf_counter()
         self.folding.fold(
-            self.slab, self.lengths, self.seeds, pending.piece, pending.form, pending.arrivals
+            self.slab,
+            self.lengths,
+            self.seeds,
+            pending.piece,
+            pending.form,
+            pending.arrivals,
+            pending.mass,
+            pending.watched,
         )
         self._look(self.slab)
         self._fold_seconds += time.perf_counter() - start
@@ -351,9 +364,9 @@ class Layer(LayerRows):
         return read(spec, slab, queries, form, bias, (self._from, ends.stop), plain=self._plain)
 
     def _attend_piece(
-        self, queries: Tensor, keys: Tensor, values: Tensor, form: Form, piece: Piece
+        self, queries: Tensor, keys: Tensor, values: Tensor, form: Form, piece: Piece, last: Piece
     ) -> Tensor:
-        """One piece: into the tail, and attend."""
+        """One piece of a forward whose `last` is known: into the tail, and attend."""
         if self._pending is not None:
             self._commit_early()
         slab, spec = self.slab, self.spec
@@ -371,9 +384,20 @@ class Layer(LayerRows):
         bias = mask_of_piece(spec.positions, slab, piece, stop, queries.dtype, in_step=in_step)
         store_queries(slab, spec, queries, piece)
         self._note_spans(piece)
+        # The last piece folds when all layers have answered. Until then none keeps its shares,
+        # which are as many as queries times slots.
+        shared = piece is not last and 0 < spec.pipe.needs_queries <= piece.width
+        shared = shared and slab.coded is None  # pools are told of these in another order
+        asked = in_step and (shared or slab.mass is not None)
+        slots = (self._from, stop)
+        watched = watch(spec, slab, queries, form, bias, slots) if asked else None
+        if watched is not None:
+            kept = watched if shared else None
+            self._pending = Pending(piece, form, mass=watched.mass, watched=kept)
+            return watched.answers
         self._pending = Pending(piece, form)
         plain = self._plain and in_step
-        return read(spec, slab, queries, form, bias, (self._from, stop), plain=plain)
+        return read(spec, slab, queries, form, bias, slots, plain=plain)
 
     def _note_spans(self, piece: Piece) -> None:
         """Keep where the tokens of a piece stand on three axes, for the folds that move them."""

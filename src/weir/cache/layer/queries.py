@@ -16,7 +16,7 @@ from weir.cache.layer.plan import Piece
 from weir.cache.layer.spec import LayerSpec
 from weir.slab import Form, Slab, attention_mass, merge_groups
 
-_AT_ONCE = 1 << 24
+AT_ONCE = 1 << 24
 """Logits held at once."""
 
 
@@ -103,7 +103,7 @@ def mass_from_tail(slab: Slab, spec: LayerSpec, form: Form, tail: Piece, stop: i
     bias = mask_of_piece(spec.positions, slab, tail, stop, torch.float32, in_step=True)
     keys, b = slab.read(0, stop)[0], slab.b[:, :, :stop]
     mass = torch.zeros_like(b)
-    step = max(1, _AT_ONCE // (stop * queries.shape[:3].numel()))
+    step = max(1, AT_ONCE // (stop * queries.shape[:3].numel()))
     for start in range(0, tail.width, step):
         these = slice(start, start + step)
         its = bias if bias is None or bias.shape[3] == 1 else bias[:, :, :, these]
