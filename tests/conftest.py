@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,18 +36,46 @@ settings.register_profile(
 settings.load_profile("weir")
 
 
+LONG = 0.15
+"""Seconds of a full collection after which what it has looked through is hidden from the next."""
+_last = {"began": 0.0, "took": 0.0}
+
+
 def pytest_collection_finish() -> None:
     """Hide what there is before the first test from the garbage collector.
 
     Those are some million objects of modules, which every full collection would look through: half
     a second each time, and tests of what goes with a cache ask for many.
     """
-    gc.collect()
-    gc.freeze()
+    _hide()
+    gc.callbacks.append(_time)
+
+
+def pytest_runtest_logfinish() -> None:
+    """The same between two tests, where one has imported or compiled as much again."""
+    if _last["took"] > LONG:
+        _hide()
 
 
 def pytest_unconfigure() -> None:
+    if _time in gc.callbacks:
+        gc.callbacks.remove(_time)
     gc.unfreeze()
+
+
+def _hide() -> None:
+    gc.collect()
+    gc.freeze()
+    _last["took"] = 0.0
+
+
+def _time(phase: str, info: dict[str, int]) -> None:
+    """Notes how long full collections take."""
+    if info["generation"] == 2:
+        if phase == "start":
+            _last["began"] = time.perf_counter()
+        else:
+            _last["took"] = max(_last["took"], time.perf_counter() - _last["began"])
 
 
 @pytest.fixture(scope="session")

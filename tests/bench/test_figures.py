@@ -13,11 +13,16 @@ from weir.bench.figure import FIGURES, QUICK, Row, Setting, Skipped, chosen, fig
 from weir.bench.figures import flat, memory
 from weir.bench.figures import halvings as halves
 from weir.bench.figures import kvpress as presses
+from weir.bench.figures.decode import PLAIN
+from weir.bench.figures.policies import comparable
 from weir.bench.report import markdown, plot
+from weir.bench.timing import settled
 from weir.errors import WeirError
+from weir.policies import NAMED
 from weir.pools.balance import Gram, Halving, Sets
 
-SETTING = Setting(QUICK)
+SETTING = Setting(QUICK, policies=("snapkv", "weir"))
+"""Policies of two kinds: one needs attention by token, and the other reads with log-weights."""
 
 
 def row(ratio: float, target: float | None, least: bool = False) -> Row:
@@ -132,12 +137,22 @@ def test_what_bounds_halvings_are_the_products_of_both(monkeypatch):
     assert sum(blocks for blocks, _ in multiplied) == 2 * (4 + 2)
 
 
+def test_every_policy_of_a_budget_is_compared_but_the_oracle_and_what_it_stands_beside():
+    assert {PLAIN, "recompute"}.isdisjoint(comparable())
+    without = {"dense", "pyramid", "pinned", "quantised", "recompute", PLAIN}
+    assert {name for name, it in NAMED.items() if it.make.__module__.startswith("weir.")} == {
+        *comparable(),
+        *without,
+    }
+
+
 @pytest.mark.parametrize(
     "name",
     ["decode", "policies", "recompute", "answer", "halvings", "rows", "deterministic"],
 )
 def test_every_figure_runs(name):
-    rows = list(FIGURES[name].measure(SETTING))
+    with settled():  # as in a run: each turn begins with a collection of garbage
+        rows = list(FIGURES[name].measure(SETTING))
     assert rows
     for each in rows:
         assert each.ours > 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weir.bench import timing
-from weir.bench.timing import Contender, in_turns, middle, undisturbed
+from weir.bench.timing import Contender, in_turns, middle, settled, undisturbed
 
 
 class Clock:
@@ -64,3 +64,10 @@ def test_nothing_is_collected_and_nothing_is_differentiated_meanwhile():
         assert not torch.is_grad_enabled()
     assert gc.isenabled()
     assert torch.is_grad_enabled()
+
+
+def test_who_hid_things_from_the_collector_before_keeps_them_hidden():
+    gc.freeze()
+    with settled():
+        pass
+    assert gc.get_freeze_count() > 0

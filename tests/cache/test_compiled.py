@@ -1,7 +1,8 @@
 """Compiled decode steps say what the usual ones say, and leave a cache as those leave it.
 
 Most compile with `backend="eager"`: then all is as it would be compiled, but for the last part,
-in which PyTorch turns a graph into machine code.
+in which PyTorch turns a graph into machine code. The compiler goes through each layer anew, so
+where graphs are counted, and not what is in them, a model has one layer.
 """
 
 from __future__ import annotations
@@ -164,31 +165,31 @@ def test_rows_that_stand_apart_share_the_graph_of_rows_in_step(llama, ids, taken
 
 
 @torch._dynamo.config.patch(error_on_recompile=True)
-def test_rows_apart_and_in_step_are_one_graph(llama, ids, taken) -> None:
+def test_rows_apart_and_in_step_are_one_graph(shallow, ids, taken) -> None:
     text = ids(2, 40)
-    compile_steps(llama, backend="eager")
+    compile_steps(shallow, backend="eager")
     with torch.no_grad():
         for lag in (0, 1, 3):
-            cache = StreamingCache(llama, "sink(2) | recent(14)", chunk=CHUNK)
+            cache = StreamingCache(shallow, "sink(2) | recent(14)", chunk=CHUNK)
             mask = torch.ones_like(text)
             mask[1, :lag] = 0
-            llama(text[:, :12], attention_mask=mask[:, :12], past_key_values=cache)
+            shallow(text[:, :12], attention_mask=mask[:, :12], past_key_values=cache)
             for part in text[:, 12:].split(1, dim=1):
-                llama(part, past_key_values=cache)
-    compile_steps(llama, on=False)
+                shallow(part, past_key_values=cache)
+    compile_steps(shallow, on=False)
     assert taken == [1] * (3 * 28)
 
 
-def test_generate_and_a_stream_say_the_same(llama, ids, taken) -> None:
+def test_generate_and_a_stream_say_the_same(shallow, ids, taken) -> None:
     said = []
     for on in (False, True):
-        compile_steps(llama, on=on, backend="eager")
-        cache = StreamingCache(llama, "streaming_llm(16)", chunk=CHUNK)
-        generated = llama.generate(ids(1, 9), past_key_values=cache, max_new_tokens=30)
-        stream = weir.Stream(llama, "streaming_llm(16)", chunk=CHUNK)
+        compile_steps(shallow, on=on, backend="eager")
+        cache = StreamingCache(shallow, "streaming_llm(16)", chunk=CHUNK)
+        generated = shallow.generate(ids(1, 9), past_key_values=cache, max_new_tokens=30)
+        stream = weir.Stream(shallow, "streaming_llm(16)", chunk=CHUNK)
         stream.feed(ids(1, 9))
         said.append((generated.tolist(), list(stream.generate(30))))
-    compile_steps(llama, on=False)
+    compile_steps(shallow, on=False)
     assert sum(taken) >= 2 * 29
     assert said[0] == said[1]
 
@@ -269,18 +270,18 @@ def test_a_model_that_cannot_be_compiled_says_why_and_loses_nothing(
     ids=["no compiler", "a full disk"],
 )
 def test_where_nothing_can_be_compiled_steps_go_the_usual_way_after_one_sentence(
-    llama, ids, taken, capfd, error: Exception
+    shallow, ids, taken, capfd, error: Exception
 ) -> None:
     def backend(graph: Any, inputs: Any) -> Any:
         raise error
 
-    usual = read(llama, "window(8)", ids(1, PROMPT + 3))
-    compile_steps(llama, backend=backend)
+    usual = read(shallow, "window(8)", ids(1, PROMPT + 3))
+    compile_steps(shallow, backend=backend)
     try:
-        found = read(llama, "window(8)", ids(1, PROMPT + 3))
-        read(llama, "window(9)", ids(1, PROMPT + 1))  # nothing is tried again, of no size
+        found = read(shallow, "window(8)", ids(1, PROMPT + 3))
+        read(shallow, "window(9)", ids(1, PROMPT + 1))  # nothing is tried again, of no size
     finally:
-        compile_steps(llama, on=False)
+        compile_steps(shallow, on=False)
     assert torch.equal(found[0], usual[0])
     assert taken == [0] * 4
     waits, falls = capfd.readouterr().err.strip().splitlines()
@@ -290,7 +291,7 @@ def test_where_nothing_can_be_compiled_steps_go_the_usual_way_after_one_sentence
 
 
 def test_each_size_says_once_what_is_waited_for(fresh_llama, ids, taken, capfd) -> None:
-    model = fresh_llama()
+    model = fresh_llama(layers=1)
     compile_steps(model, backend="eager")
     for policy in ("window(8)", "window(9)", "window(8)", "snap(8, 4, 5)"):
         read(model, policy, ids(1, PROMPT + 2))
@@ -303,7 +304,7 @@ def test_each_size_says_once_what_is_waited_for(fresh_llama, ids, taken, capfd) 
 def test_one_size_that_cannot_be_compiled_leaves_the_others_their_graphs(
     fresh_llama, ids, taken, capfd
 ) -> None:
-    model, made = fresh_llama(), []
+    model, made = fresh_llama(layers=1), []
 
     def backend(graph: Any, inputs: Any) -> Any:
         if made:
@@ -345,22 +346,22 @@ def test_weights_may_be_loaded_trained_and_moved_afterwards(fresh_llama, ids, ta
 
 
 @pytest.mark.parametrize("policy", ["sink(2) | recent(14)", "recent(8) | heavy(8)"])
-def test_the_first_of_all_tokens_may_come_alone(llama, ids, taken, policy: str) -> None:
+def test_the_first_of_all_tokens_may_come_alone(shallow, ids, taken, policy: str) -> None:
     def step_by_step() -> Tensor:
-        stream = weir.Stream(llama, policy, chunk=CHUNK)
+        stream = weir.Stream(shallow, policy, chunk=CHUNK)
         return torch.stack([stream.feed(token) for token in ids(1, STEPS).split(1, dim=1)])
 
     usual = step_by_step()
-    compile_steps(llama, backend="eager")
+    compile_steps(shallow, backend="eager")
     compiled = step_by_step()
-    compile_steps(llama, on=False)
-    close_runs(compiled, usual, llama)
+    compile_steps(shallow, on=False)
+    close_runs(compiled, usual, shallow)
     assert taken == [1] * (STEPS - 1)
 
 
 @torch._dynamo.config.patch(recompile_limit=1)
-def test_sizes_of_one_model_do_not_count_for_another(llama, fresh_llama, ids, taken) -> None:
-    for model in (llama, fresh_llama(layers=3)):
+def test_sizes_of_one_model_do_not_count_for_another(shallow, fresh_llama, ids, taken) -> None:
+    for model in (shallow, fresh_llama(layers=2)):
         compile_steps(model, backend="eager")
         read(model, "window(8)", ids(1, PROMPT + 3))
         compile_steps(model, on=False)
@@ -391,12 +392,12 @@ def test_what_is_no_decoder_is_refused(model: Any) -> None:
 
 
 @torch._dynamo.config.patch(recompile_limit=2)
-def test_more_sizes_than_the_compiler_allows_go_the_usual_way(llama, ids, taken) -> None:
-    compile_steps(llama, backend="eager")
+def test_more_sizes_than_the_compiler_allows_go_the_usual_way(shallow, ids, taken) -> None:
+    compile_steps(shallow, backend="eager")
     for budget in (8, 9):
-        read(llama, f"window({budget})", ids(1, PROMPT + 3))
+        read(shallow, f"window({budget})", ids(1, PROMPT + 3))
     with pytest.warns(UserWarning, match="as many sizes"):
-        read(llama, "window(10)", ids(1, PROMPT + 3))
-    read(llama, "window(9)", ids(1, PROMPT + 3))
-    compile_steps(llama, on=False)
+        read(shallow, "window(10)", ids(1, PROMPT + 3))
+    read(shallow, "window(9)", ids(1, PROMPT + 3))
+    compile_steps(shallow, on=False)
     assert taken == [1] * 6 + [0] * 3 + [1] * 3
