@@ -133,6 +133,7 @@ def test_attention_is_loops_of_the_program(fresh_llama, ids, taken, policy: str)
     read(model, policy, ids(1, PROMPT + 1))
     compile_steps(model, on=False)
     (program,) = made
+    assert "weir.looped" in program
     assert "scaled_dot_product" not in program
     assert "bmm" not in program
 
@@ -343,6 +344,40 @@ def test_weights_may_be_loaded_trained_and_moved_afterwards(fresh_llama, ids, ta
     check()
     compile_steps(model, on=False)
     assert taken == [1] * 10
+
+
+def test_modules_that_are_replaced_are_noticed(fresh_llama, ids, taken) -> None:
+    model, other = fresh_llama(layers=1), fresh_llama(layers=1, seed=1)
+    text = ids(1, PROMPT + 2)
+
+    def check() -> None:
+        compiled = read(model, "window(8)", text)
+        twin = copy.deepcopy(model)
+        check_same(read(twin, "window(8)", text), compiled, twin)
+
+    compile_steps(model, backend="eager")
+    check()
+    model.model.layers[0].mlp = other.model.layers[0].mlp
+    check()
+    model.model.layers[0].mlp.act_fn = nn.Tanh()
+    check()
+    compile_steps(model, on=False)
+    assert taken == [1] * 6
+
+
+def test_whoever_chooses_what_is_asked_before_a_step_is_heard(fresh_llama, ids, taken) -> None:
+    asked: list[bool] = []
+
+    def all_of_them(guards: Any) -> list[bool]:
+        asked.extend(guard.is_global for guard in guards)
+        return [True] * len(guards)
+
+    model = fresh_llama(layers=1)
+    compile_steps(model, backend="eager", options={"guard_filter_fn": all_of_them})
+    read(model, "window(8)", ids(1, PROMPT + 1))
+    compile_steps(model, on=False)
+    assert any(asked)
+    assert taken == [1]
 
 
 @pytest.mark.parametrize("policy", ["sink(2) | recent(14)", "recent(8) | heavy(8)"])

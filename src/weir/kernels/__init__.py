@@ -11,10 +11,11 @@ from weir.kernels.kernels import (
     paths,
     walk,
 )
-from weir.kernels.loops import dots, in_memory, sums
+from weir.kernels.loops import as_one, dots, in_memory, sums
 
 __all__ = [
     "VARIABLE",
+    "as_one",
     "decode",
     "decode_coded",
     "dots",

@@ -9,8 +9,36 @@ slow.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor
+
+
+def as_one(name: str, signature: str, function: Callable[..., Tensor], file: str) -> Any:
+    """A function as one operator, which the compiler looks into after it has read the model.
+
+    To read Python is most of what a step takes to be compiled when PyTorch has kept it from before,
+    and an operator is one line of it. What PyTorch keeps it finds by the names of operators: so a
+    part of this one's follows from how it is written.
+
+    Args:
+        name: the operator's.
+        signature: its arguments and what it returns, as `torch.library.define` takes them.
+        function: what it is made of, for any device.
+        file: where that is written, apart from this file.
+
+    Returns:
+        The operator, to be called as the function.
+    """
+    written = zlib.crc32(Path(__file__).read_bytes() + Path(file).read_bytes())
+    name = f"{name}_{written:08x}"
+    torch.library.define(f"weir::{name}", signature)
+    torch.library.impl(f"weir::{name}", "CompositeImplicitAutograd", function)
+    return getattr(torch.ops.weir, name)
 
 
 def in_memory(t: Tensor) -> Tensor:

@@ -76,7 +76,22 @@ class Compiling:
         """A forward, compiled; it takes its arguments by name."""
         closure = _around(forward).__closure__
         step = FunctionType(self._code, globals(), "step", None, closure)
-        return torch.compile(step, fullgraph=True, dynamic=False, **self._options)
+        return torch.compile(step, fullgraph=True, dynamic=False, **self._given())
+
+    def _given(self) -> dict[str, Any]:
+        """The options, as they are this time: `torch.compile` takes some out of what it is given.
+
+        Before each step PyTorch asks whether all is still so that it has read of a model. Half of
+        the time it asks about functions and classes of libraries, of which a program that replaces
+        some while a model decodes says so (`compile_steps`); about a model and its weights it goes
+        on asking. Not with a `mode`, which PyTorch does not take together with other options.
+        """
+        given = dict(self._options)
+        asks = getattr(torch.compiler, "skip_guard_on_globals_unsafe", None)
+        options = given.get("options") or {}
+        if asks is not None and given.get("mode") is None and isinstance(options, Mapping):
+            given["options"] = {"guard_filter_fn": asks, **options}
+        return given
 
 
 def _around(forward: Callable[..., Any]) -> FunctionType:

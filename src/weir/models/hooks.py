@@ -21,7 +21,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +106,6 @@ class Running(Attending, Protocol):
         """The call has failed and never happened; another one if it can do without some rows."""
 
 
-@runtime_checkable
 class Streaming(Protocol):
     """A cache of weir."""
 
@@ -188,8 +187,10 @@ class Attachment:
         """The decoder's forward, with a cache of weir or without one."""
         with self._turns:
             given = self._named(args, kwargs)
-            cache = given.get("past_key_values")
-            if self.running is not None or not isinstance(cache, Streaming):
+            cache: Any = given.get("past_key_values")
+            if self.running is not None or not isinstance(
+                getattr(cache, "attachment", None), Attachment
+            ):
                 return own(*args, **kwargs)
             if cache.attachment.running is not None:
                 return own(*args, **kwargs)  # a module around this one has begun the call
@@ -339,7 +340,8 @@ def compile_steps(
     of `choose_products`, which is called here. Answers differ by rounding only.
 
     Weights are read where they lie: they are not copied, and may be loaded, trained or moved to
-    another dtype afterwards, for which a step is compiled anew.
+    another dtype afterwards, for which a step is compiled anew. So it is where modules of the model
+    are replaced, but not where a program replaces functions of libraries: call this once more then.
 
     Args:
         model: the causal language model.

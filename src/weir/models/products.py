@@ -157,21 +157,28 @@ class _Multiplied(Around):
     def __init__(self, module: nn.Linear, kernel: Callable[..., Tensor], taken: _Taken) -> None:
         self._linear = module
         self._kernel = kernel
-        self._taken = taken
+        self._called, self._looped = taken.called, taken.looped
         super().__init__(module, "forward", self._multiply)
 
-    def _multiply(self, own: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
-        x = input  # as `nn.Linear` calls it, for those who give it by name
-        weight, bias = self._linear.weight, self._linear.bias
+    def __call__(self, input: Tensor) -> Tensor:
+        """As `nn.Linear` is called.
+
+        The compiler reads this for every layer of a model, and takes a while for each line.
+        """
         if torch.compiler.is_compiling():
-            if type(weight) is not nn.Parameter:  # but quantised, say
-                return own(x)
-            taken: Tensor = torch.ops.weir.chosen(
-                x, weight, bias, self._taken.called, self._taken.looped
-            )
-            return taken
+            linear = self._linear
+            weight = linear.weight
+            if type(weight) is nn.Parameter:  # and not quantised, say
+                compiled: Tensor = _CHOSEN(input, weight, linear.bias, self._called, self._looped)
+                return compiled
+        out: Tensor = super().__call__(input)
+        return out
+
+    def _multiply(self, own: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        weight, bias = self._linear.weight, self._linear.bias
         if (
-            torch.jit.is_tracing()  # type: ignore[attr-defined]
+            torch.compiler.is_compiling()
+            or torch.jit.is_tracing()  # type: ignore[attr-defined]
             or torch.is_grad_enabled()
             or type(x) is not Tensor
             or not _plain(weight)
@@ -180,16 +187,13 @@ class _Multiplied(Around):
         ):
             return own(x)
         rows = x.numel() // weight.shape[1]
-        if not _among(rows, self._taken.called) or torch.is_autocast_enabled("cpu"):
+        if not _among(rows, self._called) or torch.is_autocast_enabled("cpu"):
             return own(x)
         return self._kernel(x, weight, bias)
 
 
 def _chosen(x: Tensor, weight: Tensor, bias: Tensor | None, called: int, looped: int) -> Tensor:
     """A linear layer in what is being compiled: a loop, a call of weir's kernel, or PyTorch's.
-
-    One operator, which the compiler looks into after it has read the model's Python: to read this
-    for each layer takes it longer than all the rest.
 
     Args:
         x, weight, bias: as of `torch.nn.functional.linear`.
@@ -211,11 +215,12 @@ def _chosen(x: Tensor, weight: Tensor, bias: Tensor | None, called: int, looped:
     return (_by_kernel if _among(rows, called) else usual)(x, weight, bias)
 
 
-torch.library.define(
-    "weir::chosen",
+_CHOSEN = kernels.as_one(
+    "chosen",
     "(Tensor x, Tensor weight, Tensor? bias, int called, int looped) -> Tensor",
+    _chosen,
+    __file__,
 )
-torch.library.impl("weir::chosen", "CompositeImplicitAutograd", _chosen)
 
 
 def _among(rows: int, taken: int) -> bool:

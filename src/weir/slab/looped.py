@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weir.kernels import dots, sums
+from weir.kernels import as_one, dots, sums
 from weir.slab.attention import Form
 
 SHARING = 8
@@ -46,20 +46,46 @@ def looped_attention(
     Returns:
         [batch, kv_heads, group, 1, value_dim]; zero for a query that sees nothing.
     """
-    logits = dots(queries[:, :, :, 0].float() * form.scale, keys)
-    if form.softcap is not None:
-        logits = (logits / form.softcap).tanh() * form.softcap
+    above, below = (None, None) if factors is None else factors
+    out: Tensor = _LOOPED(
+        queries, keys, values, mask, form.scale, form.softcap, form.sinks, above, below
+    )
+    return out
+
+
+def _looped(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    above: Tensor | None,
+    below: Tensor | None,
+) -> Tensor:
+    logits = dots(queries[:, :, :, 0].float() * scale, keys)
+    if softcap is not None:
+        logits = (logits / softcap).tanh() * softcap
     logits = logits + mask[:, :, None]
     top = logits.amax(dim=-1, keepdim=True)
-    if form.sinks is not None:
-        top = torch.maximum(top, form.sinks[..., None])
+    if sinks is not None:
+        top = torch.maximum(top, sinks[..., None])
     top = top.masked_fill(top.isneginf(), 0.0)
     weights = (logits - top).exp()
-    above = below = weights
-    if factors is not None:
-        above, below = (weights * factor[:, :, None] for factor in factors)
-    total = below.sum(dim=-1, keepdim=True)
-    if form.sinks is not None:
-        total = total + (form.sinks[..., None] - top).exp()
-    out = sums(above, values) / total.masked_fill(total == 0, torch.inf)
+    upper = weights if above is None else weights * above[:, :, None]
+    lower = weights if below is None else weights * below[:, :, None]
+    total = lower.sum(dim=-1, keepdim=True)
+    if sinks is not None:
+        total = total + (sinks[..., None] - top).exp()
+    out = sums(upper, values) / total.masked_fill(total == 0, torch.inf)
     return out.to(values.dtype)[:, :, :, None]
+
+
+_LOOPED = as_one(
+    "looped",
+    "(Tensor queries, Tensor keys, Tensor values, Tensor mask, float scale, float? softcap, "
+    "Tensor? sinks, Tensor? above, Tensor? below) -> Tensor",
+    _looped,
+    __file__,
+)
