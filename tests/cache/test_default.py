@@ -8,6 +8,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from roundings import close_runs
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import weir
@@ -48,7 +49,8 @@ def test_it_is_taken_by_streams_caches_and_generate(folder, ids):
     ("given", "policy"),
     [
         ({"policy": "h2o(20)"}, "h2o(budget=20)"),
-        ({"slots": "exact"}, DEFAULT),
+        ({"slots": "exact"}, "weir(budget=256, slots=exact)"),
+        ({"slots": "fp8"}, "weir(budget=256, slots=fp8)"),
         ({"policy": "h2o(20)", "slots": "int8"}, "quantised(h2o(budget=20), slots=int8)"),
     ],
 )
@@ -63,6 +65,20 @@ def test_without_one_it_is_the_policy_for_everybody(folder, llama):
     assert str(weir.StreamingCache(llama).policy) == DEFAULT  # which was never in a folder
     assert policy_beside(str(folder)) is None
     assert policy_beside("nano") is None
+
+
+def test_it_reads_a_short_prompt_as_the_model_does_where_its_slots_are_exact(llama, ids):
+    tokens = ids(1, 250)
+    with torch.no_grad():
+        plain = llama(tokens).logits
+        exact, eight = (
+            llama(tokens, past_key_values=weir.StreamingCache(llama, slots=slots)).logits
+            for slots in ("exact", None)
+        )
+    close_runs(exact, plain, llama)
+    first = slice(64)  # the chunk in front of the first fold
+    assert torch.equal(eight[:, first], exact[:, first])
+    assert not torch.equal(eight, exact)
 
 
 def test_a_model_that_was_made_here_does_not_take_what_lies_in_the_working_folder(

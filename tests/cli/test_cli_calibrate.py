@@ -16,6 +16,9 @@ def model(tmp_path_factory) -> str:
     return make_model(tmp_path_factory.mktemp("model"))
 
 
+FEW = ("--policy", "streaming_llm", "--budget", 24, "--chunk", 8)
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("text") / "story.txt"
@@ -25,7 +28,7 @@ def text(tmp_path_factory) -> str:
 
 def test_the_file_is_a_policy_for_every_command(capsys, model, text, tmp_path):
     path = tmp_path / "budgets.toml"
-    words = ("calibrate", "--model", model, "--text", text, "--budget", 24, "--chunk", 8)
+    words = ("calibrate", "--model", model, "--text", text, *FEW)
     ended = run(capsys, *words, "--out", path, "--json")
     assert (ended.code, ended.err) == (0, "")
     facts = json.loads(ended.out)
@@ -66,8 +69,8 @@ def test_a_table_says_what_was_found(capsys, model, text, tmp_path):
         (("--out", "budgets.txt"), "ends with .toml"),
         (("--out", "nowhere/budgets.toml"), "there is no folder nowhere"),
         (("--budget", 24, "--memory", "1MB"), "give a budget or a memory, not both"),
-        (("--budget", 4), "leaves no room for recent tokens"),
-        (("--memory", "100B"), "100B are too few for streaming_llm: streaming_llm(budget=5) takes"),
+        (("--budget", 4), "so a budget of 4 is too small"),
+        (("--memory", "100B"), "100B are too few for weir: weir(budget=7) takes"),
         (("--policy", "h2o(8)", "--budget", 24), "h2o(8) takes no budget here"),
         (("--policy", "no.toml"), "cannot read the policy file no.toml: No such file"),
     ],
@@ -81,7 +84,7 @@ def test_what_cannot_be_calibrated_is_refused(capsys, model, text, tmp_path, mor
 
 def test_files_stand_in_lists_of_policies(model, text, tmp_path, capsys):
     path = tmp_path / "budgets.toml"
-    words = ("calibrate", "--model", model, "--text", text, "--budget", 24, "--chunk", 8)
+    words = ("calibrate", "--model", model, "--text", text, *FEW)
     run(capsys, *words, "--out", path)
     found = read_policies(f"h2o, {path} , [h2o(8), kcenter(16)],{path}")
     listed = "[sink(4) | recent(20)]"

@@ -10,6 +10,8 @@ import pytest
 from terminal import CHATML, make_model, run
 
 import weir
+from weir.cache import DEFAULT
+from weir.cli import common
 from weir.models import fingerprint
 from weir.policies import written_policy_file
 
@@ -55,6 +57,23 @@ def test_what_is_given_goes_before_it(chat, given, measured):
     # Slots alone do not say whose they are, so that what they set aside is named.
     aside = f"{measured}/weir.toml lies with the model and is set aside by --slots; --policy "
     assert told.count(aside) == (given[0] == "--slots")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [((), "weir(budget=504)"), (("--slots", "exact"), "weir(slots=exact, budget=504)")],
+)
+def test_without_any_it_is_the_default_as_large_as_the_window(
+    chat, tmp_path, monkeypatch, given, said
+):
+    monkeypatch.setattr("weir.cache.default.FILE", "nothing.toml")
+    sized = "chosen by the model's window and the free memory: 504 slots"
+    assert f" under {said}, {sized}. /help for help." in chat(*given).err  # 512 without a chunk
+
+
+def test_commands_name_the_default_that_caches_take():
+    assert common.DEFAULT == DEFAULT
+    assert DEFAULT.startswith(f"{common.DEFAULT_NAME}(")
 
 
 def test_a_saved_conversation_keeps_its_policy(chat, measured, tmp_path):

@@ -79,7 +79,7 @@ def test_for_people_it_is_a_few_lines(capsys, model):
         "model", "policy", "weights", "a stream", "a step", "streams", "pace"
     ]  # fmt: skip
     assert lines[0] == f"model     {model}, 1 layers, float32"
-    assert lines[1].endswith("streaming_llm(budget=256), 256 slots a layer and 64 new tokens")
+    assert lines[1].endswith("weir(budget=256), 256 slots a layer and 64 new tokens")
     assert " fit into 1.0 MB beside the weights" in lines[5]
     assert lines[6].endswith(" together, at 1.0 GB/s")
     plain = run(capsys, "size", model).out.splitlines()
@@ -122,7 +122,8 @@ def test_a_configuration_is_enough_and_no_weight_is_looked_for(capsys, model, co
 
 
 def test_another_dtype_is_what_the_model_would_be_loaded_in(capsys, config):
-    whole, half = facts_of(capsys, config), facts_of(capsys, config, "--dtype", "bfloat16")
+    words = (config, "--policy", SMALL)
+    whole, half = facts_of(capsys, *words), facts_of(capsys, *words, "--dtype", "bfloat16")
     assert (whole["dtype"], half["dtype"]) == ("float32", "bfloat16")
     assert half["step_bytes"]["each_stream"] * 2 == whole["step_bytes"]["each_stream"]
     assert half["weights_bytes"] < whole["weights_bytes"]

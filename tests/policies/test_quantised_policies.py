@@ -72,12 +72,21 @@ def test_exact_slots_are_the_policy_itself():
 
 @pytest.mark.parametrize("slots", ["exact", "int8"])
 @pytest.mark.parametrize(
-    "text", ["weir(64)", "recent(4) | kcenter(8):int8", "[h2o(8), quantised(kcenter(8))]"]
+    "text", ["weir(64, slots=fp8)", "pinned(weir(64))", "recent(4) | kcenter(8):int8", "[h2o(8), quantised(kcenter(8))]"]
 )
 def test_a_policy_that_says_how_its_slots_are_held_is_not_overruled(text, slots):
     with pytest.raises(WeirError, match=r"says by itself how its slots are quantised; .* slots="):
         with_slots(weir.policy(text), slots)
     assert with_slots(weir.policy(text), None) == weir.policy(text)
+
+
+@pytest.mark.parametrize("slots", ["exact", "k8v4"])
+def test_a_policy_with_a_word_for_its_slots_is_given_it_there(slots):
+    given = with_slots(weir.policy("weir(64, sinks=2)"), slots)
+    assert str(given) == f"weir(budget=64, sinks=2, slots={slots})"
+    assert given == weir.policy(str(given))
+    inside = with_slots(weir.policy("quantised(h2o(64), newest=8)"), "fp8")
+    assert inside == weir.policy("quantised(h2o(64), newest=8, slots=fp8)")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import weir
 from weir.errors import PolicyError
 from weir.evals.notation import takes_budget, with_budget
 
-CENTRES = "quiet=3, half_life=4096"
+CENTRES = "quiet=2, half_life=4096"
 
 
 @pytest.mark.parametrize(

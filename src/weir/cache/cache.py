@@ -53,9 +53,9 @@ class StreamingCache(MovingRows):
 
     Args:
         model: the causal language model it is for.
-        policy: a pipe, `"sink(4) | recent(252)"`, or a named policy, `"streaming_llm(budget=256)"`,
-            which is taken where neither this nor `slots` is given and no `weir.toml` lies in the
-            model's folder.
+        policy: a pipe, `"sink(4) | recent(252)"`, or a named policy, `"h2o(budget=256)"`; where
+            neither this nor `slots` is given, the `weir.toml` in the model's folder, or else
+            `"weir(budget=256)"`.
         chunk: tokens that are taken in before the pipe folds them; the slab has `chunk` slots more
             than the policy. With 1, StreamingLLM to the letter.
         seed: of all random draws.

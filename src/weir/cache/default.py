@@ -14,7 +14,7 @@ from weir.errors import WeirError
 from weir.models import file_beside
 from weir.policies import Layered, Policy, policy_of, with_slots
 
-DEFAULT = "streaming_llm(budget=256)"
+DEFAULT = "weir(budget=256)"
 """The policy where nothing is said and nothing was measured."""
 FILE = "weir.toml"
 """The policy file that is taken where it lies in a model's folder."""
@@ -59,7 +59,8 @@ def policy_for(
     Args:
         model: the model it is for.
         policy: what was asked for; None for what lies with the model, or else `DEFAULT`.
-        slots: how its slots are held; said without a policy, they are those of `DEFAULT`.
+        slots: how its slots are held; said without a policy, they are those of `DEFAULT`, and
+            what lies with the model is not looked at.
 
     Raises:
         WeirError: as for `policy_of`, `with_slots` and `policy_beside`.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from weir.cache.default import DEFAULT
 from weir.cache.layers import pipes_of, plan_layers, reach_of
 from weir.cache.origin import check_origin
 from weir.errors import WeirError
@@ -55,7 +56,7 @@ class Size:
 
 def size_of(
     model: PreTrainedModel,
-    policy: str | Policy = "streaming_llm(budget=256)",
+    policy: str | Policy = DEFAULT,
     *,
     chunk: int = 64,
     slots: str | None = None,

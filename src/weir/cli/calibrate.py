@@ -9,6 +9,7 @@ import typer
 
 from weir.cli.app import command
 from weir.cli.common import (
+    DEFAULT_NAME,
     AsJson,
     Chunk,
     ModelName,
@@ -34,7 +35,7 @@ def calibrate(
     text: TextPath,
     out: Annotated[Path, typer.Option(help="The policy file to write, .toml.")],
     model_name: ModelName = "nano",
-    policy: PolicyText = "streaming_llm",
+    policy: PolicyText = DEFAULT_NAME,
     budget: Annotated[
         int | None, typer.Option(min=1, help="Slots of a layer on average, for a named policy.")
     ] = None,

@@ -13,6 +13,7 @@ import typer
 
 from weir.cli.app import command
 from weir.cli.common import (
+    DEFAULT_NAME,
     Chunk,
     Compile,
     ModelName,
@@ -50,8 +51,6 @@ QUOTES = '"""'
 """Begins and ends words of several lines."""
 MOST_SLOTS = 8192
 """Slots of a policy that is given no budget: with more an answer is slow to come on a CPU."""
-POLICY = "streaming_llm"
-"""The policy where none is given and none lies with the model."""
 SHARE = 4
 """Of the free memory so much, one part of four, is for a conversation at most."""
 
@@ -66,7 +65,7 @@ def chat(
         typer.Option(
             help="A pipe or a named policy, see `weir policies`; without a budget it gets what the "
             f"model's window and the memory allow, {MOST_SLOTS:,} slots at most. [default: "
-            f"weir.toml beside the model, or else {POLICY}]"
+            f"weir.toml beside the model, or else {DEFAULT_NAME}]"
         ),
     ] = None,
     slots: SlotsName = None,
@@ -100,7 +99,8 @@ def chat(
 
     system = system or None  # of an empty one nothing need stay
     # What is wrong with it is said before anything is loaded.
-    with_slots(policy_of(POLICY if policy is None else policy), slots)
+    asked = with_slots(policy_of(DEFAULT_NAME if policy is None else policy), slots)
+    given = policy is not None or slots is not None
     if session is not None and system is not None:
         raise WeirError(
             "--system is for a new conversation, and --session goes on with one that has begun; "
@@ -112,7 +112,7 @@ def chat(
     else:
         with_products(model)
     if session is None:
-        wanted, told = _sized(model, tokenizer, policy, slots, chunk, system)
+        wanted, told = _sized(model, tokenizer, asked, given, chunk, system)
         say_set_aside(model, policy, slots)
         say_window(model, wanted, chunk)
         stream = Stream(model, wanted, chunk=chunk, seed=seed)
@@ -121,10 +121,10 @@ def chat(
     conversation = Conversation(stream, tokenizer, system)
     kind = "" if tokenizer.chat_template else "; it has no chat template and continues your text"
     held = stream.policy
-    under = f"{held}{told}" if session is not None or policy or slots else _under(held, told)
+    under = f"{held}{told}" if session is not None or given else _under(held, told)
     say(f"{model_name} under {under}{kind}. /help for help.")
     if session is not None:
-        _tell_kept(context, stream)
+        _tell_kept(context, stream, asked)
         say(f"{conversation.stream.seen:,} tokens seen before")
     how = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     how["repetition_penalty"] = repetition_penalty
@@ -149,16 +149,11 @@ def chat(
                 say(f"interrupted{'; nothing has changed' if ordered else ''}")
 
 
-def _tell_kept(context: typer.Context, stream: Stream) -> None:
+def _tell_kept(context: typer.Context, stream: Stream, wanted: Policy) -> None:
     """Name the options that were given and change nothing, as a saved stream has its own."""
-    from weir.policies import policy_of, with_slots
-
     asked = context.params
     assert stream.cache is not None  # only streams with one are saved
     kept = {"chunk": asked["chunk"] == stream.cache.chunk, "seed": asked["seed"] == stream.seed}
-    wanted = with_slots(
-        policy_of(POLICY if asked["policy"] is None else asked["policy"]), asked["slots"]
-    )
     kept |= dict.fromkeys(("policy", "slots"), wanted == stream.policy)
     given = [name for name, same in kept.items() if not same and was_given(context, name)]
     if given:
@@ -172,8 +167,8 @@ def _tell_kept(context: typer.Context, stream: Stream) -> None:
 def _sized(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    policy: str | None,
-    slots: str | None,
+    asked: Policy,
+    given: bool,
     chunk: int,
     system: str | None,
 ) -> tuple[Policy, str]:
@@ -181,6 +176,13 @@ def _sized(
 
     One that was given no budget gets what the model's window and the memory leave; the system turn
     has slots of its own, so that it is never evicted.
+
+    Args:
+        model, tokenizer: of the conversation.
+        asked: the policy that is asked for, or the default.
+        given: whether it is asked for; if not, what lies with the model goes before it.
+        chunk: tokens between two folds.
+        system: what is told first; None for nothing.
 
     Raises:
         WeirError: not even the smallest budget fits, the template refuses a system turn, or what
@@ -190,17 +192,16 @@ def _sized(
     from weir.evals.fitting import budget_in, largest_budget
     from weir.evals.notation import takes_budget, with_budget
     from weir.models import input_device
-    from weir.policies import Pinned, Recompute, policy_of, with_slots
+    from weir.policies import Pinned, Recompute, policy_of
     from weir.stream import beginning_of
 
     pinned = header = 0
     if system is not None:
         pinned, header = beginning_of(model, tokenizer, system), HEADER
     told = ""
-    given = policy is not None or slots is not None
     beside = None if given else policy_beside(model)
-    policy = POLICY if policy is None else policy
-    if beside is None and takes_budget(policy) and not isinstance(policy_of(policy), Recompute):
+    wanted, policy = beside or asked, str(asked)
+    if beside is None and takes_budget(policy) and not isinstance(asked, Recompute):
         most = min(MOST_SLOTS, largest_budget(model, chunk + pinned + header))
         free = free_memory(input_device(model))
         room = sys.maxsize if free is None else free // SHARE
@@ -211,9 +212,8 @@ def _sized(
                 f"{policy} does not fit into {memory}{most:,} slots, what the model's window "
                 "leaves; give it a budget of its own"
             )
-        policy = with_budget(policy, budget)
+        wanted = policy_of(with_budget(policy, budget))
         told = f", chosen by the model's window and the free memory: {budget:,} slots"
-    wanted = with_slots(policy_of(policy), slots) if beside is None else beside
     if not pinned or isinstance(wanted, Recompute):
         return wanted, told
     if any(pipe.slots is None or pipe.needs_marks for pipe in wanted.pipes):

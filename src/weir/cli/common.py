@@ -49,7 +49,10 @@ Compile = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
-
+DEFAULT = "weir(budget=256)"
+"""The policy where none is given; written here too, for where it is from brings PyTorch."""
+DEFAULT_NAME = DEFAULT.partition("(")[0]
+"""The same where it is sized by what there is room for."""
 WIDE = 100_000
 """Columns of a terminal on which no table is too wide."""
 

@@ -11,6 +11,7 @@ import typer
 
 from weir.cli.app import command
 from weir.cli.common import (
+    DEFAULT,
     Chunk,
     SlotsName,
     say,
@@ -43,7 +44,7 @@ def serve(
         str | None,
         typer.Option(
             help="A pipe or a named policy; see `weir policies` [default: weir.toml beside the "
-            "model, or else streaming_llm(budget=256)]"
+            f"model, or else {DEFAULT}]"
         ),
     ] = None,
     slots: SlotsName = None,
@@ -117,7 +118,7 @@ def serve(
 
     Clients of OpenAI's API only need the address. Without --keys only this machine is served.
     """
-    from weir.cache import DEFAULT, policy_beside, read_bytes
+    from weir.cache import policy_beside, read_bytes
     from weir.policies import policy_of, with_pin, with_slots
     from weir.serve import Book, Desk, Engine, Limits, MemoryStore, Store, room_for
     from weir.serve.app import Keys, bind, log_json, make_app, run_app
@@ -138,7 +139,7 @@ def serve(
     given = policy is not None or slots is not None
     beside = None if given else policy_beside(model_name, loading.get("revision"))
     named = beside or policy_of(DEFAULT if policy is None else policy)
-    wanted = with_slots(with_pin(named, pin), slots)
+    wanted = with_pin(with_slots(named, slots), pin)
     limits = Limits(prompt=max_prompt, answer=max_answer, queue=queue, drain=drain)
     taken = Keys() if keys is None else Keys.read(keys)
     bound = bind(host, port, taken)  # first, so that nothing is loaded in vain

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from weir.cli.app import command
-from weir.cli.common import AsJson, Chunk, PolicyText, SlotsName, output, print_json
+from weir.cli.common import DEFAULT, AsJson, Chunk, PolicyText, SlotsName, output, print_json
 from weir.cli.common import size as for_people
 from weir.cli.loading import Loading, loads_model
 
@@ -21,7 +21,7 @@ def size(
             metavar="MODEL", help="nano, a folder, a config.json, or a Hugging Face Hub id."
         ),
     ],
-    policy: PolicyText = "streaming_llm(budget=256)",
+    policy: PolicyText = DEFAULT,
     slots: SlotsName = None,
     chunk: Chunk = 64,
     pin: Annotated[

@@ -9,6 +9,7 @@ import typer
 
 from weir.cli.app import command
 from weir.cli.common import (
+    DEFAULT,
     AsJson,
     Chunk,
     Compile,
@@ -47,7 +48,7 @@ class Positions(StrEnum):
 def stream(
     text: TextPath,
     model_name: ModelName = "nano",
-    policy: PolicyText = "streaming_llm(budget=256)",
+    policy: PolicyText = DEFAULT,
     slots: SlotsName = None,
     tokens: Annotated[int | None, typer.Option(min=2, help="Read only so many tokens.")] = None,
     chunk: Chunk = 64,

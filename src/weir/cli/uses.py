@@ -39,7 +39,7 @@ POLICIES: dict[str, dict[str, str]] = {
         "lacache": "a ladder: other old tokens in each layer",
     },
     "weir's own": {
-        "weir": "reading on and remembering, in half the bytes",
+        "weir": "reading on and remembering, in half the bytes; the default",
     },
     "Around another policy": {
         "quantised": "twice the tokens in the same bytes",

@@ -16,7 +16,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from weir.cache import Positions, Prefill, StreamingCache
+from weir.cache import DEFAULT, Positions, Prefill, StreamingCache
 from weir.errors import WeirError
 from weir.evals.measures import generate_answer, likelihoods, padded
 from weir.models import ModelSink, load, sink_of, transformers_model
@@ -46,7 +46,7 @@ class WeirLM(TemplateLM):
     def __init__(
         self,
         pretrained: str | PreTrainedModel = "nano",
-        policy: str | Policy = "streaming_llm(budget=256)",
+        policy: str | Policy = DEFAULT,
         *,
         chunk: int = 64,
         seed: int = 0,

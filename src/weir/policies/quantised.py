@@ -12,6 +12,7 @@ from weir.errors import WeirError
 from weir.policies.checks import check_format
 from weir.policies.pipe import Origin, Pipe, Policy
 from weir.policies.recompute import Recompute
+from weir.policies.registry import NAMED, Called
 from weir.pools import Pool
 
 EXACT = "exact"
@@ -116,12 +117,19 @@ class Quantised(Policy):
 def with_slots(policy: Policy, slots: str | None) -> Policy:
     """A policy with slots of a format; None for the policy as it is.
 
+    A named policy that has a parameter for it, as `weir` has, is given the format there.
+
     Raises:
         WeirError: there is no such format, the policy has no slots that could be quantised, or it
             says by itself how they are, which `exact` does not undo.
     """
     if slots is None:
         return policy
+    if policy.called is not None and policy.called.takes_slots:
+        given = {**policy.called.given, "slots": slots}
+        made: Policy = NAMED[policy.called.name].make(**given)
+        written = Called.by_name(policy.called.name, given)
+        return made.as_written(str(written), written)
     if slots != EXACT:
         return Quantised(policy, slots)
     if not isinstance(policy, Recompute) and any(pipe.coded for pipe in policy.pipes):

@@ -59,6 +59,12 @@ class Called:
         """Whether it has a budget and was given none, nor a rate, which is a size too."""
         return "budget" in self.parameters and not {"budget", "rate"} & self.given.keys()
 
+    @property
+    def takes_slots(self) -> bool:
+        """Whether it has a word for how its slots are held, `slots`, and was given none."""
+        usual = inspect.signature(NAMED[self.name].make).parameters.get("slots")
+        return usual is not None and isinstance(usual.default, str) and "slots" not in self.given
+
     def with_arguments(self, **more: Any) -> str:
         """The text of the same policy with more arguments, behind those it was written with."""
         both = filter(None, (self.arguments, Called.by_name(self.name, more).arguments))

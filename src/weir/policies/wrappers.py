@@ -92,14 +92,14 @@ def quantised(
 
 @named(
     "weir's own: StreamingLLM, SubGen's k centres (Zandieh et al. 2024), slots of 8 bits",
-    pipe="sink(4) | recent(16) | recent(151):int8 | kcenter(85, quiet=3.0, half_life=4096):int8",
+    pipe="sink(4) | recent(16) | recent(151):int8 | kcenter(85, quiet=2.0, half_life=4096):int8",
 )
 def weir(
     budget: int = 256,
     sinks: int = 4,
     newest: int = 16,
     slots: str = "int8",
-    quiet: float = 3.0,
+    quiet: float = 2.0,
     half_life: int | None = 4096,
 ) -> Policy:
     """Keep sinks, the newest tokens and, a third, those whose keys lie far apart; in 8 bits.

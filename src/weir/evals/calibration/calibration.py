@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir import __version__
-from weir.cache import LayerPlan, StreamingCache
+from weir.cache import DEFAULT, LayerPlan, StreamingCache
 from weir.errors import WeirError, shown
 from weir.evals.calibration.ladder import ladder
 from weir.evals.calibration.measuring import measure
@@ -155,7 +155,7 @@ def calibrate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     text: str,
-    policy: str | Policy = "streaming_llm(budget=256)",
+    policy: str | Policy = DEFAULT,
     *,
     tokens: int | None = None,
     chunk: int = 64,
