@@ -5,7 +5,7 @@ import weir
 
 def generate(
     model,
-    policy="streaming_llm(budget=256)",
+    policy=None,
     chunk=64,
     seed=0,
     positions="rolling",

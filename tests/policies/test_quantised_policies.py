@@ -72,7 +72,13 @@ def test_exact_slots_are_the_policy_itself():
 
 @pytest.mark.parametrize("slots", ["exact", "int8"])
 @pytest.mark.parametrize(
-    "text", ["weir(64, slots=fp8)", "pinned(weir(64))", "recent(4) | kcenter(8):int8", "[h2o(8), quantised(kcenter(8))]"]
+    "text",
+    [
+        "weir(64, slots=fp8)",
+        "pinned(weir(64))",
+        "recent(4) | kcenter(8):int8",
+        "[h2o(8), quantised(kcenter(8))]",
+    ],
 )
 def test_a_policy_that_says_how_its_slots_are_held_is_not_overruled(text, slots):
     with pytest.raises(WeirError, match=r"says by itself how its slots are quantised; .* slots="):
