@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from transformers import DynamicCache, PreTrainedModel, TextStreamer
 
 import weir
+from weir.cache import DEFAULT
 
 ROOT = Path(__file__).parents[2]
 HUB = ROOT / "hub"
@@ -85,13 +86,13 @@ def test_it_is_generate_with_a_cache_of_that_policy(
     assert torch.equal(used.slots(1).position, cache.slots(1).position)
 
 
-def test_a_policy_that_is_left_out_is_streaming_llm(
+def test_a_policy_that_is_left_out_is_the_default(
     llama: PreTrainedModel, ids: Any, custom: dict[str, Any]
 ) -> None:
     got = llama.generate(
         ids(1, 9), **custom, max_new_tokens=2, return_dict_in_generate=True, do_sample=False
     )
-    assert str(got.past_key_values.policy).startswith("streaming_llm(budget=256)")
+    assert str(got.past_key_values.policy) == DEFAULT
     assert got.past_key_values.made_with["chunk"] == 64
 
 
