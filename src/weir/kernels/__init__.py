@@ -4,11 +4,13 @@ from weir.kernels.kernels import (
     VARIABLE,
     decode,
     decode_coded,
+    distances,
     draws,
     farthest_first,
     linear,
     linear8,
     paths,
+    resample,
     walk,
 )
 from weir.kernels.loops import as_one, dots, in_memory, sums
@@ -18,6 +20,7 @@ __all__ = [
     "as_one",
     "decode",
     "decode_coded",
+    "distances",
     "dots",
     "draws",
     "farthest_first",
@@ -25,6 +28,7 @@ __all__ = [
     "linear",
     "linear8",
     "paths",
+    "resample",
     "sums",
     "walk",
 ]

@@ -30,6 +30,8 @@ _MADE = {
     ("numba", "farthest_first"): ("weir.kernels.numba_farthest_first", "farthest_first"),
     ("numba", "draws"): ("weir.kernels.numba_draws", "several"),
     ("numba", "decode_coded"): ("weir.kernels.numba_decode_coded", "decode_coded"),
+    ("numba", "distances"): ("weir.kernels.numba_distances", "distances"),
+    ("numba", "resample"): ("weir.kernels.numba_resample", "resample"),
     ("numba", "linear"): ("weir.kernels.numba_linear", "linear"),
     ("numba", "linear8"): ("weir.kernels.numba_linear", "linear8"),
     ("triton", "walk"): ("weir.kernels.triton_walk", "walk"),
@@ -70,6 +72,18 @@ def draws(device: torch.device) -> Callable[..., Any] | None:
     `weir.pools.draws` alone.
     """
     return _kernel(_library(device), "draws")
+
+
+def distances(device: torch.device) -> Callable[..., Any] | None:
+    """What measures Euclidean distances on a device (see `weir.kernels.numba_distances`); None for
+    `torch.cdist`.
+    """
+    return _kernel(_library(device), "distances")
+
+
+def resample(device: torch.device) -> Callable[..., Any] | None:
+    """What does as `weir.pools.subgen.clusters.resample` on a device; None for the reference."""
+    return _kernel(_library(device), "resample")
 
 
 def linear(device: torch.device) -> Callable[..., Any] | None:

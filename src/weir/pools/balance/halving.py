@@ -157,18 +157,19 @@ class Halving:
             free: which take part, bool.
         """
         kernel, at_once = kernels.walk(u.device), blocks_at_once(sets.a.shape[2], u.device)
-        parts = (sets.keys, sets.values, sets.a, sets.b, u, free)
+        parts = [t.flatten(0, 1) for t in (sets.keys, sets.values, sets.a, sets.b, u, free)]
+        # As mostly in a stream, all of them at once: to cut them costs calls.
+        few = len(parts[0]) <= at_once
+        pieces = [parts] if few else zip(*(t.split(at_once) for t in parts), strict=True)
         signs = []
-        for keys, values, a, b, drawn, there in zip(
-            *(t.flatten(0, 1).split(at_once) for t in parts), strict=True
-        ):
+        for keys, values, a, b, drawn, there in pieces:
             released = self.halves == "authors"
             rate = scale * self.temperature
             gram = Gram.of(keys, values, a, b, rate, self.constant, released)
             products = gram.differences() if self.halves == "pairs" else gram.products()
             gain = self._gain(gram, a, b)
             signs.append((kernel or walk)(products, gain, drawn, there))
-        return torch.cat(signs).view(free.shape)
+        return (signs[0] if few else torch.cat(signs)).view(free.shape)
 
     def _gain(self, gram: Gram, a: Tensor, b: Tensor) -> Tensor:
         """The gain of the walk in each block [blocks] of tokens of these weights."""
@@ -184,7 +185,10 @@ class Halving:
     def _of_whole_pairs(self, sets: Sets, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         """`halve` where every pair is whole: without sorting, as one of each pair stays."""
         (a1, a2), (b1, b2) = ((t[..., 0::2], t[..., 1::2]) for t in (sets.a, sets.b))
-        alike = _close(a1, a2) & _close(b1, b2)
+        if torch.equal(a1, a2) and torch.equal(b1, b2):
+            alike = torch.ones_like(a1, dtype=torch.bool)
+        else:
+            alike = _close(a1, a2) & _close(b1, b2)
         u = sets.u[..., 0::2]
         first = self._signs(sets, scale, u, alike) > 0
         more: Tensor | float = LOG_2

@@ -116,8 +116,13 @@ class Merging:
             with level -1 where there is no place.
         """
         batch, heads, _ = self.level.shape
-        top = max(n for of_group in blocks for n in range(LEVELS) if of_group[n] or not n)
-        top = max(min(top + 1, LEVELS - 1), int(self.level.max()) if self.level.numel() else 0)
+        halved = max(n for of_group in blocks for n in range(LEVELS) if of_group[n] or not n)
+        reached = min(halved + 1, LEVELS - 1)
+        top = max(reached, int(self.level.max()) if self.level.numel() else 0)
+        # Levels that nothing reaches stay as they lie, in one piece.
+        above = self._between(*self._span(reached + 1, LEVELS)) if self._ends is not None else None
+        if above is not None:
+            top = reached
         group = torch.arange(len(blocks), device=self.level.device)[:, None] % self.groups
         rest, marks, rising = [], [], self._queue(LEVELS)
         for level in range(top + 1):
@@ -142,6 +147,9 @@ class Merging:
             rest.append(_Queue(*by_head, full=queue.full and self.groups == 1))
             mark = (level * self.groups + group).expand(queue.used.shape)
             marks.append(mark.reshape(batch * heads, -1))
+        if above is not None:
+            rest.append(above)
+            marks.append(self.level[:, :, : above.token.shape[1]].flatten(0, 1))
         every, mark = _Queue.of(*reversed(rest)), torch.cat(marks[::-1], dim=1)
         token, a, b = every.token, every.a, every.b
         if not every.full:
@@ -151,7 +159,8 @@ class Merging:
             token = every.token.where(every.used, EMPTY)
             a, b = (t.masked_fill(token < 0, -torch.inf) for t in (every.a, every.b))
         token, a, b, mark = (t.unflatten(0, (batch, heads)) for t in (token, a, b, mark))
-        kept = replace(self.line.take(token), a=a, b=b)
+        # Where there is no gap nobody is missing.
+        kept = (self.line.picked(token) if every.full else self.line.take(token)).weighed(a, b)
         if self.groups == 1:
             return kept, mark, torch.zeros_like(mark)
         return kept, mark.div(self.groups, rounding_mode="floor"), mark % self.groups
@@ -173,12 +182,7 @@ class Merging:
     def _queue(self, level: int) -> _Queue:
         """The places of a level before anything is halved, by line."""
         if self._ends is not None:
-            ends = self._ends
-            start, stop = ((*ends[at : at + 1], 0)[0] for at in (level + 1, level))
-            token = torch.arange(start, stop, device=self.level.device)
-            token = token.expand(self.level.shape[:2].numel(), -1)
-            a, b = (t[:, :, start:stop].flatten(0, 1) for t in (self.line.a, self.line.b))
-            return _Queue(token, a, b, torch.ones_like(token, dtype=torch.bool), full=True)
+            return self._between(*self._span(level, level + 1))
         used = self.level == level
         if self.group is None:
             used = used[:, :, None]
@@ -190,6 +194,19 @@ class Merging:
         a, b = (t[:, :, None].expand_as(used) for t in (self.line.a, self.line.b))
         parts = (index.where(held, EMPTY), a, b, used)
         return _Queue(*(t.flatten(0, 2) for t in parts)).packed()
+
+    def _span(self, low: int, high: int) -> tuple[int, int]:
+        """Where tokens of levels from `low` to below `high` lie, if `_ends` says so."""
+        assert self._ends is not None
+        start, stop = ((*self._ends[at : at + 1], 0)[0] for at in (high, low))
+        return start, stop
+
+    def _between(self, start: int, stop: int) -> _Queue:
+        """The places from `start` to `stop` of lines that lie alike, each with a token."""
+        token = torch.arange(start, stop, device=self.level.device)
+        token = token.expand(self.level.shape[:2].numel(), -1)
+        a, b = (t[:, :, start:stop].flatten(0, 1) for t in (self.line.a, self.line.b))
+        return _Queue(token, a, b, torch.ones_like(token, dtype=torch.bool), full=True)
 
     def _halve(
         self,

@@ -14,9 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weir import kernels
+
 
 def resample(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """Weighted reservoirs: who holds each entry after some arrivals, as if they came one by one.
+
+    By a kernel where there is one, which gives what `reservoirs` does.
 
     An arrival of weight w, joining what weighs W, takes each entry with probability w / (W + w),
     independently. So every entry is, at all times, one draw of all that came, by weight.
@@ -31,14 +35,21 @@ def resample(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Te
         The last arrival that took each entry [batch, kv_heads, reservoirs, entries], -1 for none;
         and the new totals.
     """
-    reservoirs, entries = total.shape[2], u.shape[3]
-    each = F.one_hot(into, reservoirs) * weight[..., None]
+    by_kernel = kernels.resample(u.device)
+    found: tuple[Tensor, Tensor] = (by_kernel or reservoirs)(total, weight, into, u)
+    return found
+
+
+def reservoirs(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """`resample` in PyTorch, which a kernel must equal; arguments as there."""
+    count, entries = total.shape[2], u.shape[3]
+    each = F.one_hot(into, count) * weight[..., None]
     running = torch.cat([total[:, :, None], each], dim=2).cumsum(dim=2)
     after = running[:, :, 1:].gather(3, into[..., None])
     arrival = torch.arange(weight.shape[2], device=weight.device)[:, None].expand(u.shape)
     arrival = arrival.where(u * after < weight[..., None], -1)
     place = into[..., None] * entries + torch.arange(entries, device=into.device)
-    last = place.new_full((*total.shape[:2], reservoirs * entries), -1)
+    last = place.new_full((*total.shape[:2], count * entries), -1)
     last = last.scatter_reduce(2, place.flatten(2), arrival.flatten(2), "amax")
     return last.view(*total.shape, entries), running[:, :, -1]
 
@@ -202,5 +213,9 @@ class Clusters:
 
 def _distance(keys: Tensor, others: Tensor) -> Tensor:
     """Euclidean distances, float64, from differences: equal keys are at a distance of zero."""
+    kernel = kernels.distances(keys.device)
+    if kernel is not None:
+        found: Tensor = kernel(keys, others)
+        return found
     exact = "donot_use_mm_for_euclid_dist"
     return torch.cdist(keys.double(), others.double(), compute_mode=exact)

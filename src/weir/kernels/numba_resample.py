@@ -1,0 +1,54 @@
+"""Weighted reservoirs on the CPU: those of `weir.pools.subgen.clusters.resample`, bit for bit.
+
+The reference writes out what each arrival adds to every reservoir; here one number per reservoir
+runs along. Sums are added in the order in which arrivals came, in float64, so there is one answer.
+Roofline: a uniform number is read once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weir.kernels.numba_tools import compiled
+
+
+def _take(
+    total: np.ndarray, weight: np.ndarray, into: np.ndarray, u: np.ndarray, last: np.ndarray
+) -> None:
+    lines, arrivals, entries = u.shape
+    for line in range(lines):
+        for arrival in range(arrivals):
+            reservoir, mine = into[line, arrival], weight[line, arrival]
+            if mine == 0.0:
+                continue
+            after = total[line, reservoir] + mine
+            total[line, reservoir] = after
+            drawn, held = u[line, arrival], last[line, reservoir]
+            for entry in range(entries):
+                held[entry] = arrival if drawn[entry] * after < mine else held[entry]
+
+
+_compiled_take = compiled(_take)
+
+
+def resample(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Who holds each entry after some arrivals, -1 for nobody new, and the new totals.
+
+    Args:
+        total: what came into each reservoir so far [batch, kv_heads, reservoirs], float64.
+        weight: of the arrivals [batch, kv_heads, n], float64; zero for none.
+        into: the reservoir each goes to [batch, kv_heads, n], int64.
+        u: uniform in [0, 1), of each arrival for each entry [batch, kv_heads, n, entries].
+
+    Returns:
+        [batch, kv_heads, reservoirs, entries], int64; [batch, kv_heads, reservoirs], float64.
+    """
+    after = total.clone(memory_format=torch.contiguous_format)
+    last = torch.full((*total.shape, u.shape[3]), -1)
+    if last.numel():
+        parts = (after, weight, into, u, last)
+        arrays = [t.contiguous().flatten(0, 1).numpy() for t in parts]
+        _compiled_take(*arrays)
+    return last, after
