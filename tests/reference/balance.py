@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,14 @@ class SoftmaxBalance:
         tokens = [t for vector in vectors for t, _ in vector]
         mean = [sum(x) / len(everyone) for x in zip(*(t.key for t in everyone), strict=True)]
         most_a, most_b = (max(getattr(t, x) for t in everyone) for x in "ab")
-
-        def shifted(t: Token) -> list[float]:
-            return [x - m for x, m in zip(t.key, mean, strict=True)]
+        moved = {t.position: [x - m for x, m in zip(t.key, mean, strict=True)] for t in everyone}
 
         def weight(of: float, most: float) -> float:
             return math.exp(of - most) if most > -math.inf else 0.0
 
         def product(t: Token, u: Token) -> float:
-            kernel = math.exp(self.temperature * self.scale * dot(shifted(t), shifted(u)))
+            likeness = dot(moved[t.position], moved[u.position])
+            kernel = math.exp(self.temperature * self.scale * likeness)
             if self.halves == "authors":
                 return kernel * self.released(t, u)
             above = weight(t.a, most_a) * weight(u.a, most_a) * dot(t.value, u.value)
@@ -93,7 +93,7 @@ class SoftmaxBalance:
 
         gain = self.gamma
         if gain is None:
-            r_key = max(dot(shifted(t), shifted(t)) for t in everyone)
+            r_key = max(dot(moved[t.position], moved[t.position]) for t in everyone)
             r_value = max(weight(t.a, most_a) ** 2 * dot(t.value, t.value) for t in everyone)
             r_value += self.constant * max(weight(t.b, most_b) for t in everyone) ** 2
             if self.halves == "authors":
@@ -105,7 +105,9 @@ class SoftmaxBalance:
                 n, radius = n // 2, 4 * radius
             c = 30 * math.log(max(n, 2) / (1 / max(n, 2)))
             gain = 1 / (2 * c * radius)
-        known = {(i, j): product(t, u) for i, t in enumerate(tokens) for j, u in enumerate(tokens)}
+        known = {  # of each with those in front of it
+            (i, j): product(t, u) for i, t in enumerate(tokens) for j, u in enumerate(tokens[:i])
+        }
         numbered = []
         for vector in vectors:
             numbered.append(
@@ -183,6 +185,7 @@ class SoftmaxBalance:
         return stays
 
 
+@cache
 def thresholds(slots: int, block: int, levels: int) -> list[int]:
     """How many tokens let a level be halved, level 0 first."""
     block = max(2, min(block, slots // 2 - slots // 2 % 2))
@@ -265,7 +268,8 @@ class Balance:
             if token.b > -math.inf:
                 self.main.sets[0].append(replace(token, a=-math.inf))
             if length > 0 and token.a > -math.inf:
-                i = next(i for i in range(-1100, 1100) if 2.0**i >= length)
+                mantissa, power = math.frexp(length)  # from 1/2 on, below 1
+                i = power - (mantissa == 0.5)  # the least for which 2^i is not below the length
                 tower = self.buckets.setdefault(i, Tower(self.above))
                 tower.sets[0].append(replace(token, b=-math.inf))
         if self.count() > self.n:
