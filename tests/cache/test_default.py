@@ -12,7 +12,7 @@ from roundings import close_runs
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import weir
-from weir.cache import DEFAULT, policy_beside
+from weir.cache import DEFAULT, policy_beside, size_of
 from weir.errors import WeirError
 from weir.models import beside, fingerprint
 from weir.policies import written_policy_file
@@ -57,6 +57,25 @@ def test_it_is_taken_by_streams_caches_and_generate(folder, ids):
 def test_what_is_given_goes_before_it(folder, given, policy):
     (folder / "weir.toml").write_text("not even looked at")
     assert weir.Stream(read(folder), **given).policy == weir.policy(policy)
+
+
+def test_it_folds_as_often_as_when_it_was_measured_unless_somebody_says_how_often(folder):
+    text = (folder / "weir.toml").read_text()
+    (folder / "weir.toml").write_text(text.replace("format = 1", "format = 1\nchunk = 16"))
+    model, file = read(folder), str(folder / "weir.toml")
+    for stream in (
+        weir.Stream(model),
+        weir.Stream(model, file),
+        weir.Stream(model, file, slots="int8"),
+    ):
+        assert stream.cache.chunk == 16
+    assert weir.Stream(model, chunk=8).cache.chunk == 8
+    assert weir.Stream(model, WRITTEN).cache.chunk == 64  # as text it was measured nowhere
+    assert size_of(model, file) == size_of(model, file, chunk=16)
+    assert size_of(model, file) != size_of(model, file, chunk=64)
+    (folder / "weir.toml").write_text(text.replace("format = 1", "format = 1\nchunk = 0"))
+    with pytest.raises(WeirError, match="its chunk is no whole number from 1 on"):
+        weir.Stream(model)
 
 
 def test_without_one_it_is_the_policy_for_everybody(folder, llama):

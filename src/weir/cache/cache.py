@@ -32,7 +32,7 @@ from weir.models import (
     input_device,
     transformers_model,
 )
-from weir.policies import Policy
+from weir.policies import Policy, chunk_of
 from weir.pools import fits
 
 Positions = Literal["rolling", "original"]
@@ -56,7 +56,8 @@ class StreamingCache(MovingRows):
         policy: a pipe, `"sink(4) | recent(252)"`, or a named policy, `"h2o(budget=256)"`; where
             neither this nor `slots` is given, the `weir.toml` in the model's folder, or else
             `"weir(budget=256)"`.
-        chunk: tokens that are taken in before the pipe folds them; the slab has `chunk` slots more
+        chunk: tokens that are taken in before the pipe folds them, 64 unless a policy file was
+            measured with another number; the slab has `chunk` slots more
             than the policy. With 1, StreamingLLM to the letter.
         seed: of all random draws.
         positions: `"rolling"`: positions inside the cache (StreamingLLM, section 3.2), for streams
@@ -95,7 +96,7 @@ class StreamingCache(MovingRows):
         model: PreTrainedModel,
         policy: str | Policy | None = None,
         *,
-        chunk: int = 64,
+        chunk: int | None = None,
         seed: int = 0,
         positions: Positions = "rolling",
         prefill: Prefill = "chunked",
@@ -108,7 +109,9 @@ class StreamingCache(MovingRows):
         _one_of("positions", positions, ("rolling", "original"))
         _one_of("prefill", prefill, ("chunked", "full"))
         _one_of("failures", failures, ("raise", "keep"))
-        numbers = [("chunk", chunk, 1), ("seed", seed, 0), ("origin", origin, 0)]
+        numbers = [("seed", seed, 0), ("origin", origin, 0)]
+        if chunk is not None:
+            numbers.append(("chunk", chunk, 1))
         if batch is not None:
             numbers.append(("batch", batch, 1))
         for name, value, at_least in numbers:
@@ -116,7 +119,7 @@ class StreamingCache(MovingRows):
                 raise WeirError(f"{name} must be a whole number from {at_least} on, not {value!r}")
         served = transformers_model(model)
         self.policy = policy_for(served, policy, slots)
-        self.chunk = chunk
+        self.chunk = chunk = chunk_of(self.policy, chunk)
         self.seed = seed
         self.positions = positions
         self.prefill = prefill

@@ -15,7 +15,7 @@ from weir.cache.layers import pipes_of, plan_layers, reach_of
 from weir.cache.origin import check_origin
 from weir.errors import WeirError
 from weir.models import describe, stored_bytes
-from weir.policies import Policy, policy_of, with_slots
+from weir.policies import Policy, chunk_of, policy_of, with_slots
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def size_of(
     model: PreTrainedModel,
     policy: str | Policy = DEFAULT,
     *,
-    chunk: int = 64,
+    chunk: int | None = None,
     slots: str | None = None,
 ) -> Size:
     """What a model and its streams take.
@@ -71,6 +71,7 @@ def size_of(
         WeirError: the model cannot be served, or the policy has no limit and so no size.
     """
     wanted = with_slots(policy_of(policy), slots)
+    chunk = chunk_of(wanted, chunk)
     check_origin(wanted, model)
     pipes = pipes_of(wanted, describe(model))
     limits = [pipe.slots for pipe in pipes]

@@ -14,9 +14,9 @@ import typer
 from weir.cli.app import command
 from weir.cli.common import (
     DEFAULT_NAME,
-    Chunk,
     Compile,
     ModelName,
+    PolicyChunk,
     Seed,
     SlotsName,
     messages,
@@ -69,7 +69,7 @@ def chat(
         ),
     ] = None,
     slots: SlotsName = None,
-    chunk: Chunk = 64,
+    chunk: PolicyChunk = None,
     seed: Seed = 0,
     system: Annotated[
         str | None,
@@ -94,7 +94,7 @@ def chat(
     loading: Loading,
 ) -> None:
     """Talk to a model for as long as you like; the cache stays as large as it is."""
-    from weir.policies import policy_of, with_slots
+    from weir.policies import chunk_of, policy_of, with_slots
     from weir.stream import Conversation, Stream
 
     system = system or None  # of an empty one nothing need stay
@@ -112,7 +112,8 @@ def chat(
     else:
         with_products(model)
     if session is None:
-        wanted, told = _sized(model, tokenizer, asked, given, chunk, system)
+        wanted, told = _sized(model, tokenizer, asked, given, chunk_of(asked, chunk), system)
+        chunk = chunk_of(wanted, chunk)
         say_set_aside(model, policy, slots)
         say_window(model, wanted, chunk)
         stream = Stream(model, wanted, chunk=chunk, seed=seed)

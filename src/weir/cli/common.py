@@ -31,6 +31,15 @@ PolicyText = Annotated[str, typer.Option(help="A pipe or a named policy; see `we
 Chunk = Annotated[
     int, typer.Option(min=1, help="New tokens taken in before it is decided again which stay.")
 ]
+PolicyChunk = Annotated[
+    int | None,
+    typer.Option(
+        "--chunk",
+        min=1,
+        help="New tokens taken in before it is decided again which stay [default: 64, or what a "
+        "policy file was measured with]",
+    ),
+]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of all random draws.")]
 SlotsName = Annotated[
     str | None,

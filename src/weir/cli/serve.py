@@ -12,7 +12,7 @@ import typer
 from weir.cli.app import command
 from weir.cli.common import (
     DEFAULT,
-    Chunk,
+    PolicyChunk,
     SlotsName,
     say,
     say_set_aside,
@@ -48,7 +48,7 @@ def serve(
         ),
     ] = None,
     slots: SlotsName = None,
-    chunk: Chunk = 64,
+    chunk: PolicyChunk = None,
     rows: Annotated[int, typer.Option(min=1, help="Turns that are answered at once.")] = 8,
     pin: Annotated[
         int | None,
@@ -119,7 +119,7 @@ def serve(
     Clients of OpenAI's API only need the address. Without --keys only this machine is served.
     """
     from weir.cache import policy_beside, read_bytes
-    from weir.policies import policy_of, with_pin, with_slots
+    from weir.policies import chunk_of, policy_of, with_pin, with_slots
     from weir.serve import Book, Desk, Engine, Limits, MemoryStore, Store, room_for
     from weir.serve.app import Keys, bind, log_json, make_app, run_app
     from weir.serve.store import DiskStore
@@ -140,6 +140,7 @@ def serve(
     beside = None if given else policy_beside(model_name, loading.get("revision"))
     named = beside or policy_of(DEFAULT if policy is None else policy)
     wanted = with_pin(with_slots(named, slots), pin)
+    chunk = chunk_of(wanted, chunk)
     limits = Limits(prompt=max_prompt, answer=max_answer, queue=queue, drain=drain)
     taken = Keys() if keys is None else Keys.read(keys)
     bound = bind(host, port, taken)  # first, so that nothing is loaded in vain

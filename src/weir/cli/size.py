@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from weir.cli.app import command
-from weir.cli.common import DEFAULT, AsJson, Chunk, PolicyText, SlotsName, output, print_json
+from weir.cli.common import DEFAULT, AsJson, PolicyChunk, PolicyText, SlotsName, output, print_json
 from weir.cli.common import size as for_people
 from weir.cli.loading import Loading, loads_model
 
@@ -23,7 +23,7 @@ def size(
     ],
     policy: PolicyText = DEFAULT,
     slots: SlotsName = None,
-    chunk: Chunk = 64,
+    chunk: PolicyChunk = None,
     pin: Annotated[
         int, typer.Option(min=0, help="Slots for a beginning that stays, as of `weir serve`.")
     ] = 0,
@@ -44,12 +44,13 @@ def size(
     from weir.cache import read_bytes, size_of
     from weir.errors import WeirError
     from weir.models import sink_of, skeleton
-    from weir.policies import policy_of, with_pin
+    from weir.policies import chunk_of, policy_of, with_pin
 
     room = None if memory is None else read_bytes(memory)
     pace = None if bandwidth is None else read_bytes(bandwidth)
     model = skeleton(model_name, **loading)
     wanted = with_pin(policy_of(policy), pin)
+    chunk = chunk_of(wanted, chunk)
     found, sink = size_of(model, wanted, chunk=chunk, slots=slots), sink_of(model.config)
     streams = None if room is None else found.streams_in(room)
     facts: dict[str, Any] = {

@@ -11,9 +11,9 @@ from weir.cli.app import command
 from weir.cli.common import (
     DEFAULT,
     AsJson,
-    Chunk,
     Compile,
     ModelName,
+    PolicyChunk,
     PolicyText,
     Seed,
     SlotsName,
@@ -51,7 +51,7 @@ def stream(
     policy: PolicyText = DEFAULT,
     slots: SlotsName = None,
     tokens: Annotated[int | None, typer.Option(min=2, help="Read only so many tokens.")] = None,
-    chunk: Chunk = 64,
+    chunk: PolicyChunk = None,
     block: Annotated[int, typer.Option(min=1, help="Tokens in a block of the table.")] = 1000,
     start: Annotated[
         str | None, typer.Option(help="Text in front, in place of the tokenizer's start token.")
@@ -72,10 +72,11 @@ def stream(
     Ctrl-C ends the reading and reports what was read; so does SIGTERM, with exit code 143.
     """
     from weir.evals.measures import read
-    from weir.policies import policy_of, with_slots
+    from weir.policies import chunk_of, policy_of, with_slots
     from weir.stream import STANDARD_INPUT, Stream, encode, read_text
 
     wanted = with_slots(policy_of(policy), slots)
+    chunk = chunk_of(wanted, chunk)
     words = read_text(text)
     model, tokenizer = load_model(model_name, loading)
     with_compiled_steps(model, compiled)

@@ -6,7 +6,7 @@ from weir.policies.grammar import NUMBER, Parser, called, nearest, policy, polic
 from weir.policies.layered import Layered
 from weir.policies.naming import named
 from weir.policies.pinned import Pinned, with_pin
-from weir.policies.pipe import Origin, Pipe, Policy
+from weir.policies.pipe import Origin, Pipe, Policy, chunk_of
 from weir.policies.plugins import VARIABLE, import_plugin, load_plugins
 from weir.policies.pyramid import Pyramid, shared
 from weir.policies.quantised import EXACT, Quantised, with_slots
@@ -32,6 +32,7 @@ __all__ = [
     "at_home",
     "called",
     "check_regular",
+    "chunk_of",
     "import_plugin",
     "is_file",
     "load_plugins",

@@ -37,10 +37,12 @@ class PolicyFile:
     Attributes:
         layers: the policy of each layer, as text.
         model: the fingerprint of the model that they were measured on.
+        chunk: tokens between two folds when they were; None where it does not say.
     """
 
     layers: tuple[str, ...]
     model: dict[str, Any]
+    chunk: int | None = None
 
 
 def is_file(text: str) -> bool:
@@ -112,8 +114,11 @@ def read_policy_file(name: str) -> PolicyFile:
     for number, layer in enumerate(layers):
         if not isinstance(layer, dict) or not isinstance(layer.get("policy"), str):
             raise WeirError(f"{name} is damaged: layer {number} has no policy")
+    chunk = facts.get("chunk")
+    if chunk is not None and (type(chunk) is not int or chunk < 1):
+        raise WeirError(f"{name} is damaged: its chunk is no whole number from 1 on")
     return PolicyFile(
-        tuple(layer["policy"] for layer in layers), {key: model[key] for key in MODEL}
+        tuple(layer["policy"] for layer in layers), {key: model[key] for key in MODEL}, chunk
     )
 
 

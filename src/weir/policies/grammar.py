@@ -65,7 +65,7 @@ def from_file(path: str) -> Layered:
             raise WeirError(
                 f"{path} has a policy for layer {layer} that cannot be read: {error}"
             ) from None
-    return Layered(tuple(policies), origin=Origin(path, made.model))
+    return Layered(tuple(policies), origin=Origin(path, made.model, chunk=made.chunk))
 
 
 def called(text: str) -> Called | None:

@@ -21,6 +21,9 @@ from weir.policies.registry import NAMED, Called
 from weir.pools import Fold, Pool
 from weir.slab import FORMATS, Format, Slots
 
+CHUNK = 64
+"""Tokens that are taken in before a policy folds them, where nobody says how many."""
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -31,11 +34,13 @@ class Origin:
         model: the fingerprint of the model (`models.fingerprint`).
         beside: what an error about it ends with: of a file that nobody named, how it came to be
             taken.
+        chunk: tokens between two folds when it was measured; None where the file does not say.
     """
 
     file: str
     model: Mapping[str, Any]
     beside: str = ""
+    chunk: int | None = None
 
 
 class Policy(ABC):
@@ -85,6 +90,19 @@ class Policy(ABC):
         """Name and pools: `reservoir(budget=64) = sink(4) | recent(44) | reservoir(16)`."""
         name, pools = str(self.called or self.stands_for), self.stands_for
         return pools if name == pools else f"{name} = {pools}"
+
+
+def chunk_of(policy: Policy, chunk: int | None) -> int:
+    """How many tokens are taken in between two folds: what is asked for, or was measured, or 64.
+
+    Args:
+        policy: what folds.
+        chunk: what is asked for; None for nothing.
+    """
+    if chunk is not None:
+        return chunk
+    measured = None if policy.origin is None else policy.origin.chunk
+    return CHUNK if measured is None else measured
 
 
 @dataclass(frozen=True, repr=False)

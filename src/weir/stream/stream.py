@@ -57,7 +57,7 @@ class Stream:
         model: PreTrainedModel,
         policy: str | Policy | None = None,
         *,
-        chunk: int = 64,
+        chunk: int | None = None,
         seed: int = 0,
         positions: Positions = "rolling",
         prefill: Prefill = "chunked",
