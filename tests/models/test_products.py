@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import pickle
 from dataclasses import dataclass, field
@@ -328,3 +329,21 @@ def test_a_stream_says_the_same_to_rounding(llama, dtype, gains, file, ids, monk
     assert (chosen - plain).abs().max() < 100 * torch.finfo(dtype).eps * plain.abs().max()
     choose_products(model, on=False)
     assert torch.equal(logits().double(), plain)
+
+
+def test_what_else_a_machine_does_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, calls = [0.0], itertools.count()
+
+    def usual(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        clock[0] += 2.0
+        return x
+
+    def ours(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if weight.shape[0] > 1:
+            clock[0] += 1.0 if next(calls) % 4 == 0 else 50.0  # mostly interrupted
+        return x
+
+    monkeypatch.setattr(nn.functional, "linear", usual)
+    monkeypatch.setattr(products.time, "perf_counter", lambda: clock[0])
+    layer = nn.Linear(2048, 1024, bias=False)  # large enough for one call a round
+    assert products._gains([layer], 1, ours) == (2.0, 2.0)

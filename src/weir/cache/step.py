@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from weir.cache.layer import DecodeSlots
+from weir.kernels import in_memory
 from weir.slab import Form, Rotary, rotation_tables
 
 
@@ -70,7 +71,9 @@ class Step(Cache):
         self, kind: str | None, width: int, device: torch.device
     ) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines at the rows' places; see `models.hooks.Attending`."""
-        return rotation_tables(self.rotaries, kind, self.positions, width)
+        made = rotation_tables(self.rotaries, kind, self.positions, width)
+        # Once: the compiler would work them out anew for each head of each layer.
+        return None if made is None else (in_memory(made[0]), in_memory(made[1]))
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form
