@@ -210,6 +210,18 @@ def test_watched_attention_is_the_formula_and_the_mass_is_that_of_a_fold_to_the_
     assert torch.equal(got.mass, fold)
 
 
+def test_a_bias_over_the_last_slots_is_one_that_is_zero_for_the_others():
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(2, 3, 2, 4, 5, generator=generator)
+    keys, values = torch.randn(2, 2, 3, 9, 5, generator=generator)
+    bias = torch.zeros(1, 1, 1, 4, 9)
+    bias[..., 5:].masked_fill_(~torch.ones(4, 4).tril().bool(), -math.inf)
+    parts = (queries, keys, values, torch.zeros(2, 3, 9), Form(0.5))
+    some, full = (watched_attention(*parts, its) for its in (bias[..., 5:], bias))
+    assert all(map(torch.equal, some, full))
+    assert some.shares[:, :, :, 0, 6:].eq(0).all()
+
+
 def split(case: Case) -> Tensor:
     """`split_attention` of a case."""
     weights = split_weights(case.a, case.b)

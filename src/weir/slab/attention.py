@@ -148,8 +148,9 @@ def watched_attention(
     product of their own. The mass is that of `attention_mass` bit for bit: the same operations.
 
     Args:
-        queries, keys, values, form, bias: as in `two_weight_attention`; float32, and a form without
+        queries, keys, values, form: as in `two_weight_attention`; float32, and a form without
             capping and sinks.
+        bias: as there; or over the last of the slots alone, when it is zero for all others.
         b: the log-weights, the same in both sums [batch, kv_heads, slots].
 
     Returns:
@@ -384,6 +385,7 @@ def _flat_logits(
 
     Args:
         mask: added to the logits of each slot [batch, kv_heads, slots]; None for nothing.
+        bias: as in `two_weight_attention`, or over the last of the slots alone.
     """
     batch, kv_heads, group, length, key_dim = queries.shape
     slots = keys.shape[2]
@@ -395,7 +397,8 @@ def _flat_logits(
         alpha=form.scale,
     )
     if bias is not None:
-        logits.view(batch, kv_heads, group, length, slots).add_(bias)
+        last = slots if bias.shape[4] == 1 else bias.shape[4]
+        logits.view(batch, kv_heads, group, length, slots)[..., slots - last :].add_(bias)
     return logits
 
 

@@ -115,8 +115,10 @@ def watch(
     plain = fuses(form) and form.sinks is None and slab.split is None
     if not (whole_tail and fits and plain and queries.device.type == "cpu"):
         return None
-    if bias is not None and start and bias.shape[4] > 1:
-        bias = bias[..., start:]
+    if bias is not None and bias.shape[4] > 1:
+        everywhere = spec.positions.window is not None or spec.positions.alibi is not None
+        # Of rows that lie alike, a query sees whatever lies in front of the tail.
+        bias = bias[..., start if everywhere else -spec.chunk :]
     keys, values = slab.read(start, stop)
     watched = watched_attention(queries, keys, values, slab.b[:, :, start:stop], form, bias)
     if watched is None or not start:
