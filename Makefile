@@ -28,7 +28,8 @@ endef
 
 # A worker for each processor, from two to eight. One that died is not replaced: pytest-xdist can
 # hand the tests of a file to its successor and wait for ever. Each begins with a part of the tests,
-# and takes from others when its own are done.
+# and takes from others when its own are done. Bytecode is kept whatever the environment says: else
+# each worker rewrites the asserts of all tests anew, which is half of the time of collecting them.
 pytest = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --max-worker-restart 0 $(TESTS)
 
 .DEFAULT_GOAL := help
@@ -45,7 +46,7 @@ demo: $(VENV)/.installed ## a model reads a book far past its window; figures an
 test: $(VENV)/.installed-dev ## everything that must hold: ruff, mypy, the documentation, pytest
 	@$(MAKE) --no-print-directory -j4 lint types docs browser
 	$(call stage,tests (pytest))
-	OMP_NUM_THREADS=1 $(pytest)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(pytest)
 
 # The page of weir serve is tested in the system's Chromium, and not where there is none.
 browser:
