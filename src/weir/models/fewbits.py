@@ -8,6 +8,7 @@ largest thing that a step reads. Knows nothing about caches.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -93,6 +94,8 @@ def quantise_weights(model: PreTrainedModel, weights: str) -> None:
         if own_forward(module):
             vars(module).pop("forward", None)  # in a copy it is that of the class it had
         module.__class__ = EightBits if many == 8 else nn.Linear
+        if isinstance(module, EightBits):
+            module.take_apart()
     model.config.tie_word_embeddings = False
     model.requires_grad_(False)
     model.register_load_state_dict_pre_hook(_refuse_others)
@@ -142,26 +145,62 @@ class EightBits(nn.Linear):
     """A linear layer whose weight is torchao's of 8 bits, read as it lies where few rows ask.
 
     torchao writes the whole weight out in the dtype of its input, for every product. That pays for
-    a prompt; of a decode step on a CPU it would be all the time there is.
+    a prompt; of a decode step on a CPU it would be all the time there is. Nor is the weight taken
+    apart in a step: a compiled one would do so for every layer, before it begins.
+
+    Attributes:
+        numbers: what the weight holds [out_features, in_features], int8; None of another weight.
+        scales: of each output [out_features].
     """
+
+    numbers: Tensor | None
+    scales: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
         """As of `nn.Linear`: [..., in_features] to [..., out_features]."""
+        numbers, scales = self.numbers, self.scales
         rows = input.numel() // self.in_features
-        if not 0 < rows <= FEW or input.device.type != "cpu" or input.requires_grad:
+        few = 0 < rows <= FEW and input.device.type == "cpu" and not input.requires_grad
+        if numbers is None or not few:
             return super().forward(input)
-        weight: Any = self.weight
-        numbers, scale = weight.qdata, weight.scale.flatten()
         if torch.compiler.is_compiling():
             if rows <= LOOPED:
-                return in_a_loop(input, numbers, self.bias, scale)
-            out = _by_kernel(input, numbers, scale)
+                return in_a_loop(input, numbers, self.bias, scales)
+            out = _by_kernel(input, numbers, scales)
         else:
             kernel = kernels.linear8(input.device)
             if kernel is None:
                 return super().forward(input)
-            out = kernel(input, numbers, scale)
+            out = kernel(input, numbers, scales)
         return out if self.bias is None else out + self.bias
+
+    def take_apart(self) -> None:
+        """Find what the weight holds; again whenever another one may have come."""
+        weight: Any = self.weight
+        self.numbers = getattr(weight, "qdata", None)
+        if self.numbers is not None:
+            self.scales = weight.scale.flatten()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As of any module; another weight is taken apart."""
+        super().__setattr__(name, value)
+        if name == "weight":
+            self.take_apart()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, whose weight is a copy too."""
+        super().__setstate__(state)
+        self.take_apart()
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> EightBits:
+        """To another device or type: the weight stays the same object, and holds other numbers."""
+        super()._apply(fn, recurse)
+        self.take_apart()
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self.take_apart()
 
 
 @torch.library.custom_op("weir::linear8", mutates_args=())
