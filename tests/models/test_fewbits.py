@@ -188,6 +188,44 @@ def test_weights_of_many_bits_are_not_loaded_into_few(few, fresh_llama):
     few.load_state_dict(few.state_dict())
 
 
+def changed(model, how):
+    """A model after something that gives its first layer of 8 bits another weight."""
+    up = model.model.layers[0].mlp.up_proj
+    if how == "replaced":
+        up.weight = copy.deepcopy(model.model.layers[1].mlp.up_proj.weight)
+    elif how == "of other bits":
+        up.weight = nn.Parameter(torch.ones_like(up.weight.dequantize()), requires_grad=False)
+    elif how == "moved":
+        model._apply(torch.clone)  # what `to` does with another device
+    elif how == "copied":
+        model = copy.deepcopy(model)
+        model.model.layers[0].mlp.up_proj.weight.qdata.neg_()
+    else:
+        other = copy.deepcopy(model).state_dict()
+        for name, weight in other.items():
+            if name.endswith("up_proj.weight"):
+                weight.qdata.neg_()
+        model.load_state_dict(other, assign=how == "loaded in its place")
+    return model
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["replaced", "of other bits", "moved", "copied", "loaded", "loaded in its place"],
+)
+def test_a_product_is_that_of_the_weight_there_is(fresh_llama, how):
+    model = fresh_llama()
+    quantise_weights(model, "int8")
+    model = changed(model, how)
+    layer = model.model.layers[0].mlp.up_proj
+    x = torch.randn(fewbits.FEW + 1, layer.in_features, generator=torch.manual_seed(0))
+    meant = layer.weight.data
+    meant = meant.dequantize() if hasattr(meant, "qdata") else meant
+    close(layer(x[:1]), x[:1] @ meant.T, 2 * layer.in_features, float(x.abs().sum(1).amax()))
+    if layer.numbers is not None:
+        assert layer.numbers.data_ptr() == layer.weight.qdata.data_ptr()
+
+
 def test_training_says_that_nothing_can_be_trained(few, ids):
     with pytest.raises(RuntimeError, match="does not require grad"):
         few(ids(1, 8), labels=ids(1, 8)).loss.backward()

@@ -187,20 +187,11 @@ class EightBits(nn.Linear):
         if name == "weight":
             self.take_apart()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, whose weight is a copy too."""
-        super().__setstate__(state)
-        self.take_apart()
-
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> EightBits:
         """To another device or type: the weight stays the same object, and holds other numbers."""
         super()._apply(fn, recurse)
         self.take_apart()
         return self
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        self.take_apart()
 
 
 @torch.library.custom_op("weir::linear8", mutates_args=())
