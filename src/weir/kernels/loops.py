@@ -9,6 +9,7 @@ slow.
 
 from __future__ import annotations
 
+import marshal
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -34,11 +35,19 @@ def as_one(name: str, signature: str, function: Callable[..., Tensor], file: str
     Returns:
         The operator, to be called as the function.
     """
-    written = zlib.crc32(Path(__file__).read_bytes() + Path(file).read_bytes())
-    name = f"{name}_{written:08x}"
+    written = b"".join(_written(it, function) for it in (__file__, file))
+    name = f"{name}_{zlib.crc32(written):08x}"
     torch.library.define(f"weir::{name}", signature)
     torch.library.impl(f"weir::{name}", "CompositeImplicitAutograd", function)
     return getattr(torch.ops.weir, name)
+
+
+def _written(file: str, function: Callable[..., Tensor]) -> bytes:
+    """What stands in a file; the function alone where code came without files, as in an archive."""
+    try:
+        return Path(file).read_bytes()
+    except OSError:
+        return marshal.dumps(function.__code__)
 
 
 def in_memory(t: Tensor) -> Tensor:
