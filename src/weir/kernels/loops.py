@@ -35,19 +35,19 @@ def as_one(name: str, signature: str, function: Callable[..., Tensor], file: str
     Returns:
         The operator, to be called as the function.
     """
-    written = b"".join(_written(it, function) for it in (__file__, file))
+    written = _written(__file__, in_memory, dots, sums) + _written(file, function)
     name = f"{name}_{zlib.crc32(written):08x}"
     torch.library.define(f"weir::{name}", signature)
     torch.library.impl(f"weir::{name}", "CompositeImplicitAutograd", function)
     return getattr(torch.ops.weir, name)
 
 
-def _written(file: str, function: Callable[..., Tensor]) -> bytes:
-    """What stands in a file; the function alone where code came without files, as in an archive."""
+def _written(file: str, *functions: Callable[..., Tensor]) -> bytes:
+    """What stands in a file; functions of it where code came without files, as in an archive."""
     try:
         return Path(file).read_bytes()
     except OSError:
-        return marshal.dumps(function.__code__)
+        return b"".join(marshal.dumps(it.__code__) for it in functions)
 
 
 def in_memory(t: Tensor) -> Tensor:
