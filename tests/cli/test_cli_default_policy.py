@@ -55,7 +55,9 @@ def test_what_is_given_goes_before_it(chat, given, measured):
     assert f"under {measured}/weir.toml" not in told
     assert "recent(8)" not in told
     # Slots alone do not say whose they are, so that what they set aside is named.
-    aside = f"{measured}/weir.toml lies with the model and is set aside by --slots; --policy "
+    aside = (
+        f"{measured}/weir.toml lies with the model and is set aside by --slots; if its own slots "
+    )
     assert told.count(aside) == (given[0] == "--slots")
 
 

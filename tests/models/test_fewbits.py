@@ -193,6 +193,8 @@ def changed(model, how):
     up = model.model.layers[0].mlp.up_proj
     if how == "replaced":
         up.weight = copy.deepcopy(model.model.layers[1].mlp.up_proj.weight)
+    elif how == "replaced behind its back":
+        up._parameters["weight"] = copy.deepcopy(model.model.layers[1].mlp.up_proj.weight)
     elif how == "of other bits":
         up.weight = nn.Parameter(torch.ones_like(up.weight.dequantize()), requires_grad=False)
     elif how == "moved":
@@ -211,7 +213,15 @@ def changed(model, how):
 
 @pytest.mark.parametrize(
     "how",
-    ["replaced", "of other bits", "moved", "copied", "loaded", "loaded in its place"],
+    [
+        "replaced",
+        "replaced behind its back",
+        "of other bits",
+        "moved",
+        "copied",
+        "loaded",
+        "loaded in its place",
+    ],
 )
 def test_a_product_is_that_of_the_weight_there_is(fresh_llama, how):
     model = fresh_llama()

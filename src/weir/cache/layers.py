@@ -85,9 +85,11 @@ def plan_layers(
     everywhere = facts.sliding is not None and limited
     most = max(pipe.slots or 0 for pipe in pipes) + chunk
     if everywhere and facts.sliding is not None and most > facts.sliding:
+        room = facts.sliding - chunk
         raise WeirError(
             f"every layer of this model sees only {facts.sliding} tokens, fewer than the "
             f"policy's {most - chunk} slots and a chunk of {chunk}; take a smaller budget"
+            + (f", {room} slots at most" if room > 0 else " and a smaller chunk")
         )
     plans = []
     for index, (layer, pipe) in enumerate(zip(facts.layers, pipes, strict=True)):

@@ -159,8 +159,8 @@ def say_set_aside(
 
     if (file := file_beside(model, FILE, revision)) is not None:
         say(
-            f"{file} lies with the model and is set aside by --slots; --policy {file} --slots "
-            f"{slots} takes both"
+            f"{file} lies with the model and is set aside by --slots; if its own slots are exact, "
+            f"--policy {file} --slots {slots} takes both"
         )
 
 

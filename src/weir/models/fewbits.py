@@ -150,18 +150,20 @@ class EightBits(nn.Linear):
 
     Attributes:
         numbers: what the weight holds [out_features, in_features], int8; None of another weight.
-        scales: of each output [out_features].
+        scales: of each output [out_features]; None of another weight.
     """
 
-    numbers: Tensor | None
-    scales: Tensor
+    numbers: Tensor | None = None
+    scales: Tensor | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """As of `nn.Linear`: [..., in_features] to [..., out_features]."""
+        if not torch.compiler.is_compiling() and self._holds() is not self.numbers:
+            self.take_apart()  # the weight was put there past `__setattr__`, as hooks do
         numbers, scales = self.numbers, self.scales
         rows = input.numel() // self.in_features
         few = 0 < rows <= FEW and input.device.type == "cpu" and not input.requires_grad
-        if numbers is None or not few:
+        if numbers is None or scales is None or not few:
             return super().forward(input)
         if torch.compiler.is_compiling():
             if rows <= LOOPED:
@@ -176,10 +178,13 @@ class EightBits(nn.Linear):
 
     def take_apart(self) -> None:
         """Find what the weight holds; again whenever another one may have come."""
+        self.numbers = self._holds()
         weight: Any = self.weight
-        self.numbers = getattr(weight, "qdata", None)
-        if self.numbers is not None:
-            self.scales = weight.scale.flatten()
+        self.scales = None if self.numbers is None else weight.scale.flatten()
+
+    def _holds(self) -> Tensor | None:
+        found: Tensor | None = getattr(self.weight, "qdata", None)
+        return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As of any module; another weight is taken apart."""
