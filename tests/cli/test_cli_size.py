@@ -187,6 +187,11 @@ def test_a_pin_counts(capsys, model):
     assert facts["policy"] == f"pinned({SMALL}, n=8, header=16)"
 
 
+def test_a_pin_goes_around_the_slots_as_in_serve(capsys, model):
+    facts = facts_of(capsys, model, "--policy", "weir(24)", "--pin", 8, "--slots", "exact")
+    assert facts["policy"] == "pinned(weir(budget=24, slots=exact), n=8, header=16)"
+
+
 def test_what_is_no_configuration_is_refused(capsys, tmp_path):
     path = tmp_path / "config.json"
     path.write_text("{")

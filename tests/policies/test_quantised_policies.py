@@ -86,6 +86,17 @@ def test_a_policy_that_says_how_its_slots_are_held_is_not_overruled(text, slots)
     assert with_slots(weir.policy(text), None) == weir.policy(text)
 
 
+@pytest.mark.parametrize("text", ["weir(64, slots=k8v4)", "quantised(h2o(64), slots=k8v4)"])
+def test_a_word_that_the_policy_says_too_is_let_through(text):
+    policy = weir.policy(text)
+    assert with_slots(policy, "k8v4") is policy
+
+
+def test_quantised_is_not_undone():
+    with pytest.raises(WeirError, match="says by itself how its slots"):
+        with_slots(weir.policy("quantised(h2o(64))"), "exact")
+
+
 @pytest.mark.parametrize("slots", ["exact", "k8v4"])
 def test_a_policy_with_a_word_for_its_slots_is_given_it_there(slots):
     given = with_slots(weir.policy("weir(64, sinks=2)"), slots)

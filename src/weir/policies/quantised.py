@@ -121,11 +121,15 @@ def with_slots(policy: Policy, slots: str | None) -> Policy:
 
     Raises:
         WeirError: there is no such format, the policy has no slots that could be quantised, or it
-            says by itself how they are, which `exact` does not undo.
+            says by itself how they are, and not in the same word.
     """
-    if slots is None:
+    if slots is None or (isinstance(policy, Quantised) and policy.slots == slots):
         return policy
-    if policy.called is not None and policy.called.takes_slots:
+    if policy.called is not None and policy.called.given.get("slots") == slots:
+        return policy
+    # `quantised` has the parameter too, and no word for slots that are exact.
+    around = isinstance(policy, Quantised) and slots == EXACT
+    if policy.called is not None and policy.called.takes_slots and not around:
         given = {**policy.called.given, "slots": slots}
         made: Policy = NAMED[policy.called.name].make(**given)
         written = Called.by_name(policy.called.name, given)
