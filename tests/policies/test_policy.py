@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import weir
 from weir.errors import PolicyError, WeirError, written
-from weir.policies.grammar import policy
+from weir.policies.grammar import policy, saved_policy
 from weir.policies.library import (
     buzz,
     dense,
@@ -255,7 +255,15 @@ MISTAKES = {
     ),
     "the same within another": (
         "quantised(kcenter(256, »quiet=2))",
-        "write recent(64) | kcenter(256, quiet=2) for the pool behind the newest tokens",
+        "write recent(64) | kcenter(192, quiet=2) for the pool behind the newest tokens",
+    ),
+    "the same with two numbers": (
+        "kcenter(256, 4, »quiet=2)",
+        "kcenter by itself is the policy, and quiet is of the pool (",
+    ),
+    "the same with what is the policy's alone": (
+        "kcenter(256, budget=3, »quiet=2)",
+        "quiet is of the pool (",
     ),
     "a line break in what is wrong": ("sink(4)\n| »riddle(9)", "no pool or policy is called"),
 }
@@ -406,3 +414,16 @@ def test_the_newest_tokens_form_a_run_and_the_others_the_front(text, run, front,
 def test_every_named_policy_says_where_it_comes_from():
     assert {"dense", "window", "streaming_llm", "recompute"} <= set(NAMED)
     assert all(entry.paper and entry.make.__doc__ for entry in NAMED.values())
+
+
+def test_advice_about_a_name_of_both_can_be_followed():
+    with pytest.raises(PolicyError, match="by itself is the policy") as caught:
+        weir.policy("kcenter(96, quiet=2)")
+    first, second = re.findall(r"write (.*?) for .*, or (.*?) for", str(caught.value))[0]
+    assert weir.policy(first).pipes[0].slots == weir.policy(second).pipes[0].slots == 96
+
+
+def test_what_weir_wrote_is_read_as_it_was_meant():
+    assert saved_policy("kcenter(96, quiet=2)") == weir.policy("kcenter(k=96, quiet=2)")
+    around = "pinned(kcenter(96, quiet=2), n=8)"
+    assert saved_policy(around) == weir.policy(around.replace("(96", "(k=96"))

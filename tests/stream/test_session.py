@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers import LlamaForCausalLM
 
 import weir
 from weir.errors import WeirError
+from weir.policies import Policy
 from weir.policies.registry import NAMED
 from weir.stream import session, whole_files
 
@@ -327,6 +329,44 @@ def test_a_policy_that_is_no_longer_known_is_named(llama, saved, monkeypatch):
     others = {name: it for name, it in NAMED.items() if name != "streaming_llm"}
     monkeypatch.setattr("weir.policies.grammar.NAMED", others)
     refused(llama, saved, "a policy that this weir does not know.*'streaming_llm'")
+
+
+def rewrite(path: Path, **kind: str | None) -> None:
+    """The same session, whose kind says otherwise; None for what it does not say."""
+    with safe_open(path, framework="pt") as file:
+        facts = json.loads(file.metadata()[session.KEY])
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    facts["kind"] = {k: v for k, v in {**facts["kind"], **kind}.items() if v is not None}
+    session.write_file(path, facts, tensors)
+
+
+def test_a_name_that_stands_for_others_by_now_goes_on_under_those_it_stood_for(
+    llama, ids, tmp_path, caplog, monkeypatch
+):
+    path = tmp_path / "session"
+    stream = weir.Stream(llama, "weir(budget=24)", chunk=8)
+    stream.feed(ids(1, PARTLY_FULL))
+    stream.save(path)
+    meant = stream.policy
+    with monkeypatch.context() as patch:
+        wider = NAMED["weir"]
+
+        def make(budget: int = 256) -> Policy:
+            return wider.make(budget, quiet=5.0)
+
+        patch.setitem(NAMED, "weir", replace(wider, make=make))
+        restored = weir.Stream.restore(llama, path)
+        refused(
+            llama, path, "which weir.budget=24. stood for.*, not weir", policy="weir(budget=24)"
+        )
+        assert restored.policy == meant
+        assert same(restored, stream, ids(1, 80))
+    assert str(weir.Stream.restore(llama, path).policy) == "weir(budget=24)"
+    assert not caplog.records
+    rewrite(path, pools=None)
+    assert weir.Stream.restore(llama, path).policy == meant
+    assert len(caplog.records) == 1
+    assert "does not say what weir(budget=24) stood for" in caplog.text
 
 
 # --- saving

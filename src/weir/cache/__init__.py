@@ -12,7 +12,7 @@ from weir.cache.origin import check_origin
 from weir.cache.rowcheck import check_numbers, check_row, check_sizes, row_facts
 from weir.cache.schema import FARTHEST, Kind, Wrong, at, list_of, optional, record, text, whole
 from weir.cache.size import Size, read_bytes, size_of
-from weir.cache.state import RowState, check_state
+from weir.cache.state import RowState, check_state, unlike_policies
 
 __all__ = [
     "DEFAULT",
@@ -51,5 +51,6 @@ __all__ = [
     "row_facts",
     "size_of",
     "text",
+    "unlike_policies",
     "whole",
 ]

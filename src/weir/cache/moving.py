@@ -61,6 +61,7 @@ class MovingRows(ForTransformers):
         facts = self.attachment.facts
         return {
             "policy": str(self.policy),
+            "pools": self.policy.stands_for,
             "chunk": self.chunk,
             "positions": self.positions,
             "origin": self.origin,

@@ -13,7 +13,7 @@ from weir.cache.layers import LayerPlan
 from weir.cache.rowcheck import check_numbers, check_row, check_sizes, row_facts
 from weir.cache.schema import Wrong, at
 from weir.errors import WeirError, shortened, shown
-from weir.policies import policy_of
+from weir.policies import saved_policy
 
 FACTS = ("policy", "chunk", "positions", "origin", "model", "weights")
 """What two caches must have in common for a row of one to go on in the other."""
@@ -24,9 +24,10 @@ class RowState:
     """One row of a cache, apart from it.
 
     Attributes:
-        kind: what the cache must be: `policy`, `chunk`, `positions`, `origin`, and of the `model`
-            its type, layers, and the sizes and dtype of each layer's heads; and what tells its
-            `weights` from those of others; as JSON can hold it.
+        kind: what the cache must be: `policy`, as it is called, and the `pools` that stands for,
+            `chunk`, `positions`, `origin`, and of the `model` its type, layers, and the sizes and
+            dtype of each layer's heads; and what tells its `weights` from those of others; as JSON
+            can hold it.
         facts: of the row: columns, seen, waiting, claimed, last, ended, seed, marks (`Marks`, by
             name), lengths (slots in use by layer and pool), and of a model with three axes drift;
             as JSON can hold it.
@@ -54,26 +55,46 @@ def check_kind(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         WeirError: naming what differs first.
     """
     for name in FACTS:
-        if mine.get(name) != theirs.get(name):
+        if name == "policy":
+            if (unlike := unlike_policies(mine, theirs)) is not None:
+                raise WeirError(
+                    f"this row is of a cache with policy {shown(unlike[1])}, and this one has "
+                    f"{shown(unlike[0])}"
+                )
+        elif mine.get(name) != theirs.get(name):
             if name == "model":
                 what = _difference(mine["model"], theirs.get("model"))
                 raise WeirError(f"this row is of another model: {what}")
             if name == "weights":
                 raise WeirError("this row is of another model, whose weights are others")
-            if name == "policy" and _same_policy(mine[name], theirs.get(name)):
-                continue
             raise WeirError(
                 f"this row is of a cache with {name} {shown(theirs.get(name))}, and this one has "
                 f"{shown(mine[name])}"
             )
 
 
-def _same_policy(mine: str, theirs: Any) -> bool:
-    """Whether two policies are one, written differently."""
+def unlike_policies(mine: dict[str, Any], theirs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """How the policies of two kinds are told apart; None if they are one, whatever it is called.
+
+    A policy is its pools. Of rows that were written without them it is what its name stands for
+    now.
+
+    Args:
+        mine, theirs: `RowState.kind` of a cache and of a row.
+
+    Returns:
+        Mine and theirs: their names, or their pools where one name stood for others.
+    """
+    pools = mine["pools"], theirs.get("pools", theirs.get("policy"))
+    if pools[0] == pools[1]:
+        return None
     try:
-        return isinstance(theirs, str) and policy_of(mine) == policy_of(theirs)
+        if isinstance(pools[1], str) and saved_policy(pools[0]) == saved_policy(pools[1]):
+            return None
     except WeirError:
-        return False
+        pass  # one that cannot be read is another
+    names = mine["policy"], theirs.get("policy")
+    return pools if names[0] == names[1] else names
 
 
 def _difference(mine: dict[str, Any], theirs: Any) -> str:

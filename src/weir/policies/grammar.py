@@ -46,6 +46,18 @@ def policy(text: str | PathLike[str] | Policy) -> Policy:
     return from_file(text.strip()) if is_file(text) else Parser(text).policy()
 
 
+def saved_policy(text: str) -> Policy:
+    """The policy of a text that weir wrote, into a session or a policy file for one.
+
+    Never a file's name. What `policy` refuses because whoever types it may mean another, a file has
+    meant already.
+
+    Raises:
+        PolicyError: it cannot be read.
+    """
+    return Parser(text, saved=True).policy()
+
+
 policy_of = policy
 """`policy`, where a parameter of that name hides it."""
 
@@ -60,7 +72,7 @@ def from_file(path: str) -> Layered:
     policies = []
     for layer, text in enumerate(made.layers):
         try:
-            policies.append(Parser(text).policy())
+            policies.append(saved_policy(text))
         except PolicyError as error:
             raise WeirError(
                 f"{path} has a policy for layer {layer} that cannot be read: {error}"
@@ -148,15 +160,17 @@ class Parser:
         text: all of it.
         at: the character to be read next.
         name: what a call may be called.
+        saved: whether weir wrote the text, and nobody is typing it.
         kind: what a call stands for, in words.
     """
 
     name: ClassVar[re.Pattern[str]] = WORD
     kind: ClassVar[str] = "a pool or a policy"
 
-    def __init__(self, text: str, at: int = 0) -> None:
+    def __init__(self, text: str, at: int = 0, *, saved: bool = False) -> None:
         self.text = text
         self.at = at
+        self.saved = saved
         self.depth = 0
 
     def policy(self) -> Policy:
@@ -201,7 +215,7 @@ class Parser:
             made: Policy = self.make(first, NAMED[first.name].make)
             assert made.called is not None
             return made.as_written(part.text, replace(made.called, arguments=first.inside))
-        if len(part.calls) == 1 and first.name in NAMED and not part.formats[0]:
+        if len(part.calls) == 1 and not part.formats[0] and not self.saved:
             self._check_meant(first)
         pools: list[Pool] = []
         for call in part.calls:
@@ -217,17 +231,26 @@ class Parser:
         `kcenter(256, quiet=2)` would be 256 centres and no newest token. What names all of its
         parameters, as a pipe that is written out does, is meant.
         """
-        if call.name not in POOLS or all(it.name for it in call.arguments):
+        both = call.name in NAMED and call.name in POOLS
+        if not both or all(it.name for it in call.arguments):
             return
         of_policy = inspect.signature(NAMED[call.name].make).parameters
-        first = next(iter(inspect.signature(POOLS[call.name]).parameters))
-        odd = next(it for it in call.arguments if it.name and it.name not in of_policy)
-        raise self.wrong(
-            f"{call.name} by itself is the policy, and {odd.name} is of the pool; write "
-            f"recent(64) | {call.name}({call.inside}) for the pool behind the newest tokens, or "
-            f"{call.name}({first}={call.inside}) for the pool and nothing else",
-            odd.at,
-        )
+        of_pool = inspect.signature(POOLS[call.name]).parameters
+        odd = next(it for it in call.arguments if it.name in of_pool and it.name not in of_policy)
+        problem = f"{call.name} by itself is the policy, and {odd.name} is of the pool"
+        number, *others = call.arguments
+        if number.name is None and all(it.name in of_pool for it in others):
+            ways = []
+            size, more = number.value, call.inside.partition(",")[2]
+            if type(size) is int and size > 1 and self.make(call, POOLS[call.name]).slots() == size:
+                newest = min(64, size // 4 or 1)
+                pool = f"{call.name}({size - newest},{more})"
+                ways.append(f"recent({newest}) | {pool} for the pool behind the newest tokens")
+            ways.append(
+                f"{call.name}({next(iter(of_pool))}={call.inside}) for the pool and nothing else"
+            )
+            problem += f"; write {', or '.join(ways)}"
+        raise self.wrong(problem, odd.at)
 
     def _format(self) -> str:
         """How the slots of the pool before are quantised; "" where nothing is said."""
@@ -299,15 +322,19 @@ class Parser:
             at: where the value begins.
         """
         if hint is Pool and isinstance(value, str | Written):
-            part = value if isinstance(value, Written) else Parser(self.text, at)._written()
+            part = value if isinstance(value, Written) else self._again(at)._written()
             if len(part.calls) != 1:
                 raise self.wrong("expected one pool, not a pipe of several", at)
             if part.formats[0]:
                 raise self.wrong("a format is said behind the pool around this one", at)
             return self._pool(part.calls[0], None)
         if isinstance(value, str) and Policy in typing.get_args(hint):
-            return Parser(self.text, at).part()
+            return self._again(at).part()
         return self._made(value) if isinstance(value, Written) else value
+
+    def _again(self, at: int) -> Parser:
+        """A parser of policies that reads the same text from elsewhere."""
+        return Parser(self.text, at, saved=self.saved)
 
     def call(self) -> Call:
         """The call that begins here."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,8 +44,10 @@ from weir.cache import (
 )
 from weir.errors import PolicyError, WeirError, shown
 from weir.models import fingerprint
-from weir.policies import Parser, Policy, check_regular, policy_of
+from weir.policies import Policy, check_regular, policy_of, saved_policy
 from weir.stream.whole_files import replacing
+
+_log = logging.getLogger(__name__)
 
 FORMAT = 3
 KEY = "weir_session"
@@ -214,19 +217,36 @@ class SessionFile:
             raise WeirError(f"{self.path} is a session of another model ({what})")
 
     def policy(self, expected: str | Policy | None) -> Policy:
-        """The policy it was saved under.
+        """The policy it was saved under; its pools, if its name stands for others by now.
+
+        A file of an earlier weir does not say which pools those were: it goes on under what the
+        name stands for now, and under `weir`, whose rule has changed, it says so.
 
         Raises:
             WeirError: it cannot be read, or another one was expected.
         """
+        name, kind = self.facts["policy"], self.facts["kind"]
+        pools = kind.get("pools") if isinstance(kind, dict) else None
         try:
-            saved = Parser(self.facts["policy"]).policy()  # written in full, never a file's name
+            named = saved = saved_policy(name)
+            if isinstance(pools, str) and pools != named.stands_for:
+                meant = saved_policy(pools)
+                saved = named if named == meant else meant
         except PolicyError as error:
             raise WeirError(
                 f"{self.path} has a policy that this weir does not know: {error}"
             ) from None
-        if expected is not None and policy_of(expected) != saved:
-            raise WeirError(f"{self.path} has the policy {saved}, not {policy_of(expected)}")
+        wanted = saved if expected is None else policy_of(expected)
+        if wanted != saved:
+            known = "" if saved is named else f", which {name} stood for when it was saved"
+            raise WeirError(f"{self.path} has the policy {saved}{known}, not {wanted}")
+        if pools is None and named.called is not None and named.called.name == "weir":
+            _log.warning(
+                "%s does not say what %s stood for when it was saved; it goes on under %s",
+                self.path,
+                name,
+                named.stands_for,
+            )
         return saved
 
     def read(self, cache: StreamingCache, policy: Policy, vocabulary: int) -> Session:
@@ -243,7 +263,11 @@ class SessionFile:
             count = len(facts["rows"])
             if not count and made["chunk"] > CHUNKS:
                 raise Wrong(f"a chunk of {made['chunk']:,} before the first token is too large")
-            if facts["kind"] != _shape(cache.kind):
+            # The policy has been read already, and may be written otherwise by now.
+            theirs = facts["kind"] if isinstance(facts["kind"], dict) else {}
+            known = {name: theirs[name] for name in ("policy", "pools") if name in theirs}
+            mine = {n: it for n, it in _shape(cache.kind).items() if n not in ("policy", "pools")}
+            if theirs != mine | known:
                 raise Wrong("kind is not that of a cache of this model and policy")
             each_row = row_facts(plans, vocabulary, made["chunk"])
             _facts(each_row, vocabulary, count)(facts, "")

@@ -20,7 +20,7 @@ from stores import CHUNK, MODEL, NODES, POLICY, has, kept, kill, same, shelf
 
 from weir.errors import WeirError
 from weir.serve import Chooser, Choosing, Engine, MemoryShelf, Turn
-from weir.serve.store import DiskShelf
+from weir.serve.store import DiskShelf, Form
 from weir.serve.store import folder as folder_file
 
 
@@ -304,6 +304,17 @@ def test_a_store_of_another_model_or_policy_is_refused(tmp_path, model, policy, 
             DiskShelf(tmp_path, model, policy, chunk=chunk)
     with DiskShelf(tmp_path, MODEL, "streaming_llm(8, sinks=2)", chunk=CHUNK) as one:
         assert one.get("n0").state.facts == NODES[0].state.facts  # the same, written otherwise
+
+
+def test_a_store_whose_policy_stood_for_other_pools_is_refused(tmp_path):
+    with DiskShelf(tmp_path, MODEL, "weir(24, quiet=3)", chunk=CHUNK) as one:
+        was = one._form
+    now = Form.of(MODEL, "weir(24)", CHUNK)
+    renamed = {"model": was.model, "kind": {**was.kind, "policy": "weir(24)"}}
+    with pytest.raises(WeirError, match=r"quiet=3.* here .*quiet=2"):
+        now.check(renamed)
+    was.check(renamed)  # the same pools by another name
+    now.check({"model": now.model, "kind": {k: v for k, v in now.kind.items() if k != "pools"}})
 
 
 def test_a_folder_that_is_none_of_ours_is_refused_and_left_alone(tmp_path):

@@ -31,10 +31,10 @@ def _slots(policy: str) -> str:
     """The name of a list; the list itself where it is not one that this weir can read."""
     # Which imports PyTorch, and reports without such a policy do not wait for it.
     from weir.errors import WeirError
-    from weir.policies import Layered, policy_of
+    from weir.policies import Layered, saved_policy
 
     try:
-        read = policy_of(policy)
+        read = saved_policy(policy)
     except WeirError:
         return policy
     if not isinstance(read, Layered):

@@ -23,11 +23,12 @@ from weir.cache import (
     check_state,
     list_of,
     record,
+    unlike_policies,
     whole,
 )
 from weir.errors import WeirError, shown
 from weir.models import fingerprint
-from weir.policies import Policy, policy_of
+from weir.policies import Policy
 from weir.serve.turn import Node
 
 FORMAT = 3
@@ -36,14 +37,6 @@ KEY = "weir_node"
 
 def _anything(value: Any, place: str) -> None:
     """What is compared as a whole."""
-
-
-def _same_policy(mine: str, other: Any) -> bool:
-    """Whether two policies are one, written differently."""
-    try:
-        return isinstance(other, str) and policy_of(mine) == policy_of(other)
-    except WeirError:
-        return False
 
 
 @dataclass(frozen=True)
@@ -91,9 +84,12 @@ class Form:
         if differ:
             what = ", ".join(f"{n} {shown(theirs.get(n))}, here {self.model[n]}" for n in differ)
             raise WeirError(f"it is of another model ({what})")
+        unlike = unlike_policies(self.kind, said["kind"])
+        if unlike is not None:
+            raise WeirError(f"its rows have the policy {shown(unlike[1])}, here {shown(unlike[0])}")
         for name, mine in self.kind.items():
             other = said["kind"].get(name)
-            if other != mine and not (name == "policy" and _same_policy(mine, other)):
+            if name not in ("policy", "pools") and other != mine:
                 raise WeirError(f"its rows have the {name} {shown(other)}, here {shown(mine)}")
 
 
