@@ -6,7 +6,7 @@ import weir
 def generate(
     model,
     policy=None,
-    chunk=64,
+    chunk=None,
     seed=0,
     positions="rolling",
     prefill="chunked",

@@ -68,6 +68,9 @@ def test_nothing_is_collected_and_nothing_is_differentiated_meanwhile():
 
 def test_who_hid_things_from_the_collector_before_keeps_them_hidden():
     gc.freeze()
+    hidden = gc.get_freeze_count()
+    new = [[each] for each in range(1000)]
     with settled():
-        pass
-    assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() <= hidden
+    assert 0 < gc.get_freeze_count() <= hidden
+    assert len(new) == 1000

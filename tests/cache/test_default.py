@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import runpy
 from pathlib import Path
 
 import huggingface_hub
@@ -17,6 +18,7 @@ from weir.errors import WeirError
 from weir.models import beside, fingerprint
 from weir.policies import written_policy_file
 
+HUB = Path(__file__).parents[2] / "hub" / "custom_generate" / "generate.py"
 LAYERS = [{"policy": "h2o(8)"}, {"policy": "sink(2) | recent(14)"}]
 WRITTEN = "[h2o(8), sink(2) | recent(14)]"
 
@@ -158,3 +160,12 @@ def test_a_link_to_nothing_is_not_passed_over(folder):
     (folder / "weir.toml").symlink_to("gone")
     with pytest.raises(WeirError, match=r"weir\.toml.*it lies with the model"):
         weir.Stream(read(folder))
+
+
+def test_the_folder_for_the_hub_takes_its_chunk_too(folder, monkeypatch):
+    text = written_policy_file({"chunk": 5}, fingerprint(read(folder)), LAYERS)
+    (folder / "weir.toml").write_text(text)
+    model = read(folder)
+    monkeypatch.setattr(model, "generate", lambda past_key_values: past_key_values)
+    generate = runpy.run_path(str(HUB))["generate"]
+    assert (generate(model).chunk, generate(model, chunk=3).chunk) == (5, 3)

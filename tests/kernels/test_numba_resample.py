@@ -11,15 +11,15 @@ from weir.pools.subgen.clusters import resample, reservoirs
 pytest.importorskip("numba", reason="not installed: pip install 'weir[fast]'")
 
 
-@pytest.mark.parametrize("count", [1, 5, 40])
-def test_its_samples_and_sums_are_those_of_the_reference(count, monkeypatch):
+@pytest.mark.parametrize(("count", "entries"), [(1, 7), (5, 7), (40, 7), (5, 0)])
+def test_its_samples_and_sums_are_those_of_the_reference(count, entries, monkeypatch):
     generator = torch.Generator().manual_seed(count)
     total = torch.rand(2, 3, count, generator=generator, dtype=torch.float64) * 10
     before = total.clone()
     weight = torch.exp(8 * torch.randn(2, 3, 64, generator=generator, dtype=torch.float64))
     weight[:, :, ::5] = 0.0  # arrivals that are none, or wait
     into = torch.randint(count, (2, 3, 64), generator=generator)
-    u = torch.rand(2, 64, 3, 7, generator=generator, dtype=torch.float64).transpose(1, 2)
+    u = torch.rand(2, 64, 3, entries, generator=generator, dtype=torch.float64).transpose(1, 2)
     monkeypatch.delenv(kernels.VARIABLE, raising=False)
     assert kernels.paths(u.device)["resample"] == "numba"
     for got, wanted in zip(

@@ -58,16 +58,19 @@ def settled() -> Iterator[None]:
     """Python's collector passes over what is there already: the libraries alone have a million
     objects, and to walk through them takes longer than many a step that is timed.
 
-    Who had it pass over something already keeps that, and what came with it.
+    Who had it pass over something already keeps just that.
     """
-    free = gc.get_freeze_count() == 0
     gc.collect()
+    if gc.get_freeze_count():
+        # Python thaws everything or nothing: what was frozen here would stay so, and with it the
+        # garbage of one figure after the other.
+        yield
+        return
     gc.freeze()
     try:
         yield
     finally:
-        if free:
-            gc.unfreeze()
+        gc.unfreeze()
 
 
 def seconds(do: Callable[[], object]) -> float:

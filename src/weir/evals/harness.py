@@ -48,7 +48,7 @@ class WeirLM(TemplateLM):
         pretrained: str | PreTrainedModel = "nano",
         policy: str | Policy = DEFAULT,
         *,
-        chunk: int = 64,
+        chunk: int | None = None,
         seed: int = 0,
         positions: Positions = "rolling",
         prefill: Prefill = "chunked",

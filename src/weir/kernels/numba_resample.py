@@ -47,7 +47,7 @@ def resample(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Te
     """
     after = total.clone(memory_format=torch.contiguous_format)
     last = torch.full((*total.shape, u.shape[3]), -1)
-    if last.numel():
+    if weight.numel():
         parts = (after, weight, into, u, last)
         arrays = [t.contiguous().flatten(0, 1).numpy() for t in parts]
         _compiled_take(*arrays)

@@ -68,7 +68,7 @@ class Engine:
         policy: of every row.
         rows: turns that are answered at once.
         shelf: where ends of turns are kept.
-        chunk: tokens between two folds.
+        chunk: tokens between two folds; None for what the policy was measured with, or 64.
         piece: tokens of prompts that are read between two decode calls.
         queue: turns that may wait while no row is free.
         deterministic: what a turn answers depends on nobody else: each row is read and decoded in
@@ -91,7 +91,7 @@ class Engine:
         rows: int,
         shelf: Shelf,
         *,
-        chunk: int = 64,
+        chunk: int | None = None,
         piece: int = PIECE,
         queue: int = 64,
         deterministic: bool = False,

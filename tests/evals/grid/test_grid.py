@@ -9,7 +9,7 @@ import pytest
 import weir
 from weir.errors import WeirError
 from weir.evals.fitting import budget_in
-from weir.evals.grid.grid import Grid, make_grid
+from weir.evals.grid.grid import Grid, make_grid, pools_of
 from weir.models import skeleton
 from weir.policies.registry import NAMED
 from weir.pools import Draws
@@ -163,3 +163,17 @@ def test_quantised_policies_have_the_budgets_of_those_inside():
     assert cell.policy == f"quantised(h2o(budget={cell.budget}), newest=4)"
     with pytest.raises(WeirError, match="first and newest tokens"):
         make_grid(["nano"], "recall", "streaming_llm", budgets=[64], slots="int8")
+
+
+@pytest.mark.parametrize(
+    ("policy", "pools"),
+    [
+        ("sink(4)|recent(252)", None),
+        ("sink(n=4) | recent(10)", None),
+        ("[sink(4)|recent(10), sink(4)|recent(20)]", None),
+        ("streaming_llm(10)", "sink(4) | recent(6)"),
+        ("[streaming_llm(10), sink(4)|recent(10)]", "[sink(4) | recent(6), sink(4) | recent(10)]"),
+    ],
+)
+def test_only_a_name_stands_for_pools_however_pools_are_spelled(policy, pools):
+    assert pools_of(policy) == pools

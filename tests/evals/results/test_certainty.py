@@ -141,3 +141,17 @@ def test_files_are_reported_together_and_what_is_in_two_counts_once(tmp_path):
         read_together([first, third])
     with pytest.raises(WeirError, match="html, md, csv, latex, not 'pdf'"):
         write_report(first, tmp_path / "none", ["pdf"])
+
+
+def test_a_cell_from_before_pools_were_noted_is_the_same_as_one_of_its_name(tmp_path):
+    old = write(tmp_path / "old.jsonl", [record("a", 1.0), record("b", 2.0)])
+    said = [{**record("a", 1.0), "pools": "sink(4)"}, {**record("b", 2.0, 1), "pools": "sink(5)"}]
+    new = write(tmp_path / "new.jsonl", said)
+    for files in ([old, new], [new, old]):
+        cells, records = read_together(files)
+        assert cells == 3
+        assert sorted((r["policy"], r["seed"]) for r in records) == [("a", 0), ("b", 0), ("b", 1)]
+    other = write(tmp_path / "other.jsonl", [{**record("a", 1.5), "pools": "sink(6)"}])
+    assert read_together([new, other])[0] == 3  # the name stands for other pools there
+    with pytest.raises(WeirError, match="contradict each other"):
+        read_together([old, other])

@@ -21,7 +21,7 @@ from weir.evals.notation import read_policies, read_tasks, takes_budget, with_bu
 from weir.evals.task import Task
 from weir.evals.tasks import TASKS
 from weir.models import skeleton
-from weir.policies import NAMED, is_file, policy_of, with_slots
+from weir.policies import NAMED, Layered, Pipe, is_file, policy_of, with_slots
 
 EVERY = "all"
 NOT_IN_EVERY = {"recompute", "pinned", "pyramid", "quantised"}
@@ -224,10 +224,12 @@ def _has_chance(setting: str, policy: str) -> bool:
 def pools_of(policy: str) -> str | None:
     """What the name of a policy stands for today; None for one that is written in pools."""
     try:
-        found = policy_of(policy).stands_for
+        found = policy_of(policy)
     except WeirError:  # it has no budget yet
         return None
-    return None if found == policy else found
+    each = found.policies if isinstance(found, Layered) else (found,)
+    in_pools = all(isinstance(it, Pipe) and it.called is None for it in each)
+    return None if in_pools or found.stands_for == policy else found.stands_for
 
 
 Sized = tuple[str, int | None, int | None]

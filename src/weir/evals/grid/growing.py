@@ -1,7 +1,8 @@
 """A grid beside a results file that is there: what it has already, and what is new.
 
 Files from before cells said what pools their policies stand for are read like all others: such a
-cell is the same as one of the same name.
+cell is the same as one of the same name, here and where several files are read as one
+(`results.several`).
 """
 
 from __future__ import annotations

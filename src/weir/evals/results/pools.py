@@ -10,14 +10,15 @@ from weir.evals.results.file import CellRecord
 def told_apart(records: Sequence[CellRecord]) -> list[CellRecord]:
     """Records in which a policy goes by its pools, where its name stands for several.
 
-    Those that do not say what their policy stood for keep its name.
+    Those that do not say what their policy stood for keep its name, and are no other than the rest.
 
     Args:
         records: of cells, as they stand in a results file.
     """
-    meant: dict[str, set[str | None]] = {}
+    meant: dict[str, set[str]] = {}
     for record in records:
-        meant.setdefault(record["policy"], set()).add(record.get("pools"))
+        pools = record.get("pools")
+        meant.setdefault(record["policy"], set()).update([] if pools is None else [pools])
     return [
         {**it, "policy": it.get("pools") or it["policy"]} if len(meant[it["policy"]]) > 1 else it
         for it in records

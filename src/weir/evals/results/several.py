@@ -12,8 +12,8 @@ from weir.evals.results.lists import named_shortly
 from weir.evals.results.pools import told_apart
 from weir.evals.results.ways import as_loaded
 
-DECIDING = ("model", "setting", "policy", "seed", "protocol", "chunk", "positions", "pools")
-"""What tells one measurement from another."""
+DECIDING = ("model", "setting", "policy", "seed", "protocol", "chunk", "positions")
+"""What tells one measurement from another, with the pools that a policy stands for."""
 
 
 def read_together(paths: Sequence[Path]) -> tuple[int, list[CellRecord]]:
@@ -30,19 +30,20 @@ def read_together(paths: Sequence[Path]) -> tuple[int, list[CellRecord]]:
         WeirError: one is no results file, or two have other figures of the same cell.
     """
     cells = 0
-    found: dict[tuple[Any, ...], tuple[CellRecord, Path]] = {}
+    found: dict[tuple[Any, ...], list[tuple[CellRecord, Path]]] = {}
     for path in paths:
         grid, records = read_results(path)
         cells += len(grid["cells"])
         for record in as_loaded(records):
-            key = tuple(record.get(name) for name in DECIDING)
-            if key not in found:
-                found[key] = record, path
+            named = found.setdefault(tuple(record.get(name) for name in DECIDING), [])
+            place = _same(record, [there for there, _ in named])
+            if place is None:
+                named.append((record, path))
                 continue
             cells -= 1
-            there, where = found[key]
+            there, where = named[place]
             if there["status"] == "failed":
-                found[key] = record, path
+                named[place] = record, path
             elif record["status"] == "done" and record["value"] != there["value"]:
                 raise WeirError(
                     f"{where} and {path} contradict each other: {record['setting']} of "
@@ -50,4 +51,18 @@ def read_together(paths: Sequence[Path]) -> tuple[int, list[CellRecord]]:
                     f"{there['value']} in one and {record['value']} in the other; report them "
                     "apart, or leave one out"
                 )
-    return cells, named_shortly(told_apart([record for record, _ in found.values()]))
+    return cells, named_shortly(
+        told_apart([record for named in found.values() for record, _ in named])
+    )
+
+
+def _same(record: CellRecord, others: Sequence[CellRecord]) -> int | None:
+    """Which of some records of the same name is of the same cell, if one is.
+
+    Files from before cells said what their policy stands for have no pools: such a cell is the same
+    as one of the same name, as it is to a grid that grows.
+    """
+    pools = record.get("pools")
+    said = [other.get("pools") for other in others]
+    fits = [place for place, its in enumerate(said) if None in (pools, its) or pools == its]
+    return min(fits, key=lambda place: said[place] != pools, default=None)

@@ -44,7 +44,7 @@ class DiskShelf:
         folder: where they are; made if there is none. One process at a time has it.
         model: whose rows they are.
         policy: of the rows.
-        chunk: of the rows.
+        chunk: of the rows; None for what the policy was measured with, or 64.
         limit: bytes of snapshots that are kept; None for as many as the disk takes. While one is
             written, there is one more.
         pending: nodes that may wait to be written; who puts one more waits.
@@ -60,7 +60,7 @@ class DiskShelf:
         model: PreTrainedModel,
         policy: str | Policy,
         *,
-        chunk: int = 64,
+        chunk: int | None = None,
         limit: int | None = None,
         pending: int = 2,
     ) -> None:

@@ -56,7 +56,7 @@ class Form:
     vocabulary: int
 
     @classmethod
-    def of(cls, model: PreTrainedModel, policy: str | Policy, chunk: int) -> Form:
+    def of(cls, model: PreTrainedModel, policy: str | Policy, chunk: int | None) -> Form:
         """Of rows of a cache that an engine makes of these; no memory is taken for one.
 
         Raises:
