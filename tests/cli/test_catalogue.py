@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from weir.cli.catalogue import Entry, explained, read_policies, read_pools
+from weir.cli.uses import SHARED
 from weir.errors import written
 from weir.policies import NAMED, Pipe, Pyramid
 from weir.pools import POOLS
@@ -115,3 +116,13 @@ def test_what_stands_in_the_source_is_read(tmp_path):
     wanted = {"n": "this and that.", "b": "the second, which takes two lines."}
     assert explained(one, pools) == wanted
     assert explained(two, pools) == {}
+
+
+def test_a_policy_s_budget_is_of_all_its_pools_and_not_of_the_one_that_has_a_budget_too():
+    pools = read_pools()
+    policies = {each.name: each for each in read_policies()}
+    assert explained(policies["attention_matching"], pools)["budget"] == SHARED["budget"]
+    (snap,) = (each for each in pools if each.name == "snap")
+    assert explained(snap, pools)["budget"] == snap.explains["budget"] != SHARED["budget"]
+    for name in ("reservoir", "uniform"):
+        assert "/ n" not in explained(policies[name], pools)["weighted"]

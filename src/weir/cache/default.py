@@ -45,7 +45,7 @@ def policy_beside(model: PreTrainedModel | str, revision: str | None = None) -> 
         raise WeirError(f"{error}{BESIDE}") from None
     if isinstance(found, Layered) and found.origin is not None:
         # Whoever finds later that it is of another model, with the weights or without, says so too.
-        found = replace(found, origin=replace(found.origin, beside=BESIDE))
+        found = replace(found, origin=replace(found.origin, told=BESIDE))
     if not isinstance(model, str):
         check_origin(found, model)
     return found

@@ -35,7 +35,7 @@ def check_origin(policy: Policy, model: PreTrainedModel) -> None:
         what = ", ".join(f"{name} {_bare(theirs[name])}, here {mine[name]}" for name in differ)
         raise WeirError(
             f"{origin.file} was calibrated for another model ({what}); run weir calibrate for this "
-            f"one{origin.beside}"
+            f"one{origin.told}"
         )
 
 

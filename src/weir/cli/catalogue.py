@@ -113,7 +113,9 @@ def explained(entry: Entry, pools: Iterable[Entry]) -> dict[str, str]:
     """
     words = set(WORD.findall(entry.pipe or ""))
     inner = {name: said for it in pools if it.name in words for name, said in it.explains.items()}
-    known = {**SHARED, **inner, **entry.explains}
+    # In a policy these are of all its pools; in a pool, of the pool alone.
+    shared = {} if entry.pipe is None and entry.paper is None else SHARED
+    known = {**inner, **shared, **entry.explains}
     names = [each.partition("=")[0] for each in entry.parameters.split(", ")]
     return {name: known[name] for name in names if name in known}
 

@@ -156,11 +156,11 @@ def _tell_kept(context: typer.Context, stream: Stream, wanted: Policy) -> None:
     assert stream.cache is not None  # only streams with one are saved
     kept = {"chunk": asked["chunk"] == stream.cache.chunk, "seed": asked["seed"] == stream.seed}
     kept |= dict.fromkeys(("policy", "slots"), wanted == stream.policy)
-    given = [name for name, same in kept.items() if not same and was_given(context, name)]
-    if given:
-        options = " and ".join(f"--{name}" for name in sorted(given))
+    unused = [name for name, same in kept.items() if not same and was_given(context, name)]
+    if unused:
+        options = " and ".join(f"--{name}" for name in sorted(unused))
         say(
-            f"{options} {'is' if len(given) == 1 else 'are'} for a new conversation; this one "
+            f"{options} {'is' if len(unused) == 1 else 'are'} for a new conversation; this one "
             f"keeps its policy, its chunk of {stream.cache.chunk} and its seed {stream.seed}"
         )
 

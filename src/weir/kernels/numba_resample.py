@@ -34,17 +34,7 @@ _compiled_take = compiled(_take)
 
 
 def resample(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Who holds each entry after some arrivals, -1 for nobody new, and the new totals.
-
-    Args:
-        total: what came into each reservoir so far [batch, kv_heads, reservoirs], float64.
-        weight: of the arrivals [batch, kv_heads, n], float64; zero for none.
-        into: the reservoir each goes to [batch, kv_heads, n], int64.
-        u: uniform in [0, 1), of each arrival for each entry [batch, kv_heads, n, entries].
-
-    Returns:
-        [batch, kv_heads, reservoirs, entries], int64; [batch, kv_heads, reservoirs], float64.
-    """
+    """Arguments and answer of `weir.pools.subgen.clusters.resample`."""
     after = total.clone(memory_format=torch.contiguous_format)
     last = torch.full((*total.shape, u.shape[3]), -1)
     if weight.numel():

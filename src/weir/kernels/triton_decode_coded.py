@@ -162,18 +162,9 @@ def decode_coded(
 ) -> Tensor:
     """The answers [batch, kv_heads, group, 1, value_dim]; zero for a query that sees nothing.
 
+    The other arguments are those of `numba_decode_coded.decode_coded`.
+
     Args:
-        queries: [batch, kv_heads, group, 1, key_dim].
-        coded: of keys and of values their numbers [batch, kv_heads, coded, stored], the peaks of
-            each [batch, kv_heads, coded, groups], bfloat16, and how many steps make a peak; keys
-            have one group. Numbers are whole ones, int8; or of floating point (e4m3), as bytes, of
-            keys and values alike; or of values two to a byte, that at i and that at
-            i + value_dim / 2, of 4 bits and 8 more than they say.
-        keys, values: of the exact slots behind them [batch, kv_heads, slots, dim].
-        mask: log-weights of all slots, the same in both sums, -inf where a query must not look
-            [batch, kv_heads, slots], float32; None where all are 0.
-        scale: factor of the logits.
-        slots: of all slots, from the first that is read to behind the last.
         splits: into how many parts the quantised slots are split, and the exact ones, a power of
             two; None for as many as keep the device busy.
     """

@@ -87,10 +87,10 @@ class Compiling:
         on asking. Not with a `mode`, which PyTorch does not take together with other options.
         """
         given = dict(self._options)
-        asks = getattr(torch.compiler, "skip_guard_on_globals_unsafe", None)
+        skips = getattr(torch.compiler, "skip_guard_on_globals_unsafe", None)
         options = given.get("options") or {}
-        if asks is not None and given.get("mode") is None and isinstance(options, Mapping):
-            given["options"] = {"guard_filter_fn": asks, **options}
+        if skips is not None and given.get("mode") is None and isinstance(options, Mapping):
+            given["options"] = {"guard_filter_fn": skips, **options}
         return given
 
 

@@ -125,19 +125,17 @@ def check_fold(
     return kept, overflow
 
 
-def _check_tensors(owner: str, slots: Slots, held: Slots, every: Mapping[str, Tensor]) -> None:
-    """Refuse slots that do not have the tensors, shapes and dtypes of those held and of the layer's
-    `every` slot.
-    """
+def _check_tensors(owner: str, slots: Slots, held: Slots, like: Mapping[str, Tensor]) -> None:
+    """Refuse slots without tensors shaped as `like`, or of another dtype than it and `held`."""
     # To look at what is still as it was stored would be to read it, and it is made of parts of
     # slots that were there.
     was = held.others() if _stored(held) else held.tensors()
     stored = _stored(slots)
     count = slots.position.shape[2:3] if isinstance(slots.position, Tensor) else ()
-    for name, like in every.items():
+    for name, one in like.items():
         if stored and name not in slots.others():
             continue
-        shape = (*like.shape[:2], *count, *like.shape[3:])
+        shape = (*one.shape[:2], *count, *one.shape[3:])
         found = getattr(slots, name)
         if not isinstance(found, Tensor):
             raise WeirError(f"{name} of {owner} is no tensor")
@@ -145,13 +143,13 @@ def _check_tensors(owner: str, slots: Slots, held: Slots, every: Mapping[str, Te
             raise WeirError(
                 f"{name} of {owner} has the shape {list(found.shape)} instead of {list(shape)}"
             )
-        dtypes = (like.dtype, was.get(name, like).dtype)
-        if found.dtype not in dtypes or found.device != like.device:
+        dtypes = (one.dtype, was.get(name, one).dtype)
+        if found.dtype not in dtypes or found.device != one.device:
             raise WeirError(
-                f"{name} of {owner} is {found.dtype} on {found.device} instead of {like.dtype} on "
-                f"{like.device}"
+                f"{name} of {owner} is {found.dtype} on {found.device} instead of {one.dtype} on "
+                f"{one.device}"
             )
-    if "mass" not in every and slots.mass is not None:
+    if "mass" not in like and slots.mass is not None:
         raise WeirError(f"mass of {owner} is not kept here; the class says needs_mass = True")
 
 

@@ -54,11 +54,11 @@ class Layered(Policy):
             WeirError: the model has another number of layers.
         """
         if layers != len(self.policies):
-            source, beside = shown(self.text), ""
+            source, told = shown(self.text), ""
             if self.origin is not None:
-                source, beside = self.origin.file, self.origin.beside
+                source, told = self.origin.file, self.origin.told
             raise WeirError(
                 f"{source} has policies for {len(self.policies)} layers, and this model has "
-                f"{layers} that a policy holds{beside}"
+                f"{layers} that a policy holds{told}"
             )
         return self.policies[layer].for_layer(layer, layers)

@@ -155,6 +155,7 @@ def reservoir(
 
     Args:
         samples: tokens of the sample; none for a quarter of the budget.
+        weighted: whether each token of the sample stands for as many as it was drawn from.
     """
     samples = budget // 4 if samples is None else samples
     recent = budget - sinks - samples
@@ -193,6 +194,7 @@ def uniform(
         budget: slots of each KV head, in each layer; none for 256, or for those of a rate.
         sinks: first tokens that stay; none for an eighth of the budget.
         recent: newest tokens that stay; none for an eighth of the budget.
+        weighted: whether each token of the sample stands for as many as it was drawn from.
     """
     if budget is not None and rate is not None:
         raise WeirError(

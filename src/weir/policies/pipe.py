@@ -32,14 +32,14 @@ class Origin:
     Attributes:
         file: the policy file that says so.
         model: the fingerprint of the model (`models.fingerprint`).
-        beside: what an error about it ends with: of a file that nobody named, how it came to be
+        told: what an error about it ends with: of a file that nobody named, how it came to be
             taken.
         chunk: tokens between two folds when it was measured; None where the file does not say.
     """
 
     file: str
     model: Mapping[str, Any]
-    beside: str = ""
+    told: str = ""
     chunk: int | None = None
 
 

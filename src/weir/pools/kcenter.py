@@ -52,7 +52,7 @@ class KCenter(Pool):
             of the radius, the distance within which every key has a centre; 0 for never. The first
             centre makes no way. These distances are of keys without rotation.
         quiet: once a token had to go, every centre but the first counts e^-quiet; 0 for as it came.
-        half_life: distances of a token halve whenever so many more have been read; None for never.
+        half_life: distances of a token halve whenever so many more have been read; none for never.
     """
 
     k: int

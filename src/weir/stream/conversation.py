@@ -20,8 +20,9 @@ from weir.stream.answer import AnswerText
 from weir.stream.stream import Stream
 from weir.stream.turns import Turns
 
-FIRST = 2
-"""Tokens after the first step of an answer: the first of them took none."""
+UNTIMED = 2
+"""Tokens of an answer that its rate leaves out where it has more: the first comes from the prompt's
+logits, the second from the first step, which may be compiled."""
 
 
 class Conversation:
@@ -76,10 +77,10 @@ class Conversation:
         tokens = self.stream.generate(max_new_tokens, **sampling)
         for count, token in enumerate(tokens, 1):
             now = time.perf_counter()
-            if count <= FIRST:
+            if count <= UNTIMED:
                 stepped, self.rate = now, count / (now - began)
             else:
-                self.rate = (count - FIRST) / (now - stepped)
+                self.rate = (count - UNTIMED) / (now - stepped)
             if token in ends:
                 return
             if new := answer.add(token):
