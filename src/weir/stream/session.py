@@ -265,7 +265,9 @@ class SessionFile:
                 raise Wrong(f"a chunk of {made['chunk']:,} before the first token is too large")
             # The policy has been read already, and may be written otherwise by now.
             theirs = facts["kind"] if isinstance(facts["kind"], dict) else {}
-            known = {name: theirs[name] for name in ("policy", "pools") if name in theirs}
+            known = {"policy": facts["policy"]}
+            if "pools" in theirs:
+                known["pools"] = theirs["pools"]
             mine = {n: it for n, it in _shape(cache.kind).items() if n not in ("policy", "pools")}
             if theirs != mine | known:
                 raise Wrong("kind is not that of a cache of this model and policy")
