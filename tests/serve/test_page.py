@@ -242,6 +242,21 @@ def test_all_can_be_done_by_keyboard(user):
     assert unnamed == []
 
 
+def test_nothing_can_be_said_before_the_server_has_told_of_its_model(user):
+    one, held = user(), []
+    one.context.route("**/v1/models", lambda route: held.append(route))
+    page = one.tab()
+    send = page.get_by_role("button", name="Send")
+    expect(send).to_be_disabled()
+    page.get_by_label("Your message").fill("Too early")
+    page.get_by_label("Your message").press("Enter")
+    assert page.get_by_label("Your message").input_value() == "Too early"
+    held[0].continue_()
+    expect(send).to_be_enabled()
+    say(page, "Once", longest=2)
+    assert len(answers(page)) == 1
+
+
 def test_on_a_phone_nothing_is_wider_than_the_screen(user):
     phone = {"viewport": {"width": 375, "height": 667}, "is_mobile": True, "has_touch": True}
     page = user(**phone).tab()

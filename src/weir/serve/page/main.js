@@ -283,7 +283,8 @@ function wire() {
   byId("ask").addEventListener("submit", (event) => {
     event.preventDefault();
     const box = byId("say");
-    if (!box.value.trim() || page.answering || page.elsewhere) return;
+    // Before a conversation is open, opening it would drop what is said.
+    if (!page.model || !box.value.trim() || page.answering || page.elsewhere) return;
     const words = box.value;
     box.value = "";
     grow();
