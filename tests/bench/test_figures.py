@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -184,6 +186,13 @@ def test_the_peak_of_a_prompt_fed_whole_is_higher():
 def test_without_its_environment_kvpress_is_left_out():
     with pytest.raises(Skipped, match="--kvpress"):
         list(FIGURES["kvpress"].measure(SETTING))
+
+
+def test_an_environment_without_kvpress_is_told_so():
+    setting = replace(SETTING, kvpress=sys.executable)
+    told = "kvpress failed in its environment: ModuleNotFoundError: No module named 'kvpress'"
+    with pytest.raises(WeirError, match=told), presses._peer(setting, "Knorm"):
+        pass
 
 
 def test_compression_is_shared_out_among_the_tokens_between():

@@ -116,7 +116,8 @@ def _peer(setting: Setting, press: str) -> Iterator[Peer]:
     script = Path(__file__).with_name("kvpress_peer.py")
     try:
         process = subprocess.Popen(
-            [setting.kvpress, str(script)],
+            # On its own, or `import kvpress` would find the file of that name beside the script.
+            [setting.kvpress, "-I", str(script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
