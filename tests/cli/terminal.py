@@ -28,7 +28,7 @@ CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 SOURCE = str(Path(weir.__file__).parents[1])
 
 
-def make_model(folder: Path, template: str | None = None) -> str:
+def make_model(folder: Path, template: str | None = None, layers: int = 1) -> str:
     """A small random Llama in which every byte is a token; its answers never end by themselves."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
@@ -45,7 +45,7 @@ def make_model(folder: Path, template: str | None = None) -> str:
         vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=512,

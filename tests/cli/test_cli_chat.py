@@ -80,6 +80,15 @@ def test_a_policy_without_a_budget_gets_what_the_window_and_the_memory_allow(
     assert "streaming_llm does not fit into 1.0 kB, a quarter of the free memory" in ended.err
 
 
+def test_a_policy_for_each_layer_is_told_by_its_slots(chat, tmp_path):
+    model = make_model(tmp_path, CHATML, layers=2)
+    policy = "[sink(4) | recent(20) | reservoir(8), sink(4) | recent(30) | reservoir(8)]"
+    told = chat("/report", of=model, words=("--policy", policy)).err.splitlines()
+    brief = "a policy for each of 2 layers, 32 to 42 slots"
+    assert told[0] == f"{model} under {brief}. /help for help."
+    assert told[1].startswith(f"{brief}: 0 tokens seen")
+
+
 SYSTEM = "You are Anna, and you know the number 482."
 
 

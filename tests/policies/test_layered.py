@@ -93,6 +93,33 @@ def test_a_mistake_is_pointed_at(text):
     assert raised.value.at == at
 
 
+LONG = "[" + ", ".join(f"sink(4) | recent({n - 4})" for n in (1252, 66, 90, 100)) + "]"
+
+
+@pytest.mark.parametrize(
+    ("text", "brief"),
+    [
+        (LONG, "a policy for each of 4 layers, 66 to 1,252 slots"),
+        (f"[{', '.join(['sink(4) | recent(60)'] * 4)}]", "a policy for each of 4 layers, 64 slots"),
+        (
+            f"pinned({LONG}, n=8, header=4)",
+            "a policy for each of 4 layers, 66 to 1,252 slots, pinned with n=8 and header=4",
+        ),
+        (
+            f"quantised({LONG}, newest=8)",
+            "a policy for each of 4 layers, 66 to 1,252 slots, quantised with slots=int8, newest=8",
+        ),
+        ("[h2o(96), pinned(h2o(160))]", "[h2o(96), pinned(h2o(160))]"),
+        ("pinned(h2o(160), n=8)", "pinned(h2o(160), n=8)"),
+        ("recompute(64)", "recompute(64)"),
+    ],
+)
+def test_a_long_list_is_said_by_its_layers_and_their_slots(text, brief):
+    policy = weir.policy(text)
+    assert policy.brief == brief
+    assert str(policy) == text
+
+
 def test_a_list_of_nothing_and_one_of_something_else_are_refused():
     for wrong in ((), ("h2o(8)",)):
         with pytest.raises(WeirError, match="a list of one policy or more"):

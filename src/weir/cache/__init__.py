@@ -13,6 +13,7 @@ from weir.cache.rowcheck import check_numbers, check_row, check_sizes, row_facts
 from weir.cache.schema import FARTHEST, Kind, Wrong, at, list_of, optional, record, text, whole
 from weir.cache.size import Size, read_bytes, size_of
 from weir.cache.state import RowState, check_state, unlike_policies
+from weir.cache.window import beyond_window
 
 __all__ = [
     "DEFAULT",
@@ -32,6 +33,7 @@ __all__ = [
     "StreamingCache",
     "Wrong",
     "at",
+    "beyond_window",
     "check_numbers",
     "check_origin",
     "check_row",

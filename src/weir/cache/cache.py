@@ -23,6 +23,7 @@ from weir.cache.memory import check_room
 from weir.cache.moving import MovingRows
 from weir.cache.origin import check_origin
 from weir.cache.rows import Rows
+from weir.cache.window import warn_of_window
 from weir.errors import WeirError, shortened, shown
 from weir.models import (
     Endings,
@@ -135,6 +136,8 @@ class StreamingCache(MovingRows):
         self._rotaries = facts.rotations
         self.plans = plan_layers(facts, pipes, chunk, seed=seed, rolling=rolling)
         check_room(self.plans, self.policy, batch or 1, self._device)
+        if rolling:
+            warn_of_window(served, self.policy, chunk)
         self.stack = [Layer(plan.spec) for plan in self.plans]
         self._kind = facts.kind
         self._model = weakref.ref(served)

@@ -122,7 +122,7 @@ def chat(
     conversation = Conversation(stream, tokenizer, system)
     kind = "" if tokenizer.chat_template else "; it has no chat template and continues your text"
     held = stream.policy
-    under = f"{held}{told}" if session is not None or given else _under(held, told)
+    under = f"{held.brief}{told}" if session is not None or given else _under(held, told)
     say(f"{model_name} under {under}{kind}. /help for help.")
     if session is not None:
         _tell_kept(context, stream, asked)
@@ -225,7 +225,7 @@ def _sized(
 def _under(policy: Policy, told: str) -> str:
     """Under what a conversation is whose policy nobody named; one of a file is long to read."""
     file = None if policy.origin is None else policy.origin.file
-    return f"{policy}{told}" if file is None else f"{file}, which lies with it{told}"
+    return f"{policy.brief}{told}" if file is None else f"{file}, which lies with it{told}"
 
 
 def _read_words(interrupt: Interrupt) -> tuple[str, bool] | None:
@@ -315,8 +315,9 @@ def _command(conversation: Conversation, line: str) -> bool:
 
 
 def _report(conversation: Conversation) -> None:
-    report = conversation.stream.report()
-    say(f"{report['policy']}: {conversation.stream.seen:,} tokens seen, {size(report['bytes'])}")
+    stream = conversation.stream
+    report = stream.report()
+    say(f"{stream.policy.brief}: {stream.seen:,} tokens seen, {size(report['bytes'])}")
     for index, layer in enumerate(report.get("layers", ())):
         say(f"layer {index}: {_held(layer['slots'])}; {size(layer['bytes'])}")
 

@@ -10,6 +10,7 @@ import io
 import logging
 import os
 import sys
+import warnings
 
 from weir.cli.signals import INTERRUPTED, TERMINATED, Terminated, terminable
 from weir.errors import EXTRAS, WeirError, not_installed
@@ -23,6 +24,8 @@ def main() -> None:
     # Where it is installed transformers imports it, and it warns of kernels for other machines.
     for chatty in ("torchao", "torch.utils._pytree"):
         logging.getLogger(chatty).setLevel(logging.ERROR)
+    # Commands of one policy say so by themselves; in one that compares many it would come often.
+    warnings.filterwarnings("ignore", message="weir: .* hold up to")
     try:
         with terminable():
             from weir.cli.commands import run

@@ -129,18 +129,10 @@ def in_lines() -> bool:
 
 def say_window(model: PreTrainedModel, policy: Policy, chunk: int) -> None:
     """Say so where a policy may hold more tokens at once than the model was made for."""
-    from weir.models import window_of
-    from weir.policies import Recompute
+    from weir.cache import beyond_window
 
-    if isinstance(policy, Recompute):
-        return  # it holds nothing
-    window = window_of(model.config)
-    most = max((pipe.slots or 0 for pipe in policy.pipes), default=0) + chunk
-    if window is not None and most > window:
-        say(
-            f"{policy} and a chunk of {chunk:,} hold up to {most:,} tokens, and this model was "
-            f"made for {window:,}: what it says beyond is worth little"
-        )
+    if (told := beyond_window(model, policy, chunk)) is not None:
+        say(told)
 
 
 def say_set_aside(

@@ -16,6 +16,7 @@ from weir.cli.common import (
     SlotsName,
     say,
     say_set_aside,
+    say_window,
     size,
     waiting,
     with_products,
@@ -157,7 +158,7 @@ def serve(
             )
         ends = f"ends of {room.kept} turns {size(room.kept * room.row)}; "
         say(
-            f"{model_name} under {wanted}: weights {size(room.weights)}, {rows} rows of "
+            f"{model_name} under {wanted.brief}: weights {size(room.weights)}, {rows} rows of "
             f"{size(room.row)}; {ends if room.kept else ''}{size(room.all)} in all, and never more"
         )
         known = f"{len(taken)} keys" if taken else "no keys: for this machine only"
@@ -188,6 +189,7 @@ def serve(
                 running.until_ended()
             return
         model, tokenizer = load_model(model_name, loading)
+        say_window(model, wanted, chunk)
         store: Store
         if data is None:
             store = MemoryStore(room.kept)

@@ -76,7 +76,7 @@ def size(
     if as_json:
         print_json(facts)
     else:
-        _show(facts)
+        _show(facts | {"policy": wanted.brief})
     if room is not None and not streams:
         raise WeirError(
             f"{memory} holds no stream: the weights take {for_people(found.weights)} and a stream "

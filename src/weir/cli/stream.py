@@ -89,7 +89,7 @@ def stream(
         say_window(model, wanted, chunk)
     reader = Stream(model, wanted, chunk=chunk, seed=seed, positions=positions.value)
     with interruptible() as interrupt, progress() as bar:
-        task = bar.add_task(str(wanted), total=len(ids), note="")
+        task = bar.add_task(wanted.brief, total=len(ids), note="")
 
         def show(reading: Reading) -> bool:
             note = f"perplexity {reading.ppl:.2f}, {reading.tokens_per_s:,.0f} tokens/s"
@@ -116,7 +116,7 @@ def stream(
             {"model": model_name, **reading.as_json(), **settings, "interrupted": bool(interrupt)}
         )
         return interrupt.code
-    _print(model_name, reading, ended)
+    _print(model_name, wanted.brief, reading, ended)
     return interrupt.code
 
 
@@ -138,7 +138,7 @@ class _Lines:
             )
 
 
-def _print(model_name: str, reading: Reading, ended: str | None) -> None:
+def _print(model_name: str, policy: str, reading: Reading, ended: str | None) -> None:
     """A table of the blocks, and what there is to say of all; `ended` is why it stops early."""
     from rich.table import Table
 
@@ -155,7 +155,7 @@ def _print(model_name: str, reading: Reading, ended: str | None) -> None:
     print_table(table)
     lines = [
         *([ended] if ended else []),
-        f"{model_name} under {reading.policy}: perplexity {reading.ppl:.3f} over "
+        f"{model_name} under {policy}: perplexity {reading.ppl:.3f} over "
         f"{reading.tokens:,} tokens, {size(reading.kv_bytes)} of cache, "
         f"{reading.tokens_per_s:,.0f} tokens/s",
     ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from weir.errors import WeirError, shown
+from weir.errors import LONGEST, WeirError, shown
 from weir.policies.pipe import Origin, Pipe, Policy
 
 
@@ -40,6 +40,15 @@ class Layered(Policy):
     def stands_for(self) -> str:
         """The same list in pools."""
         return f"[{', '.join(it.stands_for for it in self.policies)}]"
+
+    @property
+    def brief(self) -> str:
+        """How many layers there are, and their slots, where the list takes more than some words."""
+        if len(self.text) <= LONGEST or len(self.policies) == 1:
+            return self.text
+        sizes = sorted({pipe.slots for pipe in self.pipes if pipe.slots is not None})
+        some = " to ".join(f"{slots:,}" for slots in dict.fromkeys(sizes[:1] + sizes[-1:]))
+        return f"a policy for each of {len(self.policies)} layers, {some or 'any number of'} slots"
 
     @property
     def pipes(self) -> tuple[Pipe, ...]:

@@ -47,6 +47,13 @@ class Pinned(Policy):
         return f"pinned({self.policy.stands_for}, n={self.n}, header={self.header})"
 
     @property
+    def brief(self) -> str:
+        """With a short word for the policy, where that has one."""
+        if self.policy.brief == self.policy.text:
+            return self.text
+        return f"{self.policy.brief}, pinned with n={self.n} and header={self.header}"
+
+    @property
     def pipes(self) -> tuple[Pipe, ...]:
         """Those of the policy, each with two pools more."""
         return tuple(map(self._with_both, self.policy.pipes))

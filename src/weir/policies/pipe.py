@@ -76,6 +76,11 @@ class Policy(ABC):
         """
         return self.text
 
+    @property
+    def brief(self) -> str:
+        """The text, or where that is a long list of layers, how many there are and their slots."""
+        return self.text
+
     def as_written(self, text: str, called: Called) -> Self:
         """The same policy, that says it was written and called so."""
         same = copy(self)

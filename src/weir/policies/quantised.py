@@ -72,6 +72,13 @@ class Quantised(Policy):
         return f"quantised({self.policy.stands_for}{self._how})"
 
     @property
+    def brief(self) -> str:
+        """With a short word for the policy, where that has one."""
+        if self.policy.brief == self.policy.text:
+            return self.text
+        return f"{self.policy.brief}, quantised with {self._how.removeprefix(', ')}"
+
+    @property
     def pipes(self) -> tuple[Pipe, ...]:
         """Those of the policy, and how their slots are written."""
         return tuple(map(self._coded, self.policy.pipes))

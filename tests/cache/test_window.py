@@ -1,0 +1,51 @@
+"""A policy that holds more at once than its model was made for is told once, and no error."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+import weir
+from weir.cache import beyond_window, size_of
+
+WINDOW = 256
+"""Of the model."""
+
+
+@pytest.fixture
+def small(fresh_llama):
+    return fresh_llama(max_position_embeddings=WINDOW)
+
+
+def told(make) -> list[warnings.WarningMessage]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        make()
+    return [it for it in found if "this model was made for" in str(it.message)]
+
+
+@pytest.mark.parametrize("make", [weir.Stream, weir.StreamingCache])
+def test_more_than_the_window_is_told_where_weir_was_called(small, make):
+    (usual,) = told(lambda: make(small))
+    assert str(usual.message) == (
+        "weir: weir(budget=256) and a chunk of 64 hold up to 320 tokens, and this model was made "
+        "for 256: what it says beyond is worth little"
+    )
+    assert usual.filename == __file__
+    assert len(told(lambda: make(small, "h2o(249)", chunk=8))) == 1
+    assert not told(lambda: make(small, "h2o(248)", chunk=8))
+
+
+def test_a_policy_without_a_limit_and_places_in_the_stream_are_passed_over(small):
+    assert not told(lambda: weir.Stream(small, "dense"))
+    assert not told(lambda: weir.Stream(small, "recompute(64)"))
+    assert not told(lambda: weir.Stream(small, "h2o(400)", positions="original"))
+
+
+def test_the_largest_layer_counts(small):
+    layers = small.config.num_hidden_layers
+    policy = weir.policy("pyramid(h2o(200), beta=20)")
+    most = max(size_of(small, policy, chunk=8).slots)
+    assert layers > 1 and most + 8 > WINDOW > 208
+    assert f"hold up to {most + 8} tokens" in (beyond_window(small, policy, 8) or "")
