@@ -1,0 +1,131 @@
+"""A tail that is watched as it is read: answers, shares and mass are those of a plain softmax."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from reference.models import make, tokens
+from roundings import largest, off, softmax_off, within
+
+import weir
+from weir.cache.layer import attend, layer
+from weir.cache.layer.mask import band
+
+CHUNK = 8
+POLICY = "sink(2) | recent(8) | heavy(16)"
+
+
+def naive(spec, slab, queries, form, bias, stop):
+    """Answers, shares over all slots and their mass, in float64."""
+    keys, values = (t.double() for t in slab.read(0, stop))
+    logits = torch.einsum("bhgld,bhnd->bhgln", queries.double(), keys) * form.scale
+    logits += slab.b[:, :, None, None, :stop].double()
+    if spec.positions.alibi is not None:
+        logits += bias.double()  # causality is in it, too
+    else:
+        ahead = torch.arange(stop - CHUNK, stop)[:, None] - torch.arange(stop)
+        window = spec.positions.window or math.inf
+        logits.masked_fill_((ahead < 0) | (ahead >= window), -math.inf)
+    shares = logits.softmax(dim=-1)
+    answers = torch.einsum("bhgln,bhnd->bhgld", shares, values)
+    return answers, shares, shares.sum(dim=(2, 3))
+
+
+@dataclass
+class Call:
+    """A call of `watch` that has answered."""
+
+    start: int
+    stop: int
+    coded: bool
+
+
+@pytest.fixture
+def spied(monkeypatch):
+    """Makes `watch` be compared with the naive one at every call, in a window if one is named."""
+    calls = []
+
+    def use(window: int | None = None) -> list[Call]:
+        def spy(spec, slab, queries, form, bias, slots):
+            start, stop = slots
+            if window is not None:
+                spec = replace(spec, positions=replace(spec.positions, window=window))
+                bias = band(CHUNK, stop, window, torch.float32, queries.device)
+            got = attend.watch(spec, slab, queries, form, bias, slots)
+            if got is not None:
+                calls.append(Call(start, stop, slab.coded is not None))
+                compare(got, spec, slab, queries, form, bias, slots)
+            return got
+
+        monkeypatch.setattr(layer, "watch", spy)
+        return calls
+
+    return use
+
+
+def compare(got, spec, slab, queries, form, bias, slots):
+    """Answers, shares and mass are the naive ones, to rounding."""
+    start, stop = slots
+    answers, shares, mass = naive(spec, slab, queries, form, bias, stop)
+    keys, values = slab.read(0, stop)
+    logit = math.prod(float(t.norm(dim=-1).max()) for t in (queries, keys)) * form.scale
+    if spec.positions.alibi is not None:
+        logit += largest(bias)
+    bound = softmax_off(queries.shape[4], logit) + off(stop)
+    within(got.shares, shares[..., start:], bound)
+    within(got.mass, mass, bound * queries.shape[2] * CHUNK)
+    within(got.answers, answers, bound * largest(values))
+
+
+def feed(name: str, policy: str) -> None:
+    weir.Stream(make(name), policy, chunk=CHUNK).feed(tokens(2, 60))
+
+
+def test_a_tail_sees_all_slots_before_it_and_itself_up_to_each_query(spied):
+    calls = spied()
+    feed("llama", POLICY)
+    assert {call.stop for call in calls} == {8, 16, 24, 32, 34}
+
+
+def test_quantised_slots_are_watched_as_they_are_read_and_left_out_while_nobody_uses_them(spied):
+    calls = spied()
+    feed("llama", f"quantised({POLICY}, slots=int8)")
+    starts = {call.start for call in calls}
+    assert all(call.coded for call in calls)
+    assert min(starts) == 0 < max(starts)
+
+
+def test_a_sliding_window_hides_older_slots(spied):
+    calls = spied(window=10)
+    feed("llama", POLICY)
+    assert max(call.stop for call in calls) > 10 + CHUNK
+
+
+def test_linear_biases_reach_all_slots(spied):
+    calls = spied()
+    feed("mpt", POLICY)
+    assert max(call.stop for call in calls) > CHUNK
+
+
+def test_where_a_query_sees_nothing_the_fold_asks_by_itself(monkeypatch):
+    refused = []
+
+    def blind(spec, slab, queries, form, bias, slots):
+        kept = slab.b.clone()
+        slab.b.fill_(-math.inf)
+        refused.append(attend.watch(spec, slab, queries, form, bias, slots))
+        slab.b.copy_(kept)
+        return refused[-1]
+
+    ids, model = tokens(2, 40), make("llama")
+    wanted = weir.Stream(model, POLICY, chunk=CHUNK)
+    wanted.feed(ids)
+    monkeypatch.setattr(layer, "watch", blind)
+    got = weir.Stream(model, POLICY, chunk=CHUNK)
+    got.feed(ids)
+    assert refused and set(refused) == {None}
+    for mine, theirs in zip(got.cache.stack, wanted.cache.stack, strict=True):
+        assert torch.equal(mine.slab.position, theirs.slab.position)
