@@ -98,9 +98,10 @@ def test_quantised_slots_are_watched_as_they_are_read_and_left_out_while_nobody_
     assert min(starts) == 0 < max(starts)
 
 
-def test_a_sliding_window_hides_older_slots(spied):
+@pytest.mark.parametrize("policy", [POLICY, f"quantised({POLICY}, slots=int8)"])
+def test_a_sliding_window_hides_older_slots(spied, policy):
     calls = spied(window=10)
-    feed("llama", POLICY)
+    feed("llama", policy)
     assert max(call.stop for call in calls) > 10 + CHUNK
 
 

@@ -6,6 +6,7 @@ import csv
 import io
 import math
 import re
+from itertools import permutations
 from statistics import stdev
 from typing import Any
 
@@ -155,3 +156,17 @@ def test_a_cell_from_before_pools_were_noted_is_the_same_as_one_of_its_name(tmp_
     assert read_together([new, other])[0] == 3  # the name stands for other pools there
     with pytest.raises(WeirError, match="contradict each other"):
         read_together([old, other])
+
+
+def test_an_old_cell_between_two_of_other_pools_is_the_one_that_has_its_figure(tmp_path):
+    old = write(tmp_path / "old.jsonl", [record("a", 1.0)])
+    one = write(tmp_path / "one.jsonl", [{**record("a", 1.5), "pools": "sink(4)"}])
+    other = write(tmp_path / "other.jsonl", [{**record("a", 1.0), "pools": "sink(5)"}])
+    for files in permutations((old, one, other)):
+        cells, records = read_together(files)
+        assert cells == 2
+        assert {r["policy"]: r["value"] for r in records} == {"sink(4)": 1.5, "sink(5)": 1.0}
+    failed = {**record("a", None), "status": "failed", "reason": "no room", "pools": "sink(6)"}
+    again = write(tmp_path / "again.jsonl", [failed])
+    for files in permutations((old, again)):
+        assert [r["value"] for r in read_together(files)[1]] == [1.0]

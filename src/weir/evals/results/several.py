@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,39 +31,64 @@ def read_together(paths: Sequence[Path]) -> tuple[int, list[CellRecord]]:
         WeirError: one is no results file, or two have other figures of the same cell.
     """
     cells = 0
-    found: dict[tuple[Any, ...], list[tuple[CellRecord, Path]]] = {}
+    found: dict[tuple[Any, ...], list[_Found]] = {}
     for path in paths:
         grid, records = read_results(path)
         cells += len(grid["cells"])
         for record in as_loaded(records):
-            named = found.setdefault(tuple(record.get(name) for name in DECIDING), [])
-            place = _same(record, [there for there, _ in named])
-            if place is None:
-                named.append((record, path))
-                continue
-            cells -= 1
-            there, where = named[place]
-            if there["status"] == "failed":
-                named[place] = record, path
-            elif record["status"] == "done" and record["value"] != there["value"]:
-                raise WeirError(
-                    f"{where} and {path} contradict each other: {record['setting']} of "
-                    f"{record['model']} under {record['policy']}, seed {record['seed']}, is "
-                    f"{there['value']} in one and {record['value']} in the other; report them "
-                    "apart, or leave one out"
-                )
-    return cells, named_shortly(
-        told_apart([record for named in found.values() for record, _ in named])
-    )
+            key = tuple(record.get(name) for name in DECIDING)
+            found.setdefault(key, []).append(_Found(record, path))
+    merged = [_merged(same) for same in found.values()]
+    cells -= sum(map(len, found.values())) - sum(map(len, merged))
+    return cells, named_shortly(told_apart([it.record for same in merged for it in same]))
 
 
-def _same(record: CellRecord, others: Sequence[CellRecord]) -> int | None:
-    """Which of some records of the same name is of the same cell, if one is.
+@dataclass
+class _Found:
+    """A record, and the file that it stands in."""
+
+    record: CellRecord
+    path: Path
+
+
+def _merged(same: Sequence[_Found]) -> list[_Found]:
+    """Records of cells of one name, each cell once, in the order they come.
 
     Files from before cells said what their policy stands for have no pools: such a cell is the same
-    as one of the same name, as it is to a grid that grows.
+    as one of the same name, as it is to a grid that grows; of several, one that has its figure.
+
+    Raises:
+        WeirError: two have other figures of the same cell.
     """
-    pools = record.get("pools")
-    said = [other.get("pools") for other in others]
-    fits = [place for place, its in enumerate(said) if None in (pools, its) or pools == its]
-    return min(fits, key=lambda place: said[place] != pools, default=None)
+    kept: dict[int, _Found] = {}  # by where a cell comes first
+    # Those without pools last, when it is known which cells there are.
+    order = sorted(range(len(same)), key=lambda place: same[place].record.get("pools") is None)
+    for place in order:
+        record = same[place].record
+        pools, value = record.get("pools"), record.get("value")
+        fits = {at: it.record for at, it in kept.items() if pools in (None, it.record.get("pools"))}
+        at = min(fits, key=lambda at: fits[at].get("value") != value, default=None)
+        if at is None:
+            kept[place] = same[place]
+            continue
+        whole = _one_of(kept.pop(at), same[place])
+        kept[min(at, place)] = whole
+    return [kept[place] for place in sorted(kept)]
+
+
+def _one_of(there: _Found, here: _Found) -> _Found:
+    """What is known of a cell by two records: of one that failed and one that is done, the latter.
+
+    Raises:
+        WeirError: both are done, with other figures.
+    """
+    old, new = there.record, here.record
+    if old["status"] == "failed":
+        return _Found({**new, "pools": old.get("pools") or new.get("pools")}, here.path)
+    if new["status"] == "done" and new["value"] != old["value"]:
+        raise WeirError(
+            f"{there.path} and {here.path} contradict each other: {new['setting']} of "
+            f"{new['model']} under {new['policy']}, seed {new['seed']}, is {old['value']} in one "
+            f"and {new['value']} in the other; report them apart, or leave one out"
+        )
+    return there
