@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from packaging.requirements import Requirement
-from transformers import DynamicCache, PreTrainedModel, TextStreamer
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, TextStreamer
 
 import weir
 from weir.cache import DEFAULT
@@ -169,6 +169,19 @@ def test_tokens_in_a_foreign_cache_are_not_dropped(llama: PreTrainedModel, ids: 
         llama.generate(
             tokens, custom_generate=weir.generate, past_key_values=cache, max_new_tokens=2
         )
+
+
+def test_by_hand_it_makes_the_call_that_it_is_meant_for(llama: PreTrainedModel, ids: Any) -> None:
+    tokens, asked = ids(1, 30), {"max_new_tokens": 4, "do_sample": False}
+    wanted = llama.generate(tokens, custom_generate=weir.generate, policy=POLICY, chunk=4, **asked)
+    config = GenerationConfig(**asked)
+    for given in (asked, {"generation_config": config}):
+        got = weir.generate(
+            llama, tokens, attention_mask=torch.ones_like(tokens), policy=POLICY, chunk=4, **given
+        )
+        assert torch.equal(got, wanted)
+    with pytest.raises(weir.WeirError, match="is given the model first, and 'nano' is none"):
+        weir.generate("nano", tokens)
 
 
 def test_the_folder_asks_for_this_weir_and_tells_every_argument() -> None:

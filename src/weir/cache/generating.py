@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from weir.cache.cache import Positions, Prefill, StreamingCache
-from weir.errors import WeirError
+from weir.errors import WeirError, shown
 from weir.policies import Policy
 
 _DECODING = {
@@ -24,13 +24,15 @@ _DECODING = {
     GenerationMode.BEAM_SAMPLE: "_beam_search",
 }
 """Which method of a model decodes, as `model.generate` would choose it."""
+PREPARED = {"logits_processor", "stopping_criteria"}
+"""Both are handed over by transformers; who calls by hand has no reason to give both."""
 
 
 def generate(
     model: PreTrainedModel,
     input_ids: Tensor,
     *,
-    generation_config: GenerationConfig,
+    generation_config: GenerationConfig | None = None,
     policy: str | Policy | None = None,
     chunk: int | None = None,
     seed: int | None = None,
@@ -40,8 +42,9 @@ def generate(
 ) -> Any:
     """Decode as `model.generate` does, in a cache of fixed size.
 
-    Not called by anybody but transformers:
-    `model.generate(**inputs, custom_generate=weir.generate, policy="h2o(256)")`.
+    Meant for transformers to call:
+    `model.generate(**inputs, custom_generate=weir.generate, policy="h2o(256)")`. Called by hand,
+    `weir.generate(model, **inputs, policy="h2o(256)")`, it makes that call.
 
     Args:
         model: the model whose `generate` was called.
@@ -57,9 +60,22 @@ def generate(
         `past_key_values`.
 
     Raises:
-        WeirError: the policy or the model cannot be served, a cache is given that is not weir's or
-            comes with a policy, or the way of decoding is not one of sampling and beam search.
+        WeirError: what comes first is no model, the policy or the model cannot be served, a cache
+            is given that is not weir's or comes with a policy, or the way of decoding is not one of
+            sampling and beam search.
     """
+    asked: dict[str, Any] = {"policy": policy, "chunk": chunk, "seed": seed}
+    asked |= {"positions": positions, "prefill": prefill}
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    if generation_config is None or not prepared.keys() >= PREPARED:
+        whole = getattr(model, "generate", None)
+        if not callable(whole):
+            raise WeirError(
+                "weir.generate(model, input_ids, ...) is given the model first, and "
+                f"{shown(model)} is none"
+            )
+        config = {} if generation_config is None else {"generation_config": generation_config}
+        return whole(input_ids, custom_generate=generate, **config, **given, **prepared)
     mode = generation_config.get_generation_mode()
     if mode not in _DECODING:
         raise WeirError(
@@ -68,10 +84,8 @@ def generate(
         )
     # Not in the signature: transformers would then hand it over twice.
     there = prepared.pop("past_key_values", None)
-    asked = {"chunk": chunk, "seed": seed, "positions": positions, "prefill": prefill}
-    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     if isinstance(there, StreamingCache):
-        if policy is not None or given:
+        if given:
             raise WeirError(
                 f"{'a policy' if policy is not None else next(iter(given))} was given together "
                 "with a StreamingCache, which has its own; leave out one of them"
@@ -83,7 +97,7 @@ def generate(
             "goes on in a StreamingCache only"
         )
     else:
-        cache = StreamingCache(model, policy, **given)
+        cache = StreamingCache(model, **given)
     decode = getattr(model, _DECODING[mode])
     prepared |= {"past_key_values": cache, "use_cache": True}
     return decode(input_ids, generation_config=generation_config, **prepared)

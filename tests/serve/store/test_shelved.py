@@ -19,6 +19,8 @@ from reference.naive import make_llama
 from stores import CHUNK, MODEL, NODES, POLICY, has, kept, kill, same, shelf
 
 from weir.errors import WeirError
+from weir.models import fingerprint
+from weir.policies import written_policy_file
 from weir.serve import Chooser, Choosing, Engine, MemoryShelf, Turn
 from weir.serve.store import DiskShelf, Form
 from weir.serve.store import folder as folder_file
@@ -304,6 +306,24 @@ def test_a_store_of_another_model_or_policy_is_refused(tmp_path, model, policy, 
             DiskShelf(tmp_path, model, policy, chunk=chunk)
     with DiskShelf(tmp_path, MODEL, "streaming_llm(8, sinks=2)", chunk=CHUNK) as one:
         assert one.get("n0").state.facts == NODES[0].state.facts  # the same, written otherwise
+
+
+def test_without_a_chunk_engine_and_store_take_that_of_the_policy_file(tmp_path):
+    layers = [{"policy": POLICY}]
+    file = tmp_path / "measured.toml"
+    file.write_text(written_policy_file({"chunk": 8}, fingerprint(MODEL), layers))
+    for policy, chunk in ((str(file), 8), (POLICY, 64)):
+        folder = tmp_path / str(chunk)
+        with DiskShelf(folder, MODEL, policy) as one:
+            engine = Engine(MODEL, policy, 1, one)
+            assert engine.cache.chunk == chunk
+            answers(engine, "a", None, [1, 2, 3])
+            named = one.get("a").state.facts
+        with DiskShelf(folder, MODEL, policy, chunk=chunk) as one:
+            assert one.get("a").state.facts == named
+        with pytest.raises(WeirError, match=f"the chunk {chunk}, here {CHUNK}"):
+            DiskShelf(folder, MODEL, policy, chunk=CHUNK)
+        assert Engine(MODEL, policy, 1, MemoryShelf(), chunk=CHUNK).cache.chunk == CHUNK
 
 
 def test_a_store_whose_policy_stood_for_other_pools_is_refused(tmp_path):
