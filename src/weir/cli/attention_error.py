@@ -20,6 +20,7 @@ from weir.cli.common import (
     print_table,
     progress,
     say,
+    say_unused,
     waiting,
 )
 from weir.cli.loading import Loading, load_model, loads_model
@@ -37,6 +38,7 @@ MOST_SHOWN = 6
 @command("attention-error")
 @loads_model()
 def attention_error(
+    context: typer.Context,
     text: TextPath,
     model_name: ModelName = "nano",
     policy: Annotated[
@@ -89,6 +91,8 @@ def attention_error(
 
     if plot is not None:
         check_plot(plot)
+    if not stream:
+        say_unused(context, ("chunk",), "it is for --stream, and the text is folded at once")
     names = read_policies(policy)
     for size in numbers("--blocks", blocks):
         check_block(size)

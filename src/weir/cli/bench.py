@@ -19,6 +19,7 @@ from weir.cli.common import (
     print_json,
     print_table,
     say,
+    say_unused,
     was_given,
 )
 from weir.errors import WeirError, shown
@@ -96,6 +97,12 @@ def bench(
     wanted = _policies(policies)
     if flat and only:
         raise WeirError("--flat is a figure of its own; give it without --only")
+    if not flat and "flat" not in (only or []):
+        say_unused(context, ("tokens",), "it is for --flat")
+    if flat:
+        say_unused(context, ("layers", "policies"), "--flat is of nano, and of its own policies")
+    elif only and not {"policies", "folds", "prompts"} & set(only):
+        say_unused(context, ("policies",), "no figure of --only compares policies")
     if threads is not None:
         torch.set_num_threads(threads)
     if out is not None:

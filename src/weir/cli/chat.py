@@ -22,6 +22,7 @@ from weir.cli.common import (
     messages,
     say,
     say_set_aside,
+    say_unused,
     say_window,
     size,
     was_given,
@@ -97,6 +98,10 @@ def chat(
     from weir.policies import chunk_of, policy_of, with_slots
     from weir.stream import Conversation, Stream
 
+    if temperature == 0:
+        say_unused(
+            context, ("top_k", "top_p"), "at a temperature of 0 the likeliest token is taken"
+        )
     system = system or None  # of an empty one nothing need stay
     # What is wrong with it is said before anything is loaded.
     asked = with_slots(policy_of(DEFAULT_NAME if policy is None else policy), slots)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -210,6 +210,21 @@ def was_given(context: typer.Context, name: str) -> bool:
     """Whether an option was typed, though it may be its default."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
+
+
+def say_unused(context: typer.Context, names: Iterable[str], why: str) -> None:
+    """Name the options that were typed though nothing will read them.
+
+    Args:
+        context: of the command.
+        names: of its parameters.
+        why: what they are for, as the end of a sentence.
+    """
+    typed = [f"--{name.replace('_', '-')}" for name in names if was_given(context, name)]
+    if typed:
+        *first, last = typed
+        listed = f"{', '.join(first)} and {last}" if first else last
+        say(f"{listed} {'change' if first else 'changes'} nothing here: {why}")
 
 
 def numbers(option: str, text: str) -> list[int]:

@@ -21,6 +21,7 @@ from weir.cli.common import (
     print_table,
     progress,
     say,
+    say_unused,
 )
 from weir.cli.loading import Loading, loads_model
 from weir.cli.signals import Terminated
@@ -41,6 +42,7 @@ USUAL = (128, 256, 384)
 @command("eval")
 @loads_model()
 def evaluate(
+    context: typer.Context,
     tasks: Annotated[
         str,
         typer.Option(
@@ -136,6 +138,13 @@ def evaluate(
         loading=loading,
         compiled=compiled,
     )
+    if not any(cell.budget for cell in grid.cells):
+        unused = ("budgets", "memory")
+        say_unused(context, unused, "no policy here takes a budget and is written without one")
+    if protocol is not None:
+        say_unused(context, ("positions",), f"the protocol {protocol} says where tokens stand")
+    if not out.exists():
+        say_unused(context, ("add", "resume"), f"there is no {out} yet")
     if add:
         grid = grown(out, grid)
         if count := untold(grid):

@@ -16,6 +16,7 @@ from weir.cli.common import (
     SlotsName,
     say,
     say_set_aside,
+    say_unused,
     say_window,
     size,
     waiting,
@@ -38,6 +39,7 @@ class Routing(StrEnum):
 @command()
 @loads_model()
 def serve(
+    context: typer.Context,
     model_name: Annotated[
         str, typer.Argument(metavar="MODEL", help="nano, a folder, or a Hugging Face Hub id.")
     ],
@@ -125,6 +127,8 @@ def serve(
     from weir.serve.app import Keys, bind, log_json, make_app, run_app
     from weir.serve.store import DiskStore
 
+    if cluster is None:
+        say_unused(context, ("replicas", "routing"), "they are for --cluster")
     if disk is not None and data is None:
         raise WeirError("--disk is for --data: name the folder that may grow so large")
     if cluster is not None and disk is not None:

@@ -24,6 +24,7 @@ from weir.cli.common import (
     print_table,
     progress,
     say,
+    say_unused,
     say_window,
     size,
     waiting,
@@ -46,6 +47,7 @@ class Positions(StrEnum):
 @command()
 @loads_model()
 def stream(
+    context: typer.Context,
     text: TextPath,
     model_name: ModelName = "nano",
     policy: PolicyText = DEFAULT,
@@ -72,11 +74,14 @@ def stream(
     Ctrl-C ends the reading and reports what was read; so does SIGTERM, with exit code 143.
     """
     from weir.evals.measures import read
-    from weir.policies import chunk_of, policy_of, with_slots
+    from weir.policies import Recompute, chunk_of, policy_of, with_slots
     from weir.stream import STANDARD_INPUT, Stream, encode, read_text
 
     wanted = with_slots(policy_of(policy), slots)
     chunk = chunk_of(wanted, chunk)
+    if isinstance(wanted, Recompute):
+        unused = ("chunk", "positions", "seed")
+        say_unused(context, unused, "recompute reads its window anew and draws nothing")
     words = read_text(text)
     model, tokenizer = load_model(model_name, loading)
     with_compiled_steps(model, compiled)

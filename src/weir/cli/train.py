@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weir.cli.app import command
-from weir.cli.common import AsJson, Seed, output, print_json, progress, say
+from weir.cli.common import AsJson, Seed, output, print_json, progress, say, say_unused
 from weir.cli.signals import Terminated
 from weir.errors import WeirError
 
@@ -26,6 +26,7 @@ Compiled = Annotated[bool, typer.Option(help="Compile the model; faster after a 
 
 @command()
 def train(
+    context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder for the model; a run found there goes on.")],
     text: Annotated[Path | None, typer.Option(help=BOOKS)] = None,
     preset: PresetName = "nano",
@@ -83,6 +84,8 @@ def train(
         if text is not None:
             raise typer.BadParameter("--images draws what it trains on; leave out --text")
         sizes = {"steps": steps, "rows": rows, "width": width, "layers": layers, "rate": rate}
+        others = context.params.keys() - {*sizes, "out", "seed", "images", "as_json"}
+        say_unused(context, sorted(others), "--images trains by a recipe of its own")
         train_on_images(out, {**sizes, "seed": seed}, as_json)
         return
     if text is None:
