@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
+import pytest
 from servers import make_desk
 
 from weir import StreamingCache
@@ -81,3 +83,21 @@ def places_of(cache: StreamingCache) -> set[int]:
     """The places that row 0 holds in every head."""
     heads = [set(head.tolist()) for head in cache.slots(0).position[0]]
     return set.intersection(*heads)
+
+
+def test_a_plan_whose_turns_cannot_be_made_lets_go_of_its_session():
+    desk, let_go = make_desk(), []
+
+    class Hold:
+        def release(self) -> None:
+            let_go.append(True)
+
+    def broken() -> None:
+        raise MemoryError("no memory")
+
+    plan = replace(desk.planner.chat("", [Message("user", "Hi")], None), hold=Hold())
+    wish = Wish([Choosing()], 4, (), frozenset(), constraint=broken)
+    with contextlib.closing(asyncio.new_event_loop()) as loop, pytest.raises(MemoryError):
+        desk.ask(plan, wish, Mailbox(loop, 9))
+    assert let_go == [True]
+    assert not desk._asked

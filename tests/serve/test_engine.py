@@ -316,6 +316,43 @@ def test_a_call_that_fails_is_the_end_of_its_turns_and_of_nothing_else(monkeypat
     assert again.listener.tokens == alone([(words(0, 20), 6), (words(1, 9), 6)])[1]
 
 
+class Full(MemoryShelf):
+    """A shelf that takes nothing."""
+
+    def put(self, name, node, done):
+        raise OSError("no room")
+
+
+@pytest.mark.parametrize("answers", [1, 3])
+def test_a_turn_whose_row_cannot_be_copied_fails_and_leaves_its_row(monkeypatch, answers):
+    served = engine(rows=1)
+    lost = [turn(f"a{n}", words(0, 9)) for n in range(answers)]
+    lost[0].answers = lost[1:]
+
+    def fail(*given):
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.cache, "take_row", fail)
+        served.submit(lost[0])
+        for _ in range(20):
+            served.step()
+    assert all(isinstance(each.listener.error, MemoryError) for each in lost)
+    after = turn("b", words(1, 9))
+    work(served, after)
+    assert after.listener.reason == "length"
+    load = served.load()
+    assert (load.busy, load.waiting, load.resting) == (0, 0, 1)
+
+
+def test_a_shelf_that_refuses_a_node_fails_its_turn():
+    served = engine(rows=1, shelf=Full())
+    lost = turn("a", words(0, 9))
+    work(served, lost)
+    assert isinstance(lost.listener.error, OSError)
+    assert served.load().resting == 0  # nobody can go on from it
+
+
 def test_a_fold_that_is_interrupted_empties_the_rows_and_what_is_saved_goes_on(monkeypatch):
     served = engine(rows=2)
     work(served, turn("a", words(0, 20)))

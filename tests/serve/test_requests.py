@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import socket
@@ -9,11 +10,14 @@ import socket
 import httpx
 import pytest
 from servers import make_desk, make_tokenizer, raw, serving
+from starlette.requests import Request
 
 from weir.errors import WeirError
 from weir.serve import Limits
 from weir.serve.app import Keys, bind
 from weir.serve.app.bodies import IGNORED, REFUSED, Body
+from weir.serve.app.errors import Refused
+from weir.serve.app.reading import chunks
 
 ALICE, BOB = "wk-alice-0123456789", "wk-bob-0123456789"
 LIMITS = Limits(body=20_000, prompt=400, answer=100, requests=4, sessions=3)
@@ -284,6 +288,14 @@ def test_what_is_no_json_of_a_request_is_refused(server, body):
     headers = {"Authorization": f"Bearer {ALICE}", "Content-Type": "application/json"}
     answer = httpx.post(f"{server.url}{CHAT}", content=body, headers=headers)
     assert error_of(answer)[0] == 400
+
+
+def test_a_length_of_thousands_of_digits_is_too_large_and_no_failure():
+    given = {b"content-type": b"application/json", b"content-length": b"9" * 5000}
+    request = Request({"type": "http", "headers": list(given.items())})
+    with pytest.raises(Refused) as refused:
+        asyncio.run(anext(chunks(request, "application/json", 10, 1.0)))
+    assert refused.value.status == 413
 
 
 def test_bodies_are_bounded_and_json(server):

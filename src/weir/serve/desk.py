@@ -194,7 +194,12 @@ class Desk:
             Busy: too many wait.
             WeirError: the engine takes no more.
         """
-        turns = [self._turn(plan, wish, answer, mailbox) for answer in range(len(wish.choosings))]
+        answers = range(len(wish.choosings))
+        try:
+            turns = [self._turn(plan, wish, answer, mailbox) for answer in answers]
+        except BaseException:
+            self.drop(plan)
+            raise
         turns[0].answers = turns[1:]
         asked = Asked(plan, turns, mailbox, set(range(len(turns))))
         with self._lock:

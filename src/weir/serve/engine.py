@@ -274,11 +274,18 @@ class Engine:
         for turn in good:
             turn.read += len(turn.todo[: self._piece])
             turn.todo = turn.todo[self._piece :]
-        over = [at for at, turn in enumerate(good) if not turn.todo]
-        for at in over:
-            good[at].stage = Stage.ANSWERING
-            if good[at].answers:
-                self._fork(good[at], logits[at])
+        over = []
+        for at, turn in enumerate(good):
+            if turn.todo:
+                continue
+            try:
+                if turn.answers:
+                    self._fork(turn, logits[at])
+            except Exception as error:
+                self._fail(turn, error)  # and with it the answers that were to begin there
+                continue
+            turn.stage = Stage.ANSWERING
+            over.append(at)
         self._choose([good[at] for at in over], logits[over])
 
     def _fork(self, turn: Turn, logits: Tensor) -> None:
@@ -349,8 +356,9 @@ class Engine:
     def _end(self, turn: Turn, reason: str) -> None:
         """Save where a turn has come to; its listener is told when that is safe."""
         assert turn.row is not None
-        turn.stage = Stage.DONE
+        # The copy may find no memory; then the turn fails, which one that is done cannot.
         state = self.cache.take_row(turn.row) if turn.keep else None
+        turn.stage = Stage.DONE
         with self._news:
             self._turns.remove(turn)
             if state is None:
@@ -369,7 +377,10 @@ class Engine:
                 self._table.forget(turn.node)
             turn.listener.failed(error)
 
-        self.shelf.put(turn.node, Node(state, (turn.chosen[-1],)), done)
+        try:
+            self.shelf.put(turn.node, Node(state, (turn.chosen[-1],)), done)
+        except Exception as error:
+            done(error)
 
     def _fail(self, turn: Turn, error: Exception) -> None:
         """A turn never happened, nor do the other answers to its prompt that wait for it."""

@@ -20,6 +20,8 @@ T = TypeVar("T", bound=BaseModel)
 SESSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 HEADER = "x-session-id"
 JSON = "application/json"
+LONGEST = 20
+"""Digits of a length; Python reads no number of thousands."""
 
 
 class Gone(Exception):
@@ -86,7 +88,7 @@ async def chunks(request: Request, kind: str, limit: int, seconds: float) -> Asy
         headers={"Connection": "close"},
     )
     told = request.headers.get("content-length", "0")
-    if not told.isdecimal() or int(told) > limit:
+    if not told.isdecimal() or len(told) > LONGEST or int(told) > limit:
         raise too_large
     read, until = 0, asyncio.get_running_loop().time() + seconds
     parts = request.stream()
