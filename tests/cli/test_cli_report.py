@@ -66,6 +66,14 @@ def test_advice_names_one_policy_with_its_figures(capsys, model, text, monkeypat
     assert facts["best"] == min(facts["tries"], key=lambda one: one["ppl"])["policy"]
 
 
+def test_advice_is_given_among_the_policies_that_are_named(capsys, model, text):
+    words = ("advise", "--text", text, "--model", model, "--memory", "80kB", "--tokens", 700)
+    ended = run(capsys, *words, "--policies", "window(24), sink(4) | recent(24)", "--json")
+    assert ended.code == 0, ended.err
+    tried = {one["policy"]: one["budget"] for one in json.loads(ended.out)["tries"]}
+    assert tried == {"window(24)": 24, "sink(4) | recent(24)": 28}
+
+
 def test_a_trial_in_which_nothing_was_evicted_is_said_to_tell_nothing(
     capsys, model, text, monkeypatch
 ):

@@ -6,10 +6,14 @@ import pytest
 from roundings import nll_off
 
 import weir
+from weir.cache import DEFAULT, size_of
 from weir.errors import WeirError
 from weir.evals import advice
 from weir.evals.advice import advise
 from weir.evals.measures.perplexity import read
+from weir.evals.notation import with_budget
+from weir.models import fingerprint
+from weir.policies import written_policy_file
 from weir.stream.text import BOOK, encode, read_text
 
 
@@ -35,6 +39,56 @@ def test_the_policies_are_tried_on_the_text_and_the_best_is_named(nano, monkeypa
     assert (found.tokens, found.window, found.everything) == (900, 512, False)
     assert told[-1][1] == 1.0
     assert [share for _, share in told] == sorted(share for _, share in told)
+
+
+def test_what_is_taken_where_nobody_says_is_among_the_candidates():
+    assert DEFAULT.partition("(")[0] in advice.CANDIDATES
+    for name in advice.CANDIDATES:
+        assert weir.policy(with_budget(name, advice.SMALLEST)).pipes
+
+
+def test_policies_that_are_named_get_what_fits_or_are_taken_as_they_are(nano, tmp_path):
+    path = tmp_path / "mine.toml"
+    layer = {"policy": "sink(4) | recent(60)"}
+    wide = {"policy": "sink(4) | recent(70)"}
+    path.write_text(written_policy_file({}, fingerprint(nano[0]), [layer] * 3 + [wide]))
+    listed = f"window(40), {path}, weir(quiet=6), window(40)"
+    found = advise(*nano, str(BOOK), 600_000, policies=listed, tokens=300)
+    slots = {one.policy: one.budget for one in found.tries}
+    (sized,) = (it for it in slots if it.startswith("weir(quiet=6"))
+    assert slots == {"window(40)": 40, str(weir.policy(str(path))): 74, sized: slots[sized]}
+    assert size_of(nano[0], with_budget("weir(quiet=6)", slots[sized])).stream <= 600_000
+    assert size_of(nano[0], with_budget("weir(quiet=6)", slots[sized] + 3)).stream > 600_000
+    assert all(one.evicted for one in found.tries)
+
+
+@pytest.mark.parametrize(
+    ("policies", "said"),
+    [
+        ("window(400)", r"window\(400\) takes [\d,]+ bytes, more than 400,000"),
+        ("window, pyramidkv(800)", r"pyramidkv\(800\) takes .*, more than 400,000"),
+        ("weir(newest=1), dense", "dense has no limit"),
+        ("", "expected a pool or a policy"),
+    ],
+)
+def test_a_named_policy_that_does_not_fit_is_refused(nano, policies, said):
+    with pytest.raises(WeirError, match=said):
+        advise(*nano, str(BOOK), 400_000, policies=policies, tokens=600)
+
+
+def test_a_named_policy_that_cannot_be_made_so_small_says_what_it_takes(nano):
+    with pytest.raises(
+        WeirError, match=r"5,000 bytes are too few for weir: weir\(budget=7\) takes"
+    ):
+        advise(*nano, str(BOOK), 5_000, policies="weir", tokens=600)
+
+
+def test_a_policy_file_of_another_model_is_refused(nano, tmp_path):
+    path = tmp_path / "theirs.toml"
+    other = {**fingerprint(nano[0]), "layers": 3}
+    path.write_text(written_policy_file({}, other, [{"policy": "recent(60)"}] * 3))
+    with pytest.raises(WeirError, match="was calibrated for another model"):
+        advise(*nano, str(BOOK), 400_000, policies=f"weir, {path}", tokens=600)
 
 
 def test_more_memory_than_the_window_needs_is_left(nano, monkeypatch):

@@ -32,6 +32,10 @@ def advise(
     text: TextPath,
     memory: Annotated[str, typer.Option(help="What the cache of one stream may have: 2GB, 500MB.")],
     model_name: ModelName = "nano",
+    policies: Annotated[
+        str | None,
+        typer.Option(help="Try these, with commas between them: 'weir, weir(quiet=6), mine.toml'."),
+    ] = None,
     tokens: Annotated[int | None, typer.Option(min=2, help="Tokens to try on.")] = None,
     chunk: Chunk = 64,
     seed: Seed = 0,
@@ -56,6 +60,7 @@ def advise(
             tokenizer,
             str(text),
             allowed,
+            policies=policies,
             tokens=tokens,
             chunk=chunk,
             seed=seed,

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from weir.cache import size_of
+from weir.cache import check_origin, size_of
 from weir.errors import WeirError
-from weir.evals.fitting import budget_in
+from weir.evals.fitting import budget_in, smallest
 from weir.evals.measures import STEP, PerplexityMeter
-from weir.evals.notation import with_budget
+from weir.evals.notation import read_policies, takes_budget, with_budget
 from weir.models import window_of
+from weir.policies import is_file, policy_of
 from weir.stream import Stream, read_stream
 
 CANDIDATES = (
+    "weir",
+    "quantised(streaming_llm, newest=16)",
     "streaming_llm",
     "reservoir",
     "h2o",
@@ -29,9 +32,9 @@ CANDIDATES = (
     "balancekv",
     "window",
 )
-"""What is tried."""
+"""What is tried where nobody says."""
 SMALLEST = 96
-"""No smaller budget is tried; every candidate can be made with it."""
+"""Of these no smaller budget is tried; every one can be made with it."""
 TIMES = 4
 """A sample is so many times as long as the largest budget, so that something has to go."""
 LEAST = 4096
@@ -43,7 +46,7 @@ class Try:
 
     Attributes:
         policy: with its budget.
-        budget: slots per KV head.
+        budget: slots per KV head, of the layer that has most where they differ.
         kv_bytes: of its cache.
         ppl: perplexity of the sample.
         tokens_per_s: of reading it.
@@ -89,6 +92,7 @@ def advise(
     text: str,
     memory: int,
     *,
+    policies: str | None = None,
     tokens: int | None = None,
     chunk: int = 64,
     seed: int = 0,
@@ -103,6 +107,8 @@ def advise(
         tokenizer: its tokenizer.
         text: a file, UTF-8, plain or .xz.
         memory: bytes that the cache of one stream may have.
+        policies: what to try, with commas between them, policy files among them; one that takes a
+            budget and was written without gets all that fits. None for `CANDIDATES`.
         tokens: of the sample; by default four times the largest budget, 4,096 at least.
         chunk: tokens between two folds.
         seed: of all random draws.
@@ -110,8 +116,10 @@ def advise(
 
     Raises:
         WeirError: the text cannot be read or is shorter than the sample, the model cannot be
-            served, or the memory or the window is too small.
+            served, or the memory or the window is too small; or a policy file is of another model.
+        PolicyError: a policy cannot be read.
     """
+    named = None if policies is None else _named(model, policies)
     ids = read_stream(tokenizer, text).ids
     if tokens is not None and tokens > len(ids):
         raise WeirError(f"the text has {len(ids):,} tokens, so it cannot be tried on {tokens:,}")
@@ -120,26 +128,14 @@ def advise(
         whole = _try(model, "dense", len(ids), ids, chunk, seed, lambda share: None)
         if whole.kv_bytes <= memory:
             return Advice((whole,), len(ids), len(ids), window, everything=True)
-    most = None if window is None else window - chunk
-    if most is not None and most < SMALLEST:
-        raise WeirError(
-            f"a chunk of {chunk} and a budget of {SMALLEST}, the smallest that is tried, are more "
-            f"than the model's window of {window}; take a smaller chunk"
-        )
-    budgets = {name: budget_in(model, name, memory, chunk) for name in CANDIDATES}
-    fits = {name: n for name, n in budgets.items() if n is not None and n >= SMALLEST}
-    if not fits:
-        takes = size_of(model, f"window(budget={SMALLEST})", chunk=chunk).stream
-        raise WeirError(
-            f"{memory:,} bytes are too few for the budgets that are tried, of {SMALLEST} slots or "
-            f"more: window(budget={SMALLEST}) takes {takes:,}. A smaller cache may fit, with a "
-            "budget and a chunk of your own; see weir eval"
-        )
+    if named is None:
+        fits = _candidates(model, memory, chunk, window)
+    else:
+        fits = dict(_fitted(model, policy, memory, chunk) for policy in named)
     length = max(LEAST, TIMES * max(fits.values())) if tokens is None else tokens
     sample = ids[:length]
     tries = []
-    for number, (name, budget) in enumerate(fits.items()):
-        policy = with_budget(name, budget)
+    for number, (policy, budget) in enumerate(fits.items()):
 
         def told(share: float, policy: str = policy, number: int = number) -> None:
             on_step(policy, (number + share) / len(fits))
@@ -147,6 +143,51 @@ def advise(
         tries.append(_try(model, policy, budget, sample, chunk, seed, told))
     tries.sort(key=lambda one: one.ppl)
     return Advice(tuple(tries), len(sample), len(ids), window, everything=False)
+
+
+def _named(model: PreTrainedModel, policies: str) -> list[str]:
+    """The policies of a list, each once."""
+    found = list(dict.fromkeys(read_policies(policies)))
+    for file in filter(is_file, policies.split(",")):
+        check_origin(policy_of(file), model)
+    return found
+
+
+def _fitted(model: PreTrainedModel, policy: str, memory: int, chunk: int) -> tuple[str, int]:
+    """A policy that somebody named, with the most slots that fit, and how many these are."""
+    if not takes_budget(policy):
+        takes = size_of(model, policy, chunk=chunk)
+        if takes.stream > memory:
+            raise WeirError(f"{policy} takes {takes.stream:,} bytes, more than {memory:,}")
+        return policy, max(takes.slots)
+    budget = budget_in(model, policy, memory, chunk)
+    if budget is None:
+        sized, least = smallest(model, policy, chunk)
+        raise WeirError(f"{memory:,} bytes are too few for {policy}: {sized} takes {least:,} bytes")
+    return with_budget(policy, budget), budget
+
+
+def _candidates(
+    model: PreTrainedModel, memory: int, chunk: int, window: int | None
+) -> dict[str, int]:
+    """Those of `CANDIDATES` that fit, with their budgets."""
+    if window is not None and window - chunk < SMALLEST:
+        raise WeirError(
+            f"a chunk of {chunk} and a budget of {SMALLEST}, the smallest that is tried, are more "
+            f"than the model's window of {window}; take a smaller chunk"
+        )
+    budgets = {name: budget_in(model, name, memory, chunk) for name in CANDIDATES}
+    fits = {
+        with_budget(name, n): n for name, n in budgets.items() if n is not None and n >= SMALLEST
+    }
+    if not fits:
+        takes = size_of(model, f"window(budget={SMALLEST})", chunk=chunk).stream
+        raise WeirError(
+            f"{memory:,} bytes are too few for the budgets that are tried, of {SMALLEST} slots or "
+            f"more: window(budget={SMALLEST}) takes {takes:,}. A smaller cache may fit, with "
+            "policies and a chunk of your own"
+        )
+    return fits
 
 
 def _try(
