@@ -12,7 +12,7 @@ from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarp
 
 import weir
 from weir.errors import WeirError
-from weir.stream.repetition import penalised
+from weir.stream import Repetition
 from weir.stream.sampling import Sampling
 
 LOGITS = torch.tensor([[0.5, -2.0, 3.0, 2.999, -1e4], [7.0, -3e38, 6.0, 3e38, 0.0]])
@@ -36,8 +36,13 @@ def test_a_penalty_is_that_of_transformers_for_logits_of_either_sign():
     told = torch.tensor([before, before])
     for penalty in (1.7, 0.4):
         expected = RepetitionPenaltyLogitsProcessor(penalty)(told, logits.clone())
-        assert torch.equal(penalised(logits, before, penalty), expected)
-    assert penalised(logits, [], 2.0).equal(logits)
+        whole, grown = Repetition(penalty, before), Repetition(penalty, before[:2])
+        assert torch.equal(whole.penalised(logits), expected)
+        assert not torch.equal(grown.penalised(logits), expected)
+        for token in before[2:]:
+            grown.add(token)
+        assert torch.equal(grown.penalised(logits), expected)
+    assert Repetition(2.0).penalised(logits).equal(logits)
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-9])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.stream import Sampling, check_penalty, penalised
+from weir.stream import Repetition, Sampling, check_penalty
 
 TOGETHER = 2**17
 """Logits that are drawn from in one go; copies of more do not fit into a processor's cache."""
@@ -106,9 +106,13 @@ class Chooser:
     ) -> None:
         self.choosing = choosing
         self.constraint = constraint
-        self._before = set(before) if choosing.repetition != 1 else set()
         self._counts: Counter[int] = Counter()
-        self._repeats = choosing.repetition != 1
+        repeats = choosing.repetition != 1
+        self._bias: tuple[Tensor, Tensor] | None = None
+        if choosing.bias:
+            biased = torch.tensor(list(choosing.bias), dtype=torch.int64)
+            self._bias = biased, torch.tensor(list(choosing.bias.values()), dtype=torch.float32)
+        self._repetition = Repetition(choosing.repetition, before) if repeats else None
         self.generator = torch.Generator().manual_seed(choosing.seed % 2**63)
 
     @property
@@ -140,18 +144,19 @@ class Chooser:
         """
         choosing, counts = self.choosing, self._counts
         told = choosing.presence or choosing.frequency
-        if not (self.constraint or choosing.bias or self._repeats or (told and counts)):
+        if not (self.constraint or choosing.bias or self._repetition or (told and counts)):
             return logits
-        if self._repeats:
-            changed = penalised(logits, self._before | set(counts), choosing.repetition)
+        if self._repetition is not None:
+            changed = self._repetition.penalised(logits)
         else:
             changed = logits.clone()
         if counts and told:
             index = torch.tensor(list(counts), dtype=torch.int64)
             often = torch.tensor(list(counts.values()), dtype=changed.dtype)
             changed[index] -= choosing.presence + choosing.frequency * often
-        for token, bias in choosing.bias.items():
-            changed[token] += bias
+        if self._bias is not None:
+            index, bias = self._bias
+            changed[index] += bias
         return changed if self.constraint is None else self.constraint.allow(changed)
 
     def chosen(self, token: int, logits: Tensor, changed: Tensor) -> Choice:
@@ -168,8 +173,10 @@ class Chooser:
         if changed is not logits and changed[token] == -math.inf:
             raise WeirError("no token is left that this answer may go on with")
         choosing = self.choosing
-        if self._repeats or choosing.presence or choosing.frequency:
+        if choosing.presence or choosing.frequency:
             self._counts[token] += 1
+        if self._repetition is not None:
+            self._repetition.add(token)
         if self.constraint is not None:
             self.constraint.accept(token)
         if choosing.logprobs is None:

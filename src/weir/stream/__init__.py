@@ -2,7 +2,7 @@
 
 from weir.stream.answer import AnswerText, begun, tokens_as_text, until_stop
 from weir.stream.conversation import Conversation, beginning_of
-from weir.stream.repetition import check_penalty, penalised
+from weir.stream.repetition import Repetition, check_penalty
 from weir.stream.sampling import Sampling
 from weir.stream.stream import MOST_LOGITS, PIECE, Stream
 from weir.stream.text import BOOK, STANDARD_INPUT, Books, encode, read_books, read_stream, read_text
@@ -18,6 +18,7 @@ __all__ = [
     "AnswerText",
     "Books",
     "Conversation",
+    "Repetition",
     "Sampling",
     "Stream",
     "Tokens",
@@ -27,7 +28,6 @@ __all__ = [
     "check_penalty",
     "encode",
     "is_count",
-    "penalised",
     "read_books",
     "read_ids",
     "read_stops",

@@ -27,16 +27,34 @@ def check_penalty(penalty: object) -> None:
         raise WeirError(f"repetition_penalty must be a number over 0, not {shown(penalty)}")
 
 
-def penalised(logits: Tensor, before: Iterable[int], penalty: float) -> Tensor:
-    """Logits with those of some tokens divided where they are positive, and multiplied where not.
+class Repetition:
+    """Tokens that came before, and logits in which they are less likely.
 
     Args:
-        logits: of the tokens that may come next [..., vocabulary]; they stay as they are.
-        before: the tokens that came before.
         penalty: over 1 makes them less likely, 1 leaves them.
+        before: the tokens.
     """
-    index = torch.tensor(sorted(set(before)), dtype=torch.int64, device=logits.device)
-    some = logits[..., index]
-    changed = logits.clone()
-    changed[..., index] = torch.where(some > 0, some / penalty, some * penalty)
-    return changed
+
+    def __init__(self, penalty: float, before: Iterable[int] = ()) -> None:
+        self._penalty = penalty
+        self._known = set(before)
+        # Kept from step to step: of many tokens it takes tens of milliseconds to make it.
+        self._index = torch.tensor(sorted(self._known), dtype=torch.int64)
+
+    def add(self, token: int) -> None:
+        """One more has come."""
+        if token not in self._known:
+            self._known.add(token)
+            self._index = torch.cat([self._index, self._index.new_tensor([token])])
+
+    def penalised(self, logits: Tensor) -> Tensor:
+        """Logits with those of the tokens divided where they are positive, multiplied where not.
+
+        Args:
+            logits: of the tokens that may come next [..., vocabulary]; they stay as they are.
+        """
+        self._index = index = self._index.to(logits.device)
+        some = logits[..., index]
+        changed = logits.clone()
+        changed[..., index] = torch.where(some > 0, some / self._penalty, some * self._penalty)
+        return changed

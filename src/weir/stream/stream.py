@@ -24,7 +24,7 @@ from weir.stream import session
 from weir.stream.fed import Fed, read_fed
 from weir.stream.reader import CacheReader, Reader
 from weir.stream.recompute import Recomputation
-from weir.stream.repetition import check_penalty, penalised
+from weir.stream.repetition import Repetition, check_penalty
 from weir.stream.sampling import Sampling
 from weir.stream.tokens import Tokens, is_count, pieces_of, read_stops
 
@@ -276,15 +276,16 @@ class Stream:
     def _generate(
         self, limit: int | None, sampling: Sampling, penalty: float, ends: set[int]
     ) -> Iterator[int]:
-        said: set[int] = set()  # no larger than the vocabulary, however long it goes on
+        said = None if penalty == 1 else Repetition(penalty)
         for _ in itertools.count() if limit is None else range(limit):
             logits = self._reader.logits
             assert logits is not None
-            if penalty != 1:
-                logits = penalised(logits, said, penalty)
+            if said is not None:
+                logits = said.penalised(logits)
             chosen = sampling.pick(logits, self._generator)
             token = int(chosen)
-            said.add(token)
+            if said is not None:
+                said.add(token)
             self._feed(Fed(chosen.to(self._device)))
             yield token
             if token in ends:
