@@ -13,7 +13,7 @@ numba_linear = pytest.importorskip("weir.kernels.numba_linear", reason="numba is
 linear = numba_linear.linear
 
 DTYPES = [torch.float32, torch.bfloat16]
-SHAPES = [(1, 1), (2, 3), (5, 7), (6, 33), (7, 64), (30, 129)]
+SHAPES = [(1, 1), (2, 3), (5, 7), (6, 33), (7, 64), (12, 3), (13, 16), (30, 129)]
 
 
 def drawn(rows, outputs, inputs, dtype, bias, seed=0):
@@ -34,11 +34,17 @@ def bound(x, weight, bias):
     return parts * (summed + torch.finfo(x.dtype).eps / 2)
 
 
+@pytest.fixture(params=[8, 16])
+def widest(request, monkeypatch):
+    """Tiles of as many rows as on a processor with such vectors, or without."""
+    monkeypatch.setattr(numba_linear, "_widest", lambda: request.param)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products_are_pytorchs(dtype, bias):
+def test_products_are_pytorchs(dtype, bias, widest):
     for outputs, inputs in SHAPES:
-        for rows in (1, 2, 3, 4, 7, 8, 9, 13, 16):
+        for rows in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 25, 41):
             x, weight, added = drawn(rows, outputs, inputs, dtype, bias)
             out = linear(x, weight, added)
             assert out.dtype == dtype
@@ -56,6 +62,14 @@ def test_products_with_8_bits_are_those_of_what_the_bits_stand_for(dtype):
             assert out.dtype == dtype and out.shape == (1, rows, outputs)
             meant = numbers.double() * scale.double()[:, None]
             assert (out[0].double() - x.double() @ meant.T).abs().le(bound(x, meant, None)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_is_told_the_same_whoever_else_is_in_the_tile(dtype, widest):
+    x, weight, bias = drawn(40, 30, 70, dtype, True)
+    together = linear(x, weight, bias)
+    for some in (slice(5), slice(3, 20), slice(24, 40), slice(11, 36)):
+        assert torch.equal(linear(x[some], weight, bias), together[some])
 
 
 def test_any_dimensions_before_the_last_and_any_strides_of_x():

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weir.kernels.numba_tiles import LINES, tiles, tiles_of_halves
 from weir.kernels.numba_tools import compiled
 
 _WORTH_A_THREAD = 2**19
@@ -55,43 +56,6 @@ def _each_of_halves(
             for j in range(line.shape[0]):
                 total += line[j] * row[j]
             out[r, i] = total + bias[i] if bias.shape[0] else total
-
-
-def _few(
-    x: np.ndarray, weight: np.ndarray, bias: np.ndarray, out: np.ndarray, start: int, stop: int
-) -> None:
-    """Four rows and two outputs at a time: eight sums that share what is in registers."""
-    rows, inputs = x.shape
-    fours, twos = rows // 4 * 4, start + (stop - start) // 2 * 2
-    for i in range(start, twos, 2):
-        a, b = weight[i], weight[i + 1]
-        for r in range(0, fours, 4):
-            x0, x1, x2, x3 = x[r], x[r + 1], x[r + 2], x[r + 3]
-            a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0.0)
-            for j in range(inputs):
-                p, q = a[j], b[j]
-                a0 += p * x0[j]
-                a1 += p * x1[j]
-                a2 += p * x2[j]
-                a3 += p * x3[j]
-                b0 += q * x0[j]
-                b1 += q * x1[j]
-                b2 += q * x2[j]
-                b3 += q * x3[j]
-            out[r, i], out[r + 1, i], out[r + 2, i], out[r + 3, i] = a0, a1, a2, a3
-            i1 = i + 1
-            out[r, i1], out[r + 1, i1], out[r + 2, i1], out[r + 3, i1] = b0, b1, b2, b3
-    for i in range(start, stop):
-        line = weight[i]
-        for r in range(fours if i < twos else 0, rows):
-            row = x[r]
-            total = np.float32(0.0)
-            for j in range(inputs):
-                total += line[j] * row[j]
-            out[r, i] = total
-        if bias.shape[0]:
-            for r in range(rows):
-                out[r, i] += bias[i]
 
 
 def _each_of_bytes(
@@ -134,12 +98,12 @@ def _one_of_bytes(
 
 _FASTMATH = ("reassoc", "contract", "nsz")
 # What LLVM may do to add in parallel; infinities and NaN keep their meaning.
-_run_each, _run_each_of_halves, _run_each_of_bytes, _run_one_of_bytes, _run_few = (
+_run_each, _run_each_of_halves, _run_each_of_bytes, _run_one_of_bytes = (
     compiled(way, fastmath=_FASTMATH)
-    for way in (_each, _each_of_halves, _each_of_bytes, _one_of_bytes, _few)
+    for way in (_each, _each_of_halves, _each_of_bytes, _one_of_bytes)
 )
-_FEW = 8
-"""Rows from which on it pays to keep eight sums at a time."""
+_SOME = 5
+"""Rows from which on tiles are faster than line by line."""
 _NO_BIAS = np.empty(0, np.float32)
 
 
@@ -157,13 +121,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     outputs, inputs = weight.shape
     rows = x.reshape(-1, inputs)
     out = torch.empty(len(rows), outputs, dtype=torch.float32, device="cpu")
-    if weight.dtype == torch.bfloat16:
-        run, matrix = _run_each_of_halves, weight.detach().view(torch.int16)
-    else:
-        run, matrix = (_run_each if len(rows) < _FEW else _run_few), weight.detach()
+    halves = weight.dtype == torch.bfloat16
+    matrix = weight.detach().view(torch.int16) if halves else weight.detach()
     added = _NO_BIAS if bias is None else bias.detach().float().numpy()
-    given = rows.detach().float().contiguous().numpy()
-    _spread(partial(run, given, matrix.numpy(), added, out.numpy()), outputs, weight.numel())
+    given = rows.detach().float().contiguous().numpy(), matrix.numpy(), added, out.numpy()
+    if len(rows) < _SOME or outputs < LINES:
+        part = partial(_run_each_of_halves if halves else _run_each, *given)
+    else:
+        part = partial(tiles_of_halves if halves else tiles, _widest(), *given)
+    _spread(part, outputs, weight.numel())
     return out.to(weight.dtype).view(*x.shape[:-1], outputs)
 
 
@@ -186,6 +152,12 @@ def linear8(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
     run = _run_one_of_bytes if len(rows) == 1 else _run_each_of_bytes
     _spread(partial(run, *given), outputs, numbers.numel())
     return out.to(x.dtype).view(*x.shape[:-1], outputs)
+
+
+@lru_cache
+def _widest() -> int:
+    """Rows of a tile: as many as the numbers of a vector, where there are 32 registers of 16."""
+    return 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 
 
 def _spread(part: Callable[[int, int], None], outputs: int, size: int) -> None:

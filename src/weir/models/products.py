@@ -40,7 +40,7 @@ BEYOND_CACHES = 2**26
 """Bytes of weights that a round of a timing reads, where there are as many: more than most
 processors keep, since in a decode step every weight comes from memory."""
 ROUNDS = range(5, 12)
-KERNEL = "kernel 2"
+KERNEL = "kernel 3"
 """Counts on when weir's kernel becomes another, or is timed otherwise; then all is timed anew."""
 ENOUGH = 0.05
 """Seconds after which a timing ends, when it has had its fewest rounds."""
@@ -108,7 +108,7 @@ def choose_products(
     gains: dict[str, float] = {}
     for shape, modules in alike.items():
         called, looped = [], []
-        for rows in _rows(shape[0]):
+        for rows in ROWS:
             call, loop = (str(Product(*shape, rows, way)) for way in (False, True))
             if not {call, loop} <= known.keys():
                 known[call], known[loop] = _gains(modules, rows, kernel)
@@ -119,7 +119,7 @@ def choose_products(
                 gains[loop] = known[loop]
         if any(called) or any(looped):
             for module in modules:
-                _Multiplied(module, kernel, _Taken.of(shape[0], called, looped))
+                _Multiplied(module, kernel, _Taken.of(called, looped))
     if gains:
         _remember(file, known)
     return gains
@@ -141,11 +141,11 @@ class _Taken:
     looped: int
 
     @classmethod
-    def of(cls, dtype: str, called: Sequence[bool], looped: Sequence[bool]) -> _Taken:
+    def of(cls, called: Sequence[bool], looped: Sequence[bool]) -> _Taken:
         """From what is true of the rows that were timed."""
 
         def each(taken: Sequence[bool]) -> int:
-            timed = _rows(dtype)[: len(taken)]
+            timed = ROWS[: len(taken)]
             some = range(1, timed[-1] + 1)
             return sum(taken[bisect_left(timed, count)] << count for count in some)
 
@@ -265,17 +265,23 @@ def in_a_loop(
     return out.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
 
-@torch.library.custom_op("weir::linear", mutates_args=())
-def _by_kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """weir's kernel, as a call in the middle of a compiled program."""
     kernel = kernels.linear(x.device) or nn.functional.linear
     out: Tensor = kernel(x, weight, bias)
     return out
 
 
-@_by_kernel.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _like(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What it returns, but for its numbers."""
     return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+# Not `torch.library.custom_op`, whose checks in every call take as long as a small product.
+torch.library.define("weir::linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+torch.library.impl("weir::linear", "CPU", _kernel)
+torch.library.register_fake("weir::linear", _like)
+_by_kernel: Callable[..., Tensor] = torch.ops.weir.linear.default
 
 
 def _can(module: nn.Module) -> bool:
@@ -305,11 +311,6 @@ def _plain(weight: Tensor) -> bool:
         and type(weight.data) is Tensor
         and weight.is_contiguous()
     )
-
-
-def _rows(dtype: str) -> tuple[int, ...]:
-    """Of how many rows weir's kernel may be the faster: processors multiply bfloat16 themselves."""
-    return ROWS if dtype == "float32" else ROWS[:3]
 
 
 @torch.no_grad()

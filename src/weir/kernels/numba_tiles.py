@@ -1,0 +1,203 @@
+"""Products of some rows with a weight on the CPU, so many that arithmetic takes as long as reading.
+
+For each number of a weight that is read there is a multiplication and an addition for every row. To
+make them at the pace of the processor, sums have to stay in its registers: a *tile* is the product
+of 8 or 16 rows, a vector of them, with 12 lines of the weight. Its 12 vectors of sums fit into
+the registers of all processors with vectors of 8 numbers (16 of them, AVX2) and more. In each of
+its steps one number of every row is loaded, as one vector, and for each line one number that all
+rows share. While a tile is multiplied, the lines of the next are fetched from memory.
+
+Roofline: the larger of the weight's bytes over the bandwidth of memory, and two operations for each
+number and row over the processor's pace. Each sum is added up in the order of the line's numbers,
+so it does not depend on how many rows there are, or on which.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core.cgutils import alloca_once_value, for_range_slice
+from numba.extending import intrinsic
+
+from weir.kernels.numba_tools import compiled
+
+LINES = 12
+"""Lines of a weight in a tile; no weight may have fewer."""
+_LINE_OF_CACHE = 64
+_STEPS = 16
+"""Steps of a tile in which it reads one line of the processor's cache from each of its lines."""
+_FLOAT, _INT, _LONG, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.IntType(8)
+
+
+@intrinsic(prefer_literal=True)
+def _tile(typing: Any, x: Any, lines: Any, inputs: Any, sums: Any, ahead: Any, lanes: Any) -> Any:
+    """`sums[i, row] = sum over j of x[j, row] * lines[i, j]`, written in LLVM's language.
+
+    There vectors have as many numbers as one says; loops of Python's are made into vectors along
+    `j`, whose parts would have to be added up in the end, for each sum.
+
+    Args:
+        typing: of the call; numba's.
+        x: address of float32 [inputs, lanes].
+        lines: address of float32 [LINES, inputs].
+        inputs: of the weight.
+        sums: address of float32 [LINES, lanes], which are written.
+        ahead: address of what is read next, to be fetched meanwhile; it need not exist.
+        lanes: 8 or 16, a constant.
+    """
+    width, stride = lanes.literal_value, LINES * 4
+    vector = ir.VectorType(_FLOAT, width)
+    everywhere = ir.Constant(ir.VectorType(_INT, width), [0] * width)
+    signature = types.void(*[types.uintp] * 5, lanes)
+
+    def write(context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
+        count = given[2]
+        x_at, lines_at, sums_at = (
+            builder.inttoptr(given[place], _FLOAT.as_pointer()) for place in (0, 1, 3)
+        )
+        nothing = ir.Constant(vector, [0.0] * width)
+        total = [alloca_once_value(builder, nothing) for _ in range(LINES)]
+        line = [builder.gep(lines_at, [builder.mul(count, _LONG(i))]) for i in range(LINES)]
+
+        def vector_at(start: Any, index: Any) -> Any:
+            place = builder.gep(start, [builder.mul(index, _LONG(width))])
+            return builder.bitcast(place, vector.as_pointer())
+
+        def step(j: Any) -> None:
+            rows = builder.load(vector_at(x_at, j), align=4)
+            for i in range(LINES):
+                number = builder.load(builder.gep(line[i], [j]))
+                alone = builder.insert_element(ir.Constant(vector, ir.Undefined), number, _INT(0))
+                shared = builder.shuffle_vector(alone, alone, everywhere)
+                product = builder.fmul(rows, shared, flags=("contract",))
+                was = builder.load(total[i])
+                builder.store(builder.fadd(was, product, flags=("contract",)), total[i])
+
+        anything = _BYTE.as_pointer()
+        asks = ir.FunctionType(ir.VoidType(), [anything, _INT, _INT, _INT])
+        fetch = builder.module.declare_intrinsic("llvm.prefetch", (anything,), asks)
+        whole = builder.and_(count, _LONG(-_STEPS))
+        with for_range_slice(builder, _LONG(0), whole, _LONG(_STEPS)) as (j, _):
+            soon = builder.add(given[4], builder.mul(j, _LONG(stride)))
+            for start in range(0, _STEPS * stride, _LINE_OF_CACHE):
+                place = builder.inttoptr(builder.add(soon, _LONG(start)), anything)
+                builder.call(fetch, [place, _INT(0), _INT(2), _INT(1)])  # to read, into L2
+            with for_range_slice(builder, _LONG(0), _LONG(_STEPS), _LONG(4)) as (k, _):
+                for more in range(4):
+                    step(builder.add(j, builder.add(k, _LONG(more))))
+        with for_range_slice(builder, whole, count, _LONG(1)) as (j, _):
+            step(j)
+        for i in range(LINES):
+            builder.store(builder.load(total[i]), vector_at(sums_at, _LONG(i)), align=4)
+        return context.get_dummy_value()
+
+    return signature, write
+
+
+@njit(nogil=True)
+def _packed(x: np.ndarray, widest: int) -> np.ndarray:
+    """Rows as tiles read them: in groups of `widest` or of 8, whose numbers lie side by side.
+
+    Args:
+        x: [rows, inputs].
+        widest: 8 or 16.
+
+    Returns:
+        [rows, as a multiple of 8, * inputs]. The group of row `r` begins at `r * inputs`; rows
+        that do not exist are zeros.
+    """
+    rows, inputs = x.shape
+    padded = (rows + 7) // 8 * 8
+    packed = np.zeros(padded * inputs, np.float32)
+    for first in range(0, padded, widest):
+        lanes = min(widest, padded - first)
+        group = packed[first * inputs :]
+        for lane in range(min(lanes, rows - first)):
+            row = x[first + lane]
+            for j in range(inputs):
+                group[j * lanes + lane] = row[j]
+    return packed
+
+
+@njit(nogil=True)
+def _times(
+    packed: np.ndarray,
+    lines: np.ndarray,
+    ahead: int,
+    bias: np.ndarray,
+    widest: int,
+    sums: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """All rows with the lines of one tile.
+
+    Args:
+        packed: of `_packed`.
+        lines: float32 [LINES, inputs].
+        ahead: address of the next tile's lines.
+        bias: [LINES], or empty.
+        widest: 8 or 16.
+        sums: room for LINES * widest sums.
+        out: [rows, LINES], which are written.
+    """
+    rows, inputs = out.shape[0], lines.shape[1]
+    for first in range(0, rows, widest):
+        group, lanes = packed[first * inputs :].ctypes.data, 8 if rows - first <= 8 else widest
+        if lanes == 8:
+            _tile(group, lines.ctypes.data, inputs, sums.ctypes.data, ahead, 8)
+        else:
+            _tile(group, lines.ctypes.data, inputs, sums.ctypes.data, ahead, 16)
+        for row in range(first, min(first + lanes, rows)):
+            for i in range(LINES):
+                total = sums[i * lanes + row - first]
+                out[row, i] = total + bias[i] if bias.shape[0] else total
+
+
+def _tiles(
+    widest: int,
+    x: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray,
+    out: np.ndarray,
+    start: int,
+    stop: int,
+) -> None:
+    """Tile by tile; the last begins earlier where it would not be full, and makes some again."""
+    packed = _packed(x, widest)
+    sums = np.empty(LINES * widest, np.float32)
+    for i in range(start, stop, LINES):
+        first = max(0, min(i, stop - LINES))
+        last = first + LINES
+        lines, ahead = weight[first:last], weight[last:].ctypes.data
+        _times(packed, lines, ahead, bias[first:last], widest, sums, out[:, first:last])
+
+
+def _tiles_of_halves(
+    widest: int,
+    x: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray,
+    out: np.ndarray,
+    start: int,
+    stop: int,
+) -> None:
+    """The weight as bits of bfloat16, which are the upper half of those of a float32."""
+    packed = _packed(x, widest)
+    sums = np.empty(LINES * widest, np.float32)
+    bits = np.empty((LINES, weight.shape[1]), np.int32)
+    lines = bits.view(np.float32)
+    for i in range(start, stop, LINES):
+        first = max(0, min(i, stop - LINES))
+        last = first + LINES
+        for line in range(LINES):
+            halves, wide = weight[first + line], bits[line]
+            for j in range(halves.shape[0]):
+                wide[j] = np.int32(halves[j]) << np.int32(16)
+        ahead = weight[last:].ctypes.data
+        _times(packed, lines, ahead, bias[first:last], widest, sums, out[:, first:last])
+
+
+tiles, tiles_of_halves = compiled(_tiles), compiled(_tiles_of_halves)
