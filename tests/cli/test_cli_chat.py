@@ -69,7 +69,7 @@ def test_a_policy_without_a_budget_gets_what_the_window_and_the_memory_allow(
     said = "streaming_llm(budget=504), chosen by the model's window and the free memory: 504 slots"
     assert ended.err.startswith(f"{model} under {said}. /help")  # 512 but for the chunk of 8
     free = 4 * 60_000
-    monkeypatch.setattr("weir.cache.free_memory", lambda device: free)
+    monkeypatch.setattr("weir.models.free_memory", lambda device: free)
     budget = int(re.search(r"budget=(\d+)", chat(words=("--policy", "streaming_llm")).err)[1])
     loaded = weir.load(model)[0]
     taken = [size_of(loaded, f"streaming_llm({n})", chunk=8).stream for n in (budget, budget + 1)]

@@ -7,7 +7,6 @@ from weir.cache.forward import Folded, Forward
 from weir.cache.generating import generate
 from weir.cache.holding import Held, Holding, holding_in
 from weir.cache.layers import LayerPlan, pipes_of, plan_layers
-from weir.cache.memory import free_memory
 from weir.cache.origin import check_origin
 from weir.cache.rowcheck import check_numbers, check_row, check_sizes, row_facts
 from weir.cache.schema import FARTHEST, Kind, Wrong, at, list_of, optional, record, text, whole
@@ -39,7 +38,6 @@ __all__ = [
     "check_row",
     "check_sizes",
     "check_state",
-    "free_memory",
     "generate",
     "holding_in",
     "list_of",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
 
 from weir.cache.layers import LayerPlan
 from weir.errors import WeirError, shortened
+from weir.models import free_memory
 from weir.policies import Policy
 
 
@@ -36,17 +36,3 @@ def check_room(
             f"for {batch} row{'s' * (batch > 1)}, and {free:,} are free on {device}; take a "
             "smaller budget, or fewer rows"
         )
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that can be allocated on a device; None where nobody says so."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None

@@ -194,10 +194,10 @@ def _sized(
         WeirError: not even the smallest budget fits, the template refuses a system turn, or what
             lies with the model is no policy for it.
     """
-    from weir.cache import free_memory, policy_beside
+    from weir.cache import policy_beside
     from weir.evals.fitting import budget_in, largest_budget
     from weir.evals.notation import takes_budget, with_budget
-    from weir.models import input_device
+    from weir.models import free_memory, input_device
     from weir.policies import Pinned, Recompute, policy_of
     from weir.stream import beginning_of
 

@@ -30,6 +30,7 @@ from weir.models.loading import (
     load_processor,
     skeleton,
 )
+from weir.models.memory import free_memory
 from weir.models.output import OutputProjection, output_weight
 from weir.models.products import choose_products
 from weir.models.sinks import ModelSink, set_sink, sink_at_work, sink_of, zero_sink_attention
@@ -62,6 +63,7 @@ __all__ = [
     "embed",
     "file_beside",
     "fingerprint",
+    "free_memory",
     "from_where",
     "images_of",
     "input_device",

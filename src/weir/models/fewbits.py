@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from weir import kernels
 from weir.errors import WeirError, not_installed, shown
+from weir.models.pages import into_large_pages
 from weir.models.products import LOOPED, choose_products, in_a_loop, own_forward
 
 BITS = ("int8", "int4")
@@ -89,6 +90,7 @@ def quantise_weights(model: PreTrainedModel, weights: str) -> None:
             f"torchao cannot make weights of few bits on {model.device.type}: {reason}; "
             "load the model again without weights="
         ) from None
+    numbers: list[Tensor] = []
     for name, many in bits.items():
         module = model.get_submodule(name)
         if own_forward(module):
@@ -96,6 +98,9 @@ def quantise_weights(model: PreTrainedModel, weights: str) -> None:
         module.__class__ = EightBits if many == 8 else nn.Linear
         if isinstance(module, EightBits):
             module.take_apart()
+            if module.numbers is not None and module.numbers.device.type == "cpu":
+                numbers.append(module.numbers)
+    into_large_pages(numbers)
     model.config.tie_word_embeddings = False
     model.requires_grad_(False)
     model.register_load_state_dict_pre_hook(_refuse_others)

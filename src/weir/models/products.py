@@ -14,7 +14,7 @@ import platform
 import tempfile
 import time
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,14 +26,13 @@ from torch import Tensor, nn
 
 from weir import kernels
 from weir.models.methods import Around
+from weir.models.pages import into_large_pages
 
 ROWS = (1, 2, 4, 8, 16, 32)
 """Rows of which products are timed; one of another number goes the way of the next larger."""
 LOOPED = 4
 """Rows up to which a compiled product is a loop of the compiler's own: as many sums as fit into a
 processor's registers, beside those of a second product that is made in the same loop."""
-STREAMS = 2
-"""Parts of a weight that such a loop reads at once."""
 CLEAR = 1.05
 """How much faster weir's kernel has to be to be taken."""
 BEYOND_CACHES = 2**26
@@ -76,7 +75,8 @@ def choose_products(
     """Let a model's linear layers multiply few rows the way that is faster on this machine.
 
     For `nn.Linear` on a CPU, in float32 or bfloat16, without gradients; everything else, prompts
-    too, goes the usual way. Weights may be changed, moved or loaded afterwards: nothing is copied.
+    too, goes the usual way. The model's weights are moved into large pages of memory, where Linux
+    has them (`models.pages`), and may be changed, moved or loaded afterwards: none is held twice.
     Answers differ by rounding only. Without numba nothing is done. In what `torch.compile` makes
     of a decode step the same products are loops of the compiler's own, or calls of weir's kernel.
 
@@ -103,6 +103,8 @@ def choose_products(
             name = str(module.weight.dtype).removeprefix("torch.")
             shape = (name, *module.weight.shape, module.bias is not None)
             alike[shape].append(module)
+    if alike:
+        into_large_pages(_movable(model))
     file = remembered or _file()
     known = _remembered(file)
     gains: dict[str, float] = {}
@@ -244,8 +246,7 @@ def in_a_loop(
 
     One sum for each row over the same line of the weight: PyTorch's compiler makes one loop of them
     all, with the norm, activation or sum that comes before and after in the same program. Nothing
-    is called, and of the weight nothing is copied. The weight is read in `STREAMS`, far from each
-    other: processors fetch ahead what is read in order, and sums do not wait for one another.
+    is called, and of the weight nothing is copied.
 
     Args:
         x: [..., inputs].
@@ -257,7 +258,7 @@ def in_a_loop(
         [..., outputs], of the type of `x`.
     """
     rows = x.reshape(-1, x.shape[-1]).float()
-    out = torch.cat([kernels.dots(rows, part) for part in weight.chunk(STREAMS)], dim=-1)
+    out = kernels.dots(rows, weight)
     if scale is not None:
         out = out * scale.float()
     if bias is not None:
@@ -295,6 +296,17 @@ def _can(module: nn.Module) -> bool:
     )
 
 
+def _movable(model: nn.Module) -> list[Tensor]:
+    """Parameters that lie on the CPU by themselves: no process uses their memory, nor another one.
+
+    All of them, and not only those that are multiplied with: a file that was mapped into memory is
+    let go when the last of its weights is elsewhere.
+    """
+    weights = [each for each in model.parameters() if _lies(each) and each.numel() > 0]
+    lying = Counter(each.data_ptr() for each in weights)
+    return [each for each in weights if lying[each.data_ptr()] == 1 and not each.is_shared()]
+
+
 def own_forward(module: nn.Module) -> bool:
     """Whether a module's forward is that of its class; a copy of one that `Around` was put on has
     it among its attributes.
@@ -304,13 +316,13 @@ def own_forward(module: nn.Module) -> bool:
 
 
 def _plain(weight: Tensor) -> bool:
+    """Whether a weight can be multiplied with as it is."""
+    return _lies(weight) and weight.dtype in (torch.float32, torch.bfloat16)
+
+
+def _lies(weight: Tensor) -> bool:
     """Whether a weight lies in memory as it is: it is not quantised, shared out or elsewhere."""
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype in (torch.float32, torch.bfloat16)
-        and type(weight.data) is Tensor
-        and weight.is_contiguous()
-    )
+    return weight.device.type == "cpu" and type(weight.data) is Tensor and weight.is_contiguous()
 
 
 @torch.no_grad()

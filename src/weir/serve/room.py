@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from weir.cache import free_memory, size_of
+from weir.cache import size_of
 from weir.errors import WeirError
-from weir.models import default_device, skeleton
+from weir.models import default_device, free_memory, skeleton
 from weir.policies import Policy
 
 KEPT = 256

@@ -1,0 +1,79 @@
+"""Weights in large pages of memory.
+
+A decode step reads all weights in order, and at every page the processor has to look up where the
+next one lies. Linux's usual pages are of 4 KB, and files that are mapped into memory, as
+transformers loads weights, have no others. In pages of 2 MB a sum over a weight was a quarter
+faster on one machine (`docs/speed.md`). Knows nothing about models.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from weir.models.memory import free_memory
+
+LARGE = 2**21
+"""Bytes of a large page, as x86 and most ARM processors have them."""
+LINE = 64
+"""Bytes of a processor's cache line, at which each weight begins."""
+MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+"""Whether Linux gives large pages to those who ask."""
+SPARE = 1.25
+"""How many times the bytes of the weights have to be free, so that they are moved."""
+
+_MOVED = WeakTensorKeyDictionary()
+"""Where each tensor that was moved lay afterwards: it may have been given other memory since."""
+
+
+@torch.no_grad()
+def into_large_pages(weights: Iterable[Tensor]) -> int:
+    """Move tensors into memory of large pages, one after the other.
+
+    Each stays the same object with the same numbers, and has memory of its own as before: it can be
+    changed, saved, moved on and tied. What it had is given back, so no more than one is there
+    twice. Nothing is done where Linux does not offer such pages or has too little memory.
+
+    Args:
+        weights: contiguous tensors on a CPU, whose memory is not shared with other processes.
+
+    Returns:
+        The bytes that were moved; those of tensors moved before do not count.
+    """
+    device = torch.device("cpu")
+    moving = [each for each in weights if _MOVED.get(each) != each.data_ptr()]
+    needed = sum(_whole(each.nbytes, LINE) for each in moving)
+    free = free_memory(device)
+    if needed < LARGE or not _offered() or free is None or free < SPARE * needed:
+        return 0
+    try:
+        memory = mmap.mmap(-1, needed + LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except (OSError, ValueError):  # no room for so much at once, or a kernel without them
+        return 0
+    start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    place = _whole(start, LARGE) - start
+    for weight in moving:
+        # Each from the memory anew: as parts of one tensor they would be saved as one.
+        moved = torch.frombuffer(memory, dtype=weight.dtype, count=weight.numel(), offset=place)
+        weight.data = moved.view(weight.shape).copy_(weight)
+        _MOVED[weight] = weight.data_ptr()
+        place += _whole(weight.nbytes, LINE)
+    return needed
+
+
+def _whole(count: int, of: int) -> int:
+    """The next multiple."""
+    return -(-count // of) * of
+
+
+def _offered() -> bool:
+    try:
+        return "[never]" not in MODE.read_text("ascii")
+    except (OSError, ValueError):
+        return False
