@@ -339,8 +339,8 @@ def compile_steps(
     values. Rows may stand in different places of their streams. On a CPU matrix products are those
     of `choose_products`, which is called here. Answers differ by rounding only.
 
-    Weights are read where they lie: they are not copied, and may be loaded, trained or moved to
-    another dtype afterwards, for which a step is compiled anew. So it is where modules of the model
+    Weights are not packed or frozen: they may be loaded, trained or moved to another dtype
+    afterwards, for which a step is compiled anew. So it is where modules of the model
     are replaced, but not where a program replaces functions of libraries: call this once more then.
 
     Args:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
+
+from transformers import PreTrainedModel
 
 from weir.bench.caches import Dynamic
 from weir.bench.figure import Row, Setting, Skipped, figure
 from weir.bench.figures.rows import POLICY, Rows
 from weir.bench.model import bandwidth, model_of, twin_of, weight_bytes
-from weir.bench.timing import Contender, in_turns
+from weir.bench.timing import Contender, Doing, in_turns, middle
 from weir.models import choose_products
 
 ROWS = (1, 4, 16)
@@ -20,7 +22,8 @@ ROWS = (1, 4, 16)
 
 @figure("products", "decode steps with chosen matrix products beside PyTorch's", bound="bytes")
 def products(setting: Setting) -> Iterator[Row]:
-    """`streaming_llm` for 1, 4 and 16 rows; for one also `DynamicCache` and the roofline.
+    """`streaming_llm` for 1, 4 and 16 rows; for one also `DynamicCache` and the roofline. Before
+    that, what large pages of memory bring by themselves.
 
     Products are timed anew, and what is kept of this machine is left alone.
     """
@@ -32,6 +35,16 @@ def products(setting: Setting) -> Iterator[Row]:
     if not gains:
         raise Skipped("there is no kernel for products here: numba is not installed")
     sizes = setting.sizes
+    reading = {"chosen": Doing(partial(_read, chosen)), "usual": Doing(partial(_read, plain))}
+    read = middle(in_turns(reading, sizes.steps, warm=3))
+    yield Row(
+        "all weights read once, moved into large pages ÷ where they were",
+        read["chosen"] * 1e3,
+        read["usual"] * 1e3,
+        "ms",
+        read["chosen"] / read["usual"],
+        note="a sum of each; where Linux has no large pages both are the same",
+    )
     policy = f"{POLICY}(budget={sizes.slots})"
     for rows in ROWS:
         ways: dict[str, Contender] = {
@@ -40,7 +53,7 @@ def products(setting: Setting) -> Iterator[Row]:
         }
         if rows == 1:
             ways["DynamicCache"] = Dynamic(plain, sizes.slots)
-        times = {name: median(taken) for name, taken in in_turns(ways, sizes.steps, warm=3).items()}
+        times = middle(in_turns(ways, sizes.steps, warm=3))
         for peer in list(ways)[1:]:
             beside = "with PyTorch's products" if peer == "usual" else f"{peer} of {sizes.slots:,}"
             yield Row(
@@ -66,3 +79,9 @@ def products(setting: Setting) -> Iterator[Row]:
                 least=True,
                 share=least / times["chosen"],
             )
+
+
+def _read(model: PreTrainedModel) -> None:
+    """Read every weight."""
+    for weight in model.parameters():
+        weight.sum()
