@@ -7,6 +7,7 @@ import itertools
 import json
 import pickle
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -289,20 +290,24 @@ def test_where_nothing_can_be_kept_it_works_all_the_same(layer, kernel, gains, t
     assert through(layer, kernel, 1)
 
 
-def test_a_timing_tells_the_slower_way_from_the_faster(monkeypatch):
-    modules = [nn.Linear(64, 64) for _ in range(3)]
+def test_of_a_timing_the_shortest_rounds_count_and_a_loop_is_without_the_call(monkeypatch):
+    clock, calls = 0.0, 0
 
-    def slower(x, weight, bias):
-        for _ in range(9):
-            nn.functional.linear(x, weight, bias)
+    def way(takes):
+        def multiply(x, weight, bias):
+            nonlocal clock, calls
+            calls += 1
+            disturbed = 10 if calls % 2 else 1
+            clock += disturbed * takes(weight.numel() / modules[0].weight.numel())
 
-    with torch.no_grad():
-        call, loop = products._gains(modules, 2, slower)
-        assert call < 0.5
-        assert loop > call  # of products so small most is the call
-        monkeypatch.setattr(nn.functional, "linear", lambda *_: slower_still())
-        slower_still = lambda: sum(range(20_000))  # noqa: E731
-        assert min(products._gains(modules, 2, lambda *_: None)) > 2
+        return multiply
+
+    modules = [nn.Linear(2048, 1024)]  # so large that a round reads it once
+    monkeypatch.setattr(products, "time", SimpleNamespace(perf_counter=lambda: clock))
+    monkeypatch.setattr(nn.functional, "linear", way(lambda part: 4.0))
+    call, loop = products._gains(modules, 2, way(lambda part: 1.0 + part))
+    assert call == 4.0 / 2.0
+    assert loop == round(4.0 / (1.0 - 1 / 1024), 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
