@@ -69,6 +69,7 @@ class Forward:
         self._begun = begun
         self._rotaries = rotaries
         self._without = without
+        self._largest: Tensor | None = None  # of all layers, from a compiled step
 
     # --- while it is under way: what the hooks ask
 
@@ -116,6 +117,7 @@ class Forward:
     def commit_step(self, step: Step) -> None:
         """The compiled step has been made."""
         (piece,) = self.plan.pieces
+        self._largest = step.largest
         for layer, largest in zip(self.owner.stack, step.largest, strict=True):
             layer.commit_step(piece, largest)
 
@@ -196,6 +198,8 @@ class Forward:
 
     def _unfinite(self) -> dict[int, tuple[int, int]]:
         """By row, the first layer and column that are not finite; {} where all is well."""
+        if self._largest is not None and bool(self._largest.isfinite().all()):
+            return {}
         unchecked = [t for layer in self.owner.stack for t in layer.unchecked]
         if not unchecked:
             return {}

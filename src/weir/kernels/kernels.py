@@ -9,6 +9,7 @@ to be tested).
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from functools import lru_cache
@@ -29,6 +30,7 @@ _MADE = {
     ("numba", "walk"): ("weir.kernels.numba_walk", "walk"),
     ("numba", "farthest_first"): ("weir.kernels.numba_farthest_first", "farthest_first"),
     ("numba", "draws"): ("weir.kernels.numba_draws", "several"),
+    ("numba", "decode_exact"): ("weir.kernels.numba_decode_exact", "decode_exact"),
     ("numba", "decode_coded"): ("weir.kernels.numba_decode_coded", "decode_coded"),
     ("numba", "distances"): ("weir.kernels.numba_distances", "distances"),
     ("numba", "resample"): ("weir.kernels.numba_resample", "resample"),
@@ -51,6 +53,22 @@ def decode(device: torch.device) -> Callable[..., Any] | None:
     device; None for PyTorch.
     """
     return _kernel(_library(device), "decode")
+
+
+def decode_exact(queries: torch.Tensor, keys: torch.Tensor) -> Callable[..., Any] | None:
+    """What answers one query a head over exact slots (see `weir.kernels.numba_decode_exact`); None
+    for PyTorch.
+
+    Args:
+        queries: [batch, kv_heads, group, 1, key_dim].
+        keys: [batch, kv_heads, slots, key_dim].
+    """
+    kernel = _kernel(_library(keys.device), "decode_exact")
+    if kernel is None or keys.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    # One thread takes about half of what PyTorch takes, which shares heads out among threads.
+    heads, threads = queries.shape[0] * queries.shape[1], torch.get_num_threads()
+    return kernel if heads <= 2 * math.ceil(heads / threads) else None
 
 
 def decode_coded(device: torch.device) -> Callable[..., Any] | None:

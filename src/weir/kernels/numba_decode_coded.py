@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from weir.kernels.kernels import Stored
+from weir.kernels.numba_softmax import ATTENTION_MATH, softmax
 from weir.kernels.numba_tools import compiled
 
-_LOG2E = np.float32(1.4426950408889634)
-_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-_LEAST = np.float32(-87.0)
 _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
 """What each byte says as a number of 4 bits of exponent and 3 of mantissa."""
 _NO_TABLE = np.empty(0, np.float32)
@@ -67,7 +65,6 @@ def _attend(
     count = coded - first + exact
     logits = np.empty((group, count), np.float32)
     power = np.empty(count, np.int32)
-    scaled = power.view(np.float32)
     bits = np.empty((coded, groups + 1), np.int32)
     steps = bits.view(np.float32)
     wide_key, wide_value = np.empty(dim, np.float32), np.empty(width, np.float32)
@@ -100,31 +97,7 @@ def _attend(
             if mask.shape[0]:
                 for slot in range(count):
                     row[slot] += mask[head, first + slot]
-            top = row[0]
-            for slot in range(count):
-                top = max(top, row[slot])
-            if top == -np.inf:
-                top = np.float32(0.0)
-            total = np.float32(0.0)
-            for slot in range(count):
-                # e^x = 2^n e^f, with f in half an octave of 0; the polynomial is Cephes'.
-                x = max(row[slot] - top, _LEAST)
-                n = np.floor(x * _LOG2E + np.float32(0.5))
-                f = x - n * _LN2_HIGH - n * _LN2_LOW
-                p = np.float32(1.9875691500e-4)
-                p = p * f + np.float32(1.3981999507e-3)
-                p = p * f + np.float32(8.3334519073e-3)
-                p = p * f + np.float32(4.1665795894e-2)
-                p = p * f + np.float32(1.6666665459e-1)
-                p = p * f + np.float32(5.0000001201e-1)
-                row[slot] = (p * f * f + f + np.float32(1.0)) if x > _LEAST else np.float32(0.0)
-                power[slot] = (np.int32(n) + np.int32(127)) << np.int32(23)
-            for slot in range(count):
-                row[slot] *= scaled[slot]
-                total += row[slot]
-            share = np.float32(1.0) / total if total > 0 else np.float32(0.0)
-            for slot in range(count):
-                row[slot] *= share
+            softmax(row, power)
             if groups == 1:
                 for slot in range(first, coded):
                     row[slot - first] *= steps[slot, 0]
@@ -150,8 +123,7 @@ def _attend(
                     answer[i] += weight * value[i]
 
 
-_run = compiled(_attend, fastmath=("reassoc", "contract", "nsz"))
-# What LLVM may do to add in parallel; infinities keep their meaning.
+_run = compiled(_attend, fastmath=ATTENTION_MATH)
 
 
 def decode_coded(

@@ -71,10 +71,9 @@ def read(
             need not be looked at.
     """
     start, stop = slots
-    if slab.coded is not None and start < slab.first:
-        out = _in_steps(slab, queries, form, bias, slots, plain=plain)
-        if out is not None:
-            return out
+    out = _by_kernel(slab, queries, form, bias, slots, plain=plain)
+    if out is not None:
+        return out
     if bias is not None and start and bias.shape[4] > 1:
         bias = bias[..., start:]
     keys, values = slab.read(start, stop)
@@ -126,7 +125,7 @@ def watch(
     return watched._replace(mass=F.pad(watched.mass, (start, 0)))
 
 
-def _in_steps(
+def _by_kernel(
     slab: Slab,
     queries: Tensor,
     form: Form,
@@ -135,23 +134,33 @@ def _in_steps(
     *,
     plain: bool,
 ) -> Tensor | None:
-    """`read` by a kernel that takes quantised slots as they lie; None where there is none.
+    """`read` by a kernel that takes slots as they lie; None where there is none.
 
     It takes one query a head, logits without a cap or sinks, and one weight for each slot.
     """
     if queries.shape[3] != 1 or not fuses(form) or form.sinks is not None:
         return None
-    kernel = kernels.decode_coded(queries.device)
     biased = bias is not None and bias.shape[2] > 1
-    if kernel is None or slab.coded is None or biased or (slab.split is not None and not plain):
+    if biased or (slab.split is not None and not plain):
+        return None
+    first = slab.first
+    coded = slab.coded if slots[0] < first else None
+    if coded is None:
+        kernel = kernels.decode_exact(queries, slab.keys)
+    else:
+        kernel = kernels.decode_coded(queries.device)
+    if kernel is None:
         return None
     mask = None
     if not plain or bias is not None:
         mask = slab.b[:, :, : slots[1]]
         mask = mask if bias is None else mask + bias[:, :, 0, 0]
-    out: Tensor = kernel(
-        queries, slab.coded.stored, slab.keys, slab.values, mask, form.scale, slots
-    )
+    exact = slab.keys, slab.values
+    if coded is not None:
+        out: Tensor = kernel(queries, coded.stored, *exact, mask, form.scale, slots)
+        return out
+    mask = mask if mask is None else mask[:, :, first:]
+    out = kernel(queries, *exact, mask, form.scale, (slots[0] - first, slots[1] - first))
     return out
 
 

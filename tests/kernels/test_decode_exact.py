@@ -1,0 +1,116 @@
+"""The kernel over exact slots equals two-weight attention. Bound: as for `test_decode_coded`."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from weir import kernels
+from weir.cache import StreamingCache
+from weir.slab.attention import Form, two_weight_attention
+
+numba_decode_exact = pytest.importorskip(
+    "weir.kernels.numba_decode_exact",
+    reason="not installed: pip install 'weir[fast]'",
+    exc_type=ImportError,
+)
+EPS = 2.0**-24
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**32),
+    batch=st.integers(1, 2),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 9]),
+    count=st.integers(1, 70),
+    first=st.integers(0, 9),
+    dims=st.sampled_from([(8, 8), (64, 64), (40, 24), (24, 40), (1, 3)]),
+    masked=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_it_is_the_formula(seed, batch, kv_heads, group, count, first, dims, masked, dtype):
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw).to(dtype)
+
+    stop = first + count
+    queries = normal(batch, kv_heads, group, 1, dims[0]) * 3
+    keys, values = (normal(batch, kv_heads, stop + 5, dim) for dim in dims)
+    for unread in (slice(0, first), slice(stop, None)):
+        keys[:, :, unread] = values[:, :, unread] = math.nan
+    mask = torch.zeros(batch, kv_heads, stop)
+    if masked:
+        mask = torch.randn(mask.shape, generator=draw) * 4
+        mask[torch.rand(mask.shape, generator=draw) < 0.3] = -math.inf
+    form = Form(dims[0] ** -0.5)
+    found = numba_decode_exact.decode_exact(
+        queries, keys, values, mask if masked else None, form.scale, (first, stop)
+    )
+    read = [t[:, :, first:stop].float() for t in (keys, values)]
+    weights = mask[:, :, first:]
+    wanted = two_weight_attention(queries.float(), *read, weights, weights, form)
+    size = queries.float().norm(dim=-1, keepdim=True) * read[0].norm(dim=-1).amax() * form.scale
+    logits_off = (dims[0] + 8) * EPS * (size + 30) + 2.0**-22
+    off = 2 * (2 * logits_off + (count + 8) * EPS)
+    bound = off * read[1].abs().amax() + torch.finfo(dtype).eps / 2 * wanted.abs()
+    assert found.dtype == dtype
+    assert ((found.float() - wanted).abs() <= bound + torch.finfo(dtype).tiny).all()
+
+
+def test_a_query_that_sees_nothing_is_answered_by_zero():
+    slots = torch.randn(1, 1, 6, 8)
+    mask = torch.full((1, 1, 6), -math.inf)
+    query = torch.randn(1, 1, 2, 1, 8)
+    found = numba_decode_exact.decode_exact(query, slots, slots, mask, 1.0, (0, 6))
+    assert torch.equal(found, torch.zeros_like(found))
+
+
+def test_it_is_taken_for_what_it_knows_where_pytorch_has_no_more_threads_than_help(monkeypatch):
+    monkeypatch.delenv(kernels.VARIABLE, raising=False)
+    query, keys = torch.zeros(1, 3, 3, 1, 8), torch.zeros(1, 3, 5, 8)
+    wanted = {1: True, 2: True, 4: False}
+    for threads, taken in wanted.items():
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert (kernels.decode_exact(query, keys) is not None) == taken
+        assert kernels.decode_exact(query.half(), keys.half()) is None
+    assert kernels.decode_exact(query[:, :1], keys[:, :1]) is not None
+    monkeypatch.setenv(kernels.VARIABLE, "reference")
+    assert kernels.decode_exact(query[:, :1], keys[:, :1]) is None
+
+
+@pytest.mark.parametrize("policy", ["streaming_llm(budget=24)", "sink(2) | recent(6) | uniform(8)"])
+@pytest.mark.parametrize("padded", [0, 3])
+def test_steps_read_through_it_as_they_do_without_it(llama, ids, monkeypatch, policy, padded):
+    """Slots that were folded, weights, and rows that end in different slots."""
+    taken, own = [], kernels.decode_exact
+
+    def watched(queries: Tensor, keys: Tensor) -> object:
+        kernel = own(queries, keys)
+        taken.append(kernel is not None)
+        return kernel
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(kernels, "decode_exact", watched)
+    text, mask, found = ids(2, 50), torch.ones(2, 50, dtype=torch.int64), {}
+    mask[1, :padded] = 0
+    for wanted in ("reference", "numba"):
+        monkeypatch.setenv(kernels.VARIABLE, wanted)
+        cache = StreamingCache(llama, policy, chunk=4, batch=2)
+        with torch.no_grad():
+            llama(text[:, :30], attention_mask=mask[:, :30], past_key_values=cache)
+            steps = [
+                llama(text[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=cache)
+                for i in range(30, 50)
+            ]
+        found[wanted] = torch.stack([step.logits for step in steps])
+    assert set(taken) == {False, True}
+    assert taken[-1]
+    off = (found["numba"] - found["reference"]).abs().max()
+    assert 0 < off <= 1e-4
