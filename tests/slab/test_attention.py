@@ -210,6 +210,23 @@ def test_watched_attention_is_the_formula_and_the_mass_is_that_of_a_fold_to_the_
     assert torch.equal(got.mass, fold)
 
 
+def test_watched_attention_is_the_same_where_gradients_flow_and_has_them():
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = (
+        torch.randn(1, 2, *shape, generator=generator) for shape in [(3, 4, 8), (9, 8), (9, 8)]
+    )
+    b, form = torch.zeros(1, 2, 9), Form(8**-0.5)
+    plain = watched_attention(queries, keys, values, b, form, None)
+    learned = queries.clone().requires_grad_()
+    got = watched_attention(learned, keys, values, b, form, None)
+    for mine, its in zip(got, plain, strict=True):
+        assert torch.equal(mine, its)
+    got.answers.sum().backward()
+    formula = queries.clone().requires_grad_()
+    two_weight_attention(formula, keys, values, b, b, form).sum().backward()
+    torch.testing.assert_close(learned.grad, formula.grad)
+
+
 def test_a_bias_over_the_last_slots_is_one_that_is_zero_for_the_others():
     generator = torch.Generator().manual_seed(0)
     queries = torch.randn(2, 3, 2, 4, 5, generator=generator)

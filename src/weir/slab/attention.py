@@ -115,7 +115,7 @@ def _plain_mass(
     """`attention_mass` of forms without capping and sinks, by one softmax, which is the faster;
     no number where a query sees nothing.
     """
-    return _received(_flat_logits(queries, keys, form, b, bias).softmax(dim=2), b)
+    return _received(_softmax_in_place(_flat_logits(queries, keys, form, b, bias)), b)
 
 
 def _received(shares: Tensor, b: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def watched_attention(
     Returns:
         None where a query sees nothing.
     """
-    weights = _flat_logits(queries, keys, form, b, bias).softmax(dim=2)
+    weights = _softmax_in_place(_flat_logits(queries, keys, form, b, bias))
     mass = _received(weights, b)
     if bool(mass.isnan().any()):
         return None
@@ -202,7 +202,7 @@ def attention_softmax(given: Tensor, b: Tensor, form: Form) -> Tensor:
     """
     if form.sinks is not None or given.device.type != "cpu":
         return attention_weights(given, b, form)[0]
-    weights = (given + _per_slot(b)).softmax(dim=-1)
+    weights = _softmax_in_place(given + _per_slot(b))
     # One column tells: of a query that sees nothing, every share is not a number.
     blind = weights[..., :1].isnan()
     return weights.masked_fill_(blind, 0.0) if bool(blind.any()) else weights
@@ -400,6 +400,17 @@ def _flat_logits(
         last = slots if bias.shape[4] == 1 else bias.shape[4]
         logits.view(batch, kv_heads, group, length, slots)[..., slots - last :].add_(bias)
     return logits
+
+
+def _softmax_in_place(logits: Tensor) -> Tensor:
+    """A softmax over the last dimension, written over the logits unless gradients flow; on a CPU.
+
+    Logits are the largest tensors of a piece. A second one beside them is memory that the system
+    takes back and hands out again page by page, which takes longer than the softmax.
+    """
+    if logits.requires_grad:
+        return logits.softmax(dim=-1)
+    return torch.softmax(logits, -1, out=logits)
 
 
 def _softmax_with_sinks(
