@@ -159,7 +159,7 @@ def test_what_to_install_is_said_in_one_place_and_in_the_words_of_the_readme() -
 
 OPTIONAL = {
     *("lm_eval", "matplotlib", "numba", "ray", "rich", "rouge_score", "sacrebleu", "triton"),
-    *("pillow", "torchao", "typer"),
+    *("llvmlite", "pillow", "torchao", "typer"),
     *("fastapi", "llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn"),
 }
 """What extras bring."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from weir.cli.serve import serve
+from weir.cli.commands import run
 from weir.errors import WeirError
+
+GIVEN = ["serve", "nano", "--cluster", "local"]
 
 
 def test_replicas_need_a_place_that_they_share(tmp_path):
     with pytest.raises(WeirError, match="--cluster needs --data"):
-        serve(model_name="nano", cluster="local")
+        run(GIVEN)
     with pytest.raises(WeirError, match="--disk is for one server"):
-        serve(model_name="nano", cluster="local", data=str(tmp_path), disk="1GB")
+        run([*GIVEN, "--data", str(tmp_path), "--disk", "1GB"])
