@@ -182,6 +182,11 @@ def test_by_hand_it_makes_the_call_that_it_is_meant_for(llama: PreTrainedModel, 
         assert torch.equal(got, wanted)
     with pytest.raises(weir.WeirError, match="is given the model first, and 'nano' is none"):
         weir.generate("nano", tokens)
+    for wrong in ([1, 2, 3], tokens[0], tokens.float(), "hello"):
+        with pytest.raises(weir.WeirError, match=r"takes tokens as a tensor \[batch, length\]"):
+            weir.generate(llama, wrong)
+    with pytest.raises(weir.WeirError, match="hands no streamer on"):
+        weir.generate(llama, tokens, streamer=object())
 
 
 def test_the_folder_asks_for_this_weir_and_tells_every_argument() -> None:

@@ -74,6 +74,14 @@ def test_advice_is_given_among_the_policies_that_are_named(capsys, model, text):
     assert tried == {"window(24)": 24, "sink(4) | recent(24)": 28}
 
 
+def test_advice_names_lists_of_layers_in_its_table(capsys, model, text):
+    words = ("advise", "--text", text, "--model", model, "--memory", "80kB", "--tokens", 700)
+    listed = "[sink(4) | recent(20)]"
+    ended = run(capsys, *words, "--policies", listed)
+    assert ended.code == 0, ended.err
+    assert f"│ {listed} " in ended.out
+
+
 def test_a_trial_in_which_nothing_was_evicted_is_said_to_tell_nothing(
     capsys, model, text, monkeypatch
 ):

@@ -290,6 +290,23 @@ def test_where_nothing_can_be_kept_it_works_all_the_same(layer, kernel, gains, t
     assert through(layer, kernel, 1)
 
 
+def test_the_smallest_weights_take_no_longer_to_time_than_others(monkeypatch):
+    calls = 0
+
+    def counted(x, weight, bias):
+        nonlocal calls
+        calls += 1
+
+    monkeypatch.setattr(nn.functional, "linear", counted)
+    products._gains([nn.Linear(3, 3)], 1, counted)
+    assert calls <= 3 * (1 + products.CALLS * products.ROUNDS.stop)
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(weir.WeirError, match="takes a model, not 'nano'"):
+        choose_products("nano")
+
+
 def test_of_a_timing_the_shortest_rounds_count_and_a_loop_is_without_the_call(monkeypatch):
     clock, calls = 0.0, 0
 

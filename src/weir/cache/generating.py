@@ -60,7 +60,8 @@ def generate(
         `past_key_values`.
 
     Raises:
-        WeirError: what comes first is no model, the policy or the model cannot be served, a cache
+        WeirError: what comes first is no model, `input_ids` are no tensor of tokens, a streamer
+            comes to a call by hand, the policy or the model cannot be served, a cache
             is given that is not weir's or comes with a policy, or the way of decoding is not one of
             sampling and beam search.
     """
@@ -74,6 +75,7 @@ def generate(
                 "weir.generate(model, input_ids, ...) is given the model first, and "
                 f"{shown(model)} is none"
             )
+        _check_by_hand(input_ids, prepared)
         config = {} if generation_config is None else {"generation_config": generation_config}
         return whole(input_ids, custom_generate=generate, **config, **given, **prepared)
     mode = generation_config.get_generation_mode()
@@ -101,3 +103,22 @@ def generate(
     decode = getattr(model, _DECODING[mode])
     prepared |= {"past_key_values": cache, "use_cache": True}
     return decode(input_ids, generation_config=generation_config, **prepared)
+
+
+def _check_by_hand(input_ids: Any, more: dict[str, Any]) -> None:
+    """Refuse what `model.generate` would take and drop, or stumble over.
+
+    Raises:
+        WeirError: what comes second is no tensor of tokens, or a streamer is given.
+    """
+    tokens = isinstance(input_ids, Tensor) and input_ids.ndim == 2
+    if not tokens or input_ids.is_floating_point():
+        raise WeirError(
+            "weir.generate(model, input_ids, ...) takes tokens as a tensor [batch, length], as in "
+            "tokenizer(text, return_tensors='pt').input_ids"
+        )
+    if more.get("streamer") is not None:
+        raise WeirError(
+            "transformers hands no streamer on to weir.generate; give it with the cache instead: "
+            "model.generate(input_ids, past_key_values=weir.StreamingCache(model), streamer=...)"
+        )

@@ -75,6 +75,7 @@ def advise(
 
 def _print(model_name: str, found: Advice) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     best = found.best
     if found.everything:
@@ -90,7 +91,7 @@ def _print(model_name: str, found: Advice) -> None:
         table.add_column(head, justify="right", no_wrap=True)
     for one in found.tries:
         row = (f"{one.ppl:.2f}", size(one.kv_bytes), f"{one.tokens_per_s:,.0f}")
-        table.add_row(one.policy, *row)
+        table.add_row(Text(one.policy), *row)
     print_table(table)
     line = (
         f"take {best.policy}: perplexity {best.ppl:.2f} on the first {found.tokens:,} of "

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from weir import kernels
+from weir.errors import WeirError, shown
 from weir.models.methods import Around
 from weir.models.pages import into_large_pages
 
@@ -41,6 +42,8 @@ processors keep, since in a decode step every weight comes from memory."""
 ROUNDS = range(5, 12)
 KERNEL = "kernel 3"
 """Counts on when weir's kernel becomes another, or is timed otherwise; then all is timed anew."""
+CALLS = 64
+"""How often a round of a timing asks for a product at most, of each weight it reads."""
 ENOUGH = 0.05
 """Seconds after which a timing ends, when it has had its fewest rounds."""
 
@@ -88,7 +91,14 @@ def choose_products(
 
     Returns:
         By product, PyTorch's time over weir's; weir's way is taken from `CLEAR` on.
+
+    Raises:
+        WeirError: `model` is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise WeirError(
+            f"weir.choose_products takes a model, not {shown(model)}; weir.load gives one"
+        )
     for module in model.modules():
         put = vars(module).get("forward")
         if isinstance(put, _Multiplied):
@@ -341,7 +351,8 @@ def _gains(
     drawn = torch.Generator().manual_seed(0)  # whoever draws from the global one is not disturbed
     shape = (rows, weight.shape[1])
     x = torch.randn(shape, generator=drawn, dtype=weight.dtype, device=weight.device)
-    again = range(max(1, 2**22 // (size * len(some))))  # of small ones, or the clock is too coarse
+    # Of small ones, or the clock is too coarse; the smallest are nothing but calls.
+    again = range(min(CALLS, max(1, 2**22 // (size * len(some)))))
 
     def timed(way: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> float:
         since = time.perf_counter()
