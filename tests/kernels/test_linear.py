@@ -72,10 +72,20 @@ def test_a_row_is_told_the_same_whoever_else_is_in_the_tile(dtype, widest):
         assert torch.equal(linear(x[some], weight, bias), together[some])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [2, 8])
+def test_a_weight_may_lie_in_any_way(dtype, rows, widest):
+    x, weight, _ = drawn(rows, 30, 70, dtype, False)
+    turned, alike = weight.T.contiguous().T, weight[:1].expand(30, 70)
+    assert not turned.is_contiguous()
+    assert torch.equal(linear(x, turned), linear(x, weight))
+    assert torch.equal(linear(x, alike), linear(x, alike.contiguous()))
+
+
 def test_any_dimensions_before_the_last_and_any_strides_of_x():
     x, weight, bias = drawn(12, 5, 8, torch.float32, True)
     flat = linear(x, weight, bias)
-    torch.testing.assert_close(linear(x.view(3, 4, 8), weight, bias), flat.view(3, 4, 5))
+    assert torch.equal(linear(x.view(3, 4, 8), weight, bias), flat.view(3, 4, 5))
     wide = torch.stack([x, x], dim=1).flatten(1)[:, :8]
     assert not wide.is_contiguous()
     assert torch.equal(linear(wide, weight, bias), flat)

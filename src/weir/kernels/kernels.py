@@ -64,7 +64,8 @@ def decode_exact(queries: torch.Tensor, keys: torch.Tensor) -> Callable[..., Any
         keys: [batch, kv_heads, slots, key_dim].
     """
     kernel = _kernel(_library(keys.device), "decode_exact")
-    if kernel is None or keys.dtype not in (torch.float32, torch.bfloat16):
+    known = keys.device.type == "cpu" and keys.dtype in (torch.float32, torch.bfloat16)
+    if kernel is None or not known:
         return None
     # One thread takes about half of what PyTorch takes, which shares heads out among threads.
     heads, threads = queries.shape[0] * queries.shape[1], torch.get_num_threads()

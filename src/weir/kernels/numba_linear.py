@@ -112,7 +112,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Args:
         x: [..., inputs], of the weight's type.
-        weight: [outputs, inputs], float32 or bfloat16, contiguous, on the CPU.
+        weight: [outputs, inputs], float32 or bfloat16, on the CPU; copied if not contiguous.
         bias: [outputs], or None.
 
     Returns:
@@ -122,7 +122,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = x.reshape(-1, inputs)
     out = torch.empty(len(rows), outputs, dtype=torch.float32, device="cpu")
     halves = weight.dtype == torch.bfloat16
-    matrix = weight.detach().view(torch.int16) if halves else weight.detach()
+    matrix = weight.detach().contiguous()  # tiles read by address
+    matrix = matrix.view(torch.int16) if halves else matrix
     added = _NO_BIAS if bias is None else bias.detach().float().numpy()
     given = rows.detach().float().contiguous().numpy(), matrix.numpy(), added, out.numpy()
     if len(rows) < _SOME or outputs < LINES:
@@ -185,4 +186,5 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="weir products")
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)  # a fork has none of its parent's threads
+if hasattr(os, "register_at_fork"):  # a fork has none of its parent's threads
+    os.register_at_fork(after_in_child=_pool.cache_clear)

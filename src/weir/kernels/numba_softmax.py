@@ -14,7 +14,8 @@ ATTENTION_MATH = ("reassoc", "contract", "nsz")
 
 
 def _softmax(row: np.ndarray, power: np.ndarray) -> None:
-    """Logits [slots], float32, become shares; all of them 0 where every logit is -inf.
+    """Logits [slots], float32, become shares; all of them 0 where every logit is -inf, and
+    not a number where one is not, or is infinite.
 
     Args:
         row: what is written over.
@@ -22,9 +23,13 @@ def _softmax(row: np.ndarray, power: np.ndarray) -> None:
     """
     count = row.shape[0]
     scaled = power.view(np.float32)
-    top = row[0]
+    top, total = row[0], np.float32(0.0)
     for slot in range(count):
         top = max(top, row[slot])
+        total += row[slot]
+    if top == np.inf or total != total:
+        row[:] = np.nan
+        return
     if top == -np.inf:
         top = np.float32(0.0)
     total = np.float32(0.0)

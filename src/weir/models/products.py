@@ -14,10 +14,11 @@ import platform
 import tempfile
 import time
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,10 @@ KERNEL = "kernel 3"
 """Counts on when weir's kernel becomes another, or is timed otherwise; then all is timed anew."""
 CALLS = 64
 """How often a round of a timing asks for a product at most, of each weight it reads."""
+_COPIED = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8}
+)
+"""Types of weights that are moved; of some others PyTorch cannot make a copy."""
 ENOUGH = 0.05
 """Seconds after which a timing ends, when it has had its fewest rounds."""
 
@@ -79,9 +84,10 @@ def choose_products(
 
     For `nn.Linear` on a CPU, in float32 or bfloat16, without gradients; everything else, prompts
     too, goes the usual way. The model's weights are moved into large pages of memory, where Linux
-    has them (`models.pages`), and may be changed, moved or loaded afterwards: none is held twice.
-    Answers differ by rounding only. Without numba nothing is done. In what `torch.compile` makes
-    of a decode step the same products are loops of the compiler's own, or calls of weir's kernel.
+    has them (`models.pages`), and may be changed, moved or loaded afterwards; a view that somebody
+    took of one before is none any more. Answers differ by rounding only. Without numba nothing is
+    done. In what `torch.compile` makes of a decode step the same products are loops of the
+    compiler's own, or calls of weir's kernel.
 
     Args:
         model: any module.
@@ -312,9 +318,17 @@ def _movable(model: nn.Module) -> list[Tensor]:
     All of them, and not only those that are multiplied with: a file that was mapped into memory is
     let go when the last of its weights is elsewhere.
     """
-    weights = [each for each in model.parameters() if _lies(each) and each.numel() > 0]
-    lying = Counter(each.data_ptr() for each in weights)
-    return [each for each in weights if lying[each.data_ptr()] == 1 and not each.is_shared()]
+    held = [*model.parameters(), *model.buffers()]
+    held = sorted((each for each in held if _lies(each)), key=Tensor.data_ptr)
+    found: list[Tensor] = []
+    before = 0  # the end of all memory so far
+    for each, later in zip_longest(held, held[1:]):
+        start, end = each.data_ptr(), each.data_ptr() + each.nbytes
+        alone = before <= start and (later is None or end <= later.data_ptr())
+        if alone and type(each) is nn.Parameter and each.nbytes and not each.is_shared():
+            found.append(each)
+        before = max(before, end)
+    return found
 
 
 def own_forward(module: nn.Module) -> bool:
@@ -332,7 +346,15 @@ def _plain(weight: Tensor) -> bool:
 
 def _lies(weight: Tensor) -> bool:
     """Whether a weight lies in memory as it is: it is not quantised, shared out or elsewhere."""
-    return weight.device.type == "cpu" and type(weight.data) is Tensor and weight.is_contiguous()
+    return (
+        weight.device.type == "cpu"
+        and not nn.parameter.is_lazy(weight)
+        and weight.layout is torch.strided
+        and not weight.is_nested
+        and weight.dtype in _COPIED
+        and type(weight.data) is Tensor
+        and weight.is_contiguous()
+    )
 
 
 @torch.no_grad()
