@@ -319,7 +319,7 @@ def _movable(model: nn.Module) -> list[Tensor]:
     let go when the last of its weights is elsewhere.
     """
     held = [*model.parameters(), *model.buffers()]
-    held = sorted((each for each in held if _lies(each)), key=Tensor.data_ptr)
+    held = sorted((each for each in held if _copied(each) and _lies(each)), key=Tensor.data_ptr)
     found: list[Tensor] = []
     before = 0  # the end of all memory so far
     for each, later in zip_longest(held, held[1:]):
@@ -348,13 +348,16 @@ def _lies(weight: Tensor) -> bool:
     """Whether a weight lies in memory as it is: it is not quantised, shared out or elsewhere."""
     return (
         weight.device.type == "cpu"
-        and not nn.parameter.is_lazy(weight)
-        and weight.layout is torch.strided
-        and not weight.is_nested
-        and weight.dtype in _COPIED
         and type(weight.data) is Tensor
+        and weight.layout is torch.strided
         and weight.is_contiguous()
     )
+
+
+def _copied(weight: Tensor) -> bool:
+    """Whether PyTorch can say where a weight lies, and make a copy of it."""
+    there = not nn.parameter.is_lazy(weight) and not weight.is_nested
+    return there and weight.dtype in _COPIED
 
 
 @torch.no_grad()
