@@ -202,7 +202,11 @@ def test_a_container_has_what_its_limit_leaves(monkeypatch, tmp_path):
     cpu = torch.device("cpu")
     monkeypatch.setattr(memory, "GROUP", tmp_path)
     (tmp_path / "memory.current").write_text("1000\n")
+    (tmp_path / "memory.stat").write_text("anon 900\n")
     (tmp_path / "memory.max").write_text("max\n")
     assert memory.free_memory(cpu) > 3000
     (tmp_path / "memory.max").write_text("4000\n")
     assert memory.free_memory(cpu) == 3000
+    # Pages of files count among those taken, and the system takes them back.
+    (tmp_path / "memory.stat").write_text("anon 500\nactive_file 100\ninactive_file 300\n")
+    assert memory.free_memory(cpu) == 3400

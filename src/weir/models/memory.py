@@ -21,9 +21,16 @@ def free_memory(device: torch.device) -> int | None:
     if of_machine is None:
         return None
     with suppress(OSError, ValueError):  # "max", or no control groups
-        limit, taken = (int((GROUP / f"memory.{name}").read_text("ascii")) for name in _LIMITED)
-        return max(0, min(of_machine, limit - taken))
+        return max(0, min(of_machine, _of_container()))
     return of_machine
+
+
+def _of_container() -> int:
+    """What a control group has left, pages of files with it, which the system takes back."""
+    limit, taken = (int((GROUP / f"memory.{name}").read_text("ascii")) for name in _LIMITED)
+    lines = (GROUP / "memory.stat").read_text("ascii").splitlines()
+    parts = dict(line.split() for line in lines)
+    return limit - taken + sum(int(parts.get(f"{kind}_file", 0)) for kind in ("active", "inactive"))
 
 
 def _of_machine() -> int | None:
