@@ -17,6 +17,10 @@ GATES = (1.0, 0.75, 0.5, 0.25, 0.0)
 """Shares of its weight that a mean may be given; of equally good ones the first is taken."""
 LEAST = 1e-6
 """Shares of attention below count as this: a query that read nothing else has no better answer."""
+ROUNDING = 1e-5
+"""An answer that is off by so much of itself is as good as the truth: it may be rounding, which must
+not choose between gates. It is more than one of float32, as shares of everything are taken off.
+"""
 
 
 def misled(read: Reading, held: Slots, new: Slots, means: Slots, window: int) -> Tensor:
@@ -34,7 +38,7 @@ def misled(read: Reading, held: Slots, new: Slots, means: Slots, window: int) ->
 
     Returns:
         By gate, the squared distances of the layer's output, added up over queries and the query
-        heads of each KV head [batch, kv_heads, gates], float32.
+        heads of each KV head [batch, kv_heads, gates], float32; all that may be rounding is alike.
     """
     old_above, old_below = _part(read.attention(held), held, window)
     above, below = _part(read.attention(new), new, window)
@@ -42,14 +46,17 @@ def misled(read: Reading, held: Slots, new: Slots, means: Slots, window: int) ->
     rest_below = 1 - old_below - below
     truth = (rest_above + above) / (rest_below + below).clamp_min(LEAST)
     above, below = _part(read.would_attend(means), means, window)
+
+    def moves(answers: Tensor) -> Tensor:
+        if read.output is not None:
+            answers = torch.einsum("bhgnd,hged->bhgne", answers, read.output)
+        return answers.square().sum(dim=(2, 3, 4))
+
     far = []
     for gate in GATES:
         answer = (rest_above + gate * above) / (rest_below + gate * below).clamp_min(LEAST)
-        off = answer - truth
-        if read.output is not None:
-            off = torch.einsum("bhgnd,hged->bhgne", off, read.output)
-        far.append(off.square().sum(dim=(2, 3, 4)))
-    return torch.stack(far, dim=2)
+        far.append(moves(answer - truth))
+    return torch.stack(far, dim=2).maximum(moves(ROUNDING * truth)[..., None])
 
 
 def _part(shares: Tensor, slots: Slots, window: int) -> tuple[Tensor, Tensor]:
