@@ -18,8 +18,8 @@ GATES = (1.0, 0.75, 0.5, 0.25, 0.0)
 LEAST = 1e-6
 """Shares of attention below count as this: a query that read nothing else has no better answer."""
 ROUNDING = 1e-5
-"""An answer that is off by so much of itself is as good as the truth: it may be rounding, which must
-not choose between gates. It is more than one of float32, as shares of everything are taken off.
+"""An answer that is off by so much of itself is as good as the truth: it may be rounding, which
+must not choose between gates. More than float32's, since shares of everything are taken off.
 """
 
 
