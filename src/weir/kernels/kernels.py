@@ -55,21 +55,20 @@ def decode(device: torch.device) -> Callable[..., Any] | None:
     return _kernel(_library(device), "decode")
 
 
-def decode_exact(queries: torch.Tensor, keys: torch.Tensor) -> Callable[..., Any] | None:
+def decode_exact(device: torch.device, dtype: torch.dtype, heads: int) -> Callable[..., Any] | None:
     """What answers one query a head over exact slots (see `weir.kernels.numba_decode_exact`); None
     for PyTorch.
 
     Args:
-        queries: [batch, kv_heads, group, 1, key_dim].
-        keys: [batch, kv_heads, slots, key_dim].
+        device, dtype: of the slots.
+        heads: KV heads of all rows together.
     """
-    kernel = _kernel(_library(keys.device), "decode_exact")
-    known = keys.device.type == "cpu" and keys.dtype in (torch.float32, torch.bfloat16)
+    kernel = _kernel(_library(device), "decode_exact")
+    known = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
     if kernel is None or not known:
         return None
     # One thread takes about half of what PyTorch takes, which shares heads out among threads.
-    heads, threads = queries.shape[0] * queries.shape[1], torch.get_num_threads()
-    return kernel if heads <= 2 * math.ceil(heads / threads) else None
+    return kernel if heads <= 2 * math.ceil(heads / torch.get_num_threads()) else None
 
 
 def decode_coded(device: torch.device) -> Callable[..., Any] | None:

@@ -10,101 +10,132 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numba import njit
 from torch import Tensor
+from torch.nn import functional as F
 
+from weir.kernels.numba_linear import _widest
+from weir.kernels.numba_slots import STREAMS, VECTORS, dots, sums
 from weir.kernels.numba_softmax import ATTENTION_MATH, softmax
 from weir.kernels.numba_tools import compiled
 
-_NO_FLOATS = np.empty((0, 0, 0, 0), np.float32)
-_NO_HALVES = np.empty((0, 0, 0, 0), np.int16)
 _NO_MASK = np.empty((0, 0, 0), np.float32)
+_MEMBERS = 3
+"""Query heads that are served at once."""
+_LEAST = 8 * VECTORS
+"""Numbers of a head from which on vectors fit into it."""
 
 
-def _widen(halves: np.ndarray, bits: np.ndarray) -> None:
-    """Numbers in bfloat16, which are the upper halves of those in float32."""
-    for i in range(halves.shape[0]):
-        bits[i] = np.int32(halves[i]) << 16
+@njit(nogil=True)
+def _asked(query: np.ndarray, scale: np.float32, lanes: int, row: np.ndarray) -> None:
+    """A query as `dots` reads it: of its last numbers a whole vector, without those before."""
+    dim = query.shape[0]
+    row[:] = 0.0
+    for i in range(dim // lanes * lanes):
+        row[i] = query[i] * scale
+    for i in range(dim // lanes * lanes, dim):
+        row[row.shape[0] - dim + i] = query[i] * scale
 
 
-_widen_one = compiled(_widen)
+@njit(nogil=True)
+def _dots(
+    asked: int,
+    keys: np.ndarray,
+    start: int,
+    step: int,
+    dim: int,
+    found: int,
+    count: int,
+    lanes: int,
+    few: int,
+) -> None:
+    """`dots`, whose last two are constants."""
+    if lanes == 16:
+        if few == 3:
+            dots(asked, keys, start, step, dim, found, count, 16, 3)
+        elif few == 2:
+            dots(asked, keys, start, step, dim, found, count, 16, 2)
+        else:
+            dots(asked, keys, start, step, dim, found, count, 16, 1)
+    elif few == 3:
+        dots(asked, keys, start, step, dim, found, count, 8, 3)
+    elif few == 2:
+        dots(asked, keys, start, step, dim, found, count, 8, 2)
+    else:
+        dots(asked, keys, start, step, dim, found, count, 8, 1)
+
+
+@njit(nogil=True)
+def _sums(
+    shares: int,
+    count: int,
+    values: np.ndarray,
+    start: int,
+    width: int,
+    answers: int,
+    lanes: int,
+    few: int,
+) -> None:
+    """`sums`, whose last two are constants."""
+    if lanes == 16:
+        if few == 3:
+            sums(shares, count, values, start, width, answers, 16, 3)
+        elif few == 2:
+            sums(shares, count, values, start, width, answers, 16, 2)
+        else:
+            sums(shares, count, values, start, width, answers, 16, 1)
+    elif few == 3:
+        sums(shares, count, values, start, width, answers, 8, 3)
+    elif few == 2:
+        sums(shares, count, values, start, width, answers, 8, 2)
+    else:
+        sums(shares, count, values, start, width, answers, 8, 1)
 
 
 def _attend(
+    lanes: int,
     queries: np.ndarray,
     keys: np.ndarray,
     values: np.ndarray,
-    half_keys: np.ndarray,
-    half_values: np.ndarray,
     mask: np.ndarray,
     scale: np.float32,
     first: int,
     stop: int,
     out: np.ndarray,
 ) -> None:
-    """Answers [batch, heads, group, 1, value_dim] into `out`; see `decode_exact`.
-
-    Keys and values come as float32 or as the bits of bfloat16; the others are of no row.
-    """
+    """Answers [batch, heads, group, 1, value_dim] into `out`; see `decode_exact`."""
     batch, heads, group, _, dim = queries.shape
-    width = out.shape[4]
-    halves = half_keys.shape[0] > 0
-    count = stop - first
-    part = count // 4
+    width, slots = out.shape[4], keys.shape[2]
+    count, padded = stop - first, (dim + lanes - 1) // lanes * lanes
+    part = count // STREAMS
     logits = np.empty((group, count), np.float32)
     power = np.empty(count, np.int32)
-    bits = np.empty((4, max(dim, width)), np.int32)
-    wide = bits.view(np.float32)
-    asked = np.empty((group, dim), np.float32)
+    asked = np.empty((group, padded), np.float32)
     for both in range(batch * heads):
         line, head = both // heads, both % heads
         for member in range(group):
-            query, factors = queries[line, head, member, 0], asked[member]
-            for i in range(dim):
-                factors[i] = query[i] * scale
-        for place in range(part + count % 4):
+            _asked(queries[line, head, member, 0], scale, lanes, asked[member])
+        start = both * slots + first
+        for place in range(part + count % STREAMS):
             # The last few, where four does not divide them, are one slot four times.
-            at, step = (place, part) if place < part else (place + 3 * part, 0)
-            slot = first + at
-            if halves:
-                for i in range(4):
-                    _widen_one(half_keys[line, head, slot + i * step], bits[i])
-                a, b, c, d = wide[0], wide[1], wide[2], wide[3]
-            else:
-                a, b = keys[line, head, slot], keys[line, head, slot + step]
-                c, d = keys[line, head, slot + 2 * step], keys[line, head, slot + 3 * step]
-            for member in range(group):
-                query, row = asked[member], logits[member]
-                p = q = r = s = np.float32(0.0)
-                for i in range(dim):
-                    p += query[i] * a[i]
-                    q += query[i] * b[i]
-                    r += query[i] * c[i]
-                    s += query[i] * d[i]
-                row[at], row[at + step], row[at + 2 * step], row[at + 3 * step] = p, q, r, s
+            at, step = (place, part) if place < part else (place + (STREAMS - 1) * part, 0)
+            for member in range(0, group, _MEMBERS):
+                few = min(_MEMBERS, group - member)
+                given, found = asked[member:].ctypes.data, logits[member:, at:].ctypes.data
+                _dots(given, keys, (start + at) * dim, step, dim, found, count, lanes, few)
         for member in range(group):
             row = logits[member]
             if mask.shape[0]:
                 for place in range(count):
                     row[place] += mask[line, head, first + place]
             softmax(row, power)
-        out[line, head] = 0.0
-        for place in range(part + count % 4):
-            at, step = (place, part) if place < part else (place + 3 * part, 0)
-            slot = first + at
-            if halves:
-                for i in range(4):
-                    _widen_one(half_values[line, head, slot + i * step], bits[i])
-                a, b, c, d = wide[0], wide[1], wide[2], wide[3]
-            else:
-                a, b = values[line, head, slot], values[line, head, slot + step]
-                c, d = values[line, head, slot + 2 * step], values[line, head, slot + 3 * step]
-            for member in range(group):
-                row, answer = logits[member], out[line, head, member, 0]
-                p, q, r, s = row[at], row[at + step], row[at + 2 * step], row[at + 3 * step]
-                if step == 0:
-                    q = r = s = np.float32(0.0)
-                for i in range(width):
-                    answer[i] += p * a[i] + q * b[i] + r * c[i] + s * d[i]
+        for member in range(0, group, _MEMBERS):
+            few = min(_MEMBERS, group - member)
+            shares, answers = logits[member:].ctypes.data, out[line, head, member:]
+            for more in range(0, width, lanes * VECTORS):
+                column = min(more, width - lanes * VECTORS)
+                answer = answers[:, :, column:].ctypes.data
+                _sums(shares, count, values, start * width + column, width, answer, lanes, few)
 
 
 _run = compiled(_attend, fastmath=ATTENTION_MATH)
@@ -128,13 +159,20 @@ def decode_exact(
         scale: factor of the logits.
         slots: the first that is read, and behind the last.
     """
+    width = values.shape[3]
+    if min(keys.shape[3], width) < _LEAST:  # heads of toys, which are made wide enough
+        queries, keys, values = (_wide(each) for each in (queries, keys, values))
+    lanes = 16 if _widest() == 16 and values.shape[3] >= 16 * VECTORS else 8
+    read = [each.contiguous() for each in (keys, values)]
     if keys.dtype == torch.bfloat16:
-        halves = (keys.view(torch.int16).numpy(), values.view(torch.int16).numpy())
-        read = (_NO_FLOATS, _NO_FLOATS, *halves)
-    else:
-        read = (keys.numpy(), values.numpy(), _NO_HALVES, _NO_HALVES)
+        read = [each.view(torch.int16) for each in read]
     weights = _NO_MASK if mask is None else mask.contiguous().numpy()
     asked = queries.detach().float().contiguous().numpy()
     out = np.empty((*queries.shape[:4], values.shape[3]), np.float32)
-    _run(asked, *read, weights, np.float32(scale), *slots, out)
-    return torch.from_numpy(out).to(values.dtype)
+    _run(lanes, asked, *(each.numpy() for each in read), weights, np.float32(scale), *slots, out)
+    return torch.from_numpy(out)[..., :width].to(values.dtype).contiguous()
+
+
+def _wide(t: Tensor) -> Tensor:
+    """With zeros behind its last numbers."""
+    return F.pad(t, (0, max(0, _LEAST - t.shape[-1])))

@@ -146,7 +146,8 @@ def _by_kernel(
     first = slab.first
     coded = slab.coded if slots[0] < first else None
     if coded is None:
-        kernel = kernels.decode_exact(queries, slab.keys)
+        heads = queries.shape[0] * queries.shape[1]
+        kernel = kernels.decode_exact(slab.keys.device, slab.keys.dtype, heads)
     else:
         kernel = kernels.decode_coded(queries.device)
     if kernel is None:
