@@ -11,8 +11,11 @@ from weir.kernels.kernels import (
     linear,
     linear8,
     paths,
+    read8,
     resample,
+    turned,
     walk,
+    write8,
 )
 from weir.kernels.loops import as_one, dots, in_memory, sums
 
@@ -30,7 +33,10 @@ __all__ = [
     "linear",
     "linear8",
     "paths",
+    "read8",
     "resample",
     "sums",
+    "turned",
     "walk",
+    "write8",
 ]

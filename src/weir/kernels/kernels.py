@@ -34,6 +34,9 @@ _MADE = {
     ("numba", "decode_coded"): ("weir.kernels.numba_decode_coded", "decode_coded"),
     ("numba", "distances"): ("weir.kernels.numba_distances", "distances"),
     ("numba", "resample"): ("weir.kernels.numba_resample", "resample"),
+    ("numba", "turned"): ("weir.kernels.numba_turns", "turned"),
+    ("numba", "read8"): ("weir.kernels.numba_codes", "read8"),
+    ("numba", "write8"): ("weir.kernels.numba_codes", "write8"),
     ("numba", "linear"): ("weir.kernels.numba_linear", "linear"),
     ("numba", "linear8"): ("weir.kernels.numba_linear", "linear8"),
     ("triton", "walk"): ("weir.kernels.triton_walk", "walk"),
@@ -104,6 +107,27 @@ def resample(device: torch.device) -> Callable[..., Any] | None:
     return _kernel(_library(device), "resample")
 
 
+def turned(keys: torch.Tensor) -> Callable[..., Any] | None:
+    """What does as `weir.slab.positions.Rotary.move` for such keys (see
+    `weir.kernels.numba_turns`); None for PyTorch.
+    """
+    return _of_floats("turned", keys)
+
+
+def read8(out: torch.Tensor) -> Callable[..., Any] | None:
+    """What does as `weir.slab.quantised.dequantise` for vectors of 8 bits that are read into such a
+    tensor (see `weir.kernels.numba_codes`); None for PyTorch.
+    """
+    return _of_floats("read8", out)
+
+
+def write8(x: torch.Tensor) -> Callable[..., Any] | None:
+    """What does as `weir.slab.quantised.quantise` for such vectors and 8 bits (see
+    `weir.kernels.numba_codes`); None for PyTorch.
+    """
+    return _of_floats("write8", x)
+
+
 def linear(device: torch.device) -> Callable[..., Any] | None:
     """What does as `torch.nn.functional.linear` for few rows on a device (see
     `weir.kernels.numba_linear`); None where PyTorch alone does.
@@ -123,6 +147,13 @@ def paths(device: torch.device) -> dict[str, str]:
     library = _library(device)
     names = dict.fromkeys(kernel for _, kernel in _MADE)
     return {name: library if _kernel(library, name) else "reference" for name in names}
+
+
+def _of_floats(name: str, t: torch.Tensor) -> Callable[..., Any] | None:
+    """A kernel for float32 on the CPU; none in a graph that is being compiled, or for gradients."""
+    if t.device.type != "cpu" or t.dtype != torch.float32 or t.requires_grad:
+        return None
+    return None if torch.compiler.is_compiling() else _kernel(_library(t.device), name)
 
 
 def _library(device: torch.device) -> str:

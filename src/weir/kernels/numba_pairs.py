@@ -214,7 +214,7 @@ def nearer(
     most: np.ndarray,
     where: np.ndarray,
 ) -> tuple[float, int]:
-    """`reach = min(reach, distances * weight)`; the largest that is left, and the first place of it.
+    """`reach = min(reach, distances * weight)`; the largest that is left, and its first place.
 
     Args:
         distances: of a line of `pairs` [n], n a multiple of `widest`.
