@@ -21,6 +21,8 @@ import torch
 
 from weir.errors import WeirError, not_installed
 
+LEAST_LANES = 16
+"""A kernel that takes queries in vectors takes so many, and values of so many numbers, at least."""
 Stored = tuple[torch.Tensor, torch.Tensor, int]
 """Quantised vectors: numbers as they are stored, their peaks, and how many steps make a peak."""
 VARIABLE = "WEIR_KERNELS"
@@ -34,6 +36,7 @@ _MADE = {
     ("numba", "decode_coded"): ("weir.kernels.numba_decode_coded", "decode_coded"),
     ("numba", "distances"): ("weir.kernels.numba_distances", "distances"),
     ("numba", "resample"): ("weir.kernels.numba_resample", "resample"),
+    ("numba", "causal"): ("weir.kernels.numba_causal", "causal"),
     ("numba", "turned"): ("weir.kernels.numba_turns", "turned"),
     ("numba", "read8"): ("weir.kernels.numba_codes", "read8"),
     ("numba", "write8"): ("weir.kernels.numba_codes", "write8"),
@@ -105,6 +108,20 @@ def distances(device: torch.device) -> Callable[..., Any] | None:
 def resample(device: torch.device) -> Callable[..., Any] | None:
     """What does as `weir.pools.subgen.clusters.resample` on a device; None for the reference."""
     return _kernel(_library(device), "resample")
+
+
+def causal(queries: torch.Tensor, values: torch.Tensor) -> Callable[..., Any] | None:
+    """What answers the newest tokens over all slots (see `weir.kernels.numba_causal`); None for
+    PyTorch.
+
+    Args:
+        queries: [batch, kv_heads, group, length, key_dim].
+        values: as they lie in the slab [batch, kv_heads, slots, value_dim].
+    """
+    # PyTorch shares the heads out among threads.
+    if torch.get_num_threads() > 1 or min(queries.shape[3], values.shape[3]) < LEAST_LANES:
+        return None
+    return _of_floats("causal", queries)
 
 
 def turned(keys: torch.Tensor) -> Callable[..., Any] | None:

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weir.kernels.numba_pairs import lanes, nearer, pairs
+from weir.kernels.numba_pairs import nearer, pairs
 from weir.kernels.numba_tools import compiled, spread
+from weir.kernels.numba_vectors import lanes
 
 _WORTH_A_THREAD = 2**26
 """Differences below which a thread of their own costs more than it saves."""

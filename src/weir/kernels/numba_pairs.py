@@ -15,18 +15,12 @@ import math
 from typing import Any
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.core.cgutils import alloca_once_value, for_range, for_range_slice
 from numba.extending import intrinsic
 
-_FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-
-
-def lanes() -> int:
-    """Keys of a panel: 16 where the processor has 32 registers of so many numbers, or 8."""
-    return 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
+from weir.kernels.numba_vectors import FLOAT, INT, LONG, everywhere, of_each, turned, vector_at
 
 
 @intrinsic(prefer_literal=True)
@@ -36,7 +30,7 @@ def _tile(
     theirs: Any,
     dim: Any,
     out: Any,
-    turned: Any,
+    mirrored: Any,
     stride: Any,
     lanes: Any,
 ) -> Any:
@@ -47,69 +41,39 @@ def _tile(
         ours, theirs: addresses of panels, float32 [dim, lanes].
         dim: numbers of a key.
         out: address of `out[i, j]`, how far ours[:, i] is from theirs[:, j].
-        turned: address of `turned[j, i]`, the same.
+        mirrored: address of `mirrored[j, i]`, the same.
         stride: numbers from a line of either to the next.
         lanes: 8 or 16, a constant.
     """
     width = lanes.literal_value
-    vector = ir.VectorType(_FLOAT, width)
-    everywhere = ir.Constant(ir.VectorType(_INT, width), [0] * width)
+    vector = ir.VectorType(FLOAT, width)
     signature = types.void(*[types.uintp] * 6, lanes)
 
     def write(context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
-        ours_at, theirs_at, out_at, turned_at = (
-            builder.inttoptr(given[place], _FLOAT.as_pointer()) for place in (0, 1, 3, 4)
+        ours_at, theirs_at, out_at, mirrored_at = (
+            builder.inttoptr(given[place], FLOAT.as_pointer()) for place in (0, 1, 3, 4)
         )
         dim, stride = given[2], given[5]
         nothing = ir.Constant(vector, [0.0] * width)
         total = [alloca_once_value(builder, nothing) for _ in range(width)]
 
-        def place(start: Any, index: Any) -> Any:
-            return builder.bitcast(builder.gep(start, [index]), vector.as_pointer())
-
         with for_range(builder, dim) as loop:
-            line = builder.mul(loop.index, _LONG(width))
-            other = builder.load(place(theirs_at, line), align=4)
+            line = builder.mul(loop.index, LONG(width))
+            other = builder.load(vector_at(builder, theirs_at, line, width), align=4)
             for i in range(width):
-                number = builder.load(builder.gep(ours_at, [builder.add(line, _LONG(i))]))
-                alone = builder.insert_element(ir.Constant(vector, ir.Undefined), number, _INT(0))
-                apart = builder.fsub(other, builder.shuffle_vector(alone, alone, everywhere))
+                number = builder.load(builder.gep(ours_at, [builder.add(line, LONG(i))]))
+                apart = builder.fsub(other, everywhere(builder, number, width))
                 square = builder.fmul(apart, apart, flags=("contract",))
                 was = builder.load(total[i])
                 builder.store(builder.fadd(was, square, flags=("contract",)), total[i])
-        root = builder.module.declare_intrinsic(
-            f"llvm.sqrt.v{width}f32", (), ir.FunctionType(vector, (vector,))
-        )
-        lines = [builder.call(root, [builder.load(sums)]) for sums in total]
-        for i, distances in enumerate(lines):
-            at = place(out_at, builder.mul(stride, _LONG(i)))
-            builder.store(distances, at, align=4)
-        for i, distances in enumerate(_turned(builder, lines)):
-            at = place(turned_at, builder.mul(stride, _LONG(i)))
-            builder.store(distances, at, align=4)
+        lines = [of_each(builder, "sqrt", builder.load(sums)) for sums in total]
+        for start, distances in ((out_at, lines), (mirrored_at, turned(builder, lines))):
+            for i, line in enumerate(distances):
+                at = vector_at(builder, start, builder.mul(stride, LONG(i)), width)
+                builder.store(line, at, align=4)
         return context.get_dummy_value()
 
     return signature, write
-
-
-def _turned(builder: ir.IRBuilder, lines: list[Any]) -> list[Any]:
-    """The columns of a square of vectors: blocks beside the diagonal change places, by halves."""
-    width, step = len(lines), 1
-    lines = list(lines)
-    while step < width:
-        for i in range(width):
-            if i & step:
-                continue
-            one, two = lines[i], lines[i + step]
-            # Numbers of the second follow those of the first in the index of a shuffle.
-            above = [j if not j & step else width + j - step for j in range(width)]
-            below = [j + step if not j & step else width + j for j in range(width)]
-            lines[i], lines[i + step] = (
-                builder.shuffle_vector(one, two, ir.Constant(ir.VectorType(_INT, width), index))
-                for index in (above, below)
-            )
-        step *= 2
-    return lines
 
 
 @intrinsic(prefer_literal=True)
@@ -134,35 +98,35 @@ def _nearer(
         lanes: 8 or 16, a constant.
     """
     width = lanes.literal_value
-    vector, whole = ir.VectorType(_FLOAT, width), ir.VectorType(_INT, width)
+    vector, whole = ir.VectorType(FLOAT, width), ir.VectorType(INT, width)
     signature = types.void(*[types.uintp] * 6, lanes)
 
     def write(context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
         distances_at, weight_at, reach_at, most_at = (
-            builder.inttoptr(given[place], _FLOAT.as_pointer()) for place in (0, 1, 2, 4)
+            builder.inttoptr(given[place], FLOAT.as_pointer()) for place in (0, 1, 2, 4)
         )
         where_at = builder.inttoptr(given[5], whole.as_pointer())
         top = alloca_once_value(builder, ir.Constant(vector, [-math.inf] * width))
         best = alloca_once_value(builder, ir.Constant(whole, [0] * width))
         index = alloca_once_value(builder, ir.Constant(whole, list(range(width))))
 
-        def vector_at(start: Any, place: Any) -> Any:
-            return builder.bitcast(builder.gep(start, [place]), vector.as_pointer())
+        def at(start: Any, place: Any) -> Any:
+            return vector_at(builder, start, place, width)
 
-        with for_range_slice(builder, _LONG(0), given[3], _LONG(width)) as (place, _):
+        with for_range_slice(builder, LONG(0), given[3], LONG(width)) as (place, _):
             far, factor, was = (
-                builder.load(vector_at(start, place), align=4)
+                builder.load(at(start, place), align=4)
                 for start in (distances_at, weight_at, reach_at)
             )
             far = builder.fmul(far, factor)
             now = builder.select(builder.fcmp_ordered("<", far, was), far, was)
-            builder.store(now, vector_at(reach_at, place), align=4)
+            builder.store(now, at(reach_at, place), align=4)
             most_yet, best_yet, here = builder.load(top), builder.load(best), builder.load(index)
             more = builder.fcmp_ordered(">", now, most_yet)
             builder.store(builder.select(more, now, most_yet), top)
             builder.store(builder.select(more, here, best_yet), best)
             builder.store(builder.add(here, ir.Constant(whole, [width] * width)), index)
-        builder.store(builder.load(top), vector_at(most_at, _LONG(0)), align=4)
+        builder.store(builder.load(top), at(most_at, LONG(0)), align=4)
         builder.store(builder.load(best), where_at, align=4)
         return context.get_dummy_value()
 

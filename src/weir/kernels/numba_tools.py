@@ -10,8 +10,8 @@ import numba
 import numpy as np
 import torch
 
-Steps = tuple[int, int, int]
-"""How many numbers apart the rows, heads and slots of a buffer are."""
+Steps = tuple[int, ...]
+"""How many numbers apart the rows, heads, slots and so on of a buffer are."""
 
 
 def compiled(function: Callable[..., None], fastmath: Collection[str] = ()) -> Callable[..., None]:
@@ -51,10 +51,10 @@ def in_lines(t: torch.Tensor) -> tuple[np.ndarray, Steps]:
     gaps too, and loops over those are not made into vectors.
 
     Args:
-        t: [batch, heads, slots, dim], on the CPU. Where the numbers of a line are not side by side
+        t: [..., dim], on the CPU. Where the numbers of a line are not side by side
             it is copied, and what is written to the copy is lost.
     """
     t = t.detach() if t.stride(3) == 1 else t.detach().contiguous()
     steps = t.stride()
     last = sum((n - 1) * step for n, step in zip(t.shape, steps, strict=True))
-    return t.as_strided((last + 1,), (1,)).numpy(), (steps[0], steps[1], steps[2])
+    return t.as_strided((last + 1,), (1,)).numpy(), steps[:-1]
