@@ -75,12 +75,54 @@ def _each_of_bytes(
             out[r, i] = total * scale[i]
 
 
-def _one_of_bytes(
-    x: np.ndarray, numbers: np.ndarray, scale: np.ndarray, out: np.ndarray, start: int, stop: int
+def _one(
+    x: np.ndarray, weight: np.ndarray, bias: np.ndarray, out: np.ndarray, start: int, stop: int
 ) -> None:
     """One row. Two lines at a time, far from each other: processors fetch ahead what is read in
     order, and two such streams come faster than one.
     """
+    row, half = x[0], (stop - start) // 2
+    for i in range(start, start + half):
+        a, b = weight[i], weight[i + half]
+        p = q = np.float32(0.0)
+        for j in range(row.shape[0]):
+            p += a[j] * row[j]
+            q += b[j] * row[j]
+        out[0, i] = p + bias[i] if bias.shape[0] else p
+        out[0, i + half] = q + bias[i + half] if bias.shape[0] else q
+    for i in range(start + 2 * half, stop):
+        read, total = weight[i], np.float32(0.0)
+        for j in range(row.shape[0]):
+            total += read[j] * row[j]
+        out[0, i] = total + bias[i] if bias.shape[0] else total
+
+
+def _one_of_halves(
+    x: np.ndarray, weight: np.ndarray, bias: np.ndarray, out: np.ndarray, start: int, stop: int
+) -> None:
+    """As `_one`, the weight as bits of bfloat16; a bit pattern becomes a number where it is read,
+    and not in memory.
+    """
+    row, half = x[0], (stop - start) // 2
+    for i in range(start, start + half):
+        a, b = weight[i], weight[i + half]
+        p = q = np.float32(0.0)
+        for j in range(row.shape[0]):
+            p += np.int32(np.int32(a[j]) << 16).view(np.float32) * row[j]
+            q += np.int32(np.int32(b[j]) << 16).view(np.float32) * row[j]
+        out[0, i] = p + bias[i] if bias.shape[0] else p
+        out[0, i + half] = q + bias[i + half] if bias.shape[0] else q
+    for i in range(start + 2 * half, stop):
+        read, total = weight[i], np.float32(0.0)
+        for j in range(row.shape[0]):
+            total += np.int32(np.int32(read[j]) << 16).view(np.float32) * row[j]
+        out[0, i] = total + bias[i] if bias.shape[0] else total
+
+
+def _one_of_bytes(
+    x: np.ndarray, numbers: np.ndarray, scale: np.ndarray, out: np.ndarray, start: int, stop: int
+) -> None:
+    """As `_one`, the weight as whole numbers of 8 bits, each line with a scale."""
     row, half = x[0], (stop - start) // 2
     for i in range(start, start + half):
         a, b = numbers[i], numbers[i + half]
@@ -98,9 +140,11 @@ def _one_of_bytes(
 
 _FASTMATH = ("reassoc", "contract", "nsz")
 # What LLVM may do to add in parallel; infinities and NaN keep their meaning.
-_run_each, _run_each_of_halves, _run_each_of_bytes, _run_one_of_bytes = (
-    compiled(way, fastmath=_FASTMATH)
-    for way in (_each, _each_of_halves, _each_of_bytes, _one_of_bytes)
+_run_each, _run_each_of_halves, _run_each_of_bytes = (
+    compiled(way, fastmath=_FASTMATH) for way in (_each, _each_of_halves, _each_of_bytes)
+)
+_run_one, _run_one_of_halves, _run_one_of_bytes = (
+    compiled(way, fastmath=_FASTMATH) for way in (_one, _one_of_halves, _one_of_bytes)
 )
 _SOME = 5
 """Rows from which on tiles are faster than line by line."""
@@ -126,7 +170,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     matrix = matrix.view(torch.int16) if halves else matrix
     added = _NO_BIAS if bias is None else bias.detach().float().numpy()
     given = rows.detach().float().contiguous().numpy(), matrix.numpy(), added, out.numpy()
-    if len(rows) < _SOME or outputs < LINES:
+    if len(rows) == 1:
+        part = partial(_run_one_of_halves if halves else _run_one, *given)
+    elif len(rows) < _SOME or outputs < LINES:
         part = partial(_run_each_of_halves if halves else _run_each, *given)
     else:
         part = partial(tiles_of_halves if halves else tiles, _widest(), *given)
