@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,26 @@ def test_lines_are_weighted_and_summed(kind: torch.dtype) -> None:
     weights, many = drawn(2, 3, 9), drawn(2, 9, 4, kind=kind)
     size = weights.double().abs() @ many.double().abs()
     within(sums(weights, many), weights.double() @ many.double(), off(9) * size)
+
+
+@pytest.mark.parametrize("lines", [8, 7])
+def test_lines_that_are_read_at_two_places_keep_their_order(lines: int, monkeypatch: Any) -> None:
+    x, many = drawn(2, 1, 5), drawn(2, lines, 5)
+    once = dots(x, many)
+    monkeypatch.setattr("weir.kernels.loops.APART", 1)
+    assert torch.equal(dots(x, many), once)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_columns_that_come_from_memory_together_keep_their_order(
+    kind: torch.dtype, monkeypatch: Any
+) -> None:
+    weights, many = drawn(2, 3, 9), drawn(2, 9, 128, kind=kind)
+    size = weights.double().abs() @ many.double().abs()
+    for sums_that_fit in (0, 3 * 128):
+        for name in ("WIDE", "NARROW"):
+            monkeypatch.setattr(f"weir.kernels.loops.{name}", sums_that_fit)
+        within(sums(weights, many), weights.double() @ many.double(), off(9) * size)
 
 
 def test_what_lies_in_memory_is_contiguous_and_the_same() -> None:
