@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 import weir
 from weir import StreamingCache, WeirError, compile_steps, kernels
-from weir.models.compiling import Compiled
+from weir.models.compiling import Compiled, Compiling
 
 CHUNK = 4
 PROMPT, STEPS = 30, 22
@@ -450,6 +450,17 @@ def test_sizes_of_one_model_do_not_count_for_another(shallow, fresh_llama, ids, 
         read(model, "window(8)", ids(1, PROMPT + 3))
         compile_steps(model, on=False)
     assert taken == [1] * 6
+
+
+def test_options_of_ones_own_come_before_weirs_and_other_compilers_get_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda _, **options: given.append(options))
+    for options in ({}, {"options": {"size_asserts": True}}, {"backend": "eager"}):
+        Compiling(options)
+    asserts = [its.get("options", {}).get("size_asserts") for its in given]
+    assert asserts == [False, True, None]
 
 
 @pytest.mark.parametrize(

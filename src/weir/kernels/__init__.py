@@ -2,7 +2,6 @@
 
 from weir.kernels.kernels import (
     VARIABLE,
-    causal,
     decode,
     decode_coded,
     decode_exact,
@@ -12,18 +11,14 @@ from weir.kernels.kernels import (
     linear,
     linear8,
     paths,
-    read8,
     resample,
-    turned,
     walk,
-    write8,
 )
 from weir.kernels.loops import as_one, dots, in_memory, sums
 
 __all__ = [
     "VARIABLE",
     "as_one",
-    "causal",
     "decode",
     "decode_coded",
     "decode_exact",
@@ -35,10 +30,7 @@ __all__ = [
     "linear",
     "linear8",
     "paths",
-    "read8",
     "resample",
     "sums",
-    "turned",
     "walk",
-    "write8",
 ]

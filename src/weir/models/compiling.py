@@ -85,13 +85,29 @@ class Compiling:
         the time it asks about functions and classes of libraries, of which a program that replaces
         some while a model decodes says so (`compile_steps`); about a model and its weights it goes
         on asking. Not with a `mode`, which PyTorch does not take together with other options.
+        What is so asked need not be asked again by the program, for each tensor that it is given.
         """
         given = dict(self._options)
         skips = getattr(torch.compiler, "skip_guard_on_globals_unsafe", None)
         options = given.get("options") or {}
-        if skips is not None and given.get("mode") is None and isinstance(options, Mapping):
-            given["options"] = {"guard_filter_fn": skips, **options}
+        if given.get("mode") is not None or not isinstance(options, Mapping):
+            return given
+        if given.get("backend", "inductor") == "inductor":
+            options = {**_lean(), **options}
+        if skips is not None:
+            options = {"guard_filter_fn": skips, **options}
+        if options:
+            given["options"] = options
         return given
+
+
+def _lean() -> dict[str, Any]:
+    """Options of inductor's, those that this PyTorch has: programs do not look at the sizes that
+    were asked about before, and a product and a sum are one instruction, rounded once.
+    """
+    wanted = {"size_asserts": False, "cpp.enable_floating_point_contract_flag": "fast"}
+    known = torch._inductor.list_options()
+    return {name: value for name, value in wanted.items() if name in known}
 
 
 def _around(forward: Callable[..., Any]) -> FunctionType:
@@ -119,14 +135,16 @@ class Compiled:
             WeirError: the model cannot be compiled here, and why, where this is strict.
         """
         how = self._compiling
-        if how.failed is not None or step.sizes in how.refused:
+        sizes = step.sizes  # of all layers, and every other place that asks would go through them
+        if how.failed is not None or sizes in how.refused:
             return None
-        if step.sizes not in how.known and not how.strict:
+        made = sizes in how.known
+        if not made and not how.strict:
             _say(WAITING)
         try:
             output = self._graph(**{**given, "past_key_values": step})
         except exc.FailOnRecompileLimitHit:
-            how.refused.add(step.sizes)
+            how.refused.add(sizes)
             warnings.warn(
                 "weir: this model was compiled for as many sizes of batch and cache as "
                 "torch.compile allows; steps of others go the usual way",
@@ -137,14 +155,15 @@ class Compiled:
             told = f"the steps of this model cannot be compiled here: {_reason(error)}"
             if how.strict:
                 raise WeirError(told) from error
-            how.refused.add(step.sizes)
+            how.refused.add(sizes)
             if how.known:
                 _say(f"{told}; those of this size of batch and cache go the usual way")
             else:  # nor will others, each of which would be waited for
                 how.failed = told
                 _say(f"{told}; they go the usual way")
             return None
-        how.known.add(step.sizes)
+        if not made:
+            how.known.add(sizes)
         return output
 
 

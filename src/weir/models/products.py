@@ -41,7 +41,7 @@ BEYOND_CACHES = 2**26
 """Bytes of weights that a round of a timing reads, where there are as many: more than most
 processors keep, since in a decode step every weight comes from memory."""
 ROUNDS = range(5, 12)
-KERNEL = "kernel 3"
+KERNEL = "kernel 4"
 """Counts on when weir's kernel becomes another, or is timed otherwise; then all is timed anew."""
 CALLS = 64
 """How often a round of a timing asks for a product at most, of each weight it reads."""
@@ -137,46 +137,44 @@ def choose_products(
                 gains[loop] = known[loop]
         if any(called) or any(looped):
             for module in modules:
-                _Multiplied(module, kernel, _Taken.of(called, looped))
+                _Multiplied(module, kernel, _taken(called, looped))
     if gains:
         _remember(file, known)
     return gains
 
 
-@dataclass(frozen=True)
-class _Taken:
-    """For which numbers of rows weir's way is taken: the bits of two numbers.
+_BITS = 40
+"""Of the number that says which way is taken, those for calls; above them are those for loops."""
 
-    Numbers, because the compiler asks before each step whether what it has read of a model is still
-    so, and of a list it asks for every element, in every layer.
 
-    Attributes:
-        called: as the model stands.
-        looped: in a compiled step, as a loop.
+def _taken(called: Sequence[bool], looped: Sequence[bool]) -> int:
+    """For which numbers of rows weir's way is taken, as the bits of one number.
+
+    A number, because the compiler asks before each step whether what it has read of a model is
+    still so, and of a list it asks for every element, in every layer.
+
+    Args:
+        called: of the rows that were timed, as the model stands.
+        looped: of those of a compiled step, as a loop.
     """
 
-    called: int
-    looped: int
+    def each(taken: Sequence[bool]) -> int:
+        timed = ROWS[: len(taken)]
+        some = range(1, timed[-1] + 1)
+        return sum(taken[bisect_left(timed, count)] << count for count in some)
 
-    @classmethod
-    def of(cls, called: Sequence[bool], looped: Sequence[bool]) -> _Taken:
-        """From what is true of the rows that were timed."""
-
-        def each(taken: Sequence[bool]) -> int:
-            timed = ROWS[: len(taken)]
-            some = range(1, timed[-1] + 1)
-            return sum(taken[bisect_left(timed, count)] << count for count in some)
-
-        return cls(each(called), each(looped))
+    return each(called) | each(looped) << _BITS
 
 
 class _Multiplied(Around):
     """A linear layer's forward, of which some numbers of rows go weir's way."""
 
-    def __init__(self, module: nn.Linear, kernel: Callable[..., Tensor], taken: _Taken) -> None:
+    def __init__(self, module: nn.Linear, kernel: Callable[..., Tensor], taken: int) -> None:
         self._linear = module
         self._kernel = kernel
-        self._called, self._looped = taken.called, taken.looped
+        self._taken = taken
+        # Not by way of the layer: the compiler would ask before each step whether it is the same.
+        self._held = module._parameters
         super().__init__(module, "forward", self._multiply)
 
     def __call__(self, input: Tensor) -> Tensor:
@@ -185,10 +183,9 @@ class _Multiplied(Around):
         The compiler reads this for every layer of a model, and takes a while for each line.
         """
         if torch.compiler.is_compiling():
-            linear = self._linear
-            weight = linear.weight
+            weight = self._held.get("weight")
             if type(weight) is nn.Parameter:  # and not quantised, say
-                compiled: Tensor = _CHOSEN(input, weight, linear.bias, self._called, self._looped)
+                compiled: Tensor = _CHOSEN(input, weight, self._held["bias"], self._taken)
                 return compiled
         out: Tensor = super().__call__(input)
         return out
@@ -206,17 +203,17 @@ class _Multiplied(Around):
         ):
             return own(x)
         rows = x.numel() // weight.shape[1]
-        if not _among(rows, self._called) or torch.is_autocast_enabled("cpu"):
+        if not _among(rows, _called(self._taken)) or torch.is_autocast_enabled("cpu"):
             return own(x)
         return self._kernel(x, weight, bias)
 
 
-def _chosen(x: Tensor, weight: Tensor, bias: Tensor | None, called: int, looped: int) -> Tensor:
+def _chosen(x: Tensor, weight: Tensor, bias: Tensor | None, taken: int) -> Tensor:
     """A linear layer in what is being compiled: a loop, a call of weir's kernel, or PyTorch's.
 
     Args:
         x, weight, bias: as of `torch.nn.functional.linear`.
-        called, looped: of `_Taken`.
+        taken: of `_taken`.
     """
     usual = nn.functional.linear
     if (
@@ -230,16 +227,21 @@ def _chosen(x: Tensor, weight: Tensor, bias: Tensor | None, called: int, looped:
         return usual(x, weight, bias)
     rows = x.numel() // weight.shape[1]
     if rows <= LOOPED:
-        return (in_a_loop if _among(rows, looped) else usual)(x, weight, bias)
-    return (_by_kernel if _among(rows, called) else usual)(x, weight, bias)
+        return (in_a_loop if _among(rows, taken >> _BITS) else usual)(x, weight, bias)
+    return (_by_kernel if _among(rows, _called(taken)) else usual)(x, weight, bias)
 
 
 _CHOSEN = kernels.as_one(
     "chosen",
-    "(Tensor x, Tensor weight, Tensor? bias, int called, int looped) -> Tensor",
+    "(Tensor x, Tensor weight, Tensor? bias, int taken) -> Tensor",
     _chosen,
     __file__,
 )
+
+
+def _called(taken: int) -> int:
+    """The bits of `_taken` that are for calls."""
+    return taken & (1 << _BITS) - 1
 
 
 def _among(rows: int, taken: int) -> bool:

@@ -397,8 +397,7 @@ class Layer(LayerRows):
             return watched.answers
         self._pending = Pending(piece, form)
         plain = self._plain and in_step
-        causal = in_step and spec.positions.window is None and spec.positions.alibi is None
-        return read(spec, slab, queries, form, bias, slots, plain=plain, causal=causal)
+        return read(spec, slab, queries, form, bias, slots, plain=plain)
 
     def _note_spans(self, piece: Piece) -> None:
         """Keep where the tokens of a piece stand on three axes, for the folds that move them."""

@@ -17,8 +17,9 @@ from typing import Any
 import jinja2
 import yaml
 
-from weir.errors import WeirError, near
+from weir.errors import WeirError
 from weir.evals.data.extras import needed
+from weir.evals.notation import near
 
 
 @dataclass(frozen=True)

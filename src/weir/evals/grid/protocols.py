@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weir.cache import Positions, Prefill
-from weir.errors import WeirError, near
+from weir.errors import WeirError
+from weir.evals.notation import near
 
 
 @dataclass(frozen=True)
