@@ -1,10 +1,12 @@
-"""The errors weir raises on purpose: one sentence a user can act on; and how values stand in it.
+"""The errors weir raises on purpose, one sentence a user can act on; and how values stand in it.
 
 Imports nothing that has to be installed, so that it can say what is missing.
 """
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 LONGEST = 60
@@ -116,6 +118,19 @@ def not_installed(what: str, module: str, *, reason: str = "", extra: str | None
     state = f"cannot be imported ({reason})" if reason else "is not installed"
     extra = extra or EXTRAS[package]
     return f"{what} needs {package}, which {state}: pip install '.[{extra}]' in the clone of weir"
+
+
+def nearest(word: str, names: Iterable[str]) -> str | None:
+    """The name that a word was most likely meant for, in whatever case; None if none is near."""
+    known = {name.lower(): name for name in names}
+    found = difflib.get_close_matches(word.lower(), known, 1)
+    return known[found[0]] if found else None
+
+
+def near(word: str, words: Iterable[str]) -> str:
+    """A hint at the nearest of some words, for the middle of a sentence; empty if none is near."""
+    found = nearest(word, words)
+    return "" if found is None else f", did you mean {found!r}?"
 
 
 def written(value: Any) -> str:

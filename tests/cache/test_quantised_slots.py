@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 import weir
 from weir import StreamingCache, WeirError, kernels
-from weir.slab import FORMATS, coded
+from weir.slab import FORMATS, coded, quantised
 from weir.slab.quantised import INT8, PEAK, steps
 
 PIPES = [
@@ -57,8 +57,9 @@ def lossless(monkeypatch: pytest.MonkeyPatch) -> None:
     def dequantise(numbers: Tensor, peaks: Tensor, code: object, dtype: torch.dtype) -> Tensor:
         return numbers.to(dtype)
 
-    monkeypatch.setattr(coded, "quantise", quantise)
-    monkeypatch.setattr(coded, "dequantise", dequantise)
+    monkeypatch.setattr(quantised, "quantise", quantise)
+    for module in (quantised, coded):
+        monkeypatch.setattr(module, "dequantise", dequantise)
     monkeypatch.setattr(coded, "are_levels", lambda numbers, code: True)
     monkeypatch.setattr(kernels, "decode_coded", lambda device: None)
 

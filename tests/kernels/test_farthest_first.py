@@ -44,12 +44,37 @@ def test_it_picks_what_the_reference_picks_the_oldest_of_equal_ones(case):
 
 @pytest.mark.parametrize("dim", [1, 32, 64, 80, 129, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_picks_what_the_reference_picks_of_any_keys(dim, dtype):
+@pytest.mark.parametrize("k", [40, 200])
+def test_it_picks_what_the_reference_picks_of_any_keys(dim, dtype, k):
     # With float keys a distance may differ by roundings; near ties that would show are unlikely.
     keys = torch.randn(1, 3, 300, dim, generator=torch.Generator().manual_seed(dim)).to(dtype)
     among = torch.ones(1, 3, 300, dtype=torch.bool)
-    got = numba_centres.farthest_first(keys, among, 200)
-    assert torch.equal(got, farthest_first(keys, among, 200))
+    got = numba_centres.farthest_first(keys, among, k)
+    assert torch.equal(got, farthest_first(keys, among, k))
+
+
+@pytest.mark.parametrize("lanes", [8, 16])
+def test_a_vector_may_have_8_numbers_or_16(lanes, monkeypatch):
+    monkeypatch.setattr(numba_centres, "lanes", lambda: lanes)
+    keys = torch.randn(1, 2, 77, 21, generator=torch.Generator().manual_seed(3))
+    among = torch.arange(77).expand(1, 2, 77) % 5 > 0
+    got = numba_centres.farthest_first(keys, among, 40)
+    assert torch.equal(got, farthest_first(keys, among, 40))
+
+
+def test_so_many_distances_as_cannot_be_held_are_made_pick_by_pick(monkeypatch):
+    keys = torch.randn(1, 2, 60, 8, generator=torch.Generator().manual_seed(4))
+    among = torch.ones(1, 2, 60, dtype=torch.bool)
+    called, pick = [], numba_centres._compiled_pick_of_pairs
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            numba_centres, "_compiled_pick_of_pairs", lambda *a: called.append(1) or pick(*a)
+        )
+        for most in (60 * 60, 60 * 60 - 1):
+            patched.setattr(numba_centres, "_AT_ONCE", most)
+            got = numba_centres.farthest_first(keys, among, 50)
+            assert torch.equal(got, farthest_first(keys, among, 50))
+    assert len(called) == 1
 
 
 def test_threads_share_the_heads(monkeypatch):

@@ -1,4 +1,4 @@
-"""`weir` without its commands: what a command is, and `--version`.
+"""What a command is, and those whose files are imported. Knows the name of none.
 
 Nothing that is imported here imports PyTorch: commands import what they need when they run, so that
 help and lists come at once.
@@ -12,8 +12,6 @@ from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
-
-from weir import __version__
 
 # Progress and warnings of libraries would mix with ours; errors still come through.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -45,19 +43,18 @@ quick_command = _Command
 """What a command of a group is made as (`cls`)."""
 
 
-class _Commands(_Quick, TyperGroup):
-    """`weir` itself."""
+class Commands(_Quick, TyperGroup):
+    """A command that has commands of its own."""
 
 
-app = typer.Typer(
-    name="weir",
-    cls=_Commands,
-    help="Any Hugging Face decoder on token streams without end, in a KV cache of fixed size. "
-    "Pools of your own: weir --import my_pools,more/pools.py COMMAND.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # rich's help imports a parser of Markdown first
-)
+PLAIN: dict[str, Any] = {
+    "add_completion": False,
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": None,  # rich's help imports a parser of Markdown first
+}
+"""What every part of the command line is made with."""
+MADE: dict[str, typer.Typer] = {}
+"""By name, the commands whose files are imported."""
 
 
 def command(
@@ -72,26 +69,19 @@ def command(
     """
     metavar = "[OPTIONS]" if words is None else f"[OPTIONS] {words}"
     settings = {"allow_extra_args": words is not None}
-    return app.command(name, cls=_Command, context_settings=settings, options_metavar=metavar)
+
+    def make(function: Callable[..., Any]) -> Callable[..., Any]:
+        called = name or function.__name__
+        made = MADE[called] = typer.Typer(**PLAIN)
+        how = made.command(
+            called, cls=_Command, context_settings=settings, options_metavar=metavar
+        )
+        return how(function)
+
+    return make
 
 
 def group(name: str) -> typer.Typer:
     """A command that has commands of its own, and does something by itself."""
-    made = typer.Typer(cls=_Commands, rich_markup_mode=None, add_completion=False)
-    app.add_typer(made, name=name)
+    made = MADE[name] = typer.Typer(name=name, cls=Commands, **PLAIN)
     return made
-
-
-def _version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"weir {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, help="Show the version and leave."
-    ),
-) -> None:
-    pass

@@ -22,7 +22,7 @@ from weir.cli.common import (
     say_unused,
     was_given,
 )
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, near, shown
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -140,7 +140,6 @@ def _policies(text: str | None) -> tuple[str, ...]:
         return ()
     from weir.bench.figures.decode import PLAIN
     from weir.bench.figures.policies import comparable
-    from weir.evals.notation import near
 
     names = tuple(word for part in text.split(",") if (word := part.strip()))
     known = [PLAIN, *comparable()]

@@ -29,6 +29,7 @@ from weir.cli.common import (
     with_compiled_steps,
     with_products,
 )
+from weir.cli.early import known_policy
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.cli.signals import Interrupt, interruptible
 from weir.errors import WeirError
@@ -66,7 +67,8 @@ def chat(
         typer.Option(
             help="A pipe or a named policy, see `weir policies`; without a budget it gets what the "
             f"model's window and the memory allow, {MOST_SLOTS:,} slots at most. [default: "
-            f"weir.toml beside the model, or else {DEFAULT_NAME}]"
+            f"weir.toml beside the model, or else {DEFAULT_NAME}]",
+            callback=known_policy,
         ),
     ] = None,
     slots: SlotsName = None,
@@ -96,7 +98,6 @@ def chat(
 ) -> None:
     """Talk to a model for as long as you like; the cache stays as large as it is."""
     from weir.policies import chunk_of, policy_of, with_slots
-    from weir.stream import Conversation, Stream
 
     if temperature == 0:
         say_unused(
@@ -111,6 +112,8 @@ def chat(
             "--system is for a new conversation, and --session goes on with one that has begun; "
             "give one of them"
         )
+    from weir.stream import Conversation, Stream
+
     model, tokenizer = load_model(model_name, loading)
     if compiled:
         with_compiled_steps(model, compiled)  # which chooses products, too

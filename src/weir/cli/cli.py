@@ -12,6 +12,7 @@ import os
 import sys
 import warnings
 
+from weir.cli.collecting import seldom_collected
 from weir.cli.signals import INTERRUPTED, TERMINATED, Terminated, terminable
 from weir.errors import EXTRAS, WeirError, not_installed
 
@@ -27,7 +28,7 @@ def main() -> None:
     # Commands of one policy say so by themselves; in one that compares many it would come often.
     warnings.filterwarnings("ignore", message="weir: .* hold up to")
     try:
-        with terminable():
+        with terminable(), seldom_collected():
             from weir.cli.commands import run
 
             code = run(sys.argv[1:] or ["--help"])

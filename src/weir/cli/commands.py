@@ -1,34 +1,113 @@
-"""All commands, and carrying one out; wrong usage is one line. Knows none from the inside."""
+"""`weir` itself: which commands there are, and carrying one out; wrong usage is one line.
+
+A command's file is imported when that command is asked for, so that help, `--version` and misspelt
+words are answered at once. Knows none from the inside.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any
 
 import typer
+from typer.main import get_command
 
-from weir.cli import (  # noqa: F401  (they register)
-    advise,
-    attention_error,
-    bench,
-    bench_serve,
-    calibrate,
-    chat,
-    demo,
-    evaluate,
-    inspect,
-    policies,
-    report,
-    serve,
-    sinks,
-    size,
-    stream,
-    train,
-)
-from weir.cli.app import app
+from weir import __version__
+from weir.cli.app import MADE, PLAIN, Commands
 from weir.cli.importing import import_modules, without_import
 
 # typer brings click with it in some versions and not in others: what a wrong option raises.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+COMMANDS = {
+    "demo": "Read a book far past the model's window under several policies, and ask who "
+    "remembers.",
+    "chat": "Talk to a model for as long as you like; the cache stays as large as it is.",
+    "stream": "Read a text once, in constant memory, and report its perplexity.",
+    "serve": "Serve a model whose conversations have no end, in memory that is fixed at the start.",
+    "policies": "List the named policies and the pools a pipe can be made of, or tell all of those "
+    "named.",
+    "size": "Say how many bytes a stream and the weights take, and how many streams fit.",
+    "advise": "Try policies on the beginning of a text, within so much memory, and name one.",
+    "calibrate": "Measure which layers need how many slots, and write a policy that says so.",
+    "eval": "Measure policies on tasks, cell by cell, into a file that survives a crash.",
+    "report": "Write results as one HTML page with its plots inside, and as Markdown, CSV or "
+    "LaTeX.",
+    "inspect": "Look into a model: attention maps, sinks, keys, norms, and what a policy keeps, as "
+    "one page.",
+    "attention-error": "Compare attention under a policy with exact attention, layer by layer.",
+    "train": "Train a small model on books, of the shape and with the attention sink of your "
+    "choice.",
+    "sinks": "Train models with no sink, a Zero Sink, one and two learnable sinks, and stream "
+    "books with 0, 1, 2 and 4 initial tokens kept: StreamingLLM's section 3.3.",
+    "bench": "Time weir and its peers in turns, and print ratios beside their targets.",
+}
+"""Every command, and the first sentence of what it says of itself."""
+FILES = {
+    "attention-error": ("attention_error",),
+    "bench": ("bench", "bench_serve"),
+    "eval": ("evaluate",),
+}
+"""The files of a command that are not one of its name."""
+
+
+class _Imported(Mapping[str, Any]):
+    """The commands by name: one is imported and made when somebody looks it up."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in COMMANDS:
+            raise KeyError(name)
+        for file in FILES.get(name, (name,)):
+            import_module(f"weir.cli.{file}")
+        return get_command(MADE[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+class _Weir(Commands):
+    """`weir`, whose commands are listed without being imported."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "commands": _Imported()})
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names of all."""
+        return list(COMMANDS)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list of a help page: each name and its sentence."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+app = typer.Typer(
+    name="weir",
+    cls=_Weir,
+    help="Any Hugging Face decoder on token streams without end, in a KV cache of fixed size. "
+    "Pools of your own: weir --import my_pools,more/pools.py COMMAND.",
+    **PLAIN,
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"weir {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Show the version and leave."
+    ),
+) -> None:
+    pass
 
 
 def run(arguments: list[str]) -> int:

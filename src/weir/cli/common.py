@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weir.cli.early import known_model, known_policy
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
@@ -22,12 +24,16 @@ if TYPE_CHECKING:
     from weir.policies import Policy
 
 ModelName = Annotated[
-    str, typer.Option("--model", help="nano, a folder, or a Hugging Face Hub id.")
+    str,
+    typer.Option("--model", help="nano, a folder, or a Hugging Face Hub id.", callback=known_model),
 ]
 TextPath = Annotated[
     Path, typer.Option("--text", help="The text: UTF-8, plain or .xz; - for standard input.")
 ]
-PolicyText = Annotated[str, typer.Option(help="A pipe or a named policy; see `weir policies`.")]
+PolicyText = Annotated[
+    str,
+    typer.Option(help="A pipe or a named policy; see `weir policies`.", callback=known_policy),
+]
 Chunk = Annotated[
     int, typer.Option(min=1, help="New tokens taken in before it is decided again which stay.")
 ]

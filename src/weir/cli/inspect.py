@@ -18,6 +18,7 @@ from weir.cli.common import (
     progress,
     say,
 )
+from weir.cli.early import known_policy
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.errors import WeirError
 
@@ -46,7 +47,10 @@ def inspect(
         str, typer.Option(help="Which query heads: 0,1. By default what shows best.")
     ] = "",
     policy: Annotated[
-        str | None, typer.Option(help="A pipe or a named policy, to show what it keeps.")
+        str | None,
+        typer.Option(
+            help="A pipe or a named policy, to show what it keeps.", callback=known_policy
+        ),
     ] = None,
     sequences: Annotated[
         int, typer.Option(min=1, help="Short sequences that maps are averaged over.")

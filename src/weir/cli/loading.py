@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weir.cli.collecting import started
 from weir.cli.common import messages, say, waiting
 from weir.errors import WeirError
 
@@ -106,14 +107,18 @@ def load_model(
 
         from weir.models import from_where, is_encoder, is_local, load, load_encoder
 
-        read: Callable[..., Any] = load
+        read: Callable[..., tuple[PreTrainedModel, PreTrainedTokenizerBase]] = load
         if encoders and is_encoder(name, **from_where(loading)):
             if "weights" in loading:
                 raise WeirError("--weights is for models that stream, and this one is an encoder")
             read = load_encoder
         if is_local(name):
             disable_progress_bar()
-            return read(name, **loading)
+            loaded = read(name, **loading)
+            started()
+            return loaded
     if messages().is_terminal:
         say(f"fetching {name} from the Hugging Face Hub")  # which shows bars of its own
-    return read(name, **loading)
+    loaded = read(name, **loading)
+    started()
+    return loaded

@@ -18,6 +18,7 @@ from weir.cli.catalogue import (
 )
 from weir.cli.common import AsJson, output, print_json
 from weir.cli.uses import POLICIES
+from weir.errors import near
 
 
 @command(words="[NAME]...")
@@ -34,8 +35,6 @@ def policies(context: typer.Context, as_json: AsJson = False) -> None:
     known = {entry.name for entry in (*named, *pools)}
     for name in context.args:
         if name not in known:
-            from weir.evals.notation import near  # which imports PyTorch, and lists do without
-
             like = near(name.partition("(")[0].strip().lower(), known)
             raise typer.BadParameter(
                 f"no policy and no pool is called {name!r}{like or '; `weir policies` lists them'}"

@@ -22,6 +22,7 @@ from weir.cli.common import (
     waiting,
     with_products,
 )
+from weir.cli.early import known_model, known_policy
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.errors import WeirError
 
@@ -41,13 +42,19 @@ class Routing(StrEnum):
 def serve(
     context: typer.Context,
     model_name: Annotated[
-        str, typer.Argument(metavar="MODEL", help="nano, a folder, or a Hugging Face Hub id.")
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="nano, a folder, or a Hugging Face Hub id.",
+            callback=known_model,
+        ),
     ],
     policy: Annotated[
         str | None,
         typer.Option(
             help="A pipe or a named policy; see `weir policies` [default: weir.toml beside the "
-            f"model, or else {DEFAULT}]"
+            f"model, or else {DEFAULT}]",
+            callback=known_policy,
         ),
     ] = None,
     slots: SlotsName = None,

@@ -9,6 +9,7 @@ import typer
 from weir.cli.app import command
 from weir.cli.common import DEFAULT, AsJson, PolicyChunk, PolicyText, SlotsName, output, print_json
 from weir.cli.common import size as for_people
+from weir.cli.early import known_model
 from weir.cli.loading import Loading, loads_model
 
 
@@ -18,7 +19,9 @@ def size(
     model_name: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="nano, a folder, a config.json, or a Hugging Face Hub id."
+            metavar="MODEL",
+            help="nano, a folder, a config.json, or a Hugging Face Hub id.",
+            callback=known_model,
         ),
     ],
     policy: PolicyText = DEFAULT,

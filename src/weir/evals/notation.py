@@ -8,12 +8,12 @@ parenthesis or a space.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from weir.errors import PolicyError, WeirError
-from weir.policies import NUMBER, Parser, called, nearest, policy_of
+from weir.policies import NUMBER, Parser, called, policy_of
 from weir.pools import CONSTANTS, WORD
 
 QUANTISED = "quantised"
@@ -120,9 +120,3 @@ def with_budget(policy: str, budget: int) -> str:
             "without, like streaming_llm"
         )
     return str(policy_of(call.with_arguments(budget=budget)))
-
-
-def near(word: str, words: Iterable[str]) -> str:
-    """A hint at the nearest of some words, for the middle of a sentence; empty if none is near."""
-    found = nearest(word, words)
-    return "" if found is None else f", did you mean {found!r}?"

@@ -2,6 +2,7 @@
 
 from weir.kernels.kernels import (
     VARIABLE,
+    causal,
     decode,
     decode_coded,
     decode_exact,
@@ -11,14 +12,18 @@ from weir.kernels.kernels import (
     linear,
     linear8,
     paths,
+    read8,
     resample,
+    turned,
     walk,
+    write8,
 )
 from weir.kernels.loops import as_one, dots, in_memory, sums
 
 __all__ = [
     "VARIABLE",
     "as_one",
+    "causal",
     "decode",
     "decode_coded",
     "decode_exact",
@@ -30,7 +35,10 @@ __all__ = [
     "linear",
     "linear8",
     "paths",
+    "read8",
     "resample",
     "sums",
+    "turned",
     "walk",
+    "write8",
 ]

@@ -21,6 +21,8 @@ import torch
 
 from weir.errors import WeirError, not_installed
 
+LEAST_LANES = 16
+"""A kernel that takes queries in vectors takes so many, and values of so many numbers, at least."""
 Stored = tuple[torch.Tensor, torch.Tensor, int]
 """Quantised vectors: numbers as they are stored, their peaks, and how many steps make a peak."""
 VARIABLE = "WEIR_KERNELS"
@@ -34,6 +36,10 @@ _MADE = {
     ("numba", "decode_coded"): ("weir.kernels.numba_decode_coded", "decode_coded"),
     ("numba", "distances"): ("weir.kernels.numba_distances", "distances"),
     ("numba", "resample"): ("weir.kernels.numba_resample", "resample"),
+    ("numba", "causal"): ("weir.kernels.numba_causal", "causal"),
+    ("numba", "turned"): ("weir.kernels.numba_turns", "turned"),
+    ("numba", "read8"): ("weir.kernels.numba_codes", "read8"),
+    ("numba", "write8"): ("weir.kernels.numba_codes", "write8"),
     ("numba", "linear"): ("weir.kernels.numba_linear", "linear"),
     ("numba", "linear8"): ("weir.kernels.numba_linear", "linear8"),
     ("triton", "walk"): ("weir.kernels.triton_walk", "walk"),
@@ -104,6 +110,41 @@ def resample(device: torch.device) -> Callable[..., Any] | None:
     return _kernel(_library(device), "resample")
 
 
+def causal(queries: torch.Tensor, values: torch.Tensor) -> Callable[..., Any] | None:
+    """What answers the newest tokens over all slots (see `weir.kernels.numba_causal`); None for
+    PyTorch.
+
+    Args:
+        queries: [batch, kv_heads, group, length, key_dim].
+        values: as they lie in the slab [batch, kv_heads, slots, value_dim].
+    """
+    # PyTorch shares the heads out among threads.
+    if torch.get_num_threads() > 1 or min(queries.shape[3], values.shape[3]) < LEAST_LANES:
+        return None
+    return _of_floats("causal", queries)
+
+
+def turned(keys: torch.Tensor) -> Callable[..., Any] | None:
+    """What does as `weir.slab.positions.Rotary.move` for such keys (see
+    `weir.kernels.numba_turns`); None for PyTorch.
+    """
+    return _of_floats("turned", keys)
+
+
+def read8(out: torch.Tensor) -> Callable[..., Any] | None:
+    """What does as `weir.slab.quantised.dequantise` for vectors of 8 bits that are read into such a
+    tensor (see `weir.kernels.numba_codes`); None for PyTorch.
+    """
+    return _of_floats("read8", out)
+
+
+def write8(x: torch.Tensor) -> Callable[..., Any] | None:
+    """What does as `weir.slab.quantised.quantise` for such vectors and 8 bits (see
+    `weir.kernels.numba_codes`); None for PyTorch.
+    """
+    return _of_floats("write8", x)
+
+
 def linear(device: torch.device) -> Callable[..., Any] | None:
     """What does as `torch.nn.functional.linear` for few rows on a device (see
     `weir.kernels.numba_linear`); None where PyTorch alone does.
@@ -123,6 +164,13 @@ def paths(device: torch.device) -> dict[str, str]:
     library = _library(device)
     names = dict.fromkeys(kernel for _, kernel in _MADE)
     return {name: library if _kernel(library, name) else "reference" for name in names}
+
+
+def _of_floats(name: str, t: torch.Tensor) -> Callable[..., Any] | None:
+    """A kernel for float32 on the CPU; none in a graph that is being compiled, or for gradients."""
+    if t.device.type != "cpu" or t.dtype != torch.float32 or t.requires_grad:
+        return None
+    return None if torch.compiler.is_compiling() else _kernel(_library(t.device), name)
 
 
 def _library(device: torch.device) -> str:

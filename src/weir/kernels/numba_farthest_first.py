@@ -1,9 +1,11 @@
 """Greedy k-center on the CPU: `weir.pools.kcenter.farthest_first`, pick for pick.
 
-Each pick asks for the distance of all keys that are left to one of them, so keys lie with their
-slots side by side, and a pick goes through them once. Roofline: at most k times the keys of a head,
-read from the cache of the processor. Sums run over the dimensions of a key in another order than
-PyTorch's, so a distance may differ by roundings.
+Each pick asks for the distance of all keys that are left to one of them. Where a good part of the
+keys is picked, all distances are made beforehand, by tiles (`numba_pairs`); of many keys they would
+be too many to be held, and of few picks most would be made for nothing. Then keys lie with their
+slots side by side, and a pick goes through them once. Roofline: that of the distances, or at most k
+times the keys of a head, read from the cache of the processor. Sums run over the dimensions of a
+key in another order than PyTorch's, so a distance may differ by roundings.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weir.kernels.numba_pairs import nearer, pairs
 from weir.kernels.numba_tools import compiled, spread
+from weir.kernels.numba_vectors import lanes
 
 _WORTH_A_THREAD = 2**26
 """Differences below which a thread of their own costs more than it saves."""
@@ -21,6 +25,12 @@ _BETWEEN = 64
 """Picks after which the keys that are left are packed side by side."""
 _TOGETHER = 8
 """Dimensions whose differences are summed before `square` is written."""
+_AT_ONCE = 2**20
+"""Distances that are held, of a head and in each thread: 4 MB."""
+_SHARE = 5
+"""All distances are made if one of so many keys is picked, or more: the tiles take about a quarter
+of the time for each, and make those to keys that are picked early too.
+"""
 
 
 def _pick(
@@ -85,15 +95,45 @@ def _pick(
             reach[at] = -1.0
 
 
-_compiled_pick = compiled(_pick)
+def _pick_of_pairs(
+    keys: np.ndarray,
+    far: np.ndarray,
+    weight: np.ndarray,
+    wanted: np.ndarray,
+    order: np.ndarray,
+    widest: np.ndarray,
+) -> None:
+    heads, slots, dim = keys.shape
+    width = widest[0]
+    number = (slots + width - 1) // width
+    panels = np.empty((number, dim * width), np.float32)
+    distances = np.empty((number * width, number * width), np.float32)
+    reach, heavy = np.empty(number * width, np.float32), np.ones(number * width, np.float32)
+    most, where = np.empty(width, np.float32), np.empty(width, np.int32)
+    for head in range(heads):
+        pairs(keys[head], width, panels, distances)
+        reach[:slots], heavy[:slots] = far[head], weight[head]
+        reach[slots:] = -1.0
+        largest, at = np.float32(-1.0), 0
+        for place in range(slots):
+            if reach[place] > largest:
+                largest, at = reach[place], place
+        for done in range(wanted[head]):
+            if largest < 0.0:
+                break
+            order[head, at] = done
+            reach[at] = -1.0
+            largest, at = nearer(distances[at], heavy, reach, width, most, where)
+
+
+_compiled_pick, _compiled_pick_of_pairs = compiled(_pick), compiled(_pick_of_pairs)
 
 
 def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = None) -> Tensor:
     """In which order keys are picked [batch, kv_heads, n], int64, -1 for no; as the reference.
 
     Args:
-        keys: [batch, kv_heads, n, key_dim]; zeros are added until `_TOGETHER` divides key_dim,
-            which changes no distance.
+        keys: [batch, kv_heads, n, key_dim].
         among: the candidates [batch, kv_heads, n], bool.
         k: how many are picked of each head.
         weight: what distances are multiplied by [batch, kv_heads, n], float32; None for 1.
@@ -102,9 +142,17 @@ def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = 
     heavy = torch.ones_like(far) if weight is None else weight.flatten(0, 1).float().clone()
     order = torch.full(far.shape, -1, dtype=torch.int64, device=far.device)
     if far.numel():
-        whole = F.pad(keys.float(), (0, -keys.shape[3] % _TOGETHER))
-        by_dimension = whole.flatten(0, 1).mT.clone(memory_format=torch.contiguous_format)
-        wanted = torch.full((by_dimension.shape[0],), k)
-        arrays = [t.numpy() for t in (by_dimension, far, heavy, wanted, order)]
-        spread(_compiled_pick, arrays, 1 + k * by_dimension.numel() // _WORTH_A_THREAD)
+        heads, slots = far.shape
+        wanted = torch.full((heads,), k)
+        threads = 1 + k * keys.numel() // _WORTH_A_THREAD
+        if slots * slots <= _AT_ONCE and slots <= _SHARE * k:
+            lines, pick = keys.float().contiguous().flatten(0, 1), _compiled_pick_of_pairs
+            more = [torch.full((heads,), lanes())]
+        else:
+            # Zeros change no distance.
+            whole = F.pad(keys.float(), (0, -keys.shape[3] % _TOGETHER)).flatten(0, 1)
+            lines, pick = whole.mT.clone(memory_format=torch.contiguous_format), _compiled_pick
+            more = []
+        arrays = [t.numpy() for t in (lines, far, heavy, wanted, order, *more)]
+        spread(pick, arrays, threads)
     return order.view_as(among)

@@ -10,6 +10,9 @@ import numba
 import numpy as np
 import torch
 
+Steps = tuple[int, ...]
+"""How many numbers apart the rows, heads, slots and so on of a buffer are."""
+
 
 def compiled(function: Callable[..., None], fastmath: Collection[str] = ()) -> Callable[..., None]:
     """The function in machine code, without the interpreter's lock; kept for the next process.
@@ -39,3 +42,19 @@ def spread(function: Callable[..., None], arrays: Sequence[np.ndarray], limit: i
     spans = [[array[start:stop] for array in arrays] for start, stop in pairwise(cuts)]
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda span: function(*span), spans))
+
+
+def in_lines(t: torch.Tensor) -> tuple[np.ndarray, Steps]:
+    """The memory under a buffer or a view of one, and where its lines begin in it.
+
+    An array of several dimensions with gaps between its lines is to numba one whose lines may have
+    gaps too, and loops over those are not made into vectors.
+
+    Args:
+        t: [..., dim], on the CPU. Where the numbers of a line are not side by side
+            it is copied, and what is written to the copy is lost.
+    """
+    t = t.detach() if t.stride(3) == 1 else t.detach().contiguous()
+    steps = t.stride()
+    last = sum((n - 1) * step for n, step in zip(t.shape, steps, strict=True))
+    return t.as_strided((last + 1,), (1,)).numpy(), steps[:-1]

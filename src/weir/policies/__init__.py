@@ -2,7 +2,7 @@
 
 from weir.policies import wrappers  # noqa: F401  (its policies get their names, and the library's)
 from weir.policies.file import at_home, check_regular, is_file, written_policy_file
-from weir.policies.grammar import NUMBER, Parser, called, nearest, policy, policy_of, saved_policy
+from weir.policies.grammar import NUMBER, Parser, called, policy, policy_of, saved_policy
 from weir.policies.layered import Layered
 from weir.policies.naming import named
 from weir.policies.pinned import Pinned, with_pin
@@ -37,7 +37,6 @@ __all__ = [
     "is_file",
     "load_plugins",
     "named",
-    "nearest",
     "policy",
     "policy_of",
     "saved_policy",

@@ -6,16 +6,15 @@ their signatures, so that a new one needs no line here.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from typing import Any, ClassVar
 
-from weir.errors import PolicyError, WeirError, shown
+from weir.errors import PolicyError, WeirError, nearest, shown
 from weir.policies.checks import check_format, check_place
 from weir.policies.file import is_file, read_policy_file
 from weir.policies.layered import Layered
@@ -428,13 +427,6 @@ class Parser:
         near = nearest(word.group(), names or []) if word else None
         hint = "" if near is None else f"; did you mean {near!r}?"
         return PolicyError(problem + hint, self.text, at)
-
-
-def nearest(word: str, names: Iterable[str]) -> str | None:
-    """The name that a word was most likely meant for, in whatever case; None if none is near."""
-    known = {name.lower(): name for name in names}
-    found = difflib.get_close_matches(word.lower(), known, 1)
-    return known[found[0]] if found else None
 
 
 def _is_named(call: Call) -> bool:

@@ -10,7 +10,14 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from weir.slab.quantised import Code, Format, are_levels, dequantise, quantise
+from weir.slab.quantised import (
+    Code,
+    Format,
+    are_levels,
+    dequantise,
+    dequantise_into,
+    quantise_into,
+)
 
 CODED = "coded."
 """What the names of a slab's buffers of quantised slots begin with."""
@@ -55,13 +62,18 @@ class Coded:
         """The buffers, by the names that a slab has for them."""
         return {CODED + name: t for name, t in self.buffers.items()}
 
-    def keys(self, start: int, stop: int) -> Tensor:
-        """As attention reads them [batch, kv_heads, stop - start, key_dim]."""
-        return self._read(KEYS, start, stop)
+    def keys(self, start: int, stop: int, behind: Tensor | None = None) -> Tensor:
+        """As attention reads them [batch, kv_heads, stop - start, key_dim], in new memory.
 
-    def values(self, start: int, stop: int) -> Tensor:
-        """[batch, kv_heads, stop - start, value_dim]."""
-        return self._read(VALUES, start, stop)
+        Args:
+            start, stop: which slots.
+            behind: exact keys that are to lie behind them.
+        """
+        return self._read(KEYS, start, stop, behind)
+
+    def values(self, start: int, stop: int, behind: Tensor | None = None) -> Tensor:
+        """[batch, kv_heads, stop - start, value_dim], as `keys`."""
+        return self._read(VALUES, start, stop, behind)
 
     def masters(self, start: int, stop: int) -> Tensor:
         """Keys as they were said, or as attention reads them where they never move."""
@@ -129,13 +141,22 @@ class Coded:
     def _code(self, name: str) -> Code:
         return self.format.values if name == VALUES else self.format.keys
 
-    def _read(self, name: str, start: int, stop: int) -> Tensor:
-        code = self._code(name)
-        numbers, peaks = self.buffers[name], self.buffers[f"{name}_peaks"]
-        return dequantise(numbers[:, :, start:stop], peaks[:, :, start:stop], code, self.dtype)
+    def _read(self, name: str, start: int, stop: int, behind: Tensor | None = None) -> Tensor:
+        """Slots of a buffer as they are read, and exact ones behind them in the same tensor."""
+        numbers, peaks = (self.buffers[n][:, :, start:stop] for n in (name, f"{name}_peaks"))
+        code, count = self._code(name), stop - start
+        if torch.compiler.is_compiling():
+            read = dequantise(numbers, peaks, code, self.dtype)
+            return read if behind is None else torch.cat([read, behind], dim=2)
+        more = 0 if behind is None else behind.shape[2]
+        dim = code.numbers(numbers.shape[3])
+        out = peaks.new_empty((*numbers.shape[:2], count + more, dim), dtype=self.dtype)
+        dequantise_into(numbers, peaks, code, out[:, :, :count])
+        if behind is not None:
+            out[:, :, count:] = behind
+        return out
 
     def _write(self, name: str, start: int, x: Tensor) -> None:
-        code = self._code(name)
-        stop = start + x.shape[2]
-        for kind, t in zip((name, f"{name}_peaks"), quantise(x, code), strict=True):
-            self.buffers[kind][:, :, start:stop] = t
+        some = slice(start, start + x.shape[2])
+        numbers, peaks = (self.buffers[n][:, :, some] for n in (name, f"{name}_peaks"))
+        quantise_into(x, self._code(name), numbers, peaks)

@@ -28,6 +28,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from weir import kernels
+
 
 @dataclass(frozen=True)
 class Rotary:
@@ -105,9 +107,19 @@ class Rotary:
         self._memo[:] = [(positions, turn)]
         return turn.of(x)
 
-    def move(self, keys: Tensor, by: Tensor) -> Tensor:
-        """Rotated keys [batch, heads, n, dim] moved on by `by` [batch, heads, n] positions."""
-        return self.turns(by).of(keys)
+    def move(self, keys: Tensor, by: Tensor, out: Tensor | None = None) -> Tensor:
+        """Rotated keys [batch, heads, n, dim] moved on by `by` [batch, heads, n] positions.
+
+        Args:
+            keys, by: other memory than `out`'s.
+            out: where they are written; None for new memory.
+        """
+        turned = kernels.turned(keys)
+        if turned is not None:
+            moved: Tensor = turned(keys, by, self._per_turn, out)
+            return moved
+        moved = self.turns(by).of(keys)
+        return moved if out is None else out.copy_(moved)
 
 
 class Turn(NamedTuple):

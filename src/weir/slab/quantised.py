@@ -22,10 +22,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weir import kernels
+
 PEAK = torch.bfloat16
 """The dtype of peaks: any number a model makes, in two bytes."""
 _LARGEST = {torch.float16: 65280.0, torch.float64: torch.finfo(torch.bfloat16).max}
 """The largest number of bfloat16 that the dtype has too."""
+_LEAST = 2.0**-100
+"""No peak is smaller."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,10 @@ class Code:
     def stored(self, dim: int) -> int:
         """How many numbers of `dtype` a vector of `dim` numbers takes."""
         return dim // 2 if self.halves else dim
+
+    def numbers(self, stored: int) -> int:
+        """How many numbers a vector has of which so many are stored."""
+        return 2 * stored if self.halves else stored
 
     def peaks(self, dim: int) -> int:
         """How many peaks it has."""
@@ -108,13 +116,23 @@ def quantise(x: Tensor, code: Code) -> tuple[Tensor, Tensor]:
     """
     wide = x.float().unflatten(-1, (code.peaks(x.shape[-1]), -1))
     largest = wide.abs().amax(dim=-1)
-    low = 2.0**-100
+    low = _LEAST
     if x.dtype == torch.float16:
         # Its smallest numbers are 2^-24 apart, and have to tell the closest levels from each other.
         low = max(2.0**-14, 2.0**-22 * code.levels / code.finest)
     high = _LARGEST.get(x.dtype, torch.finfo(PEAK).max)
     peaks = largest.clamp(low, high).to(PEAK)
     return _written((wide / steps(peaks, code)[..., None]).flatten(-2), code), peaks
+
+
+def quantise_into(x: Tensor, code: Code, numbers: Tensor, peaks: Tensor) -> None:
+    """`quantise` into tensors of the shapes and dtypes that it returns; x of four dimensions."""
+    write = kernels.write8(x) if _whole_bytes(code) else None
+    if write is not None:
+        write(x, numbers, peaks, code.levels, _LEAST, torch.finfo(PEAK).max)
+        return
+    for into, t in zip((numbers, peaks), quantise(x, code), strict=True):
+        into.copy_(t)
 
 
 def steps(peaks: Tensor, code: Code) -> Tensor:
@@ -130,6 +148,15 @@ def dequantise(numbers: Tensor, peaks: Tensor, code: Code, dtype: torch.dtype) -
     return (levels * steps(peaks, code)[..., None]).flatten(-2).to(dtype)
 
 
+def dequantise_into(numbers: Tensor, peaks: Tensor, code: Code, out: Tensor) -> None:
+    """`dequantise` into a tensor of four dimensions [..., dim]."""
+    read8 = kernels.read8(out) if _whole_bytes(code) else None
+    if read8 is not None:
+        read8(numbers, peaks, code.levels, out)
+    else:
+        out.copy_(dequantise(numbers, peaks, code, out.dtype))
+
+
 def read(numbers: Tensor, code: Code) -> Tensor:
     """What is stored, in steps [..., dim], float32."""
     if code.halves:
@@ -142,6 +169,11 @@ def read(numbers: Tensor, code: Code) -> Tensor:
 def are_levels(numbers: Tensor, code: Code) -> bool:
     """Whether all that is stored could have been written."""
     return bool((read(numbers, code).abs() <= code.levels).all())
+
+
+def _whole_bytes(code: Code) -> bool:
+    """Whether each number is a whole one in a byte, and a vector has one peak."""
+    return code.dtype == torch.int8 and code.group is None
 
 
 def _written(levels: Tensor, code: Code) -> Tensor:

@@ -139,10 +139,7 @@ class Slab:
         if self.coded is None or start >= first:
             return keys, values
         stop = min(stop, first)
-        return (
-            torch.cat([self.coded.keys(start, stop), keys], dim=2),
-            torch.cat([self.coded.values(start, stop), values], dim=2),
-        )
+        return self.coded.keys(start, stop, keys), self.coded.values(start, stop, values)
 
     def run(self, start: int, stop: int) -> Slots:
         """Slots of the run or of the tail, as a view."""

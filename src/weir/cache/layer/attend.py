@@ -57,6 +57,7 @@ def read(
     slots: tuple[int, int],
     *,
     plain: bool,
+    causal: bool = False,
 ) -> Tensor:
     """Attention over some slots [batch, kv_heads, group, width, value_dim].
 
@@ -69,17 +70,26 @@ def read(
         slots: from the first that is in use in any row to behind the last.
         plain: every slot that a query may see holds one token that counts once, so that weights
             need not be looked at.
+        causal: the queries are of the last slots, and each sees all slots up to its own: the bias
+            says no more than that.
     """
     start, stop = slots
+    weighed = slab.split is None or plain
+    if causal and weighed and fuses(form) and form.sinks is None:
+        kernel = kernels.causal(queries, slab.values)
+        if kernel is not None:
+            weights = None if plain else slab.b[:, :, start:stop]
+            answers: Tensor = kernel(queries, *slab.read(start, stop), weights, form.scale)
+            return answers
     out = _by_kernel(slab, queries, form, bias, slots, plain=plain)
     if out is not None:
         return out
     if bias is not None and start and bias.shape[4] > 1:
         bias = bias[..., start:]
     keys, values = slab.read(start, stop)
-    kernel = two_weight_kernel(queries)
-    if kernel or not fuses(form):
-        return (kernel or two_weight_attention)(
+    each = two_weight_kernel(queries)
+    if each or not fuses(form):
+        return (each or two_weight_attention)(
             queries, keys, values, slab.a[:, :, start:stop], slab.b[:, :, start:stop], form, bias
         )
     if not plain:

@@ -259,7 +259,7 @@ class Folding:
             shift = frame - position
             if slab.masters is not None and count:
                 masters = slab.masters[:, :, :count]
-                slab.keys[:, :, :count] = rotary.move(masters, shift[:, :, :count])
+                rotary.move(masters, shift[:, :, :count], slab.keys[:, :, :count])
             if slab.coded is not None and lies.coded_front:
                 said = slab.coded.masters(0, lies.coded_front)
                 slab.coded.write_keys(0, rotary.move(said, shift[:, :, count:]))

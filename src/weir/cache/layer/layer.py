@@ -397,7 +397,8 @@ class Layer(LayerRows):
             return watched.answers
         self._pending = Pending(piece, form)
         plain = self._plain and in_step
-        return read(spec, slab, queries, form, bias, slots, plain=plain)
+        causal = in_step and spec.positions.window is None and spec.positions.alibi is None
+        return read(spec, slab, queries, form, bias, slots, plain=plain, causal=causal)
 
     def _note_spans(self, piece: Piece) -> None:
         """Keep where the tokens of a piece stand on three axes, for the folds that move them."""

@@ -17,9 +17,8 @@ from typing import Any
 import jinja2
 import yaml
 
-from weir.errors import WeirError
+from weir.errors import WeirError, near
 from weir.evals.data.extras import needed
-from weir.evals.notation import near
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weir.cache import Positions, Prefill
-from weir.errors import WeirError
-from weir.evals.notation import near
+from weir.errors import WeirError, near
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,349 @@
+"""Attention of the newest tokens over all slots, themselves among them, on one thread of a CPU.
+
+What a piece of a prompt asks. PyTorch's fused attention adds a mask as large as queries times
+slots, though a query sees all slots but the few behind its own. Here 8 or 16 queries of a head are
+the lanes of a vector. Their logits over all slots up to the last that one of them sees are made by
+tiles, whose sums stay in registers; one pass has their largest, one the exponentials, and the
+weighted values are tiles again. No more logits are held than those of these queries, and keys are
+packed once for all heads that share them. Sums are float32, in the order of slots.
+
+Roofline: two products and two sums for each number of each key that a query sees, at the pace of
+the processor.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.core.cgutils import alloca_once_value, for_range
+from numba.extending import intrinsic
+from torch import Tensor
+
+from weir.kernels.numba_tools import Steps, compiled, in_lines
+from weir.kernels.numba_vectors import (
+    FLOAT,
+    INT,
+    LONG,
+    everywhere,
+    lanes,
+    of_each,
+    turned,
+    vector_at,
+)
+
+_LOG2E, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, 0.693359375, -2.12194440e-4
+_LEAST = -87.0
+_POLYNOMIAL = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
+"""Cephes', of e^f for f in half an octave of 0."""
+_MATH = ("contract",)
+
+
+def _sums(builder: ir.IRBuilder, x: Any, numbers: Any, count: Any, step: Any, width: int) -> Any:
+    """`sums[i] = sum over j of x[j] * numbers[j * step + i]`, as many vectors as one has lanes.
+
+    Args:
+        builder: of the code.
+        x: address of vectors [count].
+        numbers: address of floats, `step` from one `j` to the next.
+        count, step: 64-bit numbers.
+        width: lanes of a vector.
+    """
+    nothing = ir.Constant(ir.VectorType(FLOAT, width), [0.0] * width)
+    total = [alloca_once_value(builder, nothing) for _ in range(width)]
+    for sums in total:
+        builder.store(nothing, sums)
+    with for_range(builder, count) as loop:
+        factor = builder.load(
+            vector_at(builder, x, builder.mul(loop.index, LONG(width)), width), align=4
+        )
+        line = builder.gep(numbers, [builder.mul(loop.index, step)])
+        for i, sums in enumerate(total):
+            number = everywhere(builder, builder.load(builder.gep(line, [LONG(i)])), width)
+            product = builder.fmul(factor, number, flags=_MATH)
+            builder.store(builder.fadd(builder.load(sums), product, flags=_MATH), sums)
+    return [builder.load(sums) for sums in total]
+
+
+@intrinsic(prefer_literal=True)
+def _pack(typing: Any, lines: Any, step: Any, out: Any, factor: Any, lanes: Any) -> Any:
+    """`out[i, lane] = lines[lane, i] * factor` for a square of numbers.
+
+    Args:
+        typing: of the call; numba's.
+        lines: address of float32, `step` numbers from a line to the next.
+        step: how many.
+        out: address of float32 [lanes, lanes], which are written.
+        factor: float32.
+        lanes: 8 or 16, a constant.
+    """
+    width = lanes.literal_value
+    signature = types.void(types.uintp, types.intp, types.uintp, types.float32, lanes)
+
+    def write(context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
+        lines_at, out_at = (builder.inttoptr(given[i], FLOAT.as_pointer()) for i in (0, 2))
+        factor = everywhere(builder, given[3], width)
+        read = [
+            builder.load(
+                vector_at(builder, lines_at, builder.mul(given[1], LONG(i)), width), align=4
+            )
+            for i in range(width)
+        ]
+        for i, line in enumerate(turned(builder, read)):
+            at = vector_at(builder, out_at, LONG(i * width), width)
+            builder.store(builder.fmul(line, factor), at, align=4)
+        return context.get_dummy_value()
+
+    return signature, write
+
+
+@intrinsic(prefer_literal=True)
+def _multiply(
+    typing: Any, x: Any, numbers: Any, count: Any, step: Any, out: Any, lanes: Any
+) -> Any:
+    """`_sums` into `out`, float32 [lanes, lanes]; arguments as there, by address."""
+    width = lanes.literal_value
+    signature = types.void(*[types.uintp] * 5, lanes)
+
+    def write(context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
+        x_at, numbers_at, out_at = (
+            builder.inttoptr(given[i], FLOAT.as_pointer()) for i in (0, 1, 4)
+        )
+        for i, sums in enumerate(_sums(builder, x_at, numbers_at, given[2], given[3], width)):
+            builder.store(sums, vector_at(builder, out_at, LONG(i * width), width), align=4)
+        return context.get_dummy_value()
+
+    return signature, write
+
+
+@intrinsic(prefer_literal=True)
+def _answer(
+    typing: Any,
+    x: Any,
+    numbers: Any,
+    count: Any,
+    step: Any,
+    share: Any,
+    out: Any,
+    out_step: Any,
+    lanes: Any,
+) -> Any:
+    """`out[lane, i] = share[lane] * _sums[i, lane]`; arguments as there, by address."""
+    width = lanes.literal_value
+    signature = types.void(*[types.uintp] * 7, lanes)
+
+    def write(context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
+        x_at, numbers_at, share_at, out_at = (
+            builder.inttoptr(given[i], FLOAT.as_pointer()) for i in (0, 1, 4, 5)
+        )
+        share = builder.load(vector_at(builder, share_at, LONG(0), width), align=4)
+        sums = _sums(builder, x_at, numbers_at, given[2], given[3], width)
+        weighed = [builder.fmul(line, share) for line in sums]
+        for i, line in enumerate(turned(builder, weighed)):
+            at = vector_at(builder, out_at, builder.mul(given[6], LONG(i)), width)
+            builder.store(line, at, align=4)
+        return context.get_dummy_value()
+
+    return signature, write
+
+
+@intrinsic(prefer_literal=True)
+def _weigh(typing: Any, logits: Any, mask: Any, count: Any, share: Any, lanes: Any) -> Any:
+    """Logits, with a number for each slot added, become exponentials of what they are below the
+    largest; the sum of these is the denominator.
+
+    Args:
+        typing: of the call; numba's.
+        logits: address of float32 [count, lanes], written over.
+        mask: address of float32 [count].
+        count: slots.
+        share: address of float32 [lanes], which are written: one over the sum of each lane. 0
+            where every logit is -inf, not a number where one is not, or is infinite.
+        lanes: 8 or 16, a constant.
+    """
+    width = lanes.literal_value
+    vector, whole = ir.VectorType(FLOAT, width), ir.VectorType(INT, width)
+    signature = types.void(*[types.uintp] * 4, lanes)
+
+    def write(context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
+        logits_at, mask_at, share_at = (
+            builder.inttoptr(given[i], FLOAT.as_pointer()) for i in (0, 1, 3)
+        )
+
+        def of(number: float) -> Any:
+            return ir.Constant(vector, [number] * width)
+
+        def times_plus(x: Any, factor: Any, term: Any) -> Any:
+            product = builder.fmul(x, factor, flags=_MATH)
+            return builder.fadd(product, term, flags=_MATH)
+
+        def at(place: Any) -> Any:
+            return vector_at(builder, logits_at, builder.mul(place, LONG(width)), width)
+
+        highest, total = (alloca_once_value(builder, of(0.0)) for _ in range(2))
+        builder.store(of(-math.inf), highest)
+        builder.store(of(0.0), total)
+        with for_range(builder, given[2]) as loop:
+            more = everywhere(builder, builder.load(builder.gep(mask_at, [loop.index])), width)
+            logit = builder.fadd(builder.load(at(loop.index), align=4), more)
+            builder.store(logit, at(loop.index), align=4)
+            yet = builder.load(highest)
+            builder.store(
+                builder.select(builder.fcmp_ordered(">", logit, yet), logit, yet), highest
+            )
+            builder.store(builder.fadd(builder.load(total), logit), total)
+        top, added = builder.load(highest), builder.load(total)
+        wrong = builder.or_(
+            builder.fcmp_ordered("==", top, of(math.inf)),
+            builder.fcmp_unordered("uno", added, added),
+        )
+        top = builder.select(builder.fcmp_ordered("==", top, of(-math.inf)), of(0.0), top)
+        builder.store(of(0.0), total)
+        with for_range(builder, given[2]) as loop:
+            # e^x = 2^n e^f, with f in half an octave of 0.
+            x = builder.fsub(builder.load(at(loop.index), align=4), top)
+            counts = builder.fcmp_ordered(">", x, of(_LEAST))
+            x = builder.select(counts, x, of(_LEAST))
+            n = of_each(builder, "floor", times_plus(x, of(_LOG2E), of(0.5)))
+            f = times_plus(n, of(-_LN2_LOW), times_plus(n, of(-_LN2_HIGH), x))
+            p = of(_POLYNOMIAL[0])
+            for factor in _POLYNOMIAL[1:]:
+                p = times_plus(p, f, of(factor))
+            p = builder.fadd(times_plus(builder.fmul(p, f), f, f), of(1.0))
+            power = builder.add(builder.fptosi(n, whole), ir.Constant(whole, [127] * width))
+            power = builder.shl(power, ir.Constant(whole, [23] * width))
+            p = builder.fmul(p, builder.bitcast(power, vector))
+            p = builder.select(counts, p, of(0.0))
+            builder.store(p, at(loop.index), align=4)
+            builder.store(builder.fadd(builder.load(total), p), total)
+        added = builder.load(total)
+        share = builder.fdiv(of(1.0), added)
+        share = builder.select(builder.fcmp_ordered("==", added, of(0.0)), of(0.0), share)
+        share = builder.select(wrong, of(math.nan), share)
+        builder.store(share, vector_at(builder, share_at, LONG(0), width), align=4)
+        return context.get_dummy_value()
+
+    return signature, write
+
+
+@njit(nogil=True)
+def _packed(
+    lines: np.ndarray, at: int, step: int, dim: int, factor: float, widest: int, out: np.ndarray
+) -> None:
+    """Lines from place `at` on, number by number side by side: out[i * widest + lane]."""
+    scale = np.float32(factor)
+    start, to = lines[at:].ctypes.data, out.ctypes.data
+    done = dim - dim % widest
+    for first in range(0, done, widest):
+        if widest == 16:
+            _pack(start + 4 * first, step, to + 4 * first * widest, scale, 16)
+        else:
+            _pack(start + 4 * first, step, to + 4 * first * widest, scale, 8)
+    for i in range(done, dim):
+        for lane in range(widest):
+            out[i * widest + lane] = lines[at + lane * step + i] * scale
+
+
+def _attend(
+    queries: np.ndarray,
+    query_steps: Steps,
+    keys: np.ndarray,
+    key_steps: Steps,
+    values: np.ndarray,
+    value_steps: Steps,
+    mask: np.ndarray,
+    scale: float,
+    widest: int,
+    dim: int,
+    slots: int,
+    out: np.ndarray,
+) -> None:
+    """Answers [batch, heads, group, length, value_dim] into `out`; see `causal`."""
+    batch, heads, group, length, width = out.shape
+    panels = np.empty(((slots + widest - 1) // widest, dim * widest), np.float32)
+    asked = np.empty(dim * widest, np.float32)
+    logits = np.empty((len(panels) * widest, widest), np.float32)
+    share, none = np.empty(widest, np.float32), np.zeros(slots, np.float32)
+    rest = slots % widest
+    last = np.zeros((widest, dim), np.float32)
+    to_asked, to_logits, to_share = asked.ctypes.data, logits.ctypes.data, share.ctypes.data
+    for both in range(batch * heads):
+        row, head = both // heads, both % heads
+        at = row * key_steps[0] + head * key_steps[1]
+        for panel in range(slots // widest):
+            first = at + panel * widest * key_steps[2]
+            _packed(keys, first, key_steps[2], dim, 1.0, widest, panels[panel])
+        for i in range(rest):
+            first = at + (slots - rest + i) * key_steps[2]
+            last[i] = keys[first : first + dim]
+        if rest:
+            _packed(last.reshape(-1), 0, dim, dim, 1.0, widest, panels[slots // widest])
+        weights = mask[row, head] if mask.shape[0] else none
+        value_at = values[row * value_steps[0] + head * value_steps[1] :].ctypes.data
+        at = row * query_steps[0] + head * query_steps[1]
+        for member in range(group):
+            for begin in range(0, length, widest):
+                # The last few, where they are no vector, are asked with some before them again.
+                start = min(begin, length - widest)
+                first = at + member * query_steps[2] + start * query_steps[3]
+                _packed(queries, first, query_steps[3], dim, scale, widest, asked)
+                # The first of these queries sees the slots up to this one, each next one more.
+                own = slots - length + start
+                seen = own + widest
+                for panel in range((seen + widest - 1) // widest):
+                    to = to_logits + 4 * widest * widest * panel
+                    number = panels[panel].ctypes.data
+                    if widest == 16:
+                        _multiply(to_asked, number, dim, 16, to, 16)
+                    else:
+                        _multiply(to_asked, number, dim, 8, to, 8)
+                for ahead in range(1, widest):
+                    for lane in range(ahead):
+                        logits[own + ahead, lane] = -np.inf
+                if widest == 16:
+                    _weigh(to_logits, weights.ctypes.data, seen, to_share, 16)
+                else:
+                    _weigh(to_logits, weights.ctypes.data, seen, to_share, 8)
+                answers = out[row, head, member, start].ctypes.data
+                for part in range(0, width, widest):
+                    place = 4 * min(part, width - widest)
+                    number, to, step = value_at + place, answers + place, value_steps[2]
+                    if widest == 16:
+                        _answer(to_logits, number, seen, step, to_share, to, width, 16)
+                    else:
+                        _answer(to_logits, number, seen, step, to_share, to, width, 8)
+
+
+_run = compiled(_attend)
+_NO_MASK = np.empty((0, 0, 0), np.float32)
+
+
+def causal(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """The answers [batch, kv_heads, group, length, value_dim]; zero for a query that sees nothing.
+
+    Args:
+        queries: of the tokens of the last `length` slots, in their order
+            [batch, kv_heads, group, length, key_dim], float32; 16 or more.
+        keys, values: [batch, kv_heads, slots, dim], float32; values of 16 numbers or more.
+        mask: log-weights of slots, the same in both sums [batch, kv_heads, slots], float32; None
+            where all are 0.
+        scale: factor of the logits.
+    """
+    out = torch.empty((*queries.shape[:4], values.shape[3]))
+    weights = _NO_MASK if mask is None else mask.detach().contiguous().numpy()
+    given = *in_lines(queries), *in_lines(keys), *in_lines(values), weights
+    _run(*given, scale, lanes(), keys.shape[3], keys.shape[2], out.numpy())
+    return out

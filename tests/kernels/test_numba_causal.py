@@ -1,0 +1,102 @@
+"""The kernel for a piece of a prompt equals two-weight attention. Bound: as `test_decode_exact`."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import weir
+from weir import kernels
+from weir.cache.layer.mask import band
+from weir.slab.attention import Form, two_weight_attention
+
+numba_causal = pytest.importorskip(
+    "weir.kernels.numba_causal",
+    reason="not installed: pip install 'weir[fast]'",
+    exc_type=ImportError,
+)
+EPS = 2.0**-24
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**32),
+    batch=st.integers(1, 2),
+    kv_heads=st.integers(1, 2),
+    group=st.sampled_from([1, 3]),
+    length=st.integers(16, 40),
+    before=st.integers(0, 50),
+    dims=st.sampled_from([(64, 64), (40, 24), (24, 40), (3, 17)]),
+    masked=st.booleans(),
+    lanes=st.sampled_from([8, 16]),
+)
+def test_it_is_the_formula(seed, batch, kv_heads, group, length, before, dims, masked, lanes):
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw)
+
+    slots = before + length
+    # As a model has them: numbers of a head side by side, its tokens far apart.
+    queries = normal(batch, length, kv_heads, group, dims[0]).permute(0, 2, 3, 1, 4) * 3
+    keys, values = (normal(batch, kv_heads, slots + 5, dim)[:, :, 2:-3] for dim in dims)
+    mask = torch.zeros(batch, kv_heads, slots)
+    if masked:
+        mask = torch.randn(mask.shape, generator=draw) * 4
+        mask[torch.rand(mask.shape, generator=draw) < 0.3] = -math.inf
+    form = Form(dims[0] ** -0.5)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(numba_causal, "lanes", lambda: lanes)
+        found = numba_causal.causal(queries, keys, values, mask if masked else None, form.scale)
+    bias = band(length, slots, None, torch.float32, torch.device("cpu"))
+    wanted = two_weight_attention(queries, keys, values, mask, mask, form, bias)
+    size = queries.norm(dim=-1, keepdim=True) * keys.norm(dim=-1).amax() * form.scale
+    logits_off = (dims[0] + 8) * EPS * (size + 30) + 2.0**-22
+    off = 2 * (2 * logits_off + (slots + 8) * EPS)
+    bound = off * values.abs().amax() + 2.0**-24 * wanted.abs()
+    assert ((found - wanted).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_what_is_no_number_stays_none_for_those_who_see_it(number):
+    queries, slots = torch.ones(1, 1, 1, 16, 16), torch.randn(1, 1, 20, 16)
+    slots[0, 0, 9, 2] = number
+    found = numba_causal.causal(queries, slots, torch.randn(1, 1, 20, 16), None, 1.0)
+    assert found[0, 0, 0, :5].isfinite().all()  # those of slots 4 to 8
+    assert found[0, 0, 0, 5:].isnan().all()
+
+
+def test_a_stream_that_asks_it_reads_what_one_without_reads(llama, ids, monkeypatch):
+    monkeypatch.delenv(kernels.VARIABLE, raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    asked, kernel = [], numba_causal.causal
+    kernels.kernels._kernel.cache_clear()
+    monkeypatch.setattr(numba_causal, "causal", lambda *a: asked.append(a[3]) or kernel(*a))
+    text = ids(1, 150)
+    # Of exact slots: a number in 8 bits is a step off where another rounding falls.
+    policy = "sink(2) | recent(40) | kcenter(12, quiet=1)"
+    found = weir.Stream(llama, policy, chunk=16).feed(text, all_logits=True)
+    kernels.kernels._kernel.cache_clear()
+    pieces = len(asked) // llama.config.num_hidden_layers
+    assert pieces == 9  # of 16 tokens, and not the last few
+    assert asked[0] is None and asked[-1] is not None  # weights are read where there are any
+    monkeypatch.setenv(kernels.VARIABLE, "reference")
+    wanted = weir.Stream(llama, policy, chunk=16).feed(text, all_logits=True)
+    assert (found - wanted).abs().max() <= 1e-4
+
+
+def test_threads_and_what_it_does_not_know_go_to_pytorch(monkeypatch):
+    monkeypatch.delenv(kernels.VARIABLE, raising=False)
+    queries, values = torch.zeros(1, 1, 1, 16, 16), torch.zeros(1, 1, 20, 16)
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert (kernels.causal(queries, values) is not None) == (threads == 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert kernels.causal(queries[:, :, :, 1:], values) is None
+    assert kernels.causal(queries, values[..., 1:]) is None
+    assert kernels.causal(queries.bfloat16(), values) is None

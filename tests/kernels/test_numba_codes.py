@@ -1,0 +1,49 @@
+"""Vectors in 8 bits are written and read by a kernel as PyTorch does it, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weir.slab.quantised import INT8, dequantise, dequantise_into, quantise, quantise_into
+
+pytest.importorskip("numba", reason="not installed: pip install 'weir[fast]'")
+
+from weir.kernels import kernels as choice
+
+
+@given(
+    st.integers(0, 2**32), st.integers(-130, 125), st.sampled_from([1, 7, 64]), st.integers(0, 9)
+)
+def test_the_same_bits(seed, power, dim, count):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, 3, 12, dim, generator=generator)[:, :, 1 : count + 1]
+    x = x * 2.0 ** (power + torch.randint(-3, 3, x.shape[:3], generator=generator))[..., None]
+    if count > 2:
+        x[:, :, 0] = 0.0
+        x[:, :, 1] = x[:, :, 1].sign() * 63.5  # halves of a step, rounded to the even one
+        x[:, :, 1, 0] = 127.0
+        x[:, :, 2] = torch.finfo(torch.float32).max
+    numbers, peaks = quantise(x, INT8)
+    codes = torch.full((2, 3, 20, dim), 99, dtype=torch.int8)
+    tops = torch.zeros(2, 3, 20, 1, dtype=torch.bfloat16)
+    here = slice(4, 4 + x.shape[2])
+    quantise_into(x, INT8, codes[:, :, here], tops[:, :, here])
+    assert torch.equal(codes[:, :, here], numbers)
+    assert torch.equal(tops[:, :, here], peaks)
+    assert (codes[:, :, :4] == 99).all() and (codes[:, :, here.stop :] == 99).all()
+    out = torch.zeros(2, 3, 20, dim)
+    dequantise_into(codes[:, :, here], tops[:, :, here], INT8, out[:, :, here])
+    assert torch.equal(out[:, :, here], dequantise(numbers, peaks, INT8, torch.float32))
+    assert not out[:, :, :4].any() and not out[:, :, here.stop :].any()
+
+
+def test_a_graph_that_is_compiled_has_no_kernel(monkeypatch):
+    x = torch.zeros(1)
+    assert choice.write8(x) is not None
+    assert choice.read8(x.bfloat16()) is None
+    assert choice.turned(x.clone().requires_grad_()) is None
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert choice.write8(x) is None
