@@ -13,7 +13,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from weir.models import memory, pages, products
-from weir.models.pages import LARGE, into_large_pages
+from weir.models.pages import into_large_pages
+from weir.slab.room import LARGE
 
 pytestmark = pytest.mark.skipif(
     not hasattr(mmap, "MADV_HUGEPAGE"), reason="only Linux has large pages for those who ask"

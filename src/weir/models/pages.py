@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from weir.models.memory import free_memory
+from weir.slab.room import LARGE
 
-LARGE = 2**21
-"""Bytes of a large page, as x86 and most ARM processors have them."""
 LINE = 64
 """Bytes of a processor's cache line, at which each weight begins."""
 MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -26,6 +26,7 @@ from torch import Tensor
 from weir.slab.attention import split_weights
 from weir.slab.coded import Coded
 from weir.slab.quantised import Format
+from weir.slab.room import zeros
 from weir.slab.slots import EMPTY, Slots
 from weir.slab.spec import STATE, Heads, SlabSpec
 from weir.slab.stretch import Piece, Stretch
@@ -65,7 +66,7 @@ class Slab:
             made = {
                 name: torch.full(shape, _FILL[name], dtype=dtype, device=device)
                 if name in _FILL
-                else torch.zeros(shape, dtype=dtype, device=device)
+                else zeros(shape, dtype, device)
                 for name, (shape, dtype) in spec.tensors(batch).items()
                 if not name.startswith(STATE)
             }
@@ -316,8 +317,8 @@ class Slab:
             for name, t in self.state.items():
                 if longer(other.state[name], t):
                     more = other.state[name].shape[2] - t.shape[2]
-                    zeros = t.new_zeros((*t.shape[:2], more, *t.shape[3:]))
-                    self.state[name] = torch.cat([t, zeros], dim=2)
+                    behind = t.new_zeros((*t.shape[:2], more, *t.shape[3:]))
+                    self.state[name] = torch.cat([t, behind], dim=2)
 
     def grow(self, slots: int, masters: int = 0) -> None:
         """Replace the buffers that are smaller by larger ones; for pipes without a limit only."""
