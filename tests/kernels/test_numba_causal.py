@@ -13,7 +13,7 @@ from torch import Tensor
 import weir
 from weir import kernels
 from weir.cache.layer.mask import band
-from weir.slab.attention import Form, two_weight_attention
+from weir.slab.attention import Form, split_weights, two_weight_attention
 
 numba_causal = pytest.importorskip(
     "weir.kernels.numba_causal",
@@ -32,7 +32,7 @@ EPS = 2.0**-24
     length=st.integers(16, 40),
     before=st.integers(0, 50),
     dims=st.sampled_from([(64, 64), (40, 24), (24, 40), (3, 17)]),
-    masked=st.booleans(),
+    masked=st.sampled_from(["no", "yes", "apart"]),
     lanes=st.sampled_from([8, 16]),
 )
 def test_it_is_the_formula(seed, batch, kv_heads, group, length, before, dims, masked, lanes):
@@ -45,21 +45,28 @@ def test_it_is_the_formula(seed, batch, kv_heads, group, length, before, dims, m
     # As a model has them: numbers of a head side by side, its tokens far apart.
     queries = normal(batch, length, kv_heads, group, dims[0]).permute(0, 2, 3, 1, 4) * 3
     keys, values = (normal(batch, kv_heads, slots + 5, dim)[:, :, 2:-3] for dim in dims)
-    mask = torch.zeros(batch, kv_heads, slots)
-    if masked:
-        mask = torch.randn(mask.shape, generator=draw) * 4
-        mask[torch.rand(mask.shape, generator=draw) < 0.3] = -math.inf
+    a = torch.zeros(batch, kv_heads, slots)
+    if masked != "no":
+        a = normal(*a.shape) * 4
+        a[torch.rand(a.shape, generator=draw) < 0.3] = -math.inf
+    b, given, factors = a, a if masked == "yes" else None, None
+    if masked == "apart":
+        b = normal(*a.shape)
+        b[torch.rand(a.shape, generator=draw) < 0.2] = -math.inf
+        b[:, :, before:] = 0.0  # so that every query has a denominator
+        given, *factors = split_weights(a, b)
     form = Form(dims[0] ** -0.5)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(numba_causal, "lanes", lambda: lanes)
-        found = numba_causal.causal(queries, keys, values, mask if masked else None, form.scale)
+        found = numba_causal.causal(queries, keys, values, given, form.scale, factors)
     bias = band(length, slots, None, torch.float32, torch.device("cpu"))
-    wanted = two_weight_attention(queries, keys, values, mask, mask, form, bias)
+    wanted = two_weight_attention(queries, keys, values, a, b, form, bias)
     size = queries.norm(dim=-1, keepdim=True) * keys.norm(dim=-1).amax() * form.scale
     logits_off = (dims[0] + 8) * EPS * (size + 30) + 2.0**-22
     off = 2 * (2 * logits_off + (slots + 8) * EPS)
-    bound = off * values.abs().amax() + 2.0**-24 * wanted.abs()
-    assert ((found - wanted).abs() <= bound).all()
+    # Of two weights a sum may be larger than any value.
+    sums = two_weight_attention(queries, keys, values.abs(), a, b, form, bias)
+    assert ((found - wanted).abs() <= off * sums + EPS * wanted.abs()).all()
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])

@@ -159,7 +159,17 @@ def _answer(
 
 
 @intrinsic(prefer_literal=True)
-def _weigh(typing: Any, logits: Any, mask: Any, count: Any, share: Any, lanes: Any) -> Any:
+def _weigh(
+    typing: Any,
+    logits: Any,
+    mask: Any,
+    above: Any,
+    below: Any,
+    count: Any,
+    share: Any,
+    apart: Any,
+    lanes: Any,
+) -> Any:
     """Logits, with a number for each slot added, become exponentials of what they are below the
     largest; the sum of these is the denominator.
 
@@ -167,19 +177,26 @@ def _weigh(typing: Any, logits: Any, mask: Any, count: Any, share: Any, lanes: A
         typing: of the call; numba's.
         logits: address of float32 [count, lanes], written over.
         mask: address of float32 [count].
+        above, below: addresses of float32 [count]: what exponentials are multiplied by, and what
+            they count in the denominator.
         count: slots.
         share: address of float32 [lanes], which are written: one over the sum of each lane. 0
             where every logit is -inf, not a number where one is not, or is infinite.
+        apart: 1 where these two are read, 0 where they are all 1, a constant.
         lanes: 8 or 16, a constant.
     """
     width = lanes.literal_value
     vector, whole = ir.VectorType(FLOAT, width), ir.VectorType(INT, width)
-    signature = types.void(*[types.uintp] * 4, lanes)
+    signature = types.void(*[types.uintp] * 6, apart, lanes)
 
     def write(context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
-        logits_at, mask_at, share_at = (
-            builder.inttoptr(given[i], FLOAT.as_pointer()) for i in (0, 1, 3)
+        logits_at, mask_at, above_at, below_at, share_at = (
+            builder.inttoptr(given[i], FLOAT.as_pointer()) for i in (0, 1, 2, 3, 5)
         )
+        count = given[4]
+
+        def of_slot(numbers: Any, place: Any) -> Any:
+            return everywhere(builder, builder.load(builder.gep(numbers, [place])), width)
 
         def of(number: float) -> Any:
             return ir.Constant(vector, [number] * width)
@@ -194,8 +211,8 @@ def _weigh(typing: Any, logits: Any, mask: Any, count: Any, share: Any, lanes: A
         highest, total = (alloca_once_value(builder, of(0.0)) for _ in range(2))
         builder.store(of(-math.inf), highest)
         builder.store(of(0.0), total)
-        with for_range(builder, given[2]) as loop:
-            more = everywhere(builder, builder.load(builder.gep(mask_at, [loop.index])), width)
+        with for_range(builder, count) as loop:
+            more = of_slot(mask_at, loop.index)
             logit = builder.fadd(builder.load(at(loop.index), align=4), more)
             builder.store(logit, at(loop.index), align=4)
             yet = builder.load(highest)
@@ -210,7 +227,7 @@ def _weigh(typing: Any, logits: Any, mask: Any, count: Any, share: Any, lanes: A
         )
         top = builder.select(builder.fcmp_ordered("==", top, of(-math.inf)), of(0.0), top)
         builder.store(of(0.0), total)
-        with for_range(builder, given[2]) as loop:
+        with for_range(builder, count) as loop:
             # e^x = 2^n e^f, with f in half an octave of 0.
             x = builder.fsub(builder.load(at(loop.index), align=4), top)
             counts = builder.fcmp_ordered(">", x, of(_LEAST))
@@ -225,8 +242,13 @@ def _weigh(typing: Any, logits: Any, mask: Any, count: Any, share: Any, lanes: A
             power = builder.shl(power, ir.Constant(whole, [23] * width))
             p = builder.fmul(p, builder.bitcast(power, vector))
             p = builder.select(counts, p, of(0.0))
+            if apart.literal_value:
+                counted = builder.fmul(p, of_slot(below_at, loop.index))
+                p = builder.fmul(p, of_slot(above_at, loop.index))
+            else:
+                counted = p
             builder.store(p, at(loop.index), align=4)
-            builder.store(builder.fadd(builder.load(total), p), total)
+            builder.store(builder.fadd(builder.load(total), counted), total)
         added = builder.load(total)
         share = builder.fdiv(of(1.0), added)
         share = builder.select(builder.fcmp_ordered("==", added, of(0.0)), of(0.0), share)
@@ -263,6 +285,8 @@ def _attend(
     values: np.ndarray,
     value_steps: Steps,
     mask: np.ndarray,
+    above: np.ndarray,
+    below: np.ndarray,
     scale: float,
     widest: int,
     dim: int,
@@ -271,6 +295,7 @@ def _attend(
 ) -> None:
     """Answers [batch, heads, group, length, value_dim] into `out`; see `causal`."""
     batch, heads, group, length, width = out.shape
+    apart = above.shape[0] > 0
     panels = np.empty(((slots + widest - 1) // widest, dim * widest), np.float32)
     asked = np.empty(dim * widest, np.float32)
     logits = np.empty((len(panels) * widest, widest), np.float32)
@@ -289,7 +314,9 @@ def _attend(
             last[i] = keys[first : first + dim]
         if rest:
             _packed(last.reshape(-1), 0, dim, dim, 1.0, widest, panels[slots // widest])
-        weights = mask[row, head] if mask.shape[0] else none
+        to_mask = mask[row, head].ctypes.data if mask.shape[0] else none.ctypes.data
+        to_above = above[row, head].ctypes.data if apart else none.ctypes.data
+        to_below = below[row, head].ctypes.data if apart else none.ctypes.data
         value_at = values[row * value_steps[0] + head * value_steps[1] :].ctypes.data
         at = row * query_steps[0] + head * query_steps[1]
         for member in range(group):
@@ -311,10 +338,14 @@ def _attend(
                 for ahead in range(1, widest):
                     for lane in range(ahead):
                         logits[own + ahead, lane] = -np.inf
-                if widest == 16:
-                    _weigh(to_logits, weights.ctypes.data, seen, to_share, 16)
+                if widest == 16 and apart:
+                    _weigh(to_logits, to_mask, to_above, to_below, seen, to_share, 1, 16)
+                elif widest == 16:
+                    _weigh(to_logits, to_mask, to_above, to_below, seen, to_share, 0, 16)
+                elif apart:
+                    _weigh(to_logits, to_mask, to_above, to_below, seen, to_share, 1, 8)
                 else:
-                    _weigh(to_logits, weights.ctypes.data, seen, to_share, 8)
+                    _weigh(to_logits, to_mask, to_above, to_below, seen, to_share, 0, 8)
                 answers = out[row, head, member, start].ctypes.data
                 for part in range(0, width, widest):
                     place = 4 * min(part, width - widest)
@@ -330,7 +361,12 @@ _NO_MASK = np.empty((0, 0, 0), np.float32)
 
 
 def causal(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    factors: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The answers [batch, kv_heads, group, length, value_dim]; zero for a query that sees nothing.
 
@@ -341,9 +377,15 @@ def causal(
         mask: log-weights of slots, the same in both sums [batch, kv_heads, slots], float32; None
             where all are 0.
         scale: factor of the logits.
+        factors: of slots in the numerator and in the denominator, beside the mask, as
+            `weir.slab.attention.split_weights` has them; None where all are 1.
     """
     out = torch.empty((*queries.shape[:4], values.shape[3]))
-    weights = _NO_MASK if mask is None else mask.detach().contiguous().numpy()
-    given = *in_lines(queries), *in_lines(keys), *in_lines(values), weights
+
+    def of_slots(t: Tensor | None) -> np.ndarray:
+        return _NO_MASK if t is None else t.detach().contiguous().numpy()
+
+    weights = map(of_slots, (mask, *(factors or (None, None))))
+    given = *in_lines(queries), *in_lines(keys), *in_lines(values), *weights
     _run(*given, scale, lanes(), keys.shape[3], keys.shape[2], out.numpy())
     return out

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -185,8 +186,14 @@ def pick(t: Tensor, index: Tensor) -> Tensor:
     row, head, slot = (step // dim for step in steps[:3])
     last = sum((n - 1) * step for n, step in zip(t.shape[:3], (row, head, slot), strict=True))
     rows = t.as_strided((last + 1, dim), (dim, 1))
-    starts = torch.arange(batch, device=t.device)[:, None] * row
-    starts = starts + torch.arange(heads, device=t.device) * head
-    return rows.index_select(0, (starts[..., None] + index * slot).flatten()).view(
-        batch, heads, -1, dim
-    )
+    starts = _starts(batch, heads, row, head, t.device)
+    index = index if slot == 1 else index * slot
+    return rows.index_select(0, (starts + index).flatten()).view(batch, heads, -1, dim)
+
+
+@lru_cache(maxsize=64)
+def _starts(batch: int, heads: int, row: int, head: int, device: torch.device) -> Tensor:
+    """Where the slots of each head begin, rows and heads so far apart [batch, heads, 1], int64."""
+    with torch.inference_mode(False):
+        starts = torch.arange(batch, device=device)[:, None] * row
+        return (starts + torch.arange(heads, device=device) * head)[..., None]

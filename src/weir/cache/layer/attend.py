@@ -74,12 +74,15 @@ def read(
             says no more than that.
     """
     start, stop = slots
-    weighed = slab.split is None or plain
-    if causal and weighed and fuses(form) and form.sinks is None:
+    if causal and fuses(form) and form.sinks is None:
         kernel = kernels.causal(queries, slab.values)
         if kernel is not None:
-            weights = None if plain else slab.b[:, :, start:stop]
-            answers: Tensor = kernel(queries, *slab.read(start, stop), weights, form.scale)
+            mask, factors = None, None
+            if slab.split is not None and not plain:
+                mask, *factors = (t[:, :, start:stop] for t in slab.split)
+            elif not plain:
+                mask = slab.b[:, :, start:stop]
+            answers: Tensor = kernel(queries, *slab.read(start, stop), mask, form.scale, factors)
             return answers
     out = _by_kernel(slab, queries, form, bias, slots, plain=plain)
     if out is not None:
