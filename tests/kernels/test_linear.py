@@ -53,15 +53,28 @@ def test_products_are_pytorchs(dtype, bias, widest):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products_with_8_bits_are_those_of_what_the_bits_stand_for(dtype):
-    for outputs, inputs in SHAPES:
-        for rows in (1, 3, 16):
+def test_products_with_8_bits_are_those_of_what_the_bits_stand_for(dtype, widest):
+    for outputs, inputs in (*SHAPES, (3, 200)):  # not a whole number of vectors, nor of lines
+        for rows in (1, 2, 3, 4, 5, 7, 16, 17):
             x, weight, scale = drawn(rows, outputs, inputs, dtype, True)
-            numbers = (40 * weight.float()).clamp(-127, 127).to(torch.int8)
+            numbers = (60 * weight.float()).clamp(-128, 127).to(torch.int8)
+            numbers[0, 0] = -128
             out = numba_linear.linear8(x.view(1, rows, inputs), numbers, scale)
             assert out.dtype == dtype and out.shape == (1, rows, outputs)
             meant = numbers.double() * scale.double()[:, None]
             assert (out[0].double() - x.double() @ meant.T).abs().le(bound(x, meant, None)).all()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 9])
+def test_with_8_bits_what_is_no_number_stays_none(rows, widest):
+    x, weight, scale = drawn(rows, 13, 80, torch.float32, True)
+    numbers = (60 * weight).clamp(1, 127).to(torch.int8)
+    x[0, 70] = torch.nan
+    x[-1, 3] = torch.inf if rows > 1 else torch.nan
+    out = numba_linear.linear8(x, numbers, scale.abs())
+    assert out[0].isnan().all()
+    assert rows == 1 or (out[-1] == torch.inf).all()
+    assert out[1:-1].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -109,7 +122,7 @@ def test_what_is_no_number_stays_none(dtype):
 def test_however_many_threads_there_are_the_answer_is_the_same(dtype, monkeypatch):
     monkeypatch.setattr(numba_linear, "_WORTH_A_THREAD", 1)
     before = torch.get_num_threads()
-    for rows in (1, 5, 10):
+    for rows in (1, 3, 5, 10):
         x, weight, bias = drawn(rows, 29, 40, dtype, True)
         answers = []
         for threads in (1, 2, 3, 5):

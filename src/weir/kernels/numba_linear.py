@@ -19,136 +19,169 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weir.kernels.numba_tiles import LINES, tiles, tiles_of_halves
-from weir.kernels.numba_tools import compiled
+from weir.kernels.numba_bytes import few_of_bytes
+from weir.kernels.numba_tiles import LINES, tiles, tiles_of_bytes, tiles_of_halves
+from weir.kernels.numba_tools import bytes_at, compiled, floats_at, shorts_at
 
 _WORTH_A_THREAD = 2**19
 """Numbers of a weight below which a thread of their own costs more than it saves."""
 
 
 def _each(
-    x: np.ndarray, weight: np.ndarray, bias: np.ndarray, out: np.ndarray, start: int, stop: int
+    rows: int,
+    inputs: int,
+    outputs: int,
+    x: int,
+    weight: int,
+    bias: int,
+    out: int,
+    start: int,
+    stop: int,
 ) -> None:
-    """Row by row with a line of the weight, which stays near after the first."""
+    """Row by row with a line of the weight, which stays near after the first.
+
+    All ways to multiply are called so: with integers, since numba takes longer to look at arrays
+    than it takes to multiply with a small one.
+
+    Args:
+        rows, inputs, outputs: how many there are.
+        x: address of float32 [rows, inputs].
+        weight: address of [outputs, inputs].
+        bias: address of float32 [outputs], or 0.
+        out: address of float32 [rows, outputs], of which `start` to `stop` are written.
+        start, stop: which outputs.
+    """
+    given, found = floats_at(x, (rows, inputs)), floats_at(out, (rows, outputs))
+    lines, added = floats_at(weight, (outputs, inputs)), floats_at(bias, (1, outputs))
     for i in range(start, stop):
-        line = weight[i]
-        for r in range(x.shape[0]):
-            row = x[r]
+        line = lines[i]
+        for r in range(rows):
+            row = given[r]
             total = np.float32(0.0)
-            for j in range(line.shape[0]):
+            for j in range(inputs):
                 total += line[j] * row[j]
-            out[r, i] = total + bias[i] if bias.shape[0] else total
+            found[r, i] = total + added[0, i] if bias else total
 
 
 def _each_of_halves(
-    x: np.ndarray, weight: np.ndarray, bias: np.ndarray, out: np.ndarray, start: int, stop: int
+    rows: int,
+    inputs: int,
+    outputs: int,
+    x: int,
+    weight: int,
+    bias: int,
+    out: int,
+    start: int,
+    stop: int,
 ) -> None:
     """The weight as bits of bfloat16, which are the upper half of those of a float32."""
-    bits = np.empty(weight.shape[1], np.int32)
+    given, found = floats_at(x, (rows, inputs)), floats_at(out, (rows, outputs))
+    lines, added = shorts_at(weight, (outputs, inputs)), floats_at(bias, (1, outputs))
+    bits = np.empty(inputs, np.int32)
     line = bits.view(np.float32)
     for i in range(start, stop):
-        halves = weight[i]
-        for j in range(halves.shape[0]):
+        halves = lines[i]
+        for j in range(inputs):
             bits[j] = np.int32(halves[j]) << np.int32(16)
-        for r in range(x.shape[0]):
-            row = x[r]
+        for r in range(rows):
+            row = given[r]
             total = np.float32(0.0)
-            for j in range(line.shape[0]):
+            for j in range(inputs):
                 total += line[j] * row[j]
-            out[r, i] = total + bias[i] if bias.shape[0] else total
-
-
-def _each_of_bytes(
-    x: np.ndarray, numbers: np.ndarray, scale: np.ndarray, out: np.ndarray, start: int, stop: int
-) -> None:
-    """The weight as whole numbers of 8 bits, each line with a scale."""
-    line = np.empty(numbers.shape[1], np.float32)
-    for i in range(start, stop):
-        read = numbers[i]
-        for j in range(read.shape[0]):
-            line[j] = read[j]
-        for r in range(x.shape[0]):
-            row = x[r]
-            total = np.float32(0.0)
-            for j in range(line.shape[0]):
-                total += line[j] * row[j]
-            out[r, i] = total * scale[i]
+            found[r, i] = total + added[0, i] if bias else total
 
 
 def _one(
-    x: np.ndarray, weight: np.ndarray, bias: np.ndarray, out: np.ndarray, start: int, stop: int
+    rows: int,
+    inputs: int,
+    outputs: int,
+    x: int,
+    weight: int,
+    bias: int,
+    out: int,
+    start: int,
+    stop: int,
 ) -> None:
     """One row. Two lines at a time, far from each other: processors fetch ahead what is read in
-    order, and two such streams come faster than one.
+    order, and two such streams come faster than one. Of an odd number the last is read twice.
     """
-    row, half = x[0], (stop - start) // 2
+    row, found = floats_at(x, (rows, inputs))[0], floats_at(out, (rows, outputs))[0]
+    lines, added = floats_at(weight, (outputs, inputs)), floats_at(bias, (1, outputs))[0]
+    half = (stop - start + 1) // 2
     for i in range(start, start + half):
-        a, b = weight[i], weight[i + half]
+        far = min(i + half, stop - 1)
+        a, b = lines[i], lines[far]
         p = q = np.float32(0.0)
-        for j in range(row.shape[0]):
+        for j in range(inputs):
             p += a[j] * row[j]
             q += b[j] * row[j]
-        out[0, i] = p + bias[i] if bias.shape[0] else p
-        out[0, i + half] = q + bias[i + half] if bias.shape[0] else q
-    for i in range(start + 2 * half, stop):
-        read, total = weight[i], np.float32(0.0)
-        for j in range(row.shape[0]):
-            total += read[j] * row[j]
-        out[0, i] = total + bias[i] if bias.shape[0] else total
+        found[i] = p + added[i] if bias else p
+        found[far] = q + added[far] if bias else q
 
 
 def _one_of_halves(
-    x: np.ndarray, weight: np.ndarray, bias: np.ndarray, out: np.ndarray, start: int, stop: int
+    rows: int,
+    inputs: int,
+    outputs: int,
+    x: int,
+    weight: int,
+    bias: int,
+    out: int,
+    start: int,
+    stop: int,
 ) -> None:
     """As `_one`, the weight as bits of bfloat16; a bit pattern becomes a number where it is read,
     and not in memory.
     """
-    row, half = x[0], (stop - start) // 2
+    row, found = floats_at(x, (rows, inputs))[0], floats_at(out, (rows, outputs))[0]
+    lines, added = shorts_at(weight, (outputs, inputs)), floats_at(bias, (1, outputs))[0]
+    half = (stop - start + 1) // 2
     for i in range(start, start + half):
-        a, b = weight[i], weight[i + half]
+        far = min(i + half, stop - 1)
+        a, b = lines[i], lines[far]
         p = q = np.float32(0.0)
-        for j in range(row.shape[0]):
+        for j in range(inputs):
             p += np.int32(np.int32(a[j]) << 16).view(np.float32) * row[j]
             q += np.int32(np.int32(b[j]) << 16).view(np.float32) * row[j]
-        out[0, i] = p + bias[i] if bias.shape[0] else p
-        out[0, i + half] = q + bias[i + half] if bias.shape[0] else q
-    for i in range(start + 2 * half, stop):
-        read, total = weight[i], np.float32(0.0)
-        for j in range(row.shape[0]):
-            total += np.int32(np.int32(read[j]) << 16).view(np.float32) * row[j]
-        out[0, i] = total + bias[i] if bias.shape[0] else total
+        found[i] = p + added[i] if bias else p
+        found[far] = q + added[far] if bias else q
 
 
 def _one_of_bytes(
-    x: np.ndarray, numbers: np.ndarray, scale: np.ndarray, out: np.ndarray, start: int, stop: int
+    rows: int,
+    inputs: int,
+    outputs: int,
+    x: int,
+    weight: int,
+    scale: int,
+    out: int,
+    start: int,
+    stop: int,
 ) -> None:
-    """As `_one`, the weight as whole numbers of 8 bits, each line with a scale."""
-    row, half = x[0], (stop - start) // 2
+    """As `_one`, the weight as numbers of 8 bits, each line with a scale: float32 [outputs]."""
+    row, found = floats_at(x, (rows, inputs))[0], floats_at(out, (rows, outputs))[0]
+    lines, scales = bytes_at(weight, (outputs, inputs)), floats_at(scale, (1, outputs))[0]
+    half = (stop - start + 1) // 2
     for i in range(start, start + half):
-        a, b = numbers[i], numbers[i + half]
+        far = min(i + half, stop - 1)
+        a, b = lines[i], lines[far]
         p = q = np.float32(0.0)
-        for j in range(row.shape[0]):
+        for j in range(inputs):
             p += np.float32(a[j]) * row[j]
             q += np.float32(b[j]) * row[j]
-        out[0, i], out[0, i + half] = p * scale[i], q * scale[i + half]
-    for i in range(start + 2 * half, stop):
-        read, total = numbers[i], np.float32(0.0)
-        for j in range(row.shape[0]):
-            total += np.float32(read[j]) * row[j]
-        out[0, i] = total * scale[i]
+        found[i], found[far] = p * scales[i], q * scales[far]
 
 
 _FASTMATH = ("reassoc", "contract", "nsz")
 # What LLVM may do to add in parallel; infinities and NaN keep their meaning.
-_run_each, _run_each_of_halves, _run_each_of_bytes = (
-    compiled(way, fastmath=_FASTMATH) for way in (_each, _each_of_halves, _each_of_bytes)
+_run_each, _run_each_of_halves = (
+    compiled(way, fastmath=_FASTMATH) for way in (_each, _each_of_halves)
 )
 _run_one, _run_one_of_halves, _run_one_of_bytes = (
     compiled(way, fastmath=_FASTMATH) for way in (_one, _one_of_halves, _one_of_bytes)
 )
 _SOME = 5
 """Rows from which on tiles are faster than line by line."""
-_NO_BIAS = np.empty(0, np.float32)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -163,21 +196,28 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         [..., outputs], of the weight's type.
     """
     outputs, inputs = weight.shape
-    rows = x.reshape(-1, inputs)
-    out = torch.empty(len(rows), outputs, dtype=torch.float32, device="cpu")
-    halves = weight.dtype == torch.bfloat16
-    matrix = weight.detach().contiguous()  # tiles read by address
-    matrix = matrix.view(torch.int16) if halves else matrix
-    added = _NO_BIAS if bias is None else bias.detach().float().numpy()
-    given = rows.detach().float().contiguous().numpy(), matrix.numpy(), added, out.numpy()
-    if len(rows) == 1:
-        part = partial(_run_one_of_halves if halves else _run_one, *given)
-    elif len(rows) < _SOME or outputs < LINES:
-        part = partial(_run_each_of_halves if halves else _run_each, *given)
+    rows = x.numel() // inputs
+    halves = weight.dtype is torch.bfloat16
+    given, matrix = _floats(x), weight.contiguous()
+    added = None if bias is None else _floats(bias)
+    out = given.new_empty((*x.shape[:-1], outputs))
+    sizes_and_addresses = (
+        rows,
+        inputs,
+        outputs,
+        given.data_ptr(),
+        matrix.data_ptr(),
+        0 if added is None else added.data_ptr(),
+        out.data_ptr(),
+    )
+    if rows == 1:
+        part = partial(_run_one_of_halves if halves else _run_one, *sizes_and_addresses)
+    elif rows < _SOME or outputs < LINES:
+        part = partial(_run_each_of_halves if halves else _run_each, *sizes_and_addresses)
     else:
-        part = partial(tiles_of_halves if halves else tiles, _widest(), *given)
-    _spread(part, outputs, weight.numel())
-    return out.to(weight.dtype).view(*x.shape[:-1], outputs)
+        part = partial(tiles_of_halves if halves else tiles, _widest(), *sizes_and_addresses)
+    _spread(part, outputs, outputs * inputs)
+    return out.to(torch.bfloat16) if halves else out
 
 
 def linear8(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
@@ -192,19 +232,42 @@ def linear8(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
         [..., outputs], of the type of `x`.
     """
     outputs, inputs = numbers.shape
-    rows = x.detach().float().reshape(-1, inputs).contiguous()
-    out = torch.empty(len(rows), outputs, dtype=torch.float32, device="cpu")
-    scales = scale.detach().float().contiguous()
-    given = rows.numpy(), numbers.detach().numpy(), scales.numpy(), out.numpy()
-    run = _run_one_of_bytes if len(rows) == 1 else _run_each_of_bytes
-    _spread(partial(run, *given), outputs, numbers.numel())
-    return out.to(x.dtype).view(*x.shape[:-1], outputs)
+    rows = x.numel() // inputs
+    given, scales = _floats(x), _floats(scale)
+    out = given.new_empty((*x.shape[:-1], outputs))
+    sizes_and_addresses = (
+        rows,
+        inputs,
+        outputs,
+        given.data_ptr(),
+        numbers.data_ptr(),
+        scales.data_ptr(),
+        out.data_ptr(),
+    )
+    if rows == 1:
+        part = partial(_run_one_of_bytes, *sizes_and_addresses)
+    elif rows < _SOME or outputs < LINES:
+        part = partial(few_of_bytes, _together(), *sizes_and_addresses)
+    else:
+        part = partial(tiles_of_bytes, _widest(), *sizes_and_addresses)
+    _spread(part, outputs, outputs * inputs)
+    return out if x.dtype is torch.float32 else out.to(x.dtype)
+
+
+def _floats(t: Tensor) -> Tensor:
+    """A tensor as kernels read it by its address: float32 and contiguous."""
+    return t if t.dtype is torch.float32 and t.is_contiguous() else t.float().contiguous()
 
 
 @lru_cache
 def _widest() -> int:
     """Rows of a tile: as many as the numbers of a vector, where there are 32 registers of 16."""
     return 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
+
+
+def _together() -> int:
+    """Rows of which sums with two lines stay in registers."""
+    return _widest() // 4
 
 
 def _spread(part: Callable[[int, int], None], outputs: int, size: int) -> None:
@@ -217,8 +280,7 @@ def _spread(part: Callable[[int, int], None], outputs: int, size: int) -> None:
     if threads == 1:
         part(0, outputs)
         return
-    # At even places, so that outputs go in the same pairs however many threads there are.
-    cuts = [outputs * thread // threads // 2 * 2 for thread in range(threads)] + [outputs]
+    cuts = [outputs * thread // threads for thread in range(threads + 1)]
     (start, stop), *others = pairwise(cuts)
     pool = _pool(threads - 1)
     waiting = [pool.submit(part, *cut) for cut in others]

@@ -22,7 +22,7 @@ from numba import njit, types
 from numba.core.cgutils import alloca_once_value, for_range_slice
 from numba.extending import intrinsic
 
-from weir.kernels.numba_tools import compiled
+from weir.kernels.numba_tools import bytes_at, compiled, floats_at, shorts_at
 
 LINES = 12
 """Lines of a weight in a tile; no weight may have fewer."""
@@ -127,6 +127,7 @@ def _times(
     packed: np.ndarray,
     lines: np.ndarray,
     ahead: int,
+    scale: np.ndarray,
     bias: np.ndarray,
     widest: int,
     sums: np.ndarray,
@@ -134,11 +135,14 @@ def _times(
 ) -> None:
     """All rows with the lines of one tile.
 
+    An answer is written once and whole: another thread may be making the same one.
+
     Args:
         packed: of `_packed`.
         lines: float32 [LINES, inputs].
         ahead: address of the next tile's lines.
-        bias: [LINES], or empty.
+        scale: what the sums of each line are multiplied with [LINES], or empty.
+        bias: what is added [LINES], or empty.
         widest: 8 or 16.
         sums: room for LINES * widest sums.
         out: [rows, LINES], which are written.
@@ -153,51 +157,104 @@ def _times(
         for row in range(first, min(first + lanes, rows)):
             for i in range(LINES):
                 total = sums[i * lanes + row - first]
+                if scale.shape[0]:
+                    total *= scale[i]
                 out[row, i] = total + bias[i] if bias.shape[0] else total
 
 
 def _tiles(
     widest: int,
-    x: np.ndarray,
-    weight: np.ndarray,
-    bias: np.ndarray,
-    out: np.ndarray,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    x: int,
+    weight: int,
+    bias: int,
+    out: int,
     start: int,
     stop: int,
 ) -> None:
-    """Tile by tile; the last begins earlier where it would not be full, and makes some again."""
-    packed = _packed(x, widest)
+    """Tile by tile; the last begins earlier where it would not be full, and makes some again.
+
+    Args:
+        widest: 8 or 16.
+        rows, inputs, outputs: how many there are.
+        x: address of float32 [rows, inputs].
+        weight: address of [outputs, inputs].
+        bias: address of float32 [outputs], or 0.
+        out: address of float32 [rows, outputs], of which `start` to `stop` are written.
+        start, stop: which outputs.
+    """
+    added, none = floats_at(bias, (1, outputs if bias else 0))[0], np.empty(0, np.float32)
+    matrix, found = floats_at(weight, (outputs, inputs)), floats_at(out, (rows, outputs))
+    packed = _packed(floats_at(x, (rows, inputs)), widest)
     sums = np.empty(LINES * widest, np.float32)
     for i in range(start, stop, LINES):
         first = max(0, min(i, stop - LINES))
         last = first + LINES
-        lines, ahead = weight[first:last], weight[last:].ctypes.data
-        _times(packed, lines, ahead, bias[first:last], widest, sums, out[:, first:last])
+        lines, ahead = matrix[first:last], weight + 4 * last * inputs
+        _times(packed, lines, ahead, none, added[first:last], widest, sums, found[:, first:last])
 
 
 def _tiles_of_halves(
     widest: int,
-    x: np.ndarray,
-    weight: np.ndarray,
-    bias: np.ndarray,
-    out: np.ndarray,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    x: int,
+    weight: int,
+    bias: int,
+    out: int,
     start: int,
     stop: int,
 ) -> None:
     """The weight as bits of bfloat16, which are the upper half of those of a float32."""
-    packed = _packed(x, widest)
+    added, none = floats_at(bias, (1, outputs if bias else 0))[0], np.empty(0, np.float32)
+    matrix, found = shorts_at(weight, (outputs, inputs)), floats_at(out, (rows, outputs))
+    packed = _packed(floats_at(x, (rows, inputs)), widest)
     sums = np.empty(LINES * widest, np.float32)
-    bits = np.empty((LINES, weight.shape[1]), np.int32)
+    bits = np.empty((LINES, inputs), np.int32)
     lines = bits.view(np.float32)
     for i in range(start, stop, LINES):
         first = max(0, min(i, stop - LINES))
         last = first + LINES
         for line in range(LINES):
-            halves, wide = weight[first + line], bits[line]
-            for j in range(halves.shape[0]):
+            halves, wide = matrix[first + line], bits[line]
+            for j in range(inputs):
                 wide[j] = np.int32(halves[j]) << np.int32(16)
-        ahead = weight[last:].ctypes.data
-        _times(packed, lines, ahead, bias[first:last], widest, sums, out[:, first:last])
+        ahead = weight + 2 * last * inputs
+        _times(packed, lines, ahead, none, added[first:last], widest, sums, found[:, first:last])
 
 
-tiles, tiles_of_halves = compiled(_tiles), compiled(_tiles_of_halves)
+def _tiles_of_bytes(
+    widest: int,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    x: int,
+    weight: int,
+    scale: int,
+    out: int,
+    start: int,
+    stop: int,
+) -> None:
+    """The weight as whole numbers of 8 bits, each line with a scale: float32 [outputs]."""
+    scales, none = floats_at(scale, (1, outputs))[0], np.empty(0, np.float32)
+    matrix, found = bytes_at(weight, (outputs, inputs)), floats_at(out, (rows, outputs))
+    packed = _packed(floats_at(x, (rows, inputs)), widest)
+    sums = np.empty(LINES * widest, np.float32)
+    lines = np.empty((LINES, inputs), np.float32)
+    for i in range(start, stop, LINES):
+        first = max(0, min(i, stop - LINES))
+        last = first + LINES
+        for line in range(LINES):
+            numbers, wide = matrix[first + line], lines[line]
+            for j in range(inputs):
+                wide[j] = np.float32(numbers[j])
+        ahead, scaled = weight + last * inputs, scales[first:last]
+        _times(packed, lines, ahead, scaled, none, widest, sums, found[:, first:last])
+
+
+tiles, tiles_of_halves, tiles_of_bytes = (
+    compiled(way) for way in (_tiles, _tiles_of_halves, _tiles_of_bytes)
+)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from typing import Any
 
 import numba
 import numpy as np
 import torch
+from numba import types
+from numba.extending import intrinsic
 
 Steps = tuple[int, ...]
 """How many numbers apart the rows, heads, slots and so on of a buffer are."""
@@ -58,3 +61,23 @@ def in_lines(t: torch.Tensor) -> tuple[np.ndarray, Steps]:
     steps = t.stride()
     last = sum((n - 1) * step for n, step in zip(t.shape, steps, strict=True))
     return t.as_strided((last + 1,), (1,)).numpy(), steps[:-1]
+
+
+def _at(number: Any) -> Callable[..., Any]:
+    """An array of a type of numbers where an address says, for what runs in numba."""
+
+    @intrinsic
+    def pointer(typing: Any, address: Any) -> Any:
+        def write(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            return builder.inttoptr(given[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(number)(types.uintp), write
+
+    @numba.njit(inline="always")
+    def array(address: int, shape: tuple[int, int]) -> Any:
+        return numba.carray(pointer(address), shape)
+
+    return array
+
+
+floats_at, shorts_at, bytes_at = _at(types.float32), _at(types.int16), _at(types.int8)

@@ -204,8 +204,7 @@ class EightBits(nn.Linear):
         return self
 
 
-@torch.library.custom_op("weir::linear8", mutates_args=())
-def _by_kernel(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
+def _kernel(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
     """weir's kernel for 8 bits, as a call in the middle of a compiled program."""
     kernel = kernels.linear8(x.device)
     if kernel is None:
@@ -214,9 +213,16 @@ def _by_kernel(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
     return out
 
 
-@_by_kernel.register_fake
-def _(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
+def _like(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
+    """What it returns, but for its numbers."""
     return x.new_empty(*x.shape[:-1], numbers.shape[0])
+
+
+# Not `torch.library.custom_op`, whose checks in every call take as long as a small product.
+torch.library.define("weir::linear8", "(Tensor x, Tensor numbers, Tensor scale) -> Tensor")
+torch.library.impl("weir::linear8", "CPU", _kernel)
+torch.library.register_fake("weir::linear8", _like)
+_by_kernel: Callable[..., Tensor] = torch.ops.weir.linear8.default
 
 
 def _four_bits(device: torch.device) -> Any:

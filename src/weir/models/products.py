@@ -41,7 +41,7 @@ BEYOND_CACHES = 2**26
 """Bytes of weights that a round of a timing reads, where there are as many: more than most
 processors keep, since in a decode step every weight comes from memory."""
 ROUNDS = range(5, 12)
-KERNEL = "kernel 4"
+KERNEL = "kernel 5"
 """Counts on when weir's kernel becomes another, or is timed otherwise; then all is timed anew."""
 CALLS = 64
 """How often a round of a timing asks for a product at most, of each weight it reads."""
