@@ -7,6 +7,7 @@ are no numbers, the call is finished, or made again, without these rows.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -69,7 +70,6 @@ class Forward:
         self._begun = begun
         self._rotaries = rotaries
         self._without = without
-        self._largest: Tensor | None = None  # of all layers, from a compiled step
 
     # --- while it is under way: what the hooks ask
 
@@ -117,8 +117,10 @@ class Forward:
     def commit_step(self, step: Step) -> None:
         """The compiled step has been made."""
         (piece,) = self.plan.pieces
-        self._largest = step.largest
-        for layer, largest in zip(self.owner.stack, step.largest, strict=True):
+        # One look at all layers, and at each of them where something is amiss.
+        whole = math.isfinite(step.largest.amax().item())
+        each = [None] * len(self.owner.stack) if whole else step.largest
+        for layer, largest in zip(self.owner.stack, each, strict=True):
             layer.commit_step(piece, largest)
 
     # --- its end
@@ -198,8 +200,6 @@ class Forward:
 
     def _unfinite(self) -> dict[int, tuple[int, int]]:
         """By row, the first layer and column that are not finite; {} where all is well."""
-        if self._largest is not None and bool(self._largest.isfinite().all()):
-            return {}
         unchecked = [t for layer in self.owner.stack for t in layer.unchecked]
         if not unchecked:
             return {}

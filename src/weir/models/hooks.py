@@ -254,6 +254,8 @@ class Attachment:
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call by name; some families pass the token ids without one."""
+        if not args:
+            return dict(kwargs)
         given = dict(self._signature.bind_partial(*args, **kwargs).arguments)
         for name, parameter in self._signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
@@ -273,8 +275,12 @@ class Attachment:
         return replaced
 
     def _set_attention(self, name: str | None) -> None:
-        # A name alone would be set in every configuration inside this one as well (MPT has one).
-        self.facts.config._attn_implementation = {"": name}
+        held = vars(self.facts.config)
+        if _NAME in held:  # as below, without a walk through what a configuration is made of
+            held[_NAME] = name
+        else:
+            # A name alone would be set in every configuration inside as well (MPT has one).
+            self.facts.config._attn_implementation = {"": name}
 
     def _rotate(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Cosines and sines [batch or 1, length, as wide as the model's], float32.
@@ -293,6 +299,8 @@ class Attachment:
         return output if made is None else made
 
 
+_NAME = "_attn_implementation_internal"
+"""Where transformers' configurations hold the attention's name."""
 _MORE = ("output_hidden_states", "output_attentions")
 """What a compiled step does not return."""
 

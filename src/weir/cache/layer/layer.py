@@ -255,15 +255,16 @@ class Layer(LayerRows):
             return None
         return DecodeSlots.of(self.slab, self.spec)
 
-    def commit_step(self, piece: Piece, largest: Tensor) -> None:
+    def commit_step(self, piece: Piece, largest: Tensor | None) -> None:
         """A compiled step has written the tokens of a piece and answered them; as after `attend`.
 
         Args:
             piece: one token of each row.
-            largest: the largest absolute number among each row's keys and values [batch].
+            largest: the largest absolute number among each row's keys and values [batch]; None
+                where all are known to be finite.
         """
         assert self.form is not None
-        self._unchecked = [largest]
+        self._unchecked = [] if largest is None else [largest]
         self._note_spans(piece)
         self._pending = Pending(piece, self.form)
 
