@@ -73,9 +73,7 @@ def command(
     def make(function: Callable[..., Any]) -> Callable[..., Any]:
         called = name or function.__name__
         made = MADE[called] = typer.Typer(**PLAIN)
-        how = made.command(
-            called, cls=_Command, context_settings=settings, options_metavar=metavar
-        )
+        how = made.command(called, cls=_Command, context_settings=settings, options_metavar=metavar)
         return how(function)
 
     return make
