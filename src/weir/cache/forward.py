@@ -205,9 +205,13 @@ class Forward:
             return {}
         # One look at all of them, since a look means waiting for an accelerator.
         device = unchecked[0].device
-        ok = [t.flatten().to(device) for t in unchecked]
-        whole = torch.cat(ok)
-        if bool((whole if whole.dtype == torch.bool else whole.isfinite()).all()):
+        whole = torch.cat([t.flatten().to(device) for t in unchecked])
+        if device.type == "cpu" and whole.is_floating_point():
+            # The least and the greatest tell, for less: NaN makes NaN of both.
+            fine = all(map(math.isfinite, whole.aminmax()))
+        else:
+            fine = bool((whole if whole.dtype == torch.bool else whole.isfinite()).all())
+        if fine:
             return {}
         found: dict[int, tuple[int, int]] = {}
         for index, layer in enumerate(self.owner.stack):

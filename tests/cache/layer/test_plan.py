@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -135,3 +136,15 @@ def test_a_layer_on_another_device_gets_the_same_plan_there() -> None:
     assert [piece.counts for piece in there.pieces] == [piece.counts for piece in here.pieces]
     assert {piece.columns.device.type for piece in there.pieces} == {"meta"}
     assert there.pieces[0].positions.device.type == "meta"
+
+
+@pytest.mark.parametrize("waiting", [[0, 3], [3, 3], [2, 2], [1, 0]])
+def test_a_decode_step_is_cut_without_looking_as_it_is_with_a_mask_that_says_nothing(waiting):
+    bare = cut(None, 2, 1, [9, 7], waiting, 4, CPU, origin=1)
+    masked = cut(torch.ones(2, 1, dtype=torch.bool), 2, 1, [9, 7], waiting, 4, CPU, origin=1)
+    (one,), (other,) = bare.pieces, masked.pieces
+    assert one.columns.tolist() == other.columns.tolist()
+    for name in ("counts", "seen", "waiting", "due", "origin", "marks", "in_step"):
+        assert getattr(one, name) == getattr(other, name), name
+    assert (bare.length, bare.regular, bare.step) == (masked.length, masked.regular, True)
+    assert bare.positions.tolist() == masked.positions.tolist() == [[10], [8]]

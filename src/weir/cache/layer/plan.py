@@ -201,6 +201,13 @@ def cut(
         marks: what each row was told of its stream; None where none was told anything.
     """
     marks = [Marks()] * batch if marks is None else marks
+    if real is None and length == 1 and not prefill:  # a decode step: no row has a choice
+        columns = torch.zeros(1, 1, dtype=torch.int64, device=device).expand(batch, 1)
+        due = [row for row, held in enumerate(waiting) if held + 1 == chunk]
+        kept = list(seen), list(waiting)
+        piece = Piece(columns, [1] * batch, *kept, due, origin, device, marks)
+        positions = _positions(None, 1, [origin + n for n in seen], device)
+        return Plan([piece], 1, piece.in_step, True, positions)
     if real is None:
         columns = torch.arange(length, device=device).expand(batch, length)
         left = [length] * batch
@@ -241,4 +248,5 @@ def _positions(real: Tensor | None, length: int, begin: list[int], device: torch
         return torch.tensor(begin, device=device)[:, None] + real.cumsum(dim=1) - 1
     # Rows that stand at one place share their rotations: one row of positions serves all.
     first = begin[:1] if len(set(begin)) == 1 else begin
-    return torch.tensor(first, device=device)[:, None] + torch.arange(length, device=device)
+    starts = torch.tensor(first, device=device)[:, None]
+    return starts if length == 1 else starts + torch.arange(length, device=device)
