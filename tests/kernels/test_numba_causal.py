@@ -14,6 +14,8 @@ import weir
 from weir import kernels
 from weir.cache.layer.mask import band
 from weir.slab.attention import Form, split_weights, two_weight_attention
+from weir.slab.coded import Coded
+from weir.slab.quantised import INT8, dequantise, quantise
 
 numba_causal = pytest.importorskip(
     "weir.kernels.numba_causal",
@@ -33,9 +35,12 @@ EPS = 2.0**-24
     before=st.integers(0, 50),
     dims=st.sampled_from([(64, 64), (40, 24), (24, 40), (3, 17)]),
     masked=st.sampled_from(["no", "yes", "apart"]),
+    coded=st.integers(0, 50),
     lanes=st.sampled_from([8, 16]),
 )
-def test_it_is_the_formula(seed, batch, kv_heads, group, length, before, dims, masked, lanes):
+def test_it_is_the_formula(
+    seed, batch, kv_heads, group, length, before, dims, masked, coded, lanes
+):
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -58,7 +63,16 @@ def test_it_is_the_formula(seed, batch, kv_heads, group, length, before, dims, m
     form = Form(dims[0] ** -0.5)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(numba_causal, "lanes", lambda: lanes)
-        found = numba_causal.causal(queries, keys, values, given, form.scale, factors)
+        asked = queries, keys, values, given, form.scale, factors
+        found = numba_causal.causal(*asked)
+        # Quantised slots are read as they are read elsewhere, and then it is the same to the bit.
+        coded = min(coded, before)
+        front = [(*quantise(t[:, :, :coded], INT8), INT8.levels) for t in (keys, values)]
+        read = [dequantise(*it[:2], INT8, torch.float32) for it in front]
+        exact = [t[:, :, coded:] for t in (keys, values)]
+        whole = [torch.cat(both, dim=2) for both in zip(read, exact, strict=True)]
+        same = numba_causal.causal(queries, *exact, *asked[3:], tuple(front) if coded else None)
+        assert torch.equal(same, numba_causal.causal(queries, *whole, *asked[3:]))
     bias = band(length, slots, None, torch.float32, torch.device("cpu"))
     wanted = two_weight_attention(queries, keys, values, a, b, form, bias)
     size = queries.norm(dim=-1, keepdim=True) * keys.norm(dim=-1).amax() * form.scale
@@ -95,6 +109,20 @@ def test_a_stream_that_asks_it_reads_what_one_without_reads(llama, ids, monkeypa
     monkeypatch.setenv(kernels.VARIABLE, "reference")
     wanted = weir.Stream(llama, policy, chunk=16).feed(text, all_logits=True)
     assert (found - wanted).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_quantised_slots_are_read_as_elsewhere(llama, ids, monkeypatch, form):
+    monkeypatch.delenv(kernels.VARIABLE, raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    policy, text = f"sink(2) | recent(20) | recent(20):{form} | kcenter(12):{form}", ids(1, 150)
+    found = weir.Stream(llama, policy, chunk=16).feed(text, all_logits=True)
+    asked, bytes_of = [], Coded.bytes_of
+    monkeypatch.setattr(Coded, "bytes_of", lambda *a: asked.append(bytes_of(*a)))
+    wanted = weir.Stream(llama, policy, chunk=16).feed(text, all_logits=True)
+    assert torch.equal(found, wanted)
+    assert len(asked) > 1
+    assert all((it is None) == (form == "fp8") for it in asked)
 
 
 def test_threads_and_what_it_does_not_know_go_to_pytorch(monkeypatch):

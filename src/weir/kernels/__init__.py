@@ -2,6 +2,7 @@
 
 from weir.kernels.kernels import (
     VARIABLE,
+    Stored,
     causal,
     decode,
     decode_coded,
@@ -22,6 +23,7 @@ from weir.kernels.loops import as_one, dots, in_memory, sums
 
 __all__ = [
     "VARIABLE",
+    "Stored",
     "as_one",
     "causal",
     "decode",

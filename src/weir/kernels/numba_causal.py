@@ -24,6 +24,7 @@ from numba.core.cgutils import alloca_once_value, for_range
 from numba.extending import intrinsic
 from torch import Tensor
 
+from weir.kernels.kernels import Stored
 from weir.kernels.numba_tools import Steps, compiled, in_lines
 from weir.kernels.numba_vectors import (
     FLOAT,
@@ -48,6 +49,8 @@ _POLYNOMIAL = (
 )
 """Cephes', of e^f for f in half an octave of 0."""
 _MATH = ("contract",)
+Codes = tuple[np.ndarray, Steps, np.ndarray, Steps, float]
+"""Vectors of 8 bits: numbers and peaks as `in_lines` has them, and how many steps make a peak."""
 
 
 def _sums(builder: ir.IRBuilder, x: Any, numbers: Any, count: Any, step: Any, width: int) -> Any:
@@ -277,6 +280,45 @@ def _packed(
             out[i * widest + lane] = lines[at + lane * step + i] * scale
 
 
+@njit(nogil=True)
+def _widened(
+    numbers: np.ndarray,
+    steps: Steps,
+    peaks: np.ndarray,
+    peak_steps: Steps,
+    levels: float,
+    row: int,
+    head: int,
+    bits: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """Vectors of 8 bits of a head into `out` [n, dim], as many as it holds; `bits` is room for a
+    number.
+    """
+    at = row * steps[0] + head * steps[1]
+    top = row * peak_steps[0] + head * peak_steps[1]
+    count, dim, most = out.shape[0], out.shape[1], np.float32(levels)
+    for place in range(count):
+        # A bfloat16 is the upper half of a float32.
+        bits[0] = np.int32(peaks[top + place * peak_steps[2]]) << 16
+        step = bits.view(np.float32)[0] / most
+        start = at + place * steps[2]
+        codes, vector = numbers[start : start + dim], out[place]
+        for i in range(dim):
+            vector[i] = np.float32(codes[i]) * step
+
+
+@njit(nogil=True)
+def _copied(lines: np.ndarray, at: int, step: int, out: np.ndarray) -> None:
+    """Lines from place `at` on into `out` [n, dim]."""
+    count, dim = out.shape
+    for place in range(count):
+        start = at + place * step
+        line, vector = lines[start : start + dim], out[place]
+        for i in range(dim):
+            vector[i] = line[i]
+
+
 def _attend(
     queries: np.ndarray,
     query_steps: Steps,
@@ -287,6 +329,9 @@ def _attend(
     mask: np.ndarray,
     above: np.ndarray,
     below: np.ndarray,
+    key_codes: Codes,
+    value_codes: Codes,
+    coded: int,
     scale: float,
     widest: int,
     dim: int,
@@ -300,24 +345,37 @@ def _attend(
     asked = np.empty(dim * widest, np.float32)
     logits = np.empty((len(panels) * widest, widest), np.float32)
     share, none = np.empty(widest, np.float32), np.zeros(slots, np.float32)
-    rest = slots % widest
-    last = np.zeros((widest, dim), np.float32)
+    # Where slots are quantised, those of a head are read before it is asked; otherwise the last few
+    # keys, which are no panel.
+    whole = 0 if coded else slots // widest
+    read_keys = np.zeros(((len(panels) - whole) * widest, dim), np.float32)
+    read_values = np.empty((slots if coded else 0, width), np.float32)
+    bits = np.empty(1, np.int32)
     to_asked, to_logits, to_share = asked.ctypes.data, logits.ctypes.data, share.ctypes.data
     for both in range(batch * heads):
         row, head = both // heads, both % heads
         at = row * key_steps[0] + head * key_steps[1]
-        for panel in range(slots // widest):
+        value_at = row * value_steps[0] + head * value_steps[1]
+        for panel in range(whole):
             first = at + panel * widest * key_steps[2]
             _packed(keys, first, key_steps[2], dim, 1.0, widest, panels[panel])
-        for i in range(rest):
-            first = at + (slots - rest + i) * key_steps[2]
-            last[i] = keys[first : first + dim]
-        if rest:
-            _packed(last.reshape(-1), 0, dim, dim, 1.0, widest, panels[slots // widest])
+        alone = slots - coded - whole * widest
+        first = at + whole * widest * key_steps[2]
+        _copied(keys, first, key_steps[2], read_keys[coded : coded + alone])
+        if coded:
+            _widened(*key_codes, row, head, bits, read_keys[:coded])
+            _widened(*value_codes, row, head, bits, read_values[:coded])
+            _copied(values, value_at, value_steps[2], read_values[coded:])
+        lines = read_keys.reshape(-1)
+        for panel in range(whole, len(panels)):
+            first = (panel - whole) * widest * dim
+            _packed(lines, first, dim, dim, 1.0, widest, panels[panel])
+        to_values, value_step = values[value_at:].ctypes.data, value_steps[2]
+        if coded:
+            to_values, value_step = read_values.ctypes.data, width
         to_mask = mask[row, head].ctypes.data if mask.shape[0] else none.ctypes.data
         to_above = above[row, head].ctypes.data if apart else none.ctypes.data
         to_below = below[row, head].ctypes.data if apart else none.ctypes.data
-        value_at = values[row * value_steps[0] + head * value_steps[1] :].ctypes.data
         at = row * query_steps[0] + head * query_steps[1]
         for member in range(group):
             for begin in range(0, length, widest):
@@ -349,15 +407,16 @@ def _attend(
                 answers = out[row, head, member, start].ctypes.data
                 for part in range(0, width, widest):
                     place = 4 * min(part, width - widest)
-                    number, to, step = value_at + place, answers + place, value_steps[2]
+                    number, to = to_values + place, answers + place
                     if widest == 16:
-                        _answer(to_logits, number, seen, step, to_share, to, width, 16)
+                        _answer(to_logits, number, seen, value_step, to_share, to, width, 16)
                     else:
-                        _answer(to_logits, number, seen, step, to_share, to, width, 8)
+                        _answer(to_logits, number, seen, value_step, to_share, to, width, 8)
 
 
 _run = compiled(_attend)
 _NO_MASK = np.empty((0, 0, 0), np.float32)
+_NO_CODES = np.empty(0, np.int8), (0, 0, 0), np.empty(0, np.int16), (0, 0, 0), 1.0
 
 
 def causal(
@@ -367,19 +426,25 @@ def causal(
     mask: Tensor | None,
     scale: float,
     factors: tuple[Tensor, Tensor] | None = None,
+    coded: tuple[Stored, Stored] | None = None,
 ) -> Tensor:
     """The answers [batch, kv_heads, group, length, value_dim]; zero for a query that sees nothing.
 
     Args:
         queries: of the tokens of the last `length` slots, in their order
             [batch, kv_heads, group, length, key_dim], float32; 16 or more.
-        keys, values: [batch, kv_heads, slots, dim], float32; values of 16 numbers or more.
+        keys, values: of exact slots [batch, kv_heads, exact, dim], float32; values of 16 numbers or
+            more.
         mask: log-weights of slots, the same in both sums [batch, kv_heads, slots], float32; None
             where all are 0.
         scale: factor of the logits.
         factors: of slots in the numerator and in the denominator, beside the mask, as
             `weir.slab.attention.split_weights` has them; None where all are 1.
+        coded: of the keys and of the values of quantised slots in front of the exact ones their
+            numbers [batch, kv_heads, coded, dim], int8, the peaks of each
+            [batch, kv_heads, coded, 1], bfloat16, and how many steps make a peak.
     """
+    count = 0 if coded is None else coded[0][0].shape[2]
     out = torch.empty((*queries.shape[:4], values.shape[3]))
 
     def of_slots(t: Tensor | None) -> np.ndarray:
@@ -387,5 +452,13 @@ def causal(
 
     weights = map(of_slots, (mask, *(factors or (None, None))))
     given = *in_lines(queries), *in_lines(keys), *in_lines(values), *weights
-    _run(*given, scale, lanes(), keys.shape[3], keys.shape[2], out.numpy())
+    codes = [_NO_CODES, _NO_CODES] if coded is None else list(map(_in_lines, coded))
+    slots = count + keys.shape[2]
+    _run(*given, *codes, count, scale, lanes(), keys.shape[3], slots, out.numpy())
     return out
+
+
+def _in_lines(stored: Stored) -> Codes:
+    """As the kernel has them."""
+    numbers, peaks, levels = stored
+    return *in_lines(numbers), *in_lines(peaks.view(torch.int16)), float(levels)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from weir import kernels
 from weir.slab.quantised import (
     Code,
     Format,
@@ -17,6 +18,7 @@ from weir.slab.quantised import (
     dequantise,
     dequantise_into,
     quantise_into,
+    whole_bytes,
 )
 
 CODED = "coded."
@@ -124,6 +126,18 @@ class Coded:
         keys, values = (
             (self.buffers[n], self.buffers[f"{n}_peaks"], self._code(n).levels)
             for n in (KEYS, VALUES)
+        )
+        return keys, values
+
+    def bytes_of(self, start: int, stop: int) -> tuple[kernels.Stored, kernels.Stored] | None:
+        """`stored` of some slots, where keys and values are whole numbers of 8 bits with one peak
+        each; None where they are not.
+        """
+        if not (whole_bytes(self.format.keys) and whole_bytes(self.format.values)):
+            return None
+        keys, values = (
+            (numbers[:, :, start:stop], peaks[:, :, start:stop], levels)
+            for numbers, peaks, levels in self.stored
         )
         return keys, values
 

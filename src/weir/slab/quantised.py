@@ -104,6 +104,11 @@ FORMATS: Mapping[str, Format] = {
 """Every format by its name."""
 
 
+def whole_bytes(code: Code) -> bool:
+    """Whether each number is a whole one in a byte, and a vector has one peak."""
+    return code.dtype == torch.int8 and code.group is None
+
+
 def quantise(x: Tensor, code: Code) -> tuple[Tensor, Tensor]:
     """Vectors in steps, each number within `code.bound` of them.
 
@@ -127,7 +132,7 @@ def quantise(x: Tensor, code: Code) -> tuple[Tensor, Tensor]:
 
 def quantise_into(x: Tensor, code: Code, numbers: Tensor, peaks: Tensor) -> None:
     """`quantise` into tensors of the shapes and dtypes that it returns; x of four dimensions."""
-    write = kernels.write8(x) if _whole_bytes(code) else None
+    write = kernels.write8(x) if whole_bytes(code) else None
     if write is not None:
         write(x, numbers, peaks, code.levels, _LEAST, torch.finfo(PEAK).max)
         return
@@ -150,7 +155,7 @@ def dequantise(numbers: Tensor, peaks: Tensor, code: Code, dtype: torch.dtype) -
 
 def dequantise_into(numbers: Tensor, peaks: Tensor, code: Code, out: Tensor) -> None:
     """`dequantise` into a tensor of four dimensions [..., dim]."""
-    read8 = kernels.read8(out) if _whole_bytes(code) else None
+    read8 = kernels.read8(out) if whole_bytes(code) else None
     if read8 is not None:
         read8(numbers, peaks, code.levels, out)
     else:
@@ -169,11 +174,6 @@ def read(numbers: Tensor, code: Code) -> Tensor:
 def are_levels(numbers: Tensor, code: Code) -> bool:
     """Whether all that is stored could have been written."""
     return bool((read(numbers, code).abs() <= code.levels).all())
-
-
-def _whole_bytes(code: Code) -> bool:
-    """Whether each number is a whole one in a byte, and a vector has one peak."""
-    return code.dtype == torch.int8 and code.group is None
 
 
 def _written(levels: Tensor, code: Code) -> Tensor:

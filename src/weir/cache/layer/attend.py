@@ -82,7 +82,12 @@ def read(
                 mask, *factors = (t[:, :, start:stop] for t in slab.split)
             elif not plain:
                 mask = slab.b[:, :, start:stop]
-            answers: Tensor = kernel(queries, *slab.read(start, stop), mask, form.scale, factors)
+            coded, first = None, start
+            if slab.coded is not None and start < slab.first:
+                coded = slab.coded.bytes_of(start, slab.first)
+                first = start if coded is None else slab.first
+            read = slab.read(first, stop)
+            answers: Tensor = kernel(queries, *read, mask, form.scale, factors, coded)
             return answers
     out = _by_kernel(slab, queries, form, bias, slots, plain=plain)
     if out is not None:
