@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weir.models.pages import MODE
 from weir.slab import Heads, Slab, SlabSpec
-from weir.slab.room import LARGE, zeros
+from weir.slab.room import LARGE, empty
 
 
 def asked(t: Tensor) -> bool:
@@ -27,11 +27,10 @@ def asked(t: Tensor) -> bool:
 
 
 @pytest.mark.skipif(not MODE.exists(), reason="only Linux has large pages for those who ask")
-def test_large_pages_are_asked_for_where_a_whole_one_fits() -> None:
+def test_large_pages_are_asked_for_where_one_fits() -> None:
     # More than the C library ever takes from memory that it has had before.
-    made = zeros((40 * LARGE,), torch.int8)
-    assert asked(made)
-    assert not asked(torch.zeros(40 * LARGE, dtype=torch.int8))
+    assert asked(empty((40 * LARGE,), torch.int8))
+    assert not asked(torch.empty(40 * LARGE, dtype=torch.int8))
 
 
 @pytest.mark.skipif(not MODE.exists(), reason="only Linux has large pages for those who ask")
@@ -39,19 +38,22 @@ def test_keys_and_values_of_a_slab_lie_in_them() -> None:
     slab = Slab(SlabSpec(Heads(1, 1, 64, 64, torch.float32), 2**16), 1)
     assert asked(slab.keys)
     assert asked(slab.values)
+    assert not slab.keys.any()
+    assert slab.b.isneginf().all()
 
 
-@pytest.mark.parametrize("size", [0, 5, 2 * LARGE - 1, 2 * LARGE])
-def test_they_are_zeros(size: int) -> None:
-    made = zeros((1, size), torch.int8)
-    assert torch.equal(made, torch.zeros(1, size, dtype=torch.int8))
+@pytest.mark.parametrize("size", [0, 5, LARGE // 2 - 1, LARGE // 2, LARGE + 4097])
+def test_it_is_memory_for_what_is_wanted(size: int) -> None:
+    made = empty((1, size), torch.int8).fill_(3)
+    assert made.shape == (1, size)
     assert made.untyped_storage().nbytes() == size
+    assert torch.equal(made, torch.full((1, size), 3, dtype=torch.int8))
 
 
-def test_a_system_without_them_has_zeros_too(monkeypatch) -> None:
+def test_a_system_without_them_has_memory_too(monkeypatch) -> None:
     monkeypatch.delattr("mmap.MADV_HUGEPAGE", raising=False)
-    assert not zeros((2 * LARGE,), torch.int8).any()
+    assert not empty((2 * LARGE,), torch.int8).zero_().any()
 
 
 def test_elsewhere_nothing_is_asked() -> None:
-    assert zeros((2 * LARGE,), device=torch.device("meta")).is_meta
+    assert empty((2 * LARGE,), torch.int8, torch.device("meta")).is_meta

@@ -18,24 +18,24 @@ LARGE = 2**21
 """Bytes of a large page, as x86 and most ARM processors have them."""
 
 
-def zeros(
-    shape: Sequence[int], dtype: torch.dtype | None = None, device: torch.device | None = None
-) -> Tensor:
-    """`torch.zeros`, for what is kept for long and read often.
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """`torch.empty`, for what is kept for long and read often.
 
-    Pages are asked for before anything is written, and only those that lie within the tensor.
+    A large page may hold the end of one tensor and the beginning of the next, if all of them are
+    made before anything is written to one.
     """
     made = torch.empty(shape, dtype=dtype, device=device)
-    if made.device.type == "cpu" and made.nbytes >= 2 * LARGE:
+    if made.device.type == "cpu" and made.nbytes >= LARGE // 2:
         _ask(made)
-    return made.zero_()
+    return made
 
 
 def _ask(t: Tensor) -> None:
     """For large pages; whoever has none refuses, and all stays as it is."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):  # not Linux
         return
-    start = -(-t.data_ptr() // LARGE) * LARGE
-    size = (t.data_ptr() + t.nbytes) // LARGE * LARGE - start
+    usual = mmap.PAGESIZE
+    start = -(-t.data_ptr() // usual) * usual
+    size = (t.data_ptr() + t.nbytes) // usual * usual - start
     advise = ctypes.CDLL(None).madvise
     advise(ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_int(mmap.MADV_HUGEPAGE))

@@ -26,7 +26,7 @@ from torch import Tensor
 from weir.slab.attention import split_weights
 from weir.slab.coded import Coded
 from weir.slab.quantised import Format
-from weir.slab.room import zeros
+from weir.slab.room import empty
 from weir.slab.slots import EMPTY, Slots
 from weir.slab.spec import STATE, Heads, SlabSpec
 from weir.slab.stretch import Piece, Stretch
@@ -64,12 +64,12 @@ class Slab:
         # Never inference tensors: the same slab is written in and outside inference mode.
         with torch.inference_mode(False):
             made = {
-                name: torch.full(shape, _FILL[name], dtype=dtype, device=device)
-                if name in _FILL
-                else zeros(shape, dtype, device)
+                name: empty(shape, dtype, device)
                 for name, (shape, dtype) in spec.tensors(batch).items()
                 if not name.startswith(STATE)
             }
+            for name, t in made.items():
+                t.fill_(_FILL[name]) if name in _FILL else t.zero_()
         self.coded = Coded.of(spec.format, made, spec.heads.dtype)
         self.keys, self.values = made["keys"], made["values"]
         self.a, self.b, self.position = made["a"], made["b"], made["position"]
