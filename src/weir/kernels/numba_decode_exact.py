@@ -1,9 +1,8 @@
 """Attention of one query a head over exact slots, on a CPU.
 
 PyTorch's fused attention is made for many queries. With one, it takes several times as long as it
-takes to read keys and values. Here each is read once, for all query heads that share it, four slots
-at a time that lie far from each other: processors fetch ahead what is read in order, and several
-such streams come faster than one. Sums are float32.
+takes to read keys and values. Here each is read once, for three query heads that share it, whose
+sums stay in registers (`numba_slots`). Sums are float32.
 """
 
 from __future__ import annotations

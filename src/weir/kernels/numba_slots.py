@@ -2,9 +2,10 @@
 
 Few query heads share a KV head, so that each number of a key or value serves few multiplications.
 Loops of Python's leave sums in memory or add up parts for every slot by itself, and then take
-longer than reading does. Here sums stay in the processor's registers: four slots of three query
-heads, or three query heads of four vectors. The four slots lie far from each other: processors
-fetch ahead what is read in order, and several such streams come faster than one.
+longer than reading does. Here sums stay in the processor's registers: four keys for three query
+heads, or four vectors of a value for three query heads. The four keys lie far from each other:
+processors fetch ahead what is read in order, and several such streams came faster than one, unlike
+those of values.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from numba.core.cgutils import alloca_once_value, for_range_slice
 from numba.extending import intrinsic
 
 STREAMS = 4
-"""Slots that are read at once."""
+"""Keys that are read at once."""
 VECTORS = 4
 """Vectors of a value that are summed at once."""
+_AT_ONCE = 4
+"""Values that are added before it is asked whether there are more."""
 _FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _CONTRACT = ("contract",)
 
@@ -144,11 +147,10 @@ def sums(
                 for c in range(VECTORS):
                     _add_product(builder, total[member][c], shared, read[c])
 
-        part = builder.udiv(number, _LONG(STREAMS))
-        with for_range_slice(builder, _LONG(0), part, _LONG(1)) as (slot, _):
-            for i in range(STREAMS):
-                step(builder.add(slot, builder.mul(part, _LONG(i))))
-        whole = builder.mul(part, _LONG(STREAMS))
+        whole = builder.and_(number, _LONG(-_AT_ONCE))
+        with for_range_slice(builder, _LONG(0), whole, _LONG(_AT_ONCE)) as (slot, _):
+            for i in range(_AT_ONCE):
+                step(builder.add(slot, _LONG(i)))
         with for_range_slice(builder, whole, number, _LONG(1)) as (slot, _):
             step(slot)
         for member in range(heads):

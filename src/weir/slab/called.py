@@ -1,7 +1,7 @@
 """Attention of one query a head in what is being compiled for a CPU: a call of weir's kernel.
 
-PyTorch's compiler makes loops of attention (`slab.looped`), which for several rows take two or
-three times as long as the kernel over exact slots: in that the sums of a KV head stay in registers.
+PyTorch's compiler makes loops of attention (`slab.looped`), which for several rows may take nearly
+twice as long as the kernel over exact slots: in that the sums of a KV head stay in registers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from weir.slab.attention import Form, fused_attention, fuses
 
 ROWS = 2
 """Rows from which on the kernel is called; a step of one calls nothing."""
+GROUP = 3
+"""Query heads of a KV head from which on it is called. With 16 rows, nine query heads over three KV
+heads and 1,088 slots loops took 1.7 times as long; with two over each of two KV heads and 320 slots
+0.9 of the call (`docs/speed.md`)."""
 
 
 def calls(queries: Tensor, keys: Tensor, form: Form) -> bool:
@@ -24,7 +28,9 @@ def calls(queries: Tensor, keys: Tensor, form: Form) -> bool:
     """
     if not torch.compiler.is_compiling() or queries.device.type != "cpu":
         return False
-    if not fuses(form) or form.sinks is not None or queries.shape[0] < ROWS:
+    if not fuses(form) or form.sinks is not None:
+        return False
+    if queries.shape[0] < ROWS or queries.shape[2] < GROUP:
         return False
     if keys.dtype not in (torch.float32, torch.bfloat16) or queries.dtype != keys.dtype:
         return False
