@@ -141,10 +141,10 @@ def test_attention_is_loops_of_the_program(fresh_llama, ids, taken, policy: str)
 @pytest.mark.parametrize(
     ("policy", "rows", "threads", "heads", "called"),
     [
-        (GRAPHS[0], 2, 1, 6, True),
-        (POLICIES[7], 2, 1, 6, False),  # two log-weights
-        (GRAPHS[0], 1, 1, 6, False),
-        (GRAPHS[0], 2, 4, 6, False),  # the kernel runs on one thread
+        (GRAPHS[0], 2, 1, 8, True),
+        (POLICIES[7], 2, 1, 8, False),  # two log-weights
+        (GRAPHS[0], 1, 1, 8, False),
+        (GRAPHS[0], 2, 4, 8, False),  # the kernel runs on one thread
         (GRAPHS[0], 2, 1, 4, False),  # loops of two query heads are as fast
     ],
 )
@@ -171,7 +171,7 @@ def test_attention_of_several_rows_is_a_call_of_the_kernel(
 
 def test_the_call_comes_after_the_token_is_in_its_slot(fresh_llama, ids, taken) -> None:
     """Also where PyTorch has made a graph without writing of one that writes."""
-    shallow = fresh_llama(layers=1, num_attention_heads=6, head_dim=8)
+    shallow = fresh_llama(layers=1, num_attention_heads=8, head_dim=8)
     text, mask = ids(3, PROMPT + 6), torch.ones(3, PROMPT + 6, dtype=torch.int64)
     mask[1, :3] = 0  # and with rows that end in different slots
     found = []
