@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from weir.models import memory, pages, products
 from weir.models.pages import into_large_pages
-from weir.slab.room import LARGE
+from weir.slab import LARGE_PAGE
 
 pytestmark = pytest.mark.skipif(
     not hasattr(mmap, "MADV_HUGEPAGE"), reason="only Linux has large pages for those who ask"
@@ -54,7 +54,7 @@ def test_a_weight_stays_the_same_object_and_has_the_same_numbers(offered, weight
     before, lay = weight.detach().clone(), weight.data_ptr()
     assert into_large_pages([weight]) >= weight.nbytes
     assert weight.data_ptr() != lay
-    assert weight.data_ptr() % LARGE == 0
+    assert weight.data_ptr() % LARGE_PAGE == 0
     assert torch.equal(weight, before)
     assert isinstance(weight, nn.Parameter)
     assert weight.requires_grad
@@ -180,10 +180,10 @@ def test_a_weight_that_was_made_for_inference_stays_where_it_is(offered):
 
 
 def test_a_large_weight_has_memory_of_its_own_which_goes_with_it(offered, monkeypatch):
-    monkeypatch.setattr(pages, "ALONE", LARGE)
+    monkeypatch.setattr(pages, "ALONE", LARGE_PAGE)
     first, second = (nn.Parameter(torch.randn(1100, 500)) for _ in range(2))
     into_large_pages([first, second])
-    assert first.data_ptr() % LARGE == second.data_ptr() % LARGE == 0
+    assert first.data_ptr() % LARGE_PAGE == second.data_ptr() % LARGE_PAGE == 0
     lay = first.data_ptr()
     first.data = first.detach().clone()
     maps = Path("/proc/self/maps").read_text("utf-8").splitlines()

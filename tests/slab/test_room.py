@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weir.models.pages import MODE
 from weir.slab import Heads, Slab, SlabSpec
-from weir.slab.room import LARGE, empty
+from weir.slab.room import LARGE_PAGE, empty
 
 
 def asked(t: Tensor) -> bool:
@@ -29,8 +29,8 @@ def asked(t: Tensor) -> bool:
 @pytest.mark.skipif(not MODE.exists(), reason="only Linux has large pages for those who ask")
 def test_large_pages_are_asked_for_where_one_fits() -> None:
     # More than the C library ever takes from memory that it has had before.
-    assert asked(empty((40 * LARGE,), torch.int8))
-    assert not asked(torch.empty(40 * LARGE, dtype=torch.int8))
+    assert asked(empty((40 * LARGE_PAGE,), torch.int8))
+    assert not asked(torch.empty(40 * LARGE_PAGE, dtype=torch.int8))
 
 
 @pytest.mark.skipif(not MODE.exists(), reason="only Linux has large pages for those who ask")
@@ -42,7 +42,7 @@ def test_keys_and_values_of_a_slab_lie_in_them() -> None:
     assert slab.b.isneginf().all()
 
 
-@pytest.mark.parametrize("size", [0, 5, LARGE // 2 - 1, LARGE // 2, LARGE + 4097])
+@pytest.mark.parametrize("size", [0, 5, LARGE_PAGE // 2 - 1, LARGE_PAGE // 2, LARGE_PAGE + 4097])
 def test_it_is_memory_for_what_is_wanted(size: int) -> None:
     made = empty((1, size), torch.int8).fill_(3)
     assert made.shape == (1, size)
@@ -52,8 +52,8 @@ def test_it_is_memory_for_what_is_wanted(size: int) -> None:
 
 def test_a_system_without_them_has_memory_too(monkeypatch) -> None:
     monkeypatch.delattr("mmap.MADV_HUGEPAGE", raising=False)
-    assert not empty((2 * LARGE,), torch.int8).zero_().any()
+    assert not empty((2 * LARGE_PAGE,), torch.int8).zero_().any()
 
 
 def test_elsewhere_nothing_is_asked() -> None:
-    assert empty((2 * LARGE,), torch.int8, torch.device("meta")).is_meta
+    assert empty((2 * LARGE_PAGE,), torch.int8, torch.device("meta")).is_meta

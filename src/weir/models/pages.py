@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from weir.models.memory import free_memory
-from weir.slab.room import LARGE
+from weir.slab import LARGE_PAGE
 
 LINE = 64
 """Bytes of a processor's cache line, at which each weight begins."""
@@ -52,7 +52,7 @@ def into_large_pages(weights: Iterable[Tensor]) -> int:
         each for each in weights if not each.is_inference() and _MOVED.get(each) != each.data_ptr()
     ]
     needed = sum(_whole(each.nbytes, LINE) for each in moving)
-    if needed < LARGE or not _offered() or free is None or free < SPARE * needed:
+    if needed < LARGE_PAGE or not _offered() or free is None or free < SPARE * needed:
         return 0
     # Memory is given back when the last that lies in it has gone: large weights go by themselves.
     together = [each for each in moving if each.nbytes < ALONE]
@@ -64,12 +64,12 @@ def _move(weights: Sequence[Tensor]) -> int:
     """Into one piece of memory; the bytes of all, or 0 where the system gives none."""
     needed = sum(_whole(each.nbytes, LINE) for each in weights)
     try:
-        memory = mmap.mmap(-1, needed + LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, needed + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
     except (OSError, ValueError):  # no room for so much at once, or a kernel without them
         return 0
     start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    place = _whole(start, LARGE) - start
+    place = _whole(start, LARGE_PAGE) - start
     for weight in weights:
         # Each from the memory anew: as parts of one tensor they would be saved as one.
         moved = torch.frombuffer(memory, dtype=weight.dtype, count=weight.numel(), offset=place)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-LARGE = 2**21
+LARGE_PAGE = 2**21
 """Bytes of a large page, as x86 and most ARM processors have them."""
 
 
@@ -25,7 +25,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None 
     made before anything is written to one.
     """
     made = torch.empty(shape, dtype=dtype, device=device)
-    if made.device.type == "cpu" and made.nbytes >= LARGE // 2:
+    if made.device.type == "cpu" and made.nbytes >= LARGE_PAGE // 2:
         _ask(made)
     return made
 
