@@ -189,6 +189,22 @@ def test_by_hand_it_makes_the_call_that_it_is_meant_for(llama: PreTrainedModel, 
         weir.generate(llama, tokens, streamer=object())
 
 
+def test_by_hand_it_ends_at_stop_strings_with_a_tokenizer() -> None:
+    model, tokenizer = weir.load("nano")
+    tokens = tokenizer("Once there was a river", return_tensors="pt").input_ids
+    asked: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "policy": POLICY}
+    whole = tokenizer.decode(weir.generate(model, tokens, **asked)[0, tokens.shape[1] :])
+    word = whole.split()[3]
+    for given in ({}, {"stopping_criteria": [lambda ids, scores, **more: False]}):
+        ended = weir.generate(
+            model, tokens, stop_strings=[word], tokenizer=tokenizer, **given, **asked
+        )
+        said = tokenizer.decode(ended[0, tokens.shape[1] :])
+        assert said == whole[: len(said)] != whole and word in said
+    with pytest.raises(weir.WeirError, match="which takes the tokenizer"):
+        weir.generate(model, tokens, stop_strings=[word], **asked)
+
+
 def test_the_folder_asks_for_this_weir_and_tells_every_argument() -> None:
     (line,) = (HUB / "custom_generate" / "requirements.txt").read_text("utf-8").splitlines()
     asked = Requirement(line)

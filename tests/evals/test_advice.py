@@ -56,7 +56,7 @@ def test_policies_that_are_named_get_what_fits_or_are_taken_as_they_are(nano, tm
     found = advise(*nano, str(BOOK), 600_000, policies=listed, tokens=300)
     slots = {one.policy: one.budget for one in found.tries}
     (sized,) = (it for it in slots if it.startswith("weir(quiet=6"))
-    assert slots == {"window(40)": 40, str(weir.policy(str(path))): 74, sized: slots[sized]}
+    assert slots == {"window(40)": 40, str(path): 74, sized: slots[sized]}
     assert size_of(nano[0], with_budget("weir(quiet=6)", slots[sized])).stream <= 600_000
     assert size_of(nano[0], with_budget("weir(quiet=6)", slots[sized] + 3)).stream > 600_000
     assert all(one.evicted for one in found.tries)
@@ -66,14 +66,23 @@ def test_policies_that_are_named_get_what_fits_or_are_taken_as_they_are(nano, tm
     ("policies", "said"),
     [
         ("window(400)", r"window\(400\) takes [\d,]+ bytes, more than 400,000"),
-        ("window, pyramidkv(800)", r"pyramidkv\(800\) takes .*, more than 400,000"),
-        ("weir(newest=1), dense", "dense has no limit"),
+        ("pyramidkv(800), dense", r"pyramidkv\(800\) takes .*, more than 400,000"),
+        ("dense", "dense has no limit"),
         ("", "expected a pool or a policy"),
     ],
 )
-def test_a_named_policy_that_does_not_fit_is_refused(nano, policies, said):
+def test_where_no_named_policy_fits_it_is_refused(nano, policies, said):
     with pytest.raises(WeirError, match=said):
         advise(*nano, str(BOOK), 400_000, policies=policies, tokens=600)
+
+
+def test_a_named_policy_that_does_not_fit_is_left_out_and_the_others_are_tried(nano):
+    named = "pyramidkv(800), window(40), dense"
+    found = advise(*nano, str(BOOK), 400_000, policies=named, tokens=300)
+    assert [one.policy for one in found.tries] == ["window(40)"]
+    large, endless = found.left_out.items()
+    assert large[0] == "pyramidkv(800)" and large[1].endswith("more than 400,000")
+    assert endless[0] == "dense" and "no limit" in endless[1]
 
 
 def test_a_named_policy_that_cannot_be_made_so_small_says_what_it_takes(nano):

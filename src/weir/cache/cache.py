@@ -60,7 +60,8 @@ class StreamingCache(MovingRows):
         chunk: tokens that are taken in before the pipe folds them, 64 unless a policy file was
             measured with another number; the slab has `chunk` slots more
             than the policy. With 1, StreamingLLM to the letter.
-        seed: of all random draws.
+        seed: of all random draws of the policy; that of sampling is `torch.manual_seed`'s, or a
+            `Stream`'s own.
         positions: `"rolling"`: positions inside the cache (StreamingLLM, section 3.2), for streams
             without end. `"original"`: keys stay where they were said, for streams within the
             model's window.

@@ -10,7 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation.configuration_utils import GenerationMode
 
 from weir.cache.cache import Positions, Prefill, StreamingCache
@@ -50,10 +55,12 @@ def generate(
         model: the model whose `generate` was called.
         input_ids: the prompt [batch, length], one row for each beam or sample, as prepared.
         generation_config: what `generate` was asked for.
-        policy, chunk, seed, positions, prefill: of the cache, as for `StreamingCache`.
+        policy, chunk, seed, positions, prefill: of the cache, as for `StreamingCache`: the seed is
+            of what the policy draws, and not of sampling, which is `torch.manual_seed`'s.
         prepared: what else transformers hands to its own decoding, handed on; `past_key_values`
             is a `StreamingCache` to go on in, or an empty cache that transformers made, which is
-            left. A streamer is not among them: transformers gives none to a function.
+            left. A streamer is not among them: transformers gives none to a function, and no
+            tokenizer either, so that `stop_strings` work in a call by hand only.
 
     Returns:
         What `model.generate` returns. With `return_dict_in_generate=True` the cache is in it, as
@@ -61,9 +68,9 @@ def generate(
 
     Raises:
         WeirError: what comes first is no model, `input_ids` are no tensor of tokens, a streamer
-            comes to a call by hand, the policy or the model cannot be served, a cache
-            is given that is not weir's or comes with a policy, or the way of decoding is not one of
-            sampling and beam search.
+            or `stop_strings` without a tokenizer come to a call by hand, the policy or the model
+            cannot be served, a cache is given that is not weir's or comes with a policy, or the way
+            of decoding is not one of sampling and beam search.
     """
     asked: dict[str, Any] = {"policy": policy, "chunk": chunk, "seed": seed}
     asked |= {"positions": positions, "prefill": prefill}
@@ -76,6 +83,7 @@ def generate(
                 f"{shown(model)} is none"
             )
         _check_by_hand(input_ids, prepared)
+        prepared |= _stopping(prepared)
         config = {} if generation_config is None else {"generation_config": generation_config}
         return whole(input_ids, custom_generate=generate, **config, **given, **prepared)
     mode = generation_config.get_generation_mode()
@@ -103,6 +111,31 @@ def generate(
     decode = getattr(model, _DECODING[mode])
     prepared |= {"past_key_values": cache, "use_cache": True}
     return decode(input_ids, generation_config=generation_config, **prepared)
+
+
+def _stopping(more: dict[str, Any]) -> dict[str, Any]:
+    """`stop_strings` and their tokenizer as a criterion, which reaches who decodes.
+
+    Args:
+        more: the arguments of a call by hand.
+
+    Returns:
+        What takes the place of some of them; nothing without `stop_strings`.
+
+    Raises:
+        WeirError: there is no tokenizer beside them.
+    """
+    strings, tokenizer = more.get("stop_strings"), more.get("tokenizer")
+    if not strings:
+        return {}
+    if tokenizer is None:
+        raise WeirError(
+            "stop_strings are looked for in text, which takes the tokenizer: "
+            "weir.generate(model, input_ids, stop_strings=..., tokenizer=tokenizer)"
+        )
+    criteria = more.get("stopping_criteria") or ()
+    stop = StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
+    return {"stop_strings": None, "stopping_criteria": StoppingCriteriaList([*criteria, stop])}
 
 
 def _check_by_hand(input_ids: Any, more: dict[str, Any]) -> None:

@@ -98,6 +98,8 @@ def _print(model_name: str, found: Advice) -> None:
         f"{found.available:,} tokens, {size(best.kv_bytes)} of cache for one stream"
     )
     output().print(line, markup=False, highlight=False, soft_wrap=True)
+    for why in found.left_out.values():
+        output().print(f"left out: {why}", markup=False, highlight=False, soft_wrap=True)
     idle = [one.policy for one in found.tries if not one.evicted]
     if idle:
         line = (

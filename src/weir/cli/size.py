@@ -91,10 +91,13 @@ def _show(facts: dict[str, Any]) -> None:
     slots = facts["slots"]
     each = f"{slots[0]:,}" if len(set(slots)) == 1 else f"{min(slots):,} to {max(slots):,}"
     step = facts["step_bytes"]
+    policy = facts["policy"]
+    if not policy.endswith(" slots"):  # as what stands for a long list does
+        policy += f", {each} slots a layer"
     both = for_people(step["weights"] + step["each_stream"])
     lines = [
         ("model", f"{facts['model']}, {facts['layers']} layers, {facts['dtype']}"),
-        ("policy", f"{facts['policy']}, {each} slots a layer and {facts['chunk']} new tokens"),
+        ("policy", f"{policy} and {facts['chunk']} new tokens"),
         ("weights", for_people(facts["weights_bytes"])),
         ("a stream", for_people(facts["stream_bytes"])),
         (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -45,7 +45,7 @@ class Try:
     """What one policy came to on the sample.
 
     Attributes:
-        policy: with its budget.
+        policy: with its budget, or the policy file that says it.
         budget: slots per KV head, of the layer that has most where they differ.
         kv_bytes: of its cache.
         ppl: perplexity of the sample.
@@ -72,6 +72,7 @@ class Advice:
         available: tokens of the text.
         window: tokens the model was trained with; None where it does not say.
         everything: whether the whole text fits the window and the memory, so nothing need go.
+        left_out: why it was not tried, by policy that somebody named.
     """
 
     tries: tuple[Try, ...]
@@ -79,6 +80,7 @@ class Advice:
     available: int
     window: int | None
     everything: bool
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def best(self) -> Try:
@@ -108,7 +110,8 @@ def advise(
         text: a file, UTF-8, plain or .xz.
         memory: bytes that the cache of one stream may have.
         policies: what to try, with commas between them, policy files among them; one that takes a
-            budget and was written without gets all that fits. None for `CANDIDATES`.
+            budget and was written without gets all that fits, one that does not fit is left out.
+            None for `CANDIDATES`.
         tokens: of the sample; by default four times the largest budget, 4,096 at least.
         chunk: tokens between two folds.
         seed: of all random draws.
@@ -116,7 +119,8 @@ def advise(
 
     Raises:
         WeirError: the text cannot be read or is shorter than the sample, the model cannot be
-            served, or the memory or the window is too small; or a policy file is of another model.
+            served, or the memory or the window is too small for every policy; or a policy file is
+            of another model.
         PolicyError: a policy cannot be read.
     """
     named = None if policies is None else _named(model, policies)
@@ -128,10 +132,11 @@ def advise(
         whole = _try(model, "dense", len(ids), ids, chunk, seed, lambda share: None)
         if whole.kv_bytes <= memory:
             return Advice((whole,), len(ids), len(ids), window, everything=True)
+    left_out: dict[str, str] = {}
     if named is None:
         fits = _candidates(model, memory, chunk, window)
     else:
-        fits = dict(_fitted(model, policy, memory, chunk) for policy in named)
+        fits, left_out = _fitting(model, named, memory, chunk)
     length = max(LEAST, TIMES * max(fits.values())) if tokens is None else tokens
     sample = ids[:length]
     tries = []
@@ -142,20 +147,48 @@ def advise(
 
         tries.append(_try(model, policy, budget, sample, chunk, seed, told))
     tries.sort(key=lambda one: one.ppl)
-    return Advice(tuple(tries), len(sample), len(ids), window, everything=False)
+    return Advice(tuple(tries), len(sample), len(ids), window, everything=False, left_out=left_out)
 
 
 def _named(model: PreTrainedModel, policies: str) -> list[str]:
-    """The policies of a list, each once."""
-    found = list(dict.fromkeys(read_policies(policies)))
+    """The policies of a list, each once, a policy file by its name."""
+    files = {}
     for file in filter(is_file, policies.split(",")):
-        check_origin(policy_of(file), model)
-    return found
+        wanted = policy_of(file)
+        check_origin(wanted, model)
+        files[str(wanted)] = file.strip()
+    return [files.get(policy, policy) for policy in dict.fromkeys(read_policies(policies))]
+
+
+def _fitting(
+    model: PreTrainedModel, named: list[str], memory: int, chunk: int
+) -> tuple[dict[str, int], dict[str, str]]:
+    """The policies that fit, as `_fitted` has them, and why each of the others does not.
+
+    Raises:
+        WeirError: none does; what is said of the first.
+    """
+    fits: dict[str, int] = {}
+    left_out: dict[str, str] = {}
+    for policy in named:
+        try:
+            sized, slots = _fitted(model, policy, memory, chunk)
+        except WeirError as error:
+            left_out[policy] = str(error)
+        else:
+            fits[sized] = slots
+    if not fits:
+        raise WeirError(next(iter(left_out.values())))
+    return fits, left_out
 
 
 def _fitted(model: PreTrainedModel, policy: str, memory: int, chunk: int) -> tuple[str, int]:
-    """A policy that somebody named, with the most slots that fit, and how many these are."""
-    if not takes_budget(policy):
+    """A policy that somebody named, with the most slots that fit, and how many these are.
+
+    Raises:
+        WeirError: it does not fit.
+    """
+    if is_file(policy) or not takes_budget(policy):
         takes = size_of(model, policy, chunk=chunk)
         if takes.stream > memory:
             raise WeirError(f"{policy} takes {takes.stream:,} bytes, more than {memory:,}")

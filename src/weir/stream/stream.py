@@ -41,7 +41,8 @@ class Stream:
     Args:
         model: a causal language model.
         policy: as for `StreamingCache`; `recompute(budget=...)` works here too.
-        chunk, seed, positions, prefill, origin, slots: as for `StreamingCache`.
+        chunk, positions, prefill, origin, slots: as for `StreamingCache`.
+        seed: of all random draws, the policy's and those of sampling.
 
     Attributes:
         policy: the policy.
