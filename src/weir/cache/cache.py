@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from weir.cache.contents import Contents, contents_of, report
 from weir.cache.default import policy_for
 from weir.cache.forward import Folded, Forward
+from weir.cache.freed import keep_what_is_freed
 from weir.cache.holding import Holding, holding_of
 from weir.cache.layer import Layer
 from weir.cache.layers import pipes_of, plan_layers, reach_of
@@ -137,6 +138,7 @@ class StreamingCache(MovingRows):
         self._rotaries = facts.rotations
         self.plans = plan_layers(facts, pipes, chunk, seed=seed, rolling=rolling)
         check_room(self.plans, self.policy, batch or 1, self._device)
+        keep_what_is_freed()
         if rolling:
             warn_of_window(served, self.policy, chunk)
         self.stack = [Layer(plan.spec) for plan in self.plans]
