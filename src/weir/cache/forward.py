@@ -205,7 +205,7 @@ class Forward:
             return {}
         # One look at all of them, since a look means waiting for an accelerator.
         device = unchecked[0].device
-        whole = torch.cat([t.flatten().to(device) for t in unchecked])
+        whole = torch.cat([t.detach().flatten().to(device) for t in unchecked])
         if device.type == "cpu" and whole.is_floating_point():
             # The least and the greatest tell, for less: NaN makes NaN of both.
             fine = all(map(math.isfinite, whole.aminmax()))
