@@ -26,7 +26,7 @@ NOWHERE = "/nowhere/text.txt"
             "--chunk changes nothing here: it is for --stream, and the text is folded at once",
         ),
         (
-            "chat --temperature 0 --top-k 3 --policy nobody",
+            "chat --temperature 0 --top-k 3 --policy sink(nobody)",
             "--top-k changes nothing here: at a temperature of 0 the likeliest token is taken",
         ),
         (
