@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import weir
-from weir import StreamingCache, WeirError, compile_steps, kernels
+from weir import StreamingCache, WeirError, compile_steps
 from weir.models.compiling import Compiled, Compiling
 
 CHUNK = 4
@@ -136,57 +136,6 @@ def test_attention_is_loops_of_the_program(fresh_llama, ids, taken, policy: str)
     assert "weir.looped" in program
     assert "scaled_dot_product" not in program
     assert "bmm" not in program
-
-
-@pytest.mark.parametrize(
-    ("policy", "rows", "threads", "heads", "called"),
-    [
-        (GRAPHS[0], 2, 1, 8, True),
-        (POLICIES[7], 2, 1, 8, False),  # two log-weights
-        (GRAPHS[0], 1, 1, 8, False),
-        (GRAPHS[0], 2, 4, 8, False),  # the kernel runs on one thread
-        (GRAPHS[0], 2, 1, 4, False),  # loops of two query heads are as fast
-    ],
-)
-def test_attention_of_several_rows_is_a_call_of_the_kernel(
-    fresh_llama, ids, taken, monkeypatch, policy, rows, threads, heads, called
-) -> None:
-    pytest.importorskip("numba", reason="not installed: pip install 'weir[fast]'")
-    monkeypatch.delenv(kernels.VARIABLE, raising=False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    made: list[str] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        made.append(graph.code)
-        return graph.forward
-
-    model = fresh_llama(layers=1, num_attention_heads=heads, head_dim=8)
-    compile_steps(model, backend=backend)
-    read(model, policy, ids(rows, PROMPT + 1))
-    compile_steps(model, on=False)
-    (program,) = made
-    assert ("weir.attend" in program) == called
-    assert ("weir.looped" in program) != called
-
-
-def test_the_call_comes_after_the_token_is_in_its_slot(fresh_llama, ids, taken) -> None:
-    """Also where PyTorch has made a graph without writing of one that writes."""
-    shallow = fresh_llama(layers=1, num_attention_heads=8, head_dim=8)
-    text, mask = ids(3, PROMPT + 6), torch.ones(3, PROMPT + 6, dtype=torch.int64)
-    mask[1, :3] = 0  # and with rows that end in different slots
-    found = []
-    for on in (False, True):
-        compile_steps(shallow, on=on, backend="aot_eager")
-        cache = StreamingCache(shallow, "window(16)", chunk=CHUNK)
-        with torch.no_grad():
-            shallow(text[:, :PROMPT], attention_mask=mask[:, :PROMPT], past_key_values=cache)
-            steps = [
-                shallow(part, past_key_values=cache).logits for part in text[:, PROMPT:].split(1, 1)
-            ]
-        found.append((torch.cat(steps, dim=1), cache))
-    compile_steps(shallow, on=False)
-    assert taken == [1] * 6
-    check_same(*found, shallow)
 
 
 @pytest.mark.parametrize("policy", GRAPHS)

@@ -16,7 +16,6 @@ from weir.slab.attention import (
     two_weight_kernel,
     watched_attention,
 )
-from weir.slab.called import called_attention, calls
 from weir.slab.coded import Coded, coded_in
 from weir.slab.looped import looped_attention, loops
 from weir.slab.positions import Alibi, LayerPositions, Rotary, Turn, packed, rolled, rotation_tables
@@ -49,8 +48,6 @@ __all__ = [
     "attention_shares",
     "attention_softmax",
     "attention_weights",
-    "called_attention",
-    "calls",
     "coded_in",
     "fused_attention",
     "fuses",

@@ -18,8 +18,6 @@ from weir.slab import (
     Coded,
     Form,
     Slab,
-    called_attention,
-    calls,
     fused_attention,
     fuses,
     looped_attention,
@@ -120,9 +118,6 @@ class DecodeSlots:
         if self.window is not None:
             seen &= slot > ends[:, None] - self.window
         unseen = ~seen[:, None]
-        if self.a is None and self.coded is None and calls(queries, self.keys, form):
-            mask = self.b.masked_fill(unseen, -torch.inf)
-            return called_attention(queries, *held, mask, form).flatten(1, 2)
         if loops(queries) and (self.a is None or (self.split is not None and fuses(form))):
             mask, factors = self.b, None
             if self.split is not None:
