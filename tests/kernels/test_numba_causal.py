@@ -13,6 +13,7 @@ from torch import Tensor
 import weir
 from weir import kernels
 from weir.cache.layer.mask import band
+from weir.errors import WeirError
 from weir.slab.attention import Form, split_weights, two_weight_attention
 from weir.slab.coded import Coded
 from weir.slab.quantised import INT8, dequantise, quantise
@@ -92,6 +93,13 @@ def test_what_is_no_number_stays_none_for_those_who_see_it(number):
     assert found[0, 0, 0, 5:].isnan().all()
 
 
+@pytest.mark.parametrize(("length", "width"), [(15, 16), (16, 15), (0, 16)])
+def test_less_than_it_takes_at_once_is_refused(length, width):
+    queries, keys = torch.ones(1, 1, 1, length, 4), torch.ones(1, 1, 20, 4)
+    with pytest.raises(WeirError, match="16 queries"):
+        numba_causal.causal(queries, keys, torch.ones(1, 1, 20, width), None, 1.0)
+
+
 def test_a_stream_that_asks_it_reads_what_one_without_reads(llama, ids, monkeypatch):
     monkeypatch.delenv(kernels.VARIABLE, raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
@@ -135,3 +143,4 @@ def test_threads_and_what_it_does_not_know_go_to_pytorch(monkeypatch):
     assert kernels.causal(queries[:, :, :, 1:], values) is None
     assert kernels.causal(queries, values[..., 1:]) is None
     assert kernels.causal(queries.bfloat16(), values) is None
+    assert kernels.causal(queries, values.bfloat16()) is None

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from weir.models.pages import MODE
 from weir.slab import Heads, Slab, SlabSpec
@@ -55,5 +56,8 @@ def test_a_system_without_them_has_memory_too(monkeypatch) -> None:
     assert not empty((2 * LARGE_PAGE,), torch.int8).zero_().any()
 
 
-def test_elsewhere_nothing_is_asked() -> None:
+def test_elsewhere_nothing_is_asked(monkeypatch) -> None:
+    monkeypatch.setattr("weir.slab.room._ask", lambda t: pytest.fail("asked"))
     assert empty((2 * LARGE_PAGE,), torch.int8, torch.device("meta")).is_meta
+    with FakeTensorMode():  # whose tensors say that they lie on the CPU
+        assert empty((2 * LARGE_PAGE,), torch.int8).shape == (2 * LARGE_PAGE,)

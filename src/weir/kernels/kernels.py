@@ -121,7 +121,7 @@ def causal(queries: torch.Tensor, values: torch.Tensor) -> Callable[..., Any] | 
     # PyTorch shares the heads out among threads.
     if torch.get_num_threads() > 1 or min(queries.shape[3], values.shape[3]) < LEAST_LANES:
         return None
-    return _of_floats("causal", queries)
+    return _of_floats("causal", queries) if values.dtype == queries.dtype else None
 
 
 def turned(keys: torch.Tensor) -> Callable[..., Any] | None:

@@ -24,7 +24,8 @@ from numba.core.cgutils import alloca_once_value, for_range
 from numba.extending import intrinsic
 from torch import Tensor
 
-from weir.kernels.kernels import Stored
+from weir.errors import WeirError
+from weir.kernels.kernels import LEAST_LANES, Stored
 from weir.kernels.numba_tools import Steps, compiled, in_lines
 from weir.kernels.numba_vectors import (
     FLOAT,
@@ -443,7 +444,15 @@ def causal(
         coded: of the keys and of the values of quantised slots in front of the exact ones their
             numbers [batch, kv_heads, coded, dim], int8, the peaks of each
             [batch, kv_heads, coded, 1], bfloat16, and how many steps make a peak.
+
+    Raises:
+        WeirError: there are fewer queries or numbers of a value, which would be written past.
     """
+    if min(queries.shape[3], values.shape[3]) < LEAST_LANES:
+        raise WeirError(
+            f"this kernel takes {LEAST_LANES} queries and values of {LEAST_LANES} numbers at "
+            f"least, not {queries.shape[3]} and {values.shape[3]}"
+        )
     count = 0 if coded is None else coded[0][0].shape[2]
     out = torch.empty((*queries.shape[:4], values.shape[3]))
 

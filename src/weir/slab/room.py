@@ -25,7 +25,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None 
     made before anything is written to one.
     """
     made = torch.empty(shape, dtype=dtype, device=device)
-    if made.device.type == "cpu" and made.nbytes >= LARGE_PAGE // 2:
+    real = type(made) is Tensor and made.device.type == "cpu"  # others have no address
+    if real and made.nbytes >= LARGE_PAGE // 2:
         _ask(made)
     return made
 
