@@ -37,7 +37,7 @@ def bound(x, weight, bias):
 @pytest.fixture(params=[8, 16])
 def widest(request, monkeypatch):
     """Tiles of as many rows as on a processor with such vectors, or without."""
-    monkeypatch.setattr(numba_linear, "_widest", lambda: request.param)
+    monkeypatch.setattr(numba_linear, "lanes", lambda: request.param)
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -20,15 +20,23 @@ from numba.core.cgutils import alloca_once_value, for_range_slice
 from numba.extending import intrinsic
 
 from weir.kernels.numba_tools import compiled, floats_at
+from weir.kernels.numba_vectors import (
+    BYTE,
+    CACHE_LINE,
+    FLOAT,
+    INT,
+    LONG,
+    add_product,
+    fetch,
+    vector_at,
+)
 
 TOGETHER = 4
 """Rows that are multiplied at once, at most."""
 _AHEAD = 2**13
 """Bytes from what is read to what is asked for: of 1,024 to 8,192 the fastest here, by a fifth."""
-_LINE_OF_CACHE = 64
 _WIDTH = 16
 """Numbers of a vector; a processor that has none so wide takes two for it."""
-_FLOAT, _INT, _LONG, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.IntType(8)
 
 
 @intrinsic(prefer_literal=True)
@@ -44,24 +52,20 @@ def _pair(typing: Any, x: Any, one: Any, other: Any, inputs: Any, sums: Any, row
         rows: 1 to `TOGETHER`, a constant.
     """
     count = rows.literal_value
-    vector = ir.VectorType(_FLOAT, _WIDTH)
-    whole = ir.VectorType(_INT, _WIDTH)
-    packed = ir.VectorType(_BYTE, _WIDTH)
+    vector = ir.VectorType(FLOAT, _WIDTH)
+    whole = ir.VectorType(INT, _WIDTH)
+    packed = ir.VectorType(BYTE, _WIDTH)
     signature = types.void(*[types.uintp] * 5, rows)
 
     def write(context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
         length = given[3]
-        x_at, sums_at = (builder.inttoptr(given[place], _FLOAT.as_pointer()) for place in (0, 4))
-        lines = [builder.inttoptr(given[place], _BYTE.as_pointer()) for place in (1, 2)]
-        row_at = [builder.gep(x_at, [builder.mul(length, _LONG(row))]) for row in range(count)]
+        x_at, sums_at = (builder.inttoptr(given[place], FLOAT.as_pointer()) for place in (0, 4))
+        lines = [builder.inttoptr(given[place], BYTE.as_pointer()) for place in (1, 2)]
+        row_at = [builder.gep(x_at, [builder.mul(length, LONG(row))]) for row in range(count)]
         nothing = ir.Constant(vector, [0.0] * _WIDTH)
         total = {
             (i, row): alloca_once_value(builder, nothing) for i in range(2) for row in range(count)
         }
-
-        def add(place: Any, product: Any) -> None:
-            was = builder.load(place)
-            builder.store(builder.fadd(was, product, flags=("contract",)), place)
 
         def step(j: Any) -> None:
             read = [builder.bitcast(builder.gep(line, [j]), packed.as_pointer()) for line in lines]
@@ -70,38 +74,32 @@ def _pair(typing: Any, x: Any, one: Any, other: Any, inputs: Any, sums: Any, row
                 for it in read
             ]
             for row in range(count):
-                some = builder.bitcast(builder.gep(row_at[row], [j]), vector.as_pointer())
-                numbers = builder.load(some, align=4)
+                numbers = builder.load(vector_at(builder, row_at[row], j, _WIDTH), align=4)
                 for i in range(2):
-                    product = builder.fmul(wide[i], numbers, flags=("contract",))
-                    add(total[i, row], product)
+                    add_product(builder, total[i, row], wide[i], numbers)
 
-        anything = _BYTE.as_pointer()
-        asks = ir.FunctionType(ir.VoidType(), [anything, _INT, _INT, _INT])
-        fetch = builder.module.declare_intrinsic("llvm.prefetch", (anything,), asks)
-        aligned = builder.and_(length, _LONG(-_LINE_OF_CACHE))
-        vectors = builder.and_(length, _LONG(-_WIDTH))
-        with for_range_slice(builder, _LONG(0), aligned, _LONG(_LINE_OF_CACHE)) as (j, _):
+        aligned = builder.and_(length, LONG(-CACHE_LINE))
+        vectors = builder.and_(length, LONG(-_WIDTH))
+        with for_range_slice(builder, LONG(0), aligned, LONG(CACHE_LINE)) as (j, _):
             for line in lines:
-                soon = builder.gep(line, [builder.add(j, _LONG(_AHEAD))])
-                builder.call(fetch, [soon, _INT(0), _INT(2), _INT(1)])  # to read, into L2
-            for start in range(0, _LINE_OF_CACHE, _WIDTH):
-                step(builder.add(j, _LONG(start)))
-        with for_range_slice(builder, aligned, vectors, _LONG(_WIDTH)) as (j, _):
+                fetch(builder, builder.gep(line, [builder.add(j, LONG(_AHEAD))]))
+            for start in range(0, CACHE_LINE, _WIDTH):
+                step(builder.add(j, LONG(start)))
+        with for_range_slice(builder, aligned, vectors, LONG(_WIDTH)) as (j, _):
             step(j)
 
         alone = {
             which: alloca_once_value(builder, _added_up(builder, builder.load(place)))
             for which, place in total.items()
         }
-        with for_range_slice(builder, vectors, length, _LONG(1)) as (j, _):
+        with for_range_slice(builder, vectors, length, LONG(1)) as (j, _):
             for i in range(2):
-                number = builder.sitofp(builder.load(builder.gep(lines[i], [j])), _FLOAT)
+                number = builder.sitofp(builder.load(builder.gep(lines[i], [j])), FLOAT)
                 for row in range(count):
                     its = builder.load(builder.gep(row_at[row], [j]))
-                    add(alone[i, row], builder.fmul(number, its, flags=("contract",)))
+                    add_product(builder, alone[i, row], number, its)
         for (i, row), place in alone.items():
-            builder.store(builder.load(place), builder.gep(sums_at, [_LONG(i * count + row)]))
+            builder.store(builder.load(place), builder.gep(sums_at, [LONG(i * count + row)]))
         return context.get_dummy_value()
 
     return signature, write
@@ -116,12 +114,12 @@ def _added_up(builder: ir.IRBuilder, numbers: Any) -> Any:
             builder.shuffle_vector(
                 numbers,
                 ir.Constant(numbers.type, ir.Undefined),
-                ir.Constant(ir.VectorType(_INT, width), list(range(start, start + width))),
+                ir.Constant(ir.VectorType(INT, width), list(range(start, start + width))),
             )
             for start in (0, width)
         ]
         numbers = builder.fadd(*halves)
-    return builder.extract_element(numbers, _INT(0))
+    return builder.extract_element(numbers, INT(0))
 
 
 def _few_of_bytes(

@@ -13,10 +13,10 @@ from numba import njit
 from torch import Tensor
 from torch.nn import functional as F
 
-from weir.kernels.numba_linear import _widest
 from weir.kernels.numba_slots import STREAMS, VECTORS, dots, sums
 from weir.kernels.numba_softmax import ATTENTION_MATH, softmax
 from weir.kernels.numba_tools import compiled
+from weir.kernels.numba_vectors import lanes
 
 _NO_MASK = np.empty((0, 0, 0), np.float32)
 _MEMBERS = 3
@@ -161,14 +161,14 @@ def decode_exact(
     width = values.shape[3]
     if min(keys.shape[3], width) < _LEAST:  # heads of toys, which are made wide enough
         queries, keys, values = (_wide(each) for each in (queries, keys, values))
-    lanes = 16 if _widest() == 16 and values.shape[3] >= 16 * VECTORS else 8
+    widest = lanes() if values.shape[3] >= lanes() * VECTORS else 8
     read = [each.contiguous() for each in (keys, values)]
     if keys.dtype == torch.bfloat16:
         read = [each.view(torch.int16) for each in read]
     weights = _NO_MASK if mask is None else mask.contiguous().numpy()
     asked = queries.detach().float().contiguous().numpy()
     out = np.empty((*queries.shape[:4], values.shape[3]), np.float32)
-    _run(lanes, asked, *(each.numpy() for each in read), weights, np.float32(scale), *slots, out)
+    _run(widest, asked, *(each.numpy() for each in read), weights, np.float32(scale), *slots, out)
     return torch.from_numpy(out)[..., :width].to(values.dtype).contiguous()
 
 

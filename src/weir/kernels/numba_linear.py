@@ -22,6 +22,7 @@ from torch import Tensor
 from weir.kernels.numba_bytes import few_of_bytes
 from weir.kernels.numba_tiles import LINES, tiles, tiles_of_bytes, tiles_of_halves
 from weir.kernels.numba_tools import bytes_at, compiled, floats_at, shorts_at
+from weir.kernels.numba_vectors import lanes
 
 _WORTH_A_THREAD = 2**19
 """Numbers of a weight below which a thread of their own costs more than it saves."""
@@ -215,7 +216,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     elif rows < _SOME or outputs < LINES:
         part = partial(_run_each_of_halves if halves else _run_each, *sizes_and_addresses)
     else:
-        part = partial(tiles_of_halves if halves else tiles, _widest(), *sizes_and_addresses)
+        part = partial(tiles_of_halves if halves else tiles, lanes(), *sizes_and_addresses)
     _spread(part, outputs, outputs * inputs)
     return out.to(torch.bfloat16) if halves else out
 
@@ -249,7 +250,7 @@ def linear8(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
     elif rows < _SOME or outputs < LINES:
         part = partial(few_of_bytes, _together(), *sizes_and_addresses)
     else:
-        part = partial(tiles_of_bytes, _widest(), *sizes_and_addresses)
+        part = partial(tiles_of_bytes, lanes(), *sizes_and_addresses)
     _spread(part, outputs, outputs * inputs)
     return out if x.dtype is torch.float32 else out.to(x.dtype)
 
@@ -259,15 +260,9 @@ def _floats(t: Tensor) -> Tensor:
     return t if t.dtype is torch.float32 and t.is_contiguous() else t.float().contiguous()
 
 
-@lru_cache
-def _widest() -> int:
-    """Rows of a tile: as many as the numbers of a vector, where there are 32 registers of 16."""
-    return 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
-
-
 def _together() -> int:
     """Rows of which sums with two lines stay in registers."""
-    return _widest() // 4
+    return lanes() // 4
 
 
 def _spread(part: Callable[[int, int], None], outputs: int, size: int) -> None:

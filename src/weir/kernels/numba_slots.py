@@ -17,14 +17,14 @@ from numba import types
 from numba.core.cgutils import alloca_once_value, for_range_slice
 from numba.extending import intrinsic
 
+from weir.kernels.numba_vectors import FLOAT, INT, LONG, add_product, everywhere
+
 STREAMS = 4
 """Keys that are read at once."""
 VECTORS = 4
 """Vectors of a value that are summed at once."""
 _AT_ONCE = 4
 """Values that are added before it is asked whether there are more."""
-_FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_CONTRACT = ("contract",)
 
 
 @intrinsic(prefer_literal=True)
@@ -63,30 +63,30 @@ def dots(
     def write(context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
         asked, _, begin, far, size, found, row = given[:7]
         numbers = context.make_array(slots)(context, builder, given[1]).data
-        question = builder.inttoptr(asked, _FLOAT.as_pointer())
-        nothing = ir.Constant(ir.VectorType(_FLOAT, width), [0.0] * width)
+        question = builder.inttoptr(asked, FLOAT.as_pointer())
+        nothing = ir.Constant(ir.VectorType(FLOAT, width), [0.0] * width)
         total = [
             [alloca_once_value(builder, nothing) for _ in range(STREAMS)] for _ in range(heads)
         ]
         padded = _padded(builder, size, width)
         apart = builder.mul(far, size)
-        last = builder.sub(size, _LONG(width))
-        starts = [builder.add(begin, builder.mul(apart, _LONG(i))) for i in range(STREAMS)]
-        rows = [builder.mul(padded, _LONG(member)) for member in range(heads)]
-        with for_range_slice(builder, _LONG(0), size, _LONG(width)) as (j, _):
+        last = builder.sub(size, LONG(width))
+        starts = [builder.add(begin, builder.mul(apart, LONG(i))) for i in range(STREAMS)]
+        rows = [builder.mul(padded, LONG(member)) for member in range(heads)]
+        with for_range_slice(builder, LONG(0), size, LONG(width)) as (j, _):
             place = builder.select(builder.icmp_unsigned("<", j, last), j, last)
             read = [_vector(builder, numbers, builder.add(start, place), width) for start in starts]
             for member in range(heads):
                 query = _vector(builder, question, builder.add(rows[member], j), width)
                 for i in range(STREAMS):
-                    _add_product(builder, total[member][i], query, read[i])
+                    add_product(builder, total[member][i], query, read[i])
         for member in range(heads):
             parts = [builder.load(each) for each in total[member]]
             four = _added(builder, parts, width)
             for i in range(STREAMS):
-                index = builder.add(builder.mul(row, _LONG(member)), builder.mul(far, _LONG(i)))
-                to = builder.inttoptr(found, _FLOAT.as_pointer())
-                builder.store(builder.extract_element(four, _INT(i)), builder.gep(to, [index]))
+                index = builder.add(builder.mul(row, LONG(member)), builder.mul(far, LONG(i)))
+                to = builder.inttoptr(found, FLOAT.as_pointer())
+                builder.store(builder.extract_element(four, INT(i)), builder.gep(to, [index]))
         return context.get_dummy_value()
 
     return signature, write
@@ -125,38 +125,36 @@ def sums(
     def write(context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
         factors, number, _, begin, size, found = given[:6]
         numbers = context.make_array(slots)(context, builder, given[2]).data
-        vector = ir.VectorType(_FLOAT, width)
+        vector = ir.VectorType(FLOAT, width)
         nothing = ir.Constant(vector, [0.0] * width)
-        everywhere = ir.Constant(ir.VectorType(_INT, width), [0] * width)
         total = [
             [alloca_once_value(builder, nothing) for _ in range(VECTORS)] for _ in range(heads)
         ]
-        weight = builder.inttoptr(factors, _FLOAT.as_pointer())
-        rows = [builder.mul(number, _LONG(member)) for member in range(heads)]
+        weight = builder.inttoptr(factors, FLOAT.as_pointer())
+        rows = [builder.mul(number, LONG(member)) for member in range(heads)]
 
         def step(slot: Any) -> None:
             start = builder.add(begin, builder.mul(slot, size))
             read = [
-                _vector(builder, numbers, builder.add(start, _LONG(c * width)), width)
+                _vector(builder, numbers, builder.add(start, LONG(c * width)), width)
                 for c in range(VECTORS)
             ]
             for member in range(heads):
                 one = builder.load(builder.gep(weight, [builder.add(rows[member], slot)]))
-                alone = builder.insert_element(ir.Constant(vector, ir.Undefined), one, _INT(0))
-                shared = builder.shuffle_vector(alone, alone, everywhere)
+                shared = everywhere(builder, one, width)
                 for c in range(VECTORS):
-                    _add_product(builder, total[member][c], shared, read[c])
+                    add_product(builder, total[member][c], shared, read[c])
 
-        whole = builder.and_(number, _LONG(-_AT_ONCE))
-        with for_range_slice(builder, _LONG(0), whole, _LONG(_AT_ONCE)) as (slot, _):
+        whole = builder.and_(number, LONG(-_AT_ONCE))
+        with for_range_slice(builder, LONG(0), whole, LONG(_AT_ONCE)) as (slot, _):
             for i in range(_AT_ONCE):
-                step(builder.add(slot, _LONG(i)))
-        with for_range_slice(builder, whole, number, _LONG(1)) as (slot, _):
+                step(builder.add(slot, LONG(i)))
+        with for_range_slice(builder, whole, number, LONG(1)) as (slot, _):
             step(slot)
         for member in range(heads):
             for c in range(VECTORS):
-                index = builder.add(builder.mul(size, _LONG(member)), _LONG(c * width))
-                to = builder.gep(builder.inttoptr(found, _FLOAT.as_pointer()), [index])
+                index = builder.add(builder.mul(size, LONG(member)), LONG(c * width))
+                to = builder.gep(builder.inttoptr(found, FLOAT.as_pointer()), [index])
                 place = builder.bitcast(to, vector.as_pointer())
                 builder.store(builder.load(total[member][c]), place, align=4)
         return context.get_dummy_value()
@@ -166,7 +164,7 @@ def sums(
 
 def _padded(builder: ir.IRBuilder, size: Any, width: int) -> Any:
     """The next multiple of a vector's numbers."""
-    return builder.and_(builder.add(size, _LONG(width - 1)), _LONG(-width))
+    return builder.and_(builder.add(size, LONG(width - 1)), LONG(-width))
 
 
 def _vector(builder: ir.IRBuilder, numbers: Any, index: Any, width: int) -> Any:
@@ -174,17 +172,12 @@ def _vector(builder: ir.IRBuilder, numbers: Any, index: Any, width: int) -> Any:
     kind = numbers.type.pointee
     place = builder.gep(numbers, [index])
     place = builder.bitcast(place, ir.VectorType(kind, width).as_pointer())
-    if kind == _FLOAT:
+    if kind == FLOAT:
         return builder.load(place, align=4)
-    bits = ir.VectorType(_INT, width)
+    bits = ir.VectorType(INT, width)
     read = builder.zext(builder.load(place, align=2), bits)
     raised = builder.shl(read, ir.Constant(bits, [16] * width))
-    return builder.bitcast(raised, ir.VectorType(_FLOAT, width))
-
-
-def _add_product(builder: ir.IRBuilder, total: Any, one: Any, other: Any) -> None:
-    product = builder.fmul(one, other, flags=_CONTRACT)
-    builder.store(builder.fadd(builder.load(total), product, flags=_CONTRACT), total)
+    return builder.bitcast(raised, ir.VectorType(FLOAT, width))
 
 
 def _added(builder: ir.IRBuilder, parts: list[Any], width: int) -> Any:
@@ -201,7 +194,7 @@ def _added(builder: ir.IRBuilder, parts: list[Any], width: int) -> Any:
                 for half in (0, 1)
                 for i in (odd, odd + 2)
             ]
-            mask = ir.Constant(ir.VectorType(_INT, width), at)
+            mask = ir.Constant(ir.VectorType(INT, width), at)
             return builder.shuffle_vector(one, other, mask)
 
         return builder.fadd(every(0), every(1))
@@ -214,7 +207,7 @@ def _added(builder: ir.IRBuilder, parts: list[Any], width: int) -> Any:
             builder.shuffle_vector(
                 four,
                 four,
-                ir.Constant(ir.VectorType(_INT, width), list(range(first, first + width))),
+                ir.Constant(ir.VectorType(INT, width), list(range(first, first + width))),
             )
             for first in (0, width)
         )

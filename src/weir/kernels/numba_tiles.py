@@ -23,13 +23,21 @@ from numba.core.cgutils import alloca_once_value, for_range_slice
 from numba.extending import intrinsic
 
 from weir.kernels.numba_tools import bytes_at, compiled, floats_at, shorts_at
+from weir.kernels.numba_vectors import (
+    BYTE,
+    CACHE_LINE,
+    FLOAT,
+    LONG,
+    add_product,
+    everywhere,
+    fetch,
+    vector_at,
+)
 
 LINES = 12
 """Lines of a weight in a tile; no weight may have fewer."""
-_LINE_OF_CACHE = 64
 _STEPS = 16
 """Steps of a tile in which it reads one line of the processor's cache from each of its lines."""
-_FLOAT, _INT, _LONG, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.IntType(8)
 
 
 @intrinsic(prefer_literal=True)
@@ -49,49 +57,40 @@ def _tile(typing: Any, x: Any, lines: Any, inputs: Any, sums: Any, ahead: Any, l
         lanes: 8 or 16, a constant.
     """
     width, stride = lanes.literal_value, LINES * 4
-    vector = ir.VectorType(_FLOAT, width)
-    everywhere = ir.Constant(ir.VectorType(_INT, width), [0] * width)
+    vector = ir.VectorType(FLOAT, width)
     signature = types.void(*[types.uintp] * 5, lanes)
 
     def write(context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
         count = given[2]
         x_at, lines_at, sums_at = (
-            builder.inttoptr(given[place], _FLOAT.as_pointer()) for place in (0, 1, 3)
+            builder.inttoptr(given[place], FLOAT.as_pointer()) for place in (0, 1, 3)
         )
         nothing = ir.Constant(vector, [0.0] * width)
         total = [alloca_once_value(builder, nothing) for _ in range(LINES)]
-        line = [builder.gep(lines_at, [builder.mul(count, _LONG(i))]) for i in range(LINES)]
+        line = [builder.gep(lines_at, [builder.mul(count, LONG(i))]) for i in range(LINES)]
 
-        def vector_at(start: Any, index: Any) -> Any:
-            place = builder.gep(start, [builder.mul(index, _LONG(width))])
-            return builder.bitcast(place, vector.as_pointer())
+        def group(start: Any, index: Any) -> Any:
+            return vector_at(builder, start, builder.mul(index, LONG(width)), width)
 
         def step(j: Any) -> None:
-            rows = builder.load(vector_at(x_at, j), align=4)
+            rows = builder.load(group(x_at, j), align=4)
             for i in range(LINES):
                 number = builder.load(builder.gep(line[i], [j]))
-                alone = builder.insert_element(ir.Constant(vector, ir.Undefined), number, _INT(0))
-                shared = builder.shuffle_vector(alone, alone, everywhere)
-                product = builder.fmul(rows, shared, flags=("contract",))
-                was = builder.load(total[i])
-                builder.store(builder.fadd(was, product, flags=("contract",)), total[i])
+                add_product(builder, total[i], rows, everywhere(builder, number, width))
 
-        anything = _BYTE.as_pointer()
-        asks = ir.FunctionType(ir.VoidType(), [anything, _INT, _INT, _INT])
-        fetch = builder.module.declare_intrinsic("llvm.prefetch", (anything,), asks)
-        whole = builder.and_(count, _LONG(-_STEPS))
-        with for_range_slice(builder, _LONG(0), whole, _LONG(_STEPS)) as (j, _):
-            soon = builder.add(given[4], builder.mul(j, _LONG(stride)))
-            for start in range(0, _STEPS * stride, _LINE_OF_CACHE):
-                place = builder.inttoptr(builder.add(soon, _LONG(start)), anything)
-                builder.call(fetch, [place, _INT(0), _INT(2), _INT(1)])  # to read, into L2
-            with for_range_slice(builder, _LONG(0), _LONG(_STEPS), _LONG(4)) as (k, _):
+        whole = builder.and_(count, LONG(-_STEPS))
+        with for_range_slice(builder, LONG(0), whole, LONG(_STEPS)) as (j, _):
+            soon = builder.add(given[4], builder.mul(j, LONG(stride)))
+            for start in range(0, _STEPS * stride, CACHE_LINE):
+                place = builder.add(soon, LONG(start))
+                fetch(builder, builder.inttoptr(place, BYTE.as_pointer()))
+            with for_range_slice(builder, LONG(0), LONG(_STEPS), LONG(4)) as (k, _):
                 for more in range(4):
-                    step(builder.add(j, builder.add(k, _LONG(more))))
-        with for_range_slice(builder, whole, count, _LONG(1)) as (j, _):
+                    step(builder.add(j, builder.add(k, LONG(more))))
+        with for_range_slice(builder, whole, count, LONG(1)) as (j, _):
             step(j)
         for i in range(LINES):
-            builder.store(builder.load(total[i]), vector_at(sums_at, _LONG(i)), align=4)
+            builder.store(builder.load(total[i]), group(sums_at, LONG(i)), align=4)
         return context.get_dummy_value()
 
     return signature, write

@@ -6,14 +6,18 @@ it mostly does not. Here parts of a kernel are written out, by way of `numba.ext
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from llvmlite import ir
 
-FLOAT, INT, LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+FLOAT, INT, LONG, BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.IntType(8)
+CACHE_LINE = 64
+"""Bytes that come from memory at once."""
 
 
+@lru_cache
 def lanes() -> int:
     """Numbers of a vector: 16 where the processor has 32 registers of so many, or 8."""
     return 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
@@ -30,6 +34,20 @@ def everywhere(builder: ir.IRBuilder, number: Any, width: int) -> Any:
     vector, whole = ir.VectorType(FLOAT, width), ir.VectorType(INT, width)
     alone = builder.insert_element(ir.Constant(vector, ir.Undefined), number, INT(0))
     return builder.shuffle_vector(alone, alone, ir.Constant(whole, [0] * width))
+
+
+def add_product(builder: ir.IRBuilder, total: Any, one: Any, other: Any) -> None:
+    """Add `one * other` to the sum at the address `total`, in one instruction if there is one."""
+    product = builder.fmul(one, other, flags=("contract",))
+    builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
+
+
+def fetch(builder: ir.IRBuilder, place: Any) -> None:
+    """Ask for the line of the cache at an address of bytes, which need not exist, to be read."""
+    anything = BYTE.as_pointer()
+    asks = ir.FunctionType(ir.VoidType(), [anything, INT, INT, INT])
+    ask = builder.module.declare_intrinsic("llvm.prefetch", (anything,), asks)
+    builder.call(ask, [place, INT(0), INT(2), INT(1)])  # to read, into the second cache
 
 
 def of_each(builder: ir.IRBuilder, name: str, x: Any) -> Any:
