@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from weir.errors import WeirError
-from weir.evals.notation import near, read_policies, read_tasks, takes_budget, with_budget
+from weir.errors import WeirError, near
+from weir.evals.notation import read_policies, read_tasks, takes_budget, with_budget
 from weir.evals.task import Better, Task
 from weir.evals.tasks import TASKS
 from weir.policies.grammar import policy

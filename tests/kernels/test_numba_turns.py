@@ -56,3 +56,10 @@ def test_a_move_goes_through_it_and_back(monkeypatch):
     into = torch.zeros(1, 2, 12, 16)
     assert rotary.move(keys, by, into[:, :, 2:11]).data_ptr() == into[:, :, 2:].data_ptr()
     assert torch.equal(into[:, :, 2:11], reference)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 9), (2, 1, 9), (1, 3, 9)])
+def test_one_move_is_for_all_rows_or_heads(shape):
+    rotary = Rotary(1e4 ** (-torch.arange(8, dtype=torch.float64) / 8))
+    keys, by = torch.randn(2, 3, 9, 16), torch.arange(math.prod(shape)).view(shape) * 100
+    assert torch.equal(rotary.move(keys, by), rotary.move(keys, by.expand(2, 3, 9).contiguous()))

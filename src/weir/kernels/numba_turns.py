@@ -85,13 +85,14 @@ def turned(keys: Tensor, by: Tensor, per_turn: Tensor, out: Tensor | None = None
 
     Args:
         keys: [batch, heads, n, dim], float32.
-        by: so many positions [batch, heads, n], int64.
+        by: so many positions [batch or 1, heads or 1, n], int64.
         per_turn: turns for each position, of each pair (i, i + half) of the first numbers of a key
             [half], float64.
         out: where they are written, of the shape of `keys`; None for new memory.
     """
     out = torch.empty_like(keys, memory_format=torch.contiguous_format) if out is None else out
     if keys.numel():
-        where = *in_lines(keys), by.contiguous().numpy(), per_turn.numpy(), keys.shape[3]
+        every = by.expand(keys.shape[:3]).contiguous().numpy()
+        where = *in_lines(keys), every, per_turn.numpy(), keys.shape[3]
         _compiled_turn(*where, *in_lines(out))
     return out

@@ -108,7 +108,7 @@ class Rotary:
         return turn.of(x)
 
     def move(self, keys: Tensor, by: Tensor, out: Tensor | None = None) -> Tensor:
-        """Rotated keys [batch, heads, n, dim] moved on by `by` [batch, heads, n] positions.
+        """Rotated keys [batch, heads, n, dim] moved on by `by` [batch or 1, heads or 1, n].
 
         Args:
             keys, by: other memory than `out`'s.
