@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import mmap
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from weir import kernels
 from weir.models import memory, pages, products
 from weir.models.pages import into_large_pages
 from weir.slab import LARGE_PAGE
@@ -37,6 +39,14 @@ def offered(monkeypatch, tmp_path):
     mode.write_text("always [madvise] never\n")
     monkeypatch.setattr(pages, "MODE", mode)
     return mode
+
+
+@pytest.fixture
+def choose(offered, monkeypatch, tmp_path):
+    """`choose_products` where there is a kernel, which is never the faster."""
+    monkeypatch.setattr(kernels, "linear", lambda device: nn.functional.linear)
+    monkeypatch.setattr(products, "_gains", lambda *_: (0.5, 0.5))
+    return partial(products.choose_products, remembered=tmp_path / "products.json")
 
 
 @pytest.fixture
@@ -111,13 +121,12 @@ def test_without_large_pages_nothing_happens(offered, monkeypatch, weight, why):
     assert weight.data_ptr() == lay
 
 
-def test_a_model_is_saved_copied_and_loaded_as_before(offered, monkeypatch, model, tmp_path):
+def test_a_model_is_saved_copied_and_loaded_as_before(choose, model, tmp_path):
     ids = torch.tensor([[1, 2, 3]])
     model.save_pretrained(tmp_path / "before")
     with torch.no_grad():
         said = model(ids).logits
-    monkeypatch.setattr(products, "_gains", lambda *_: (0.5, 0.5))
-    products.choose_products(model, remembered=tmp_path / "products.json")
+    choose(model)
     assert all(each.data_ptr() == pages._MOVED.get(each) for each in model.parameters())
     assert model.lm_head.weight is model.model.embed_tokens.weight
     with torch.no_grad():
@@ -136,26 +145,24 @@ def test_a_model_is_saved_copied_and_loaded_as_before(offered, monkeypatch, mode
     assert model.to(torch.bfloat16).lm_head.weight.dtype is torch.bfloat16
 
 
-def test_memory_that_somebody_else_uses_stays_where_it_is(offered, monkeypatch, model, tmp_path):
+def test_memory_that_somebody_else_uses_stays_where_it_is(choose, model):
     layer = model.model.layers[0]
     first, second = layer.mlp.gate_proj, layer.mlp.up_proj
     second.weight = nn.Parameter(first.weight.data)
     shared = layer.self_attn.q_proj.weight
     shared.data.share_memory_()
-    monkeypatch.setattr(products, "_gains", lambda *_: (0.5, 0.5))
-    products.choose_products(model, remembered=tmp_path / "products.json")
+    choose(model)
     assert first.weight.data_ptr() == second.weight.data_ptr()
     assert shared.is_shared()
     assert model.lm_head.weight in pages._MOVED
 
 
-def test_parts_and_buffers_stay_of_the_memory_they_are_of(offered, monkeypatch, model, tmp_path):
+def test_parts_and_buffers_stay_of_the_memory_they_are_of(choose, model):
     layer = model.model.layers[0]
     part = model.lm_head.weight.data.view(-1)[: 64 * 96].view(64, 96)
     layer.mlp.down_proj.weight = nn.Parameter(part)
     layer.register_buffer("seen", layer.self_attn.k_proj.weight.data)
-    monkeypatch.setattr(products, "_gains", lambda *_: (0.5, 0.5))
-    products.choose_products(model, remembered=tmp_path / "products.json")
+    choose(model)
     for one, other in (
         (layer.mlp.down_proj.weight, model.lm_head.weight),
         (layer.seen, layer.self_attn.k_proj.weight),
@@ -164,10 +171,9 @@ def test_parts_and_buffers_stay_of_the_memory_they_are_of(offered, monkeypatch, 
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_a_model_can_be_trained_wherever_it_was_moved(offered, monkeypatch, model, tmp_path, mode):
-    monkeypatch.setattr(products, "_gains", lambda *_: (0.5, 0.5))
+def test_a_model_can_be_trained_wherever_it_was_moved(choose, model, mode):
     with mode():
-        products.choose_products(model, remembered=tmp_path / "products.json")
+        choose(model)
     assert model.lm_head.weight in pages._MOVED
     model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
     assert all(each.grad is not None for each in model.parameters())
@@ -191,11 +197,10 @@ def test_a_large_weight_has_memory_of_its_own_which_goes_with_it(offered, monkey
     assert not any(low <= lay < high for low, high in spans)
 
 
-def test_odd_parameters_are_left_alone(offered, monkeypatch, tmp_path):
-    monkeypatch.setattr(products, "_gains", lambda *_: (0.5, 0.5))
+def test_odd_parameters_are_left_alone(choose):
     model = nn.ModuleDict({"lazy": nn.LazyLinear(3), "plain": nn.Linear(1100, 500)})
     model.plain.sparse = nn.Parameter(torch.eye(4).to_sparse_csr(), requires_grad=False)
-    products.choose_products(model, remembered=tmp_path / "products.json")
+    choose(model)
     assert model.plain.weight in pages._MOVED
 
 

@@ -330,6 +330,7 @@ def test_of_a_timing_the_shortest_rounds_count_and_a_loop_is_without_the_call(mo
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_stream_says_the_same_to_rounding(llama, dtype, gains, file, ids, monkeypatch):
     pytest.importorskip("numba")
+    monkeypatch.delenv(kernels.VARIABLE, raising=False)
     own = kernels.linear(torch.device("cpu"))
     taken = []
     monkeypatch.setattr(kernels, "linear", lambda device: lambda *of: taken.append(1) or own(*of))
