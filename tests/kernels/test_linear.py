@@ -147,3 +147,51 @@ def test_a_fork_has_threads_of_its_own(monkeypatch):
         signal.alarm(20)  # one that waits for its parent's thread would wait for ever
         os._exit(0 if torch.equal(linear(x, weight), wanted) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_what_does_not_fit_is_refused_as_by_pytorch():
+    """Sizes are all that machine code knows: with others it would write past its answer."""
+    x, weight, bias = drawn(1, 6, 8, torch.float32, True)
+    numbers = torch.ones(6, 8, dtype=torch.int8)
+    for wrong in (torch.ones(1, 16), torch.ones(5, 4), torch.ones(1, 0), torch.tensor(1.0)):
+        for multiply in (lambda x: linear(x, weight, bias), lambda x: F.linear(x, weight, bias)):
+            with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|at least 1D"):
+                multiply(wrong)
+        with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|at least 1D"):
+            numba_linear.linear8(wrong, numbers, bias)
+    assert torch.equal(linear(x, weight, bias[:1]), F.linear(x, weight, bias[:1]))
+    with pytest.raises(RuntimeError):
+        linear(x, weight, bias[:3])
+    with pytest.raises(RuntimeError):
+        linear(x, weight, bias.to("meta"))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 9])
+def test_products_of_nothing_are_those_of_pytorch(rows):
+    for outputs, inputs in ((5, 0), (0, 8), *(((13, 16),) if rows == 0 else ())):
+        x, weight, bias = drawn(rows, outputs, inputs, torch.float32, True)
+        assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+        eight = numba_linear.linear8(x, weight.to(torch.int8), bias)
+        assert torch.equal(eight, torch.zeros(rows, outputs))
+
+
+def test_threads_hold_what_they_read_and_write_when_nobody_waits_for_them(monkeypatch):
+    submitted = []
+
+    class Interrupted:
+        def submit(self, function, *given):
+            submitted.append(given)
+            return self
+
+        def result(self):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(numba_linear, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(numba_linear, "_pool", lambda threads: Interrupted())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    x, weight, bias = drawn(1, 8, 16, torch.float32, True)
+    for multiply, matrix in ((linear, weight), (numba_linear.linear8, weight.char())):
+        with pytest.raises(KeyboardInterrupt):
+            multiply(x, matrix, bias)
+        held, part, *_ = submitted.pop()
+        assert [t.data_ptr() for t in held] == list(part.args[3:])

@@ -10,6 +10,7 @@ import torch
 from reference.models import CONFIGS, make, tokens
 from roundings import close, close_runs
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import DynamicCache, TorchAoConfig
 
 import weir
@@ -234,6 +235,16 @@ def test_a_product_is_that_of_the_weight_there_is(fresh_llama, how):
     close(layer(x[:1]), x[:1] @ meant.T, 2 * layer.in_features, float(x.abs().sum(1).amax()))
     if layer.numbers is not None:
         assert layer.numbers.data_ptr() == layer.weight.qdata.data_ptr()
+
+
+@torch.no_grad()
+def test_what_cannot_be_told_by_its_address_goes_the_usual_way(few):
+    layer = next(each for each in few.modules() if isinstance(each, fewbits.EightBits))
+    x = torch.randn(3, layer.in_features, generator=torch.manual_seed(0))
+    close(make_fx(layer)(x)(2 * x), 2 * layer(x), 2 * layer.in_features, float(x.abs().sum()))
+    layer = copy.deepcopy(layer).to("meta")
+    with pytest.raises(RuntimeError, match="meta"):
+        layer(x)
 
 
 def test_training_says_that_nothing_can_be_trained(few, ids):

@@ -162,10 +162,18 @@ def test_parts_and_buffers_stay_of_the_memory_they_are_of(choose, model):
     part = model.lm_head.weight.data.view(-1)[: 64 * 96].view(64, 96)
     layer.mlp.down_proj.weight = nn.Parameter(part)
     layer.register_buffer("seen", layer.self_attn.k_proj.weight.data)
+    layer.turned = nn.Parameter(layer.mlp.up_proj.weight.data.T)  # not contiguous
+    layer.register_buffer(
+        "pairs", torch.view_as_complex(layer.mlp.gate_proj.weight.data.view(96, 32, 2))
+    )
+    layer.alone = nn.Parameter(torch.randn(1100, 500))  # or it were too little to move
     choose(model)
+    assert layer.alone in pages._MOVED
     for one, other in (
         (layer.mlp.down_proj.weight, model.lm_head.weight),
         (layer.seen, layer.self_attn.k_proj.weight),
+        (layer.turned, layer.mlp.up_proj.weight),
+        (layer.pairs, layer.mlp.gate_proj.weight),
     ):
         assert one.data_ptr() == other.data_ptr()
 

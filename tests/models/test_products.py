@@ -13,6 +13,8 @@ import pytest
 import torch
 from roundings import off, within
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 import weir
 from weir import kernels
@@ -191,6 +193,20 @@ def test_it_is_called_and_traced_like_any_linear_layer(layer, kernel, gains, fil
         assert len(kernel.rows) == 2
         torch.jit.trace(layer, torch.ones(1, 8), check_trace=False)
     assert len(kernel.rows) == 2
+
+
+@torch.no_grad()
+def test_what_pytorch_follows_goes_the_usual_way(layer, kernel, gains, file):
+    x = torch.randn(3, 8)
+    wanted = layer(x)
+    choose_products(layer, remembered=file)
+    assert torch.equal(torch.vmap(layer)(x), wanted)
+    assert torch.equal(torch.func.jvp(layer, (x,), (x,))[1], x @ layer.weight.T)
+    assert torch.equal(make_fx(layer)(x)(2 * x), nn.functional.linear(2 * x, *layer.parameters()))
+    with FlopCounterMode(display=False) as counted:
+        layer(x)
+    assert counted.get_total_flops() == 2 * 3 * 8 * 6
+    assert not kernel.rows
 
 
 def test_defaults_of_dtype_and_device_are_no_matter(layer, gains, file, monkeypatch):

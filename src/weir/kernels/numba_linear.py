@@ -18,6 +18,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from weir.kernels.numba_bytes import few_of_bytes
 from weir.kernels.numba_tiles import LINES, tiles, tiles_of_bytes, tiles_of_halves
@@ -186,7 +187,7 @@ _SOME = 5
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear` without gradients.
+    """`torch.nn.functional.linear` without gradients; refuses what that refuses, in its words.
 
     Args:
         x: [..., inputs], of the weight's type.
@@ -197,11 +198,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         [..., outputs], of the weight's type.
     """
     outputs, inputs = weight.shape
+    *before, width = x.shape or (0,)
+    if not (width == inputs and inputs and outputs and _of_each(bias, outputs)):
+        return F.linear(x, weight, bias)
     rows = x.numel() // inputs
     halves = weight.dtype is torch.bfloat16
     given, matrix = _floats(x), weight.contiguous()
     added = None if bias is None else _floats(bias)
-    out = given.new_empty((*x.shape[:-1], outputs))
+    out = given.new_empty((*before, outputs))
     sizes_and_addresses = (
         rows,
         inputs,
@@ -217,7 +221,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         part = partial(_run_each_of_halves if halves else _run_each, *sizes_and_addresses)
     else:
         part = partial(tiles_of_halves if halves else tiles, lanes(), *sizes_and_addresses)
-    _spread(part, outputs, outputs * inputs)
+    _spread(part, outputs, outputs * inputs, (given, matrix, added, out))
     return out.to(torch.bfloat16) if halves else out
 
 
@@ -226,22 +230,25 @@ def linear8(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
 
     Args:
         x: [..., inputs], float32 or bfloat16, without gradients.
-        numbers: [outputs, inputs], int8, contiguous, on the CPU.
+        numbers: [outputs, inputs], int8, on the CPU; copied if not contiguous.
         scale: [outputs].
 
     Returns:
         [..., outputs], of the type of `x`.
     """
     outputs, inputs = numbers.shape
+    *before, width = x.shape or (0,)
+    if not (width == inputs and inputs and outputs and _of_each(scale, outputs)):
+        return F.linear(x, numbers.to(x.dtype) * scale.to(x.dtype)[:, None])
     rows = x.numel() // inputs
-    given, scales = _floats(x), _floats(scale)
-    out = given.new_empty((*x.shape[:-1], outputs))
+    given, matrix, scales = _floats(x), numbers.contiguous(), _floats(scale)
+    out = given.new_empty((*before, outputs))
     sizes_and_addresses = (
         rows,
         inputs,
         outputs,
         given.data_ptr(),
-        numbers.data_ptr(),
+        matrix.data_ptr(),
         scales.data_ptr(),
         out.data_ptr(),
     )
@@ -251,8 +258,13 @@ def linear8(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
         part = partial(few_of_bytes, _together(), *sizes_and_addresses)
     else:
         part = partial(tiles_of_bytes, lanes(), *sizes_and_addresses)
-    _spread(part, outputs, outputs * inputs)
+    _spread(part, outputs, outputs * inputs, (given, matrix, scales, out))
     return out if x.dtype is torch.float32 else out.to(x.dtype)
+
+
+def _of_each(added: Tensor | None, outputs: int) -> bool:
+    """Whether there is a number for each: machine code is told addresses, and asks nobody."""
+    return added is None or (added.is_cpu and added.shape == (outputs,))
 
 
 def _floats(t: Tensor) -> Tensor:
@@ -265,11 +277,20 @@ def _together() -> int:
     return lanes() // 4
 
 
-def _spread(part: Callable[[int, int], None], outputs: int, size: int) -> None:
+def _spread(
+    part: Callable[[int, int], None], outputs: int, size: int, held: tuple[Tensor | None, ...]
+) -> None:
     """All outputs, by as many threads as PyTorch's and as are worth it.
 
     Threads of Python's, not numba's: those would change how many PyTorch uses. They stay, since to
     start one takes as long as many a product.
+
+    Args:
+        part: makes those from one to another.
+        outputs: how many there are, one at least.
+        size: numbers of the weight.
+        held: whose addresses `part` was told. Threads hold them: Ctrl-C ends the wait for a thread,
+            and not the thread.
     """
     threads = min(torch.get_num_threads(), max(1, size // _WORTH_A_THREAD), outputs)
     if threads == 1:
@@ -278,10 +299,14 @@ def _spread(part: Callable[[int, int], None], outputs: int, size: int) -> None:
     cuts = [outputs * thread // threads for thread in range(threads + 1)]
     (start, stop), *others = pairwise(cuts)
     pool = _pool(threads - 1)
-    waiting = [pool.submit(part, *cut) for cut in others]
+    waiting = [pool.submit(_holding, held, part, *cut) for cut in others]
     part(start, stop)
     for each in waiting:
         each.result()
+
+
+def _holding(held: object, part: Callable[[int, int], None], start: int, stop: int) -> None:
+    part(start, stop)
 
 
 @lru_cache

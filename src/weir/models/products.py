@@ -194,8 +194,8 @@ class _Multiplied(Around):
         weight, bias = self._linear.weight, self._linear.bias
         if (
             torch.compiler.is_compiling()
-            or torch.jit.is_tracing()  # type: ignore[attr-defined]
             or torch.is_grad_enabled()
+            or followed()
             or type(x) is not Tensor
             or not _plain(weight)
             or x.dtype != weight.dtype
@@ -255,6 +255,17 @@ def of_a_step(x: Tensor) -> bool:
     To ask how many rows another has would bind what is being compiled to their number.
     """
     return x.numel() == x.shape[-1] or (x.ndim == 3 and x.shape[1] == 1)
+
+
+def followed() -> bool:
+    """Whether PyTorch traces, counts or replaces what is done with tensors, or does it to many at
+    once (`torch.vmap`): a kernel is told addresses, of which none of that knows.
+    """
+    return bool(
+        torch.jit.is_tracing()  # type: ignore[attr-defined]
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+    )
 
 
 def in_a_loop(
@@ -320,14 +331,17 @@ def _movable(model: nn.Module) -> list[Tensor]:
     All of them, and not only those that are multiplied with: a file that was mapped into memory is
     let go when the last of its weights is elsewhere.
     """
-    held = [*model.parameters(), *model.buffers()]
-    held = sorted((each for each in held if _copied(each) and _lies(each)), key=Tensor.data_ptr)
+    held = sorted(
+        (each for each in (*model.parameters(), *model.buffers()) if _addressed(each)),
+        key=Tensor.data_ptr,
+    )
     found: list[Tensor] = []
     before = 0  # the end of all memory so far
     for each, later in zip_longest(held, held[1:]):
-        start, end = each.data_ptr(), each.data_ptr() + each.nbytes
+        start, end = each.data_ptr(), _end(each)
         alone = before <= start and (later is None or end <= later.data_ptr())
-        if alone and type(each) is nn.Parameter and each.nbytes and not each.is_shared():
+        own = alone and type(each) is nn.Parameter and not each.is_shared()
+        if own and each.nbytes and each.is_contiguous() and each.dtype in _COPIED:
             found.append(each)
         before = max(before, end)
     return found
@@ -348,18 +362,22 @@ def _plain(weight: Tensor) -> bool:
 
 def _lies(weight: Tensor) -> bool:
     """Whether a weight lies in memory as it is: it is not quantised, shared out or elsewhere."""
-    return (
-        weight.device.type == "cpu"
-        and type(weight.data) is Tensor
-        and weight.layout is torch.strided
-        and weight.is_contiguous()
-    )
+    return _strided(weight) and weight.is_contiguous()
 
 
-def _copied(weight: Tensor) -> bool:
-    """Whether PyTorch can say where a weight lies, and make a copy of it."""
-    there = not nn.parameter.is_lazy(weight) and not weight.is_nested
-    return there and weight.dtype in _COPIED
+def _strided(t: Tensor) -> bool:
+    return t.device.type == "cpu" and type(t.data) is Tensor and t.layout is torch.strided
+
+
+def _addressed(t: Tensor) -> bool:
+    """Whether PyTorch can say where a tensor lies, contiguous or not."""
+    return not nn.parameter.is_lazy(t) and not t.is_nested and _strided(t)
+
+
+def _end(t: Tensor) -> int:
+    """The address behind the last number of a tensor."""
+    steps = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr() + (steps + 1) * t.element_size() * (t.numel() > 0)
 
 
 @torch.no_grad()
