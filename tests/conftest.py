@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from machine_code import kernels_at_hand
 from torch import Tensor
 
 if not torch.cuda.is_available():
     # Before anything imports Triton, which transformers does: kernels for a GPU are tested on the
     # CPU, in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# Before anything imports numba.
-os.environ["NUMBA_CACHE_DIR"] = os.environ.get("NUMBA_CACHE_DIR", kernels_at_hand())
+# Before anything imports numba: kernels outlive a checkout that is thrown away.
+os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(tempfile.gettempdir()) / "weir-kernels"))
 
 from reference.naive import VOCABULARY, Naive, make_llama, pipe_of, recent_of, sink_of
 from transformers import PreTrainedModel

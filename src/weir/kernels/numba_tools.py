@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import lru_cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
 import torch
 from numba import types
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
 
 Steps = tuple[int, ...]
@@ -24,11 +29,38 @@ def compiled(function: Callable[..., None], fastmath: Collection[str] = ()) -> C
         function: in the part of Python that numba knows.
         fastmath: what LLVM may do to sums and products, by its own names.
     """
-    how = {"nogil": True, "fastmath": set(fastmath)}
-    try:
-        return numba.njit(function, cache=True, **how)
-    except RuntimeError:  # nowhere to keep it: neither beside this file nor in the user's cache
-        return numba.njit(function, **how)
+    made = numba.njit(function, nogil=True, fastmath=set(fastmath))
+    # Nowhere to keep it, neither beside this file nor for the user, or another numba's cache.
+    with suppress(RuntimeError, AttributeError):
+        made._cache = _Kept(function)
+    return made
+
+
+@lru_cache
+def sources() -> str:
+    """What tells the files that kernels are made of from those of another version of weir."""
+    found = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("numba_*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+class _Kept(FunctionCache):  # type: ignore[misc, unused-ignore]
+    """A function's machine code on disk, made anew after any change of a kernel's file.
+
+    numba looks at the file of the function alone. Kernels share functions of other files, and what
+    was kept of one would outlive an upgrade that mends those.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        super().__init__(function)
+        file = self._cache_file
+        file._source_stamp = file._source_stamp, sources()
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep it for the next process, unless the disk is full: then it serves this one alone."""
+        with suppress(OSError):
+            super().save_overload(sig, data)
 
 
 def spread(function: Callable[..., None], arrays: Sequence[np.ndarray], limit: int) -> None:

@@ -1,0 +1,69 @@
+"""Machine code is kept for the next process as long as it is that of the kernels' files."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+numba_tools = pytest.importorskip(
+    "weir.kernels.numba_tools",
+    reason="not installed: pip install 'weir[fast]'",
+    exc_type=ImportError,
+)
+SHARED = "from numba import njit\n@njit\ndef number():\n    return {}\n"
+KERNEL = "from shared import number\ndef write(out):\n    out[0] = number()\n"
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch) -> Iterator[Callable[[int], float]]:
+    """What a kernel writes in a new process, whose number comes from another file than its own."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path / "kept"))
+    (tmp_path / "kernel.py").write_text(KERNEL)
+
+    def write(number: int) -> float:
+        (tmp_path / "shared.py").write_text(SHARED.format(number))
+        for name in ("shared", "kernel"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        out = np.zeros(1)
+        numba_tools.compiled(importlib.import_module("kernel").write)(out)
+        return float(out[0])
+
+    yield write
+    for name in ("shared", "kernel"):
+        sys.modules.pop(name, None)
+
+
+def test_a_kernel_is_made_anew_when_what_it_shares_with_others_has_changed(written, monkeypatch):
+    monkeypatch.setattr(numba_tools, "sources", lambda: "before")
+    assert written(1) == 1
+    assert written(2) == 1  # what was kept: numba looks at the kernel's own file alone
+    monkeypatch.setattr(numba_tools, "sources", lambda: "after")
+    assert written(2) == 2
+
+
+def test_every_file_of_a_kernel_tells(tmp_path, monkeypatch):
+    monkeypatch.setattr(numba_tools, "__file__", str(tmp_path / "numba_tools.py"))
+    found = set()
+    for name, text in (("numba_a.py", "1"), ("numba_b.py", "1"), ("numba_a.py", "2")):
+        (tmp_path / name).write_text(text)
+        numba_tools.sources.cache_clear()
+        found.add(numba_tools.sources())
+    numba_tools.sources.cache_clear()
+    assert len(found) == 3
+
+
+def test_a_full_disk_keeps_nothing_and_the_kernel_runs(written, monkeypatch):
+    def full(*_args: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr("numba.core.caching.IndexDataCacheFile.save", full)
+    assert written(3) == 3
