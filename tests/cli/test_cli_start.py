@@ -127,3 +127,26 @@ def test_garbage_is_collected_as_usual_once_the_model_is_loaded_and_when_a_comma
     with pytest.raises(KeyboardInterrupt), seldom_collected():
         raise KeyboardInterrupt
     assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        ("bench", "weir.bench.measure"),
+        ("bench serve", "weir.bench.serving.measure"),
+        ("eval --out x", "weir.evals.grid.make_grid"),
+        ("train --text x --out x", "weir.cli.train.preset_of"),
+        ("train --images --out x", "weir.train.images.train_captioner"),
+        ("sinks --text x --out x", "weir.cli.sinks.preset_of"),
+    ],
+)
+def test_commands_that_work_for_long_collect_garbage_as_usual(words, first, monkeypatch, capsys):
+    seen, before = [], gc.get_threshold()
+
+    def work(*given, **named):
+        seen.append(gc.get_threshold())
+        raise WeirError("enough")
+
+    monkeypatch.setattr(first, work)
+    assert run(capsys, *words.split()).err.endswith("weir: enough\n")
+    assert seen == [before]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weir.cli.app import group
+from weir.cli.collecting import as_usual
 from weir.cli.common import (
     AsJson,
     messages,
@@ -94,6 +95,7 @@ def bench(
 
     from weir.bench import QUICK, Setting, Sizes, measure, traced
 
+    as_usual()
     wanted = _policies(policies)
     if flat and only:
         raise WeirError("--flat is a figure of its own; give it without --only")

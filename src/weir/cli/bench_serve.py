@@ -10,6 +10,7 @@ import typer
 
 from weir.cli.app import quick_command
 from weir.cli.bench import benches, figures, make_folder
+from weir.cli.collecting import as_usual
 from weir.cli.common import AsJson, messages, output, print_json, print_table, say
 from weir.errors import WeirError
 
@@ -46,6 +47,7 @@ def bench_serve(
     """
     from weir.bench.serving import QUICK, Manner, Plan, measure
 
+    as_usual()
     if out is not None:
         make_folder(out.parent)
     given: dict[str, Any] = {

@@ -17,7 +17,7 @@ _USUAL = gc.get_threshold()
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    """Look for garbage seldom in this block, until `started` is called in it."""
+    """Look for garbage seldom in this block, until `started` or `as_usual` is called in it."""
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.set_threshold(SELDOM, *before[1:])
     try:
@@ -31,8 +31,13 @@ def seldom_collected() -> Iterator[None]:
 def started() -> None:
     """From here on look for garbage as usual, but not in what there is already.
 
-    To be called when the libraries are imported and the model is loaded.
+    To be called when the libraries are imported and the model is loaded, by all that work for long.
     """
     if not gc.get_freeze_count():
         gc.freeze()
+    as_usual()
+
+
+def as_usual() -> None:
+    """From here on look for garbage as any program does, for those that time what programs do."""
     gc.set_threshold(*_USUAL)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weir.cli.app import command
+from weir.cli.collecting import started
 from weir.cli.common import (
     WIDE,
     AsJson,
@@ -121,6 +122,7 @@ def evaluate(
     from weir.evals.results import failures, read_results
 
     disable_progress_bar()  # there is one bar already
+    started()
     if show:
         _list(as_json)
         return 0
