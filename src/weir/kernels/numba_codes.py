@@ -103,10 +103,13 @@ def write8(x: Tensor, codes: Tensor, peaks: Tensor, levels: int, low: float, hig
         peaks: written [batch, heads, n, 1], bfloat16.
         levels: how many steps make a peak.
         low, high: no peak is less or more.
+
+    Raises:
+        WeirError: the numbers of a vector do not lie side by side in `codes`.
     """
     if x.numel():
         bounds = np.float32(levels), np.float32(low), np.float32(high)
-        into = *in_lines(codes), *in_lines(peaks.view(torch.int16))
+        into = *in_lines(codes, written=True), *in_lines(peaks.view(torch.int16), written=True)
         _compiled_write(*in_lines(x), *into, tuple(x.shape), *bounds)
 
 
@@ -114,4 +117,5 @@ def read8(codes: Tensor, peaks: Tensor, levels: int, out: Tensor) -> None:
     """Read vectors from buffers into `out` [batch, heads, n, dim], float32; others as `write8`."""
     if codes.numel():
         whence = *in_lines(codes), *in_lines(peaks.view(torch.int16))
-        _compiled_read(*whence, tuple(codes.shape), np.float32(levels), *in_lines(out))
+        into = in_lines(out, written=True)
+        _compiled_read(*whence, tuple(codes.shape), np.float32(levels), *into)

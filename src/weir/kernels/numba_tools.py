@@ -18,6 +18,8 @@ from numba import types
 from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
 
+from weir.errors import WeirError
+
 Steps = tuple[int, ...]
 """How many numbers apart the rows, heads, slots and so on of a buffer are."""
 
@@ -79,17 +81,25 @@ def spread(function: Callable[..., None], arrays: Sequence[np.ndarray], limit: i
         list(pool.map(lambda span: function(*span), spans))
 
 
-def in_lines(t: torch.Tensor) -> tuple[np.ndarray, Steps]:
+def in_lines(t: torch.Tensor, *, written: bool = False) -> tuple[np.ndarray, Steps]:
     """The memory under a buffer or a view of one, and where its lines begin in it.
 
     An array of several dimensions with gaps between its lines is to numba one whose lines may have
     gaps too, and loops over those are not made into vectors.
 
     Args:
-        t: [..., dim], on the CPU. Where the numbers of a line are not side by side
-            it is copied, and what is written to the copy is lost.
+        t: four dimensions, the last of them lines, on the CPU; copied where the numbers of a line
+            are not side by side.
+        written: lines are written, which would be lost with a copy.
+
+    Raises:
+        WeirError: to be written, and the numbers of a line are not side by side.
     """
-    t = t.detach() if t.stride(3) == 1 else t.detach().contiguous()
+    t = t.detach()
+    if t.shape[3] > 1 and t.stride(3) != 1:
+        if written:
+            raise WeirError("a kernel writes lines whose numbers lie side by side, and no others")
+        t = t.contiguous()
     steps = t.stride()
     last = sum((n - 1) * step for n, step in zip(t.shape, steps, strict=True))
     return t.as_strided((last + 1,), (1,)).numpy(), steps[:-1]

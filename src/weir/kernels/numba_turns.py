@@ -89,10 +89,13 @@ def turned(keys: Tensor, by: Tensor, per_turn: Tensor, out: Tensor | None = None
         per_turn: turns for each position, of each pair (i, i + half) of the first numbers of a key
             [half], float64.
         out: where they are written, of the shape of `keys`; None for new memory.
+
+    Raises:
+        WeirError: the numbers of a key do not lie side by side in `out`.
     """
     out = torch.empty_like(keys, memory_format=torch.contiguous_format) if out is None else out
     if keys.numel():
         every = by.expand(keys.shape[:3]).contiguous().numpy()
         where = *in_lines(keys), every, per_turn.numpy(), keys.shape[3]
-        _compiled_turn(*where, *in_lines(out))
+        _compiled_turn(*where, *in_lines(out, written=True))
     return out
