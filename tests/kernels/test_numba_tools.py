@@ -1,4 +1,6 @@
-"""Machine code is kept for the next process as long as it is that of the kernels' files."""
+"""Machine code is kept for the next process as long as it is that of the kernels' files; and lines of
+numbers are read and written where they lie.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+
+from weir.errors import WeirError
 
 numba_tools = pytest.importorskip(
     "weir.kernels.numba_tools",
@@ -67,3 +72,35 @@ def test_a_full_disk_keeps_nothing_and_the_kernel_runs(written, monkeypatch):
 
     monkeypatch.setattr("numba.core.caching.IndexDataCacheFile.save", full)
     assert written(3) == 3
+
+
+def test_what_was_kept_and_is_broken_is_made_and_kept_anew(written, tmp_path):
+    def cut_off(ending):  # as after a power cut
+        for file in (tmp_path / "kept").rglob(f"*.{ending}"):
+            file.write_bytes(file.read_bytes()[:40])
+
+    assert written(4) == 4
+    cut_off("nbi")
+    assert written(5) == 5
+    assert written(6) == 5
+    cut_off("nbc")
+    assert written(6) == 6
+
+
+@pytest.mark.parametrize("to_write", [False, True])
+def test_lines_are_found_in_the_memory_they_lie_in(to_write):
+    held = torch.arange(2 * 3 * 9 * 5, dtype=torch.float32).view(2, 3, 9, 5)
+    parts = held[:, 1:, 2:7], held[..., 3:4], held[:1, :, 8:], held.transpose(1, 2)
+    for part in parts:  # of a part of one number a line, the next is that of another line
+        memory, steps = numba_tools.in_lines(part, written=to_write)
+        assert memory.__array_interface__["data"][0] == part.data_ptr()
+        place = sum((n - 1) * step for n, step in zip(part.shape, steps, strict=False))
+        assert memory[place : place + part.shape[3]].tolist() == part[-1, -1, -1].tolist()
+
+
+def test_what_would_be_written_to_a_copy_is_refused():
+    turned = torch.zeros(1, 1, 4, 3).mT
+    with pytest.raises(WeirError, match="side by side"):
+        numba_tools.in_lines(turned, written=True)
+    memory, steps = numba_tools.in_lines(turned)
+    assert steps == (12, 12, 4) and memory.shape == (12,)

@@ -59,6 +59,15 @@ class _Kept(FunctionCache):  # type: ignore[misc, unused-ignore]
         file = self._cache_file
         file._source_stamp = file._source_stamp, sources()
 
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """What was kept for some types; None where there is nothing, or it is broken."""
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:  # what a broken pickle raises is anything
+            with suppress(OSError):
+                self.flush()  # or it would be in the way of what is kept next
+            return None
+
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep it for the next process, unless the disk is full: then it serves this one alone."""
         with suppress(OSError):
