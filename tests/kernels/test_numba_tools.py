@@ -1,4 +1,4 @@
-"""Machine code is kept for the next process as long as it is that of the kernels' files; and lines of
+"""Machine code is kept for the next process as long as it is that of the kernels' files; lines of
 numbers are read and written where they lie.
 """
 
