@@ -14,7 +14,13 @@ import weir
 from weir import kernels
 from weir.cache.layer.mask import band
 from weir.errors import WeirError
-from weir.slab.attention import Form, split_weights, two_weight_attention
+from weir.slab.attention import (
+    Form,
+    attention_weights,
+    logits,
+    split_weights,
+    two_weight_attention,
+)
 from weir.slab.coded import Coded
 from weir.slab.quantised import INT8, dequantise, quantise
 
@@ -74,11 +80,26 @@ def test_it_is_the_formula(
         whole = [torch.cat(both, dim=2) for both in zip(read, exact, strict=True)]
         same = numba_causal.causal(queries, *exact, *asked[3:], tuple(front) if coded else None)
         assert torch.equal(same, numba_causal.causal(queries, *whole, *asked[3:]))
+        counted = None
+        if masked != "apart":
+            count = numba_causal.causal_counted
+            counted = count(*asked[:5])
+            twice = count(queries, *exact, *asked[3:5], tuple(front) if coded else None)
+            assert (counted is None) == (length % lanes > 0)
+            assert counted is None or torch.equal(twice[1], count(queries, *whole, *asked[3:5])[1])
     bias = band(length, slots, None, torch.float32, torch.device("cpu"))
     wanted = two_weight_attention(queries, keys, values, a, b, form, bias)
     size = queries.norm(dim=-1, keepdim=True) * keys.norm(dim=-1).amax() * form.scale
     logits_off = (dims[0] + 8) * EPS * (size + 30) + 2.0**-22
     off = 2 * (2 * logits_off + (slots + 8) * EPS)
+    if counted is not None:
+        answers, received = counted
+        assert torch.equal(answers, found)
+        shares = attention_weights(logits(queries, keys, form, bias).double(), b.double(), form)
+        shares = shares[0].unflatten(3, (-1, lanes)).sum(dim=(2, 4))
+        most = off.amax(dim=(2, 3, 4))[..., None, None] + (group * lanes + 8) * EPS
+        # Weights below e^-87 of the largest are lost.
+        assert ((received - shares).abs() <= most * shares + group * lanes * 2.0**-125).all()
     # Of two weights a sum may be larger than any value.
     sums = two_weight_attention(queries, keys, values.abs(), a, b, form, bias)
     assert ((found - wanted).abs() <= off * sums + EPS * wanted.abs()).all()

@@ -37,6 +37,7 @@ _MADE = {
     ("numba", "distances"): ("weir.kernels.numba_distances", "distances"),
     ("numba", "resample"): ("weir.kernels.numba_resample", "resample"),
     ("numba", "causal"): ("weir.kernels.numba_causal", "causal"),
+    ("numba", "causal_counted"): ("weir.kernels.numba_causal", "causal_counted"),
     ("numba", "turned"): ("weir.kernels.numba_turns", "turned"),
     ("numba", "read8"): ("weir.kernels.numba_codes", "read8"),
     ("numba", "write8"): ("weir.kernels.numba_codes", "write8"),
@@ -118,10 +119,12 @@ def causal(queries: torch.Tensor, values: torch.Tensor) -> Callable[..., Any] | 
         queries: [batch, kv_heads, group, length, key_dim].
         values: as they lie in the slab [batch, kv_heads, slots, value_dim].
     """
-    # PyTorch shares the heads out among threads.
-    if torch.get_num_threads() > 1 or min(queries.shape[3], values.shape[3]) < LEAST_LANES:
-        return None
-    return _of_floats("causal", queries) if values.dtype == queries.dtype else None
+    return _of_piece("causal", queries, values)
+
+
+def causal_counted(queries: torch.Tensor, values: torch.Tensor) -> Callable[..., Any] | None:
+    """What does so and tells how much attention slots received; None where nothing does both."""
+    return _of_piece("causal_counted", queries, values)
 
 
 def turned(keys: torch.Tensor) -> Callable[..., Any] | None:
@@ -164,6 +167,14 @@ def paths(device: torch.device) -> dict[str, str]:
     library = _library(device)
     names = dict.fromkeys(kernel for _, kernel in _MADE)
     return {name: library if _kernel(library, name) else "reference" for name in names}
+
+
+def _of_piece(name: str, queries: torch.Tensor, values: torch.Tensor) -> Callable[..., Any] | None:
+    """A kernel for the queries of a piece of a prompt."""
+    # PyTorch shares the heads out among threads.
+    if torch.get_num_threads() > 1 or min(queries.shape[3], values.shape[3]) < LEAST_LANES:
+        return None
+    return _of_floats(name, queries) if values.dtype == queries.dtype else None
 
 
 def _of_floats(name: str, t: torch.Tensor) -> Callable[..., Any] | None:

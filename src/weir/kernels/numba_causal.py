@@ -26,7 +26,16 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.kernels.kernels import LEAST_LANES, Stored
-from weir.kernels.numba_tools import Steps, compiled, in_lines
+from weir.kernels.numba_tools import (
+    WHOLE,
+    Steps,
+    address,
+    bytes_at,
+    compiled,
+    floats_at,
+    in_lines,
+    shorts_at,
+)
 from weir.kernels.numba_vectors import (
     FLOAT,
     INT,
@@ -50,8 +59,8 @@ _POLYNOMIAL = (
 )
 """Cephes', of e^f for f in half an octave of 0."""
 _MATH = ("contract",)
-Codes = tuple[np.ndarray, Steps, np.ndarray, Steps, float]
-"""Vectors of 8 bits: numbers and peaks as `in_lines` has them, and how many steps make a peak."""
+Codes = tuple[int, Steps, int, Steps, float]
+"""Vectors of 8 bits: `address` of numbers and of peaks, and how many steps make a peak."""
 
 
 def _sums(builder: ir.IRBuilder, x: Any, numbers: Any, count: Any, step: Any, width: int) -> Any:
@@ -283,9 +292,9 @@ def _packed(
 
 @njit(nogil=True)
 def _widened(
-    numbers: np.ndarray,
+    numbers_at: int,
     steps: Steps,
-    peaks: np.ndarray,
+    peaks_at: int,
     peak_steps: Steps,
     levels: float,
     row: int,
@@ -296,6 +305,7 @@ def _widened(
     """Vectors of 8 bits of a head into `out` [n, dim], as many as it holds; `bits` is room for a
     number.
     """
+    numbers, peaks = bytes_at(numbers_at, WHOLE)[0], shorts_at(peaks_at, WHOLE)[0]
     at = row * steps[0] + head * steps[1]
     top = row * peak_steps[0] + head * peak_steps[1]
     count, dim, most = out.shape[0], out.shape[1], np.float32(levels)
@@ -320,16 +330,49 @@ def _copied(lines: np.ndarray, at: int, step: int, out: np.ndarray) -> None:
             vector[i] = line[i]
 
 
+@intrinsic(prefer_literal=True)
+def _add(typing: Any, weights: Any, share: Any, count: Any, out: Any, lanes: Any) -> Any:
+    """Add the shares of some queries' attention, `weights[slot, lane] * share[lane]`, to `out`.
+
+    Args:
+        typing: of the call; numba's.
+        weights, out: addresses of float32 [count, lanes].
+        share: address of float32 [lanes].
+        count: slots.
+        lanes: 8 or 16, a constant.
+    """
+    width = lanes.literal_value
+    signature = types.void(*[types.uintp] * 4, lanes)
+
+    def write(context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
+        weights_at, share_at, out_at = (
+            builder.inttoptr(given[i], FLOAT.as_pointer()) for i in (0, 1, 3)
+        )
+        share = builder.load(vector_at(builder, share_at, LONG(0), width), align=4)
+        with for_range(builder, given[2]) as loop:
+            place = builder.mul(loop.index, LONG(width))
+            weight, total = (
+                vector_at(builder, numbers, place, width) for numbers in (weights_at, out_at)
+            )
+            product = builder.fmul(builder.load(weight, align=4), share, flags=_MATH)
+            product = builder.fadd(builder.load(total, align=4), product, flags=_MATH)
+            builder.store(product, total, align=4)
+        return context.get_dummy_value()
+
+    return signature, write
+
+
 def _attend(
-    queries: np.ndarray,
+    queries_at: int,
     query_steps: Steps,
-    keys: np.ndarray,
+    keys_at: int,
     key_steps: Steps,
-    values: np.ndarray,
+    values_at: int,
     value_steps: Steps,
-    mask: np.ndarray,
-    above: np.ndarray,
-    below: np.ndarray,
+    mask_at: int,
+    above_at: int,
+    below_at: int,
+    mask_steps: Steps,
     key_codes: Codes,
     value_codes: Codes,
     coded: int,
@@ -338,13 +381,19 @@ def _attend(
     dim: int,
     slots: int,
     out: np.ndarray,
+    received: np.ndarray,
 ) -> None:
-    """Answers [batch, heads, group, length, value_dim] into `out`; see `causal`."""
+    """Answers [batch, heads, group, length, value_dim] into `out`, and where that has any place
+    what slots received into `received` [batch, heads, length / widest, slots]; see `causal`.
+    """
     batch, heads, group, length, width = out.shape
-    apart = above.shape[0] > 0
+    apart, counted = above_at != 0, received.shape[2] > 0
+    queries, keys = floats_at(queries_at, WHOLE)[0], floats_at(keys_at, WHOLE)[0]
+    values = floats_at(values_at, WHOLE)[0]
     panels = np.empty(((slots + widest - 1) // widest, dim * widest), np.float32)
     asked = np.empty(dim * widest, np.float32)
     logits = np.empty((len(panels) * widest, widest), np.float32)
+    sums = np.empty((slots if counted else 0, widest), np.float32)
     share, none = np.empty(widest, np.float32), np.zeros(slots, np.float32)
     # Where slots are quantised, those of a head are read before it is asked; otherwise the last few
     # keys, which are no panel.
@@ -353,6 +402,7 @@ def _attend(
     read_values = np.empty((slots if coded else 0, width), np.float32)
     bits = np.empty(1, np.int32)
     to_asked, to_logits, to_share = asked.ctypes.data, logits.ctypes.data, share.ctypes.data
+    to_sums = sums.ctypes.data
     for both in range(batch * heads):
         row, head = both // heads, both % heads
         at = row * key_steps[0] + head * key_steps[1]
@@ -374,19 +424,21 @@ def _attend(
         to_values, value_step = values[value_at:].ctypes.data, value_steps[2]
         if coded:
             to_values, value_step = read_values.ctypes.data, width
-        to_mask = mask[row, head].ctypes.data if mask.shape[0] else none.ctypes.data
-        to_above = above[row, head].ctypes.data if apart else none.ctypes.data
-        to_below = below[row, head].ctypes.data if apart else none.ctypes.data
+        weight = 4 * (row * mask_steps[0] + head * mask_steps[1])
+        to_mask = mask_at + weight if mask_at else none.ctypes.data
+        to_above = above_at + weight if apart else none.ctypes.data
+        to_below = below_at + weight if apart else none.ctypes.data
         at = row * query_steps[0] + head * query_steps[1]
-        for member in range(group):
-            for begin in range(0, length, widest):
-                # The last few, where they are no vector, are asked with some before them again.
-                start = min(begin, length - widest)
+        for begin in range(0, length, widest):
+            # The last few, where they are no vector, are asked with some before them again.
+            start = min(begin, length - widest)
+            # The first of these queries sees the slots up to this one, each next one more.
+            own = slots - length + start
+            seen = own + widest
+            sums[:] = np.float32(0.0)
+            for member in range(group):
                 first = at + member * query_steps[2] + start * query_steps[3]
                 _packed(queries, first, query_steps[3], dim, scale, widest, asked)
-                # The first of these queries sees the slots up to this one, each next one more.
-                own = slots - length + start
-                seen = own + widest
                 for panel in range((seen + widest - 1) // widest):
                     to = to_logits + 4 * widest * widest * panel
                     number = panels[panel].ctypes.data
@@ -413,11 +465,18 @@ def _attend(
                         _answer(to_logits, number, seen, value_step, to_share, to, width, 16)
                     else:
                         _answer(to_logits, number, seen, value_step, to_share, to, width, 8)
+                if counted and widest == 16:
+                    _add(to_logits, to_share, seen, to_sums, 16)
+                elif counted:
+                    _add(to_logits, to_share, seen, to_sums, 8)
+            if counted:
+                place = received[row, head, begin // widest]
+                for slot in range(slots):
+                    place[slot] = sums[slot].sum()
 
 
 _run = compiled(_attend)
-_NO_MASK = np.empty((0, 0, 0), np.float32)
-_NO_CODES = np.empty(0, np.int8), (0, 0, 0), np.empty(0, np.int16), (0, 0, 0), 1.0
+_NO_CODES = 0, (0, 0, 0), 0, (0, 0, 0), 1.0
 
 
 def causal(
@@ -448,26 +507,64 @@ def causal(
     Raises:
         WeirError: there are fewer queries or numbers of a value, which would be written past.
     """
+    return _answered(queries, keys, values, mask, scale, factors, coded, counted=False)[0]
+
+
+def causal_counted(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    coded: tuple[Stored, Stored] | None = None,
+) -> tuple[Tensor, Tensor] | None:
+    """`causal`, and what slots received: of the attention of some queries in a row, and of all
+    heads of the group together, the share of each slot [batch, kv_heads, parts, slots], float32.
+
+    The parts of the queries are equally many, 16 each or 8. None where there are no such parts.
+
+    Raises:
+        WeirError: as `causal`.
+    """
+    if queries.shape[3] % lanes():
+        return None
+    return _answered(queries, keys, values, mask, scale, None, coded, counted=True)
+
+
+def _answered(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    factors: tuple[Tensor, Tensor] | None,
+    coded: tuple[Stored, Stored] | None,
+    *,
+    counted: bool,
+) -> tuple[Tensor, Tensor]:
+    """Both; the second is empty where that is not asked for."""
     if min(queries.shape[3], values.shape[3]) < LEAST_LANES:
         raise WeirError(
             f"this kernel takes {LEAST_LANES} queries and values of {LEAST_LANES} numbers at "
             f"least, not {queries.shape[3]} and {values.shape[3]}"
         )
     count = 0 if coded is None else coded[0][0].shape[2]
+    slots, width = count + keys.shape[2], lanes()
     out = torch.empty((*queries.shape[:4], values.shape[3]))
-
-    def of_slots(t: Tensor | None) -> np.ndarray:
-        return _NO_MASK if t is None else t.detach().contiguous().numpy()
-
-    weights = map(of_slots, (mask, *(factors or (None, None))))
-    given = *in_lines(queries), *in_lines(keys), *in_lines(values), *weights
+    parts = queries.shape[3] // width if counted else 0
+    received = torch.empty((*queries.shape[:2], parts, slots))
+    queries, keys, values = map(in_lines, (queries, keys, values))
+    weights = [t.contiguous() for t in (mask, *(factors or ())) if t is not None]
+    where = [t.data_ptr() for t in weights] + [0] * (3 - len(weights))
+    steps = weights[0].stride()[:2] if weights else (0, 0)
     codes = [_NO_CODES, _NO_CODES] if coded is None else list(map(_in_lines, coded))
-    slots = count + keys.shape[2]
-    _run(*given, *codes, count, scale, lanes(), keys.shape[3], slots, out.numpy())
-    return out
+    given = *address(queries), *address(keys), *address(values), *where, steps
+    numbers = count, scale, width, keys.shape[3], slots
+    _run(*given, *codes, *numbers, out.numpy(), received.numpy())
+    return out, received
 
 
 def _in_lines(stored: Stored) -> Codes:
-    """As the kernel has them."""
+    """As the kernel has them: buffers of quantised slots lie in lines."""
     numbers, peaks, levels = stored
-    return *in_lines(numbers), *in_lines(peaks.view(torch.int16)), float(levels)
+    return *address(numbers), *address(peaks), float(levels)

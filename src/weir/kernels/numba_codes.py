@@ -8,10 +8,18 @@ division for each number that is written, a product for each that is read.
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from weir.kernels.numba_tools import Steps, compiled, in_lines
+from weir.kernels.numba_tools import (
+    WHOLE,
+    Steps,
+    address,
+    bytes_at,
+    compiled,
+    floats_at,
+    in_lines,
+    shorts_at,
+)
 
 _SIGN = np.int32(0x7FFFFFFF)
 _UP = np.float32(12582912.0)
@@ -21,11 +29,11 @@ one.
 
 
 def _write(
-    x: np.ndarray,
+    x_at: int,
     steps: Steps,
-    codes: np.ndarray,
+    codes_at: int,
     code_steps: Steps,
-    peaks: np.ndarray,
+    peaks_at: int,
     peak_steps: Steps,
     shape: tuple[int, int, int, int],
     levels: np.float32,
@@ -33,7 +41,8 @@ def _write(
     high: np.float32,
 ) -> None:
     batch, heads, count, dim = shape
-    all_bits = x.view(np.int32)
+    x, codes = floats_at(x_at, WHOLE)[0], bytes_at(codes_at, WHOLE)[0]
+    peaks, all_bits = shorts_at(peaks_at, WHOLE)[0], x.view(np.int32)
     peak_bits = np.empty(1, np.int32)
     peak = peak_bits.view(np.float32)
     for row in range(batch):
@@ -63,16 +72,18 @@ def _write(
 
 
 def _read(
-    codes: np.ndarray,
+    codes_at: int,
     steps: Steps,
-    peaks: np.ndarray,
+    peaks_at: int,
     peak_steps: Steps,
     shape: tuple[int, int, int, int],
     levels: np.float32,
-    out: np.ndarray,
+    out_at: int,
     out_steps: Steps,
 ) -> None:
     batch, heads, count, dim = shape
+    codes, peaks = bytes_at(codes_at, WHOLE)[0], shorts_at(peaks_at, WHOLE)[0]
+    out = floats_at(out_at, WHOLE)[0]
     peak_bits = np.empty(1, np.int32)
     peak = peak_bits.view(np.float32)
     for row in range(batch):
@@ -109,13 +120,14 @@ def write8(x: Tensor, codes: Tensor, peaks: Tensor, levels: int, low: float, hig
     """
     if x.numel():
         bounds = np.float32(levels), np.float32(low), np.float32(high)
-        into = *in_lines(codes, written=True), *in_lines(peaks.view(torch.int16), written=True)
-        _compiled_write(*in_lines(x), *into, tuple(x.shape), *bounds)
+        x, codes, peaks = in_lines(x), in_lines(codes, written=True), in_lines(peaks, written=True)
+        into = *address(codes), *address(peaks)
+        _compiled_write(*address(x), *into, tuple(x.shape), *bounds)
 
 
 def read8(codes: Tensor, peaks: Tensor, levels: int, out: Tensor) -> None:
     """Read vectors from buffers into `out` [batch, heads, n, dim], float32; others as `write8`."""
     if codes.numel():
-        whence = *in_lines(codes), *in_lines(peaks.view(torch.int16))
-        into = in_lines(out, written=True)
-        _compiled_read(*whence, tuple(codes.shape), np.float32(levels), *into)
+        codes, peaks, out = in_lines(codes), in_lines(peaks), in_lines(out, written=True)
+        whence = *address(codes), *address(peaks)
+        _compiled_read(*whence, tuple(codes.shape), np.float32(levels), *address(out))

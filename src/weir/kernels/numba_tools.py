@@ -90,28 +90,33 @@ def spread(function: Callable[..., None], arrays: Sequence[np.ndarray], limit: i
         list(pool.map(lambda span: function(*span), spans))
 
 
-def in_lines(t: torch.Tensor, *, written: bool = False) -> tuple[np.ndarray, Steps]:
-    """The memory under a buffer or a view of one, and where its lines begin in it.
+def in_lines(t: torch.Tensor, *, written: bool = False) -> torch.Tensor:
+    """The tensor itself, or a copy where the numbers of a line [..., dim] are not side by side.
 
-    An array of several dimensions with gaps between its lines is to numba one whose lines may have
-    gaps too, and loops over those are not made into vectors.
+    Hold it until the kernel has returned, which is given no more than its `address`.
 
     Args:
-        t: four dimensions, the last of them lines, on the CPU; copied where the numbers of a line
-            are not side by side.
+        t: on the CPU.
         written: lines are written, which would be lost with a copy.
 
     Raises:
         WeirError: to be written, and the numbers of a line are not side by side.
     """
-    t = t.detach()
-    if t.shape[3] > 1 and t.stride(3) != 1:
-        if written:
-            raise WeirError("a kernel writes lines whose numbers lie side by side, and no others")
-        t = t.contiguous()
-    steps = t.stride()
-    last = sum((n - 1) * step for n, step in zip(t.shape, steps, strict=True))
-    return t.as_strided((last + 1,), (1,)).numpy(), steps[:-1]
+    if t.stride(-1) == 1 or t.shape[-1] == 1:
+        return t
+    if written:
+        raise WeirError("a kernel writes lines whose numbers lie side by side, and no others")
+    return t.contiguous()
+
+
+def address(t: torch.Tensor) -> tuple[int, Steps]:
+    """Where a tensor `in_lines` begins in memory, and how far its lines are apart.
+
+    To hand an array to numba takes several times as long as to hand it numbers; and an array of
+    several dimensions with gaps between its lines is to numba one whose lines may have gaps too,
+    and loops over those are not made into vectors.
+    """
+    return t.data_ptr(), t.stride()[:-1]
 
 
 def _at(number: Any) -> Callable[..., Any]:
@@ -132,3 +137,5 @@ def _at(number: Any) -> Callable[..., Any]:
 
 
 floats_at, shorts_at, bytes_at = _at(types.float32), _at(types.int16), _at(types.int8)
+WHOLE = (1, 2**60)
+"""The shape of an array that stands for all memory from an address on, in one line."""

@@ -12,7 +12,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from weir.kernels.numba_tools import Steps, compiled, in_lines
+from weir.kernels.numba_tools import WHOLE, Steps, address, compiled, floats_at, in_lines
 
 _TAU = np.float32(6.283185307179586)
 
@@ -51,15 +51,16 @@ def _turned(
 
 
 def _turn(
-    keys: np.ndarray,
+    keys_at: int,
     steps: Steps,
     by: np.ndarray,
     per_turn: np.ndarray,
     dim: int,
-    out: np.ndarray,
+    out_at: int,
     out_steps: Steps,
 ) -> None:
     batch, heads, count = by.shape
+    keys, out = floats_at(keys_at, WHOLE)[0], floats_at(out_at, WHOLE)[0]
     turns = np.empty(per_turn.shape[0], np.float32)
     for row in range(batch):
         for head in range(heads):
@@ -96,6 +97,7 @@ def turned(keys: Tensor, by: Tensor, per_turn: Tensor, out: Tensor | None = None
     out = torch.empty_like(keys, memory_format=torch.contiguous_format) if out is None else out
     if keys.numel():
         every = by.expand(keys.shape[:3]).contiguous().numpy()
-        where = *in_lines(keys), every, per_turn.numpy(), keys.shape[3]
-        _compiled_turn(*where, *in_lines(out, written=True))
+        keys, lines = in_lines(keys), in_lines(out, written=True)
+        where = *address(keys), every, per_turn.numpy(), keys.shape[3]
+        _compiled_turn(*where, *address(lines))
     return out

@@ -205,6 +205,11 @@ class Pipe(Policy):
         return max(pool.needs_queries for pool in self.pools)
 
     @cached_property
+    def needs_shares(self) -> bool:
+        """Whether a pool reads what each of these queries gave to each slot, not only sums."""
+        return any(pool.needs_shares for pool in self.pools)
+
+    @cached_property
     def needs_marks(self) -> bool:
         """Whether a pool reads what rows are told of their streams."""
         return any(pool.needs_marks for pool in self.pools)

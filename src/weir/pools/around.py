@@ -32,6 +32,11 @@ class Around(Pool):
         return self.pool.needs_queries
 
     @property
+    def needs_shares(self) -> bool:
+        """As the pool inside."""
+        return self.pool.needs_shares
+
+    @property
     def needs_marks(self) -> bool:
         """As the pool inside."""
         return self.pool.needs_marks

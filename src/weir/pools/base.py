@@ -104,6 +104,13 @@ class Pool(ABC):
         return 0
 
     @property
+    def needs_shares(self) -> bool:
+        """Whether it reads what each of these queries gave to each slot (`Reading.attention`);
+        sums over queries (`Reading.received`) take less to be kept.
+        """
+        return self.needs_queries > 0
+
+    @property
     def needs_marks(self) -> bool:
         """Whether it reads what rows are told of their streams (`Fold.beginning`, `turn`)."""
         return False

@@ -207,6 +207,19 @@ class Reading:
             return self._shares[..., start:stop]
         return attention_shares(self._logits_of(slots.position), slots.b, self.lse)
 
+    def received(self, slots: Slots, window: int) -> Tensor:
+        """`attention` from the last `window` queries, summed over them and over the heads of the
+        group [batch, kv_heads, slots], float32.
+
+        Raises:
+            WeirError: no pool of the pipe asked for queries (`Pool.needs_queries`).
+        """
+        start, stop = self._side_by_side(slots.position)
+        known = None if self.watched is None else self.watched.of_last(window)
+        if known is not None and stop and torch.equal(slots.b, self.whole.b[:, :, start:stop]):
+            return known[:, :, start:stop]
+        return self.attention(slots)[:, :, :, -window:].sum(dim=(2, 3))
+
     def would_attend(self, slots: Slots) -> Tensor:
         """The same for slots with keys of their own, which stand at places of tokens of this layer:
         what each would have received beside all that was read.
@@ -303,7 +316,7 @@ class Reading:
     @cached_property
     def _shares(self) -> Tensor:
         """The share of each query's attention that every slot has received."""
-        if self.watched is not None:
+        if self.watched is not None and self.watched.shares is not None:
             return self.watched.shares[:, :, :, -self._given.shape[3] :]
         return attention_softmax(self._logits, self.whole.b, self.form)
 

@@ -48,6 +48,8 @@ class Snap(Ranked):
             all tokens that are in the pool or arrive at it, at their places in the stream.
     """
 
+    needs_shares = False
+
     budget: int
     window: int = 32
     kernel: int = 7
@@ -120,7 +122,7 @@ class Snap(Ranked):
         """
         if self.frame == "read":
             assert fold.read is not None
-            return fold.read.attention(slots)[:, :, :, -self.window :].sum(dim=(2, 3))
+            return fold.read.received(slots, self.window)
         assert fold.queries is not None
         queries = fold.queries[:, :, :, -self.window :]
         ahead = fold.next[:, None, None, None, None]

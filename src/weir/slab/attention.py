@@ -129,14 +129,25 @@ class Watched(NamedTuple):
 
     Attributes:
         answers: [batch, kv_heads, group, length, value_dim].
+        received: what each slot received, as `attention_mass` has it, of equally many queries after
+            one another [batch, kv_heads, parts, slots], float32.
         shares: of each query's attention, that of every slot
-            [batch, kv_heads, group, length, slots], float32.
-        mass: what each slot received, as `attention_mass` has it.
+            [batch, kv_heads, group, length, slots], float32; None where they were not kept.
     """
 
     answers: Tensor
-    shares: Tensor
-    mass: Tensor
+    received: Tensor
+    shares: Tensor | None = None
+
+    @property
+    def mass(self) -> Tensor:
+        """What each slot received from all queries [batch, kv_heads, slots], float32."""
+        return self.received.sum(dim=2)
+
+    def of_last(self, queries: int) -> Tensor | None:
+        """The same from the last so many; None where no parts are so many together."""
+        parts, rest = divmod(queries * self.received.shape[2], self.answers.shape[3])
+        return None if rest or not parts else self.received[:, :, -parts:].sum(dim=2)
 
 
 def watched_attention(
@@ -162,7 +173,7 @@ def watched_attention(
         return None
     size = queries.shape[:4]
     answers = weights.bmm(values.reshape(-1, *values.shape[2:]))
-    return Watched(answers.view(*size, -1), weights.view(*size, -1), mass)
+    return Watched(answers.view(*size, -1), mass[:, :, None], weights.view(*size, -1))
 
 
 def logits(queries: Tensor, keys: Tensor, form: Form, bias: Tensor | None = None) -> Tensor:

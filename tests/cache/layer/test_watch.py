@@ -11,11 +11,14 @@ from reference.models import make, tokens
 from roundings import largest, off, softmax_off, within
 
 import weir
+from weir import kernels
 from weir.cache.layer import attend, layer
 from weir.cache.layer.mask import band
+from weir.pools import Reading
 
 CHUNK = 8
 POLICY = "sink(2) | recent(8) | heavy(16)"
+WINDOW = 16
 
 
 def naive(spec, slab, queries, form, bias, stop):
@@ -26,7 +29,7 @@ def naive(spec, slab, queries, form, bias, stop):
     if spec.positions.alibi is not None:
         logits += bias.double()  # causality is in it, too
     else:
-        ahead = torch.arange(stop - CHUNK, stop)[:, None] - torch.arange(stop)
+        ahead = torch.arange(stop - spec.chunk, stop)[:, None] - torch.arange(stop)
         window = spec.positions.window or math.inf
         logits.masked_fill_((ahead < 0) | (ahead >= window), -math.inf)
     shares = logits.softmax(dim=-1)
@@ -75,13 +78,19 @@ def compare(got, spec, slab, queries, form, bias, slots):
     if spec.positions.alibi is not None:
         logit += largest(bias)
     bound = softmax_off(queries.shape[4], logit) + off(stop)
-    within(got.shares, shares[..., start:], bound)
-    within(got.mass, mass, bound * queries.shape[2] * CHUNK)
+    assert (got.shares is None) == (spec.chunk > CHUNK)
+    if got.shares is None:
+        voted = shares[:, :, :, -WINDOW:].sum(dim=(2, 3))
+        within(got.of_last(WINDOW), voted, bound * queries.shape[2] * WINDOW)
+        assert got.of_last(WINDOW - 1) is None
+    else:
+        within(got.shares, shares[..., start:], bound)
+    within(got.mass, mass, bound * queries.shape[2] * spec.chunk)
     within(got.answers, answers, bound * largest(values))
 
 
-def feed(name: str, policy: str) -> None:
-    weir.Stream(make(name), policy, chunk=CHUNK).feed(tokens(2, 60))
+def feed(name: str, policy: str, chunk: int = CHUNK, **changes: int) -> None:
+    weir.Stream(make(name, **changes), policy, chunk=chunk).feed(tokens(2, 70))
 
 
 def test_a_tail_sees_all_slots_before_it_and_itself_up_to_each_query(spied):
@@ -96,6 +105,16 @@ def test_quantised_slots_are_watched_as_they_are_read_and_left_out_while_nobody_
     starts = {call.start for call in calls}
     assert all(call.coded for call in calls)
     assert min(starts) == 0 < max(starts)
+
+
+@pytest.mark.parametrize("policy", [POLICY, f"quantised({POLICY}, slots=int8)"])
+def test_a_kernel_tells_what_slots_received_and_keeps_no_shares(spied, policy, monkeypatch):
+    pytest.importorskip("numba")
+    monkeypatch.delenv(kernels.VARIABLE, raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    calls = spied()
+    feed("llama", policy, chunk=32, head_dim=16)
+    assert len(calls) == 4  # in each of two layers twice
 
 
 @pytest.mark.parametrize("policy", [POLICY, f"quantised({POLICY}, slots=int8)"])
@@ -130,3 +149,23 @@ def test_where_a_query_sees_nothing_the_fold_asks_by_itself(monkeypatch):
     assert refused and set(refused) == {None}
     for mine, theirs in zip(got.cache.stack, wanted.cache.stack, strict=True):
         assert torch.equal(mine.slab.position, theirs.slab.position)
+
+
+def test_votes_that_were_counted_are_those_that_shares_add_up_to(monkeypatch):
+    pytest.importorskip("numba")
+    monkeypatch.delenv(kernels.VARIABLE, raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    counted, received = [], Reading.received
+
+    def spy(read, slots, window):
+        got = received(read, slots, window)
+        wanted = read.attention(slots)[:, :, :, -window:].sum(dim=(2, 3))
+        sizes = (float(t.norm(dim=-1).max()) for t in (read.asked, read.whole.keys))
+        bound = softmax_off(16, math.prod(sizes) * read.form.scale) + off(len(read.whole))
+        within(got, wanted, bound * read.asked.shape[2] * window)
+        counted.append(read.watched is not None)
+        return got
+
+    monkeypatch.setattr(Reading, "received", spy)
+    feed("llama", f"recent(8) | snap(20, window={WINDOW})", chunk=32, head_dim=16)
+    assert counted == [True] * 4

@@ -82,12 +82,8 @@ def read(
                 mask, *factors = (t[:, :, start:stop] for t in slab.split)
             elif not plain:
                 mask = slab.b[:, :, start:stop]
-            coded, first = None, start
-            if slab.coded is not None and start < slab.first:
-                coded = slab.coded.bytes_of(start, slab.first)
-                first = start if coded is None else slab.first
-            read = slab.read(first, stop)
-            answers: Tensor = kernel(queries, *read, mask, form.scale, factors, coded)
+            exact, coded = _as_stored(slab, slots)
+            answers: Tensor = kernel(queries, *exact, mask, form.scale, factors, coded)
             return answers
     out = _by_kernel(slab, queries, form, bias, slots, plain=plain)
     if out is not None:
@@ -123,8 +119,9 @@ def watch(
         spec, slab, queries, form, bias, slots: as for `read`, of rows that all lie alike.
 
     Returns:
-        Shares of these slots, and the mass of all from slot 0 on. None where that would be slower
-        than to ask for it in the fold, or hold more at once; `read` serves everything.
+        What all slots from slot 0 on received, and where pools need them shares of these slots.
+        None where that would be slower than to ask for it in the fold, or hold more at once; `read`
+        serves everything.
     """
     whole_tail = queries.shape[3] == spec.chunk and queries.dtype == torch.float32
     start, stop = slots
@@ -132,15 +129,34 @@ def watch(
     plain = fuses(form) and form.sinks is None and slab.split is None
     if not (whole_tail and fits and plain and queries.device.type == "cpu"):
         return None
-    if bias is not None and bias.shape[4] > 1:
-        everywhere = spec.positions.window is not None or spec.positions.alibi is not None
-        # Of rows that lie alike, a query sees whatever lies in front of the tail.
-        bias = bias[..., start if everywhere else -spec.chunk :]
-    keys, values = slab.read(start, stop)
-    watched = watched_attention(queries, keys, values, slab.b[:, :, start:stop], form, bias)
+    everywhere = spec.positions.window is not None or spec.positions.alibi is not None
+    kernel, b = kernels.causal_counted(queries, slab.values), slab.b[:, :, start:stop]
+    watched = None
+    if kernel is not None and not spec.pipe.needs_shares and not everywhere:
+        exact, coded = _as_stored(slab, slots)
+        counted = kernel(queries, *exact, b, form.scale, coded)
+        watched = None if counted is None else Watched(*counted)
+    if watched is None:
+        if bias is not None and bias.shape[4] > 1:
+            # Of rows that lie alike, a query sees whatever lies in front of the tail.
+            bias = bias[..., start if everywhere else -spec.chunk :]
+        watched = watched_attention(queries, *slab.read(start, stop), b, form, bias)
     if watched is None or not start:
         return watched
-    return watched._replace(mass=F.pad(watched.mass, (start, 0)))
+    return watched._replace(received=F.pad(watched.received, (start, 0)))
+
+
+def _as_stored(
+    slab: Slab, slots: tuple[int, int]
+) -> tuple[tuple[Tensor, Tensor], tuple[kernels.Stored, kernels.Stored] | None]:
+    """Some slots for a kernel that reads 8 bits by itself: (keys and values, and those of quantised
+    slots in front of them); these are None where there are none, or all is read beforehand.
+    """
+    start, stop = slots
+    coded = None
+    if slab.coded is not None and start < slab.first:
+        coded = slab.coded.bytes_of(start, slab.first)
+    return slab.read(start if coded is None else slab.first, stop), coded
 
 
 def _by_kernel(

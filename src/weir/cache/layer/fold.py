@@ -38,6 +38,8 @@ class Folding:
 
     spec: LayerSpec
 
+    # A fold makes hundreds of small tensors, and each costs less where none may have a gradient.
+    @torch.inference_mode()
     def fold(
         self,
         slab: Slab,

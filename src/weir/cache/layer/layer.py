@@ -387,13 +387,16 @@ class Layer(LayerRows):
         self._note_spans(piece)
         # The last piece folds when all layers have answered. Until then none keeps its shares,
         # which are as many as queries times slots.
-        shared = piece is not last and 0 < spec.pipe.needs_queries <= piece.width
-        shared = shared and slab.coded is None  # pools are told of these in another order
-        asked = in_step and (shared or slab.mass is not None)
+        told = 0 < spec.pipe.needs_queries <= piece.width
+        told = told and (piece is not last or not spec.pipe.needs_shares)
+        told = told and slab.coded is None  # pools are told of these in another order
+        asked = in_step and (told or slab.mass is not None)
         slots = (self._from, stop)
         watched = watch(spec, slab, queries, form, bias, slots) if asked else None
         if watched is not None:
-            kept = watched if shared else None
+            kept = watched if told else None
+            if piece is last and kept is not None:
+                kept = kept._replace(shares=None)
             self._pending = Pending(piece, form, mass=watched.mass, watched=kept)
             return watched.answers
         self._pending = Pending(piece, form)

@@ -206,8 +206,9 @@ class LayerRows:
         """Note from which slot on slots are read, and whether their weights are."""
         ends, start = self.used, self._read_from
         stop = max(ends)
-        exact = (slab.a[:, :, start:stop] == 0) & (slab.b[:, :, start:stop] == 0)
+        weights = [t[:, :, start:stop] for t in (slab.a, slab.b)]
         if min(ends) < stop:
-            slots = torch.arange(start, stop, device=exact.device)
-            exact |= (slots >= torch.tensor(ends, device=exact.device)[:, None])[:, None]
-        self._plain, self._from = bool(exact.all()), start
+            slots = torch.arange(start, stop, device=slab.a.device)
+            behind = slots >= torch.tensor(ends, device=slots.device)[:, None, None]
+            weights = [t.masked_fill(behind, 0.0) for t in weights]
+        self._plain, self._from = not any(bool(t.any()) for t in weights), start

@@ -41,6 +41,7 @@ class Match(Around):
     """
 
     ends_pipe = True
+    needs_shares = True
 
     pool: Pool
     window: int = 64
