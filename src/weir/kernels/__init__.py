@@ -18,6 +18,7 @@ from weir.kernels.kernels import (
     resample,
     turned,
     walk,
+    walk_pairs,
     write8,
 )
 from weir.kernels.loops import as_one, dots, in_memory, sums
@@ -44,5 +45,6 @@ __all__ = [
     "sums",
     "turned",
     "walk",
+    "walk_pairs",
     "write8",
 ]

@@ -30,6 +30,7 @@ _BY_DEVICE = {"cpu": "numba", "cuda": "triton"}
 _LIBRARIES = ("numba", "triton")
 _MADE = {
     ("numba", "walk"): ("weir.kernels.numba_walk", "walk"),
+    ("numba", "walk_pairs"): ("weir.kernels.numba_halves", "walk_pairs"),
     ("numba", "farthest_first"): ("weir.kernels.numba_farthest_first", "farthest_first"),
     ("numba", "draws"): ("weir.kernels.numba_draws", "several"),
     ("numba", "decode_exact"): ("weir.kernels.numba_decode_exact", "decode_exact"),
@@ -53,6 +54,13 @@ _MADE = {
 def walk(device: torch.device) -> Callable[..., Any] | None:
     """What does as `weir.pools.balance.halving.walk` on a device; None for the reference."""
     return _kernel(_library(device), "walk")
+
+
+def walk_pairs(keys: torch.Tensor) -> Callable[..., Any] | None:
+    """What walks through the pairs of blocks of such keys and makes their inner products on the way
+    (see `weir.kernels.numba_halves`); None for PyTorch's products and `walk`.
+    """
+    return _of_floats("walk_pairs", keys)
 
 
 def decode(device: torch.device) -> Callable[..., Any] | None:

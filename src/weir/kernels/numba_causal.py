@@ -26,6 +26,7 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.kernels.kernels import LEAST_LANES, Stored
+from weir.kernels.numba_panels import MATH, multiply, packed, products
 from weir.kernels.numba_tools import (
     WHOLE,
     Steps,
@@ -58,86 +59,8 @@ _POLYNOMIAL = (
     5.0000001201e-1,
 )
 """Cephes', of e^f for f in half an octave of 0."""
-_MATH = ("contract",)
 Codes = tuple[int, Steps, int, Steps, float]
 """Vectors of 8 bits: `address` of numbers and of peaks, and how many steps make a peak."""
-
-
-def _sums(builder: ir.IRBuilder, x: Any, numbers: Any, count: Any, step: Any, width: int) -> Any:
-    """`sums[i] = sum over j of x[j] * numbers[j * step + i]`, as many vectors as one has lanes.
-
-    Args:
-        builder: of the code.
-        x: address of vectors [count].
-        numbers: address of floats, `step` from one `j` to the next.
-        count, step: 64-bit numbers.
-        width: lanes of a vector.
-    """
-    nothing = ir.Constant(ir.VectorType(FLOAT, width), [0.0] * width)
-    total = [alloca_once_value(builder, nothing) for _ in range(width)]
-    for sums in total:
-        builder.store(nothing, sums)
-    with for_range(builder, count) as loop:
-        factor = builder.load(
-            vector_at(builder, x, builder.mul(loop.index, LONG(width)), width), align=4
-        )
-        line = builder.gep(numbers, [builder.mul(loop.index, step)])
-        for i, sums in enumerate(total):
-            number = everywhere(builder, builder.load(builder.gep(line, [LONG(i)])), width)
-            product = builder.fmul(factor, number, flags=_MATH)
-            builder.store(builder.fadd(builder.load(sums), product, flags=_MATH), sums)
-    return [builder.load(sums) for sums in total]
-
-
-@intrinsic(prefer_literal=True)
-def _pack(typing: Any, lines: Any, step: Any, out: Any, factor: Any, lanes: Any) -> Any:
-    """`out[i, lane] = lines[lane, i] * factor` for a square of numbers.
-
-    Args:
-        typing: of the call; numba's.
-        lines: address of float32, `step` numbers from a line to the next.
-        step: how many.
-        out: address of float32 [lanes, lanes], which are written.
-        factor: float32.
-        lanes: 8 or 16, a constant.
-    """
-    width = lanes.literal_value
-    signature = types.void(types.uintp, types.intp, types.uintp, types.float32, lanes)
-
-    def write(context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
-        lines_at, out_at = (builder.inttoptr(given[i], FLOAT.as_pointer()) for i in (0, 2))
-        factor = everywhere(builder, given[3], width)
-        read = [
-            builder.load(
-                vector_at(builder, lines_at, builder.mul(given[1], LONG(i)), width), align=4
-            )
-            for i in range(width)
-        ]
-        for i, line in enumerate(turned(builder, read)):
-            at = vector_at(builder, out_at, LONG(i * width), width)
-            builder.store(builder.fmul(line, factor), at, align=4)
-        return context.get_dummy_value()
-
-    return signature, write
-
-
-@intrinsic(prefer_literal=True)
-def _multiply(
-    typing: Any, x: Any, numbers: Any, count: Any, step: Any, out: Any, lanes: Any
-) -> Any:
-    """`_sums` into `out`, float32 [lanes, lanes]; arguments as there, by address."""
-    width = lanes.literal_value
-    signature = types.void(*[types.uintp] * 5, lanes)
-
-    def write(context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
-        x_at, numbers_at, out_at = (
-            builder.inttoptr(given[i], FLOAT.as_pointer()) for i in (0, 1, 4)
-        )
-        for i, sums in enumerate(_sums(builder, x_at, numbers_at, given[2], given[3], width)):
-            builder.store(sums, vector_at(builder, out_at, LONG(i * width), width), align=4)
-        return context.get_dummy_value()
-
-    return signature, write
 
 
 @intrinsic(prefer_literal=True)
@@ -152,7 +75,7 @@ def _answer(
     out_step: Any,
     lanes: Any,
 ) -> Any:
-    """`out[lane, i] = share[lane] * _sums[i, lane]`; arguments as there, by address."""
+    """`out[lane, i] = share[lane] * products[i, lane]`; arguments as there, by address."""
     width = lanes.literal_value
     signature = types.void(*[types.uintp] * 7, lanes)
 
@@ -161,7 +84,7 @@ def _answer(
             builder.inttoptr(given[i], FLOAT.as_pointer()) for i in (0, 1, 4, 5)
         )
         share = builder.load(vector_at(builder, share_at, LONG(0), width), align=4)
-        sums = _sums(builder, x_at, numbers_at, given[2], given[3], width)
+        sums = products(builder, x_at, numbers_at, given[2], given[3], width)
         weighed = [builder.fmul(line, share) for line in sums]
         for i, line in enumerate(turned(builder, weighed)):
             at = vector_at(builder, out_at, builder.mul(given[6], LONG(i)), width)
@@ -215,8 +138,8 @@ def _weigh(
             return ir.Constant(vector, [number] * width)
 
         def times_plus(x: Any, factor: Any, term: Any) -> Any:
-            product = builder.fmul(x, factor, flags=_MATH)
-            return builder.fadd(product, term, flags=_MATH)
+            product = builder.fmul(x, factor, flags=MATH)
+            return builder.fadd(product, term, flags=MATH)
 
         def at(place: Any) -> Any:
             return vector_at(builder, logits_at, builder.mul(place, LONG(width)), width)
@@ -270,24 +193,6 @@ def _weigh(
         return context.get_dummy_value()
 
     return signature, write
-
-
-@njit(nogil=True)
-def _packed(
-    lines: np.ndarray, at: int, step: int, dim: int, factor: float, widest: int, out: np.ndarray
-) -> None:
-    """Lines from place `at` on, number by number side by side: out[i * widest + lane]."""
-    scale = np.float32(factor)
-    start, to = lines[at:].ctypes.data, out.ctypes.data
-    done = dim - dim % widest
-    for first in range(0, done, widest):
-        if widest == 16:
-            _pack(start + 4 * first, step, to + 4 * first * widest, scale, 16)
-        else:
-            _pack(start + 4 * first, step, to + 4 * first * widest, scale, 8)
-    for i in range(done, dim):
-        for lane in range(widest):
-            out[i * widest + lane] = lines[at + lane * step + i] * scale
 
 
 @njit(nogil=True)
@@ -354,8 +259,8 @@ def _add(typing: Any, weights: Any, share: Any, count: Any, out: Any, lanes: Any
             weight, total = (
                 vector_at(builder, numbers, place, width) for numbers in (weights_at, out_at)
             )
-            product = builder.fmul(builder.load(weight, align=4), share, flags=_MATH)
-            product = builder.fadd(builder.load(total, align=4), product, flags=_MATH)
+            product = builder.fmul(builder.load(weight, align=4), share, flags=MATH)
+            product = builder.fadd(builder.load(total, align=4), product, flags=MATH)
             builder.store(product, total, align=4)
         return context.get_dummy_value()
 
@@ -393,7 +298,7 @@ def _attend(
     panels = np.empty(((slots + widest - 1) // widest, dim * widest), np.float32)
     asked = np.empty(dim * widest, np.float32)
     logits = np.empty((len(panels) * widest, widest), np.float32)
-    sums = np.empty((slots if counted else 0, widest), np.float32)
+    totals = np.empty((slots if counted else 0, widest), np.float32)
     share, none = np.empty(widest, np.float32), np.zeros(slots, np.float32)
     # Where slots are quantised, those of a head are read before it is asked; otherwise the last few
     # keys, which are no panel.
@@ -402,14 +307,14 @@ def _attend(
     read_values = np.empty((slots if coded else 0, width), np.float32)
     bits = np.empty(1, np.int32)
     to_asked, to_logits, to_share = asked.ctypes.data, logits.ctypes.data, share.ctypes.data
-    to_sums = sums.ctypes.data
+    to_totals = totals.ctypes.data
     for both in range(batch * heads):
         row, head = both // heads, both % heads
         at = row * key_steps[0] + head * key_steps[1]
         value_at = row * value_steps[0] + head * value_steps[1]
         for panel in range(whole):
             first = at + panel * widest * key_steps[2]
-            _packed(keys, first, key_steps[2], dim, 1.0, widest, panels[panel])
+            packed(keys, first, key_steps[2], dim, 1.0, widest, panels[panel])
         alone = slots - coded - whole * widest
         first = at + whole * widest * key_steps[2]
         _copied(keys, first, key_steps[2], read_keys[coded : coded + alone])
@@ -420,7 +325,7 @@ def _attend(
         lines = read_keys.reshape(-1)
         for panel in range(whole, len(panels)):
             first = (panel - whole) * widest * dim
-            _packed(lines, first, dim, dim, 1.0, widest, panels[panel])
+            packed(lines, first, dim, dim, 1.0, widest, panels[panel])
         to_values, value_step = values[value_at:].ctypes.data, value_steps[2]
         if coded:
             to_values, value_step = read_values.ctypes.data, width
@@ -435,17 +340,17 @@ def _attend(
             # The first of these queries sees the slots up to this one, each next one more.
             own = slots - length + start
             seen = own + widest
-            sums[:] = np.float32(0.0)
+            totals[:] = np.float32(0.0)
             for member in range(group):
                 first = at + member * query_steps[2] + start * query_steps[3]
-                _packed(queries, first, query_steps[3], dim, scale, widest, asked)
+                packed(queries, first, query_steps[3], dim, scale, widest, asked)
                 for panel in range((seen + widest - 1) // widest):
                     to = to_logits + 4 * widest * widest * panel
                     number = panels[panel].ctypes.data
                     if widest == 16:
-                        _multiply(to_asked, number, dim, 16, to, 16)
+                        multiply(to_asked, number, dim, 16, to, 16)
                     else:
-                        _multiply(to_asked, number, dim, 8, to, 8)
+                        multiply(to_asked, number, dim, 8, to, 8)
                 for ahead in range(1, widest):
                     for lane in range(ahead):
                         logits[own + ahead, lane] = -np.inf
@@ -466,13 +371,13 @@ def _attend(
                     else:
                         _answer(to_logits, number, seen, value_step, to_share, to, width, 8)
                 if counted and widest == 16:
-                    _add(to_logits, to_share, seen, to_sums, 16)
+                    _add(to_logits, to_share, seen, to_totals, 16)
                 elif counted:
-                    _add(to_logits, to_share, seen, to_sums, 8)
+                    _add(to_logits, to_share, seen, to_totals, 8)
             if counted:
                 place = received[row, head, begin // widest]
                 for slot in range(slots):
-                    place[slot] = sums[slot].sum()
+                    place[slot] = totals[slot].sum()
 
 
 _run = compiled(_attend)

@@ -171,6 +171,16 @@ class Halving:
             signs.append((kernel or walk)(products, gain, drawn, there))
         return (signs[0] if few else torch.cat(signs)).view(free.shape)
 
+    def _signs_of_whole(self, sets: Sets, scale: float, u: Tensor, free: Tensor) -> Tensor:
+        """`_signs` of pairs where there is a token in every place."""
+        kernel = None if self.gamma is None else kernels.walk_pairs(sets.keys)
+        if kernel is None:
+            return self._signs(sets, scale, u, free)
+        parts = [t.flatten(0, 1) for t in (sets.keys, sets.values, sets.a, sets.b, u, free)]
+        how = scale * self.temperature, self.constant, self.gamma, _STEEPEST
+        signs: Tensor = kernel(*parts, *how)
+        return signs.view(free.shape)
+
     def _gain(self, gram: Gram, a: Tensor, b: Tensor) -> Tensor:
         """The gain of the walk in each block [blocks] of tokens of these weights."""
         if self.gamma is not None:
@@ -190,7 +200,7 @@ class Halving:
         else:
             alike = _close(a1, a2) & _close(b1, b2)
         u = sets.u[..., 0::2]
-        first = self._signs(sets, scale, u, alike) > 0
+        first = self._signs_of_whole(sets, scale, u, alike) > 0
         more: Tensor | float = LOG_2
         if not bool(alike.all()):
             first, more = _by_coin(first, alike, u, (a1, a2), (b1, b2))
