@@ -121,6 +121,14 @@ def test_less_than_it_takes_at_once_is_refused(length, width):
         numba_causal.causal(queries, keys, torch.ones(1, 1, 20, width), None, 1.0)
 
 
+@pytest.mark.parametrize("coded", [0, 3])
+def test_more_queries_than_slots_are_refused(coded):
+    queries, exact = torch.ones(1, 1, 1, 20, 16), torch.ones(1, 1, 19 - coded, 16)
+    front = (torch.ones(1, 1, coded, 16).char(), torch.ones(1, 1, coded, 1).bfloat16(), 127)
+    with pytest.raises(WeirError, match="20 queries are asked of 19 slots"):
+        numba_causal.causal(queries, exact, exact, None, 1.0, None, (front, front))
+
+
 def test_a_stream_that_asks_it_reads_what_one_without_reads(llama, ids, monkeypatch):
     monkeypatch.delenv(kernels.VARIABLE, raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)

@@ -48,22 +48,23 @@ def written(tmp_path: Path, monkeypatch) -> Iterator[Callable[[int], float]]:
 
 
 def test_a_kernel_is_made_anew_when_what_it_shares_with_others_has_changed(written, monkeypatch):
-    monkeypatch.setattr(numba_tools, "sources", lambda: "before")
+    monkeypatch.setattr(numba_tools, "sources", lambda _path: "before")
     assert written(1) == 1
     assert written(2) == 1  # what was kept: numba looks at the kernel's own file alone
-    monkeypatch.setattr(numba_tools, "sources", lambda: "after")
+    monkeypatch.setattr(numba_tools, "sources", lambda _path: "after")
     assert written(2) == 2
 
 
-def test_every_file_of_a_kernel_tells(tmp_path, monkeypatch):
-    monkeypatch.setattr(numba_tools, "__file__", str(tmp_path / "numba_tools.py"))
-    found = set()
-    for name, text in (("numba_a.py", "1"), ("numba_b.py", "1"), ("numba_a.py", "2")):
-        (tmp_path / name).write_text(text)
+def test_every_file_below_a_kernel_tells_and_no_other(tmp_path):
+    def stamp(name: str, text: str) -> str:
+        (tmp_path / f"{name}.py").write_text(text)
         numba_tools.sources.cache_clear()
-        found.add(numba_tools.sources())
-    numba_tools.sources.cache_clear()
-    assert len(found) == 3
+        return numba_tools.sources(tmp_path / "one.py")
+
+    deepest = [stamp("three", "x = 1\n"), stamp("two", "from weir.kernels.three import x\n")]
+    deepest.append(stamp("one", "import math\nfrom weir.kernels.two import (\n    x,\n)\n"))
+    assert stamp("other", "y = 1\n") == deepest[-1] != deepest[0]
+    assert stamp("three", "x = 2\n") != deepest[-1]
 
 
 def test_a_full_disk_keeps_nothing_and_the_kernel_runs(written, monkeypatch):

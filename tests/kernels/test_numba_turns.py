@@ -58,6 +58,23 @@ def test_a_move_goes_through_it_and_back(monkeypatch):
     assert torch.equal(into[:, :, 2:11], reference)
 
 
+def test_frequencies_may_be_on_another_device():
+    class Elsewhere(torch.Tensor):
+        """What is on a GPU."""
+
+        def numpy(self):
+            raise TypeError("can't convert cuda tensor to numpy")
+
+        def to(self, _device):
+            return self.as_subclass(torch.Tensor)
+
+    rotary = Rotary(1e4 ** (-torch.arange(8, dtype=torch.float64) / 8))
+    keys, by = torch.randn(1, 2, 9, 16), torch.arange(18).view(1, 2, 9)
+    moved = rotary.move(keys, by)
+    rotary.__dict__["_per_turn"] = rotary._per_turn.as_subclass(Elsewhere)
+    assert torch.equal(rotary.move(keys, by), moved)
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 9), (2, 1, 9), (1, 3, 9)])
 def test_one_move_is_for_all_rows_or_heads(shape):
     rotary = Rotary(1e4 ** (-torch.arange(8, dtype=torch.float64) / 8))

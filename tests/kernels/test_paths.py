@@ -96,3 +96,21 @@ def test_a_stream_is_the_same_with_and_without_kernels(
         found[wanted] = stream.feed(text, all_logits=True), stream.slots(0).position
     assert torch.equal(found["reference"][0], found["numba"][0])
     assert torch.equal(found["reference"][1], found["numba"][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_new_tensors_are_elsewhere_is_nothing_to_kernels(
+    llama, ids, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    pytest.importorskip("numba", reason="numba is not installed: pip install 'weir[fast]'")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    text, found = ids(1, 130), []
+    policy = "sink(2) | recent(20) | recent(20):int8 | kcenter(3) | balance(16, block=6)"
+    for default in (torch.float32, dtype):
+        torch.set_default_dtype(default)
+        try:
+            stream = weir.Stream(llama, policy, chunk=16)
+            found.append(torch.cat([stream.feed(text), stream.feed(ids(1, 1))]))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert torch.equal(*found)

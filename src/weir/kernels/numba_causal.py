@@ -410,7 +410,8 @@ def causal(
             [batch, kv_heads, coded, 1], bfloat16, and how many steps make a peak.
 
     Raises:
-        WeirError: there are fewer queries or numbers of a value, which would be written past.
+        WeirError: there are fewer queries or numbers of a value, or fewer slots than queries: it
+            would write past its memory.
     """
     return _answered(queries, keys, values, mask, scale, factors, coded, counted=False)[0]
 
@@ -455,13 +456,19 @@ def _answered(
         )
     count = 0 if coded is None else coded[0][0].shape[2]
     slots, width = count + keys.shape[2], lanes()
-    out = torch.empty((*queries.shape[:4], values.shape[3]))
+    if slots < queries.shape[3]:
+        raise WeirError(
+            f"{queries.shape[3]} queries are asked of {slots} slots; those of the last slots are, "
+            "so there is a slot for each"
+        )
+    out = queries.new_empty((*queries.shape[:4], values.shape[3]))
     parts = queries.shape[3] // width if counted else 0
-    received = torch.empty((*queries.shape[:2], parts, slots))
+    received = queries.new_empty((*queries.shape[:2], parts, slots))
     queries, keys, values = map(in_lines, (queries, keys, values))
-    weights = [t.contiguous() for t in (mask, *(factors or ())) if t is not None]
-    where = [t.data_ptr() for t in weights] + [0] * (3 - len(weights))
-    steps = weights[0].stride()[:2] if weights else (0, 0)
+    of_slots = (mask, *(factors or (None, None)))
+    weights = [None if t is None else t.contiguous() for t in of_slots]
+    where = [0 if t is None else t.data_ptr() for t in weights]
+    steps = next((t.stride()[:2] for t in weights if t is not None), (0, 0))
     codes = [_NO_CODES, _NO_CODES] if coded is None else list(map(_in_lines, coded))
     given = *address(queries), *address(keys), *address(values), *where, steps
     numbers = count, scale, width, keys.shape[3], slots

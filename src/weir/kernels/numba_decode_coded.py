@@ -160,7 +160,7 @@ def decode_coded(
         return flat(numbers), flat(peaks.view(torch.int16)), np.float32(levels)
 
     asked = flat((queries.float() * scale)[:, :, :, 0])
-    out = torch.empty(batch, kv_heads, group, 1, values.shape[3])
+    out = torch.empty(batch, kv_heads, group, 1, values.shape[3], dtype=torch.float32)
     _run(
         asked,
         *stored(*coded[0]),

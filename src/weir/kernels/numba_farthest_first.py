@@ -138,7 +138,7 @@ def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = 
         k: how many are picked of each head.
         weight: what distances are multiplied by [batch, kv_heads, n], float32; None for 1.
     """
-    far = torch.where(among, torch.inf, -1.0).flatten(0, 1)
+    far = torch.where(among, torch.inf, -1.0).float().flatten(0, 1)
     heavy = torch.ones_like(far) if weight is None else weight.flatten(0, 1).float().clone()
     order = torch.full(far.shape, -1, dtype=torch.int64, device=far.device)
     if far.numel():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -39,16 +40,19 @@ def compiled(function: Callable[..., None], fastmath: Collection[str] = ()) -> C
 
 
 @lru_cache
-def sources() -> str:
-    """What tells the files that kernels are made of from those of another version of weir."""
-    found = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("numba_*.py")):
-        found.update(path.read_bytes())
+def sources(path: Path) -> str:
+    """What tells a file of kernels, and those that it imports, from those of another version."""
+    if not path.exists():  # weir in an archive, of which numba has looked at the date
+        return ""
+    text = path.read_text(encoding="utf-8")
+    found = hashlib.sha256(text.encode())
+    for name in re.findall(r"^from weir\.kernels\.(\w+) import", text, re.MULTILINE):
+        found.update(sources(path.with_name(f"{name}.py")).encode())
     return found.hexdigest()
 
 
 class _Kept(FunctionCache):  # type: ignore[misc, unused-ignore]
-    """A function's machine code on disk, made anew after any change of a kernel's file.
+    """A function's machine code on disk, made anew after a change of its file or of those below.
 
     numba looks at the file of the function alone. Kernels share functions of other files, and what
     was kept of one would outlive an upgrade that mends those.
@@ -57,7 +61,7 @@ class _Kept(FunctionCache):  # type: ignore[misc, unused-ignore]
     def __init__(self, function: Callable[..., None]) -> None:
         super().__init__(function)
         file = self._cache_file
-        file._source_stamp = file._source_stamp, sources()
+        file._source_stamp = file._source_stamp, sources(Path(function.__code__.co_filename))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """What was kept for some types; None where there is nothing, or it is broken."""

@@ -45,7 +45,7 @@ def walk(products: Tensor, gain: Tensor, u: Tensor, free: Tensor) -> Tensor:
         free: which tokens are walked [..., n]; the others get a sign of 0.
     """
     n = u.shape[-1]
-    signs = torch.zeros(u.shape, device=u.device)
+    signs = torch.zeros(u.shape, dtype=torch.float32, device=u.device)
     if signs.numel():
         blocks = signs.numel() // n
         places = triton.next_power_of_2(n)

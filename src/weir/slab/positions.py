@@ -116,7 +116,8 @@ class Rotary:
         """
         turned = kernels.turned(keys)
         if turned is not None:
-            moved: Tensor = turned(keys, by, self._per_turn, out)
+            # The frequencies are where the model's are; of one on several devices, on one of them.
+            moved: Tensor = turned(keys, by, self._per_turn.to(keys.device), out)
             return moved
         moved = self.turns(by).of(keys)
         return moved if out is None else out.copy_(moved)
