@@ -17,7 +17,6 @@ import math
 from typing import Any
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.core.cgutils import alloca_once_value, for_range
