@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
 from weir.slab.quantised import INT8, dequantise, dequantise_into, quantise, quantise_into
 
@@ -47,3 +48,18 @@ def test_a_graph_that_is_compiled_has_no_kernel(monkeypatch):
     assert choice.turned(x.clone().requires_grad_()) is None
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert choice.write8(x) is None
+
+
+def test_tensors_without_an_address_go_to_pytorch():
+    x = torch.randn(1, 1, 2, 4)
+    numbers, peaks = quantise(x, INT8)
+    wanted = dequantise(numbers, peaks, INT8, torch.float32)
+
+    def read(numbers: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(numbers.shape)
+        dequantise_into(numbers, peaks, INT8, out)
+        return out
+
+    assert torch.equal(torch.func.functionalize(read)(numbers), wanted)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        assert read(fake.from_tensor(numbers)).shape == wanted.shape

@@ -58,6 +58,15 @@ def test_a_move_goes_through_it_and_back(monkeypatch):
     assert torch.equal(into[:, :, 2:11], reference)
 
 
+def test_keys_are_written_in_another_precision_as_by_pytorch():
+    rotary = Rotary(1e4 ** (-torch.arange(8, dtype=torch.float64) / 8))
+    keys, by = torch.randn(1, 2, 9, 16), torch.arange(18).view(1, 2, 9)
+    into = torch.zeros(1, 2, 12, 16, dtype=torch.bfloat16)
+    rotary.move(keys, by, into[:, :, 1:10])
+    assert torch.equal(into[:, :, 1:10], rotary.turns(by).of(keys).bfloat16())
+    assert not into[:, :, 0].any() and not into[:, :, 10:].any()
+
+
 def test_frequencies_may_be_on_another_device():
     class Elsewhere(torch.Tensor):
         """What is on a GPU."""

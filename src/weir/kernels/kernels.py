@@ -170,6 +170,17 @@ def linear8(device: torch.device) -> Callable[..., Any] | None:
     return _kernel(_library(device), "linear8")
 
 
+def followed() -> bool:
+    """Whether PyTorch traces, counts or replaces what is done with tensors, or does it to many at
+    once (`torch.vmap`): a kernel is told addresses, of which none of that knows.
+    """
+    return bool(
+        torch.jit.is_tracing()  # type: ignore[attr-defined]
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
 def paths(device: torch.device) -> dict[str, str]:
     """Which way each kernel goes on a device: the library's name, or `reference`."""
     library = _library(device)
@@ -186,10 +197,14 @@ def _of_piece(name: str, queries: torch.Tensor, values: torch.Tensor) -> Callabl
 
 
 def _of_floats(name: str, t: torch.Tensor) -> Callable[..., Any] | None:
-    """A kernel for float32 on the CPU; none in a graph that is being compiled, or for gradients."""
+    """A kernel for float32 on the CPU; none in a graph that is being compiled, for gradients, or
+    where PyTorch follows what is done.
+    """
     if t.device.type != "cpu" or t.dtype != torch.float32 or t.requires_grad:
         return None
-    return None if torch.compiler.is_compiling() else _kernel(_library(t.device), name)
+    if torch.compiler.is_compiling() or followed():
+        return None
+    return _kernel(_library(t.device), name)
 
 
 def _library(device: torch.device) -> str:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from weir import kernels
 from weir.errors import WeirError, not_installed, shown
 from weir.models.pages import into_large_pages
-from weir.models.products import LOOPED, choose_products, followed, in_a_loop, own_forward
+from weir.models.products import LOOPED, choose_products, in_a_loop, own_forward
 
 BITS = ("int8", "int4")
 """What weights may be: one scale for each row of 8 bits, or for each `GROUP` numbers of 4."""
@@ -176,7 +176,7 @@ class EightBits(nn.Linear):
             out = _by_kernel(input, numbers, scales)
         else:
             kernel = kernels.linear8(input.device)
-            if kernel is None or not numbers.is_cpu or followed():
+            if kernel is None or not numbers.is_cpu or kernels.followed():
                 return super().forward(input)
             out = kernel(input, numbers, scales)
         return out if self.bias is None else out + self.bias

@@ -195,7 +195,7 @@ class _Multiplied(Around):
         if (
             torch.compiler.is_compiling()
             or torch.is_grad_enabled()
-            or followed()
+            or kernels.followed()
             or type(x) is not Tensor
             or not _plain(weight)
             or x.dtype != weight.dtype
@@ -255,17 +255,6 @@ def of_a_step(x: Tensor) -> bool:
     To ask how many rows another has would bind what is being compiled to their number.
     """
     return x.numel() == x.shape[-1] or (x.ndim == 3 and x.shape[1] == 1)
-
-
-def followed() -> bool:
-    """Whether PyTorch traces, counts or replaces what is done with tensors, or does it to many at
-    once (`torch.vmap`): a kernel is told addresses, of which none of that knows.
-    """
-    return bool(
-        torch.jit.is_tracing()  # type: ignore[attr-defined]
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-    )
 
 
 def in_a_loop(

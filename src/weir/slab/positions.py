@@ -115,7 +115,7 @@ class Rotary:
             out: where they are written; None for new memory.
         """
         turned = kernels.turned(keys)
-        if turned is not None:
+        if turned is not None and (out is None or out.dtype == keys.dtype):
             # The frequencies are where the model's are; of one on several devices, on one of them.
             moved: Tensor = turned(keys, by, self._per_turn.to(keys.device), out)
             return moved
