@@ -23,6 +23,37 @@ numba_decode_exact = pytest.importorskip(
 EPS = 2.0**-24
 
 
+def is_the_formula(seed, batch, kv_heads, group, span, dims, masked, dtype):
+    """Whether the kernel answers as two-weight attention over slots `span`, and reads no others."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw).to(dtype)
+
+    first, stop = span
+    queries = normal(batch, kv_heads, group, 1, dims[0]) * 3
+    keys, values = (normal(batch, kv_heads, stop + 5, dim) for dim in dims)
+    for unread in (slice(0, first), slice(stop, None)):
+        keys[:, :, unread] = values[:, :, unread] = math.nan
+    mask = torch.zeros(batch, kv_heads, stop)
+    if masked:
+        mask = torch.randn(mask.shape, generator=draw) * 4
+        mask[torch.rand(mask.shape, generator=draw) < 0.3] = -math.inf
+    form = Form(dims[0] ** -0.5)
+    found = numba_decode_exact.decode_exact(
+        queries, keys, values, mask if masked else None, form.scale, span
+    )
+    read = [t[:, :, first:stop].float() for t in (keys, values)]
+    weights = mask[:, :, first:]
+    wanted = two_weight_attention(queries.float(), *read, weights, weights, form)
+    size = queries.float().norm(dim=-1, keepdim=True) * read[0].norm(dim=-1).amax() * form.scale
+    logits_off = (dims[0] + 8) * EPS * (size + 30) + 2.0**-22
+    off = 2 * (2 * logits_off + (stop - first + 8) * EPS)
+    bound = off * read[1].abs().amax() + torch.finfo(dtype).eps / 2 * wanted.abs()
+    assert found.dtype == dtype
+    return ((found.float() - wanted).abs() <= bound + torch.finfo(dtype).tiny).all()
+
+
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32),
@@ -36,33 +67,19 @@ EPS = 2.0**-24
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_it_is_the_formula(seed, batch, kv_heads, group, count, first, dims, masked, dtype):
-    draw = torch.Generator().manual_seed(seed)
+    assert is_the_formula(seed, batch, kv_heads, group, (first, first + count), dims, masked, dtype)
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw).to(dtype)
 
-    stop = first + count
-    queries = normal(batch, kv_heads, group, 1, dims[0]) * 3
-    keys, values = (normal(batch, kv_heads, stop + 5, dim) for dim in dims)
-    for unread in (slice(0, first), slice(stop, None)):
-        keys[:, :, unread] = values[:, :, unread] = math.nan
-    mask = torch.zeros(batch, kv_heads, stop)
-    if masked:
-        mask = torch.randn(mask.shape, generator=draw) * 4
-        mask[torch.rand(mask.shape, generator=draw) < 0.3] = -math.inf
-    form = Form(dims[0] ** -0.5)
-    found = numba_decode_exact.decode_exact(
-        queries, keys, values, mask if masked else None, form.scale, (first, stop)
-    )
-    read = [t[:, :, first:stop].float() for t in (keys, values)]
-    weights = mask[:, :, first:]
-    wanted = two_weight_attention(queries.float(), *read, weights, weights, form)
-    size = queries.float().norm(dim=-1, keepdim=True) * read[0].norm(dim=-1).amax() * form.scale
-    logits_off = (dims[0] + 8) * EPS * (size + 30) + 2.0**-22
-    off = 2 * (2 * logits_off + (count + 8) * EPS)
-    bound = off * read[1].abs().amax() + torch.finfo(dtype).eps / 2 * wanted.abs()
-    assert found.dtype == dtype
-    assert ((found.float() - wanted).abs() <= bound + torch.finfo(dtype).tiny).all()
+@pytest.mark.parametrize("widest", [8, 16])
+@pytest.mark.parametrize("dims", [(33, 41), (72, 64), (64, 72), (70, 129)])
+def test_heads_that_are_no_whole_number_of_vectors_and_groups_of_any_size(
+    dims, widest, monkeypatch
+):
+    monkeypatch.setattr(numba_decode_exact, "lanes", lambda: widest)
+    for dtype in (torch.float32, torch.bfloat16):
+        for group in range(1, 6):
+            for count in (3, 10):
+                assert is_the_formula(group, 1, 2, group, (1, 1 + count), dims, True, dtype)
 
 
 def test_a_query_that_sees_nothing_is_answered_by_zero():
