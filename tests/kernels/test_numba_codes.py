@@ -27,9 +27,12 @@ def test_the_same_bits(seed, power, dim, count):
         x[:, :, 1] = x[:, :, 1].sign() * 63.5  # halves of a step, rounded to the even one
         x[:, :, 1, 0] = 127.0
         x[:, :, 2] = torch.finfo(torch.float32).max
+    if count > 4:  # peaks between two numbers of bfloat16, rounded to the even one
+        x[:, :, 3:5] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8])[:, None]
     numbers, peaks = quantise(x, INT8)
-    codes = torch.full((2, 3, 20, dim), 99, dtype=torch.int8)
-    tops = torch.zeros(2, 3, 20, 1, dtype=torch.bfloat16)
+    # Vectors, numbers and peaks lie as far apart as they like.
+    codes = torch.full((2, 3, 20, dim + 2), 99, dtype=torch.int8)[..., :dim]
+    tops = torch.zeros(2, 3, 20, 3, dtype=torch.bfloat16)[..., :1]
     here = slice(4, 4 + x.shape[2])
     quantise_into(x, INT8, codes[:, :, here], tops[:, :, here])
     assert torch.equal(codes[:, :, here], numbers)

@@ -27,8 +27,8 @@ def test_keys_are_turned_to_rounding(dim, far):
     """
     rotary = Rotary(1e4 ** (-torch.arange(min(dim, 64) // 2, dtype=torch.float64) / 32))
     generator = torch.Generator().manual_seed(dim + far)
-    wide = torch.randn(2, 3, 50, dim, generator=generator)
-    keys, by = wide[:, :, 5:42], torch.randint(-9, far, (2, 3, 37), generator=generator)
+    wide = torch.randn(2, 3, 50, dim + 3, generator=generator)  # and not as far apart as in `out`
+    keys, by = wide[:, :, 5:42, :dim], torch.randint(-9, far, (2, 3, 37), generator=generator)
     out = torch.full((2, 3, 90, dim), math.nan)
     turned(keys, by, rotary._per_turn, out[:, :, 40:77])
     half = min(dim, 64) // 2
