@@ -276,6 +276,25 @@ def test_compiling_is_switched_on_and_off_while_a_thread_runs() -> None:
         torch.compiler.reset()
 
 
+def test_weights_are_moved_when_no_call_reads_them(monkeypatch) -> None:
+    model, ids = make("llama"), tokens(1, 12)
+    cache, called = cached(model), threading.Event()
+    caller = threading.Thread(target=lambda: logits(model, ids, past_key_values=cache))
+
+    def move(model: PreTrainedModel) -> None:
+        caller.start()
+        assert not called.wait(0.2)
+
+    monkeypatch.setattr("weir.models.hooks.choose_products", move)
+    model.get_input_embeddings().register_forward_pre_hook(lambda *_: called.set())
+    try:
+        weir.compile_steps(model)
+        assert called.wait(60)
+    finally:
+        weir.compile_steps(model, on=False)
+        caller.join(60)
+
+
 # --- gradients
 
 

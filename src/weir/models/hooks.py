@@ -361,10 +361,14 @@ def compile_steps(
     Raises:
         WeirError: weir cannot serve the model, or `torch.compile` has no such option.
     """
-    decoder = describe(model).decoder
+    facts = describe(model)
+    decoder = facts.decoder
     compiling = Compiling(options, strict) if on else None
     if on and options.get("backend", "inductor") == "inductor":
-        choose_products(model)  # others make no loops, for which products are written
+        # Others make no loops, for which products are written. Weights are moved, and a call of
+        # another thread that is under way would read on where they lay.
+        with turns_of(facts.config):
+            choose_products(model)
     with _MAKING:
         _COMPILED.pop(decoder, None)
         if compiling is not None:
