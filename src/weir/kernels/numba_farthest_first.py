@@ -139,20 +139,20 @@ def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = 
         weight: what distances are multiplied by [batch, kv_heads, n], float32; None for 1.
     """
     far = torch.where(among, torch.inf, -1.0).float().flatten(0, 1)
-    heavy = torch.ones_like(far) if weight is None else weight.flatten(0, 1).float().clone()
+    heavy = torch.ones_like(far) if weight is None else weight.flatten(0, 1).float().contiguous()
     order = torch.full(far.shape, -1, dtype=torch.int64, device=far.device)
     if far.numel():
         heads, slots = far.shape
-        wanted = torch.full((heads,), k)
+        wanted = np.full(heads, k)
         threads = 1 + k * keys.numel() // _WORTH_A_THREAD
         if slots * slots <= _AT_ONCE and slots <= _SHARE * k:
             lines, pick = keys.float().contiguous().flatten(0, 1), _compiled_pick_of_pairs
-            more = [torch.full((heads,), lanes())]
+            more = [np.full(heads, lanes())]
         else:
             # Zeros change no distance.
             whole = F.pad(keys.float(), (0, -keys.shape[3] % _TOGETHER)).flatten(0, 1)
             lines, pick = whole.mT.clone(memory_format=torch.contiguous_format), _compiled_pick
-            more = []
-        arrays = [t.numpy() for t in (lines, far, heavy, wanted, order, *more)]
-        spread(pick, arrays, threads)
+            heavy, more = heavy.clone(), []  # packed with the keys that are left
+        arrays = [t.numpy() for t in (lines, far, heavy, order)]
+        spread(pick, [*arrays[:3], wanted, arrays[3], *more], threads)
     return order.view_as(among)

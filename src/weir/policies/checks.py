@@ -129,14 +129,20 @@ def _check_tensors(owner: str, slots: Slots, held: Slots, like: Mapping[str, Ten
     """Refuse slots without tensors shaped as `like`, or of another dtype than it and `held`."""
     # To look at what is still as it was stored would be to read it, and it is made of parts of
     # slots that were there.
-    was = held.others() if _stored(held) else held.tensors()
-    stored = _stored(slots)
+    there = slots.others() if _stored(slots) else like
     count = slots.position.shape[2:3] if isinstance(slots.position, Tensor) else ()
     for name, one in like.items():
-        if stored and name not in slots.others():
+        if name not in there:
             continue
         shape = (*one.shape[:2], *count, *one.shape[3:])
         found = getattr(slots, name)
+        if (
+            isinstance(found, Tensor)
+            and (found.shape, found.dtype) == (shape, one.dtype)
+            and found.device == one.device
+        ):
+            continue
+        was = held.others() if _stored(held) else held.tensors()
         if not isinstance(found, Tensor):
             raise WeirError(f"{name} of {owner} is no tensor")
         if found.shape != shape:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -128,8 +129,8 @@ class KCenter(Pool):
             where: in which heads [batch, kv_heads], bool.
             by: so much; below 0 they are lowered.
         """
-        others = slots.held & (slots.held.cumsum(dim=2) > 1) & where[..., None]
-        more = others.to(slots.a.dtype) * by
+        # That of an empty slot stays -inf, whatever is added.
+        more = ((slots.held.cumsum(dim=2) > 1) & where[..., None]) * by
         return slots.weighed(slots.a + more, slots.b + more)
 
     def _picked(self, both: Slots, fold: Fold) -> tuple[Slots, Slots]:
@@ -152,15 +153,17 @@ class KCenter(Pool):
         return split(both, stays, fold)
 
     def _weight(self, slots: Slots, fold: Fold) -> Tensor:
-        """What distances are multiplied by [batch, kv_heads, slots], float32, above 0."""
+        """What distances are multiplied by [batch, kv_heads, slots], float32, above 0; by use or by
+        age or both.
+        """
         age = (fold.next[:, None, None] - slots.position).clamp_min(1).double()
-        weight = torch.ones_like(age)
+        weights = []
         if self.use:
             assert slots.mass is not None
-            weight = (slots.mass.double() / age).clamp_min(LEAST_USE).pow(self.use)
+            weights.append((slots.mass.double() / age).clamp_min(LEAST_USE).pow(self.use))
         if self.half_life:
-            weight = weight * torch.exp2(-age / self.half_life).clamp_min(LEAST_AGED)
-        return weight.float()
+            weights.append(torch.exp2(-age / self.half_life).clamp_min(LEAST_AGED))
+        return reduce(torch.mul, weights).float()
 
 
 def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = None) -> Tensor:

@@ -255,20 +255,20 @@ class Slab:
         self.position[:, :, start:stop] = (seen[:, None] + steps)[:, None]
         if self.frame is not None:
             self.frame[:, :, start:stop] = self.position[:, :, start:stop]
-        self.position[:, :, stop:] = EMPTY
         for weights in (self.a, self.b, self.mask):
             if weights is not None:
                 weights[:, :, start:stop] = 0.0
-                weights[:, :, stop:] = -torch.inf
         for factors in (self.numerator, self.denominator):
             if factors is not None:
                 factors[:, :, start:stop] = 1.0
-                factors[:, :, stop:] = 0.0
         if self.mass is not None:
-            self.mass[:, :, start:] = 0.0
+            self.mass[:, :, start:stop] = 0.0
+        self.empty(stop, len(self))
 
     def empty(self, start: int, stop: int) -> None:
         """Let slots hold no token."""
+        if start >= stop:
+            return
         for name in ("a", "b", "position", "mass", "mask", "numerator", "denominator"):
             t = getattr(self, name)
             if t is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from weir.policies import Pipe
 
@@ -44,20 +45,31 @@ class Layout:
 
 def laid_out(pipe: Pipe, lengths: Sequence[int]) -> Layout:
     """The layout of a row whose pools have so many slots in use."""
-    first = pipe.coded_slots
-    exact = [pool for pool in (*pipe.front, *pipe.run) if pool not in pipe.coded]
+    return _laid_out(pipe.front, pipe.run, pipe.coded, pipe.coded_slots, tuple(lengths))
+
+
+@lru_cache(maxsize=256)
+def _laid_out(
+    in_front: tuple[int, ...],
+    in_run: tuple[int, ...],
+    coded: tuple[int, ...],
+    first: int,
+    lengths: tuple[int, ...],
+) -> Layout:
+    """The same, by the pools of the front, those of the run, those that are quantised, and the
+    first exact slot. Once pools are full, all rows and folds have one.
+    """
+    exact = [pool for pool in (*in_front, *in_run) if pool not in coded]
     starts: dict[int, int] = {}
     ends = []
-    for pools, at in ((pipe.coded, 0), (exact, first)):
+    for pools, at in ((coded, 0), (exact, first)):
         for pool in pools:
             starts[pool] = at
             at += lengths[pool]
         ends.append(at)
-    in_front = [pool for pool in pipe.front if pool not in pipe.coded]
-    coded_front = sum(lengths[pool] for pool in pipe.coded if pool in pipe.front)
-    front = first + sum(lengths[pool] for pool in in_front)
-    order = (*pipe.coded, *exact)
-    return Layout(tuple(lengths), order, starts, coded_front, ends[0], first, front, ends[1])
+    coded_front = sum(lengths[pool] for pool in coded if pool in in_front)
+    front = first + sum(lengths[pool] for pool in in_front if pool not in coded)
+    return Layout(lengths, (*coded, *exact), starts, coded_front, ends[0], first, front, ends[1])
 
 
 def used(pipe: Pipe, lengths: Sequence[int]) -> int:
