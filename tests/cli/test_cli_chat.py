@@ -106,6 +106,13 @@ def test_what_the_model_is_told_first_is_never_evicted(chat, model, tmp_path):
     assert ended.out != chat(*said, words=("--temperature", 0)).out
 
 
+def test_a_system_turn_that_fills_the_window_is_named_as_what_leaves_no_room(chat):
+    ended = chat("Hello", words=("--policy", "streaming_llm", "--system", SYSTEM * 12))
+    assert (ended.code, ended.out, ended.err.count("\n")) == (1, "", 1)
+    said = r"1 slot, what the model's window leaves beside the \d{3} tokens of --system; say less "
+    assert re.search(said + "in --system, or give it a budget of its own", ended.err)
+
+
 def test_an_empty_system_turn_is_none(chat):
     assert "for what it was told first" not in chat("Hello", words=("--system", "")).err
 

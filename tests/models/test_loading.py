@@ -163,7 +163,7 @@ def test_weights_that_belong_to_nothing_do_no_harm(folder):
     assert weir.load(str(folder), device="cpu")[0].config.vocab_size == 61
 
 
-@pytest.mark.parametrize("dtype", ["float31", torch.int8, "Tensor", "int64"])
+@pytest.mark.parametrize("dtype", ["float31", torch.int8, "Tensor", "int64", "float8_e4m3fn"])
 def test_a_dtype_that_weights_cannot_have_is_refused(dtype):
     refused("nano", "dtype must be 'auto', 'float32'", dtype=dtype)
 

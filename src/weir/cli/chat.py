@@ -217,9 +217,11 @@ def _sized(
         budget = budget_in(model, policy, room, chunk, most)
         if budget is None:
             memory = "" if free is None else f"{size(room)}, a quarter of the free memory, and "
+            first = f" beside the {pinned:,} tokens of --system" if pinned else ""
+            shorter = "say less in --system, or " if pinned else ""
             raise WeirError(
-                f"{policy} does not fit into {memory}{most:,} slots, what the model's window "
-                "leaves; give it a budget of its own"
+                f"{policy} does not fit into {memory}{most:,} slot{'' if most == 1 else 's'}, what "
+                f"the model's window leaves{first}; {shorter}give it a budget of its own"
             )
         wanted = policy_of(with_budget(policy, budget))
         told = f", chosen by the model's window and the free memory: {budget:,} slots"

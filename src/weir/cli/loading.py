@@ -24,7 +24,8 @@ OPTIONS: dict[str, Any] = {
     "dtype": Annotated[
         str | None,
         typer.Option(
-            help="Of weights, keys and values: auto, float32, bfloat16 or float16 [default: auto]"
+            help="Of weights, keys and values: auto, float32, bfloat16, float16 or float64 "
+            "[default: auto]"
         ),
     ],
     "device": Annotated[

@@ -311,8 +311,10 @@ def _dtype(name: str, dtype: str | torch.dtype, device: str | torch.device) -> A
     if name == "nano" and dtype == "auto":
         dtype = torch.float32 if str(device) == "cpu" else torch.bfloat16
     found = dtype if dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."), None)
-    if found != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise WeirError(f"dtype must be 'auto', 'float32', 'bfloat16' or 'float16', not {dtype!r}")
+    if found not in ("auto", torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise WeirError(
+            f"dtype must be 'auto', 'float32', 'bfloat16', 'float16' or 'float64', not {dtype!r}"
+        )
     return found
 
 
