@@ -44,6 +44,14 @@ def test_the_same_bits(seed, power, dim, count):
     assert not out[:, :, :4].any() and not out[:, :, here.stop :].any()
 
 
+def test_a_peak_halfway_between_two_is_rounded_to_the_even_one():
+    # Of 1 and 1 + 2^-7 the even one is below, of 1 + 2^-7 and 1 + 2^-6 above.
+    x = (1 + torch.tensor([1, 3]) * 2.0**-8).view(1, 1, 2, 1)
+    numbers, peaks = torch.zeros(x.shape, dtype=torch.int8), torch.zeros(x.shape).bfloat16()
+    quantise_into(x, INT8, numbers, peaks)
+    assert peaks.flatten().tolist() == [1.0, 1 + 2.0**-6]
+
+
 def test_a_graph_that_is_compiled_has_no_kernel(monkeypatch):
     x = torch.zeros(1)
     assert choice.write8(x) is not None
