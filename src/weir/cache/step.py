@@ -79,6 +79,5 @@ class Step(Cache):
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form
     ) -> Tensor:
         """One layer's attention, for one token of each row; see `models.hooks.Attending`."""
-        largest = torch.maximum(keys.abs().amax((1, 2, 3)), values.abs().amax((1, 2, 3)))
-        self.largest[layer].copy_(largest)
-        return self.slots[layer].attend(queries, keys, values, form, self.ends[layer], self.waiting)
+        rows = self.ends[layer], self.waiting, self.largest[layer]
+        return self.slots[layer].attend(queries, keys, values, form, *rows)

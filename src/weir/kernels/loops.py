@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import marshal
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 APART = 2**18
 """Numbers from which on lines are read at two places at once."""
@@ -26,7 +27,13 @@ WIDE, NARROW = 256, 64
 """Sums that fit into the registers of a processor: half of 32 of 16 numbers, and of 16 of 8."""
 
 
-def as_one(name: str, signature: str, function: Callable[..., Tensor], file: str) -> Any:
+def as_one(
+    name: str,
+    signature: str,
+    function: Callable[..., Tensor],
+    like: Callable[..., Tensor],
+    *others: Callable[..., Any],
+) -> Any:
     """A function as one operator, which the compiler looks into after it has read the model.
 
     To read Python is most of what a step takes to be compiled when PyTorch has kept it from before,
@@ -37,26 +44,54 @@ def as_one(name: str, signature: str, function: Callable[..., Tensor], file: str
         name: the operator's.
         signature: its arguments and what it returns, as `torch.library.define` takes them.
         function: what it is made of, for any device.
-        file: where that is written, apart from this file.
+        like: takes the same and returns what `function` returns, but for its numbers.
+        others: functions of other files that it calls.
 
     Returns:
         The operator, to be called as the function.
     """
-    written = _written(__file__, in_memory, dots, sums, _halves, _columns) + _written(
-        file, function
-    )
-    name = f"{name}_{zlib.crc32(written):08x}"
+    called: list[Callable[..., Any]] = [
+        function,
+        like,
+        *others,
+        in_memory,
+        dots,
+        sums,
+        _halves,
+        _columns,
+    ]
+    name = f"{name}_{zlib.crc32(_written(called)):08x}"
     torch.library.define(f"weir::{name}", signature)
-    torch.library.impl(f"weir::{name}", "CompositeImplicitAutograd", function)
+
+    def made(*given: Any) -> Tensor:
+        return (like if _sized(given[0]) else function)(*given)
+
+    torch.library.impl(f"weir::{name}", "CompositeImplicitAutograd", made)
     return getattr(torch.ops.weir, name)
 
 
-def _written(file: str, *functions: Callable[..., Any]) -> bytes:
-    """What stands in a file; functions of it where code came without files, as in an archive."""
-    try:
-        return Path(file).read_bytes()
-    except OSError:
-        return b"".join(marshal.dumps(it.__code__) for it in functions)
+def _sized(t: Tensor) -> bool:
+    """Whether PyTorch asks for the sizes of an operator's answer and for nothing else, as it does
+    while it reads a model: nobody follows then what the answer is made of.
+    """
+    return (
+        isinstance(t, FakeTensor)
+        and torch._C._len_torch_dispatch_stack() <= 1  # the mode of such tensors, and no other
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.is_grad_enabled()
+    )
+
+
+def _written(functions: Iterable[Callable[..., Any]]) -> bytes:
+    """The files that functions stand in, or they alone where code came without files."""
+    written: dict[str, bytes] = {}
+    for function in functions:
+        code = function.__code__
+        try:
+            written[code.co_filename] = Path(code.co_filename).read_bytes()
+        except OSError:  # as in an archive
+            written[code.co_filename + code.co_qualname] = marshal.dumps(code)
+    return b"".join(written.values())
 
 
 def in_memory(t: Tensor) -> Tensor:

@@ -231,14 +231,6 @@ def _chosen(x: Tensor, weight: Tensor, bias: Tensor | None, taken: int) -> Tenso
     return (_by_kernel if _among(rows, _called(taken)) else usual)(x, weight, bias)
 
 
-_CHOSEN = kernels.as_one(
-    "chosen",
-    "(Tensor x, Tensor weight, Tensor? bias, int taken) -> Tensor",
-    _chosen,
-    __file__,
-)
-
-
 def _called(taken: int) -> int:
     """The bits of `_taken` that are for calls."""
     return taken & (1 << _BITS) - 1
@@ -294,6 +286,14 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _like(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """What it returns, but for its numbers."""
     return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+_CHOSEN = kernels.as_one(
+    "chosen",
+    "(Tensor x, Tensor weight, Tensor? bias, int taken) -> Tensor",
+    _chosen,
+    lambda x, weight, *_: _like(x, weight, None),
+)
 
 
 # Not `torch.library.custom_op`, whose checks in every call take as long as a small product.

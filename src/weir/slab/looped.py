@@ -19,10 +19,10 @@ SHARING = 8
 """Query heads of a KV head up to which there are loops: as many sums as fit into registers."""
 
 
-def loops(queries: Tensor) -> bool:
-    """Whether queries [batch, kv_heads, group, 1, key_dim] are answered so."""
+def loops(queries: Tensor, kv_heads: int) -> bool:
+    """Whether queries [batch, heads, 1, key_dim] are answered so."""
     compiling: bool = torch.compiler.is_compiling()
-    return compiling and queries.device.type == "cpu" and queries.shape[2] <= SHARING
+    return compiling and queries.device.type == "cpu" and queries.shape[1] <= SHARING * kv_heads
 
 
 def looped_attention(
@@ -87,5 +87,5 @@ _LOOPED = as_one(
     "(Tensor queries, Tensor keys, Tensor values, Tensor mask, float scale, float? softcap, "
     "Tensor? sinks, Tensor? above, Tensor? below) -> Tensor",
     _looped,
-    __file__,
+    lambda queries, keys, values, *_: values.new_empty(*queries.shape[:4], values.shape[3]),
 )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from weir.cache.layer.spec import LayerSpec
+from weir.kernels import as_one
 from weir.slab import (
     Coded,
     Form,
@@ -86,6 +87,7 @@ class DecodeSlots:
         form: Form,
         ends: Tensor,
         waiting: Tensor,
+        largest: Tensor,
     ) -> Tensor:
         """Take in one token of each row and answer its queries.
 
@@ -95,10 +97,34 @@ class DecodeSlots:
             form: how the layer attends.
             ends: the slot of each row's token [batch], int64.
             waiting: tokens in each row's tail before it [batch], int64.
+            largest: takes the largest absolute key or value of each row [batch], float32.
 
         Returns:
             [batch, heads, 1, value_dim].
         """
+        looped = loops(queries, keys.shape[1])  # not asked in `answer`, which may be an operator
+        if self.coded is not None:
+            return self.answer(queries, keys, values, form, ends, waiting, largest, looped)
+        out: Tensor = _ATTENDED(
+            *(queries, keys, values, self.keys, self.values, self.queries, largest),
+            *(self.a, self.b, *(self.split or (None, None, None)), form.sinks, ends, waiting),
+            *(form.scale, form.softcap, self.unasked, self.window, looped),
+        )
+        return out
+
+    def answer(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        form: Form,
+        ends: Tensor,
+        waiting: Tensor,
+        largest: Tensor,
+        looped: bool,
+    ) -> Tensor:
+        """`attend`, as the compiler reads it line by line; `looped` is whether as loops."""
+        largest.copy_(torch.maximum(keys.abs().amax((1, 2, 3)), values.abs().amax((1, 2, 3))))
         batch, kv_heads, _, dim = keys.shape
         queries = queries.view(batch, kv_heads, -1, 1, dim)
         first = 0 if self.coded is None else len(self.coded)
@@ -118,7 +144,7 @@ class DecodeSlots:
         if self.window is not None:
             seen &= slot > ends[:, None] - self.window
         unseen = ~seen[:, None]
-        if loops(queries) and (self.a is None or (self.split is not None and fuses(form))):
+        if looped and (self.a is None or (self.split is not None and fuses(form))):
             mask, factors = self.b, None
             if self.split is not None:
                 mask, *factors = self.split
@@ -137,3 +163,44 @@ class DecodeSlots:
             above = below if self.a is None else self.a.masked_fill(unseen, -torch.inf)
             out = two_weight_attention(queries, *held, above, below, form)
         return out.flatten(1, 2)
+
+
+def _attended(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    held_keys: Tensor,
+    held_values: Tensor,
+    held_queries: Tensor | None,
+    largest: Tensor,
+    a: Tensor | None,
+    b: Tensor,
+    mask: Tensor | None,
+    above: Tensor | None,
+    below: Tensor | None,
+    sinks: Tensor | None,
+    ends: Tensor,
+    waiting: Tensor,
+    scale: float,
+    softcap: float | None,
+    unasked: int,
+    window: int | None,
+    looped: bool,
+) -> Tensor:
+    """`DecodeSlots.answer` of slots that are exact, told tensor by tensor."""
+    split = None if mask is None or above is None or below is None else (mask, above, below)
+    held = DecodeSlots(held_keys, held_values, None, a, b, split, held_queries, unasked, window)
+    form = Form(scale=scale, softcap=softcap, sinks=sinks)
+    return held.answer(queries, keys, values, form, ends, waiting, largest, looped)
+
+
+_ATTENDED = as_one(
+    "attended",
+    "(Tensor queries, Tensor keys, Tensor values, Tensor(a!) held_keys, Tensor(b!) held_values, "
+    "Tensor(c!)? held_queries, Tensor(d!) largest, Tensor? a, Tensor b, Tensor? mask, "
+    "Tensor? above, Tensor? below, Tensor? sinks, Tensor ends, Tensor waiting, float scale, "
+    "float? softcap, int unasked, int? window, bool looped) -> Tensor",
+    _attended,
+    lambda queries, keys, values, *_: values.new_empty(*queries.shape[:3], values.shape[3]),
+    *(fused_attention, looped_attention, put_lines),
+)
