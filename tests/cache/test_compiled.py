@@ -141,6 +141,26 @@ def test_attention_is_loops_of_the_program(fresh_llama, ids, taken, policy: str)
     assert "bmm" not in program
 
 
+@pytest.mark.parametrize("looked", [True, False])
+def test_no_garbage_is_looked_for_while_a_step_is_compiled(fresh_llama, ids, looked: bool) -> None:
+    seen = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(gc.isenabled())
+        return graph.forward
+
+    model = fresh_llama(layers=1)
+    compile_steps(model, backend=backend)
+    try:
+        if not looked:
+            gc.disable()
+        read(model, GRAPHS[0], ids(1, PROMPT + 1))
+        assert gc.isenabled() is looked
+    finally:
+        gc.enable()
+    assert seen == [False]
+
+
 @pytest.mark.parametrize("policy", GRAPHS)
 def test_rows_that_stand_apart_share_the_graph_of_rows_in_step(llama, ids, taken, policy) -> None:
     text = ids(3, 44)
