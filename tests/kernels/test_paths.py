@@ -114,3 +114,27 @@ def test_what_new_tensors_are_elsewhere_is_nothing_to_kernels(
         finally:
             torch.set_default_dtype(torch.float32)
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    "policy", ["sink(2) | recent(6) | uniform(8)", "balancekv(16)", "kcenter(16)", "subgen(16)"]
+)
+def test_defaults_of_device_and_dtype_are_no_matter(llama, ids, policy):
+    """They are for tensors of the program's own, and no kernel reads those."""
+    text = ids(1, 60)
+
+    def answers():
+        cache = weir.StreamingCache(llama, policy, chunk=4)
+        with torch.no_grad():
+            parts = text.split([40, *[1] * 20], dim=1)
+            return torch.cat([llama(it, past_key_values=cache).logits for it in parts], dim=1)
+
+    wanted = answers()
+    try:
+        torch.set_default_device("meta")
+        torch.set_default_dtype(torch.bfloat16)
+        found = answers()
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, wanted)

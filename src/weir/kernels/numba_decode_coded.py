@@ -16,7 +16,8 @@ from weir.kernels.kernels import Stored
 from weir.kernels.numba_softmax import ATTENTION_MATH, softmax
 from weir.kernels.numba_tools import compiled
 
-_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+_BYTES = torch.from_numpy(np.arange(256, dtype=np.uint8))  # on the CPU, whatever the default is
+_E4M3 = _BYTES.view(torch.float8_e4m3fn).float().numpy()
 """What each byte says as a number of 4 bits of exponent and 3 of mantissa."""
 _NO_TABLE = np.empty(0, np.float32)
 
@@ -160,7 +161,7 @@ def decode_coded(
         return flat(numbers), flat(peaks.view(torch.int16)), np.float32(levels)
 
     asked = flat((queries.float() * scale)[:, :, :, 0])
-    out = torch.empty(batch, kv_heads, group, 1, values.shape[3], dtype=torch.float32)
+    out = torch.empty(batch, kv_heads, group, 1, values.shape[3], dtype=torch.float32, device="cpu")
     _run(
         asked,
         *stored(*coded[0]),

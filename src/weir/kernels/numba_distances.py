@@ -40,7 +40,7 @@ def distances(keys: Tensor, others: Tensor) -> Tensor:
         keys: [batch, kv_heads, n, key_dim].
         others: [batch, kv_heads, m, key_dim].
     """
-    out = torch.empty((*keys.shape[:3], others.shape[2]), dtype=torch.float64)
+    out = torch.empty((*keys.shape[:3], others.shape[2]), dtype=torch.float64, device="cpu")
     if out.numel():
         parts = (keys.double(), others.double(), out)
         arrays = [t.contiguous().flatten(0, 1).numpy() for t in parts]

@@ -51,7 +51,7 @@ def several(begun: list[int], first: int, position: Tensor, count: int) -> Tenso
         position: places in the stream [batch, kv_heads, n], int64.
         count: numbers of each token, those of the indices from 0 on.
     """
-    out = torch.empty((*position.shape, count), dtype=torch.float64)
+    out = torch.empty((*position.shape, count), dtype=torch.float64, device="cpu")
     if out.numel():
         rows = np.array(begun, np.int64).view(np.uint64)
         _compiled_fill(rows, first, position.contiguous().numpy(), out.numpy())

@@ -36,7 +36,7 @@ _compiled_take = compiled(_take)
 def resample(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """Arguments and answer of `weir.pools.subgen.clusters.resample`."""
     after = total.clone(memory_format=torch.contiguous_format)
-    last = torch.full((*total.shape, u.shape[3]), -1)
+    last = torch.full((*total.shape, u.shape[3]), -1, device="cpu")
     if weight.numel():
         parts = (after, weight, into, u, last)
         arrays = [t.contiguous().flatten(0, 1).numpy() for t in parts]

@@ -52,7 +52,7 @@ def walk(products: Tensor, gain: Tensor, u: Tensor, free: Tensor) -> Tensor:
         free: which tokens are walked [..., n]; the others get a sign of 0.
     """
     n = u.shape[-1]
-    signs = torch.zeros(u.shape, dtype=torch.float32)
+    signs = torch.zeros(u.shape, dtype=torch.float32, device="cpu")
     if signs.numel():
         parts = (products.float(), gain.float(), u.double(), free, signs)
         shapes = ((-1, n, n), (-1,), (-1, n), (-1, n), (-1, n))
