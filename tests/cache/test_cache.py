@@ -391,9 +391,10 @@ def test_an_argument_that_makes_no_sense_is_refused(llama, options, reason):
 
 
 def test_a_budget_beyond_all_memory_is_refused(llama, ids):
-    for batch in (None, 3):
-        with pytest.raises(WeirError, match="smaller budget, or fewer rows") as caught:
-            weir.StreamingCache(llama, "recent(100_000_000_000_000)", batch=batch)
+    far = 100_000_000_000_000
+    for batch, budget, chunk in ((None, far, 64), (3, far, 64), (None, 8, far)):
+        with pytest.raises(WeirError, match="smaller budget or chunk, or fewer rows") as caught:
+            weir.StreamingCache(llama, f"recent({budget})", chunk=chunk, batch=batch)
         assert len(str(caught.value).splitlines()) == 1
 
 

@@ -187,6 +187,8 @@ def test_by_hand_it_makes_the_call_that_it_is_meant_for(llama: PreTrainedModel, 
             weir.generate(llama, wrong)
     with pytest.raises(weir.WeirError, match="hands no streamer on"):
         weir.generate(llama, tokens, streamer=object())
+    with pytest.raises(weir.WeirError, match="assisted and prompt-lookup"):
+        weir.generate(llama, tokens, assistant_model=llama)
 
 
 def test_by_hand_it_ends_at_stop_strings_with_a_tokenizer() -> None:

@@ -18,6 +18,12 @@ from weir.errors import WeirError, shown
 from weir.models import DROPPING
 from weir.pools import fits
 
+ASSISTED = (
+    "assisted and prompt-lookup decoding take back tokens, which a StreamingCache cannot; "
+    "generate without assistant_model and prompt_lookup_num_tokens"
+)
+"""Why decoding with an assistant is refused, wherever it is asked for."""
+
 
 class ForTransformers(Cache):
     """The side of a `StreamingCache` that transformers sees.
@@ -89,10 +95,7 @@ class ForTransformers(Cache):
         Raises:
             WeirError: always.
         """
-        raise WeirError(
-            "assisted and prompt-lookup decoding take back tokens, which a StreamingCache cannot; "
-            "generate without assistant_model and prompt_lookup_num_tokens"
-        )
+        raise WeirError(ASSISTED)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows change places, as beam search asks after each step; `beam_idx` [batch]."""

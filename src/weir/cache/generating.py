@@ -19,6 +19,7 @@ from transformers import (
 from transformers.generation.configuration_utils import GenerationMode
 
 from weir.cache.cache import Positions, Prefill, StreamingCache
+from weir.cache.for_transformers import ASSISTED
 from weir.errors import WeirError, shown
 from weir.policies import Policy
 
@@ -67,10 +68,10 @@ def generate(
         `past_key_values`.
 
     Raises:
-        WeirError: what comes first is no model, `input_ids` are no tensor of tokens, a streamer
-            or `stop_strings` without a tokenizer come to a call by hand, the policy or the model
-            cannot be served, a cache is given that is not weir's or comes with a policy, or the way
-            of decoding is not one of sampling and beam search.
+        WeirError: what comes first is no model, `input_ids` are no tensor of tokens, a streamer,
+            an assistant or `stop_strings` without a tokenizer come to a call by hand, the policy or
+            the model cannot be served, a cache is given that is not weir's or comes with a policy,
+            or the way of decoding is not one of sampling and beam search.
     """
     asked: dict[str, Any] = {"policy": policy, "chunk": chunk, "seed": seed}
     asked |= {"positions": positions, "prefill": prefill}
@@ -142,7 +143,7 @@ def _check_by_hand(input_ids: Any, more: dict[str, Any]) -> None:
     """Refuse what `model.generate` would take and drop, or stumble over.
 
     Raises:
-        WeirError: what comes second is no tensor of tokens, or a streamer is given.
+        WeirError: what comes second is no tensor of tokens, or a streamer or an assistant is given.
     """
     tokens = isinstance(input_ids, Tensor) and input_ids.ndim == 2
     if not tokens or input_ids.is_floating_point():
@@ -150,6 +151,8 @@ def _check_by_hand(input_ids: Any, more: dict[str, Any]) -> None:
             "weir.generate(model, input_ids, ...) takes tokens as a tensor [batch, length], as in "
             "tokenizer(text, return_tensors='pt').input_ids"
         )
+    if more.get("assistant_model") is not None:
+        raise WeirError(ASSISTED)
     if more.get("streamer") is not None:
         raise WeirError(
             "transformers hands no streamer on to weir.generate; give it with the cache instead: "

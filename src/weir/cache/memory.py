@@ -34,5 +34,5 @@ def check_room(
         raise WeirError(
             f"the slots of {shortened(str(policy))} in {len(plans)} layers take {needed:,} bytes "
             f"for {batch} row{'s' * (batch > 1)}, and {free:,} are free on {device}; take a "
-            "smaller budget, or fewer rows"
+            "smaller budget or chunk, or fewer rows"
         )
