@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, Protocol, cast
 
 import torch
@@ -113,8 +113,18 @@ def _lean() -> dict[str, Any]:
 
 
 def _around(forward: Callable[..., Any]) -> FunctionType:
+    """A call of the forward: of the class's function, with the module.
+
+    The object that binds the two goes with the cache that asked for it, and PyTorch before 2.10
+    takes a program for lost with it.
+    """
+    bound: tuple[Any, ...] = ()
+    function = forward
+    if isinstance(forward, MethodType):
+        function, bound = forward.__func__, (forward.__self__,)
+
     def step(**given: Any) -> Any:
-        return forward(**given)
+        return function(*bound, **given)
 
     return cast(FunctionType, step)
 

@@ -22,11 +22,14 @@ class Around:
 
     def __init__(self, module: nn.Module, name: str, around: Callable[..., Any]) -> None:
         self._module, self._name = module, name
+        self.own: Callable[..., Any] = getattr(module, name)
         self.put(around)
 
     def put(self, around: Callable[..., Any]) -> None:
         """Put `around` in front of the method; once more after it was removed."""
-        self.own: Callable[..., Any] = getattr(self._module, self._name)
+        own: Callable[..., Any] = getattr(self._module, self._name)
+        if own != self.own:  # else the same object, for which a program may have been made
+            self.own = own
         self._around: Callable[..., Any] | None = around
         self._before = vars(self._module).get(self._name)
         functools.update_wrapper(self, self.own, updated=())
