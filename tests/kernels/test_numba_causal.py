@@ -114,6 +114,18 @@ def test_what_is_no_number_stays_none_for_those_who_see_it(number):
     assert found[0, 0, 0, 5:].isnan().all()
 
 
+@pytest.mark.parametrize("lanes", [8, 16])
+@pytest.mark.parametrize("step", [-100.0, 100.0])
+def test_each_query_has_a_peak_of_its_own(lanes, step, monkeypatch):
+    monkeypatch.setattr(numba_causal, "lanes", lambda: lanes)
+    # Logits of a query are equal, and further from the next one's than float32 has exponentials.
+    queries = (torch.arange(16.0) * step)[:, None].expand(1, 1, 1, 16, 16)
+    keys, values = torch.ones(1, 1, 16, 16), torch.eye(16)[None, None]
+    found = numba_causal.causal(queries, keys, values, None, 1.0)
+    wanted = torch.ones(16, 16).tril() / torch.arange(1.0, 17.0)[:, None]
+    assert ((found - wanted).abs() <= EPS * wanted).all()
+
+
 @pytest.mark.parametrize(("length", "width"), [(15, 16), (16, 15), (0, 16)])
 def test_less_than_it_takes_at_once_is_refused(length, width):
     queries, keys = torch.ones(1, 1, 1, length, 4), torch.ones(1, 1, 20, 4)
