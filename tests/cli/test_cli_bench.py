@@ -88,7 +88,7 @@ def test_table_and_plot_are_written_beside_the_figures(capsys, tmp_path):
     [
         (("--only", "speed"), "there is no figure 'speed'; there are decode, dense"),
         (("--flat", "--only", "decode"), "--flat is a figure of its own"),
-        (("--only", "kvpress", "--kvpress", "/nowhere/python"), "cannot be run: No such file"),
+        (("--only", "kvpress", "--kvpress", "/nowhere/python"), "is no program that can be run"),
         (
             ("--policies", "weir,wier"),
             "figures compare, not 'wier', did you mean 'weir'?",

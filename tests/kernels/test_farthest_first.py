@@ -29,15 +29,18 @@ def keys_of_whole_numbers(draw) -> tuple[Tensor, Tensor, int]:
     return keys, among, draw(st.integers(1, shape[2]))
 
 
-@given(keys_of_whole_numbers())
-def test_it_picks_what_the_reference_picks_the_oldest_of_equal_ones(case):
+@pytest.mark.parametrize("at_once", [0, numba_centres._AT_ONCE])
+@given(case=keys_of_whole_numbers())
+def test_it_picks_what_the_reference_picks_the_oldest_of_equal_ones(at_once, case):
     keys, among, k = case
     # Powers of two, which leave distances exact.
     weight = 2.0 ** (torch.arange(keys.shape[2]) % 5 - 2).expand(among.shape)
     before = keys.clone(), weight.clone()
-    for its in (None, weight):
-        got = numba_centres.farthest_first(keys, among, k, its)
-        assert torch.equal(got, farthest_first(keys, among, k, its))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(numba_centres, "_AT_ONCE", at_once)
+        for its in (None, weight):
+            got = numba_centres.farthest_first(keys, among, k, its)
+            assert torch.equal(got, farthest_first(keys, among, k, its))
     assert torch.equal(keys, before[0])
     assert torch.equal(weight, before[1])
 

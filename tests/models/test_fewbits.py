@@ -96,6 +96,48 @@ def test_compiled_steps_are_the_usual_ones(fresh_llama, ids, weights):
     close_runs(its.keys, slots.keys, dense(few))
 
 
+@pytest.mark.parametrize("weights", fewbits.BITS)
+def test_a_model_is_moved_after_it_was_compiled(fresh_llama, ids, weights):
+    few = fresh_llama(layers=1)
+    quantise_weights(few, weights)
+    compile_steps(few, backend="eager")
+    kept = weir.Stream(few, POLICY, chunk=4)
+    kept.feed(ids(1, 20)[0])
+    kept.feed([7])
+    few.to(torch.float32).to("cpu")
+    wanted = weir.Stream(dense(few), POLICY, chunk=4).feed(ids(1, 20)[0])
+    close_runs(weir.Stream(few, POLICY, chunk=4).feed(ids(1, 20)[0]), wanted, dense(few))
+    if weights == "int4":
+        with pytest.raises(WeirError, match=r"stay in the dtype they were made in \(torch.float32"):
+            few.to(torch.bfloat16)
+    else:
+        few.to(torch.bfloat16)
+        twin = dense(few).to(torch.bfloat16)
+        streams = [weir.Stream(it, POLICY, chunk=4) for it in (few, twin)]
+        for part in (ids(1, 20)[0], [7]):
+            close_runs(*(stream.feed(part) for stream in streams), twin)
+    compile_steps(few, on=False)
+
+
+def test_what_quantises_its_inputs_is_not_compiled(fresh_llama, ids, capfd):
+    quantization = pytest.importorskip("torchao.quantization")
+    model = fresh_llama(layers=1)
+    config = quantization.Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
+    quantization.quantize_(model, config)
+    text = ids(1, 21)[0]
+    found = []
+    for compiled in (False, True):
+        compile_steps(model, on=compiled)
+        stream = weir.Stream(model, POLICY, chunk=4)
+        stream.feed(text[:20])
+        found.append(stream.feed(text[20:]))
+    compile_steps(model, on=False)
+    assert torch.equal(*found)
+    assert "quantise what they multiply" in capfd.readouterr().err
+    with pytest.raises(WeirError, match="quantise what they multiply"):
+        compile_steps(model, strict=True)
+
+
 def test_a_session_goes_on(few, ids, tmp_path):
     stream = weir.Stream(few, POLICY, chunk=4)
     stream.feed(ids(1, 40)[0])
@@ -280,5 +322,5 @@ def test_a_model_without_linear_layers_is_refused():
     class Bare(nn.Module):
         get_output_embeddings = staticmethod(lambda: None)
 
-    with pytest.raises(WeirError, match="no layer of this model is linear"):
+    with pytest.raises(WeirError, match="no layer of this model but its head is linear"):
         quantise_weights(Bare(), "int8")

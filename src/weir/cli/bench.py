@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -107,6 +108,8 @@ def bench(
         say_unused(context, ("policies",), "no figure of --only compares policies")
     if threads is not None:
         torch.set_num_threads(threads)
+    if kvpress is not None and shutil.which(kvpress) is None:
+        raise WeirError(f"--kvpress {kvpress} is no program that can be run")
     if out is not None:
         make_folder(out)
     dtype = dtype or (Dtype.float32 if quick else Dtype.both)

@@ -9,7 +9,6 @@ to be tested).
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from functools import lru_cache
@@ -70,20 +69,19 @@ def decode(device: torch.device) -> Callable[..., Any] | None:
     return _kernel(_library(device), "decode")
 
 
-def decode_exact(device: torch.device, dtype: torch.dtype, heads: int) -> Callable[..., Any] | None:
+def decode_exact(device: torch.device, dtype: torch.dtype) -> Callable[..., Any] | None:
     """What answers one query a head over exact slots (see `weir.kernels.numba_decode_exact`); None
     for PyTorch.
 
     Args:
         device, dtype: of the slots.
-        heads: KV heads of all rows together.
     """
     kernel = _kernel(_library(device), "decode_exact")
     known = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
     if kernel is None or not known:
         return None
-    # One thread takes about half of what PyTorch takes, which shares heads out among threads.
-    return kernel if heads <= 2 * math.ceil(heads / torch.get_num_threads()) else None
+    # It runs on one thread, and PyTorch shares heads out among all there are.
+    return kernel if torch.get_num_threads() == 1 else None
 
 
 def decode_coded(device: torch.device) -> Callable[..., Any] | None:

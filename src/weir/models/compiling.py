@@ -74,6 +74,17 @@ class Compiling:
             reason = str(error).strip().splitlines()[0]
             raise WeirError(f"torch.compile does not take these options: {reason}") from None
 
+    def give_up(self, reason: str) -> None:
+        """Have all steps go the usual way, and say so.
+
+        Raises:
+            WeirError: this is strict.
+        """
+        self.failed = f"the steps of this model cannot be compiled here: {reason}"
+        if self.strict:
+            raise WeirError(self.failed)
+        _say(f"{self.failed}; they go the usual way")
+
     def of(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A forward, compiled; it takes its arguments by name."""
         closure = _around(forward).__closure__

@@ -95,7 +95,7 @@ def quantise_weights(model: PreTrainedModel, weights: str) -> None:
         module = model.get_submodule(name)
         if own_forward(module):
             vars(module).pop("forward", None)  # in a copy it is that of the class it had
-        module.__class__ = EightBits if many == 8 else nn.Linear
+        module.__class__ = EightBits if many == 8 else FourBits
         if isinstance(module, EightBits):
             module.take_apart()
             if module.numbers is not None and module.numbers.device.type == "cpu":
@@ -142,11 +142,59 @@ def _bits(model: PreTrainedModel, weights: str) -> dict[str, int]:
         fits = not module.in_features % GROUP and not module.out_features % LINES
         bits[name] = 4 if weights == "int4" and fits and module is not head else 8
     if all(model.get_submodule(name) is head for name in bits):
-        raise WeirError("no layer of this model is linear, so no weight can have fewer bits")
+        raise WeirError(
+            "no layer of this model but its head is linear, so no weight can have fewer bits"
+        )
     return bits
 
 
-class EightBits(nn.Linear):
+def quantises_inputs(model: nn.Module) -> bool:
+    """Whether layers quantise what they multiply, too: torchao's dynamic or static activations."""
+    names = ("act_quant_kwargs", "act_quant_scale")
+    return any(
+        getattr(weight, name, None) is not None for weight in model.parameters() for name in names
+    )
+
+
+class FewBits(nn.Linear):
+    """A linear layer with a weight of torchao's, which can be moved after it was compiled."""
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FewBits:
+        """To another device or type, with a new weight in the place of the old one.
+
+        PyTorch would exchange what two such weights hold, and cannot where a program remembers one.
+        """
+        weight, self._parameters["weight"] = self.weight, None
+        try:
+            super()._apply(fn, recurse)
+            self._check(weight.dtype, fn(torch.empty(0, dtype=weight.dtype)).dtype)
+            with torch.no_grad():
+                weight = nn.Parameter(fn(weight), requires_grad=False)
+        finally:
+            self.weight = weight
+        return self
+
+    def _check(self, dtype: torch.dtype, wanted: torch.dtype) -> None:
+        """Refuse to go on where the weight cannot have the dtype that is wanted."""
+
+
+class FourBits(FewBits):
+    """A linear layer whose weight is torchao's of 4 bits."""
+
+    def _check(self, dtype: torch.dtype, wanted: torch.dtype) -> None:
+        """As there: scales are packed in one dtype, and products want their input in it.
+
+        Raises:
+            WeirError: the dtype is to be another one.
+        """
+        if wanted != dtype:
+            raise WeirError(
+                f"weights of 4 bits stay in the dtype they were made in ({dtype}): load the model "
+                "again with weights= and dtype="
+            )
+
+
+class EightBits(FewBits):
     """A linear layer whose weight is torchao's of 8 bits, read as it lies where few rows ask.
 
     torchao writes the whole weight out in the dtype of its input, for every product. That pays for
@@ -196,12 +244,6 @@ class EightBits(nn.Linear):
         super().__setattr__(name, value)
         if name == "weight":
             self.take_apart()
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> EightBits:
-        """To another device or type: the weight stays the same object, and holds other numbers."""
-        super()._apply(fn, recurse)
-        self.take_apart()
-        return self
 
 
 def _kernel(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:

@@ -180,8 +180,7 @@ def _by_kernel(
     first = slab.first
     coded = slab.coded if slots[0] < first else None
     if coded is None:
-        heads = queries.shape[0] * queries.shape[1]
-        kernel = kernels.decode_exact(slab.keys.device, slab.keys.dtype, heads)
+        kernel = kernels.decode_exact(slab.keys.device, slab.keys.dtype)
     else:
         kernel = kernels.decode_coded(queries.device)
     if kernel is None:
