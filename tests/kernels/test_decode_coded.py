@@ -72,11 +72,16 @@ def decode_coded(library: str) -> Callable[..., Tensor]:
     exact=st.integers(0, 40),
     unread=st.integers(0, 69),
     written=st.sampled_from(
-        [(name, dims) for name in ("int8", "fp8") for dims in ((8, 8), (64, 64), (40, 24))]
+        [
+            (name, dims)
+            for name in ("int8", "fp8")
+            for dims in ((8, 8), (64, 64), (40, 24), (48, 80))
+        ]
         + [("k8v4", dims) for dims in ((8, 32), (64, 64), (40, 96))]
     ),
     masked=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    lanes=st.sampled_from([8, 16]),
 )
 def test_it_is_the_formula(
     library,
@@ -91,6 +96,7 @@ def test_it_is_the_formula(
     written,
     masked,
     dtype,
+    lanes,
 ):
     draw = torch.Generator().manual_seed(seed)
 
@@ -108,9 +114,11 @@ def test_it_is_the_formula(
         mask[torch.rand(mask.shape, generator=draw) < 0.3] = -math.inf
     form = Form(key_dim**-0.5)
     slots = (min(unread, coded - 1), coded + exact)
-    found = decode_coded(
-        queries, slab.stored, keys, values, mask if masked else None, form.scale, slots
-    )
+    given_mask = mask if masked else None
+    with pytest.MonkeyPatch.context() as patched:
+        if library == "numba":
+            patched.setattr(import_module(MODULES[library]), "lanes", lambda: lanes)
+        found = decode_coded(queries, slab.stored, keys, values, given_mask, form.scale, slots)
     slab.dtype = torch.float32
     read = [slab.keys(0, coded), slab.values(0, coded)]
     if library == "triton" and name == "k8v4":

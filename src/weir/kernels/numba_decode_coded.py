@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from weir.kernels.kernels import Stored
+from weir.kernels.numba_decode_eight import LEAST, decode_eight
+from weir.kernels.numba_slots import VECTORS
 from weir.kernels.numba_softmax import ATTENTION_MATH, softmax
 from weir.kernels.numba_tools import compiled
+from weir.kernels.numba_vectors import lanes
 
 _BYTES = torch.from_numpy(np.arange(256, dtype=np.uint8))  # on the CPU, whatever the default is
 _E4M3 = _BYTES.view(torch.float8_e4m3fn).float().numpy()
@@ -161,16 +164,28 @@ def decode_coded(
         return flat(numbers), flat(peaks.view(torch.int16)), np.float32(levels)
 
     asked = flat((queries.float() * scale)[:, :, :, 0])
-    out = torch.empty(batch, kv_heads, group, 1, values.shape[3], dtype=torch.float32, device="cpu")
-    _run(
+    width = values.shape[3]
+    out = torch.empty(batch, kv_heads, group, 1, width, dtype=torch.float32, device="cpu")
+    given = (
         asked,
         *stored(*coded[0]),
         *stored(*coded[1]),
         flat(keys[:, :, :exact].float().contiguous()),
         flat(values[:, :, :exact].float().contiguous()),
         np.empty((0, 0), np.float32) if mask is None else flat(mask.contiguous()),
-        _E4M3 if coded[0][0].dtype == torch.uint8 else _NO_TABLE,
-        *slots,
-        out.view(batch * kv_heads, group, -1).numpy(),
     )
+    found = out.view(batch * kv_heads, group, -1).numpy()
+    if _eight(coded) and min(keys.shape[3], width) >= LEAST:
+        decode_eight(lanes() if width >= lanes() * VECTORS else 8, *given, *slots, found)
+    else:
+        table = _E4M3 if coded[0][0].dtype == torch.uint8 else _NO_TABLE
+        _run(*given, table, *slots, found)
     return out.to(values.dtype)
+
+
+def _eight(coded: tuple[Stored, Stored]) -> bool:
+    """Whether all numbers are whole ones of 8 bits, each vector with one peak."""
+    return all(
+        numbers.dtype == torch.int8 and peaks.shape[3] == 1 and numbers.is_contiguous()
+        for numbers, peaks, _ in coded
+    )

@@ -26,7 +26,7 @@ _LEAST = 8 * VECTORS
 
 
 @njit(nogil=True)
-def _asked(query: np.ndarray, scale: np.float32, lanes: int, row: np.ndarray) -> None:
+def asked_as_read(query: np.ndarray, scale: np.float32, lanes: int, row: np.ndarray) -> None:
     """A query as `dots` reads it: of its last numbers a whole vector, without those before."""
     dim = query.shape[0]
     row[:] = 0.0
@@ -91,6 +91,60 @@ def _sums(
         sums(shares, count, values, start, width, answers, 8, 1)
 
 
+@njit(nogil=True)
+def all_dots(
+    asked: np.ndarray,
+    keys: np.ndarray,
+    start: int,
+    dim: int,
+    logits: np.ndarray,
+    place: int,
+    number: int,
+    lanes: int,
+) -> None:
+    """Logits of so many slots into those [group, count], from `place` on.
+
+    Args:
+        asked: queries as `asked_as_read` has them [group, dim as a multiple of lanes].
+        keys: an array of slots, of which `start` is the first that is read.
+        dim: of a key.
+        logits: what is written.
+        place, number: which of them.
+        lanes: numbers of a vector, 8 or 16.
+    """
+    group, count = logits.shape
+    part = number // STREAMS
+    for slot in range(part + number % STREAMS):
+        # The last few, where four does not divide them, are one slot four times.
+        at, step = (slot, part) if slot < part else (slot + (STREAMS - 1) * part, 0)
+        for member in range(0, group, _MEMBERS):
+            few = min(_MEMBERS, group - member)
+            given, found = asked[member:].ctypes.data, logits[member:, place + at :].ctypes.data
+            _dots(given, keys, (start + at) * dim, step, dim, found, count, lanes, few)
+
+
+@njit(nogil=True)
+def all_sums(
+    shares: np.ndarray, values: np.ndarray, start: int, out: np.ndarray, lanes: int
+) -> None:
+    """Answers [group, value_dim] of slots with shares [group, slots].
+
+    Args:
+        shares: contiguous.
+        values: an array of slots, of which `start` is the first that is read.
+        out: what is written; contiguous.
+        lanes: numbers of a vector, 8 or 16; `lanes * VECTORS` is no more than value_dim.
+    """
+    (group, count), width = shares.shape, out.shape[1]
+    for member in range(0, group, _MEMBERS):
+        few = min(_MEMBERS, group - member)
+        weights, answers = shares[member:].ctypes.data, out[member:]
+        for more in range(0, width, lanes * VECTORS):
+            column = min(more, width - lanes * VECTORS)
+            answer = answers[:, column:].ctypes.data
+            _sums(weights, count, values, start * width + column, width, answer, lanes, few)
+
+
 def _attend(
     lanes: int,
     queries: np.ndarray,
@@ -104,37 +158,24 @@ def _attend(
 ) -> None:
     """Answers [batch, heads, group, 1, value_dim] into `out`; see `decode_exact`."""
     batch, heads, group, _, dim = queries.shape
-    width, slots = out.shape[4], keys.shape[2]
+    slots = keys.shape[2]
     count, padded = stop - first, (dim + lanes - 1) // lanes * lanes
-    part = count // STREAMS
     logits = np.empty((group, count), np.float32)
     power = np.empty(count, np.int32)
     asked = np.empty((group, padded), np.float32)
     for both in range(batch * heads):
         line, head = both // heads, both % heads
         for member in range(group):
-            _asked(queries[line, head, member, 0], scale, lanes, asked[member])
+            asked_as_read(queries[line, head, member, 0], scale, lanes, asked[member])
         start = both * slots + first
-        for place in range(part + count % STREAMS):
-            # The last few, where four does not divide them, are one slot four times.
-            at, step = (place, part) if place < part else (place + (STREAMS - 1) * part, 0)
-            for member in range(0, group, _MEMBERS):
-                few = min(_MEMBERS, group - member)
-                given, found = asked[member:].ctypes.data, logits[member:, at:].ctypes.data
-                _dots(given, keys, (start + at) * dim, step, dim, found, count, lanes, few)
+        all_dots(asked, keys, start, dim, logits, 0, count, lanes)
         for member in range(group):
             row = logits[member]
             if mask.shape[0]:
                 for place in range(count):
                     row[place] += mask[line, head, first + place]
             softmax(row, power)
-        for member in range(0, group, _MEMBERS):
-            few = min(_MEMBERS, group - member)
-            shares, answers = logits[member:].ctypes.data, out[line, head, member:]
-            for more in range(0, width, lanes * VECTORS):
-                column = min(more, width - lanes * VECTORS)
-                answer = answers[:, :, column:].ctypes.data
-                _sums(shares, count, values, start * width + column, width, answer, lanes, few)
+        all_sums(logits, values, start, out[line, head, :, 0], lanes)
 
 
 _run = compiled(_attend, fastmath=ATTENTION_MATH)

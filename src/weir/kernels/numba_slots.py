@@ -17,7 +17,7 @@ from numba import types
 from numba.core.cgutils import alloca_once_value, for_range_slice
 from numba.extending import intrinsic
 
-from weir.kernels.numba_vectors import FLOAT, INT, LONG, add_product, everywhere
+from weir.kernels.numba_vectors import BYTE, FLOAT, INT, LONG, add_product, everywhere
 
 STREAMS = 4
 """Keys that are read at once."""
@@ -48,7 +48,7 @@ def dots(
         typing: of the call; numba's.
         queries: address of float32 [members, dim as a multiple of lanes]; the last vector of each
             is of the last `lanes` numbers, and 0 where the one before had them.
-        slots: an array, float32 or the bits of bfloat16 as int16.
+        slots: an array, float32, int8, or the bits of bfloat16 as int16.
         first: where in it the first of the four slots begins.
         step: slots from one of the four to the next.
         dim: at least `lanes`.
@@ -112,7 +112,7 @@ def sums(
         typing: of the call; numba's.
         weights: address of float32 [members, count].
         count: slots.
-        slots: an array, float32 or the bits of bfloat16 as int16.
+        slots: an array, float32, int8, or the bits of bfloat16 as int16.
         first: where in it the slots [count, dim] begin, or a later number of the first of them.
         dim: of a slot, and of an answer.
         answers: address of the same number of the first of the answers [members, dim], float32.
@@ -174,6 +174,8 @@ def _vector(builder: ir.IRBuilder, numbers: Any, index: Any, width: int) -> Any:
     place = builder.bitcast(place, ir.VectorType(kind, width).as_pointer())
     if kind == FLOAT:
         return builder.load(place, align=4)
+    if kind == BYTE:
+        return builder.sitofp(builder.load(place, align=1), ir.VectorType(FLOAT, width))
     bits = ir.VectorType(INT, width)
     read = builder.zext(builder.load(place, align=2), bits)
     raised = builder.shl(read, ir.Constant(bits, [16] * width))
