@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -452,20 +453,27 @@ class Stores(RuleBasedStateMachine):
         self.its.close()
         self.its = store(self.folder)
 
-    @rule(data=st.data(), n=st.integers(0, 5), after=st.integers(0, 8))
-    def killed(self, data: st.DataObject, n: int, after: int) -> None:
+    @rule(data=st.data(), n=st.integers(0, 5), after=st.integers(0, 8), recorded=st.booleans())
+    def killed(self, data: st.DataObject, n: int, after: int, recorded: bool) -> None:
         """In the course of a turn, which is there whole or not at all; others are as they were."""
         made = self.make(data, n)
-        told = []
+        told, over = [], threading.Event()
 
         def done(error: Exception | None) -> None:
-            self.its.add(made)
-            told.append(error)
+            try:
+                if recorded:  # else it is killed before the record is written
+                    self.its.add(made)
+                    told.append(error)
+            finally:
+                over.set()
 
         folder_file.os = Cut(after)  # type: ignore[attr-defined]
         try:
             self.its.put(made.node, NODES[n], done)
-            self.its._writer._thread.join(0.05 if after < 5 else 0.01)
+            # To the end, or where it was cut off: what is known afterwards is a matter of what was
+            # drawn, never of how fast this machine is.
+            while self.its._writer._thread.is_alive() and not over.wait(0.001):
+                pass
         finally:
             kill(self.its)
         self.its = store(self.folder)
