@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreter import need_triton
 from reference.heavy import heavy_of
 from reference.models import make
 from reference.naive import Fold, Naive, Token, make_llama, pipe_of, recent_of, sink_of
@@ -219,7 +220,7 @@ def test_a_saved_stream_goes_on_bit_for_bit(name, tmp_path):
 
 @models
 def test_through_the_kernel_of_a_gpu_it_says_the_same(name, monkeypatch):
-    pytest.importorskip("triton", reason="not installed: pip install 'weir[gpu]'")
+    need_triton()
     model, ids = MODELS[name](), text_of(2, 30)
     found = []
     for library in ("reference", "triton"):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from interpreter import need_triton
 from torch import Tensor
 
 from weir.slab.attention import Form, two_weight_attention
@@ -46,6 +47,8 @@ def as_rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
 def library(request: pytest.FixtureRequest) -> str:
     """A library that is installed."""
     pytest.importorskip(request.param, reason="not installed: pip install 'weir[fast,gpu]'")
+    if request.param == "triton":
+        need_triton()
     return str(request.param)
 
 
@@ -153,7 +156,8 @@ def test_a_query_that_sees_nothing_is_answered_by_zero(decode_coded):
 
 @pytest.mark.parametrize("exact", [0, 90])
 def test_parts_of_the_slots_are_brought_together(exact):
-    triton = pytest.importorskip("weir.kernels.triton_decode_coded", exc_type=ImportError)
+    need_triton()
+    triton = import_module(MODULES["triton"])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     draw = torch.Generator().manual_seed(7)
     coded = coded_slots("k8v4", *torch.randn(2, 2, 2, 150, 32, generator=draw)).stored

@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter import need_triton
 from roundings import close_runs, within
 from torch import Tensor
 
@@ -28,6 +29,8 @@ from weir.slab.attention import Form, two_weight_attention
 pytest.importorskip("triton", reason="not installed: pip install 'weir[gpu]'")
 
 from weir.kernels.triton_decode import decode
+
+need_triton()
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOG_MILLION = 20 * math.log(2)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter import need_triton
 from torch import Tensor
 
 from weir import kernels
@@ -23,6 +24,8 @@ def library(request: pytest.FixtureRequest) -> str:
     """A library that walks; skips the test where it is not installed."""
     extra = LIBRARIES[request.param]
     pytest.importorskip(request.param, reason=f"not installed: pip install 'weir[{extra}]'")
+    if request.param == "triton":
+        need_triton()
     return request.param
 
 
