@@ -16,6 +16,7 @@ from torch import Tensor
 import weir
 from weir import Stream, WeirError
 from weir.models import embed, offsets
+from weir.models.embedding import mismatch
 
 FAMILIES = [*CAUSAL, *THREE_AXES]
 families = pytest.mark.parametrize("name", FAMILIES)
@@ -200,6 +201,20 @@ def test_offsets_that_are_none(within: Any, said: str) -> None:
     with pytest.raises(WeirError, match="LlamaForCausalLM have one place each"):
         Stream(shared("llama"), "window(12)").feed(embeddings=torch.zeros(4, 32), offsets=within)
     assert stream.seen == 0
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Image features and image tokens do not match, tokens: 1, features: 12",
+        "At least one sample has <image> tokens not divisible by patch_size.",
+    ],
+)
+def test_each_complaint_of_a_model_about_its_images_is_told_as_one(said: str) -> None:
+    told = mismatch(ValueError(said))
+    assert "do not fit its image tokens" in str(told) and said in str(told)
+    assert mismatch(RuntimeError(said)) is None
+    assert mismatch(ValueError("not divisible by patch_size")) is None
 
 
 def test_the_model_is_as_it_was_after_images_were_embedded() -> None:

@@ -22,6 +22,12 @@ from weir.models.images import images_of, pictures_in, unfitting
 from weir.models.methods import Around
 from weir.models.turns import turns_of
 
+COMPLAINTS = (
+    ("do not match", "feature"),
+    ("<image> tokens not divisible",),  # SmolVLM's, and transformers' until it counted features
+)
+"""What errors say of images and image tokens that do not fit: all the words of one of these."""
+
 
 def embed(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor:
     """What the decoder of a model reads in place of ids, images in the place of their tokens.
@@ -89,6 +95,7 @@ def mismatch(error: BaseException) -> WeirError | None:
     Returns:
         None where it is about something else.
     """
-    if isinstance(error, ValueError) and "do not match" in str(error) and "feature" in str(error):
-        return unfitting(str(error).strip().splitlines()[0])
-    return None
+    said = str(error).strip()
+    if not isinstance(error, ValueError) or not any(all(w in said for w in c) for c in COMPLAINTS):
+        return None
+    return unfitting(said.splitlines()[0])
