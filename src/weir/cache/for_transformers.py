@@ -84,10 +84,14 @@ class ForTransformers(Cache):
     def crop(self, *args: Any, **kwargs: Any) -> None:
         """Refused: tokens that were folded cannot be taken back.
 
+        An older transformers finds out here that an assistant needs it, after a first forward.
+
         Raises:
             WeirError: always.
         """
-        raise WeirError("a StreamingCache cannot be cropped: what left its slots is gone")
+        raise WeirError(
+            f"a StreamingCache cannot be cropped: what left its slots is gone; {ASSISTED}"
+        )
 
     def activate_past_recording(self, *args: Any, **kwargs: Any) -> None:
         """Refused: assisted and prompt-lookup decoding take tokens back.

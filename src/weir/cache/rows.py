@@ -224,6 +224,7 @@ class Rows:
             raise WeirError(
                 f"attention_mask is {list(mask.shape)}, but {batch} rows of {length} new tokens "
                 f"after {self.columns} need [{batch}, {self.columns + length}]"
+                + (f"; {GO_ON}" if self.columns else "")
             )
         if self.columns and length > 1 and mask.shape[1] > length:
             for row, count in enumerate((mask[:, :-length] != 0).sum(dim=1).tolist()):
