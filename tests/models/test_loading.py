@@ -217,6 +217,7 @@ def test_a_revision_is_asked_for_wherever_files_are(monkeypatch):
 
 
 def test_a_model_may_be_spread_and_then_has_no_device_of_its_own(folder):
+    pytest.importorskip("accelerate")  # transformers asks for it
     model, _ = weir.load(str(folder), device_map={"": "meta"}, dtype="bfloat16")
     assert (model.device.type, model.dtype) == ("meta", torch.bfloat16)
     refused(str(folder), "give one of them", device="cpu", device_map="auto")

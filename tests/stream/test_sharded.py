@@ -62,6 +62,7 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_two_processes_hold_say_and_save_their_heads_of_what_one_does(fresh_llama, tmp_path):
+    pytest.importorskip("accelerate")  # transformers asks for it
     model = fresh_llama(intermediate_size=64, vocab_size=62)
     model.save_pretrained(tmp_path)
     (tmp_path / "sharded.py").write_text(SHARDED)
