@@ -303,6 +303,7 @@ def _shares(module: nn.Module) -> tuple[int, int]:
     which of them this one is.
     """
     p: Any
+    part: Any
     for p in module.parameters():
         if not hasattr(p, "device_mesh"):  # of a DTensor, a class that takes a second to import
             continue
@@ -314,6 +315,10 @@ def _shares(module: nn.Module) -> tuple[int, int]:
             # Projections to heads are cut by rows, the one back from them by columns.
             if placement.is_shard(0) and names[dim] == "tp":
                 return mesh.size(dim), at[dim]
+    for part in module.modules():  # an older transformers keeps plain tensors, and says it here
+        if getattr(part, "_hf_tp_plan", None) in ("colwise", "packed_colwise"):
+            mesh = part._hf_device_mesh
+            return int(mesh.size()), int(mesh.get_local_rank())
     return 1, 0
 
 
