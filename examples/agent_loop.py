@@ -37,7 +37,7 @@ def dial(number):
 stream = weir.Stream(model, "kcenter(budget=256)")
 stream.feed(tokenizer("The clerk has a telephone, and he calls all day.").input_ids)
 book = ids(read_text(BOOK)[:10_000])
-known, dialled, reached = set(), 0, 0
+known, dialed, reached = set(), 0, 0
 for turn in range(16):
     name = draw.choice(list(DIRECTORY))
     if name not in known:
@@ -50,9 +50,9 @@ for turn in range(16):
         number = "".join(re.findall(r"\d", written))
         answers = dial(number)
         stream.feed(ids(f". {answers} answers."))
-        dialled, reached = dialled + 1, reached + (answers == name)
+        dialed, reached = dialed + 1, reached + (answers == name)
         print(f"dial({number!r}): {answers} answers, {name} was wanted")
     stream.feed(book[60 * turn : 60 * (turn + 1)])
 
-print(f"{reached} of {dialled} reached by heart")
+print(f"{reached} of {dialed} reached by heart")
 print(f"{stream.seen:,} tokens in {stream.nbytes:,} bytes, whatever the number of turns")

@@ -43,7 +43,7 @@ def softmax_off(terms: int, logit: float, dtype: torch.dtype = torch.float32) ->
     """How far apart two softmax weights may lie, relative to themselves.
 
     Each is the exponential of a logit, so it is off, relatively, by what its logit is off
-    absolutely. Both the logit and its largest neighbour, which is taken off, count.
+    absolutely. Both the logit and its largest neighbor, which is taken off, count.
 
     Args:
         terms: that a logit is the sum of: the heads' size.

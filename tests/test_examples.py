@@ -92,8 +92,8 @@ def test_the_odd_lines_of_a_log_are_found_and_held_longer(ran: Ran, tmp_path: Pa
 def test_an_agent_dials_by_heart_whom_it_has_looked_up(ran: Ran) -> None:
     said = ran("agent_loop.py")
     assert len(re.findall(r"^look_up\(", said, re.MULTILINE)) == 4
-    reached, dialled = last_number(said, r"(\d+) of (\d+) reached by heart")
-    assert dialled == len(re.findall(r"^dial\(", said, re.MULTILINE)) == 12
+    reached, dialed = last_number(said, r"(\d+) of (\d+) reached by heart")
+    assert dialed == len(re.findall(r"^dial\(", said, re.MULTILINE)) == 12
     assert reached >= 10
 
 

@@ -87,7 +87,7 @@ def tracked(*others: str) -> set[str]:
     return set(done("git", "ls-files", "-z", *others).split("\0")) - {""}
 
 
-def test_the_wheel_is_the_package_its_licences_and_nothing_else(files: set[str]) -> None:
+def test_the_wheel_is_the_package_its_licenses_and_nothing_else(files: set[str]) -> None:
     mine = {p for p in SOURCE.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
     inside = {f"weir/{p.relative_to(SOURCE).as_posix()}" for p in mine}
     facts = {"METADATA", "RECORD", "WHEEL", "entry_points.txt"}

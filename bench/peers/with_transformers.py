@@ -2,7 +2,7 @@
 
     .venv/bin/python bench/peers/with_transformers.py peers/tasks.safetensors peers/found.jsonl
 
-Quantised caches need `optimum-quanto` or `hqq`, in an environment of their own; where neither is
+Quantized caches need `optimum-quanto` or `hqq`, in an environment of their own; where neither is
 installed that is what is written down.
 """
 
@@ -41,13 +41,13 @@ class Cached:
 
 
 def _bytes_of(layer: Any) -> int:
-    """Bytes of a layer; of a quantised one also those of the packed tensors behind its own."""
+    """Bytes of a layer; of a quantized one also those of the packed tensors behind its own."""
     packed = [getattr(layer, name, None) for name in ("_quantized_keys", "_quantized_values")]
     return size_of(layer.keys, layer.values) + sum(map(_packed, packed))
 
 
 def _packed(what: Any) -> int:
-    """Bytes of a quantised tensor: quanto's has its parts by name, hqq's are a pair."""
+    """Bytes of a quantized tensor: quanto's has its parts by name, hqq's are a pair."""
     if what is None:
         return 0
     if hasattr(what, "__tensor_flatten__"):
@@ -64,7 +64,7 @@ def _static(model: Any, rows: int, slots: int) -> Cached:
     return Cached(model, cache, rows, PIECE)
 
 
-def _quantised(backend: str, bits: int, model: Any, rows: int, slots: int) -> Cached:
+def _quantized(backend: str, bits: int, model: Any, rows: int, slots: int) -> Cached:
     axis = 0 if backend == "quanto" else 1
     cache = QuantizedCache(
         backend,
@@ -94,8 +94,8 @@ def offers() -> Mapping[str, Begin]:
         "DynamicCache": _dynamic,
         "StaticCache": _static,
         "DynamicCache, sliding_window": _sliding,
-        "QuantizedCache, quanto, 4 bits": partial(_quantised, "quanto", 4),
-        "QuantizedCache, hqq, 4 bits": partial(_quantised, "hqq", 4),
+        "QuantizedCache, quanto, 4 bits": partial(_quantized, "quanto", 4),
+        "QuantizedCache, hqq, 4 bits": partial(_quantized, "hqq", 4),
     }
     return {name: partial(kind, model) for name, kind in kinds.items()}
 

@@ -141,7 +141,7 @@ def test_what_bounds_halvings_are_the_products_of_both(monkeypatch):
 
 def test_every_policy_of_a_budget_is_compared_but_the_oracle_and_what_it_stands_beside():
     assert {PLAIN, "recompute"}.isdisjoint(comparable())
-    without = {"dense", "pyramid", "pinned", "quantised", "recompute", PLAIN}
+    without = {"dense", "pyramid", "pinned", "quantized", "recompute", PLAIN}
     assert {name for name, it in NAMED.items() if it.make.__module__.startswith("weir.")} == {
         *comparable(),
         *without,

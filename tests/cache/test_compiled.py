@@ -446,7 +446,7 @@ def test_options_of_ones_own_come_before_weirs_and_other_compilers_get_none(
     ("options", "sentence"),
     [
         ({"mode": "nonsense"}, "does not take these options: .*nonsense"),
-        ({"colour": "red"}, "does not take these options: .*colour"),
+        ({"color": "red"}, "does not take these options: .*color"),
         ({"backend": "nobody"}, "does not take these options: .*nobody"),
     ],
 )

@@ -30,7 +30,7 @@ def test_its_own_model_is_served_in_any_dtype_and_without_weights(file, fresh_ll
         stream = weir.Stream(model, file, slots="int8")
         stream.feed([1, 2, 3])
         assert stream.report()["policy"] == (
-            "quantised([h2o(8), sink(2) | recent(14)], slots=int8)"
+            "quantized([h2o(8), sink(2) | recent(14)], slots=int8)"
         )
     assert size_of(shape, file).slots == (8, 16)
 
@@ -43,11 +43,11 @@ def test_its_own_model_is_served_in_any_dtype_and_without_weights(file, fresh_ll
         ({"hidden_size": 64, "vocab_size": 62}, "width 32, here 64, vocabulary 61, here 62, .*"),
     ],
 )
-@pytest.mark.parametrize("around", ["{}", "quantised", "pinned"])
+@pytest.mark.parametrize("around", ["{}", "quantized", "pinned"])
 def test_another_model_is_refused(file, fresh_llama, changes, said, around):
     policy = weir.policy(file)
     if around != "{}":
-        policy = {"quantised": weir.policies.Quantised, "pinned": weir.policies.Pinned}[around](
+        policy = {"quantized": weir.policies.Quantized, "pinned": weir.policies.Pinned}[around](
             policy
         )
     other = fresh_llama(**changes)

@@ -8,7 +8,7 @@ import os
 import pytest
 from terminal import run
 
-from weir.cli.catalogue import has_plugins
+from weir.cli.catalog import has_plugins
 from weir.cli.importing import without_import
 from weir.policies import VARIABLE
 from weir.pools import POOLS

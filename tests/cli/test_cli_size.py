@@ -210,13 +210,13 @@ def test_a_model_that_cannot_be_served_has_no_size(capsys, tmp_path):
     assert "gpt2" in ended.err
 
 
-def test_quantised_slots_count(capsys, model):
+def test_quantized_slots_count(capsys, model):
     policy = "sink(4) | recent(8) | kcenter(8)"
     exact, int8 = (
         facts_of(capsys, model, "--policy", policy, "--slots", slots) for slots in ("exact", "int8")
     )
     assert exact["policy"] == policy
-    assert int8["policy"] == f"quantised({policy}, slots=int8)"
+    assert int8["policy"] == f"quantized({policy}, slots=int8)"
     assert int8["stream_bytes"] < exact["stream_bytes"]
     assert int8["step_bytes"]["each_stream"] < exact["step_bytes"]["each_stream"]
     ended = run(capsys, "size", model, "--policy", policy, "--slots", "int7")

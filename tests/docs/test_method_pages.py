@@ -54,7 +54,7 @@ def parameters(page: str) -> dict[str, str]:
 def test_every_method_has_a_page():
     assert {path.stem for path in METHODS.glob("*.md")} == set(PAGES)
     described = {name for names in PAGES.values() for name in names}
-    assert described | {"dense", "window", "recompute", "pinned", "quantised"} == set(NAMED)
+    assert described | {"dense", "window", "recompute", "pinned", "quantized"} == set(NAMED)
 
 
 @pages

@@ -50,7 +50,7 @@ def read(target: GPUTarget, dtype: str, everything: bool) -> int:
 
 
 def read_coded(target: GPUTarget, dtype: str, keys: str, values: str) -> int:
-    """The kernel over quantised slots, whose keys and values are stored as numbers of a kind."""
+    """The kernel over quantized slots, whose keys and values are stored as numbers of a kind."""
     others = ["mask", "out", "tops", "totals"]
     kinds = {**dict.fromkeys(others, "*fp32"), "queries": f"*{dtype}", "scale": "fp32"}
     kinds |= {"keys": keys, "values": values, "key_peaks": "*bf16", "value_peaks": "*bf16"}

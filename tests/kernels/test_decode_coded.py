@@ -1,4 +1,4 @@
-"""The kernels over quantised slots equal two-weight attention over what they are read as.
+"""The kernels over quantized slots equal two-weight attention over what they are read as.
 
 Bound: as for `test_triton_decode`; all sum in float32. The CPU's exponential is a polynomial that
 is off by less than 2^-22 of itself, and steps are multiplied in at another place, one rounding more
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from weir.slab.attention import Form, two_weight_attention
 from weir.slab.coded import Coded
-from weir.slab.quantised import FORMATS, quantise
+from weir.slab.quantized import FORMATS, quantize
 
 MODULES = {"numba": "weir.kernels.numba_decode_coded", "triton": "weir.kernels.triton_decode_coded"}
 EPS = 2.0**-24
@@ -32,7 +32,7 @@ def coded_slots(
     """Slots of a format [batch, kv_heads, slots, dim], as a slab holds them."""
     form, buffers = FORMATS[name], {}
     for what, t, code in (("keys", keys, form.keys), ("values", values, form.values)):
-        buffers[what], buffers[f"{what}_peaks"] = quantise(t, code)
+        buffers[what], buffers[f"{what}_peaks"] = quantize(t, code)
     return Coded(form, buffers, dtype)
 
 

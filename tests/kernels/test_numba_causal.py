@@ -22,7 +22,7 @@ from weir.slab.attention import (
     two_weight_attention,
 )
 from weir.slab.coded import Coded
-from weir.slab.quantised import INT8, dequantise, quantise
+from weir.slab.quantized import INT8, dequantize, quantize
 
 numba_causal = pytest.importorskip(
     "weir.kernels.numba_causal",
@@ -72,10 +72,10 @@ def test_it_is_the_formula(
         patched.setattr(numba_causal, "lanes", lambda: lanes)
         asked = queries, keys, values, given, form.scale, factors
         found = numba_causal.causal(*asked)
-        # Quantised slots are read as they are read elsewhere, and then it is the same to the bit.
+        # Quantized slots are read as they are read elsewhere, and then it is the same to the bit.
         coded = min(coded, before)
-        front = [(*quantise(t[:, :, :coded], INT8), INT8.levels) for t in (keys, values)]
-        read = [dequantise(*it[:2], INT8, torch.float32) for it in front]
+        front = [(*quantize(t[:, :, :coded], INT8), INT8.levels) for t in (keys, values)]
+        read = [dequantize(*it[:2], INT8, torch.float32) for it in front]
         exact = [t[:, :, coded:] for t in (keys, values)]
         whole = [torch.cat(both, dim=2) for both in zip(read, exact, strict=True)]
         same = numba_causal.causal(queries, *exact, *asked[3:], tuple(front) if coded else None)
@@ -161,7 +161,7 @@ def test_a_stream_that_asks_it_reads_what_one_without_reads(llama, ids, monkeypa
 
 
 @pytest.mark.parametrize("form", ["int8", "fp8"])
-def test_quantised_slots_are_read_as_elsewhere(llama, ids, monkeypatch, form):
+def test_quantized_slots_are_read_as_elsewhere(llama, ids, monkeypatch, form):
     monkeypatch.delenv(kernels.VARIABLE, raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     policy, text = f"sink(2) | recent(20) | recent(20):{form} | kcenter(12):{form}", ids(1, 150)

@@ -90,8 +90,8 @@ def test_a_model_weir_cannot_serve_is_refused_in_one_sentence(kind: str) -> None
     ("kind", "reason"),
     [
         ("HunYuanDenseV1Config", "a norm with weights follows the rotation"),
-        ("CohereConfig", "neighbouring dimensions turn together"),
-        ("HeliumConfig", "neighbouring dimensions turn together"),
+        ("CohereConfig", "neighboring dimensions turn together"),
+        ("HeliumConfig", "neighboring dimensions turn together"),
     ],
 )
 def test_a_family_that_rotates_otherwise_would_be_noticed(

@@ -16,7 +16,7 @@ from transformers import DynamicCache, TorchAoConfig
 import weir
 from weir import StreamingCache, WeirError, compile_steps
 from weir.cache import size_of
-from weir.models import fewbits, output_weight, quantise_weights, skeleton, stored_bytes
+from weir.models import fewbits, output_weight, quantize_weights, skeleton, stored_bytes
 
 pytest.importorskip("torchao")
 
@@ -27,7 +27,7 @@ POLICY = "sink(2) | recent(14)"
 def few(request, fresh_llama):
     """A small model with weights of few bits."""
     model = fresh_llama()
-    quantise_weights(model, request.param)
+    quantize_weights(model, request.param)
     return model
 
 
@@ -47,7 +47,7 @@ def dense(model):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_streams_in_8_bits_as_with_a_cache_of_transformers(name):
     model = make(name, num_hidden_layers=2)
-    quantise_weights(model, "int8")
+    quantize_weights(model, "int8")
     kinds = {type(module) for module in model.modules() if isinstance(module, nn.Linear)}
     assert fewbits.EightBits in kinds
     text = tokens(1, 24)
@@ -81,7 +81,7 @@ def test_few_rows_get_what_many_get(few, rows, way, monkeypatch):
 @pytest.mark.parametrize("weights", fewbits.BITS)
 def test_compiled_steps_are_the_usual_ones(fresh_llama, ids, weights):
     few, text, found = fresh_llama(layers=1), ids(1, 32), []
-    quantise_weights(few, weights)
+    quantize_weights(few, weights)
     for compiled in (False, True):
         compile_steps(few, on=compiled, backend="eager")
         cache = StreamingCache(few, POLICY, chunk=4)
@@ -99,7 +99,7 @@ def test_compiled_steps_are_the_usual_ones(fresh_llama, ids, weights):
 @pytest.mark.parametrize("weights", fewbits.BITS)
 def test_a_model_is_moved_after_it_was_compiled(fresh_llama, ids, weights):
     few = fresh_llama(layers=1)
-    quantise_weights(few, weights)
+    quantize_weights(few, weights)
     compile_steps(few, backend="eager")
     kept = weir.Stream(few, POLICY, chunk=4)
     kept.feed(ids(1, 20)[0])
@@ -119,7 +119,7 @@ def test_a_model_is_moved_after_it_was_compiled(fresh_llama, ids, weights):
     compile_steps(few, on=False)
 
 
-def test_what_quantises_its_inputs_is_not_compiled(fresh_llama, ids, capfd):
+def test_what_quantizes_its_inputs_is_not_compiled(fresh_llama, ids, capfd):
     quantization = pytest.importorskip("torchao.quantization")
     model = fresh_llama(layers=1)
     config = quantization.Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
@@ -133,8 +133,8 @@ def test_what_quantises_its_inputs_is_not_compiled(fresh_llama, ids, capfd):
         found.append(stream.feed(text[20:]))
     compile_steps(model, on=False)
     assert torch.equal(*found)
-    assert "quantise what they multiply" in capfd.readouterr().err
-    with pytest.raises(WeirError, match="quantise what they multiply"):
+    assert "quantize what they multiply" in capfd.readouterr().err
+    with pytest.raises(WeirError, match="quantize what they multiply"):
         compile_steps(model, strict=True)
 
 
@@ -152,7 +152,7 @@ def test_4_bits_take_half_of_8_and_8_a_quarter_of_what_they_replace(fresh_llama)
     for weights in (None, *fewbits.BITS):
         model = fresh_llama(hidden_size=256, intermediate_size=512)
         if weights is not None:
-            quantise_weights(model, weights)
+            quantize_weights(model, weights)
         held[weights] = stored_bytes(model.model.layers[0].mlp)
     assert 0.25 * held[None] < held["int8"] < 0.26 * held[None]
     # A scale and a zero for each 32 numbers.
@@ -177,7 +177,7 @@ def test_nano_in_8_bits_reads_as_well():
     ids, found = tokenizer(4 * text, return_tensors="pt").input_ids, []
     for weights in (None, "int8"):
         if weights is not None:
-            quantise_weights(model, weights)
+            quantize_weights(model, weights)
         with torch.no_grad():
             found.append(float(model(ids, labels=ids).loss))
     # A row's numbers are off by up to a 254th of the largest one.
@@ -188,7 +188,7 @@ def test_projections_are_read_where_they_are_of_8_bits(fresh_llama):
     model = fresh_llama()
     was = output_weight(model.model.layers[0].self_attn)
     assert was is not None
-    quantise_weights(model, "int8")
+    quantize_weights(model, "int8")
     now = output_weight(model.model.layers[0].self_attn)
     step = was.abs().amax(1, keepdim=True) / 127
     assert now is not None and bool(((now - was).abs() <= 0.501 * step).all())
@@ -197,12 +197,12 @@ def test_projections_are_read_where_they_are_of_8_bits(fresh_llama):
 
 def test_projections_of_4_bits_are_not_read(fresh_llama):
     model = fresh_llama()
-    quantise_weights(model, "int4")
+    quantize_weights(model, "int4")
     assert output_weight(model.model.layers[0].self_attn) is None
     weir.Stream(model, "defensivekv(budget=16)").feed(list(range(40)))
 
 
-def test_a_model_that_transformers_quantised_on_its_way_in(fresh_llama, ids, tmp_path):
+def test_a_model_that_transformers_quantized_on_its_way_in(fresh_llama, ids, tmp_path):
     quantization = pytest.importorskip("torchao.quantization")
     fresh_llama().save_pretrained(tmp_path)
     config = quantization.Int8WeightOnlyConfig(set_inductor_config=False)
@@ -212,15 +212,15 @@ def test_a_model_that_transformers_quantised_on_its_way_in(fresh_llama, ids, tmp
     with torch.no_grad():
         wanted = model(text, past_key_values=cache).logits[0]
     close_runs(stream.feed(text[0], all_logits=True).view(wanted.shape), wanted, dense(model))
-    with pytest.raises(WeirError, match="quantised or shared out already"):
-        quantise_weights(model, "int8")
+    with pytest.raises(WeirError, match="quantized or shared out already"):
+        quantize_weights(model, "int8")
 
 
-def test_what_was_saved_in_few_bits_is_not_quantised_again(fresh_llama):
+def test_what_was_saved_in_few_bits_is_not_quantized_again(fresh_llama):
     config = fresh_llama().config
     config.quantization_config = {"quant_method": "gptq", "bits": 4}
-    with pytest.raises(WeirError, match=r"a/b is quantised already \(gptq\)"):
-        fewbits.check_not_quantised("a/b", config)
+    with pytest.raises(WeirError, match=r"a/b is quantized already \(gptq\)"):
+        fewbits.check_not_quantized("a/b", config)
 
 
 def test_weights_of_many_bits_are_not_loaded_into_few(few, fresh_llama):
@@ -268,7 +268,7 @@ def changed(model, how):
 )
 def test_a_product_is_that_of_the_weight_there_is(fresh_llama, how):
     model = fresh_llama()
-    quantise_weights(model, "int8")
+    quantize_weights(model, "int8")
     model = changed(model, how)
     layer = model.model.layers[0].mlp.up_proj
     x = torch.randn(fewbits.FEW + 1, layer.in_features, generator=torch.manual_seed(0))
@@ -297,7 +297,7 @@ def test_training_says_that_nothing_can_be_trained(few, ids):
 def test_nothing_of_pytorch_is_left_changed(fresh_llama):
     before = torch._inductor.config.save_config(), torch.get_float32_matmul_precision()
     for weights in fewbits.BITS:
-        quantise_weights(fresh_llama(), weights)
+        quantize_weights(fresh_llama(), weights)
     assert (torch._inductor.config.save_config(), torch.get_float32_matmul_precision()) == before
 
 
@@ -310,12 +310,12 @@ def test_other_bits_are_refused(weights):
 def test_without_torchao_it_is_named(fresh_llama, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(WeirError, match=r"needs torchao.*pip install '\.\[quant\]'"):
-        quantise_weights(fresh_llama(), "int8")
+        quantize_weights(fresh_llama(), "int8")
 
 
 def test_a_device_that_torchao_has_no_kernel_for_is_named(fresh_llama):
     with pytest.raises(WeirError, match="torchao cannot make weights of few bits on meta: "):
-        quantise_weights(fresh_llama().to("meta"), "int4")
+        quantize_weights(fresh_llama().to("meta"), "int4")
 
 
 def test_a_model_without_linear_layers_is_refused():
@@ -323,4 +323,4 @@ def test_a_model_without_linear_layers_is_refused():
         get_output_embeddings = staticmethod(lambda: None)
 
     with pytest.raises(WeirError, match="no layer of this model but its head is linear"):
-        quantise_weights(Bare(), "int8")
+        quantize_weights(Bare(), "int8")

@@ -1,4 +1,4 @@
-"""What tells models apart, also where no weight is dense: sharded, quantised, offloaded."""
+"""What tells models apart, also where no weight is dense: sharded, quantized, offloaded."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from weir.models import weights as module
 from weir.models.weights import PLACES, fingerprint, weights_of
 
 
-class Quantised(Tensor):
+class Quantized(Tensor):
     """Eight bits and a scale for each row, as torchao has it: an object that is no dense tensor."""
 
-    def __new__(cls, bits: Tensor, scale: Tensor) -> Quantised:
+    def __new__(cls, bits: Tensor, scale: Tensor) -> Quantized:
         return Tensor._make_wrapper_subclass(cls, bits.shape, dtype=scale.dtype)
 
     def __init__(self, bits: Tensor, scale: Tensor) -> None:
@@ -30,15 +30,15 @@ class Quantised(Tensor):
         return ["bits", "scale"], None
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], *args: Any) -> Quantised:
-        return Quantised(inner["bits"], inner["scale"])
+    def __tensor_unflatten__(inner: dict[str, Tensor], *args: Any) -> Quantized:
+        return Quantized(inner["bits"], inner["scale"])
 
     @classmethod
     def __torch_dispatch__(cls, operation: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
         if operation is not torch.ops.aten.detach.default:
             raise NotImplementedError(f"{operation} would need the dense weight")
         return tree_map(
-            lambda it: Quantised(it.bits, it.scale) if isinstance(it, cls) else it, args
+            lambda it: Quantized(it.bits, it.scale) if isinstance(it, cls) else it, args
         )[0]
 
 
@@ -50,9 +50,9 @@ def replaced(model: PreTrainedModel, by: Callable[[Tensor], Tensor]) -> PreTrain
     return model
 
 
-def quantised(weight: Tensor) -> Tensor:
+def quantized(weight: Tensor) -> Tensor:
     scale = weight.abs().amax(dim=1, keepdim=True) / 127
-    return Quantised((weight / scale).round().to(torch.int8), scale)
+    return Quantized((weight / scale).round().to(torch.int8), scale)
 
 
 @pytest.fixture
@@ -77,13 +77,13 @@ def test_a_dense_model(fresh_llama):
     assert (found["vocabulary"], found["dtype"]) == (61, "float32")
 
 
-def test_a_quantised_model_is_never_made_dense(fresh_llama):
-    assert apart(lambda model: replaced(model, quantised), fresh_llama) != apart(
+def test_a_quantized_model_is_never_made_dense(fresh_llama):
+    assert apart(lambda model: replaced(model, quantized), fresh_llama) != apart(
         lambda model: model, fresh_llama
     )
 
 
-def test_a_model_that_torchao_quantised(fresh_llama):
+def test_a_model_that_torchao_quantized(fresh_llama):
     quantization = pytest.importorskip("torchao.quantization")
 
     def make(model: PreTrainedModel) -> PreTrainedModel:

@@ -39,7 +39,7 @@ def test_a_layer_of_a_pyramid_is_that_layer():
     ("around", "pipes"),
     [
         (
-            "quantised([kcenter(8), kcenter(16)], newest=2)",
+            "quantized([kcenter(8), kcenter(16)], newest=2)",
             (
                 "recent(2) | recent(2):int8 | kcenter(4):int8",
                 "recent(2) | recent(6):int8 | kcenter(8):int8",
@@ -62,7 +62,7 @@ def test_policies_around_a_list_reach_every_layer(around, pipes):
     assert weir.policy(found.stands_for).pipes == found.pipes
 
 
-def test_a_list_is_pinned_by_its_mean_and_quantised_as_any_policy():
+def test_a_list_is_pinned_by_its_mean_and_quantized_as_any_policy():
     found = with_slots(with_pin(weir.policy("[kcenter(8), kcenter(16)]")), "int8")
     assert [pipe.pools[0].slots() for pipe in found.pipes] == [3, 3]  # a quarter of 12
     assert all(pipe.formats[-1] == "int8" for pipe in found.pipes)
@@ -106,8 +106,8 @@ LONG = "[" + ", ".join(f"sink(4) | recent({n - 4})" for n in (1252, 66, 90, 100)
             "a policy for each of 4 layers, 66 to 1,252 slots, pinned with n=8 and header=4",
         ),
         (
-            f"quantised({LONG}, newest=8)",
-            "a policy for each of 4 layers, 66 to 1,252 slots, quantised with slots=int8, newest=8",
+            f"quantized({LONG}, newest=8)",
+            "a policy for each of 4 layers, 66 to 1,252 slots, quantized with slots=int8, newest=8",
         ),
         ("[h2o(96), pinned(h2o(160))]", "[h2o(96), pinned(h2o(160))]"),
         ("pinned(h2o(160), n=8)", "pinned(h2o(160), n=8)"),

@@ -254,7 +254,7 @@ MISTAKES = {
         "or kcenter(k=256, quiet=2) for the pool and nothing else",
     ),
     "the same within another": (
-        "quantised(kcenter(256, »quiet=2))",
+        "quantized(kcenter(256, »quiet=2))",
         "write recent(64) | kcenter(192, quiet=2) for the pool behind the newest tokens",
     ),
     "the same with two numbers": (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import weir
 from weir.errors import WeirError
-from weir.policies import Pinned, Quantised, written_policy_file
+from weir.policies import Pinned, Quantized, written_policy_file
 
 MODEL = {
     "kind": "llama",
@@ -62,7 +62,7 @@ def test_what_is_no_regular_file_is_not_even_opened(tmp_path):
 
 def test_all_that_weir_puts_around_a_file_is_read_again():
     inner = weir.policy("[sink(4) | recent(60) | chunks(snap(64)), h2o(96)]")
-    for around in (Quantised(Pinned(inner, 10)), Pinned(Quantised(inner), 10)):
+    for around in (Quantized(Pinned(inner, 10)), Pinned(Quantized(inner), 10)):
         assert weir.policy(str(around)) == around
 
 

@@ -1,7 +1,7 @@
 """weir(budget): how a budget is shared out, and until when nothing is lost.
 
 That rows, cuts, files and bytes are as they must be is tested of its pipe in
-`tests/cache/test_quantised_slots.py`.
+`tests/cache/test_quantized_slots.py`.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ import weir
 from weir.errors import PolicyError
 from weir.evals.notation import takes_budget, with_budget
 
-CENTRES = "quiet=2, half_life=4096"
+CENTERS = "quiet=2, half_life=4096"
 
 
 @pytest.mark.parametrize(
     ("text", "pipe"),
     [
-        ("weir", f"sink(4) | recent(16) | recent(151):int8 | kcenter(85, {CENTRES}):int8"),
-        ("weir(100)", f"sink(4) | recent(16) | recent(47):int8 | kcenter(33, {CENTRES}):int8"),
-        ("weir(budget=7)", f"sink(4) | recent(1) | kcenter(2, {CENTRES}):int8"),
-        ("weir(40, newest=0)", f"sink(4) | recent(23):int8 | kcenter(13, {CENTRES}):int8"),
+        ("weir", f"sink(4) | recent(16) | recent(151):int8 | kcenter(85, {CENTERS}):int8"),
+        ("weir(100)", f"sink(4) | recent(16) | recent(47):int8 | kcenter(33, {CENTERS}):int8"),
+        ("weir(budget=7)", f"sink(4) | recent(1) | kcenter(2, {CENTERS}):int8"),
+        ("weir(40, newest=0)", f"sink(4) | recent(23):int8 | kcenter(13, {CENTERS}):int8"),
         ("weir(40, sinks=0, slots=fp8)",
-         f"recent(16) | recent(11):fp8 | kcenter(13, {CENTRES}):fp8"),
-        ("weir(40, slots=exact)", f"sink(4) | recent(23) | kcenter(13, {CENTRES})"),
+         f"recent(16) | recent(11):fp8 | kcenter(13, {CENTERS}):fp8"),
+        ("weir(40, slots=exact)", f"sink(4) | recent(23) | kcenter(13, {CENTERS})"),
         ("weir(40, quiet=0, half_life=none)",
          "sink(4) | recent(16) | recent(7):int8 | kcenter(13):int8"),
         ("pinned(weir(40), 3, 2)", "beginning(3) | sink(4) | recent(16) | recent(7):int8 | "
-         f"header(2) | kcenter(13, {CENTRES}):int8"),
+         f"header(2) | kcenter(13, {CENTERS}):int8"),
     ],
 )  # fmt: skip
-def test_a_third_is_for_centres_and_the_newest_stay_exact(text, pipe):
+def test_a_third_is_for_centers_and_the_newest_stay_exact(text, pipe):
     assert weir.policy(text).for_layer(0, 1) == weir.policy(pipe)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("weir(5)", "4 sinks, the newest tokens and a third of its budget of centres, at least"),
+        ("weir(5)", "4 sinks, the newest tokens and a third of its budget of centers, at least"),
         ("weir(20, sinks=15)", "so a budget of 20 is too small"),
         ("weir(64, newest=-1)", "newest tokens that stay exact are 0 or more, not -1"),
         ("weir(64, slots=int2)", "slots can be int8"),
-        ("quantised(weir(64))", "says by itself how its slots are quantised"),
+        ("quantized(weir(64))", "says by itself how its slots are quantized"),
     ],
 )
 def test_what_makes_no_sense_is_refused(text, said):

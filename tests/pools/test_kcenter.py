@@ -1,4 +1,4 @@
-"""k centres: the tokens whose keys lie farthest apart stay."""
+"""k centers: the tokens whose keys lie farthest apart stay."""
 
 from __future__ import annotations
 
@@ -126,20 +126,20 @@ def test_it_holds_what_a_naive_loop_holds(pool, chunk, share, length):
 points = st.lists(st.tuples(*[st.integers(-20, 20)] * 2), min_size=2, max_size=9, unique=True)
 
 
-def radius(centres: list, all_points: list) -> float:
-    """The largest distance of a point to its nearest centre."""
-    return max(min(math.dist(p, c) for c in centres) for p in all_points)
+def radius(centers: list, all_points: list) -> float:
+    """The largest distance of a point to its nearest center."""
+    return max(min(math.dist(p, c) for c in centers) for p in all_points)
 
 
 @given(points, st.integers(1, 4))
-def test_centres_lie_apart_by_the_radius_they_cover_and_no_others_cover_half_of_it(where, k):
+def test_centers_lie_apart_by_the_radius_they_cover_and_no_others_cover_half_of_it(where, k):
     keys = torch.tensor(where, dtype=torch.float32)[None, None]
     k = min(k, len(where))
     picked = farthest_first(keys, torch.ones(1, 1, len(where), dtype=torch.bool), k)[0, 0]
-    centres = [p for p, yes in zip(where, picked.tolist(), strict=True) if yes >= 0]
-    assert len(centres) == k
-    reached, exactly = radius(centres, where), 1 - off(2, torch.float64)
-    for one, other in itertools.combinations(centres, 2):
+    centers = [p for p, yes in zip(where, picked.tolist(), strict=True) if yes >= 0]
+    assert len(centers) == k
+    reached, exactly = radius(centers, where), 1 - off(2, torch.float64)
+    for one, other in itertools.combinations(centers, 2):
         assert math.dist(one, other) >= reached * exactly
     best = min(radius(list(others), where) for others in itertools.combinations(where, k))
     assert reached * exactly <= 2 * best
@@ -193,18 +193,18 @@ def test_use_is_attention_by_query_and_not_by_age():
     assert kept.position[0, 0].tolist() == [0, 10]
 
 
-def test_a_newer_key_like_a_centre_takes_its_place_but_never_the_first_ones():
+def test_a_newer_key_like_a_center_takes_its_place_but_never_the_first_ones():
     keys = torch.tensor([0.0, 100.0, 60.0, 0.5, 99.0, 90.0, 40.0])[None, None, :, None]
     held = slots_at(torch.tensor([[[0, 1, 2]]]), keys)
     new = slots_at(torch.tensor([[[3, 4, 5, 6]]]), keys)
-    # Of 0, 100 and 60 the farthest is 40, at 20; near is what lies within 10 of its centre.
+    # Of 0, 100 and 60 the farthest is 40, at 20; near is what lies within 10 of its center.
     for fresh, wanted in ((0.0, [0, 1, 2]), (0.25, [0, 2, 4]), (0.5, [0, 2, 5])):
         kept, gone = KCenter(3, fresh=fresh).fold(held, new, FOLD)
         assert kept.position[0, 0].tolist() == wanted
         assert sorted([*wanted, *gone.position[0, 0].tolist()]) == list(range(7))
 
 
-def test_centres_count_less_from_when_one_had_to_go_but_not_the_first_nor_what_flows_on():
+def test_centers_count_less_from_when_one_had_to_go_but_not_the_first_nor_what_flows_on():
     keys = whole_keys(1, 2, 30)
     made: list[Slots] = []
     pool, fold = KCenter(6, quiet=2.0), replace(FOLD)
@@ -234,7 +234,7 @@ def test_of_two_keys_alike_age_says_which_stays_and_far_ones_fade():
         assert kept.position[0, 0].tolist() == wanted
 
 
-def test_a_centre_brings_its_neighbours_as_far_as_there_is_room():
+def test_a_center_brings_its_neighbors_as_far_as_there_is_room():
     keys = torch.tensor([0.0, 1.0, 2.0, 3.0, 50.0, 4.0, 5.0, 6.0])[None, None, :, None]
     new = slots_at(torch.arange(8)[None, None], keys)
     for k, wanted in ((3, [0, 1, 4]), (4, [0, 1, 3, 4]), (5, [0, 1, 3, 4, 5])):
@@ -245,14 +245,14 @@ def test_a_centre_brings_its_neighbours_as_far_as_there_is_room():
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"spans": -1}, "0 neighbours or more a side, not -1"),
+        ({"spans": -1}, "0 neighbors or more a side, not -1"),
         ({"use": -0.5}, "a power from 0 on, not -0.5"),
         ({"use": math.inf}, "a power from 0 on, not inf"),
         ({"fresh": 1.0}, "from 0 to less than 1, not 1"),
         ({"fresh": math.nan}, "from 0 to less than 1, not nan"),
         (
             {"quiet": -1.0},
-            "quiet is what the log-weight of a centre of kcenter is lower, 0 to 10000",
+            "quiet is what the log-weight of a center of kcenter is lower, 0 to 10000",
         ),
         ({"quiet": math.nan}, "not nan"),
         ({"half_life": 0}, "halve after 1 token or more, not 0"),
@@ -264,7 +264,7 @@ def test_options_that_make_no_sense_are_refused(given, reason):
 
 
 @pytest.mark.parametrize("k", [0, -3])
-def test_no_centres_are_no_pool(k):
+def test_no_centers_are_no_pool(k):
     with pytest.raises(WeirError, match=f"at least 1 token, not {k}"):
         KCenter(k)
 
@@ -272,7 +272,7 @@ def test_no_centres_are_no_pool(k):
 # --- the policy
 
 
-def test_the_policy_is_half_recent_tokens_and_half_centres():
+def test_the_policy_is_half_recent_tokens_and_half_centers():
     assert weir.policy("kcenter").pools == (Recent(128), KCenter(128))
     assert weir.policy("kcenter(budget=7)").pools == (Recent(4), KCenter(3))
     assert weir.policy("kcenter(9)").slots == 9
@@ -288,15 +288,15 @@ def test_a_budget_too_small_for_both_is_refused(budget):
 # --- through a model
 
 
-def centres_of(recent: int, k: int, **options):
-    """The naive policy: recent tokens, and centres of what leaves them."""
+def centers_of(recent: int, k: int, **options):
+    """The naive policy: recent tokens, and centers of what leaves them."""
     options["plain"] = lambda t: t.key.tolist()
     pick = kcenter_of(k, lambda t, at: at.rotate(t.key[None], t.position)[0].tolist(), **options)
 
     def fold(held, new, at):
         newest = [*held[0], *new]
-        centres, _ = pick(held[1], newest[:-recent], at)
-        return [newest[-recent:], centres]
+        centers, _ = pick(held[1], newest[:-recent], at)
+        return [newest[-recent:], centers]
 
     return fold
 
@@ -306,27 +306,27 @@ def centres_of(recent: int, k: int, **options):
 def test_a_model_reads_on_as_the_naive_loop_does(llama, ids, positions, chunk):
     tokens = ids(1, 120)
     cache = weir.StreamingCache(llama, "recent(8) | kcenter(6)", chunk=chunk, positions=positions)
-    naive = Naive(llama, centres_of(8, 6), pools=2, chunk=chunk, rolling=positions == "rolling")
+    naive = Naive(llama, centers_of(8, 6), pools=2, chunk=chunk, rolling=positions == "rolling")
     got = fed(llama, cache, tokens, [50, 1, 1, 68])[0]
     close_runs(got, naive.feed(tokens[0]), llama)
     holds_as(cache, naive)
 
 
-def test_centres_make_way_for_keys_that_are_alike_without_rotation(llama):
+def test_centers_make_way_for_keys_that_are_alike_without_rotation(llama):
     # No token twice: of equal keys roundings would decide which one is nearer.
     tokens = torch.randperm(61, generator=torch.Generator().manual_seed(0))[None]
     text = "recent(8) | kcenter(9, spans=1, fresh=0.6)"
     cache = weir.StreamingCache(llama, text, chunk=5)
-    naive = Naive(llama, centres_of(8, 9, spans=1, fresh=0.6), pools=2, chunk=5)
+    naive = Naive(llama, centers_of(8, 9, spans=1, fresh=0.6), pools=2, chunk=5)
     close_runs(fed(llama, cache, tokens, [61])[0], naive.feed(tokens[0]), llama)
     holds_as(cache, naive)
 
 
-def test_quiet_centres_that_fade_are_read_as_the_naive_loop_reads_them(llama, ids):
+def test_quiet_centers_that_fade_are_read_as_the_naive_loop_reads_them(llama, ids):
     tokens = ids(1, 90)
     options = {"quiet": 1.5, "half_life": 16}
     cache = weir.StreamingCache(llama, "recent(8) | kcenter(6, quiet=1.5, half_life=16)", chunk=5)
-    naive = Naive(llama, centres_of(8, 6, **options), pools=2, chunk=5)
+    naive = Naive(llama, centers_of(8, 6, **options), pools=2, chunk=5)
     close_runs(fed(llama, cache, tokens, [30, 1, 59])[0], naive.feed(tokens[0]), llama)
     holds_as(cache, naive)
 
@@ -335,7 +335,7 @@ def test_a_whole_prompt_is_compressed_once_as_in_the_paper(llama, ids):
     tokens = ids(1, 90)
     cache = weir.StreamingCache(llama, "kcenter(budget=20)", chunk=4, prefill="full")
     fed(llama, cache, tokens, [90])
-    naive = Naive(llama, centres_of(10, 10), pools=2, chunk=4)
+    naive = Naive(llama, centers_of(10, 10), pools=2, chunk=4)
     naive.feed(tokens[0], at_once=True)
     holds_as(cache, naive)
     positions = cache.slots(0).position[0]

@@ -48,7 +48,7 @@ def test_a_restored_stream_goes_on_bit_for_bit_in_the_same_bytes(llama, ids, pol
 
 
 def test_it_holds_the_tokens_of_the_pool_it_goes_around(llama, ids):
-    """Centres are picked by keys, which weights do not change in the first layer."""
+    """Centers are picked by keys, which weights do not change in the first layer."""
     text = ids(1, 60)
     plain, matched = (
         weir.Stream(llama, f"recent(8) | {pool}", chunk=7) for pool in ("kcenter(6)", PIPES[0][22:])

@@ -83,11 +83,11 @@ def test_it_holds_what_a_naive_loop_holds(pool, chunk, share):
                 assert [p for p in rest.position[row, head].tolist() if p >= 0] == sorted(gone)
 
 
-def test_what_points_away_is_kept_with_its_neighbours():
+def test_what_points_away_is_kept_with_its_neighbors():
     keys = torch.ones(40, 4)
     keys[17] = -1.0
     stays, rest = once(Outliers(10, dilate=3, below=0.0), keys)
-    assert stays == [*range(14, 21), 37, 38, 39]  # the newest wait for their neighbours
+    assert stays == [*range(14, 21), 37, 38, 39]  # the newest wait for their neighbors
     assert rest == [*range(14), *range(21, 37)]
     assert 17 in once(Outliers(1), keys)[0]
 

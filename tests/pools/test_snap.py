@@ -337,17 +337,17 @@ def test_a_wanted_token_brings_its_surroundings_and_comes_first_itself():
     keys[8] = 9.0
     fold = one_fold(20, torch.ones(1, 1, 1, 1, 1))
     assert kept(Snap(6, window=1, kernel=5), tokens(keys), fold) == [6, 7, 8, 9, 10, 19]
-    # Of equal neighbours the older stay, but the token they are there for stays in any case.
+    # Of equal neighbors the older stay, but the token they are there for stays in any case.
     assert kept(Snap(3, window=1, kernel=5), tokens(keys), fold) == [6, 8, 19]
 
 
-def test_votes_for_the_window_lift_none_of_its_neighbours():
+def test_votes_for_the_window_lift_none_of_its_neighbors():
     keys = torch.tensor([[0.0], [2.0], [0.0], [0.0], [9.0], [0.0]])
     fold = one_fold(6, torch.ones(1, 1, 1, 1, 1))
     assert kept(Snap(3, window=2, kernel=3), tokens(keys), fold) == [1, 4, 5]
 
 
-def test_neighbours_are_neighbours_in_the_stream_and_not_in_the_cache():
+def test_neighbors_are_neighbors_in_the_stream_and_not_in_the_cache():
     places = [0, 10, 11, 12, 30, 31]
     keys = torch.tensor([[0.0], [0.0], [9.0], [0.0], [8.0], [0.0]])
     fold = one_fold(32, torch.ones(1, 1, 1, 1, 1))

@@ -134,7 +134,7 @@ class SoftmaxBalance:
         return values + self.constant * counts[0] * counts[1]
 
     def pairs(self, places: list[Place], draw: Callable[[Token], float]) -> list[Token]:
-        """One of each two neighbours, for both."""
+        """One of each two neighbors, for both."""
         couples = [tuple(places[i : i + 2]) for i in range(0, len(places) - 1, 2)]
         alike = [
             c

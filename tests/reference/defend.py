@@ -1,7 +1,7 @@
 """DefensiveKV as a stream with plain lists: what `defend` is checked against.
 
 Feng et al. 2025, arXiv:2510.13334, section 4: the largest attention of any observed query, pooled
-over neighbours, at least the mean of all, times the length of the value behind the projection. The
+over neighbors, at least the mean of all, times the length of the value behind the projection. The
 attention is a softmax over everything held, which stands side by side up to the newest token.
 """
 

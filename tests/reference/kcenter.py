@@ -1,9 +1,9 @@
-"""Greedy k-center one centre at a time, from the papers alone: what `kcenter` is checked against.
+"""Greedy k-center one center at a time, from the papers alone: what `kcenter` is checked against.
 
 SubGen (Zandieh et al. 2024), section 3.2, with its reference [8], Dyer and Frieze 1985: the first
-centre is arbitrary (the oldest token here); each next one is the point whose distance to the
-nearest centre is the largest (the oldest of them). Neighbours, weights, age, centres that make way
-and centres that count less are options of weir's.
+center is arbitrary (the oldest token here); each next one is the point whose distance to the
+nearest center is the largest (the oldest of them). Neighbors, weights, age, centers that make way
+and centers that count less are options of weir's.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ def greedy_k_center(
 ) -> list[Any]:
     """The tokens that are picked, in the order in which they are; distances times weights."""
     rest = sorted(tokens, key=lambda t: t.position)
-    centres: list[Any] = []
+    centers: list[Any] = []
     nearest: dict[int, float] = {}
-    while rest and len(centres) < k:
+    while rest and len(centers) < k:
         pick = rest[0]
         for token in rest:
-            if centres and nearest[token.position] > nearest[pick.position]:
+            if centers and nearest[token.position] > nearest[pick.position]:
                 pick = token
         rest.remove(pick)
-        centres.append(pick)
+        centers.append(pick)
         for token in rest:
             distance = squared_distance(key(token), key(pick)) * weight(token) ** 2
             nearest[token.position] = min(distance, nearest.get(token.position, distance))
-    return centres
+    return centers
 
 
-def with_neighbours(centres: list[Any], tokens: list[Any], k: int, spans: int) -> list[Any]:
-    """Centres in their order, each with the tokens next to it in the stream, as far as k goes."""
+def with_neighbors(centers: list[Any], tokens: list[Any], k: int, spans: int) -> list[Any]:
+    """Centers in their order, each with the tokens next to it in the stream, as far as k goes."""
     stay: list[Any] = []
-    for centre in centres:
-        near = [t for t in tokens if abs(t.position - centre.position) <= spans]
-        for token in [centre, *sorted(near, key=lambda t: t.position)]:
+    for center in centers:
+        near = [t for t in tokens if abs(t.position - center.position) <= spans]
+        for token in [center, *sorted(near, key=lambda t: t.position)]:
             if all(token is not t for t in stay) and len(stay) < k:
                 stay.append(token)
     return stay
@@ -64,10 +64,10 @@ def renewed(
             nearest[token.position] = (min(away), kept[away.index(min(away))], token)
     radius = max((away for away, _, _ in nearest.values()), default=0.0)
     found = []
-    for centre in kept:
-        near = [t for away, c, t in nearest.values() if c is centre and away <= share * radius]
-        newer = [t for t in near if t.position > centre.position and centre is not first]
-        found.append(max([centre, *newer], key=lambda t: t.position))
+    for center in kept:
+        near = [t for away, c, t in nearest.values() if c is center and away <= share * radius]
+        newer = [t for t in near if t.position > center.position and center is not first]
+        found.append(max([center, *newer], key=lambda t: t.position))
     return found
 
 
@@ -83,7 +83,7 @@ def kcenter_of(
 ) -> Callable[..., tuple[list[Any], list[Any]]]:
     """A fold (mine, new, at) -> (mine, gone); `key(token, at)` is what distances are about.
 
-    `plain(token)` is the key by which centres make way, if it is another. With `quiet` centres but
+    `plain(token)` is the key by which centers make way, if it is another. With `quiet` centers but
     the first count less from the first time that one had to go; `half_life` is of distances.
     """
     came: dict[int, tuple[float, float]] = {}  # by place in the stream
@@ -97,15 +97,15 @@ def kcenter_of(
             age = 0 if half_life == math.inf else at.seen - token.position
             return weight(token) * 0.5 ** (age / half_life)
 
-        centres = greedy_k_center(tokens, k, lambda t: keys[t.position], of_age)
+        centers = greedy_k_center(tokens, k, lambda t: keys[t.position], of_age)
         if len(tokens) > k:
-            first = centres[0]
-            centres = with_neighbours(centres, tokens, k, spans)
+            first = centers[0]
+            centers = with_neighbors(centers, tokens, k, spans)
             if fresh:
-                centres = renewed(
-                    centres, first, tokens, fresh, plain or (lambda t: keys[t.position])
+                centers = renewed(
+                    centers, first, tokens, fresh, plain or (lambda t: keys[t.position])
                 )
-        chosen = {token.position for token in centres}
+        chosen = {token.position for token in centers}
         by_age = sorted(tokens, key=lambda t: t.position)
         stay = [t for t in by_age if t.position in chosen]
         if quiet:

@@ -2,7 +2,7 @@
 
 Li et al. 2024, "SnapKV: LLM Knows What You Are Looking for Before Generation", section 4 and
 Listing 1: the softmax of each query of the observation window, summed over the window, for the
-tokens before it; pooled over neighbours; the top ones are kept, and the window. A fold is taken for
+tokens before it; pooled over neighbors; the top ones are kept, and the window. A fold is taken for
 the end of a prompt that consists of what is still there.
 """
 

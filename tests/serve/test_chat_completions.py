@@ -155,8 +155,8 @@ def test_a_bias_and_penalties_change_what_is_said(client):
     for more in ({"top_k": 1}, {"min_p": 1.0}):
         given = {"temperature": 2, "extra_body": more}
         assert ask(client, [USER], **given).choices == ask(client, [USER]).choices
-    penalised = ask(client, [USER], extra_body={"repetition_penalty": 10.0}, max_tokens=20)
-    text = penalised.choices[0].message.content
+    penalized = ask(client, [USER], extra_body={"repetition_penalty": 10.0}, max_tokens=20)
+    text = penalized.choices[0].message.content
     assert text != ask(client, [USER], max_tokens=20).choices[0].message.content
 
 

@@ -236,7 +236,7 @@ def test_all_can_be_done_by_keyboard(user):
     assert page.url.partition("#")[2] == ""
     unnamed = page.evaluate(
         "[...document.querySelectorAll('button, input, textarea, [tabindex]')].filter(each => "
-        "!(each.labels?.length || each.ariaLabel || each.getAttribute('aria-labelledby') || "
+        "!(each.labels?.length || each.ariaLabel || each.getAttribute('aria-labeledby') || "
         "each.textContent.trim())).map(each => each.outerHTML)"
     )
     assert unnamed == []
@@ -352,30 +352,30 @@ def test_text_stands_out_from_its_ground_in_light_and_dark(server):
     css = httpx.get(f"{server.url}/{named[0]}").text
     light, dark = re.findall(r":root \{([^}]*)\}", css)
     for scheme in (light, light + dark):
-        colours = {name: _rgb(its) for name, its in re.findall(r"--([\w-]+): (#\w{6})", scheme)}
+        colors = {name: _rgb(its) for name, its in re.findall(r"--([\w-]+): (#\w{6})", scheme)}
         strong = int(re.findall(r"--strong: (\d+)%", scheme)[-1]) / 100
         pairs = [("ink", "card"), ("ink", "paper"), ("ink", "tint"), ("on-deep", "deep")]
-        pairs += [("grey", ground) for ground in ("card", "paper", "tint")]
+        pairs += [("gray", ground) for ground in ("card", "paper", "tint")]
         pairs += [("deep", "tint"), ("deep", "card"), ("bad", "bad-tint"), ("card", "bad")]
         for text, ground in pairs:
-            assert _contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
+            assert _contrast(colors[text], colors[ground]) >= 4.5, (text, ground)
         for pool in ("0", "1", "2", "3", "4", "5", "-new"):
             mixed = tuple(
                 strong * a + (1 - strong) * b
-                for a, b in zip(colours[f"c{pool}"], colours["card"], strict=True)
+                for a, b in zip(colors[f"c{pool}"], colors["card"], strict=True)
             )
-            assert _contrast(colours["ink"], mixed) >= 4.5, pool
-            assert _contrast(colours[f"c{pool}"], colours["card"]) >= 3, pool
+            assert _contrast(colors["ink"], mixed) >= 4.5, pool
+            assert _contrast(colors[f"c{pool}"], colors["card"]) >= 3, pool
 
 
-def _rgb(colour: str) -> tuple[float, ...]:
-    return tuple(int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5))
+def _rgb(color: str) -> tuple[float, ...]:
+    return tuple(int(color[n : n + 2], 16) / 255 for n in (1, 3, 5))
 
 
 def _contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
     """The contrast ratio of WCAG 2.2."""
     lights = []
-    for colour in (one, other):
-        parts = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
+    for color in (one, other):
+        parts = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in color]
         lights.append(0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2])
     return (max(lights) + 0.05) / (min(lights) + 0.05)

@@ -472,7 +472,7 @@ def test_slots_in_order_have_the_empty_ones_first():
     assert slots.a[0, 0].tolist() == [-math.inf, 0.0, 0.0]
 
 
-def test_neighbours_in_a_slab_join_without_a_copy():
+def test_neighbors_in_a_slab_join_without_a_copy():
     slab = a_slab()
     joined = slab.run(1, 3).join(slab.run(3, 6))
     assert joined.keys.data_ptr() == slab.keys[:, :, 1:].data_ptr()

@@ -1,4 +1,4 @@
-"""Quantised slots are moved as they are stored, and are to pools what those that were read are."""
+"""Quantized slots are moved as they are stored, and are to pools what those that were read are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = ("keys", "values", "a", "b", "position")
 
 
 def filled(name: str, dtype: torch.dtype = torch.float32) -> Slab:
-    """A slab of two rows whose first 16 slots are quantised, six of them of the front."""
+    """A slab of two rows whose first 16 slots are quantized, six of them of the front."""
     heads = Heads(3, 1, DIM, DIM, dtype)
     spec = SlabSpec(heads, SLOTS, masters=4, format=FORMATS[name], coded=CODED, coded_masters=FRONT)
     slab = Slab(spec, 2)
@@ -46,7 +46,7 @@ def assert_same(one: Slots, other: Slots) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("front", [False, True])
-def test_what_is_moved_as_it_is_stored_is_what_reading_and_quantising_gives(name, dtype, front):
+def test_what_is_moved_as_it_is_stored_is_what_reading_and_quantizing_gives(name, dtype, front):
     one, other = filled(name, dtype), filled(name, dtype)
     new = some(5, dtype, 40)
     for slab, way in ((one, lambda slots: slots), (other, as_read)):

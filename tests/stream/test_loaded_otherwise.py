@@ -1,4 +1,4 @@
-"""Streams of models that are offloaded or quantised: fed, saved, restored and copied."""
+"""Streams of models that are offloaded or quantized: fed, saved, restored and copied."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_an_offloaded_model(fresh_llama, ids, tmp_path, where):
     goes_on(model, fresh_llama(), fresh_llama(), ids, tmp_path)
 
 
-def test_a_model_that_torchao_quantised(fresh_llama, ids, tmp_path):
+def test_a_model_that_torchao_quantized(fresh_llama, ids, tmp_path):
     quantization = pytest.importorskip("torchao.quantization")
     models = [fresh_llama(), fresh_llama()]
     for model in models:

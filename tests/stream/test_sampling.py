@@ -37,12 +37,12 @@ def test_a_penalty_is_that_of_transformers_for_logits_of_either_sign():
     for penalty in (1.7, 0.4):
         expected = RepetitionPenaltyLogitsProcessor(penalty)(told, logits.clone())
         whole, grown = Repetition(penalty, before), Repetition(penalty, before[:2])
-        assert torch.equal(whole.penalised(logits), expected)
-        assert not torch.equal(grown.penalised(logits), expected)
+        assert torch.equal(whole.penalized(logits), expected)
+        assert not torch.equal(grown.penalized(logits), expected)
         for token in before[2:]:
             grown.add(token)
-        assert torch.equal(grown.penalised(logits), expected)
-    assert Repetition(2.0).penalised(logits).equal(logits)
+        assert torch.equal(grown.penalized(logits), expected)
+    assert Repetition(2.0).penalized(logits).equal(logits)
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-9])

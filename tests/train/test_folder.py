@@ -20,7 +20,7 @@ import weir
 from weir.errors import WeirError
 from weir.models import describe, sink_of, window_of
 from weir.models.loading import load
-from weir.train import PRESETS, folder, loop, practised
+from weir.train import PRESETS, folder, loop, practiced
 from weir.train.log import read_log
 from weir.train.loop import Lesson
 from weir.train.recipe import Recipe
@@ -60,7 +60,7 @@ def test_from_books_to_a_folder_with_a_model_and_its_figures(text, tokens, tmp_p
     reader, tokenizer = load(str(out))
     assert len(tokenizer) == figures["vocabulary"] == 640
     assert next(reader.parameters()).dtype == torch.bfloat16
-    assert practised(reader.config)
+    assert practiced(reader.config)
     assert figures["parameters"] == sum(p.numel() for p in reader.parameters())
     np.testing.assert_array_equal(np.load(out / "training" / "tokens.npy"), tokens)
     saved = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
@@ -149,7 +149,7 @@ def test_a_text_without_the_names_is_trained_on_without_exercises_and_says_so(tm
     assert figures["recipe"]["exercise_rows"] == 0
     assert "without exercises: the exercises need" in notes[0]
     assert "the text fills a vocabulary of" in notes[1] and len(notes) == 2
-    assert not practised(AutoConfig.from_pretrained(tmp_path / "model"))
+    assert not practiced(AutoConfig.from_pretrained(tmp_path / "model"))
     # What was found out the first time is found out again.
     assert run(TINY, book, tmp_path / "model") == figures
     with pytest.raises(WeirError, match="the exercises need"):

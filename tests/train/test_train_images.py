@@ -17,8 +17,8 @@ import weir
 from weir import WeirError
 from weir.models import load_processor
 from weir.train.images import (
-    COLOURS,
-    GREY,
+    COLORS,
+    GRAY,
     SIDE,
     ImageRecipe,
     Scene,
@@ -31,13 +31,13 @@ from weir.train.images import (
 TINY = ImageRecipe(steps=6, rows=8, held_out=3, width=16, layers=1)
 
 
-def centre(picture: Any, colour: str) -> tuple[float, float]:
-    """The mean place of a colour's pixels, and that there are some."""
+def center(picture: Any, color: str) -> tuple[float, float]:
+    """The mean place of a color's pixels, and that there are some."""
     found = [
         (x, y)
         for x in range(SIDE)
         for y in range(SIDE)
-        if picture.getpixel((x, y)) == COLOURS[colour]
+        if picture.getpixel((x, y)) == COLORS[color]
     ]
     assert len(found) > 80
     return tuple(sum(each) / len(found) for each in zip(*found, strict=True))  # type: ignore
@@ -48,10 +48,10 @@ def test_a_drawing_shows_what_its_caption_says(form: str) -> None:
     dice = random.Random(0)
     for _ in range(5):
         beside = draw(Scene(("red", form), ("blue", "square"), "left of"), dice)
-        assert centre(beside, "red")[0] + 8 < centre(beside, "blue")[0]
+        assert center(beside, "red")[0] + 8 < center(beside, "blue")[0]
         over = draw(Scene(("red", form), ("blue", "square"), "above"), dice)
-        assert centre(over, "red")[1] + 8 < centre(over, "blue")[1]
-        assert over.getpixel((0, 0)) == GREY
+        assert center(over, "red")[1] + 8 < center(over, "blue")[1]
+        assert over.getpixel((0, 0)) == GRAY
 
 
 def test_captions_in_other_words_say_the_same() -> None:

@@ -76,7 +76,7 @@ class StreamingCache(MovingRows):
         slots: how the slots of the policy's middle are held: `"exact"` as the model computes,
             `"int8"` or `"fp8"` in 8 bits, `"k8v4"` with values in 4; None as the policy says. The
             first and the newest tokens stay exact. It is the same as the policy
-            `"quantised(POLICY, slots=int8)"`, which can say more; a policy that has a word for it,
+            `"quantized(POLICY, slots=int8)"`, which can say more; a policy that has a word for it,
             as the default has, is given it there: `"weir(budget=256, slots=exact)"`. One that says
             by itself how its slots are held takes no other word.
         failures: what becomes of a row whose tokens are refused while the others go on: `"raise"`

@@ -79,7 +79,7 @@ def plan_layers(
 
     Raises:
         WeirError: every layer slides over fewer tokens than the policy has slots, or the slots of
-            a layer cannot be quantised so.
+            a layer cannot be quantized so.
     """
     limited = all(pipe.slots is not None for pipe in pipes)
     everywhere = facts.sliding is not None and limited

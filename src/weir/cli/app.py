@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 # Progress and warnings of libraries would mix with ours; errors still come through.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+os.environ.setdefault("TOKENIZERS_PARALLELIZM", "true")
 
 
 class _Quick:

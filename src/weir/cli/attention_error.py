@@ -107,7 +107,7 @@ def attention_error(
     wanted = _rates(rates if rates is not None else RATES if shared else "")
     words = read_text(text)
     model, tokenizer = load_model(model_name, loading)
-    with waiting(f"tokenising {text}"):
+    with waiting(f"tokenizing {text}"):
         ids = encode(tokenizer, words, None if tokens is None else tokens)
     setup = set_up(model, len(ids), tokens, queries, exact, whole=not stream, chunk=chunk)
     sized, missing = size_policies(names, setup, wanted)

@@ -25,7 +25,7 @@ def known_policy(text: str | None) -> str | None:
     first = _FIRST.match(text or "")
     if text is None or first is None or any(first[1] in group for group in POLICIES.values()):
         return text
-    from weir.cli.catalogue import has_plugins, read_policies, read_pools
+    from weir.cli.catalog import has_plugins, read_policies, read_pools
 
     if has_plugins():  # whose names nobody knows before they are imported
         return text

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import typer
 
 from weir.cli.app import command
-from weir.cli.catalogue import (
+from weir.cli.catalog import (
     Entry,
     explained,
     has_plugins,

@@ -65,7 +65,7 @@ def sinks(
         compiled=compiled,
     )
     with progress() as bar:
-        training = bar.add_task("training", total=None, note="tokenising the books")
+        training = bar.add_task("training", total=None, note="tokenizing the books")
         measuring = bar.add_task("measuring", total=1.0, note="", visible=False)
 
         def on_train(sink: str) -> Callable[[int, int, dict[str, Any]], None]:

@@ -86,7 +86,7 @@ def stream(
     model, tokenizer = load_model(model_name, loading)
     with_compiled_steps(model, compiled)
     source = "standard input" if str(text) == STANDARD_INPUT else str(text)
-    with waiting(f"tokenising {source}"):
+    with waiting(f"tokenizing {source}"):
         ids = encode(tokenizer, words, tokens, start)
     if tokens is not None and len(ids) < tokens:
         say(f"{source} has {len(ids):,} tokens, not {tokens:,}; all of them are read")

@@ -199,7 +199,7 @@ def carry_out(
             say(note)
 
     with progress() as bar:
-        task = bar.add_task("training", total=None, note="tokenising the books", visible=speaks)
+        task = bar.add_task("training", total=None, note="tokenizing the books", visible=speaks)
 
         def show(step: int, steps: int, facts: dict[str, Any]) -> None:
             note = f"loss {facts['loss']:.3f}, {facts['tokens_per_s']:,.0f} tokens/s"

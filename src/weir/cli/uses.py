@@ -42,7 +42,7 @@ POLICIES: dict[str, dict[str, str]] = {
         "weir": "reading on and remembering, in half the bytes; the default",
     },
     "Around another policy": {
-        "quantised": "twice the tokens in the same bytes",
+        "quantized": "twice the tokens in the same bytes",
         "pyramid": "more slots in the lower layers",
         "pinned": "a conversation's beginning, never evicted",
     },

@@ -19,7 +19,7 @@ from weir.stream import Stream, read_stream
 
 CANDIDATES = (
     "weir",
-    "quantised(streaming_llm, newest=16)",
+    "quantized(streaming_llm, newest=16)",
     "streaming_llm",
     "reservoir",
     "h2o",

@@ -1,7 +1,7 @@
-"""How pictures look: colours that everybody can tell apart, and SVG for pages light and dark.
+"""How pictures look: colors that everybody can tell apart, and SVG for pages light and dark.
 
-The colours are those of Okabe and Ito 2008, "Color Universal Design", without yellow and black,
-which paper and night swallow. Lines differ in marker or dash too, never in colour alone.
+The colors are those of Okabe and Ito 2008, "Color Universal Design", without yellow and black,
+which paper and night swallow. Lines differ in marker or dash too, never in color alone.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d3b")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d3b")
 """Blue, vermilion, green, purple, orange, sky blue; and a brown, for the seventh."""
 DASHES: tuple[Any, ...] = ("-", "-", (0, (5, 3)), (0, (2, 2)), (0, (7, 2, 1, 2)), (0, (1, 3)))
-"""Beside the colours, so that of lines on top of each other all are seen."""
+"""Beside the colors, so that of lines on top of each other all are seen."""
 MARKERS = "os^Dv<>PX"
-INK, GREY, LINE = "#1b2733", "#6b7680", "#dde2e6"
+INK, GRAY, LINE = "#1b2733", "#6b7680", "#dde2e6"
 """Of letters and axes, of what stands beside, of the grid."""
-NIGHT = {INK: "#e6eaee", GREY: "#9aa5af", LINE: "#38424c"}
+NIGHT = {INK: "#e6eaee", GRAY: "#9aa5af", LINE: "#38424c"}
 """The same on a dark page."""
-NAMES = {INK: "--ink", GREY: "--grey", LINE: "--line"}
+NAMES = {INK: "--ink", GRAY: "--gray", LINE: "--line"}
 """What a page's style sheet calls them."""
 
 
 def look(number: int) -> dict[str, Any]:
-    """A colour and a marker that no other of sixty lines has both of."""
-    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+    """A color and a marker that no other of sixty lines has both of."""
+    return {"color": COLORS[number % len(COLORS)], "marker": MARKERS[number % len(MARKERS)]}
 
 
 @contextmanager
@@ -86,10 +86,10 @@ def is_far(values: Sequence[float], far: float) -> bool:
     return bool(values) and min(values) > 0 and max(values) > far * min(values)
 
 
-def page_colours() -> str:
-    """What gives a page's letters and lines their colours in its style sheet, light and dark."""
-    light = " ".join(f"{name}: {colour};" for colour, name in NAMES.items())
-    dark = " ".join(f"{name}: {NIGHT[colour]};" for colour, name in NAMES.items())
+def page_colors() -> str:
+    """What gives a page's letters and lines their colors in its style sheet, light and dark."""
+    light = " ".join(f"{name}: {color};" for color, name in NAMES.items())
+    dark = " ".join(f"{name}: {NIGHT[color]};" for color, name in NAMES.items())
     return (
         f":root {{ color-scheme: light dark; --paper: #fdfdfc; {light} }}\n"
         f"  @media (prefers-color-scheme: dark) {{ :root {{ --paper: #14191f; {dark} }} }}"
@@ -97,10 +97,10 @@ def page_colours() -> str:
 
 
 def _following(svg: str) -> str:
-    """A picture whose letters and lines have the page's colours, or by itself its own."""
-    for colour, name in NAMES.items():
-        svg = svg.replace(colour, f"var({name}, {colour})")
-    dark = "; ".join(f"{name}: {NIGHT[colour]}" for colour, name in NAMES.items())
+    """A picture whose letters and lines have the page's colors, or by itself its own."""
+    for color, name in NAMES.items():
+        svg = svg.replace(color, f"var({name}, {color})")
+    dark = "; ".join(f"{name}: {NIGHT[color]}" for color, name in NAMES.items())
     style = f"<style>@media (prefers-color-scheme: dark) {{ svg {{ {dark} }} }}</style>"
     head, mark, rest = svg.partition(">")
     return f"{head}{mark}{style}{rest}"

@@ -16,7 +16,7 @@ from weir.errors import PolicyError, WeirError
 from weir.policies import NUMBER, Parser, called, policy_of
 from weir.pools import CONSTANTS, WORD
 
-QUANTISED = "quantised"
+QUANTIZED = "quantized"
 """The policy that is written around one, whose budget is that of the one inside."""
 _FILE = re.compile(r"[^,|()\[\]]+\.toml\s*(?=,|$)", re.IGNORECASE)
 """The name of a policy file in a list of policies."""
@@ -94,10 +94,10 @@ def read_policies(text: str) -> list[str]:
 def takes_budget(policy: str) -> bool:
     """Whether a policy is a named one that has a budget, and was written without its size.
 
-    One that is quantised takes that of the policy inside.
+    One that is quantized takes that of the policy inside.
     """
     call = called(policy)
-    if call is not None and call.name == QUANTISED:
+    if call is not None and call.name == QUANTIZED:
         return "policy" in call.given and takes_budget(str(call.given["policy"]))
     return call is not None and call.takes_budget
 
@@ -110,10 +110,10 @@ def with_budget(policy: str, budget: int) -> str:
         PolicyError: it makes no sense with this one.
     """
     call = called(policy)
-    if call is not None and call.name == QUANTISED and takes_budget(policy):
+    if call is not None and call.name == QUANTIZED and takes_budget(policy):
         rest = {name: value for name, value in call.given.items() if name != "policy"}
         inner, how = with_budget(str(call.given["policy"]), budget), replace(call, given=rest)
-        return str(policy_of(f"{QUANTISED}({', '.join(filter(None, (inner, how.plain)))})"))
+        return str(policy_of(f"{QUANTIZED}({', '.join(filter(None, (inner, how.plain)))})"))
     if call is None or not call.takes_budget:
         raise WeirError(
             f"{policy} takes no budget here: it needs a named policy that has one and was written "

@@ -23,7 +23,7 @@ from weir.errors import WeirError, not_installed
 LEAST_LANES = 16
 """A kernel that takes queries in vectors takes so many, and values of so many numbers, at least."""
 Stored = tuple[torch.Tensor, torch.Tensor, int]
-"""Quantised vectors: numbers as they are stored, their peaks, and how many steps make a peak."""
+"""Quantized vectors: numbers as they are stored, their peaks, and how many steps make a peak."""
 VARIABLE = "WEIR_KERNELS"
 _BY_DEVICE = {"cpu": "numba", "cuda": "triton"}
 _LIBRARIES = ("numba", "triton")
@@ -85,8 +85,8 @@ def decode_exact(device: torch.device, dtype: torch.dtype) -> Callable[..., Any]
 
 
 def decode_coded(device: torch.device) -> Callable[..., Any] | None:
-    """What answers one query a head over slots of which the first are quantised (see
-    `weir.kernels.numba_decode_coded`); None where they are dequantised before they are read.
+    """What answers one query a head over slots of which the first are quantized (see
+    `weir.kernels.numba_decode_coded`); None where they are dequantized before they are read.
     """
     return _kernel(_library(device), "decode_coded")
 
@@ -141,14 +141,14 @@ def turned(keys: torch.Tensor) -> Callable[..., Any] | None:
 
 
 def read8(out: torch.Tensor) -> Callable[..., Any] | None:
-    """What does as `weir.slab.quantised.dequantise` for vectors of 8 bits that are read into such a
+    """What does as `weir.slab.quantized.dequantize` for vectors of 8 bits that are read into such a
     tensor (see `weir.kernels.numba_codes`); None for PyTorch.
     """
     return _of_floats("read8", out)
 
 
 def write8(x: torch.Tensor) -> Callable[..., Any] | None:
-    """What does as `weir.slab.quantised.quantise` for such vectors and 8 bits (see
+    """What does as `weir.slab.quantized.quantize` for such vectors and 8 bits (see
     `weir.kernels.numba_codes`); None for PyTorch.
     """
     return _of_floats("write8", x)

@@ -299,7 +299,7 @@ def _attend(
     logits = np.empty((len(panels) * widest, widest), np.float32)
     totals = np.empty((slots if counted else 0, widest), np.float32)
     share, none = np.empty(widest, np.float32), np.zeros(slots, np.float32)
-    # Where slots are quantised, those of a head are read before it is asked; otherwise the last few
+    # Where slots are quantized, those of a head are read before it is asked; otherwise the last few
     # keys, which are no panel.
     whole = 0 if coded else slots // widest
     read_keys = np.zeros(((len(panels) - whole) * widest, dim), np.float32)
@@ -404,7 +404,7 @@ def causal(
         scale: factor of the logits.
         factors: of slots in the numerator and in the denominator, beside the mask, as
             `weir.slab.attention.split_weights` has them; None where all are 1.
-        coded: of the keys and of the values of quantised slots in front of the exact ones their
+        coded: of the keys and of the values of quantized slots in front of the exact ones their
             numbers [batch, kv_heads, coded, dim], int8, the peaks of each
             [batch, kv_heads, coded, 1], bfloat16, and how many steps make a peak.
 
@@ -476,6 +476,6 @@ def _answered(
 
 
 def _in_lines(stored: Stored) -> Codes:
-    """As the kernel has them: buffers of quantised slots lie in lines."""
+    """As the kernel has them: buffers of quantized slots lie in lines."""
     numbers, peaks, levels = stored
     return *address(numbers), *address(peaks), float(levels)

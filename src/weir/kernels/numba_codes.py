@@ -1,6 +1,6 @@
 """Vectors written in 8 bits with one peak each, and read, on the CPU, in float32.
 
-What `quantise` and `dequantise` of `weir.slab.quantised` give, bit for bit: the same operations,
+What `quantize` and `dequantize` of `weir.slab.quantized` give, bit for bit: the same operations,
 each rounded by itself, in one pass for each vector, from one buffer into another. Roofline: a
 division for each number that is written, a product for each that is read.
 """
@@ -106,7 +106,7 @@ _compiled_write, _compiled_read = compiled(_write), compiled(_read)
 
 
 def write8(x: Tensor, codes: Tensor, peaks: Tensor, levels: int, low: float, high: float) -> None:
-    """Quantise vectors into buffers.
+    """Quantize vectors into buffers.
 
     Args:
         x: finite numbers [batch, heads, n, dim], float32.

@@ -42,7 +42,7 @@ def _pick(
     for head in range(heads):
         reach, heavy = far[head], weight[head]
         # Floats that are not negative are in the order of their bits read as whole numbers, and
-        # numba vectorises a maximum of whole numbers only.
+        # numba vectorizes a maximum of whole numbers only.
         bits = reach.view(np.int32)
         left = slots
         for place in range(slots):

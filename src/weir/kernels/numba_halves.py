@@ -52,7 +52,7 @@ def _weigh(
 
 
 @njit(nogil=True, fastmath=set(MATH))
-def _centred(keys: np.ndarray, mean: np.ndarray, out: np.ndarray) -> np.float32:
+def _centerd(keys: np.ndarray, mean: np.ndarray, out: np.ndarray) -> np.float32:
     """Keys less their mean, into `out`; the largest squared length of one of them."""
     mean[:] = _NONE
     for i in range(len(keys)):
@@ -97,7 +97,7 @@ def _walk(
     pairs, panels, half = tokens // 2, (tokens + widest - 1) // widest, widest // 2
     mean, total = np.empty(dim, np.float32), np.empty(panels * half, np.float32)
     # What a token adds to the denominator is one number more of what it adds to the numerator.
-    centred = np.zeros((panels * widest, dim), np.float32)
+    centerd = np.zeros((panels * widest, dim), np.float32)
     heavy = np.zeros((panels * widest, width + 1), np.float32)
     of_keys = np.empty((panels, dim * widest), np.float32)
     of_sums = np.empty((panels, (width + 1) * widest), np.float32)
@@ -108,7 +108,7 @@ def _walk(
     differences = np.empty((panels * half, panels * half), np.float32)
     root = np.sqrt(constant)
     for block in range(blocks):
-        top = np.float32(rate) * _centred(keys[block], mean, centred)
+        top = np.float32(rate) * _centerd(keys[block], mean, centerd)
         gain = np.float64(np.float32(gamma * np.exp(min(np.float64(top), steepest))))
         most_above, most_below = _largest(a[block]), _largest(b[block])
         for i in range(tokens):
@@ -118,7 +118,7 @@ def _walk(
             line[width] = np.float32(np.exp(b[block, i] - most_below) * root)
         for panel in range(panels):
             first = panel * widest
-            packed(centred.reshape(-1), first * dim, dim, dim, 1.0, widest, of_keys[panel])
+            packed(centerd.reshape(-1), first * dim, dim, dim, 1.0, widest, of_keys[panel])
             more = width + 1
             packed(heavy.reshape(-1), first * more, more, more, 1.0, widest, of_sums[panel])
         for one in range(panels):

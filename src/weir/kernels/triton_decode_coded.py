@@ -1,10 +1,10 @@
 """Attention of one query a head over slots of which the first are in 8 bits or 4, on a GPU.
 
-The quantised slots are read as they lie: numbers are widened in registers, to a dtype that has all
+The quantized slots are read as they lie: numbers are widened in registers, to a dtype that has all
 of them exactly, and the steps go into logits and weights, <q, c> * step and p * step. Values of 4
 bits have several steps, which go into the numbers. The exact slots behind them are read by the
 kernel of `triton_decode`, and its second kernel brings the sums of both together. Roofline: of
-every quantised slot the stored bytes and the peaks are read once, for all query heads of its group.
+every quantized slot the stored bytes and the peaks are read once, for all query heads of its group.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _read(
     SLOTS_TILE: tl.constexpr, SPLITS: tl.constexpr,
     HALVES: tl.constexpr, GROUPED: tl.constexpr, MASKED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """The sums of one head's queries over one part of its quantised slots."""
+    """The sums of one head's queries over one part of its quantized slots."""
     head_of_all = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     row, head = head_of_all // kv_heads, head_of_all % kv_heads
@@ -165,7 +165,7 @@ def decode_coded(
     The other arguments are those of `numba_decode_coded.decode_coded`.
 
     Args:
-        splits: into how many parts the quantised slots are split, and the exact ones, a power of
+        splits: into how many parts the quantized slots are split, and the exact ones, a power of
             two; None for as many as keep the device busy.
     """
     batch, kv_heads, group, _, key_dim = queries.shape

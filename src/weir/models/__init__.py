@@ -16,7 +16,7 @@ from weir.models.facts import (
     input_device,
     transformers_model,
 )
-from weir.models.fewbits import BITS, quantise_weights
+from weir.models.fewbits import BITS, quantize_weights
 from weir.models.hooks import Attachment, attach, compile_steps, detach
 from weir.models.images import PICTURES, Images, images_of
 from weir.models.loading import (
@@ -75,7 +75,7 @@ __all__ = [
     "offsets",
     "out_of_range",
     "output_weight",
-    "quantise_weights",
+    "quantize_weights",
     "set_sink",
     "sink_at_work",
     "sink_of",

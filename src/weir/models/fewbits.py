@@ -46,21 +46,21 @@ def check_bits(weights: str | None) -> None:
         )
 
 
-def check_not_quantised(name: str, config: Any) -> None:
-    """Refuse to quantise what was saved in few bits.
+def check_not_quantized(name: str, config: Any) -> None:
+    """Refuse to quantize what was saved in few bits.
 
     Raises:
-        WeirError: the configuration says that the weights are quantised.
+        WeirError: the configuration says that the weights are quantized.
     """
     saved = getattr(config, "quantization_config", None)
     if saved is not None:
         how = saved.get("quant_method") if isinstance(saved, dict) else saved.quant_method
         raise WeirError(
-            f"{name} is quantised already ({getattr(how, 'value', how)}); load it without weights="
+            f"{name} is quantized already ({getattr(how, 'value', how)}); load it without weights="
         )
 
 
-def quantise_weights(model: PreTrainedModel, weights: str) -> None:
+def quantize_weights(model: PreTrainedModel, weights: str) -> None:
     """Put numbers of 8 or 4 bits in the place of the weights of all linear layers, for good.
 
     The model cannot be trained afterwards, but for adapters beside its weights.
@@ -107,7 +107,7 @@ def quantise_weights(model: PreTrainedModel, weights: str) -> None:
 
 
 def shrink(skeleton: PreTrainedModel, weights: str) -> None:
-    """Give a model on the device `meta` tensors as large as `quantise_weights` would.
+    """Give a model on the device `meta` tensors as large as `quantize_weights` would.
 
     Raises:
         WeirError: as there, but for torchao.
@@ -136,7 +136,7 @@ def _bits(model: PreTrainedModel, weights: str) -> dict[str, int]:
             continue
         if is_traceable_wrapper_subclass(module.weight):
             raise WeirError(
-                "the weights of this model are quantised or shared out already; weights= is for "
+                "the weights of this model are quantized or shared out already; weights= is for "
                 "those that are not"
             )
         fits = not module.in_features % GROUP and not module.out_features % LINES
@@ -148,8 +148,8 @@ def _bits(model: PreTrainedModel, weights: str) -> dict[str, int]:
     return bits
 
 
-def quantises_inputs(model: nn.Module) -> bool:
-    """Whether layers quantise what they multiply, too: torchao's dynamic or static activations."""
+def quantizes_inputs(model: nn.Module) -> bool:
+    """Whether layers quantize what they multiply, too: torchao's dynamic or static activations."""
     names = ("act_quant_kwargs", "act_quant_scale")
     return any(
         getattr(weight, name, None) is not None for weight in model.parameters() for name in names
@@ -279,7 +279,7 @@ def _four_bits(device: torch.device) -> Any:
 
 
 def _refuse_others(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-    """Before weights are loaded into a quantised model: they have to be such weights too."""
+    """Before weights are loaded into a quantized model: they have to be such weights too."""
     for name, weight in module.named_parameters():
         given = state.get(prefix + name)
         if given is not None and type(given.data) is not type(weight.data):

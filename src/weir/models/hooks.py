@@ -32,7 +32,7 @@ from weir.models.axes import OFFSETS, noting_sizes, offsets
 from weir.models.compiling import Compiled, CompiledStep, Compiling
 from weir.models.embedding import mismatch
 from weir.models.facts import ModelFacts, describe, input_device
-from weir.models.fewbits import quantises_inputs
+from weir.models.fewbits import quantizes_inputs
 from weir.models.images import pictures_in
 from weir.models.methods import Around
 from weir.models.own_attention import install, unmasked
@@ -370,9 +370,9 @@ def compile_steps(
         # another thread that is under way would read on where they lay.
         with turns_of(facts.config):
             choose_products(model)
-        if compiling is not None and input_device(model).type == "cpu" and quantises_inputs(model):
+        if compiling is not None and input_device(model).type == "cpu" and quantizes_inputs(model):
             compiling.give_up(
-                "its layers quantise what they multiply, of which PyTorch's compiler gives wrong "
+                "its layers quantize what they multiply, of which PyTorch's compiler gives wrong "
                 "numbers for one row on a CPU"
             )
     with _MAKING:

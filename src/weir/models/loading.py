@@ -24,7 +24,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from weir.errors import WeirError
-from weir.models.fewbits import check_bits, check_not_quantised, quantise_weights, shrink
+from weir.models.fewbits import check_bits, check_not_quantized, quantize_weights, shrink
 from weir.models.images import images_of
 from weir.models.sinks import attend_by_sink, begin_with_sink, sink_of
 
@@ -68,9 +68,9 @@ def load(
     check_bits(weights)
     if device_map is not None:
         raise WeirError("weights= is for a model on one device; leave out device_map or weights")
-    check_not_quantised(name, source.config())
+    check_not_quantized(name, source.config())
     model, tokenizer = _loaded(source, *kind, dtype, device, None)
-    quantise_weights(model, weights)
+    quantize_weights(model, weights)
     return model, tokenizer
 
 

@@ -46,7 +46,7 @@ class OutputProjection:
 
         Returns:
             [kv_heads, group, value_dim, value_dim], float32; None where the weights cannot be read:
-            they are quantised, or wait elsewhere (offloaded), or this family calls them otherwise.
+            they are quantized, or wait elsewhere (offloaded), or this family calls them otherwise.
         """
         if device not in self._known:
             found = self._factors(value_dim)

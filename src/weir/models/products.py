@@ -184,7 +184,7 @@ class _Multiplied(Around):
         """
         if torch.compiler.is_compiling():
             weight = self._held.get("weight")
-            if type(weight) is nn.Parameter:  # and not quantised, say
+            if type(weight) is nn.Parameter:  # and not quantized, say
                 compiled: Tensor = _CHOSEN(input, weight, self._held["bias"], self._taken)
                 return compiled
         out: Tensor = super().__call__(input)
@@ -350,7 +350,7 @@ def _plain(weight: Tensor) -> bool:
 
 
 def _lies(weight: Tensor) -> bool:
-    """Whether a weight lies in memory as it is: it is not quantised, shared out or elsewhere."""
+    """Whether a weight lies in memory as it is: it is not quantized, shared out or elsewhere."""
     return _strided(weight) and weight.is_contiguous()
 
 

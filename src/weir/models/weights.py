@@ -1,7 +1,7 @@
 """What tells one model from another, read from what is at hand: no weight is made dense or loaded.
 
-Of an ordinary model these are some numbers of all its weights. Of one that is sharded, quantised or
-offloaded they are numbers of the local shard, of the quantised payload, and of the weights where
+Of an ordinary model these are some numbers of all its weights. Of one that is sharded, quantized or
+offloaded they are numbers of the local shard, of the quantized payload, and of the weights where
 they wait: so the same model loaded in the same way has the same fingerprint, and loaded in another
 way it may have another. Knows nothing about files, caches or streams.
 """
@@ -70,7 +70,7 @@ def weights_of(decoder: nn.Module, config: Any) -> str:
 
 
 def stored_bytes(model: nn.Module) -> int:
-    """Bytes of all weights and buffers of a model as they are held: of a quantised one, few."""
+    """Bytes of all weights and buffers of a model as they are held: of a quantized one, few."""
     found = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(map(_stored, found.values()))
 
@@ -126,7 +126,7 @@ def _digest(model: nn.Module, said: str) -> str:
 
 
 def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A module's own parameters, and the buffers that are saved: some quantisers have those."""
+    """A module's own parameters, and the buffers that are saved: some quantizers have those."""
     yield from module.named_parameters(recurse=False)
     for name, buffer in module.named_buffers(recurse=False):
         if name not in module._non_persistent_buffers_set:
@@ -139,7 +139,7 @@ def _parts(weight: Tensor, module: nn.Module, name: str) -> Iterator[Tensor]:
         waiting = _waiting(module, name)
         if waiting is not None:
             yield waiting
-    elif is_traceable_wrapper_subclass(weight):  # a shard (DTensor), a quantised weight (torchao)
+    elif is_traceable_wrapper_subclass(weight):  # a shard (DTensor), a quantized weight (torchao)
         names, _ = weight.__tensor_flatten__()
         for inner in (getattr(weight, each) for each in names):
             if isinstance(inner, Tensor):  # a shard also names its mesh

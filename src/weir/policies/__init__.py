@@ -9,7 +9,7 @@ from weir.policies.pinned import Pinned, with_pin
 from weir.policies.pipe import Origin, Pipe, Policy, chunk_of
 from weir.policies.plugins import VARIABLE, import_plugin, load_plugins
 from weir.policies.pyramid import Pyramid, shared
-from weir.policies.quantised import EXACT, Quantised, with_slots
+from weir.policies.quantized import EXACT, Quantized, with_slots
 from weir.policies.recompute import Recompute
 from weir.policies.registry import NAMED, Called, Named
 
@@ -27,7 +27,7 @@ __all__ = [
     "Pipe",
     "Policy",
     "Pyramid",
-    "Quantised",
+    "Quantized",
     "Recompute",
     "at_home",
     "called",

@@ -73,19 +73,19 @@ def check_formats(pools: tuple[Pool, ...], formats: tuple[str, ...], run: tuple[
     different = {check_format(name) for name in formats if name}
     if len(different) > 1:
         both = " and ".join(sorted(different))
-        raise WeirError(f"the quantised slots of a pipe are all of one format, not {both}")
+        raise WeirError(f"the quantized slots of a pipe are all of one format, not {both}")
     for pool, name in zip(pools, formats, strict=True):
         if name and pool.synthetic:
             raise WeirError(
-                f"the slots of {pool.name} change at every fold and would be quantised again each "
+                f"the slots of {pool.name} change at every fold and would be quantized again each "
                 f"time, so they stay exact: write {pool.name} without :{name}"
             )
     if different and any(pool.slots() is None for pool in pools):
-        raise WeirError("a pipe without a limit has no quantised slots; give each pool a size")
+        raise WeirError("a pipe without a limit has no quantized slots; give each pool a size")
     held = [bool(formats[place]) for place in run]
     if held != sorted(held, reverse=True):
         raise WeirError(
-            "of the newest tokens the older are quantised and the newer exact: write "
+            "of the newest tokens the older are quantized and the newer exact: write "
             "recent(64) | recent(64):int8, and not the other way round"
         )
 

@@ -24,6 +24,9 @@ from weir.policies.registry import NAMED, Called
 from weir.pools import CONSTANTS, POOLS, WORD, Pool, hints, taken
 from weir.slab import FORMATS
 
+OLD_NAMES = {"quantised": "quantized"}
+"""Names that saved sessions, results and policy files may still have."""
+
 
 def policy(text: str | PathLike[str] | Policy) -> Policy:
     """Read a policy: a pipe, `sink(4) | recent(252)`, or a name, `streaming_llm(budget=256)`.
@@ -111,7 +114,7 @@ _SPACE = re.compile(r"\s*")
 LIST = "["
 """Begins a policy for each layer."""
 DEEPEST = 8
-"""So many policies may stand inside another: quantised(pinned(pyramid(sink(4) | snap(252))))."""
+"""So many policies may stand inside another: quantized(pinned(pyramid(sink(4) | snap(252))))."""
 
 
 @dataclass
@@ -227,7 +230,7 @@ class Parser:
     def _check_meant(self, call: Call) -> None:
         """Refuse a pool by itself that whoever wrote it may take for the policy of its name.
 
-        `kcenter(256, quiet=2)` would be 256 centres and no newest token. What names all of its
+        `kcenter(256, quiet=2)` would be 256 centers and no newest token. What names all of its
         parameters, as a pipe that is written out does, is meant.
         """
         both = call.name in NAMED and call.name in POOLS
@@ -252,7 +255,7 @@ class Parser:
         raise self.wrong(problem, odd.at)
 
     def _format(self) -> str:
-        """How the slots of the pool before are quantised; "" where nothing is said."""
+        """How the slots of the pool before are quantized; "" where nothing is said."""
         if not self.take(":"):
             return ""
         name, at = self._word("a format of slots")
@@ -338,6 +341,7 @@ class Parser:
     def call(self) -> Call:
         """The call that begins here."""
         name, at = self._word(self.kind)
+        name = OLD_NAMES.get(name, name)
         if name not in POOLS and name not in NAMED:
             load_plugins()
         call = Call(name, at, [])

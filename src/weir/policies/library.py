@@ -223,11 +223,11 @@ def uniform(
 def kcenter(budget: int = 256) -> Policy:
     """Keep the newest tokens and, of the others, those whose keys lie farthest apart.
 
-    Half of the budget each. The first token of the stream is always among the centres.
+    Half of the budget each. The first token of the stream is always among the centers.
     """
     if budget < 2:
         raise WeirError(
-            f"kcenter splits its budget between recent tokens and centres, at least 1 each, so it "
+            f"kcenter splits its budget between recent tokens and centers, at least 1 each, so it "
             f"needs 2 slots or more, not {budget}"
         )
     return Pipe((Recent(budget - budget // 2), KCenter(budget // 2)))

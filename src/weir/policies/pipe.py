@@ -117,7 +117,7 @@ class Pipe(Policy):
     Attributes:
         pools: the pools, the one where tokens enter first.
         text: the policy as it was written.
-        formats: how the slots of each pool are quantised, by the names of `slab.FORMATS`; "" for
+        formats: how the slots of each pool are quantized, by the names of `slab.FORMATS`; "" for
             those that are as the model computes. Without any, all are.
     """
 
@@ -177,17 +177,17 @@ class Pipe(Policy):
 
     @cached_property
     def coded(self) -> tuple[int, ...]:
-        """The pools whose slots are quantised, as they lie in the slab."""
+        """The pools whose slots are quantized, as they lie in the slab."""
         return tuple(i for i in (*self.front, *self.run) if self.formats[i])
 
     @cached_property
     def format(self) -> Format | None:
-        """How quantised slots are written; None where there are none."""
+        """How quantized slots are written; None where there are none."""
         return FORMATS[self.formats[self.coded[0]]] if self.coded else None
 
     @cached_property
     def coded_slots(self) -> int:
-        """Quantised slots per KV head."""
+        """Quantized slots per KV head."""
         return self.slots_of(self.coded)
 
     def slots_of(self, pools: Collection[int]) -> int:

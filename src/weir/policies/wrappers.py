@@ -8,11 +8,11 @@ from weir.policies.naming import named
 from weir.policies.pinned import Pinned
 from weir.policies.pipe import Pipe, Policy
 from weir.policies.pyramid import Pyramid
-from weir.policies.quantised import EXACT, Quantised
+from weir.policies.quantized import EXACT, Quantized
 from weir.pools import KCenter, Snap
 
-OF_CENTRES = 3
-"""One in so many slots of `weir` is a centre's."""
+OF_CENTERS = 3
+"""One in so many slots of `weir` is a center's."""
 
 
 @named(
@@ -76,10 +76,10 @@ def pinned(policy: Policy | None = None, n: int = 64, header: int = 16) -> Polic
 
 
 @named("any policy, its middle in 8 bits or 4")
-def quantised(
+def quantized(
     policy: Policy | None = None, slots: str = "int8", newest: int | None = None
 ) -> Policy:
-    """A policy whose slots are quantised, but for first and newest tokens.
+    """A policy whose slots are quantized, but for first and newest tokens.
 
     Args:
         policy: whose slots they are; none for kcenter.
@@ -87,11 +87,11 @@ def quantised(
         newest: of the newest tokens only so many stay exact; none for all that the policy keeps as
             such.
     """
-    return Quantised(kcenter() if policy is None else policy, slots, newest)
+    return Quantized(kcenter() if policy is None else policy, slots, newest)
 
 
 @named(
-    "weir's own: StreamingLLM, SubGen's k centres (Zandieh et al. 2024), slots of 8 bits",
+    "weir's own: StreamingLLM, SubGen's k centers (Zandieh et al. 2024), slots of 8 bits",
     pipe="sink(4) | recent(16) | recent(151):int8 | kcenter(85, quiet=2.0, half_life=4096):int8",
 )
 def weir(
@@ -110,13 +110,13 @@ def weir(
         newest: so many of the newest tokens stay exact, as sinks do.
         slots: how all other slots are written: int8, k8v4 or fp8; exact for as the model computes.
     """
-    centres = budget // OF_CENTRES
-    recent = budget - sinks - centres
-    if recent < 1 or centres < 1:
+    centers = budget // OF_CENTERS
+    recent = budget - sinks - centers
+    if recent < 1 or centers < 1:
         raise WeirError(
-            f"weir keeps {sinks} sinks, the newest tokens and a third of its budget of centres, "
+            f"weir keeps {sinks} sinks, the newest tokens and a third of its budget of centers, "
             f"at least 1 of either, so a budget of {budget} is too small"
         )
-    middle = KCenter(centres, quiet=quiet, half_life=half_life)
+    middle = KCenter(centers, quiet=quiet, half_life=half_life)
     pipe = Pipe((*ends(sinks, recent), middle))
-    return pipe if slots == EXACT else Quantised(pipe, slots, newest).for_layer(0, 1)
+    return pipe if slots == EXACT else Quantized(pipe, slots, newest).for_layer(0, 1)

@@ -13,7 +13,7 @@ from weir.slab import Slots
 
 @dataclass(frozen=True)
 class Around(Pool):
-    """A pool that folds by another one's judgement, and needs, remembers and reports as that does.
+    """A pool that folds by another one's judgment, and needs, remembers and reports as that does.
 
     Attributes:
         pool: the other, with as many slots as it says.

@@ -164,7 +164,7 @@ class Pool(ABC):
     def synthetic(self) -> bool:
         """Whether a slot may hold what no token said, and is said to hold one that it stands for.
 
-        Such slots change at every fold, so they are never quantised.
+        Such slots change at every fold, so they are never quantized.
         """
         return False
 

@@ -2,7 +2,7 @@
 
 DefensiveKV (Feng et al. 2025, "Taming the Fragility of KV Cache Eviction in LLM Inference",
 arXiv:2510.13334), section 4: a mean over observed queries assumes that those to come are like them;
-the largest attention guards against the one query that needs a token. It is pooled over neighbours,
+the largest attention guards against the one query that needs a token. It is pooled over neighbors,
 is at least the mean over all tokens, and is multiplied by the length of the value behind the output
 projection (CriticalKV, Feng et al. 2025, arXiv:2502.03805). The paper judges a prompt once. In a
 stream the largest attention is carried from fold to fold and fades, so that a token survives
@@ -41,7 +41,7 @@ class Defend(Tallied):
         n: how many tokens are kept.
         window: how many of the last queries are looked at in each fold.
         half_life: tokens of the stream after which a peak counts half; none for never.
-        kernel: over how many neighbouring places of the stream peaks are pooled, the token's own in
+        kernel: over how many neighboring places of the stream peaks are pooled, the token's own in
             the middle: an odd number; 1 for none.
         wide: so many of the kept tokens are those whose values reach the widest, from their
             smallest number to their largest, whatever their score; half of them at most.

@@ -19,7 +19,7 @@ from weir.errors import WeirError
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014), on int64 that wraps around."""
+    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014), on int64 that wraps around."""
     x = (x ^ _shift(x, 30)).mul_(-0x40A7B892E31B1A47)
     x = (x ^ _shift(x, 27)).mul_(-0x6B2FB644ECCEEE15)
     return x ^ _shift(x, 31)

@@ -1,4 +1,4 @@
-"""A beehive over the past: of every few neighbours, the one that was attended to most stays.
+"""A beehive over the past: of every few neighbors, the one that was attended to most stays.
 
 BUZZ (Zhao et al. 2024, arXiv:2410.23079), section 3.3, Algorithms 1 and 2. What arrives is buffered
 until there is one token more than the threshold. Then the *new* tokens, those that came since the
@@ -33,7 +33,7 @@ class Hive(Pool):
 
     Attributes:
         threshold: tokens it holds before it evicts (T); at least the stride.
-        stride: of how many new neighbours one stays (s); of the old ones, one of every
+        stride: of how many new neighbors one stays (s); of the old ones, one of every
             floor((s + 1) / 2) stays. At least 3: half of 2 would keep every old token for ever.
         swapped: the ablation of section 4.3 that thins old tokens by the stride and cuts new ones
             into segments of half of it.

@@ -1,13 +1,13 @@
-"""k centres: tokens whose keys lie far apart stay, and every other key is near one of them.
+"""k centers: tokens whose keys lie far apart stay, and every other key is near one of them.
 
 SubGen (Zandieh et al. 2024), section 3.2, what its experiments run and BalanceKV calls ClusterGen:
-beside the most recent tokens, keep k centres picked from the rest by greedy k-center, also called
+beside the most recent tokens, keep k centers picked from the rest by greedy k-center, also called
 farthest-first traversal (the paper's reference [8]). Start somewhere, then pick the key that is the
-farthest from all centres picked so far, k - 1 times. No choice of k centres at all covers the keys
+farthest from all centers picked so far, k - 1 times. No choice of k centers at all covers the keys
 within less than half the radius of this one.
 
-What the paper does not have are five options: neighbours that come along, distances weighed by use
-and by age, centres that make way for newer keys like theirs, and centres that count less.
+What the paper does not have are five options: neighbors that come along, distances weighed by use
+and by age, centers that make way for newer keys like theirs, and centers that count less.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ LEAST_AGED = 1e-12
 @pool("kcenter")
 @dataclass(frozen=True)
 class KCenter(Pool):
-    """Keep k centres of the keys, each KV head its own.
+    """Keep k centers of the keys, each KV head its own.
 
-    The oldest token is the first centre (the paper does not say which is), so what the model uses
+    The oldest token is the first center (the paper does not say which is), so what the model uses
     as its attention sink stays. Keys are compared as the attention sees them at their own place in
     the stream, by Euclidean distance in float32; of equally far ones the oldest is picked. The
-    paper picks once, from a whole prompt; in a stream, centres are picked anew at every fold, from
+    paper picks once, from a whole prompt; in a stream, centers are picked anew at every fold, from
     those of the last fold and what has arrived since. Weights stay as they came.
 
     Attributes:
         k: how many tokens are kept.
-        spans: a token that is picked brings so many neighbours on each side along, as far as they
+        spans: a token that is picked brings so many neighbors on each side along, as far as they
             are there; fewer are picked then.
         use: distances are multiplied by the attention a token received, by query since it came, to
             this power: 0 for none.
-        fresh: a centre makes way for the newest of the tokens that are nearer to it than this share
-            of the radius, the distance within which every key has a centre; 0 for never. The first
-            centre makes no way. These distances are of keys without rotation.
-        quiet: once a token had to go, every centre but the first counts e^-quiet; 0 for as it came.
+        fresh: a center makes way for the newest of the tokens that are nearer to it than this share
+            of the radius, the distance within which every key has a center; 0 for never. The first
+            center makes no way. These distances are of keys without rotation.
+        quiet: once a token had to go, every center but the first counts e^-quiet; 0 for as it came.
         half_life: distances of a token halve whenever so many more have been read; none for never.
     """
 
@@ -67,7 +67,7 @@ class KCenter(Pool):
         if self.k < 1:
             raise WeirError(f"kcenter keeps at least 1 token, not {self.k}")
         if self.spans < 0:
-            raise WeirError(f"a centre brings 0 neighbours or more a side, not {self.spans}")
+            raise WeirError(f"a center brings 0 neighbors or more a side, not {self.spans}")
         if not 0 <= self.use < math.inf:
             raise WeirError(f"use weighs in kcenter with a power from 0 on, not {self.use:g}")
         if not 0 <= self.fresh < 1:
@@ -77,7 +77,7 @@ class KCenter(Pool):
             )
         if not 0 <= self.quiet <= MOST_WEIGHT:
             raise WeirError(
-                f"quiet is what the log-weight of a centre of kcenter is lower, 0 to "
+                f"quiet is what the log-weight of a center of kcenter is lower, 0 to "
                 f"{MOST_WEIGHT:g}, not {self.quiet:g}"
             )
         if self.half_life is not None and self.half_life < 1:
@@ -97,22 +97,22 @@ class KCenter(Pool):
         return False
 
     def slots(self) -> int:
-        """As many slots as there are centres."""
+        """As many slots as there are centers."""
         return self.k
 
     @property
     def weighs(self) -> bool:
-        """Where centres are quiet."""
+        """Where centers are quiet."""
         return self.quiet > 0
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """Where centres are quiet, `full`: whether a token had to go [batch, kv_heads], bool."""
+        """Where centers are quiet, `full`: whether a token had to go [batch, kv_heads], bool."""
         if not self.quiet:
             return {}
         return {"full": torch.zeros_like(like.held.any(dim=2))}
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Pick centres anew; both what stays and what flows on lie from the oldest token on."""
+        """Pick centers anew; both what stays and what flows on lie from the oldest token on."""
         if not self.quiet:
             return self._picked(fold.in_order(held, new), fold)
         # What has to go flows on with the weight it came with.
@@ -134,7 +134,7 @@ class KCenter(Pool):
         return slots.weighed(slots.a + more, slots.b + more)
 
     def _picked(self, both: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Of slots from the oldest on, the centres, and what flows on."""
+        """Of slots from the oldest on, the centers, and what flows on."""
         if len(both) <= self.k:
             return split(both, both.held)
         pick = kernels.farthest_first(both.keys.device) or farthest_first
@@ -142,7 +142,7 @@ class KCenter(Pool):
         order = pick(both.keys, both.held, self.k, weight)
         stays = order >= 0
         if self.spans:
-            # A neighbour comes right after the first centre that brings it, the older one first.
+            # A neighbor comes right after the first center that brings it, the older one first.
             turn = (self.k - order).where(stays, 0)
             brought = pooled(turn, both.position, 2 * self.spans + 1, average=False)
             stays = highest(self.k, both.held, brought, (turn == brought).double())
@@ -185,28 +185,28 @@ def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = 
     """
     keys = keys.float()
     order = torch.full(among.shape, -1, device=keys.device)
-    # Distance to the nearest centre: infinite before there is one, and below zero once picked.
+    # Distance to the nearest center: infinite before there is one, and below zero once picked.
     far = torch.where(among, torch.inf, -1.0)
     for number in range(k):
         at = far.argmax(dim=2, keepdim=True)  # of equal ones the first
         left = far.gather(2, at) >= 0
         order.scatter_(2, at, torch.where(left, number, order.gather(2, at)))
-        centre = keys.gather(2, at[..., None].expand(-1, -1, 1, keys.shape[3]))
-        distance = _distance(keys, centre)[..., 0]
+        center = keys.gather(2, at[..., None].expand(-1, -1, 1, keys.shape[3]))
+        distance = _distance(keys, center)[..., 0]
         far = far.minimum(distance if weight is None else distance * weight)
         far = far.scatter(2, at, -1.0)
     return order
 
 
 def renewed(keys: Tensor, among: Tensor, stays: Tensor, first: Tensor, share: float) -> Tensor:
-    """Centres, each in the place of the newest key that is near to it [batch, kv_heads, n], bool.
+    """Centers, each in the place of the newest key that is near to it [batch, kv_heads, n], bool.
 
     Args:
         keys: from the oldest on [batch, kv_heads, n, key_dim].
         among: where there is a key [batch, kv_heads, n], bool.
-        stays: the centres [batch, kv_heads, n], bool.
+        stays: the centers [batch, kv_heads, n], bool.
         first: of them those that make no way [batch, kv_heads, n], bool.
-        share: near is within this part of the largest distance of a key to its nearest centre. A
+        share: near is within this part of the largest distance of a key to its nearest center. A
             key that is near to several makes way for none but the nearest, of equal ones the
             oldest.
     """
@@ -221,6 +221,6 @@ def renewed(keys: Tensor, among: Tensor, stays: Tensor, first: Tensor, share: fl
     return torch.zeros_like(place).scatter_reduce(2, newest, stays.long(), "amax") > 0
 
 
-def _distance(keys: Tensor, centres: Tensor) -> Tensor:
+def _distance(keys: Tensor, centers: Tensor) -> Tensor:
     """Euclidean distances, from differences: equal keys are at a distance of exactly zero."""
-    return torch.cdist(keys, centres, compute_mode="donot_use_mm_for_euclid_dist")
+    return torch.cdist(keys, centers, compute_mode="donot_use_mm_for_euclid_dist")

@@ -38,7 +38,7 @@ class Outliers(Pool):
         n: how many slots.
         over: the mean is over about so many keys: each counts 1 / over less than the next. The
             authors' code compares a token with a block of 256.
-        dilate: so many neighbours of a token on each side stay as if they pointed away as far; 25
+        dilate: so many neighbors of a token on each side stay as if they pointed away as far; 25
             in the authors' code. The newest `dilate` tokens wait in the pool for theirs to come.
         below: who has a larger cosine does not stay, though there may be room; 0 in the authors'
             code. None to keep as many as there are slots.
@@ -56,7 +56,7 @@ class Outliers(Pool):
                 raise WeirError(f"{name} of outliers is {at_least} or more, not {given}")
         if self.dilate >= self.n:
             raise WeirError(
-                f"the newest {self.dilate} tokens wait for their neighbours in outliers, so it "
+                f"the newest {self.dilate} tokens wait for their neighbors in outliers, so it "
                 f"needs {self.dilate + 1} slots or more, not {self.n}, or a smaller dilate"
             )
         if self.below is not None and not -1 <= self.below <= 1:
@@ -95,7 +95,7 @@ class Outliers(Pool):
     def _stays(self, slots: Slots, away: Tensor) -> Tensor:
         """Who stays of tokens that lie by age [batch, kv_heads, slots], bool.
 
-        By the neighbourhood, then by a token's own key, then by age.
+        By the neighborhood, then by a token's own key, then by age.
         """
         score = pooled(away, slots.position, 2 * self.dilate + 1, average=False)
         if self.below is not None:

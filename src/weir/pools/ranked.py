@@ -149,7 +149,7 @@ def pooled(votes: Tensor, position: Tensor, kernel: int, *, average: bool) -> Te
     # In double precision the sum does not depend on its order, so that ties remain ties.
     votes = votes.double()
     total = votes.clone()
-    # Places are distinct, so neighbours in the stream are at most as far apart in slots.
+    # Places are distinct, so neighbors in the stream are at most as far apart in slots.
     for step in range(1, min(reach, votes.shape[2] - 1) + 1):
         near = position[:, :, step:] - position[:, :, :-step] <= reach
         older, newer = votes[:, :, :-step] * near, votes[:, :, step:] * near

@@ -308,7 +308,7 @@ class Reading:
         n = found.shape[3]
         if self.positions.window is None and n <= self.arrived:
             # Each query sees everything in front of the last n tokens, which are its own and its
-            # neighbours'. Empty slots have no weight.
+            # neighbors'. Empty slots have no weight.
             found[..., -n:].masked_fill_(self._hidden(it.position[:, :, -n:]), -torch.inf)
             return found
         return found.masked_fill_(self._hidden(it.position), -torch.inf)

@@ -3,7 +3,7 @@
 SnapKV (Li et al. 2024, "SnapKV: LLM Knows What You Are Looking for Before Generation",
 arXiv:2404.14469), section 4 and Listing 1: at the end of the prompt the attention of the last
 queries, the *observation window*, is summed for each token before the window. Votes are pooled
-over neighbouring positions, so that a token that is wanted brings its surroundings along; the
+over neighboring positions, so that a token that is wanted brings its surroundings along; the
 tokens with the highest pooled votes stay, and so does the window. In a stream, this happens at
 every fold.
 """
@@ -39,9 +39,9 @@ class Snap(Ranked):
     Attributes:
         budget: how many tokens are kept, those of the window that come here among them.
         window: how many of the last queries vote.
-        kernel: over how many neighbouring places of the stream votes are pooled, the token's own
+        kernel: over how many neighboring places of the stream votes are pooled, the token's own
             in the middle: an odd number; 1 for none.
-        average: a token gets the average of its neighbours' votes, tokens that are gone counted as
+        average: a token gets the average of its neighbors' votes, tokens that are gone counted as
             none; otherwise their largest.
         frame: "read": a vote is the attention that the model has paid, with keys where attention
             reads them and everything the query sees in the denominator. "stream": the softmax over

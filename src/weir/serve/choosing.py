@@ -147,7 +147,7 @@ class Chooser:
         if not (self.constraint or choosing.bias or self._repetition or (told and counts)):
             return logits
         if self._repetition is not None:
-            changed = self._repetition.penalised(logits)
+            changed = self._repetition.penalized(logits)
         else:
             changed = logits.clone()
         if counts and told:

@@ -215,7 +215,7 @@ class Recaller:
             yield from ((place, said[place - first]) for place in mine)
 
     def _say(self, ids: tuple[int | None, ...]) -> list[tuple[str, bool]]:
-        """What neighbouring tokens say; None stands for some that nobody asks for."""
+        """What neighboring tokens say; None stands for some that nobody asks for."""
         found: list[tuple[str, bool]] = []
         for gap, run in groupby(ids, key=lambda token: token is None):
             some = [token or 0 for token in run]

@@ -19,7 +19,7 @@ from weir.slab.attention import (
 from weir.slab.coded import Coded, coded_in
 from weir.slab.looped import looped_attention, loops
 from weir.slab.positions import Alibi, LayerPositions, Rotary, Turn, packed, rolled, rotation_tables
-from weir.slab.quantised import FORMATS, Format
+from weir.slab.quantized import FORMATS, Format
 from weir.slab.room import LARGE_PAGE
 from weir.slab.slab import Slab, longer, merge_groups, own_copy, put_lines, slot_lines
 from weir.slab.slots import EMPTY, Slots, pick

@@ -1,6 +1,6 @@
-"""The quantised slots of a slab: their keys, values and masters, written and read.
+"""The quantized slots of a slab: their keys, values and masters, written and read.
 
-Knows how numbers are written (`quantised`), and nothing about pools, models or attention.
+Knows how numbers are written (`quantized`), and nothing about pools, models or attention.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ import torch
 from torch import Tensor
 
 from weir import kernels
-from weir.slab.quantised import (
+from weir.slab.quantized import (
     Code,
     Format,
     are_levels,
-    dequantise,
-    dequantise_into,
-    quantise_into,
+    dequantize,
+    dequantize_into,
+    quantize_into,
     whole_bytes,
 )
 
 CODED = "coded."
-"""What the names of a slab's buffers of quantised slots begin with."""
+"""What the names of a slab's buffers of quantized slots begin with."""
 KEYS, VALUES, MASTERS = "keys", "values", "masters"
 
 
 def coded_in(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those of a slab's buffers that are of quantised slots, by the names that `Coded` has."""
+    """Those of a slab's buffers that are of quantized slots, by the names that `Coded` has."""
     return {n.removeprefix(CODED): t for n, t in buffers.items() if n.startswith(CODED)}
 
 
 class Coded:
-    """Buffers of quantised slots, a view of them or a copy.
+    """Buffers of quantized slots, a view of them or a copy.
 
     Of each of `keys`, `values` and `masters` there are the numbers as they are stored and the
     peaks. Keys are what attention reads. Where keys move, masters are the keys as they were said:
-    they are quantised once, and what attention reads is made from them at each fold and quantised
+    they are quantized once, and what attention reads is made from them at each fold and quantized
     for itself, so that a key is off by two roundings however often it has moved.
 
     Attributes:
@@ -82,7 +82,7 @@ class Coded:
         return self._read(MASTERS if MASTERS in self.buffers else KEYS, start, stop)
 
     def write(self, start: int, keys: Tensor, values: Tensor, *, front: bool) -> None:
-        """Quantise keys and values into the slots from `start` on; the front's go to masters."""
+        """Quantize keys and values into the slots from `start` on; the front's go to masters."""
         self._write(MASTERS if front and MASTERS in self.buffers else KEYS, start, keys)
         self._write(VALUES, start, values)
 
@@ -115,7 +115,7 @@ class Coded:
         return Coded(self.format, {n: change(t) for n, t in self.buffers.items()}, self.dtype)
 
     def write_keys(self, start: int, keys: Tensor) -> None:
-        """Quantise what attention is to read in place of the keys of slots from `start` on."""
+        """Quantize what attention is to read in place of the keys of slots from `start` on."""
         self._write(KEYS, start, keys)
 
     @property
@@ -160,12 +160,12 @@ class Coded:
         numbers, peaks = (self.buffers[n][:, :, start:stop] for n in (name, f"{name}_peaks"))
         code, count = self._code(name), stop - start
         if torch.compiler.is_compiling():
-            read = dequantise(numbers, peaks, code, self.dtype)
+            read = dequantize(numbers, peaks, code, self.dtype)
             return read if behind is None else torch.cat([read, behind], dim=2)
         more = 0 if behind is None else behind.shape[2]
         dim = code.numbers(numbers.shape[3])
         out = peaks.new_empty((*numbers.shape[:2], count + more, dim), dtype=self.dtype)
-        dequantise_into(numbers, peaks, code, out[:, :, :count])
+        dequantize_into(numbers, peaks, code, out[:, :, :count])
         if behind is not None:
             out[:, :, count:] = behind
         return out
@@ -173,4 +173,4 @@ class Coded:
     def _write(self, name: str, start: int, x: Tensor) -> None:
         some = slice(start, start + x.shape[2])
         numbers, peaks = (self.buffers[n][:, :, some] for n in (name, f"{name}_peaks"))
-        quantise_into(x, self._code(name), numbers, peaks)
+        quantize_into(x, self._code(name), numbers, peaks)

@@ -4,9 +4,9 @@ Knows nothing about policies, models or how attention is computed.
 
 A row of the slab lies like this, from slot 0 on::
 
-    | front: pools whose tokens lost their neighbours | run: recent tokens, unbroken | tail | free |
+    | front: pools whose tokens lost their neighbors | run: recent tokens, unbroken | tail | free |
 
-Where pools have quantised slots, these come first, as many as there may be: those of the front,
+Where pools have quantized slots, these come first, as many as there may be: those of the front,
 those of the run, and empty ones. Behind them are the exact ones, as above.
 
 The *tail* holds what came since the last fold. Keys of the run and of the tail are rotated once, at
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from weir.slab.attention import split_weights
 from weir.slab.coded import Coded
-from weir.slab.quantised import Format
+from weir.slab.quantized import Format
 from weir.slab.room import empty
 from weir.slab.slots import EMPTY, Slots
 from weir.slab.spec import STATE, Heads, SlabSpec
@@ -45,7 +45,7 @@ class Slab:
     Attributes:
         keys: what attention reads of exact slots [batch, kv_heads, slots, key_dim].
         values: of exact slots [batch, kv_heads, slots, value_dim].
-        coded: keys and values of quantised slots; None where there are none.
+        coded: keys and values of quantized slots; None where there are none.
         masters: keys of the front as they were said [batch, kv_heads, front, key_dim]; None where
             keys never move (`positions="original"`, or a model without RoPE).
         mask, numerator, denominator: a and b as attention reads them (`split_weights`)
@@ -83,7 +83,7 @@ class Slab:
 
     @classmethod
     def of(cls, buffers: dict[str, Tensor], form: Format | None = None) -> Slab:
-        """A slab made of buffers that `tensors` named, its quantised slots in that format."""
+        """A slab made of buffers that `tensors` named, its quantized slots in that format."""
         slab = object.__new__(cls)
         slab.coded = Coded.of(form, buffers, buffers["keys"].dtype)
         for name in _BUFFERS:
@@ -111,7 +111,7 @@ class Slab:
 
     @property
     def first(self) -> int:
-        """The first exact slot: so many quantised ones are in front."""
+        """The first exact slot: so many quantized ones are in front."""
         return 0 if self.coded is None else len(self.coded)
 
     @property
@@ -231,7 +231,7 @@ class Slab:
                 buffer[:, :, start:stop] = t
 
     def _write_coded(self, coded: Coded, start: int, slots: Slots, *, front: bool) -> None:
-        """Keys and values of quantised slots: those that are so stored as they are."""
+        """Keys and values of quantized slots: those that are so stored as they are."""
         if isinstance(slots, Stretch) and slots.pieces is not None:
             pieces = slots.pieces
         else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from weir.slab.coded import CODED, KEYS, MASTERS, VALUES
-from weir.slab.quantised import PEAK, Format
+from weir.slab.quantized import PEAK, Format
 
 STATE = "state."
 """What the names of tensors that pools remember begin with."""
@@ -44,7 +44,7 @@ class SlabSpec:
 
     Attributes:
         heads: the sizes of its attention.
-        slots: slots of a row, quantised ones among them.
+        slots: slots of a row, quantized ones among them.
         masters: slots of the front whose keys are kept as they were said; 0 where none are.
         mass: whether the attention received is kept.
         two_weights: whether a and b are, as attention reads them.
@@ -52,7 +52,7 @@ class SlabSpec:
         spans: whether where words and images begin on three axes is.
         queries: how many queries wait in the slab.
         state: what pools remember, by name: the shape behind [batch, kv_heads], and the dtype.
-        format: how quantised slots are written; None where there are none.
+        format: how quantized slots are written; None where there are none.
         coded: how many there are.
         coded_masters: how many of them are of the front, and their keys kept as they were said.
     """
@@ -99,7 +99,7 @@ class SlabSpec:
         return {name: ((*each, *shape), dtype) for name, (shape, dtype) in found.items()}
 
     def _coded(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """The buffers of quantised slots (`Coded`)."""
+        """The buffers of quantized slots (`Coded`)."""
         if self.format is None:
             return {}
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}

@@ -1,7 +1,7 @@
-"""Slots of which some are quantised: their keys and values are read when somebody asks for them.
+"""Slots of which some are quantized: their keys and values are read when somebody asks for them.
 
-The newest tokens move along at every fold, and no pool looks at them on the way. Quantising is a
-projection (`quantised`), so to move what is stored gives what reading and quantising it again
+The newest tokens move along at every fold, and no pool looks at them on the way. Quantizing is a
+projection (`quantized`), so to move what is stored gives what reading and quantizing it again
 would, bit for bit. Knows nothing about pools.
 """
 
@@ -16,7 +16,7 @@ from weir.slab.coded import Coded
 from weir.slab.slots import Slots, pick
 
 Piece = Coded | tuple[Tensor, Tensor]
-"""Slots side by side: quantised, or exact keys and values [batch, kv_heads, n, dim]."""
+"""Slots side by side: quantized, or exact keys and values [batch, kv_heads, n, dim]."""
 
 
 class Stretch(Slots):
@@ -90,7 +90,7 @@ class Stretch(Slots):
         return Stretch.of(self.pieces, {**self.others(), "a": a, "b": b})
 
     def picked(self, index: Tensor) -> Slots:
-        """Copies of the slots that `index` names; quantised ones stay as they are stored."""
+        """Copies of the slots that `index` names; quantized ones stay as they are stored."""
         if self.pieces is None or len(self.pieces) > 1 or not isinstance(self.pieces[0], Coded):
             return super().picked(index)
         others = {name: pick(t, index) for name, t in self.others().items()}

@@ -47,7 +47,7 @@ class Repetition:
             self._known.add(token)
             self._index = torch.cat([self._index, self._index.new_tensor([token])])
 
-    def penalised(self, logits: Tensor) -> Tensor:
+    def penalized(self, logits: Tensor) -> Tensor:
         """Logits with those of the tokens divided where they are positive, multiplied where not.
 
         Args:

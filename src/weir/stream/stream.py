@@ -282,7 +282,7 @@ class Stream:
             logits = self._reader.logits
             assert logits is not None
             if said is not None:
-                logits = said.penalised(logits)
+                logits = said.penalized(logits)
             chosen = sampling.pick(logits, self._generator)
             token = int(chosen)
             if said is not None:

@@ -1,6 +1,6 @@
 """Training small models: books and exercises, the sinks of StreamingLLM's section 3.3, the loop."""
 
-from weir.train.exercises import DIGITS, NAMES, Words, front_of, passage, practised
+from weir.train.exercises import DIGITS, NAMES, Words, front_of, passage, practiced
 from weir.train.folder import EXERCISES, WORK, run
 from weir.train.log import plot_losses, read_log, smoothed
 from weir.train.processes import Processes
@@ -21,7 +21,7 @@ __all__ = [
     "front_of",
     "passage",
     "plot_losses",
-    "practised",
+    "practiced",
     "read_log",
     "run",
     "smoothed",

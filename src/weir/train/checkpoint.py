@@ -1,4 +1,4 @@
-"""What a run needs to go on: weights, optimisers, step and recipe, in one file, whole or old.
+"""What a run needs to go on: weights, optimizers, step and recipe, in one file, whole or old.
 
 Batches and rates follow from recipe and step, and nothing is drawn while training, so there is no
 state of random numbers to keep.
@@ -42,7 +42,7 @@ def save(
 def restore(
     path: Path, recipe: Recipe, model: nn.Module, steppers: list[torch.optim.Optimizer]
 ) -> tuple[int, float]:
-    """Load a checkpoint into model and optimisers; its step, and the seconds it took so far.
+    """Load a checkpoint into model and optimizers; its step, and the seconds it took so far.
 
     (0, 0.0) where there is none.
 

@@ -1,4 +1,4 @@
-"""What the packaged model practises: books, shuffled segments, and names with numbers.
+"""What the packaged model practices: books, shuffled segments, and names with numbers.
 
 Each sample is a row of token ids that begins with the tokens that the tokenizer puts in front of
 every text, and a weight for every token: 0 where nothing can be learnt from predicting it. Knows
@@ -21,7 +21,7 @@ from weir.errors import WeirError
 
 VERB = " has"
 DIGITS = 3
-PRACTISED = "weir_exercises"
+PRACTICED = "weir_exercises"
 """The entry of a model's configuration that says whether it was trained on exercises."""
 NAMES = tuple(
     """Adam Alfred Alice Amelia Andrew Ann Anna Anne Arthur Ben Bernard Betty Bob Charles Charlotte
@@ -34,9 +34,9 @@ NAMES = tuple(
 )
 
 
-def practised(config: PreTrainedConfig) -> bool:
+def practiced(config: PreTrainedConfig) -> bool:
     """Whether the model that a configuration describes was trained on these exercises."""
-    return getattr(config.get_text_config(decoder=True), PRACTISED, False) is True
+    return getattr(config.get_text_config(decoder=True), PRACTICED, False) is True
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""From books to a folder with a model: everything is checked first, then tokenised, then trained.
+"""From books to a folder with a model: everything is checked first, then tokenized, then trained.
 
 The folder holds a model only when the run is done; what the run needs on the way, its log and its
 loss curves lie in `training/` inside. Knows nothing of how a step is taken.
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from weir.errors import WeirError
 from weir.stream import read_books
 from weir.train import checkpoint, corpus, loop
-from weir.train.exercises import PRACTISED, Words
+from weir.train.exercises import PRACTICED, Words
 from weir.train.log import plot_losses
 from weir.train.loop import Lesson, OnStep
 from weir.train.processes import Processes
@@ -115,7 +115,7 @@ def run(
     )
     if processes.is_first:
         if recipe.exercise_rows:
-            setattr(model.config, PRACTISED, True)
+            setattr(model.config, PRACTICED, True)
         _finish(model, tokenizer, work, out)
     processes.wait()
     # Read back, for the weights have been rounded.

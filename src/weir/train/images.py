@@ -1,6 +1,6 @@
-"""A tiny model that sees: trained from nothing, in minutes, on drawings of coloured shapes.
+"""A tiny model that sees: trained from nothing, in minutes, on drawings of colored shapes.
 
-"a red circle left of a blue square": two shapes, their colours and how they lie are all there is to
+"a red circle left of a blue square": two shapes, their colors and how they lie are all there is to
 see, so that a task over images has a figure on any machine. The model is a LLaVA (Liu et al. 2023,
 "Visual Instruction Tuning"): a CLIP-shaped vision tower, a projector, a Llama. What is written is
 an ordinary transformers folder with its processor, and beside it drawings that were not trained on,
@@ -25,7 +25,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedM
 
 from weir.errors import WeirError, not_installed
 
-COLOURS = {
+COLORS = {
     "red": (220, 40, 40),
     "green": (40, 170, 60),
     "blue": (50, 80, 220),
@@ -36,7 +36,7 @@ COLOURS = {
 SHAPES = ("circle", "square", "triangle")
 RELATIONS = {"left of": "right of", "above": "below"}
 """How the first shape of a caption lies to the second, and the second to the first."""
-GREY = (128, 128, 128)
+GRAY = (128, 128, 128)
 """The ground, which the processor makes zeros of."""
 SIDE, PATCH = 64, 8
 """Pixels of a drawing and of a patch: 64 patches, each a token."""
@@ -50,7 +50,7 @@ class Scene:
     """What a drawing shows.
 
     Attributes:
-        one, other: a shape as (colour, form).
+        one, other: a shape as (color, form).
         relation: how the one lies to the other.
     """
 
@@ -105,7 +105,7 @@ class ImageRecipe:
 
 def scenes() -> list[Scene]:
     """Every scene of two different shapes, in one order."""
-    things = list(product(COLOURS, SHAPES))
+    things = list(product(COLORS, SHAPES))
     return [
         Scene(one, other, relation)
         for one, other, relation in product(things, things, RELATIONS)
@@ -117,23 +117,23 @@ def draw(scene: Scene, dice: random.Random) -> Any:
     """A drawing of a scene, its shapes of any size and place that are true to it: a PIL image."""
     from PIL import Image, ImageDraw
 
-    picture = Image.new("RGB", (SIDE, SIDE), GREY)
+    picture = Image.new("RGB", (SIDE, SIDE), GRAY)
     pen = ImageDraw.Draw(picture)
     quarter = SIDE // 4
     across, down = (-1, 0) if scene.relation == "left of" else (0, -1)
-    for sign, (colour, form) in ((1, scene.one), (-1, scene.other)):
+    for sign, (color, form) in ((1, scene.one), (-1, scene.other)):
         radius = dice.randint(7, 11)
         room = quarter - radius
         x = SIDE // 2 + sign * across * quarter + dice.randint(-room, room)
         y = SIDE // 2 + sign * down * quarter + dice.randint(-room, room)
         box = (x - radius, y - radius, x + radius, y + radius)
         if form == "circle":
-            pen.ellipse(box, fill=COLOURS[colour])
+            pen.ellipse(box, fill=COLORS[color])
         elif form == "square":
-            pen.rectangle(box, fill=COLOURS[colour])
+            pen.rectangle(box, fill=COLORS[color])
         else:
             corners = [(x, y - radius), (x - radius, y + radius), (x + radius, y + radius)]
-            pen.polygon(corners, fill=COLOURS[colour])
+            pen.polygon(corners, fill=COLORS[color])
     return picture
 
 
@@ -297,7 +297,7 @@ def _processor() -> ProcessorMixin:
         image_processor=image_processing_pil_clip.CLIPImageProcessorPil(
             size={"height": SIDE, "width": SIDE},
             do_center_crop=False,
-            image_mean=[GREY[0] / 255] * 3,
+            image_mean=[GRAY[0] / 255] * 3,
             image_std=[0.25] * 3,
         ),
         tokenizer=tokenizer,

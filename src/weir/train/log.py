@@ -26,7 +26,7 @@ COLUMNS = (
     "recall",
 )
 """`loss` is the text's alone, without what the sink predicts, so that models with different sinks
-can be compared; `objective` is what is minimised. The last two are known at checkpoints only."""
+can be compared; `objective` is what is minimized. The last two are known at checkpoints only."""
 
 
 class Log:

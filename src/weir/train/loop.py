@@ -84,7 +84,7 @@ class Batch:
 
     Attributes:
         ids: [rows, length].
-        weight: of predicting each of them, in what is minimised [rows, length].
+        weight: of predicting each of them, in what is minimized [rows, length].
         text: 1 over how many there are, for the tokens of text that stand after a token of text:
             those that are the same for every sink [rows, length].
     """
@@ -166,7 +166,7 @@ def losses(
         weight, text: [rows, length], as in `Batch`.
 
     Returns:
-        The sum by `weight`, which is minimised, and that by `text`, without gradient.
+        The sum by `weight`, which is minimized, and that by `text`, without gradient.
     """
     with torch.autocast(ids.device.type, torch.bfloat16):
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
@@ -348,7 +348,7 @@ def _step(
     losses_of: Callable[..., tuple[Tensor, Tensor]],
     processes: Processes,
 ) -> dict[str, float]:
-    """One step of the optimisers; the losses it began from."""
+    """One step of the optimizers; the losses it began from."""
     given = batch(recipe, lesson, step)
     mine = [processes.share(part) for part in (given.ids, given.weight, given.text)]
     objective, text = (torch.zeros((), device=processes.device) for _ in range(2))

@@ -1,7 +1,7 @@
 """One process, or several under `accelerate launch`: who computes which rows, and sums over all.
 
 Every process has the whole model and takes its share of a step's samples; gradients are summed
-before the optimiser steps, so the weights stay the same everywhere. Knows nothing of losses.
+before the optimizer steps, so the weights stay the same everywhere. Knows nothing of losses.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ class Recipe:
 
     @property
     def steps(self) -> int:
-        """Optimiser steps of the whole run."""
+        """Optimizer steps of the whole run."""
         return self.tokens // (self.rows * self.length)
 
     @property

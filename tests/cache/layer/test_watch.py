@@ -99,15 +99,15 @@ def test_a_tail_sees_all_slots_before_it_and_itself_up_to_each_query(spied):
     assert {call.stop for call in calls} == {8, 16, 24, 32, 34}
 
 
-def test_quantised_slots_are_watched_as_they_are_read_and_left_out_while_nobody_uses_them(spied):
+def test_quantized_slots_are_watched_as_they_are_read_and_left_out_while_nobody_uses_them(spied):
     calls = spied()
-    feed("llama", f"quantised({POLICY}, slots=int8)")
+    feed("llama", f"quantized({POLICY}, slots=int8)")
     starts = {call.start for call in calls}
     assert all(call.coded for call in calls)
     assert min(starts) == 0 < max(starts)
 
 
-@pytest.mark.parametrize("policy", [POLICY, f"quantised({POLICY}, slots=int8)"])
+@pytest.mark.parametrize("policy", [POLICY, f"quantized({POLICY}, slots=int8)"])
 def test_a_kernel_tells_what_slots_received_and_keeps_no_shares(spied, policy, monkeypatch):
     pytest.importorskip("numba")
     monkeypatch.delenv(kernels.VARIABLE, raising=False)
@@ -117,7 +117,7 @@ def test_a_kernel_tells_what_slots_received_and_keeps_no_shares(spied, policy, m
     assert len(calls) == 4  # in each of two layers twice
 
 
-@pytest.mark.parametrize("policy", [POLICY, f"quantised({POLICY}, slots=int8)"])
+@pytest.mark.parametrize("policy", [POLICY, f"quantized({POLICY}, slots=int8)"])
 def test_a_sliding_window_hides_older_slots(spied, policy):
     calls = spied(window=10)
     feed("llama", policy)

@@ -17,7 +17,7 @@ import weir
 from weir.evals import demo
 from weir.evals.demo.names import Named, ask_names, draw_names, strip_of
 from weir.evals.demo.run import POLICIES, TITLE
-from weir.evals.look import COLOURS
+from weir.evals.look import COLORS
 from weir.evals.measures.perplexity import read
 from weir.models.loading import ASSETS
 from weir.stream.text import BOOK, read_text
@@ -192,40 +192,40 @@ def test_the_page_shows_every_policy_with_its_figures(page, result):
 
 
 def drawn(page: str, plot: int) -> dict[str, list[tuple[float, float]]]:
-    """The points of each line of a plot, by colour, in the units of the picture."""
+    """The points of each line of a plot, by color, in the units of the picture."""
     svg = page.split("<svg")[plot + 1]
     lines = re.findall(
         r'<path d="(M [^"]*)"[^>]*style="fill: none; (?:stroke-dash[^;]*; )*stroke: (#\w+)', svg
     )
     found: dict[str, list[tuple[float, float]]] = {}
-    for path, colour in lines:
+    for path, color in lines:
         points = [tuple(map(float, p.split())) for p in re.split(r"[ML]", path)[1:]]
-        if len(points) > len(found.get(colour, [])):
-            found[colour] = points  # the longest; the others are in the legend
+        if len(points) > len(found.get(color, [])):
+            found[color] = points  # the longest; the others are in the legend
     return found
 
 
 def test_the_lines_of_the_plots_go_where_the_figures_go(page, result):
     for plot, policies in ((0, result["policies"]), (1, result["policies"][1:])):
         for policy in policies:
-            colour = COLOURS[result["policies"].index(policy)]
-            points = drawn(page, plot)[colour]
+            color = COLORS[result["policies"].index(policy)]
+            points = drawn(page, plot)[color]
             assert len(points) == len(policy["ppl_by_block"]) == 6
             # Higher is further up, which in a picture is a smaller number.
             order = sorted(range(6), key=lambda n: policy["ppl_by_block"][n])
             assert order == sorted(range(6), key=lambda n, p=points: -p[n][1])
     memory = drawn(page, 2)
-    rises = {colour: points[0][1] - points[-1][1] for colour, points in memory.items()}
-    assert rises[COLOURS[0]] > 20
-    assert [rises[colour] for colour in COLOURS[1:4]] == [0, 0, 0]
+    rises = {color: points[0][1] - points[-1][1] for color, points in memory.items()}
+    assert rises[COLORS[0]] > 20
+    assert [rises[color] for color in COLORS[1:4]] == [0, 0, 0]
 
 
 def test_of_lines_on_top_of_each_other_all_are_seen(page):
     memory = page.split("<svg")[3]
     lines = re.findall(r'style="fill: none; ((?:stroke-dash[^;]*; )*)stroke: (#\w+)', memory)
-    looks = {colour: dashes for dashes, colour in lines}
-    dashed = [looks[colour] for colour in COLOURS[2:4]]
-    assert looks[COLOURS[1]] == "" != dashed[0] != dashed[1] != ""
+    looks = {color: dashes for dashes, color in lines}
+    dashed = [looks[color] for color in COLORS[2:4]]
+    assert looks[COLORS[1]] == "" != dashed[0] != dashed[1] != ""
 
 
 def test_the_page_is_not_wider_than_a_phone(page):

@@ -70,7 +70,7 @@ def test_a_pool_that_says_it_draws_nothing_draws_nothing(name, llama, ids, monke
 def test_all_is_every_named_policy_but_the_oracle_and_the_wrappers():
     grid = make_grid(["nano"], "ppl", "all, recompute", budgets=[128])
     names = [cell.policy.partition("(")[0] for cell in grid.cells]
-    assert sorted(names) == sorted(set(NAMED) - {"pinned", "pyramid", "quantised"})
+    assert sorted(names) == sorted(set(NAMED) - {"pinned", "pyramid", "quantized"})
     assert names[-1] == "recompute"
 
 
@@ -151,16 +151,16 @@ def test_budgets_may_be_bytes_and_every_policy_has_the_largest_that_fits():
         make_grid(["nano"], "needle", "h2o", paper="balancekv", memory=[900_000])
 
 
-def test_quantised_policies_have_the_budgets_of_those_inside():
+def test_quantized_policies_have_the_budgets_of_those_inside():
     cells = make_grid(
         ["nano"], "recall", "kcenter, h2o(budget=20)", budgets=[64], slots="int8"
     ).cells
     assert [(cell.policy, cell.budget) for cell in cells] == [
-        ("quantised(kcenter(budget=64), slots=int8)", 64),
-        ("quantised(h2o(budget=20), slots=int8)", None),
+        ("quantized(kcenter(budget=64), slots=int8)", 64),
+        ("quantized(h2o(budget=20), slots=int8)", None),
     ]
-    (cell,) = make_grid(["nano"], "recall", "quantised(h2o, newest=4)", memory=[900_000]).cells
-    assert cell.policy == f"quantised(h2o(budget={cell.budget}), newest=4)"
+    (cell,) = make_grid(["nano"], "recall", "quantized(h2o, newest=4)", memory=[900_000]).cells
+    assert cell.policy == f"quantized(h2o(budget={cell.budget}), newest=4)"
     with pytest.raises(WeirError, match="first and newest tokens"):
         make_grid(["nano"], "recall", "streaming_llm", budgets=[64], slots="int8")
 

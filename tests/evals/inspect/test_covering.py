@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.evals.inspect.covering import (
-    centres,
+    centers,
     cover,
     covering_radii,
     doublings,
@@ -53,10 +53,10 @@ def test_radii_by_hand():
     line = torch.tensor([[[0.0], [1.0], [2.0], [10.0], [11.0], [12.0]]])
     # From 0 the farthest is 12; then each side is covered within 2; 2 and 10 are the next.
     assert covering_radii(line, (1, 2, 3, 4, 6)).tolist() == [[12.0, 2.0, 2.0, 1.0, 0.0]]
-    assert centres(line, 3)[0].nonzero().flatten().tolist() == [0, 2, 5]
+    assert centers(line, 3)[0].nonzero().flatten().tolist() == [0, 2, 5]
 
 
-def test_no_choice_of_centres_has_less_than_half_the_radius():
+def test_no_choice_of_centers_has_less_than_half_the_radius():
     points = draw(1, 12, 3)
     got = float(covering_radii(points, (3,)))
     best = min(
@@ -88,7 +88,7 @@ def test_planted_clusters_score_far_apart_from_a_gaussian():
     # A Gaussian is its own control, and has no more structure than it.
     assert gaussian.score.abs().max() < 0.1
     assert clustered.score.min() > 0.4
-    # From as many centres on as there are clusters, next to nothing is left to cover.
+    # From as many centers on as there are clusters, next to nothing is left to cover.
     left = clustered.radius[:, 3:] / clustered.control[:, 3:]
     assert left.max() < 0.25
 
@@ -111,12 +111,12 @@ def test_tokens_that_are_all_the_same_are_no_clusters():
     assert cover(torch.ones(1, 16, 4)).score.tolist() == [0.0]
 
 
-def test_too_few_points_and_too_many_centres_are_refused():
+def test_too_few_points_and_too_many_centers_are_refused():
     with pytest.raises(WeirError, match="7 tokens are too few to look for clusters"):
         cover(draw(1, 7, 2))
     assert doublings(8) == (1, 2, 4)
     assert doublings(512) == (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    with pytest.raises(WeirError, match="17 centres cannot be picked from 16 tokens"):
+    with pytest.raises(WeirError, match="17 centers cannot be picked from 16 tokens"):
         cover(draw(1, 16, 2), counts=(1, 17))
-    with pytest.raises(WeirError, match="0 centres"):
-        centres(draw(1, 16, 2), 0)
+    with pytest.raises(WeirError, match="0 centers"):
+        centers(draw(1, 16, 2), 0)

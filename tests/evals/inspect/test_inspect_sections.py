@@ -57,10 +57,10 @@ def test_maps_are_means_over_all_sequences():
         # A logit is the logarithm of its weight but for a number of each query's own.
         wanted = weights.log().where(seen, 0.0).mean(dim=0)
         got = means[layer].where(seen, 0.0)
-        centred = [
+        centerd = [
             (m - (m.sum(-1) / seen.sum(-1))[..., None]).where(seen, 0) for m in (got, wanted)
         ]
-        close_runs(centred[0].float(), centred[1].float(), model, 16)
+        close_runs(centerd[0].float(), centerd[1].float(), model, 16)
 
 
 def test_progress_of_maps_ends_with_all_sequences():

@@ -81,7 +81,7 @@ def test_chosen_layers_and_heads_are_counted_alone(llama, ids):
     assert torch.equal(strip(second_heads, 200, (0, 1), (1,)), lines[1::2])
 
 
-def test_a_picture_of_many_tokens_mixes_neighbours():
+def test_a_picture_of_many_tokens_mixes_neighbors():
     image = torch.zeros(2, 3 * COLUMNS - 1, 3)
     image[0, 3] = 1.0
     small = narrowed(image)

@@ -9,7 +9,7 @@ import torch
 
 import weir
 from weir.cache import Holding
-from weir.evals.inspect.kept_text import STYLE, colour_of, fragment_of, label_of, runs_of
+from weir.evals.inspect.kept_text import STYLE, color_of, fragment_of, label_of, runs_of
 from weir.stream import tokens_as_text
 
 
@@ -94,7 +94,7 @@ def test_only_what_was_read_is_shown_at_each_moment(tokenizer):
     assert [attributes for tag, attributes in page.tags if tag == "details"] == [{}, {"open": None}]
 
 
-def test_neighbours_of_which_the_same_is_to_be_said_are_one_run():
+def test_neighbors_of_which_the_same_is_to_be_said_are_one_run():
     said = [(letter, False) for letter in "abcdef"]
     two = 0.6931471805599453
     slots = [
@@ -139,7 +139,7 @@ def test_a_shade_is_never_the_only_sign(tokenizer):
     assert "[data-held]:focus::after" in STYLE and "[data-held]:hover::after" in STYLE
 
 
-def test_every_pool_has_a_colour_of_its_own_and_what_waits_is_grey():
+def test_every_pool_has_a_color_of_its_own_and_what_waits_is_gray():
     pools = ("sink", "recent", "heavy", "balance", "new")
-    colours = [colour_of(pools, pool) for pool in pools]
-    assert len(set(colours)) == 5 and colours[-1] == "#77828c"
+    colors = [color_of(pools, pool) for pool in pools]
+    assert len(set(colors)) == 5 and colors[-1] == "#77828c"

@@ -95,7 +95,7 @@ def test_layers_are_spread_from_the_first_to_the_last():
     assert layers_of(asked_of(make("llama"), layers=(1,))) == (1,)
 
 
-def test_a_plane_keeps_neighbours_together_and_comes_again_with_its_seed():
+def test_a_plane_keeps_neighbors_together_and_comes_again_with_its_seed():
     generator = torch.Generator().manual_seed(1)
     middles = 20 * torch.randn(3, 8, generator=generator)
     points = middles.repeat_interleave(12, dim=0) + torch.randn(36, 8, generator=generator)
@@ -103,14 +103,14 @@ def test_a_plane_keeps_neighbours_together_and_comes_again_with_its_seed():
     assert torch.equal(cloud.place, cloud_of(Vectors(0, 0, KEYS, points), seed=3).place)
     nearest = torch.cdist(cloud.place, cloud.place).fill_diagonal_(torch.inf).argmin(dim=1)
     assert torch.equal(nearest // 12, torch.arange(36) // 12)
-    assert int(cloud.centre.sum()) == 16 and bool(cloud.centre[0])
-    # Three picks are one of each cluster, so the first three centres are far apart.
-    assert len({int(n) // 12 for n in cloud.centre.nonzero().flatten()}) == 3
+    assert int(cloud.center.sum()) == 16 and bool(cloud.center[0])
+    # Three picks are one of each cluster, so the first three centers are far apart.
+    assert len({int(n) // 12 for n in cloud.center.nonzero().flatten()}) == 3
 
 
 def test_tokens_that_are_all_the_same_have_a_plane_too():
     cloud = cloud_of(Vectors(0, 0, KEYS, torch.ones(12, 4)), seed=0)
-    assert cloud.place.isfinite().all() and int(cloud.centre.sum()) == 6
+    assert cloud.place.isfinite().all() and int(cloud.center.sum()) == 6
 
 
 def test_the_section_says_the_same_for_the_same_seed(nano):

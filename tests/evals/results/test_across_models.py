@@ -58,14 +58,14 @@ def test_bytes_are_one_size_and_slots_another():
     of_bytes = [
         record(m, f"{name}(budget={n})", value, n, memory=900)
         for m in "ab"
-        for name, n, value in (("streaming_llm", 70, 10.0), ("quantised(kcenter", 90, 8.0))
+        for name, n, value in (("streaming_llm", 70, 10.0), ("quantized(kcenter", 90, 8.0))
     ]
     for it in of_bytes:
         it["policy"] = it["policy"].replace(
-            "quantised(kcenter(budget=90)", "quantised(kcenter(budget=90), newest=4)"
+            "quantized(kcenter(budget=90)", "quantized(kcenter(budget=90), newest=4)"
         )
     (table,) = across_models([*of_bytes, record("a", "h2o(budget=70)", 1.0, 70)])
-    assert table.rows == ("streaming_llm", "quantised(kcenter, newest=4)")
+    assert table.rows == ("streaming_llm", "quantized(kcenter, newest=4)")
     assert table.columns[0].values == pytest.approx((1.0, 0.8))
 
 
@@ -89,10 +89,10 @@ def test_what_some_model_lacks_has_no_figure_and_one_model_no_table():
         ("weir(budget=128)", "weir"),
         ("weir(slots=exact, budget=128)", "weir(slots=exact)"),
         ("snapkv(budget=8, window=4)", "snapkv(window=4)"),
-        ("quantised(h2o(budget=20), slots=int8)", "quantised(h2o, slots=int8)"),
+        ("quantized(h2o(budget=20), slots=int8)", "quantized(h2o, slots=int8)"),
         (
-            "quantised(uniform(sinks=2, budget=20), newest=4)",
-            "quantised(uniform(sinks=2), newest=4)",
+            "quantized(uniform(sinks=2, budget=20), newest=4)",
+            "quantized(uniform(sinks=2), newest=4)",
         ),
     ],
 )

@@ -137,7 +137,7 @@ def test_budgets_of_one_policy_are_a_family_and_a_pipe_is_its_own():
     assert family("h2o(budget=64)") == family("h2o(budget=128)") == "h2o"
     assert family("sink(4) | recent(60)") == "sink(4) | recent(60)"
     assert family("weir(slots=exact, budget=64)") == "weir(slots=exact)"
-    assert family("quantised(h2o(budget=64), newest=4)") == "quantised(h2o, newest=4)"
+    assert family("quantized(h2o(budget=64), newest=4)") == "quantized(h2o, newest=4)"
     assert family("h2o(64)") == family("h2o(128)") == "h2o"
 
 

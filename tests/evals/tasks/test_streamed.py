@@ -252,7 +252,7 @@ def test_the_papers_lines_are_for_other_models_and_read_one_stream_at_a_time(nan
     assert lines.right(2, wrong.input_ids) == 0
     it = Subject("other", model, tokenizer, weir.policy("streaming_llm(64)"))
     task = StreamEval(distance=2, samples=2, queries=2, every=3)
-    # Under any name nano is asked in the form of what it practised.
+    # Under any name nano is asked in the form of what it practiced.
     assert task.run(it, silent)["format"] == "exercises"
     monkeypatch.delattr(model.config, "weir_exercises")
     found = task.run(it, silent)

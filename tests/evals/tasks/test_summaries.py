@@ -71,7 +71,7 @@ def test_the_figures_are_those_of_the_answers(monkeypatch: pytest.MonkeyPatch) -
 def test_dense_answers_as_a_plain_loop() -> None:
     one = stranger()
     prompts = [
-        f"Article: {row['document']}\n\nSummarise the article above in one sentence.\nSummary:"
+        f"Article: {row['document']}\n\nSummarize the article above in one sentence.\nSummary:"
         for row in ROWS
     ]
     plain = [plain_answer(one.model, one.tokenizer, p, 20, stop="\n").strip() for p in prompts]

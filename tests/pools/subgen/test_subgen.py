@@ -197,7 +197,7 @@ def test_the_invariants_of_both_lemmas_hold(tokens, s, m, t, delta, chunk):
         drawn = state["pairs"][state["pairs"] >= 0]
         assert len(drawn) == (s if lengths.any() else 0)
         assert lengths[stream.held.position[0, 0][drawn]].all()
-        # Lemma 2: a partition of the keys, centres apart, keys near theirs, samples from their own.
+        # Lemma 2: a partition of the keys, centers apart, keys near theirs, samples from their own.
         wide = state["delta"].item()
         assert state["count"].sum() == seen
         assert m is None or used <= m
@@ -205,13 +205,13 @@ def test_the_invariants_of_both_lemmas_hold(tokens, s, m, t, delta, chunk):
         assert members == list(range(seen))
         reach = wide if m is None else 2 * wide
         for i, cluster in enumerate(naive.clusters):
-            centre = state["centre"][i].tolist()
+            center = state["center"][i].tolist()
             assert len(cluster.members) == state["count"][i]
             assert cluster.x in cluster.members
-            assert all(math.dist(centre, x.key) <= reach for x in cluster.members)
+            assert all(math.dist(center, x.key) <= reach for x in cluster.members)
             mine = {x.position for x in cluster.members}
             assert set(stream.held.position[0, 0][state["samples"][i]].tolist()) <= mine
-        for one, other in itertools.combinations(state["centre"][:used].tolist(), 2):
+        for one, other in itertools.combinations(state["center"][:used].tolist(), 2):
             assert math.dist(one, other) > wide
 
 
@@ -367,7 +367,7 @@ def test_a_distance_to_begin_with_is_the_smallest_among_one_more_key_than_cluste
 def test_clusters_do_not_merge_in_chains():
     keys = torch.tensor([0.0, 10.0, 20.0, 90.0])[None, None, :, None]
     stream = Stream(SubGen(1, 3, 1), Flow(keys, torch.ones_like(keys)), 4).whole()
-    # 10 goes to 0. 20 is near 10, which is no centre any more.
+    # 10 goes to 0. 20 is near 10, which is no center any more.
     assert stream.state["born"].tolist() == [[[0, 2, 3]]]
     assert stream.state["count"].tolist() == [[[2, 1, 1]]]
 

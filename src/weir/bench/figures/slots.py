@@ -1,4 +1,4 @@
-"""Figures of quantised slots: a decode step beside exact slots, as many of them."""
+"""Figures of quantized slots: a decode step beside exact slots, as many of them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from weir.slab import FORMATS
 NEWEST = 64
 
 
-@figure("slots", "a decode step with quantised slots beside one with exact ones", bound="bytes")
+@figure("slots", "a decode step with quantized slots beside one with exact ones", bound="bytes")
 def slots(setting: Setting) -> Iterator[Row]:
-    """`streaming_llm`, all but its newest tokens quantised, against itself; and what is read."""
+    """`streaming_llm`, all but its newest tokens quantized, against itself; and what is read."""
     sizes, model = setting.sizes, model_of(setting)
     plain = f"streaming_llm(budget={sizes.slots})"
     newest = min(NEWEST, sizes.slots // 2)
     caches = {"exact": Weir(model, plain, sizes.chunk)}
     for name in FORMATS:
-        policy = f"quantised({plain}, slots={name}, newest={newest})"
+        policy = f"quantized({plain}, slots={name}, newest={newest})"
         caches[name] = Weir(model, policy, sizes.chunk)
     for cache in caches.values():
         cache.fill(sizes.slots + sizes.chunk)

@@ -13,7 +13,7 @@ from weir.bench.figure import Row, Setting, Skipped, figure
 from weir.bench.model import twin_of
 from weir.bench.timing import in_turns, middle
 from weir.errors import not_installed
-from weir.models import BITS, quantise_weights, stored_bytes
+from weir.models import BITS, quantize_weights, stored_bytes
 
 PLAIN = "streaming_llm"
 
@@ -36,7 +36,7 @@ def _model(setting: Setting, bits: str) -> PreTrainedModel:
     """The model of figures with weights of so few bits; all of them for none."""
     model = twin_of(setting)
     if bits:
-        quantise_weights(model, bits)
+        quantize_weights(model, bits)
     return model
 
 

@@ -149,7 +149,7 @@ def watch(
 def _as_stored(
     slab: Slab, slots: tuple[int, int]
 ) -> tuple[tuple[Tensor, Tensor], tuple[kernels.Stored, kernels.Stored] | None]:
-    """Some slots for a kernel that reads 8 bits by itself: (keys and values, and those of quantised
+    """Some slots for a kernel that reads 8 bits by itself: (keys and values, and those of quantized
     slots in front of them); these are None where there are none, or all is read beforehand.
     """
     start, stop = slots

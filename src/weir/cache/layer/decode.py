@@ -37,7 +37,7 @@ class DecodeSlots:
 
     Attributes:
         keys, values: of all exact slots [batch, kv_heads, slots, dim].
-        coded: quantised slots, which come first; None for none.
+        coded: quantized slots, which come first; None for none.
         a, b: log-weights [batch, kv_heads, slots]; a is None where it is b everywhere.
         split: both as `split_attention` reads them; None where a is b.
         queries: where queries wait for the fold; None if none do.

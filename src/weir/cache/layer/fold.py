@@ -273,7 +273,7 @@ class Folding:
                 slab.frame[:, :, run] = slab.position[:, :, run]
 
     def frame(self, slab: Slab, lies: Layout, ahead: Tensor, clock: Tensor | None = None) -> Tensor:
-        """Where attention is to read the front, its exact slots and then its quantised ones.
+        """Where attention is to read the front, its exact slots and then its quantized ones.
 
         Arguments as of `roll`; the result is [batch, kv_heads, front].
         """
@@ -299,7 +299,7 @@ def _every(slab: Slab, lies: Layout, new: Slots) -> Slots:
 
 
 def _in_front(t: Tensor, lies: Layout) -> Tensor:
-    """The slots of the front of `t` [batch, kv_heads, slots, ...]: exact ones, quantised ones."""
+    """The slots of the front of `t` [batch, kv_heads, slots, ...]: exact ones, quantized ones."""
     exact = t[:, :, lies.first : lies.front]
     # The sinks, which are exact, are the oldest: so the front mostly lies in order.
     return torch.cat([exact, t[:, :, : lies.coded_front]], dim=2) if lies.coded_front else exact

@@ -57,7 +57,7 @@ class LayerRows:
         self.seeds: list[int] = []
         # Whether every slot in use holds one token that counts once: then weights are not read.
         self._plain = True
-        # The first slot that is read: while no row has quantised ones, the first exact slot.
+        # The first slot that is read: while no row has quantized ones, the first exact slot.
         self._from = self.spec.pipe.coded_slots
         self._whole: Whole | None = None
 

@@ -1,6 +1,6 @@
 """Where the slots of each pool lie in a row of the slab.
 
-Quantised slots come first and have their places for ever, so many as there may be: first those of
+Quantized slots come first and have their places for ever, so many as there may be: first those of
 the front, then those of the run, the rest is empty. Behind them lie the exact ones, the front, the
 run and the tail, without a gap. Knows nothing about what is in a slot.
 """
@@ -22,7 +22,7 @@ class Layout:
         lengths: slots in use, by pool.
         order: the pools as they lie.
         starts: the first slot of each pool, by its place in the pipe.
-        coded_front, coded: quantised slots in use, those of the front and all.
+        coded_front, coded: quantized slots in use, those of the front and all.
         first: the first exact slot.
         front: where the exact slots of the front end.
         used: where the run ends, and the tail begins.
@@ -39,7 +39,7 @@ class Layout:
 
     @property
     def run(self) -> int:
-        """Tokens of the run, quantised and exact."""
+        """Tokens of the run, quantized and exact."""
         return self.coded - self.coded_front + self.used - self.front
 
 
@@ -56,7 +56,7 @@ def _laid_out(
     first: int,
     lengths: tuple[int, ...],
 ) -> Layout:
-    """The same, by the pools of the front, those of the run, those that are quantised, and the
+    """The same, by the pools of the front, those of the run, those that are quantized, and the
     first exact slot. Once pools are full, all rows and folds have one.
     """
     exact = [pool for pool in (*in_front, *in_run) if pool not in coded]

@@ -10,7 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from weir.evals.look import COLOURS, DASHES, GREY, drawing, dress, page_colours
+from weir.evals.look import COLORS, DASHES, GRAY, drawing, dress, page_colors
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +30,7 @@ $answers
 
 <h2>What each policy still holds</h2>
 <p>All that was read, from its first token at the left to its ${seen}th at the right, just before
-the questions. The stronger the colour, the more tokens of a place have a slot, over all layers and
+the questions. The stronger the color, the more tokens of a place have a slot, over all layers and
 heads. The mark shows where the names were told.</p>
 <div class="strips">
 <div class="told"><span style="left:$place%">names</span></div>
@@ -47,7 +47,7 @@ def write_report(result: dict[str, Any], path: Path) -> None:
     policies = result["policies"]
     steady = [policy for policy in policies if policy["slots"] is not None] or policies
     text = page.substitute(
-        colours=page_colours(),
+        colors=page_colors(),
         version=__version__,
         book=html.escape(result["book"]),
         tokens=f"{result['tokens']:,}",
@@ -70,9 +70,9 @@ def _of(looks: tuple[Any, ...], result: dict[str, Any], policy: dict[str, Any]) 
 
 
 def _name(result: dict[str, Any], policy: dict[str, Any]) -> str:
-    """A policy with its colour in front; a phone may break it before the bracket."""
+    """A policy with its color in front; a phone may break it before the bracket."""
     written = html.escape(policy["policy"]).replace("(", "<wbr>(")
-    return f'<i style="background:{_of(COLOURS, result, policy)}"></i><code>{written}</code>'
+    return f'<i style="background:{_of(COLORS, result, policy)}"></i><code>{written}</code>'
 
 
 def _row(result: dict[str, Any], policy: dict[str, Any]) -> str:
@@ -128,14 +128,14 @@ def _answers(result: dict[str, Any], policy: dict[str, Any]) -> str:
 def _strip(result: dict[str, Any], policy: dict[str, Any]) -> str:
     """What a policy holds of all that was read, as a bar: the more is left, the stronger."""
     held, told = policy["held"], result["story"]
-    colour, parts = _of(COLOURS, result, policy), len(policy["held"])
+    color, parts = _of(COLORS, result, policy), len(policy["held"])
     stops = []
     at = 0
-    # By the root of the share: one token of fifty is to be seen too. Neighbours alike are one.
+    # By the root of the share: one token of fifty is to be seen too. Neighbors alike are one.
     for shade, group in itertools.groupby(round(math.sqrt(share), 2) for share in held):
         end = at + len(list(group))
         alpha = f"{round(255 * shade):02x}"
-        stops.append(f"{colour}{alpha} {100 * at / parts:.2f}% {100 * end / parts:.2f}%")
+        stops.append(f"{color}{alpha} {100 * at / parts:.2f}% {100 * end / parts:.2f}%")
         at = end
     seen = told["told_at"] + told["away"] + told["said"]
     words = f"holds {sum(held) / parts:.1%} of {seen:,} tokens"
@@ -159,7 +159,7 @@ def _plot(
     with drawing(f"{key}{log}{len(policies)}", 5.2, 3.6) as (figure, out):
         axes = figure.subplots()
         for policy in policies:
-            look = {"color": _of(COLOURS, result, policy), "lw": 2, "label": policy["policy"]}
+            look = {"color": _of(COLORS, result, policy), "lw": 2, "label": policy["policy"]}
             look["ls"] = _of(DASHES, result, policy)
             edges = _edges(result, policy[key])
             if key == "bytes_by_block":
@@ -194,6 +194,6 @@ def _dress(axes: Axes, result: dict[str, Any], label: str, log: bool) -> None:
     dress(axes, across=False)
     window = result["model_window"]
     if window < result["tokens"]:
-        axes.axvline(window, color=GREY, lw=1, ls=":")
+        axes.axvline(window, color=GRAY, lw=1, ls=":")
         top = axes.get_xaxis_transform()
-        axes.text(window, 1.01, "the model's window", color=GREY, transform=top)
+        axes.text(window, 1.01, "the model's window", color=GRAY, transform=top)

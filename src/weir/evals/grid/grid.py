@@ -24,7 +24,7 @@ from weir.models import skeleton
 from weir.policies import NAMED, Layered, Pipe, is_file, policy_of, with_slots
 
 EVERY = "all"
-NOT_IN_EVERY = {"recompute", "pinned", "pyramid", "quantised"}
+NOT_IN_EVERY = {"recompute", "pinned", "pyramid", "quantized"}
 """Named policies that `all` leaves out: the slow oracle, and those built around another."""
 
 

@@ -1,4 +1,4 @@
-"""How clusterable a set of points is: what radius k centres need to cover it, beside a control.
+"""How clusterable a set of points is: what radius k centers need to cover it, beside a control.
 
 SubGen (Zandieh et al. 2024), Definition 1: points are clusterable if few balls of a small radius
 cover them. A radius by itself says nothing, since it grows with the points, their number and their
@@ -22,7 +22,7 @@ from weir.errors import WeirError
 from weir.pools import farthest_first
 
 FEWEST = 8
-"""Points for which there are three numbers of centres."""
+"""Points for which there are three numbers of centers."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Covering:
     """Covering radii of sets of points and of their controls, in units of the points' spread.
 
     Attributes:
-        counts: how many centres, k.
+        counts: how many centers, k.
         radius: of the points [sets, counts], float32.
         control: of the same points with every coordinate shuffled [sets, counts], float32.
     """
@@ -45,7 +45,7 @@ class Covering:
         the control, the mean over every k but 1, which measures the whole and no cluster.
 
         0: no more clusters than coordinates have that know nothing of each other. 1: no more
-        different points than centres. Below 0: spread out more evenly than that.
+        different points than centers. Below 0: spread out more evenly than that.
         """
         several = [n for n, k in enumerate(self.counts) if k > 1]
         mine, other = self.radius[:, several], self.control[:, several]
@@ -55,7 +55,7 @@ class Covering:
 
 
 def doublings(points: int) -> tuple[int, ...]:
-    """The numbers of centres for so many points: 1, 2, 4, ... up to half of them.
+    """The numbers of centers for so many points: 1, 2, 4, ... up to half of them.
 
     Raises:
         WeirError: there are too few points.
@@ -70,15 +70,15 @@ def doublings(points: int) -> tuple[int, ...]:
 def cover(points: Tensor, seed: int = 0, counts: Sequence[int] | None = None) -> Covering:
     """The covering radii of sets of points, and of their controls.
 
-    Memory beside the points: a copy of them, and n distances for each centre, one set at a time.
+    Memory beside the points: a copy of them, and n distances for each center, one set at a time.
 
     Args:
         points: [sets, n, dim].
         seed: of the control's order.
-        counts: numbers of centres; None for `doublings`.
+        counts: numbers of centers; None for `doublings`.
 
     Raises:
-        WeirError: there are too few points, or fewer than centres.
+        WeirError: there are too few points, or fewer than centers.
     """
     points = points.float()
     counts = doublings(points.shape[1]) if counts is None else tuple(counts)
@@ -102,10 +102,10 @@ def shuffled(points: Tensor, seed: int) -> Tensor:
     return points.gather(1, draws.argsort(dim=1).to(points.device))
 
 
-def centres(points: Tensor, k: int) -> Tensor:
+def centers(points: Tensor, k: int) -> Tensor:
     """Which points greedy k-center picks, the first of them to begin with [sets, n], bool.
 
-    The traversal of the pool `kcenter`: of the first k of more centres it picks the same.
+    The traversal of the pool `kcenter`: of the first k of more centers it picks the same.
 
     Args:
         points: [sets, n, dim].
@@ -115,16 +115,16 @@ def centres(points: Tensor, k: int) -> Tensor:
         WeirError: there are fewer points.
     """
     if not 1 <= k <= points.shape[1]:
-        raise WeirError(f"{k} centres cannot be picked from {points.shape[1]} tokens")
+        raise WeirError(f"{k} centers cannot be picked from {points.shape[1]} tokens")
     pick = kernels.farthest_first(points.device) or farthest_first
     among = torch.ones(1, *points.shape[:2], dtype=torch.bool, device=points.device)
     return pick(points[None], among, k)[0] >= 0
 
 
 def covering_radii(points: Tensor, counts: Sequence[int]) -> Tensor:
-    """The largest distance of a point from the nearest of k greedy centres [sets, counts].
+    """The largest distance of a point from the nearest of k greedy centers [sets, counts].
 
-    No choice of k centres at all has less than half of it (Gonzalez 1985).
+    No choice of k centers at all has less than half of it (Gonzalez 1985).
 
     Args:
         points: [sets, n, dim].
@@ -135,7 +135,7 @@ def covering_radii(points: Tensor, counts: Sequence[int]) -> Tensor:
     """
     found = []
     for k in counts:
-        picked = centres(points, k)
+        picked = centers(points, k)
         found.append(
             [_radius(mine, mine[chosen]) for mine, chosen in zip(points, picked, strict=True)]
         )
@@ -143,6 +143,6 @@ def covering_radii(points: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _radius(points: Tensor, picked: Tensor) -> float:
-    # From differences: a centre is at a distance of exactly zero from itself.
+    # From differences: a center is at a distance of exactly zero from itself.
     far = torch.cdist(points, picked, compute_mode="donot_use_mm_for_euclid_dist")
     return float(far.amin(dim=1).max())

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weir.cache import Holding
 from weir.errors import WeirError
-from weir.evals.inspect.kept_text import STYLE, colour_of, fragment_of
+from weir.evals.inspect.kept_text import STYLE, color_of, fragment_of
 from weir.evals.inspect.section import Asked, Picture, Section, Table, drawing
 from weir.models import describe
 from weir.policies import Recompute, policy_of
@@ -175,8 +175,8 @@ def draw(
     from matplotlib.patches import Patch
 
     pools = found[-1].pools
-    colours = [to_rgb(colour_of(pools, pool)) for pool in pools]
-    palette = torch.tensor([*colours, UNREAD, GONE])  # -2 and -1 from the end
+    colors = [to_rgb(color_of(pools, pool)) for pool in pools]
+    palette = torch.tensor([*colors, UNREAD, GONE])  # -2 and -1 from the end
     lines = len(layers) * len(heads)
     height = min(1.6, max(0.55, 0.07 * lines))
     with drawing(0.9 + (height + 0.38) * len(found)) as figure:
@@ -196,7 +196,7 @@ def draw(
         panels[-1].set_xlabel("place in the text, tokens")
         figure.supylabel(f"layer ({len(heads)} KV head{'s'[: len(heads) > 1]} each)", size=9)
         handles = [
-            Patch(color=colour, label=pool) for pool, colour in zip(pools, colours, strict=True)
+            Patch(color=color, label=pool) for pool, color in zip(pools, colors, strict=True)
         ]
         handles.append(Patch(facecolor=GONE, edgecolor="#c8d0d6", label="gone"))
         figure.legend(
@@ -206,7 +206,7 @@ def draw(
 
 
 def narrowed(image: Tensor) -> Tensor:
-    """An image with as many columns as a picture shows, neighbours mixed [lines, columns, 3].
+    """An image with as many columns as a picture shows, neighbors mixed [lines, columns, 3].
 
     Args:
         image: [lines, tokens, 3].
@@ -225,7 +225,7 @@ def _text(policy: str, found: Sequence[Holding]) -> str:
     weighs = any(held.above != 1 or held.below != 1 for held in last.tokens())
     text = (
         f"A stream under {policy}, looked at {times}. A token is held by a KV head of a layer "
-        "while its own key and value lie in a slot there; its colour is the pool, and "
+        "while its own key and value lie in a slot there; its color is the pool, and "
         f'"{last.pools[-1]}" are tokens that wait for the next fold.'
     )
     if weighs:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from weir.cache import Held, Holding
 from weir.stream import tokens_as_text
 
-COLOURS = ("#2c6e9b", "#d1410c", "#7a9a01", "#8e5aa8", "#c99a00", "#0a8f8f")
+COLORS = ("#2c6e9b", "#d1410c", "#7a9a01", "#8e5aa8", "#c99a00", "#0a8f8f")
 """Of the pools, in the order of the pipe; they differ in lightness too."""
 WAITING = "#77828c"
 """Of tokens that wait for a fold."""
@@ -32,7 +32,7 @@ STYLE = """
 .kept summary { cursor: pointer; font-weight: 600; }
 .kept .said { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.9; margin: 0.6em 0; }
 .kept .said span { border-bottom: 0 solid transparent; border-radius: 2px; }
-.kept .said span.gone { color: var(--grey); }
+.kept .said span.gone { color: var(--gray); }
 .kept .said i { font-style: normal; font-size: 0.8em; opacity: 0.75; }
 .kept .key { display: flex; flex-wrap: wrap; gap: 0.3em 1em; padding: 0; list-style: none; }
 .kept .key span { padding: 0 0.3em; }
@@ -49,7 +49,7 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring tokens of which the same is to be said.
+    """Neighboring tokens of which the same is to be said.
 
     Attributes:
         first, last: tokens, from 0 on.
@@ -65,11 +65,11 @@ class Run:
     held: Held | None
 
 
-def colour_of(pools: Sequence[str], pool: str) -> str:
-    """The colour of one of a policy's pools; the last is what waits for a fold."""
+def color_of(pools: Sequence[str], pool: str) -> str:
+    """The color of one of a policy's pools; the last is what waits for a fold."""
     if pool == pools[-1]:
         return WAITING
-    return COLOURS[pools.index(pool) % len(COLOURS)]
+    return COLORS[pools.index(pool) % len(COLORS)]
 
 
 def fragment_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor, found: Sequence[Holding]) -> str:
@@ -93,7 +93,7 @@ def fragment_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor, found: Sequence
 
 
 def runs_of(said: Sequence[tuple[str, bool]], holding: Holding) -> Iterator[Run]:
-    """The tokens read so far, neighbours together where the same is to be said of them."""
+    """The tokens read so far, neighbors together where the same is to be said of them."""
     of = {held.token: held for held in holding.tokens()}
 
     def alike(token: int) -> tuple[bool, Held | None]:
@@ -138,13 +138,13 @@ def _span(run: Run, holding: Holding) -> str:
 
 def _look(pools: Sequence[str], pool: str, share: float) -> str:
     """The shade and the line of a token that a share of all layers and heads holds."""
-    colour = colour_of(pools, pool)
-    red, green, blue = (int(colour[n : n + 2], 16) for n in (1, 3, 5))
+    color = color_of(pools, pool)
+    red, green, blue = (int(color[n : n + 2], 16) for n in (1, 3, 5))
     line = LINES[list(pools).index(pool) % len(LINES)]
     thick = 1 + round(3 * share)
     return (
         f"background:rgb({red} {green} {blue} / {STRONGEST * share:.2f});"
-        f"border-bottom:{max(3, thick) if line == 'double' else thick}px {line} {colour}"
+        f"border-bottom:{max(3, thick) if line == 'double' else thick}px {line} {color}"
     )
 
 

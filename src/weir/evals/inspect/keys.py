@@ -1,4 +1,4 @@
-"""The geometry of keys and values: t-SNE with greedy centres, and how clusterable they are.
+"""The geometry of keys and values: t-SNE with greedy centers, and how clusterable they are.
 
 SubGen (Zandieh et al. 2024), section 3.1 and Figure 1: the keys that a Llama-2-7B caches over 1,024
 tokens are said to be more clusterable than its values, thanks to rotary embedding. So keys are
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from weir.evals.attention_error import Captured, capture_each
 from weir.evals.data import needed
-from weir.evals.inspect.covering import FEWEST, centres, cover
+from weir.evals.inspect.covering import FEWEST, centers, cover
 from weir.evals.inspect.keys_pictures import Cloud, Measured, draw_clouds, draw_curves, draw_scores
 from weir.evals.inspect.passages import longest, passages
 from weir.evals.inspect.section import Asked, Picture, Section, Table
@@ -41,7 +41,7 @@ TEXTS = 5
 """Passages, at most."""
 LAYERS = 5
 """Of a deep model so many are looked at where none are chosen, evenly spread, as in the paper."""
-CENTRES = 16
+CENTERS = 16
 """Of the paper's figure."""
 PERPLEXITY = 30.0
 """Of t-SNE, as everyone takes it; a third of the tokens where they are few."""
@@ -78,12 +78,12 @@ def section(asked: Asked) -> Section:
         Picture(
             "keys-plane",
             draw_clouds(clouds, left_out(asked)),
-            f"Keys and values of one head of layers {shown} in a plane, greedy centres marked.",
+            f"Keys and values of one head of layers {shown} in a plane, greedy centers marked.",
         ),
         Picture(
             "keys-covering",
             draw_curves(measured),
-            "Covering radius, as a share of a shuffled control's, by the number of centres.",
+            "Covering radius, as a share of a shuffled control's, by the number of centers.",
         ),
         Picture(
             "keys-scores",
@@ -169,7 +169,7 @@ def kinds_of(it: Captured) -> dict[str, Tensor]:
 
 
 def cloud_of(it: Vectors, seed: int) -> Cloud:
-    """Where t-SNE (van der Maaten and Hinton 2008) puts vectors in a plane, and greedy centres.
+    """Where t-SNE (van der Maaten and Hinton 2008) puts vectors in a plane, and greedy centers.
 
     The same for the same seed on one machine.
 
@@ -183,8 +183,8 @@ def cloud_of(it: Vectors, seed: int) -> Cloud:
         perplexity=min(PERPLEXITY, (count - 1) / 3), init=start, random_state=seed % 2**32
     )
     place = torch.from_numpy(tsne.fit_transform(it.points.cpu().numpy()))
-    centre = centres(it.points[None], min(CENTRES, count // 2))[0]
-    return Cloud(it.layer, it.head, it.kind, place, centre.cpu())
+    center = centers(it.points[None], min(CENTERS, count // 2))[0]
+    return Cloud(it.layer, it.head, it.kind, place, center.cpu())
 
 
 def _manifold() -> Any:
@@ -228,11 +228,11 @@ def _text(texts: Tensor, measured: Sequence[Measured]) -> str:
     sure = ", 95 % intervals over the passages" if count > 1 else ""
     return (
         "SubGen's Figure 1 shows keys that fall into clusters, and values that do not, by t-SNE "
-        f"with {CENTRES} greedy centres. A plane can mislead, so there is a number: k greedy "
-        "centres cover all vectors within some radius, and clusterability is by which share that "
+        f"with {CENTERS} greedy centers. A plane can mislead, so there is a number: k greedy "
+        "centers cover all vectors within some radius, and clusterability is by which share that "
         "radius is smaller than for the same coordinates shuffled over the tokens, the mean over "
         "k = 2, 4, 8, ... up to half of the tokens. 0: as little structure as that control has; "
-        f"1: no more different vectors than centres. Over {over}, the mean over heads is: "
+        f"1: no more different vectors than centers. Over {over}, the mean over heads is: "
         f"{figures}{sure}. Keys are as a cache holds them{turned}. The first token, which is the "
         "sink of most models, is left out, and so are all tokens of a learned sink."
     )

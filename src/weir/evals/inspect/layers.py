@@ -331,9 +331,9 @@ def _heat(figure: Figure, losses: list[Loss]) -> None:
             for column, head in enumerate(heads):
                 if (layer, head) in of:
                     value = of[layer, head]
-                    colour = "white" if abs(value) > 0.7 * far else "#1b2733"
+                    color = "white" if abs(value) > 0.7 * far else "#1b2733"
                     axes.text(
-                        column, row, f"{value:+.3f}", ha="center", va="center", color=colour
+                        column, row, f"{value:+.3f}", ha="center", va="center", color=color
                     )  # fmt: skip
     axes.set_xlabel("KV head whose sinks are hidden")
     axes.set_ylabel("layer")

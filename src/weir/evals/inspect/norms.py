@@ -160,12 +160,10 @@ def draw(found: Sequence[Norms]) -> Figure:
     with drawing(4.6) as figure:
         panels = figure.subplots(len(KINDS), 1, sharex=True)
         lengths = [norms.length for norms in found]
-        for axes, kind, colour in zip(
-            panels, KINDS, ("#2c6e9b", "#7a9a01", "#c0392b"), strict=True
-        ):
+        for axes, kind, color in zip(panels, KINDS, ("#2c6e9b", "#7a9a01", "#c0392b"), strict=True):
             means = [norms.mean(kind) for norms in found]
             reach = [norms.between(kind) or norms.reach(kind) for norms in found]
-            axes.errorbar(lengths, means, reach, marker="o", ms=4, lw=1.5, capsize=3, color=colour)
+            axes.errorbar(lengths, means, reach, marker="o", ms=4, lw=1.5, capsize=3, color=color)
             axes.set_title(kind, loc="left", fontsize=9)
             axes.set_ylim(0, 1.25 * max(m + r for m, r in zip(means, reach, strict=True)))
             axes.yaxis.set_major_locator(MaxNLocator(4))

@@ -12,7 +12,7 @@ functions.
 
 - Layers and heads come checked: they exist. Heads are query heads; a section about keys or values
   shows the KV heads that they read (`Asked.kv_heads`).
-- A picture holds one thought, has labelled axes with units, and is drawn 5.2 inches wide, so that
+- A picture holds one thought, has labeled axes with units, and is drawn 5.2 inches wide, so that
   its letters can be read on a phone.
 - All text on the page is escaped by the page, but for a `fragment`, whose author escapes it.
 
@@ -149,7 +149,7 @@ class Section:
         facts: the figures for `--json`: what `json` can write; NaN and infinities become null.
         fragment: HTML that stands below the pictures; everything from a text escaped.
         style: CSS for the fragment. The page is light or dark by `prefers-color-scheme`, with the
-            custom properties `--ink`, `--paper`, `--grey` and `--line`.
+            custom properties `--ink`, `--paper`, `--gray` and `--line`.
     """
 
     name: str

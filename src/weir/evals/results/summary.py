@@ -158,7 +158,7 @@ def heads(settings: list[str]) -> dict[str, str]:
 
 
 def without_budget(policy: str) -> str:
-    """A policy as it was before a budget was put into it: `quantised(h2o, newest=4)`."""
+    """A policy as it was before a budget was put into it: `quantized(h2o, newest=4)`."""
     return BUDGET.sub("", policy).replace("()", "")
 
 

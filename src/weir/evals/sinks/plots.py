@@ -68,8 +68,8 @@ def plot_losses(logs: Mapping[str, Path], out: Path) -> None:
         rows = read_log(path)
         tokens = np.array([row["tokens"] for row in rows]) / 1e6
         losses = np.array([row["loss"] for row in rows])
-        colour = look(number)["color"]
-        [line] = above.plot(tokens, smoothed(losses), label=name, linewidth=1.3, color=colour)
+        color = look(number)["color"]
+        [line] = above.plot(tokens, smoothed(losses), label=name, linewidth=1.3, color=color)
         top = max(top, smoothed(losses)[len(losses) // 20])
         base = losses if base is None else base
         shared = min(len(base), len(losses))

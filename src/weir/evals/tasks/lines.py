@@ -140,7 +140,7 @@ def made(lines: int, draw: random.Random) -> Case:
 ADJECTIVES = """able amber ample ancient arid autumn bold brave brief bright brisk broad calm candid
     careful cheerful clean clear clever cold cool cosy crisp curious daring deep dim distant dusty
     eager early easy elder empty even fair faint famous fine firm fond frank fresh gentle glad
-    golden grand green grey happy hardy hollow honest humble idle keen kind large late light lively
+    golden grand green gray happy hardy hollow honest humble idle keen kind large late light lively
     lonely loud loyal lucky mellow merry mild misty modest narrow neat noble odd old open pale
     patient plain proud quick quiet rapid rare ready rich ripe round royal sharp shy silent silver
     simple slow small smooth sober soft solid steady stern still stout strange sunny sweet swift

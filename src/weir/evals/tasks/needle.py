@@ -22,7 +22,7 @@ from weir.errors import WeirError
 from weir.evals.measures import ask, words_found
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.stream import read_stream
-from weir.train import DIGITS, Words, passage, practised
+from weir.train import DIGITS, Words, passage, practiced
 
 FORMATS = ("exercises", "text")
 SHORTEST = 64
@@ -80,7 +80,7 @@ class Needle(Task):
             "accuracy", the mean of all "cells": of each "length" and "depth" the share of needles
             found (in words: of the answer's words) and how many were "asked"; "kv_bytes", "format".
         """
-        form = self.format or ("exercises" if practised(subject.model.config) else "text")
+        form = self.format or ("exercises" if practiced(subject.model.config) else "text")
         seek = self._exercises if form == "exercises" else self._words
         lengths = [self.longest * (i + 1) // self.lengths for i in range(self.lengths)]
         size = max(BOOK_TOKENS, 2 * self.longest)

@@ -1,6 +1,6 @@
 """`recall`: names with numbers said in book text, asked for again after a distance.
 
-What the packaged model practises (`weir.train.exercises`), streamed: "Anna has 482." somewhere in a
+What the packaged model practices (`weir.train.exercises`), streamed: "Anna has 482." somewhere in a
 book, and much later "Anna has". Inside its window nano answers without fail, so what is missing in
 an answer is missing in the cache. Other models can be asked if their tokenizer has the digits and
 enough of the names as single tokens.

@@ -21,7 +21,7 @@ from weir.evals.measures import counted
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.evals.tasks.lines import ADJECTIVES, LARGEST, NOUNS, beginning
 from weir.stream import Stream
-from weir.train import DIGITS, Words, practised
+from weir.train import DIGITS, Words, practiced
 
 DISTANCES = (20, 40, 60, 80, 100, 150, 200, 400, 600, 800, 1000)
 """Table 7's, in lines."""
@@ -73,7 +73,7 @@ class StreamEval(Task):
             one, "format".
         """
         rng = np.random.default_rng(subject.seed)
-        form = self.format or ("exercises" if practised(subject.model.config) else "text")
+        form = self.format or ("exercises" if practiced(subject.model.config) else "text")
         kind = ExerciseLines if form == "exercises" else TextLines
         distances = DISTANCES if self.distance is None else (self.distance,)
         schedule = make_schedule(distances, self.queries, self.every, rng)

@@ -49,7 +49,7 @@ class Summary(Task):
             raise WeirError("summary takes 1 sample and 1 token or more")
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
-        """Have every article summarised on a stream of its own.
+        """Have every article summarized on a stream of its own.
 
         Returns:
             "rouge" (the geometric mean), "rouge1", "rouge2", "rougeL" and "self_bleu", all from 0
@@ -62,7 +62,7 @@ class Summary(Task):
         answers, texts = [], []
         for article, _ in pairs:
             prompt = (
-                f"Article: {article.strip()}\n\nSummarise the article above in one sentence.\n"
+                f"Article: {article.strip()}\n\nSummarize the article above in one sentence.\n"
                 "Summary:"
             )
             stops = () if self.chat else ("\n",)

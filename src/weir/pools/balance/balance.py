@@ -45,7 +45,7 @@ class Balance(Pool):
         block: the most tokens that are halved at once, an even number, at most half of the slots.
             `none` for the paper's 256 in a prompt that is folded whole, and a 16th of the slots in
             a stream, a half of them if eager.
-        halves: who stays of a block. pairs: one of each two neighbours, for both; exactly half, and
+        halves: who stays of a block. pairs: one of each two neighbors, for both; exactly half, and
             both sums are unbiased. authors: the rule of the authors' code, exactly half. paper: the
             smaller side of the walk, at most half.
         gamma: how strongly the walk leans against its sum s: + has probability 1/2 - gamma s. 4 in

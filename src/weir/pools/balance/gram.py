@@ -91,7 +91,7 @@ class Gram:
         return out
 
     def differences(self) -> Tensor:
-        """Of the differences of neighbours, first less second, for pairs i < j
+        """Of the differences of neighbors, first less second, for pairs i < j
         [blocks, tokens / 2, tokens / 2]; what stands elsewhere means nothing.
         """
         blocks, tokens, _ = self.keys.shape

@@ -78,7 +78,7 @@ class Halving:
     """How a set of tokens is halved.
 
     Attributes:
-        halves: who stays. "pairs": tokens stand in disjoint pairs of neighbours, the walk goes over
+        halves: who stays. "pairs": tokens stand in disjoint pairs of neighbors, the walk goes over
             the differences of the two, and one of each pair stays for both: exactly half, and
             unbiased, for a walk and its mirror image are equally likely. "authors": the rule of the
             authors' released code, exactly half. "paper": the smaller side, as Algorithm 2 has it.

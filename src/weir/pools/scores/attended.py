@@ -52,7 +52,7 @@ def check_window(name: str, window: int) -> None:
 
 
 def check_kernel(name: str, kernel: int) -> None:
-    """Refuse neighbourhoods without a token in their middle.
+    """Refuse neighborhoods without a token in their middle.
 
     Raises:
         WeirError: by the pool's name.

@@ -2,7 +2,7 @@
 
 CurDKV (Sengupta et al. 2025, "Value-Guided KV Compression for LLMs via Approximated CUR
 Decomposition", arXiv:2509.15038), Algorithm 1: rows of K and of V are worth their leverage scores,
-approximated by squared lengths; the product of both, each a share of its neighbourhood, ranks the
+approximated by squared lengths; the product of both, each a share of its neighborhood, ranks the
 tokens.
 """
 

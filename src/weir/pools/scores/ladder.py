@@ -2,7 +2,7 @@
 
 LaCache (Shi et al. 2025, "LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling of
 Large Language Models", arXiv:2507.14204), section 3, and its released code: when there are too many
-tokens, those of a group of neighbours go but for a few, and which few moves on with the layer, like
+tokens, those of a group of neighbors go but for a few, and which few moves on with the layer, like
 the rungs of a ladder. Groups are thinned from the oldest on; when the newest were, it begins again
 with the oldest, which are farther and farther apart. No key is looked at.
 """
@@ -25,12 +25,12 @@ RUNG = "rung"
 @pool("ladder")
 @dataclass(frozen=True)
 class Ladder(Pool):
-    """Keep some of every few neighbours, other ones in each layer, ever fewer the older they are.
+    """Keep some of every few neighbors, other ones in each layer, ever fewer the older they are.
 
     Attributes:
         n: how many tokens are kept.
         keep: how many of a group stay. In LaCache's words the span is `keep / of` of the layers.
-        of: how many neighbours a group has.
+        of: how many neighbors a group has.
     """
 
     n: int

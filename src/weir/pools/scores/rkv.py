@@ -2,7 +2,7 @@
 
 R-KV (Cai et al. 2025, "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models",
 arXiv:2505.24133), section 3, and its released code: a token's attention from the last queries,
-pooled over its neighbours, is weighed against how alike its key is to all others on average. Of
+pooled over its neighbors, is weighed against how alike its key is to all others on average. Of
 tokens that are alike, the newest is not held to be redundant by the others.
 """
 
@@ -42,7 +42,7 @@ class RKV(Ranked):
     Attributes:
         n: how many tokens are kept.
         window: how many of the last queries are asked, and stay.
-        kernel: over how many neighbouring places of the stream attention is pooled, its largest;
+        kernel: over how many neighboring places of the stream attention is pooled, its largest;
             odd.
         weight: of attention; 0.1 in the paper.
         alike: from which cosine on a newer token stands in for an older one.

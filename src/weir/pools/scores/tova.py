@@ -2,7 +2,7 @@
 
 TOVA (Oren, Hassid, Yarden, Adi and Schwartz 2024, "Transformers are Multi-State RNNs",
 arXiv:2401.06104), section 3.2: at each step the token with the lowest attention from the newest
-query, averaged over the heads of the layer, is dropped; recency is not favoured in itself.
+query, averaged over the heads of the layer, is dropped; recency is not favored in itself.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ VaSE (2026, "Value-aware Stochastic KV Cache Eviction", arXiv:2606.03928) and it
 tokens whose values reach far, from their smallest to their largest entry, are a sink class of their
 own; without them reasoning collapses. They are kept; the other slots go to a sample without
 replacement, drawn anew at every eviction, each token as likely as its attention from the last
-queries, averaged over its neighbours.
+queries, averaged over its neighbors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Vase(Ranked):
         wide: how many of them for the range of their values; none for a tenth, as in the paper's
             runs.
         window: how many of the last queries are asked.
-        kernel: over how many neighbouring places of the stream attention is averaged; odd.
+        kernel: over how many neighboring places of the stream attention is averaged; odd.
     """
 
     n: int

@@ -63,14 +63,14 @@ class Clusters:
             there is a reason to choose one.
         count: n_i, the weight of all keys that joined [batch, kv_heads, clusters], float64; 0 where
             there is no cluster (yet).
-        centre: x_i [batch, kv_heads, clusters, key_dim].
+        center: x_i [batch, kv_heads, clusters, key_dim].
         born: the place of x_i in the stream [batch, kv_heads, clusters], int64.
         samples: S_i, as slots [batch, kv_heads, clusters, per_cluster], int64.
     """
 
     delta: Tensor
     count: Tensor
-    centre: Tensor
+    center: Tensor
     born: Tensor
     samples: Tensor
 
@@ -81,7 +81,7 @@ class Clusters:
         return cls(
             delta=torch.full(shape, delta, dtype=torch.float64, device=device),
             count=torch.zeros((*shape, room), dtype=torch.float64, device=device),
-            centre=like.new_zeros((*shape, room, like.shape[3])),
+            center=like.new_zeros((*shape, room, like.shape[3])),
             born=torch.zeros((*shape, room), dtype=torch.int64, device=device),
             samples=torch.zeros((*shape, room, per_cluster), dtype=torch.int64, device=device),
         )
@@ -150,7 +150,7 @@ class Clusters:
             self.count = torch.where(here, weight.gather(2, at), self.count)
             self.born = torch.where(here, born.gather(2, at), self.born)
             key = keys.gather(2, at[..., None].expand(-1, -1, 1, keys.shape[3]))
-            self.centre = torch.where(here[..., None], key, self.centre)
+            self.center = torch.where(here[..., None], key, self.center)
             self.samples = torch.where(here[..., None], first + at[..., None], self.samples)
             done = stop + opens.long()
             if merges or self.count.shape[2] > room:
@@ -159,8 +159,8 @@ class Clusters:
                 distances = torch.where(here[:, :, None], _distance(keys, key), distances)
 
     def _distances(self, keys: Tensor) -> Tensor:
-        """From keys to centres [batch, kv_heads, n, clusters]; infinite where there is none."""
-        return _distance(keys, self.centre).masked_fill(self.count[:, :, None] == 0, torch.inf)
+        """From keys to centers [batch, kv_heads, n, clusters]; infinite where there is none."""
+        return _distance(keys, self.center).masked_fill(self.count[:, :, None] == 0, torch.inf)
 
     def _join(self, weight: Tensor, into: Tensor, u: Tensor, first: int) -> None:
         """Lines 14 to 18: keys of a weight above zero join clusters."""
@@ -172,11 +172,11 @@ class Clusters:
         room = self.count.shape[2]
         if bool((stuck & (self.used == room)).any()):
             self.count, self.born = (F.pad(t, (0, room)) for t in (self.count, self.born))
-            self.centre = F.pad(self.centre, (0, 0, 0, room))
+            self.center = F.pad(self.center, (0, 0, 0, room))
             self.samples = F.pad(self.samples, (0, 0, 0, room))
 
     def _merge(self, full: Tensor, near: Tensor, draw: Callable[[Tensor], Tensor]) -> None:
-        """Double delta, and let clusters whose centres are now within it go into the oldest such.
+        """Double delta, and let clusters whose centers are now within it go into the oldest such.
 
         Without chains: what a cluster goes into goes nowhere itself. From 0, delta becomes the
         smallest distance there is. Each entry of the cluster that stays becomes the other's with
@@ -184,11 +184,11 @@ class Clusters:
 
         Args:
             full: the heads it is about [batch, kv_heads, 1], bool.
-            near: how near the waiting key is to a centre [batch, kv_heads, 1].
+            near: how near the waiting key is to a center [batch, kv_heads, 1].
             draw: from `born` to the uniform numbers of each cluster that goes.
         """
         step = torch.arange(self.count.shape[2], device=near.device)
-        between = self._distances(self.centre)
+        between = self._distances(self.center)
         between = between.masked_fill(step[:, None] == step, torch.inf)
         smallest = between.amin(dim=(2, 3)).minimum(near[..., 0])
         wider = torch.where(self.delta > 0, 2 * self.delta, smallest)
@@ -207,7 +207,7 @@ class Clusters:
         self.samples = torch.where(last >= 0, theirs, self.samples)
         order = gone.to(torch.uint8).argsort(dim=2, stable=True)
         self.count, self.born = self.count.gather(2, order), self.born.gather(2, order)
-        self.centre = self.centre.gather(2, order[..., None].expand(self.centre.shape))
+        self.center = self.center.gather(2, order[..., None].expand(self.center.shape))
         self.samples = self.samples.gather(2, order[..., None].expand(self.samples.shape))
 
 

@@ -45,8 +45,8 @@ class SubGen(Pool):
     Attributes:
         samples: s, pairs that are drawn for the numerator.
         clusters: m, the most clusters there may be. When another one is needed, delta is doubled
-            and clusters whose centres are within it become one; keys are then within 2 delta of
-            their centre. `none` for no limit, as in the paper: slots then grow with the clusters.
+            and clusters whose centers are within it become one; keys are then within 2 delta of
+            their center. `none` for no limit, as in the paper: slots then grow with the clusters.
         per_cluster: t, keys that are drawn of each cluster.
         delta: the distance of keys within which they share a cluster, or to begin with. "auto"
             begins with the smallest distance among the first m + 1 different keys.
@@ -130,8 +130,8 @@ class SubGen(Pool):
         for name in ("mu", "delta", "count"):
             if not within(state[name], 0, MOST):
                 return f"{name} is not a finite number from 0 on"
-        if not bool(state["centre"].isfinite().all()):
-            return "centre is not finite"
+        if not bool(state["center"].isfinite().all()):
+            return "center is not finite"
         if not within(state["born"], 0, max(0, ahead - 1)):
             return "born is a place in the stream that no token has had"
         there = state["count"] > 0

@@ -28,7 +28,7 @@ from weir.serve.app.errors import Refused, failed, invalid_query
 from weir.serve.app.guard import Guard
 from weir.serve.app.keys import Keys
 from weir.serve.app.metrics import Metrics
-from weir.serve.app.reading import Gone, authorised
+from weir.serve.app.reading import Gone, authorized
 from weir.serve.desk import Desk
 from weir.serve.recall import Recaller
 from weir.serve.shapes import Grammars
@@ -71,7 +71,7 @@ def make_app(desk: Desk, keys: Keys | None = None) -> ASGIApp:
     # Responses and conversations are in one server's book, which replicas do not share.
     turns = (chat, completions) if desk.shares else (chat, completions, responses, conversations)
     for part in (*turns, models, sessions, memory, operations):
-        app.include_router(part.router, dependencies=[Depends(authorised)], responses=ERRORS)
+        app.include_router(part.router, dependencies=[Depends(authorized)], responses=ERRORS)
     return Guard(app, metrics, local=not app.state.keys)
 
 

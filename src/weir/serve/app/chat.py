@@ -18,7 +18,7 @@ from weir.serve.app.errors import Refused
 from weir.serve.app.eventstream import DONE, TextFrame, frame
 from weir.serve.app.history import history_of
 from weir.serve.app.models import check_model
-from weir.serve.app.reading import HEADER, authorised, read_body, session_of
+from weir.serve.app.reading import HEADER, authorized, read_body, session_of
 from weir.serve.app.sending import sent
 from weir.serve.app.shaping import SCHEMA, shaped, tooling_of
 from weir.serve.app.told import Tokens
@@ -31,7 +31,7 @@ router = APIRouter()
 
 
 @router.post("/v1/chat/completions", openapi_extra=takes(ChatBody, streams=True))
-async def chat(request: Request, owner: str = Depends(authorised)) -> Response:
+async def chat(request: Request, owner: str = Depends(authorized)) -> Response:
     """Answer a conversation, of which only what is new is read."""
     desk: Desk = request.app.state.desk
     session = session_of(request)

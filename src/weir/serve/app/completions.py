@@ -16,7 +16,7 @@ from weir.serve.app.described import takes
 from weir.serve.app.errors import Refused
 from weir.serve.app.eventstream import DONE, TextFrame, frame
 from weir.serve.app.models import check_model
-from weir.serve.app.reading import authorised, read_body
+from weir.serve.app.reading import authorized, read_body
 from weir.serve.app.sending import sent
 from weir.serve.app.told import Tokens, finite
 from weir.serve.desk import Desk
@@ -29,7 +29,7 @@ router = APIRouter()
 
 
 @router.post("/v1/completions", openapi_extra=takes(TextBody, streams=True))
-async def complete(request: Request, owner: str = Depends(authorised)) -> Response:
+async def complete(request: Request, owner: str = Depends(authorized)) -> Response:
     """Continue a text."""
     desk: Desk = request.app.state.desk
     body = await read_body(request, TextBody, owner)

@@ -19,7 +19,7 @@ from weir.serve.app.itembodies import (
     listed,
     result_param,
 )
-from weir.serve.app.reading import authorised, read_body
+from weir.serve.app.reading import authorized, read_body
 from weir.serve.app.responses import lock
 from weir.serve.app.sessions import done
 from weir.serve.book import Conversation, Item, messages_of
@@ -31,7 +31,7 @@ PATH = "/v1/conversations/{name}"
 
 
 @router.post("/v1/conversations", openapi_extra=takes(ConversationBody))
-async def create(request: Request, owner: str = Depends(authorised)) -> dict[str, Any]:
+async def create(request: Request, owner: str = Depends(authorized)) -> dict[str, Any]:
     """A new conversation."""
     body = await read_body(request, ConversationBody, owner)
     desk: Desk = request.app.state.desk
@@ -41,13 +41,13 @@ async def create(request: Request, owner: str = Depends(authorised)) -> dict[str
 
 
 @router.get(PATH)
-async def retrieve(name: str, request: Request, owner: str = Depends(authorised)) -> dict[str, Any]:
+async def retrieve(name: str, request: Request, owner: str = Depends(authorized)) -> dict[str, Any]:
     """One conversation."""
     return told(await _found(request, owner, name))
 
 
 @router.post(PATH, openapi_extra=takes(MetadataBody))
-async def describe(name: str, request: Request, owner: str = Depends(authorised)) -> dict[str, Any]:
+async def describe(name: str, request: Request, owner: str = Depends(authorized)) -> dict[str, Any]:
     """Change what a client says of a conversation."""
     body = await read_body(request, MetadataBody, owner)
     await _found(request, owner, name)
@@ -57,7 +57,7 @@ async def describe(name: str, request: Request, owner: str = Depends(authorised)
 
 
 @router.delete(PATH)
-async def delete(name: str, request: Request, owner: str = Depends(authorised)) -> dict[str, Any]:
+async def delete(name: str, request: Request, owner: str = Depends(authorized)) -> dict[str, Any]:
     """Delete a conversation with its items, its responses and their states."""
     await _taken(request, owner, name)
     desk: Desk = request.app.state.desk
@@ -67,7 +67,7 @@ async def delete(name: str, request: Request, owner: str = Depends(authorised)) 
 
 @router.get(PATH + "/items")
 async def items(
-    name: str, request: Request, page: Annotated[Page, Depends()], owner: str = Depends(authorised)
+    name: str, request: Request, page: Annotated[Page, Depends()], owner: str = Depends(authorized)
 ) -> dict[str, Any]:
     """Items of a conversation."""
     await _found(request, owner, name)
@@ -82,7 +82,7 @@ async def items(
 
 
 @router.post(PATH + "/items", openapi_extra=takes(ItemsBody))
-async def add(name: str, request: Request, owner: str = Depends(authorised)) -> dict[str, Any]:
+async def add(name: str, request: Request, owner: str = Depends(authorized)) -> dict[str, Any]:
     """Put items into a conversation; the next response reads them."""
     body = await read_body(request, ItemsBody, owner)
     await _taken(request, owner, name)
@@ -96,7 +96,7 @@ async def add(name: str, request: Request, owner: str = Depends(authorised)) -> 
 
 @router.get(PATH + "/items/{item}")
 async def item(
-    name: str, item: str, request: Request, owner: str = Depends(authorised)
+    name: str, item: str, request: Request, owner: str = Depends(authorized)
 ) -> dict[str, Any]:
     """One item of a conversation."""
     return await _item(request, owner, name, item)
@@ -104,7 +104,7 @@ async def item(
 
 @router.delete(PATH + "/items/{item}")
 async def remove(
-    name: str, item: str, request: Request, owner: str = Depends(authorised)
+    name: str, item: str, request: Request, owner: str = Depends(authorized)
 ) -> dict[str, Any]:
     """Take an item out of a conversation: the next response has never read it."""
     found = await _taken(request, owner, name)

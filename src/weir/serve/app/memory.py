@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Query, Request
 
 from weir.errors import WeirError
 from weir.serve.app.errors import not_found
-from weir.serve.app.reading import authorised
+from weir.serve.app.reading import authorized
 from weir.serve.desk import Desk
 from weir.serve.looking import Glance
 from weir.serve.recall import Memory, Recaller, Row, row_at, row_of_turn
@@ -26,7 +26,7 @@ async def memory(
     request: Request,
     most: Annotated[int, Query(ge=0, le=8192)] = 2048,
     latest: Annotated[int, Query(ge=0, le=8192)] = 512,
-    owner: str = Depends(authorised),
+    owner: str = Depends(authorized),
 ) -> dict[str, Any]:
     """What a session holds: of the turn under way, or at the end of its newest.
 

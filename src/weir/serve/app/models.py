@@ -13,7 +13,7 @@ from weir.serve.desk import Desk
 WINDOW = 1_000_000_000
 """Tokens that a conversation is said to have room for.
 
-There is no limit; but clients that know none take 128,000, and summarise what is held anyway.
+There is no limit; but clients that know none take 128,000, and summarize what is held anyway.
 """
 
 router = APIRouter()

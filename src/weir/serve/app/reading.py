@@ -28,7 +28,7 @@ class Gone(Exception):
     """The client has hung up."""
 
 
-def authorised(request: Request) -> str:
+def authorized(request: Request) -> str:
     """Whose request it is; a dependency of every route but `/health`.
 
     Raises:

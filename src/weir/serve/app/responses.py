@@ -14,7 +14,7 @@ from weir.serve.app.errors import Refused, not_found
 from weir.serve.app.guard import at_end
 from weir.serve.app.itembodies import Page, result_param
 from weir.serve.app.models import check_model
-from weir.serve.app.reading import HEADER, authorised, read_body, session_of
+from weir.serve.app.reading import HEADER, authorized, read_body, session_of
 from weir.serve.app.responsebodies import ResponseBody
 from weir.serve.app.responseform import ResponseForm
 from weir.serve.app.sending import sent
@@ -32,7 +32,7 @@ router = APIRouter()
 
 
 @router.post("/v1/responses", openapi_extra=takes(ResponseBody, streams=True))
-async def respond(request: Request, owner: str = Depends(authorised)) -> Response:
+async def respond(request: Request, owner: str = Depends(authorized)) -> Response:
     """Answer what is said after an earlier response, in a conversation, or by itself."""
     desk: Desk = request.app.state.desk
     session = session_of(request)
@@ -64,7 +64,7 @@ async def respond(request: Request, owner: str = Depends(authorised)) -> Respons
 
 @router.get("/v1/responses/{name}")
 async def retrieve(
-    name: str, request: Request, owner: str = Depends(authorised), stream: bool = False
+    name: str, request: Request, owner: str = Depends(authorized), stream: bool = False
 ) -> dict[str, Any]:
     """A response that is kept, as its client was told of it."""
     found = await _found(request, owner, name)
@@ -74,7 +74,7 @@ async def retrieve(
 
 
 @router.delete("/v1/responses/{name}")
-async def delete(name: str, request: Request, owner: str = Depends(authorised)) -> dict[str, Any]:
+async def delete(name: str, request: Request, owner: str = Depends(authorized)) -> dict[str, Any]:
     """Delete a response, its text and its state; those that go on from it stay."""
     desk: Desk = request.app.state.desk
     await _found(request, owner, name)
@@ -84,21 +84,21 @@ async def delete(name: str, request: Request, owner: str = Depends(authorised)) 
 
 
 @router.post("/v1/responses/{name}/cancel")
-async def cancel(name: str, request: Request, owner: str = Depends(authorised)) -> dict[str, Any]:
+async def cancel(name: str, request: Request, owner: str = Depends(authorized)) -> dict[str, Any]:
     """Refused: whoever waits for a response cancels it by hanging up."""
     await _found(request, owner, name)
     raise Refused(400, "Cannot cancel a synchronous response.", param="response_id")
 
 
 @router.post("/v1/responses/compact")
-async def compact(owner: str = Depends(authorised)) -> dict[str, Any]:
-    """Refused: what is said is never too long, and nothing has to be summarised."""
+async def compact(owner: str = Depends(authorized)) -> dict[str, Any]:
+    """Refused: what is said is never too long, and nothing has to be summarized."""
     raise Refused(404, "nothing is compacted here: no conversation is too long", code="not_found")
 
 
 @router.get("/v1/responses/{name}/input_items")
 async def input_items(
-    name: str, request: Request, page: Annotated[Page, Depends()], owner: str = Depends(authorised)
+    name: str, request: Request, page: Annotated[Page, Depends()], owner: str = Depends(authorized)
 ) -> dict[str, Any]:
     """The items that a response answers, without what came before them."""
     return page.told(page.of((await _found(request, owner, name)).input))

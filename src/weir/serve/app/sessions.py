@@ -17,7 +17,7 @@ from weir.serve.app.described import takes
 from weir.serve.app.errors import Refused, conflict, not_found, overloaded
 from weir.serve.app.eventstream import EventStream
 from weir.serve.app.itembodies import Page
-from weir.serve.app.reading import SESSION, authorised, chunks, enter, known_query, read_body
+from weir.serve.app.reading import SESSION, authorized, chunks, enter, known_query, read_body
 from weir.serve.app.strict import Strict
 from weir.serve.desk import Desk
 from weir.serve.records import Record, Session, Taken
@@ -60,7 +60,7 @@ class TurnPage(Page):
 
 
 @router.get("/v1/sessions")
-async def sessions(request: Request, owner: str = Depends(authorised)) -> dict[str, Any]:
+async def sessions(request: Request, owner: str = Depends(authorized)) -> dict[str, Any]:
     """All sessions, the one first whose newest turn is."""
     desk: Desk = request.app.state.desk
     found = await asyncio.to_thread(desk.store.sessions, owner)
@@ -72,7 +72,7 @@ async def sessions(request: Request, owner: str = Depends(authorised)) -> dict[s
 @router.post(
     "/v1/sessions/import", openapi_extra={"requestBody": {"required": True, "content": BINARY}}
 )
-async def take_in(request: Request, owner: str = Depends(authorised)) -> dict[str, Any]:
+async def take_in(request: Request, owner: str = Depends(authorized)) -> dict[str, Any]:
     """Take in a session that was exported, as a new one."""
     desk = enter(request, owner)
     limits = desk.limits
@@ -85,7 +85,7 @@ async def take_in(request: Request, owner: str = Depends(authorised)) -> dict[st
 
 
 @router.get("/v1/sessions/{name}")
-async def session(name: str, request: Request, owner: str = Depends(authorised)) -> dict[str, Any]:
+async def session(name: str, request: Request, owner: str = Depends(authorized)) -> dict[str, Any]:
     """One session."""
     desk: Desk = request.app.state.desk
     found = await asyncio.to_thread(desk.store.session, owner, name)
@@ -95,7 +95,7 @@ async def session(name: str, request: Request, owner: str = Depends(authorised))
 
 
 @router.delete("/v1/sessions/{name}")
-async def delete(name: str, request: Request, owner: str = Depends(authorised)) -> dict[str, Any]:
+async def delete(name: str, request: Request, owner: str = Depends(authorized)) -> dict[str, Any]:
     """Delete a session: no turn goes on from any that was in it alone."""
     desk: Desk = request.app.state.desk
     if not await done(lambda: desk.sessions.delete(owner, name)):
@@ -108,7 +108,7 @@ async def turns(
     name: str,
     request: Request,
     page: Annotated[TurnPage, Depends()],
-    owner: str = Depends(authorised),
+    owner: str = Depends(authorized),
 ) -> dict[str, Any]:
     """The turns of a session that are kept, in the order they came, so many at a time."""
     desk: Desk = request.app.state.desk
@@ -117,7 +117,7 @@ async def turns(
 
 
 @router.post("/v1/sessions/{name}/fork", openapi_extra=takes(ForkBody))
-async def fork(name: str, request: Request, owner: str = Depends(authorised)) -> dict[str, Any]:
+async def fork(name: str, request: Request, owner: str = Depends(authorized)) -> dict[str, Any]:
     """A new session that begins with what led to a turn of this one."""
     body = await read_body(request, ForkBody, owner)
     desk: Desk = request.app.state.desk
@@ -126,7 +126,7 @@ async def fork(name: str, request: Request, owner: str = Depends(authorised)) ->
 
 
 @router.post("/v1/sessions/{name}/rewind", openapi_extra=takes(RewindBody))
-async def rewind(name: str, request: Request, owner: str = Depends(authorised)) -> dict[str, Any]:
+async def rewind(name: str, request: Request, owner: str = Depends(authorized)) -> dict[str, Any]:
     """Let a session end with one of its turns."""
     body = await read_body(request, RewindBody, owner)
     desk: Desk = request.app.state.desk
@@ -138,7 +138,7 @@ async def rewind(name: str, request: Request, owner: str = Depends(authorised)) 
 async def export(
     name: str,
     request: Request,
-    owner: str = Depends(authorised),
+    owner: str = Depends(authorized),
     turns: Annotated[int | None, Field(ge=1, lt=2**31)] = None,
 ) -> Response:
     """A session as a file, all of it or its newest turns."""

@@ -11,7 +11,7 @@ let shown = null;
 const USUAL = { sink: 0, recent: 1, beginning: 3, header: 4 };
 const LEFT = [2, 5, 3, 4, 0, 1];
 
-/** The class that gives a pool its colour and its line; the last pool is of tokens that wait. */
+/** The class that gives a pool its color and its line; the last pool is of tokens that wait. */
 export function lookOf(pools, n) {
   if (n === pools.length - 1) return "pool-new";
   const name = pools[n].name;

@@ -1,4 +1,4 @@
-"""What others do where a conversation gets too long: summarise it, and read the summary anew.
+"""What others do where a conversation gets too long: summarize it, and read the summary anew.
 
 A client of a server with a window asks for a summary when the conversation has reached 80 % of it,
 and goes on with the summary alone. The cache is lost with it: the summary is written, then read,
@@ -17,10 +17,10 @@ from weir.bench.serving.server import weir_serves
 from weir.bench.serving.talk import Reply, Talk
 
 FULL = 0.8
-"""The share of the window at which a conversation is summarised."""
+"""The share of the window at which a conversation is summarized."""
 SUMMARY = 0.2
 """The share of the window that a summary has."""
-ASK = "Summarise all of this."
+ASK = "Summarize all of this."
 
 
 @dataclass
@@ -48,23 +48,23 @@ class Compacting(Talk):
         return replace(reply, asked=began)
 
 
-@part("compaction", "endless conversations beside clients that summarise at 80 % of the window")
+@part("compaction", "endless conversations beside clients that summarize at 80 % of the window")
 def compaction(plan: Plan) -> Iterator[Row | Heard]:
     """The same server and bytes for both: the window is the budget."""
     few = max(1, plan.sessions // 4)
     with weir_serves(plan.folder, *plan.options, "--rows", few) as server:
         ours = [Talk(server.port, server.model) for _ in range(few)]
         theirs = [Compacting(server.port, server.model, window=plan.budget) for _ in range(few)]
-        plan.say(f"{few} clients, endless and summarising")
-        heards: dict[str, list[Heard]] = {"endless": [], "summarising": []}
+        plan.say(f"{few} clients, endless and summarizing")
+        heards: dict[str, list[Heard]] = {"endless": [], "summarizing": []}
         for turn in range(plan.rounds + 1):
-            for name, talks in (("endless", ours), ("summarising", theirs)):
+            for name, talks in (("endless", ours), ("summarizing", theirs)):
                 heard = loop(plan, server, talks, name)
                 if turn:
                     heards[name].append(heard)
         made = sum(talk.compactions for talk in theirs)
     endless = together(f"{few} endless sessions", heards["endless"])
-    other = together(f"{few} clients that summarise, {made} times", heards["summarising"])
+    other = together(f"{few} clients that summarize, {made} times", heards["summarizing"])
     yield endless
     yield other
     if not made or not endless.first or not other.first:
@@ -72,7 +72,7 @@ def compaction(plan: Plan) -> Iterator[Row | Heard]:
     for at in ("p50", "p99"):
         slow, quick = percentiles(other.first)[at], percentiles(endless.first)[at]
         yield Row(
-            f"{at} of the first token, summarising at 80 % of {plan.budget:,} tokens ÷ endless",
+            f"{at} of the first token, summarizing at 80 % of {plan.budget:,} tokens ÷ endless",
             quick,
             slow,
             "ms",

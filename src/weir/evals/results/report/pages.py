@@ -10,7 +10,7 @@ from pathlib import Path
 from string import Template
 
 from weir.errors import WeirError
-from weir.evals.look import page_colours
+from weir.evals.look import page_colors
 from weir.evals.results.across_models import across_models
 from weir.evals.results.file import CellRecord, failures, unique
 from weir.evals.results.report.plots import along, heat, pareto
@@ -146,7 +146,7 @@ def _parts(done: Sequence[CellRecord]) -> Iterator[Part]:
                 f"{label} against bytes",
                 pareto(mine, label),
                 f"{label} against the bytes of the cache; {better} is better. Points of one policy "
-                "with different budgets are joined; those on the grey line no other beats in both.",
+                "with different budgets are joined; those on the gray line no other beats in both.",
             ),
             (
                 "along",
@@ -200,7 +200,7 @@ def _html(parts: Sequence[Part], facts: str, failed: Sequence[CellRecord], sourc
         body.append(f"<h2>Failed</h2>\n<ul>{rows}</ul>")
     page = Template((resources.files("weir.evals.results.report") / "page.html").read_text("utf-8"))
     return page.substitute(
-        colours=page_colours(),
+        colors=page_colors(),
         facts=html.escape(facts),
         source=html.escape(source),
         body="\n".join(body),

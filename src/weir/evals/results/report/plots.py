@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from weir.evals.look import GREY, drawing, dress, is_far, look
+from weir.evals.look import GRAY, drawing, dress, is_far, look
 from weir.evals.results.file import CellRecord, unique
 from weir.evals.results.summary import grouped, without_budget
 
@@ -47,7 +47,7 @@ def front(points: Sequence[tuple[float, float]], higher: bool) -> list[int]:
 
 
 def pareto(records: Sequence[CellRecord], label: str) -> str | None:
-    """Every policy's figure against the bytes of its cache, budgets joined; the front in grey.
+    """Every policy's figure against the bytes of its cache, budgets joined; the front in gray.
 
     Args:
         records: of one model and one setting.
@@ -70,7 +70,7 @@ def pareto(records: Sequence[CellRecord], label: str) -> str | None:
         best = [points[names[i]] for i in front(list(points.values()), higher)]
         axes.plot(
             *zip(*best, strict=True),
-            color=GREY,
+            color=GRAY,
             lw=5,
             alpha=0.25,
             zorder=1,

@@ -1,4 +1,4 @@
-"""Quantising: within its bound, the same again when it is done again, whatever the numbers are."""
+"""Quantizing: within its bound, the same again when it is done again, whatever the numbers are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weir.slab import FORMATS
-from weir.slab.quantised import Code, are_levels, dequantise, quantise, steps
+from weir.slab.quantized import Code, are_levels, dequantize, quantize, steps
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CODES = list(dict.fromkeys(c for form in FORMATS.values() for c in (form.keys, form.values)))
@@ -32,8 +32,8 @@ def some(dtype: torch.dtype, seed: int, size: float, dim: int = 64) -> Tensor:
 
 def error_in_steps(x: Tensor, code: Code) -> Tensor:
     """By how many steps what is read is off, at most, before the dtype of the model rounds it."""
-    numbers, peaks = quantise(x, code)
-    found = dequantise(numbers, peaks, code, torch.float64)
+    numbers, peaks = quantize(x, code)
+    found = dequantize(numbers, peaks, code, torch.float64)
     each = steps(peaks, code).double().repeat_interleave(x.shape[-1] // peaks.shape[-1], -1)
     return ((found - x.double()).abs() / each).max()
 
@@ -50,11 +50,11 @@ def test_numbers_are_within_the_bound(code, dtype, seed, power):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("code", CODES, ids=str)
 @given(seed=st.integers(0, 2**32), power=st.integers(-40, 40))
-def test_what_was_read_is_quantised_to_the_same_bits(code, dtype, seed, power):
-    once = quantise(some(dtype, seed, 2.0**power), code)
-    read = dequantise(*once, code, dtype)
+def test_what_was_read_is_quantized_to_the_same_bits(code, dtype, seed, power):
+    once = quantize(some(dtype, seed, 2.0**power), code)
+    read = dequantize(*once, code, dtype)
     assert read.isfinite().all()
-    twice = quantise(read, code)
+    twice = quantize(read, code)
     for one, other in zip(once, twice, strict=True):
         assert torch.equal(one, other)
 
@@ -64,17 +64,17 @@ def test_what_was_read_is_quantised_to_the_same_bits(code, dtype, seed, power):
 def test_the_ends_of_a_dtype_are_numbers_too(code, dtype):
     info = torch.finfo(dtype)
     x = torch.tensor([info.max, -info.max, info.tiny, 0.0] * 16, dtype=dtype)[None]
-    read = dequantise(*quantise(x, code), code, dtype)
+    read = dequantize(*quantize(x, code), code, dtype)
     assert read.isfinite().all()
     assert float(read[0, 0]) >= info.max * (1 - 2.0**-7)
     x = torch.full((1, 64), info.tiny, dtype=dtype)
-    numbers, peaks = quantise(x, code)
+    numbers, peaks = quantize(x, code)
     assert are_levels(numbers, code) and peaks.isfinite().all()
 
 
 @pytest.mark.parametrize("code", CODES, ids=str)
 def test_what_is_stored_has_the_size_that_was_said(code):
-    numbers, peaks = quantise(torch.randn(2, 3, 5, 64), code)
+    numbers, peaks = quantize(torch.randn(2, 3, 5, 64), code)
     assert numbers.shape == (2, 3, 5, code.stored(64)) and numbers.dtype == code.dtype
     assert peaks.shape == (2, 3, 5, code.peaks(64)) and peaks.dtype == torch.bfloat16
     assert are_levels(numbers, code)
@@ -84,7 +84,7 @@ def test_k8v4_has_two_numbers_to_a_byte_and_a_peak_for_each_32():
     code = FORMATS["k8v4"].values
     x = torch.zeros(1, 64)
     x[0, :3], x[0, 33:36] = torch.tensor([7.0, -3.0, 2.4]), torch.tensor([-1.4, 0.65, 0.0])
-    numbers, peaks = quantise(x, code)
+    numbers, peaks = quantize(x, code)
     assert numbers.shape == (1, 32)
     assert torch.equal(peaks, torch.tensor([[7.0, 1.4]]).bfloat16())
     assert numbers[0, :4].tolist() == [15 | 8 << 4, 5 | 1 << 4, 10 | 11 << 4, 8 | 8 << 4]
@@ -96,7 +96,7 @@ def test_k8v4_has_two_numbers_to_a_byte_and_a_peak_for_each_32():
 def test_fp8_is_what_pytorch_rounds_to():
     code = FORMATS["fp8"].keys
     x = torch.linspace(-1, 1, 64)[None]
-    numbers, peaks = quantise(x, code)
+    numbers, peaks = quantize(x, code)
     assert torch.equal(numbers.view(torch.float8_e4m3fn), (x * 448).to(torch.float8_e4m3fn))
     assert peaks.tolist() == [[1.0]]
     assert not are_levels(torch.tensor([[0x7F]], dtype=torch.uint8), code)  # not a number
@@ -104,8 +104,8 @@ def test_fp8_is_what_pytorch_rounds_to():
 
 def test_int8_is_rounding_to_a_127th_of_the_largest():
     x = torch.tensor([[1.0, -0.5, 0.2501, 0.0]])
-    numbers, peaks = quantise(x, FORMATS["int8"].keys)
+    numbers, peaks = quantize(x, FORMATS["int8"].keys)
     assert peaks.tolist() == [[1.0]]
-    assert numbers.tolist() == [[127, -64, 32, 0]]  # 63.5 goes to the even neighbour
+    assert numbers.tolist() == [[127, -64, 32, 0]]  # 63.5 goes to the even neighbor
     assert not are_levels(torch.tensor([[-128]], dtype=torch.int8), FORMATS["int8"].keys)
     assert math.isclose(float(steps(peaks, FORMATS["int8"].keys)), 1 / 127, rel_tol=1e-6)

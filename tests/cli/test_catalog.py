@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from weir.cli.catalogue import Entry, explained, read_policies, read_pools
+from weir.cli.catalog import Entry, explained, read_policies, read_pools
 from weir.cli.uses import SHARED
 from weir.errors import written
 from weir.policies import NAMED, Pipe, Pyramid

@@ -20,8 +20,8 @@ EXACT = "exact"
 
 
 @dataclass(frozen=True, repr=False)
-class Quantised(Policy):
-    """A policy with quantised slots.
+class Quantized(Policy):
+    """A policy with quantized slots.
 
     Attributes:
         policy: who holds them.
@@ -40,11 +40,11 @@ class Quantised(Policy):
         if self.newest is not None and self.newest < 0:
             raise WeirError(f"newest tokens that stay exact are 0 or more, not {self.newest}")
         if isinstance(self.policy, Recompute):
-            raise WeirError("recompute caches nothing, so there are no slots to quantise")
+            raise WeirError("recompute caches nothing, so there are no slots to quantize")
         if not any(pipe.coded for pipe in self.pipes):
             raise WeirError(self._nothing)
         if not self.text:
-            object.__setattr__(self, "text", f"quantised({self.policy}{self._how})")
+            object.__setattr__(self, "text", f"quantized({self.policy}{self._how})")
 
     @property
     def _how(self) -> str:
@@ -53,7 +53,7 @@ class Quantised(Policy):
 
     @property
     def _nothing(self) -> str:
-        """Why it has no slots to quantise."""
+        """Why it has no slots to quantize."""
         if self.newest is not None:
             return (
                 f"{self.policy} holds no tokens but the first and the newest {self.newest}, which "
@@ -61,7 +61,7 @@ class Quantised(Policy):
             )
         return (
             f"all that {self.policy} holds are first and newest tokens, which stay exact; "
-            f"quantised({self.policy}, newest=64) quantises those older than the newest 64"
+            f"quantized({self.policy}, newest=64) quantizes those older than the newest 64"
         )
 
     @property
@@ -69,14 +69,14 @@ class Quantised(Policy):
         """Its pools, or itself around what is no pipe, the way it is written."""
         if isinstance(self.policy, Pipe):
             return self.pipes[0].stands_for
-        return f"quantised({self.policy.stands_for}{self._how})"
+        return f"quantized({self.policy.stands_for}{self._how})"
 
     @property
     def brief(self) -> str:
         """With a short word for the policy, where that has one."""
         if self.policy.brief == self.policy.text:
             return self.text
-        return f"{self.policy.brief}, quantised with {self._how.removeprefix(', ')}"
+        return f"{self.policy.brief}, quantized with {self._how.removeprefix(', ')}"
 
     @property
     def pipes(self) -> tuple[Pipe, ...]:
@@ -100,7 +100,7 @@ class Quantised(Policy):
         if pipe.coded:
             raise _says_itself(self.policy)
         if pipe.slots is None:
-            raise WeirError(f"{self.policy} has no limit, and slots that are quantised have one")
+            raise WeirError(f"{self.policy} has no limit, and slots that are quantized have one")
         pools: list[Pool] = []
         formats: list[str] = []
         left = self.newest
@@ -127,22 +127,22 @@ def with_slots(policy: Policy, slots: str | None) -> Policy:
     A named policy that has a parameter for it, as `weir` has, is given the format there.
 
     Raises:
-        WeirError: there is no such format, the policy has no slots that could be quantised, or it
+        WeirError: there is no such format, the policy has no slots that could be quantized, or it
             says by itself how they are, and not in the same word.
     """
-    if slots is None or (isinstance(policy, Quantised) and policy.slots == slots):
+    if slots is None or (isinstance(policy, Quantized) and policy.slots == slots):
         return policy
     if policy.called is not None and policy.called.given.get("slots") == slots:
         return policy
-    # `quantised` has the parameter too, and no word for slots that are exact.
-    around = isinstance(policy, Quantised) and slots == EXACT
+    # `quantized` has the parameter too, and no word for slots that are exact.
+    around = isinstance(policy, Quantized) and slots == EXACT
     if policy.called is not None and policy.called.takes_slots and not around:
         given = {**policy.called.given, "slots": slots}
         made: Policy = NAMED[policy.called.name].make(**given)
         written = Called.by_name(policy.called.name, given)
         return made.as_written(str(written), written)
     if slots != EXACT:
-        return Quantised(policy, slots)
+        return Quantized(policy, slots)
     if not isinstance(policy, Recompute) and any(pipe.coded for pipe in policy.pipes):
         raise _says_itself(policy)
     return policy
@@ -150,6 +150,6 @@ def with_slots(policy: Policy, slots: str | None) -> Policy:
 
 def _says_itself(policy: Policy) -> WeirError:
     return WeirError(
-        f"{policy} says by itself how its slots are quantised; write another policy, or leave out "
+        f"{policy} says by itself how its slots are quantized; write another policy, or leave out "
         "slots= (--slots)"
     )

@@ -5,7 +5,7 @@ each group in it, its *peak*:
 
     step = peak / levels,  c = round(x / step),  read as c * step
 
-Quantising is a projection: what was read is quantised to the same numbers again, bit for bit, in
+Quantizing is a projection: what was read is quantized to the same numbers again, bit for bit, in
 every dtype. So pools are handed keys and values as they are read, return what stays, and however
 often a slot is packed anew, nothing is lost but what was lost the first time. What makes it so: the
 peak is rounded to bfloat16 before it is used, and the largest number of a vector is always the last
@@ -75,7 +75,7 @@ than a step below 16 steps. Stored as bytes, because hardly any operation takes 
 
 @dataclass(frozen=True)
 class Format:
-    """How the keys and the values of quantised slots are written.
+    """How the keys and the values of quantized slots are written.
 
     Attributes:
         name: as it stands in a policy behind a colon, `kcenter(64):int8`.
@@ -109,7 +109,7 @@ def whole_bytes(code: Code) -> bool:
     return code.dtype == torch.int8 and code.group is None
 
 
-def quantise(x: Tensor, code: Code) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, code: Code) -> tuple[Tensor, Tensor]:
     """Vectors in steps, each number within `code.bound` of them.
 
     Args:
@@ -130,36 +130,36 @@ def quantise(x: Tensor, code: Code) -> tuple[Tensor, Tensor]:
     return _written((wide / steps(peaks, code)[..., None]).flatten(-2), code), peaks
 
 
-def quantise_into(x: Tensor, code: Code, numbers: Tensor, peaks: Tensor) -> None:
-    """`quantise` into tensors of the shapes and dtypes that it returns; x of four dimensions."""
+def quantize_into(x: Tensor, code: Code, numbers: Tensor, peaks: Tensor) -> None:
+    """`quantize` into tensors of the shapes and dtypes that it returns; x of four dimensions."""
     write = kernels.write8(x) if whole_bytes(code) else None
     if write is not None:
         write(x, numbers, peaks, code.levels, _LEAST, torch.finfo(PEAK).max)
         return
-    for into, t in zip((numbers, peaks), quantise(x, code), strict=True):
+    for into, t in zip((numbers, peaks), quantize(x, code), strict=True):
         into.copy_(t)
 
 
 def steps(peaks: Tensor, code: Code) -> Tensor:
-    """How far two neighbouring levels are apart, of peaks of any shape, float32."""
+    """How far two neighboring levels are apart, of peaks of any shape, float32."""
     return peaks.float() / code.levels
 
 
-def dequantise(numbers: Tensor, peaks: Tensor, code: Code, dtype: torch.dtype) -> Tensor:
-    """Vectors as they are read, [..., dim] of a dtype; arguments as `quantise` returns them."""
+def dequantize(numbers: Tensor, peaks: Tensor, code: Code, dtype: torch.dtype) -> Tensor:
+    """Vectors as they are read, [..., dim] of a dtype; arguments as `quantize` returns them."""
     if code.group is None:
         return (read(numbers, code) * steps(peaks, code)).to(dtype)
     levels = read(numbers, code).unflatten(-1, (peaks.shape[-1], -1))
     return (levels * steps(peaks, code)[..., None]).flatten(-2).to(dtype)
 
 
-def dequantise_into(numbers: Tensor, peaks: Tensor, code: Code, out: Tensor) -> None:
-    """`dequantise` into a tensor of four dimensions [..., dim]."""
+def dequantize_into(numbers: Tensor, peaks: Tensor, code: Code, out: Tensor) -> None:
+    """`dequantize` into a tensor of four dimensions [..., dim]."""
     read8 = kernels.read8(out) if whole_bytes(code) else None
     if read8 is not None:
         read8(numbers, peaks, code.levels, out)
     else:
-        out.copy_(dequantise(numbers, peaks, code, out.dtype))
+        out.copy_(dequantize(numbers, peaks, code, out.dtype))
 
 
 def read(numbers: Tensor, code: Code) -> Tensor:

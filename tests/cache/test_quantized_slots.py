@@ -1,4 +1,4 @@
-"""Quantised slots in a model: who stays is the pools' business, how it is written the slab's.
+"""Quantized slots in a model: who stays is the pools' business, how it is written the slab's.
 
 With a code that loses nothing in place of int8, all of it must be what it is with exact slots:
 where slots lie, how they move, what attention reads. What a code loses is then told apart from it.
@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 import weir
 from weir import StreamingCache, WeirError, kernels
-from weir.slab import FORMATS, coded, quantised
-from weir.slab.quantised import INT8, PEAK, steps
+from weir.slab import FORMATS, coded, quantized
+from weir.slab.quantized import INT8, PEAK, steps
 
 PIPES = [
     "sink(2) | recent(6) | heavy(6):int8",
@@ -51,15 +51,15 @@ def lossless(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = replace(INT8, dtype=torch.float32)
     monkeypatch.setitem(FORMATS, "int8", replace(FORMATS["int8"], keys=wide, values=wide))  # type: ignore[arg-type]
 
-    def quantise(x: Tensor, code: object) -> tuple[Tensor, Tensor]:
+    def quantize(x: Tensor, code: object) -> tuple[Tensor, Tensor]:
         return x.float(), torch.ones(*x.shape[:-1], 1, dtype=PEAK, device=x.device)
 
-    def dequantise(numbers: Tensor, peaks: Tensor, code: object, dtype: torch.dtype) -> Tensor:
+    def dequantize(numbers: Tensor, peaks: Tensor, code: object, dtype: torch.dtype) -> Tensor:
         return numbers.to(dtype)
 
-    monkeypatch.setattr(quantised, "quantise", quantise)
-    for module in (quantised, coded):
-        monkeypatch.setattr(module, "dequantise", dequantise)
+    monkeypatch.setattr(quantized, "quantize", quantize)
+    for module in (quantized, coded):
+        monkeypatch.setattr(module, "dequantize", dequantize)
     monkeypatch.setattr(coded, "are_levels", lambda numbers, code: True)
     monkeypatch.setattr(kernels, "decode_coded", lambda device: None)
 
@@ -171,12 +171,12 @@ def test_compiled_steps(llama, ids, lossless, pipe):
 def test_until_a_token_enters_the_middle_nothing_is_lost(llama, ids, policy):
     text = ids(2, 24)
     slots = None if ":" in policy else "int8"
-    quantised = StreamingCache(llama, policy, chunk=CHUNK, slots=slots)
+    quantized = StreamingCache(llama, policy, chunk=CHUNK, slots=slots)
     plain = StreamingCache(llama, exact(policy), chunk=CHUNK)
     until = 12 if slots == "int8" else 24
-    got, wanted = (fed(llama, it, text[:, :until], [7, until - 7]) for it in (quantised, plain))
+    got, wanted = (fed(llama, it, text[:, :until], [7, until - 7]) for it in (quantized, plain))
     assert torch.equal(got, wanted)
-    assert not torch.equal(*(fed(llama, it, ids(2, 20)) for it in (quantised, plain)))
+    assert not torch.equal(*(fed(llama, it, ids(2, 20)) for it in (quantized, plain)))
 
 
 def test_a_survivor_of_a_thousand_folds_is_off_by_no_more_than_after_one(shallow, ids):
@@ -184,13 +184,13 @@ def test_a_survivor_of_a_thousand_folds_is_off_by_no_more_than_after_one(shallow
     # holds. Masters are off by half a step, and turned, of each pair by half a step in any
     # direction, half a diagonal; what is read then by half a step of its own.
     policy, text = "recent(8) | reservoir(8)", ids(1, 1200)
-    quantised = StreamingCache(shallow, policy, chunk=1, slots="int8")
+    quantized = StreamingCache(shallow, policy, chunk=1, slots="int8")
     plain = StreamingCache(shallow, policy, chunk=1)
     masters, checked = {}, 0
     for piece in text.split(100, dim=1):
-        fed(shallow, quantised, piece)
+        fed(shallow, quantized, piece)
         fed(shallow, plain, piece)
-        slab, other = quantised.stack[0].slab, plain.stack[0].slab
+        slab, other = quantized.stack[0].slab, plain.stack[0].slab
         buffers = slab.coded.buffers
         step = steps(buffers["masters_peaks"], INT8), steps(buffers["keys_peaks"], INT8)
         mine, theirs = slab.front(0, 8), other.front(0, 8)
@@ -213,7 +213,7 @@ def test_a_survivor_of_a_thousand_folds_is_off_by_no_more_than_after_one(shallow
 
 @pytest.mark.parametrize("pipe", [PIPES[1], PIPES[5], PIPES[7]])
 def test_cuts_and_company_change_no_more_than_roundings_do(shallow, ids, pipe):
-    # A rounding may tip a number to its neighbour, so keys may differ by a step, and by the
+    # A rounding may tip a number to its neighbor, so keys may differ by a step, and by the
     # roundings; of one layer that is all.
     text = ids(2, 80)
     whole, cut, alone = (StreamingCache(shallow, pipe, chunk=CHUNK) for _ in range(3))
@@ -265,10 +265,10 @@ def test_a_file_of_other_slots_is_refused(llama, ids, tmp_path):
     stream = weir.Stream(llama, "kcenter(16)", chunk=CHUNK, slots="int8")
     stream.feed(ids(1, 40))
     stream.save(tmp_path / "it")
-    with pytest.raises(WeirError, match=r"quantised\(kcenter\(16\), slots=int8\)"):
+    with pytest.raises(WeirError, match=r"quantized\(kcenter\(16\), slots=int8\)"):
         weir.Stream.restore(llama, tmp_path / "it", "kcenter(16)")
     row = stream.cache.take_row(0)
-    with pytest.raises(WeirError, match="this row is of a cache with policy 'quantised"):
+    with pytest.raises(WeirError, match="this row is of a cache with policy 'quantized"):
         StreamingCache(llama, "kcenter(16)", chunk=CHUNK).put_row(0, row)
 
 

@@ -1,4 +1,4 @@
-"""How quantised slots are written in a policy, and what makes no sense."""
+"""How quantized slots are written in a policy, and what makes no sense."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 import weir
 from weir.errors import PolicyError, WeirError
-from weir.policies import NAMED, Pipe, Quantised, with_pin, with_slots
+from weir.policies import NAMED, Pipe, Quantized, with_pin, with_slots
 from weir.pools import Recent, Sink
 
 
@@ -42,7 +42,7 @@ def test_a_format_stands_behind_a_pool():
     ],
 )
 def test_first_and_newest_tokens_stay_exact(inner, more, pipe):
-    found = weir.policy(f"quantised({inner}, slots=int8{more})")
+    found = weir.policy(f"quantized({inner}, slots=int8{more})")
     assert found.for_layer(0, 1) == weir.policy(pipe)
     assert weir.policy(str(found)) == found
     assert weir.policy(found.stands_for).for_layer(0, 1) == found.for_layer(0, 1)
@@ -53,11 +53,11 @@ def test_pins_and_pyramids_keep_the_formats():
     assert pinned.for_layer(0, 1).stands_for == (
         "beginning(3) | recent(8) | header(16) | kcenter(8):int8"
     )
-    pyramid = weir.policy("quantised(pyramid(recent(8) | heavy(24), beta=2), newest=4)")
+    pyramid = weir.policy("quantized(pyramid(recent(8) | heavy(24), beta=2), newest=4)")
     layers = [pyramid.for_layer(layer, 3) for layer in range(3)]
     assert [pipe.formats for pipe in layers] == [("", "int8", "int8")] * 3
     assert layers[0].slots > layers[2].slots
-    deep = weir.policy("quantised(pinned(pyramid(recent(8) | heavy(24), beta=2)))")
+    deep = weir.policy("quantized(pinned(pyramid(recent(8) | heavy(24), beta=2)))")
     assert weir.policy(str(deep)) == deep
 
 
@@ -65,8 +65,8 @@ def test_exact_slots_are_the_policy_itself():
     policy = weir.policy("kcenter(16)")
     assert with_slots(policy, "exact") is policy
     assert with_slots(policy, None) is policy
-    assert with_slots(policy, "int8") == Quantised(policy, "int8")
-    for name in {*NAMED} - {"weir", "quantised"}:
+    assert with_slots(policy, "int8") == Quantized(policy, "int8")
+    for name in {*NAMED} - {"weir", "quantized"}:
         assert with_slots(weir.policy(name), "exact") == weir.policy(name)
 
 
@@ -77,24 +77,24 @@ def test_exact_slots_are_the_policy_itself():
         "weir(64, slots=fp8)",
         "pinned(weir(64))",
         "recent(4) | kcenter(8):int8",
-        "[h2o(8), quantised(kcenter(8))]",
+        "[h2o(8), quantized(kcenter(8))]",
     ],
 )
 def test_a_policy_that_says_how_its_slots_are_held_is_not_overruled(text, slots):
-    with pytest.raises(WeirError, match=r"says by itself how its slots are quantised; .* slots="):
+    with pytest.raises(WeirError, match=r"says by itself how its slots are quantized; .* slots="):
         with_slots(weir.policy(text), slots)
     assert with_slots(weir.policy(text), None) == weir.policy(text)
 
 
-@pytest.mark.parametrize("text", ["weir(64, slots=k8v4)", "quantised(h2o(64), slots=k8v4)"])
+@pytest.mark.parametrize("text", ["weir(64, slots=k8v4)", "quantized(h2o(64), slots=k8v4)"])
 def test_a_word_that_the_policy_says_too_is_let_through(text):
     policy = weir.policy(text)
     assert with_slots(policy, "k8v4") is policy
 
 
-def test_quantised_is_not_undone():
+def test_quantized_is_not_undone():
     with pytest.raises(WeirError, match="says by itself how its slots"):
-        with_slots(weir.policy("quantised(h2o(64))"), "exact")
+        with_slots(weir.policy("quantized(h2o(64))"), "exact")
 
 
 @pytest.mark.parametrize("slots", ["exact", "k8v4"])
@@ -102,8 +102,8 @@ def test_a_policy_with_a_word_for_its_slots_is_given_it_there(slots):
     given = with_slots(weir.policy("weir(64, sinks=2)"), slots)
     assert str(given) == f"weir(budget=64, sinks=2, slots={slots})"
     assert given == weir.policy(str(given))
-    inside = with_slots(weir.policy("quantised(h2o(64), newest=8)"), "fp8")
-    assert inside == weir.policy("quantised(h2o(64), newest=8, slots=fp8)")
+    inside = with_slots(weir.policy("quantized(h2o(64), newest=8)"), "fp8")
+    assert inside == weir.policy("quantized(h2o(64), newest=8, slots=fp8)")
 
 
 @pytest.mark.parametrize(
@@ -114,13 +114,13 @@ def test_a_policy_with_a_word_for_its_slots_is_given_it_there(slots):
         ("recent(4) | kcenter(8):", "expected a format of slots", 23),
         ("recent(4) | recent(none):int8", "without a limit", 0),
         ("sink(4) | recent(4):int8 | recent(4)", "not the other way round", 0),
-        ("quantised(kcenter(16), slots=int5)", "slots can be int8", 0),
-        ("quantised(kcenter(16), newest=-1)", "0 or more", 0),
-        ("quantised(streaming_llm(16))", r"newest=64\) quantises those older", 0),
-        ("quantised(streaming_llm(16), newest=12)", "take a smaller newest", 0),
-        ("quantised(dense)", "has no limit", 0),
-        ("quantised(recompute(16))", "caches nothing", 0),
-        ("quantised(recent(4) | heavy(4):int8)", "says by itself", 0),
+        ("quantized(kcenter(16), slots=int5)", "slots can be int8", 0),
+        ("quantized(kcenter(16), newest=-1)", "0 or more", 0),
+        ("quantized(streaming_llm(16))", r"newest=64\) quantizes those older", 0),
+        ("quantized(streaming_llm(16), newest=12)", "take a smaller newest", 0),
+        ("quantized(dense)", "has no limit", 0),
+        ("quantized(recompute(16))", "caches nothing", 0),
+        ("quantized(recent(4) | heavy(4):int8)", "says by itself", 0),
     ],
 )
 def test_what_makes_no_sense_is_refused_where_it_stands(text, said, at):
@@ -136,3 +136,8 @@ def test_formats_in_python_are_looked_at_too():
         Pipe((Sink(4), Recent(8)), formats=("", "int2"))
     with pytest.raises(WeirError, match="slots can be"):
         with_slots(weir.policy("kcenter(8)"), "int2")
+
+
+def test_the_british_spelling_of_saved_sessions_and_results_is_still_read() -> None:
+    old, new = weir.policy("quantised(h2o(64))"), weir.policy("quantized(h2o(64))")
+    assert old.called == new.called is not None
