@@ -16,7 +16,7 @@ from weir.pools import Beginning
 from weir.serve.choosing import Choice
 from weir.serve.mailbox import Bell, End, Failure, Mailbox, Piece, Standing
 from weir.serve.turn import Turn
-from weir.stream import AnswerText
+from weir.stream import Detokenizer
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Relay:
     ) -> None:
         self._answer = answer
         self._cache = cache
-        self._text = AnswerText(tokenizer, stops, kept)
+        self._text = Detokenizer(tokenizer, stops, kept)
         self._said: list[str] = []
         self._mailbox = mailbox
         self._bell = bell
