@@ -1,4 +1,4 @@
-"""The errors weir raises on purpose, each one sentence a user can act on, and how they quote values.
+"""The errors weir raises on purpose, one sentence each, and how they quote values.
 
 Imports the standard library only, so that it can report a missing package.
 """
@@ -127,7 +127,7 @@ def describe_missing(what: str, module: str, *, reason: str = "", extra: str | N
 
 
 def find_nearest(word: str, names: Iterable[str]) -> str | None:
-    """Find the name that a misspelt word most likely means, ignoring case; None if none is close."""
+    """Find the name a misspelt word most likely means, in any case; None if none is close."""
     known = {name.lower(): name for name in names}
     found = difflib.get_close_matches(word.lower(), known, 1)
     return known[found[0]] if found else None
