@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 from weir.models import MOST_OFFSET, OFFSETS, PICTURES, Images, check_ids, embed, offsets
 
 Tokens = (
@@ -83,7 +83,7 @@ def _index(token: Any) -> int:
     with contextlib.suppress(TypeError):  # a tensor has `__index__`, and not always an index
         if not isinstance(token, bool):
             return operator.index(token)
-    raise WeirError(f"an iterator yields ids one by one, whole numbers, not {shown(token)}")
+    raise WeirError(f"an iterator yields ids one by one, whole numbers, not {quote(token)}")
 
 
 def read_stops(given: int | Sequence[int]) -> set[int]:
@@ -98,7 +98,7 @@ def read_stops(given: int | Sequence[int]) -> set[int]:
             return {int(token) for token in found}
     except TypeError:
         pass  # nothing that holds several
-    raise WeirError(f"stop must be a token id or several, not {shown(given)}")
+    raise WeirError(f"stop must be a token id or several, not {quote(given)}")
 
 
 def is_count(value: object) -> bool:
@@ -270,7 +270,7 @@ def _checked(embeddings: object, model: PreTrainedModel) -> Tensor:
     if not isinstance(embeddings, Tensor):
         raise WeirError(
             f"embeddings are a tensor [tokens, {width}] or [batch, tokens, {width}], not "
-            f"{shown(embeddings)}"
+            f"{quote(embeddings)}"
         )
     if embeddings.ndim not in (2, 3) or embeddings.shape[-1] != width:
         raise WeirError(
@@ -310,7 +310,7 @@ def _checked_offsets(
     if isinstance(within, Tensor) and within.ndim == 2:
         within = within[None]
     if not isinstance(within, Tensor) or list(within.shape) != wanted:
-        what = list(within.shape) if isinstance(within, Tensor) else shown(within)
+        what = list(within.shape) if isinstance(within, Tensor) else quote(within)
         raise WeirError(f"the offsets of these embeddings are {wanted}, not {what}")
     whole = not (within.is_floating_point() or within.is_complex() or within.dtype == torch.bool)
     found = within.to(torch.int64) if whole else within
