@@ -129,15 +129,9 @@ def serve(
     Clients of OpenAI's API only need the address. Without --keys only this machine is served.
     """
     from weir.cache import policy_beside, read_bytes
-<<<<<<< HEAD
     from weir.policies import parse_policy, resolve_chunk, with_pin, with_slots
-    from weir.serve import Book, Desk, Engine, Limits, MemoryStore, Store, room_for
-    from weir.serve.app import Keys, bind, log_json, make_app, run_app
-=======
-    from weir.policies import chunk_of, policy_of, with_pin, with_slots
     from weir.serve import Book, Engine, EngineClient, Limits, MemoryStore, Store, estimate_memory
     from weir.serve.api import Keys, bind, log_json, make_app, run_app
->>>>>>> main
     from weir.serve.store import DiskStore
 
     if cluster is None:

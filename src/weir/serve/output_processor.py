@@ -13,12 +13,6 @@ from transformers import PreTrainedTokenizerBase
 
 from weir.cache import StreamingCache
 from weir.pools import Beginning
-<<<<<<< HEAD:src/weir/serve/relay.py
-from weir.serve.choosing import Choice
-from weir.serve.mailbox import Bell, End, Failure, Mailbox, Piece, Standing
-from weir.serve.turn import Turn
-from weir.stream import Detokenizer
-=======
 from weir.serve.engine import (
     FailureEvent,
     FinishEvent,
@@ -29,8 +23,7 @@ from weir.serve.engine import (
     StreamStats,
     TokenEvent,
 )
-from weir.stream import AnswerText
->>>>>>> main:src/weir/serve/output_processor.py
+from weir.stream import Detokenizer
 
 
 @dataclass(frozen=True)

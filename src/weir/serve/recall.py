@@ -18,12 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from weir.cache import Holding, LayerPlan, StreamingCache, holding_in
 from weir.serve.engine import RowInspection, Sequence, Stage
 from weir.serve.records import Store, Stretch, packed, unpacked
-<<<<<<< HEAD
-from weir.serve.turn import Stage, Turn
 from weir.stream import describe_tokens
-=======
-from weir.stream import tokens_as_text
->>>>>>> main
 
 BLOCK = 32
 """Tokens that are made text together: of a stream that grows, few are made again."""

@@ -15,12 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from weir.errors import WeirError
 from weir.models import ModelSink
 from weir.serve.messages import Message
-<<<<<<< HEAD:src/weir/serve/wording.py
-from weir.stream import ChatTemplate
-=======
 from weir.serve.tools import CallFormat, Tool, form_of
-from weir.stream import Turns
->>>>>>> main:src/weir/serve/rendering.py
+from weir.stream import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -120,13 +116,8 @@ class PromptRenderer:
         said, told = self._rendered(messages, tools if known else ())
         try:
             with self._alone:
-<<<<<<< HEAD:src/weir/serve/wording.py
                 ids = self._turns.with_tools(told).after(said, last)
-                return Worded(ids, header=self._turns.header(ids)) if ids else None
-=======
-                ids = self._turns.telling(told).after(said, last)
                 return RenderedPrompt(ids, header=self._turns.header(ids)) if ids else None
->>>>>>> main:src/weir/serve/rendering.py
         except WeirError:
             return None  # a template that wants more of a history than stands for it here
 

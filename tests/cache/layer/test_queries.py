@@ -9,6 +9,7 @@ from roundings import close_runs
 import weir
 from weir.cache.layer import fold
 from weir.cache.layer import queries as tally
+from weir.pools import observed_attention
 
 
 @pytest.mark.parametrize("chunk", [1, 5])

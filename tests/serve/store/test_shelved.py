@@ -20,13 +20,8 @@ from stores import CHUNK, MODEL, NODES, POLICY, has, kept, kill, same, shelf
 
 from weir.errors import WeirError
 from weir.models import fingerprint
-<<<<<<< HEAD
 from weir.policies import format_policy_file
-from weir.serve import Chooser, Choosing, Engine, MemoryShelf, Turn
-=======
-from weir.policies import written_policy_file
 from weir.serve import Engine, MemoryShelf, Sampler, SamplingParams, Sequence
->>>>>>> main
 from weir.serve.store import DiskShelf, Form
 from weir.serve.store import folder as folder_file
 

@@ -11,13 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from weir.serve.messages import Call, Message
-<<<<<<< HEAD:src/weir/serve/calls/reading.py
-from weir.stream import count_stop_prefix
-=======
 from weir.serve.tools.formats import CallFormat
 from weir.serve.tools.tool import Tool
-from weir.stream import begun
->>>>>>> main:src/weir/serve/tools/parser.py
+from weir.stream import count_stop_prefix
 
 
 @dataclass(frozen=True)
