@@ -29,7 +29,8 @@ from weir.errors import WeirError, near, shown
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from weir_bench import Bench, Row
+    from weir_bench.figure import Row
+    from weir_bench.run import Bench
 
 
 class Dtype(StrEnum):
@@ -94,7 +95,9 @@ def bench(
         return
     import torch
 
-    from weir_bench import QUICK, Setting, Sizes, measure, traced
+    from weir_bench.figure import QUICK, Setting, Sizes
+    from weir_bench.run import measure
+    from weir_bench.tracing import traced
 
     as_usual()
     wanted = _policies(policies)

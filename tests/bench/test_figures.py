@@ -13,7 +13,6 @@ import torch
 from weir.errors import WeirError
 from weir.policies import NAMED
 from weir.pools.balance import Gram, Halving, Sets
-from weir_bench import measure
 from weir_bench.figure import FIGURES, QUICK, Row, Setting, Skipped, chosen, figure
 from weir_bench.figures import flat, memory
 from weir_bench.figures import halvings as halves
@@ -21,6 +20,7 @@ from weir_bench.figures import kvpress as presses
 from weir_bench.figures.decode import PLAIN
 from weir_bench.figures.policies import comparable
 from weir_bench.report import markdown, plot
+from weir_bench.run import measure
 from weir_bench.timing import settled
 
 SETTING = Setting(QUICK, policies=("snapkv", "weir"))

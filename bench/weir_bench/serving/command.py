@@ -15,7 +15,8 @@ from weir.errors import WeirError
 from weir_bench.command import benches, figures, make_folder
 
 if TYPE_CHECKING:
-    from weir_bench.serving import Heard, Served
+    from weir_bench.serving.load import Heard
+    from weir_bench.serving.run import Served
 
 
 @benches.command("serve", cls=quick_command)
@@ -45,7 +46,9 @@ def bench_serve(
 
     Parts: pace, share, alone, far, disk, compaction, transformers; soak if asked for.
     """
-    from weir_bench.serving import QUICK, Manner, Plan, measure
+    from weir_bench.serving.load import Manner
+    from weir_bench.serving.part import QUICK, Plan
+    from weir_bench.serving.run import measure
 
     as_usual()
     if out is not None:
@@ -106,7 +109,7 @@ def _print(served: Served, quick: bool) -> None:
 
 def _cells(heard: Heard) -> list[str]:
     from weir_bench.report import number
-    from weir_bench.serving import percentiles
+    from weir_bench.serving.load import percentiles
 
     def times(seconds: list[float]) -> str:
         return " / ".join(number(value) for value in percentiles(seconds).values())
