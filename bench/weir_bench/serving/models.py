@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 from weir.models import load
 from weir_bench.figure import QUICK, Setting, Sizes
 from weir_bench.model import twin_of
@@ -52,7 +52,7 @@ def make_folder(name: str, folder: Path) -> Path:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     except OSError as error:
-        raise WeirError(f"cannot write to {shown(str(folder))}: {error.strerror}") from None
+        raise WeirError(f"cannot write to {quote(str(folder))}: {error.strerror}") from None
     return folder
 
 
