@@ -260,7 +260,7 @@ PARTS = {
     "inspect": ("evals/inspect", "cli/inspect"),
     "plots": ("evals/results", "evals/demo", "evals/look", "evals/attention_error"),
     "ray": ("evals/grid",),
-    "serve": ("serve/app", "serve/shapes", "serve/engine", "serve/desk", "cli/serve"),
+    "serve": ("serve/api", "serve/structured", "serve/engine", "serve/client", "cli/serve"),
     "train": ("train/processes", "cli/train"),
 }
 """What is there with an extra: files of weir, by how their paths begin."""

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from weir.models import load
-from weir.serve import Choice, Chooser, Choosing, Engine, MemoryShelf, Turn
+from weir.serve import Engine, MemoryShelf, SampledToken, Sampler, SamplingParams, Sequence
 from weir.stream import Sampling
 from weir_bench.figure import Row, Setting, figure
 from weir_bench.model import model_of
@@ -64,8 +64,8 @@ class Answering(Contender):
         generator = torch.Generator().manual_seed(0)
         for row in range(rows):
             ids = torch.randint(model.config.vocab_size, (32 + row,), generator=generator)
-            chooser = Chooser(Choosing(Sampling(temperature=0)))
-            turn = Turn(str(row), None, ids.tolist(), MOST, frozenset(), chooser, Nobody())
+            chooser = Sampler(SamplingParams(Sampling(temperature=0)))
+            turn = Sequence(str(row), None, ids.tolist(), MOST, frozenset(), chooser, Nobody())
             self._engine.submit(turn)
         for _ in range(rows):  # a step reads one prompt or more
             self._engine.step()
@@ -78,7 +78,7 @@ class Answering(Contender):
 class Nobody:
     """Listens to no answer."""
 
-    def chose(self, choice: Choice) -> str | None:
+    def chose(self, choice: SampledToken) -> str | None:
         """Goes on."""
         return None
 
