@@ -17,7 +17,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
-from weir.models import Endings, sink_of, transformers_model
+from weir.models import StopTokens, sink_of, transformers_model
 from weir.serve.book import Book
 from weir.serve.calls import Tool, read_calls
 from weir.serve.choosing import Chooser, Choosing, Constraint
@@ -124,7 +124,7 @@ class Desk:
         self.locks = Locks()
         self.sessions = Sessions(engine, store, self.book, limits)
         self.failure: Exception | None = None
-        self.ends = frozenset(Endings.of(engine.model.generation_config).stops)
+        self.ends = frozenset(StopTokens.of(engine.model.generation_config).stops)
         sink = sink_of(transformers_model(engine.model).config)
         self.wording = Wording(tokenizer, self.ends, sink)
         self._bell = Bell()
