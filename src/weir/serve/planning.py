@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 from weir.serve.calls import Tool, written
 from weir.serve.holding import Hold, Holder
 from weir.serve.limits import Limits
@@ -175,7 +175,7 @@ class Planner:
             wrong = next((token for token in ids if not 0 <= token < self._vocabulary), None)
             if wrong is not None:
                 last = self._vocabulary - 1
-                raise WeirError(f"token {shown(wrong)} does not exist; ids are 0 to {last}")
+                raise WeirError(f"token {quote(wrong)} does not exist; ids are 0 to {last}")
         return self._checked(Plan(owner, ids))
 
     def _checked(self, plan: Plan) -> Plan:

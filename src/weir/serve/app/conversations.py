@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
-from weir.errors import shown
+from weir.errors import quote
 from weir.serve.app.described import takes
 from weir.serve.app.errors import Refused, not_found
 from weir.serve.app.itembodies import (
@@ -158,7 +158,7 @@ def _no_stray(call: Item, items: Sequence[Item]) -> None:
     if len(strays(messages_of(left))) > len(strays(messages_of(items))):
         raise Refused(
             400,
-            f"the call {shown(call['call_id'])} has its result in this conversation: delete that "
+            f"the call {quote(call['call_id'])} has its result in this conversation: delete that "
             "item, of type function_call_output, first",
             code="has_result",
         )

@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.responses import JSONResponse
 
-from weir.errors import shortened
+from weir.errors import shorten
 
 CODES = {
     "missing": "missing_required_parameter",
@@ -200,8 +200,8 @@ def param_of(loc: tuple[int | str, ...]) -> str | None:
         if isinstance(part, int):
             path += f"[{part}]"
         elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
-            path += f".{shortened(part)}" if path else shortened(part)
-    return shortened(path) if len(path) > _LONGEST else path or None
+            path += f".{shorten(part)}" if path else shorten(part)
+    return shorten(path) if len(path) > _LONGEST else path or None
 
 
 _LONGEST = 200

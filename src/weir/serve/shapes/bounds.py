@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 
 BYTES = 65_536
 """Of a schema, written as JSON."""
@@ -86,7 +86,7 @@ def _digits(multiple: Any) -> int:
     digits = Decimal(str(multiple)).normalize().as_tuple()
     above = digits.exponent if isinstance(digits.exponent, int) else 0
     if above > 9:
-        raise BadSchema(f"numbers cannot be held to multiples of {shown(multiple)}")
+        raise BadSchema(f"numbers cannot be held to multiples of {quote(multiple)}")
     return int("".join(map(str, digits.digits))) * 10 ** max(0, above)
 
 

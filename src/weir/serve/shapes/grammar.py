@@ -20,7 +20,7 @@ from llguidance.numpy import fill_next_token_bitmask
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from weir.errors import shortened
+from weir.errors import shorten
 from weir.serve.shapes.bounds import BadSchema, check_schema
 
 SPACES = r"( |\n( {0,8}|\t{0,4}))"
@@ -108,7 +108,7 @@ class Grammars:
                     known, n_vocab=max(self._size, len(known)), eos_token=ends
                 )
             except Exception as error:  # llguidance raises whatever it finds
-                why = shortened(str(error))
+                why = shorten(str(error))
                 raise BadSchema(f"this model's tokenizer has no grammars ({why})") from None
         return self._made
 
@@ -193,7 +193,7 @@ _WORDS = {
 def _why(matcher: LLMatcher) -> str:
     """What is wrong with a grammar, in llguidance's words."""
     said = matcher.get_error().replace("<non-verbose/>", "").strip()
-    return _WORDS.get(said) or shortened(said)
+    return _WORDS.get(said) or shorten(said)
 
 
 def guided(schema: Mapping[str, Any], spaces: str, *, strict: bool) -> dict[str, Any]:
