@@ -19,7 +19,7 @@ def test_its_numbers_are_those_of_the_reference(seed, monkeypatch):
     position = torch.randint(0, 2**40, (3, 9, 4), generator=torch.Generator().manual_seed(0)).mT
     position[0, 0, 0] = -1  # an empty slot, whose number nobody looks at
     monkeypatch.delenv(kernels.VARIABLE, raising=False)
-    assert kernels.paths(CPU)["draws"] == "numba"
+    assert kernels.paths(CPU)["draw_uniform"] == "numba"
     got = draws.several(1, position, 7), draws.uniform(64, position)
     monkeypatch.setenv(kernels.VARIABLE, "reference")
     wanted = draws.several(1, position, 7), draws.uniform(64, position)

@@ -56,7 +56,7 @@ def test_a_graph_that_is_compiled_has_no_kernel(monkeypatch):
     x = torch.zeros(1)
     assert dispatch.quantize_int8(x) is not None
     assert dispatch.dequantize_int8(x.bfloat16()) is None
-    assert dispatch.turned(x.clone().requires_grad_()) is None
+    assert dispatch.rotate_keys(x.clone().requires_grad_()) is None
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert dispatch.quantize_int8(x) is None
 

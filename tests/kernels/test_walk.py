@@ -32,7 +32,7 @@ def library(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def walk(library: str) -> Callable[..., Tensor]:
     """Its walk."""
-    return import_module(f"weir.kernels.{library}_walk").walk
+    return import_module(f"weir.kernels.{'cpu' if library == 'numba' else 'gpu'}.walk").walk
 
 
 @st.composite
