@@ -13,7 +13,7 @@ from weir import kernels
 from weir.kernels import kernels as choice
 from weir.pools.kcenter import farthest_first
 
-pytest.importorskip("numba", reason="not installed: pip install 'weir[fast]'")
+pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
 
 from weir.kernels import numba_farthest_first as numba_centers
 

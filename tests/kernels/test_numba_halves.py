@@ -18,7 +18,7 @@ from weir.pools.balance.halving import Halving, Sets
 
 numba_halves = pytest.importorskip(
     "weir.kernels.numba_halves",
-    reason="not installed: pip install 'weir[fast]'",
+    reason="not installed: pip install 'weir-kv[fast]'",
     exc_type=ImportError,
 )
 EPS = 2.0**-24

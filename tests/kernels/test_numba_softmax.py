@@ -8,7 +8,7 @@ import torch
 
 numba_softmax = pytest.importorskip(
     "weir.kernels.numba_softmax",
-    reason="not installed: pip install 'weir[fast]'",
+    reason="not installed: pip install 'weir-kv[fast]'",
     exc_type=ImportError,
 )
 EPS = 2.0**-24
