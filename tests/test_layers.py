@@ -25,6 +25,12 @@ ORDER = (
 LEVEL = {room: n for n, level in enumerate(ORDER.split(" < ")) for room in level.split(", ")}
 ROOMS = LEVEL.keys() - {"errors", "weir", "__main__"}
 
+CALL_PATH = tuple(f"weir.{room}." for room in ("slab", "cache", "stream", "serve.engine"))
+"""Where a token passes from `Stream.feed` or a request to a fold."""
+SHORTEST = 60
+"""Lines of a file on that path, at least: its way is not to lead through files of no substance."""
+RIDDLES = ("Who ", "Whose ", "What is ", "Nobody ")
+
 
 @dataclass(frozen=True)
 class Import:
@@ -129,6 +135,35 @@ class House:
         for name in sorted(here - ROOMS - {"assets"} - files):
             yield f"{name} has no place at the root"
 
+    def class_names(self) -> Iterator[str]:
+        """A class name stands for one thing, wherever it is."""
+        places: dict[str, list[str]] = {}
+        for name, tree in self.trees.items():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(f"{name}:{node.lineno}")
+        for name, found in places.items():
+            if len(found) > 1:
+                yield f"{name} is several classes: {', '.join(found)}"
+
+    def first_lines(self) -> Iterator[str]:
+        """A docstring begins with what a thing is or does, not with a riddle."""
+        for name, tree in self.trees.items():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                    said = (ast.get_docstring(node) or "").lstrip()
+                    if said.startswith(RIDDLES):
+                        yield f"{name}:{getattr(node, 'lineno', 1)} begins with {said[:20]!r}"
+
+    def short_files(self) -> Iterator[str]:
+        """A file that a token passes through is worth opening."""
+        for name in self.trees:
+            path = self.root.parent / (name.replace(".", "/") + ".py")
+            if name.startswith(CALL_PATH) and path.is_file():
+                lines = len(path.read_text("utf-8").splitlines())
+                if lines < SHORTEST:
+                    yield f"{name} has {lines} lines; a file on the call path has {SHORTEST}"
+
     def faces(self) -> Iterator[str]:
         """A face is a sentence and names, none of which hides a file."""
         for folder in sorted(self.folders):
@@ -165,7 +200,16 @@ def imports_in(tree: ast.AST) -> Iterator[tuple[ast.Import | ast.ImportFrom, boo
         yield from ((found, waits or already) for found, already in imports_in(node))
 
 
-RULES = ("climbs", "behind_faces", "circles", "root_files", "faces")
+RULES = (
+    "climbs",
+    "behind_faces",
+    "circles",
+    "root_files",
+    "class_names",
+    "first_lines",
+    "short_files",
+    "faces",
+)
 
 
 def broken(house: House, *rules: str) -> list[str]:
@@ -183,7 +227,7 @@ def test_the_house_keeps_its_rules(ours: House, rule: str) -> None:
     assert broken(ours, rule) == []
 
 
-@pytest.mark.parametrize("rule", ["circles", "faces"])
+@pytest.mark.parametrize("rule", ["circles", "class_names", "first_lines", "faces"])
 def test_the_bench_beside_the_package_keeps_them_too(rule: str) -> None:
     assert broken(House(SOURCE.parents[1] / "bench" / "weir_bench"), rule) == []
 
@@ -218,7 +262,7 @@ SOUND = {
 def house_of(folder: Path, files: dict[str, str]) -> House:
     for name, text in files.items():
         (folder / "weir" / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "weir" / name).write_text(text)
+        (folder / "weir" / name).write_text(text + "\n" * SHORTEST)
     return House(folder / "weir")
 
 
@@ -247,6 +291,12 @@ PLANTED = {
     "a circle in a function": ("circles", "cache/rows.py", "def f():\n    import weir.cache.cache"),
     "a file at the root": ("root_files", "helpers.py", ""),
     "a folder at the root": ("root_files", "utils/__init__.py", '"""Utilities."""'),
+    "a class twice": (
+        "class_names",
+        "cache/plot.py",
+        "class Rows: ...\ndef f():\n    class Rows: ...",
+    ),
+    "a riddle": ("first_lines", "cache/plot.py", 'def f():\n    """What is a plot."""'),
     "no face": ("faces", "cache/layer/mask.py", ""),
     "no sentence": ("faces", "cache/__init__.py", "from weir.cache.cache import Cache"),
     "two sentences": ("faces", "cache/__init__.py", '"""A cache. It is small."""'),
@@ -259,6 +309,13 @@ PLANTED = {
 def test_what_breaks_a_rule_is_found(tmp_path: Path, planted: str) -> None:
     rule, name, text = PLANTED[planted]
     assert len(broken(house_of(tmp_path, {**SOUND, name: text}), rule)) == 1
+
+
+def test_a_short_file_on_the_call_path_is_found(tmp_path: Path) -> None:
+    house = house_of(tmp_path, SOUND)
+    (tmp_path / "weir" / "cache" / "rows.py").write_text("import weir.pools\n")
+    (tmp_path / "weir" / "cli" / "show.py").write_text("")
+    assert len(broken(house, "short_files")) == 1
 
 
 def test_no_test_imports_from_a_conftest() -> None:

@@ -62,7 +62,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class Header:
+class GGUFHeader:
     """What a GGUF file says before its weights.
 
     Attributes:
@@ -124,7 +124,7 @@ def _packaged_smollm2() -> Path | None:
     return next(iter(sorted(Path(spec.origin).parent.glob("*.gguf"))), None)
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> GGUFHeader:
     """Read and check a file's header; its vocabulary is skipped, its weights are not read.
 
     Raises:
@@ -149,7 +149,7 @@ class _HeaderReader:
         self.file = file
         self.size = size
 
-    def read(self) -> Header:
+    def read(self) -> GGUFHeader:
         version = self.number("I")
         if version not in (2, 3):
             raise _Damaged(f"it is of version {version} of the format, and 2 and 3 can be read")
@@ -167,7 +167,7 @@ class _HeaderReader:
         if type(alignment) is not int or not 0 < alignment <= 1 << 16:
             raise _Damaged(f"its data is aligned to {alignment!r}")
         data_at = -(-self.file.tell() // alignment) * alignment
-        return Header(version, fields, spans, tensors, tensors_at, data_at)
+        return GGUFHeader(version, fields, spans, tensors, tensors_at, data_at)
 
     def bytes(self, n: int) -> bytes:
         if n > self.size - self.file.tell():
@@ -222,7 +222,7 @@ class _HeaderReader:
         return TensorInfo(name, shape, self.number("I"), self.number("Q"))
 
 
-def check_readable(path: Path, header: Header) -> None:
+def check_readable(path: Path, header: GGUFHeader) -> None:
     """Refuse what transformers cannot read, before half a minute is spent on it.
 
     Raises:
@@ -303,7 +303,7 @@ def read_config(path: Path) -> PretrainedConfig:
     return config
 
 
-def _is_long(header: Header, key: str) -> bool:
+def _is_long(header: GGUFHeader, key: str) -> bool:
     start, stop = header.spans[key]
     return stop - start > LONG_ARRAY and not isinstance(header.fields[key], str)
 
