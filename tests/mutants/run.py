@@ -1,9 +1,9 @@
 """Put faults into weir on purpose, one at a time, and see that tests notice.
 
-    python tests/mutants/run.py                    # every fault of every list beside this file
-    python tests/mutants/run.py 'reservoir-*'      # those of these names (globs), or of a list: pools
-    python tests/mutants/run.py --slow             # with the tests marked slow, too
-    python tests/mutants/run.py --list             # names and files; runs nothing
+    python tests/mutants/run.py                        # every fault of every list in this folder
+    python tests/mutants/run.py 'reservoir-*' policies # by name (globs) or by list
+    python tests/mutants/run.py --slow                 # with the tests marked slow, too
+    python tests/mutants/run.py --list                 # names and files; runs nothing
 
 A list is a TOML file with a table for each fault:
 
