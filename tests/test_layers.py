@@ -19,7 +19,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "weir"
 
 ORDER = (
     "errors < kernels < slab < pools, models < policies < cache < stream < weir"
-    " < train, serve < evals, bench < cli < __main__"
+    " < train, serve < evals < cli < __main__"
 )
 """Each imports to its left only; `weir` is the face of all, and `__main__` what Python runs."""
 LEVEL = {room: n for n, level in enumerate(ORDER.split(" < ")) for room in level.split(", ")}
@@ -123,7 +123,7 @@ class House:
             yield f"in a circle, or on the way from one to the next: {', '.join(left)}"
 
     def root_files(self) -> Iterator[str]:
-        """At the root are twelve rooms at most, `assets`, errors.py, the face and `__main__.py`."""
+        """At the root are eleven rooms at most, `assets`, errors.py, the face and `__main__.py`."""
         here = {path.name for path in self.root.iterdir()} - {"__pycache__"}
         files = {"errors.py", "__init__.py", "__main__.py", "py.typed"}
         for name in sorted(here - ROOMS - {"assets"} - files):
@@ -183,8 +183,13 @@ def test_the_house_keeps_its_rules(ours: House, rule: str) -> None:
     assert broken(ours, rule) == []
 
 
-def test_there_are_twelve_rooms_and_a_place_for_each(ours: House) -> None:
-    assert len(ROOMS) == 12
+@pytest.mark.parametrize("rule", ["circles", "faces"])
+def test_the_bench_beside_the_package_keeps_them_too(rule: str) -> None:
+    assert broken(House(SOURCE.parents[1] / "bench" / "weir_bench"), rule) == []
+
+
+def test_there_are_eleven_rooms_and_a_place_for_each(ours: House) -> None:
+    assert len(ROOMS) == 11
     assert {room_of(name) for name in ours.trees} >= LEVEL.keys() - {"serve"}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weir.errors import written
+from weir.errors import format_value
 from weir.policies.grammar import policy
 from weir.policies.registry import NAMED
 from weir.pools import POOLS
@@ -68,7 +68,7 @@ def test_all_parameters_are_in_the_table_with_their_defaults(name):
         assert key in found, key
         # What a default is worked out from is told in words.
         if parameter.default is not None:
-            default = written(parameter.default).removesuffix(".0")
+            default = format_value(parameter.default).removesuffix(".0")
             said = found[key].replace("`", "").removesuffix(".0")
             assert re.match(rf"{re.escape(default)}\b", said), f"{key}: {found[key]}"
     for pool in {pool.name for pool in NAMED[name].make().for_layer(0, 1).pools}:
