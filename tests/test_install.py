@@ -255,7 +255,7 @@ PARTS = {
     "cli": ("cli",),
     "cluster": ("serve",),
     "eval": ("evals", "cli"),
-    "fast": ("kernels/numba",),
+    "fast": ("kernels/cpu",),
     "images": ("train/images", "models/images"),
     "inspect": ("evals/inspect", "cli/inspect"),
     "plots": ("evals/results", "evals/demo", "evals/look", "evals/attention_error"),

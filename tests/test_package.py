@@ -19,7 +19,7 @@ import yaml
 
 import weir
 from weir.errors import EXTRAS, describe_missing
-from weir.models.facts import INTERFACE_FAMILIES, OWN_FAMILIES
+from weir.models.model_spec import INTERFACE_FAMILIES, OWN_FAMILIES
 from weir.policies.registry import NAMED
 from weir.pools import POOLS
 
