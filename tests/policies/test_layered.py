@@ -103,7 +103,7 @@ LONG = "[" + ", ".join(f"sink(4) | recent({n - 4})" for n in (1252, 66, 90, 100)
         (f"[{', '.join(['sink(4) | recent(60)'] * 4)}]", "a policy for each of 4 layers, 64 slots"),
         (
             f"pinned({LONG}, n=8, header=4)",
-            "a policy for each of 4 layers, 66 to 1,252 slots, pinned with n=8 and header=4",
+            "a policy for each of 4 layers, 66 to 1,252 slots, pinned with n=8, header=4",
         ),
         (
             f"quantized({LONG}, newest=8)",

@@ -273,7 +273,7 @@ def test_by_rate_the_policy_has_no_limit():
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("uniform(2)", r"a budget of 2 leaves no room for a sample beside sink\(1\) and"),
+        ("uniform(2)", r"a budget of 2 leaves no room for samples beside 1 sinks and"),
         ("uniform(64, sinks=4, recent=60)", r"a sample beside sink\(4\) and recent\(60\)"),
         ("uniform(64, 0.5)", "takes a budget or a rate, and was given both, 64 and 0.5"),
         ("uniform(rate=2)", "at most 1, not 2"),

@@ -86,11 +86,6 @@ class Snap(Ranked):
             )
 
     @property
-    def is_stochastic(self) -> bool:
-        """It draws nothing."""
-        return False
-
-    @property
     def needs_queries(self) -> int:
         """The window's."""
         return self.window

@@ -108,7 +108,7 @@ class Balance(Pool):
         return self.sets != "shared"
 
     def slots(self) -> int:
-        """As many as it was given."""
+        """Return the number it was given."""
         return self.n
 
     def state(self, like: Slots) -> dict[str, Tensor]:
@@ -126,7 +126,7 @@ class Balance(Pool):
         return state
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
-        """Why tensors cannot be its state; see `Pool.wrong_state`."""
+        """See `Pool.wrong_state`."""
         # In a few slots, and in sets that have a few each, lone tokens rise to meet the next ones.
         most = LEVELS if self.sets == "separate" else max(ahead.bit_length() + 1, math.isqrt(ahead))
         if not is_within(state["level"], EMPTY, min(LEVELS - 1, most)):

@@ -97,7 +97,7 @@ class Residue(Pool):
         }
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
-        """Why tensors cannot be its state; see `Pool.wrong_state`."""
+        """See `Pool.wrong_state`."""
         for name in ("a", "b"):
             if not is_within(state[name], -math.inf, MOST_WEIGHT):
                 return f"{name} is not a log-weight"

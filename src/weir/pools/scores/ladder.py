@@ -49,7 +49,7 @@ class Ladder(Pool):
             )
 
     def slots(self) -> int:
-        """As many as it was given."""
+        """Return the number it was given."""
         return self.n
 
     def state(self, like: Slots) -> dict[str, Tensor]:
@@ -58,7 +58,7 @@ class Ladder(Pool):
         return {RUNG: like.position.new_zeros(batch, heads, 1)}
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
-        """Why tensors cannot be its state; see `Pool.wrong_state`."""
+        """See `Pool.wrong_state`."""
         rung = state[RUNG]
         wrong = bool(((rung < 0) | (rung > self.n)).any())
         return f"{RUNG} is not the number of one of its slots" if wrong else None
