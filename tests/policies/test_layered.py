@@ -127,6 +127,8 @@ def test_a_list_of_nothing_and_one_of_something_else_are_refused():
 
 
 def test_a_model_of_other_layers_is_refused(shallow):
+    with pytest.raises(WeirError, match="has policies for 2 layers, and this model has 3 "):
+        weir.policy(TWO).for_layer(0, 3)
     with pytest.raises(WeirError, match=r"has policies for 2 layers, and this model has 1 "):
         weir.Stream(shallow, TWO)
 

@@ -176,7 +176,7 @@ def test_no_slots_are_no_pool(n):
 
 
 def test_a_budget_that_cannot_be_halved_is_pointed_at():
-    with pytest.raises(PolicyError, match="needs 2 slots or more, not 1") as error:
+    with pytest.raises(PolicyError, match="a budget of 1 leaves no room") as error:
         policy("h2o(budget=1)")
     assert error.value.at == 0
 

@@ -281,7 +281,7 @@ def test_the_policy_is_half_recent_tokens_and_half_centers():
 
 @pytest.mark.parametrize("budget", [1, 0, -4])
 def test_a_budget_too_small_for_both_is_refused(budget):
-    with pytest.raises(WeirError, match=f"needs 2 slots or more, not {budget}"):
+    with pytest.raises(WeirError, match=f"a budget of {budget} leaves no room"):
         weir.policy(f"kcenter(budget={budget})")
 
 
