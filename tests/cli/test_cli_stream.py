@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import weir
 from weir.cli import common, uses
-from weir.evals.measures.perplexity import PerplexityMeter, read
+from weir.evals.perplexity import PerplexityMeter, read
 from weir.policies import NAMED
 from weir.stream.text import encode
 

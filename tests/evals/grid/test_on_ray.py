@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from weir.errors import WeirError
-from weir.evals.grid import on_ray as cluster
+from weir.evals.grid import runner as cluster
 from weir.evals.grid.grid import make_grid
-from weir.evals.grid.on_ray import on_ray
-from weir.evals.grid.runner import run
+from weir.evals.grid.runner import on_ray, run
 
 
 def without_times(path: Path) -> list[dict[str, object]]:

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 
 import weir
 from weir.errors import WeirError
-from weir.evals.measures import perplexity as module
-from weir.evals.measures.perplexity import PerplexityMeter, read
+from weir.evals import perplexity as module
+from weir.evals.perplexity import PerplexityMeter, read
 from weir.models.loading import ASSETS
 from weir.stream.text import encode
 
