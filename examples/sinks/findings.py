@@ -22,7 +22,7 @@ VARIANTS = {
 }
 """weir's name of each model, and the paper's."""
 CONFIGS = (0, 1, 2, 4)
-"""x of the cache configurations x+y: x initial tokens and y recent ones; the paper's sum is 1024."""
+"""x of the cache configurations x+y: x initial tokens and y recent ones; the paper's x+y: 1024."""
 PERPLEXITY = {
     "none": (27.87, 18.49, 18.05, 18.05),
     "zero": (29214.0, 19.90, 18.27, 18.01),

@@ -1,4 +1,4 @@
-"""The example `captions`: scores worked out by hand, COCO's files, and the task from the command."""
+"""The example `captions`: scores worked out by hand, COCO's files, and the command."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_one_command_puts_policies_side_by_side(
     task = f'caption(captions="{folder}/captions.json", images="{folder}/images", most=4)'
     ended = run(
         capsys, "--import", SCRIPT, "eval", "--model", folder, "--task", task, "--policies",
-        "dense, balancekv", "--budgets", "32", "--chunk", 8, "--out", tmp_path / "r.jsonl", "--json",
+        "dense, balancekv", "--budgets", "32", "--chunk", 8, "--json", "--out", tmp_path / "r.jsonl",
     )  # fmt: skip
     assert ended.code == 0, ended.err
     records = json.loads(ended.out)["records"]
