@@ -30,7 +30,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import weir
-from weir.errors import EXTRAS, not_installed
+from weir.errors import EXTRAS, describe_missing
 from weir.models import versions
 
 ROOT = Path(__file__).parents[1]
@@ -92,7 +92,7 @@ def test_the_wheel_is_the_package_its_licenses_and_nothing_else(files: set[str])
     inside = {f"weir/{p.relative_to(SOURCE).as_posix()}" for p in mine}
     facts = {"METADATA", "RECORD", "WHEEL", "entry_points.txt"}
     facts |= {"licenses/LICENSE", "licenses/NOTICE"}
-    assert files == inside | {f"weir-{weir.__version__}.dist-info/{name}" for name in facts}
+    assert files == inside | {f"weir_kv-{weir.__version__}.dist-info/{name}" for name in facts}
 
 
 def test_its_readme_is_the_one_for_an_index(built: Path) -> None:
@@ -149,7 +149,7 @@ def brought(extra: str | None) -> dict[str, Requirement]:
         if (it.marker is not None and not it.marker.evaluate()) or (name, extras) in seen:
             continue
         seen.add((name, extras))
-        if name == "weir":
+        if name == "weir-kv":
             for each in extras:
                 more = PROJECT["optional-dependencies"][each]
                 waiting += [Requirement(line) for line in more]
@@ -185,7 +185,7 @@ def test_the_environment_begins_empty_and_weir_says_what_it_misses(place: Path) 
     )
     assert said.startswith(f"{weir.__version__} {place}")
     ran = subprocess.run([place / "bin" / "weir"], capture_output=True, text=True, env=alone)
-    wanted = f"weir: {not_installed('this', 'typer')}\n"
+    wanted = f"weir: {describe_missing('this', 'typer')}\n"
     assert (ran.returncode, ran.stdout, ran.stderr) == (1, "", wanted)
 
 
@@ -224,15 +224,12 @@ print(json.dumps({"old": old, "missing": missing}))
 """
 """Where no extra is: what weir says of an old transformers, and what each of its files misses."""
 
-ELSEWHERE = {"kvpress"}
-"""What no extra brings: an optional peer."""
-
 
 @pytest.fixture(scope="module")
 def probed(place: Path) -> dict[str, Any]:
     """What `PROBE` found in the environment, with the core's dependencies beside it."""
     paths = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    asked = json.dumps(paths), json.dumps([*EXTRAS, *ELSEWHERE])
+    asked = json.dumps(paths), json.dumps([*EXTRAS])
     said = done(place / "bin" / "python", "-I", "-c", PROBE, *asked)
     found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
@@ -243,11 +240,9 @@ def test_without_extras_every_file_is_imported_or_says_what_to_install(
 ) -> None:
     missing = probed["missing"]
     for file, package in missing:
-        assert package.partition(".")[0] in {*EXTRAS, *ELSEWHERE}, (
-            f"{file} needs {package}: of what?"
-        )
+        assert package.partition(".")[0] in EXTRAS, f"{file} needs {package}: of what?"
     rooms = {file.split(".")[1] for file, *_ in missing}
-    assert rooms == {"bench", "cli", "evals", "kernels", "serve"}
+    assert rooms == {"cli", "evals", "kernels", "serve"}
     assert {file for file, *_ in missing if ".evals." in file} == {"weir.evals.harness"}
 
 
@@ -260,18 +255,12 @@ PARTS = {
     "cli": ("cli",),
     "cluster": ("serve",),
     "eval": ("evals", "cli"),
-    "fast": ("kernels/numba",),
+    "fast": ("kernels/cpu",),
     "images": ("train/images", "models/images"),
     "inspect": ("evals/inspect", "cli/inspect"),
-    "plots": (
-        "evals/results",
-        "evals/demo",
-        "evals/report",
-        "evals/attention_error",
-        "bench/report",
-    ),
+    "plots": ("evals/results", "evals/demo", "evals/report", "evals/attention_error"),
     "ray": ("evals/grid",),
-    "serve": ("serve/app", "serve/shapes", "serve/engine", "serve/desk", "cli/serve"),
+    "serve": ("serve/api", "serve/structured", "serve/engine", "serve/client", "cli/serve"),
     "train": ("train/processes", "cli/train"),
 }
 """What is there with an extra: files of weir, by how their paths begin."""

@@ -27,7 +27,7 @@ from weir.cli.common import (
 from weir.cli.loading import Loading, loads_model
 from weir.cli.signals import Terminated
 from weir.cli.stream import Positions
-from weir.errors import written
+from weir.errors import format_value
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -353,7 +353,7 @@ def _parameters(make: Any) -> str:
     for name, parameter in inspect.signature(make).parameters.items():
         default = parameter.default
         known = default is not parameter.empty
-        parts.append(f"{name}={written(default)}" if known else name)
+        parts.append(f"{name}={format_value(default)}" if known else name)
     return ", ".join(parts)
 
 

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from weir.errors import WeirError, not_installed
+from weir.errors import WeirError, describe_missing
 
 
 def import_optional(module: str, what: str, extra: str = "eval") -> Any:
@@ -31,7 +31,7 @@ def import_optional(module: str, what: str, extra: str = "eval") -> Any:
         return import_module(module)
     except ImportError as error:
         reason = "" if error.name == module.partition(".")[0] else str(error)
-        raise WeirError(not_installed(what, module, reason=reason, extra=extra)) from None
+        raise WeirError(describe_missing(what, module, reason=reason, extra=extra)) from None
 
 
 HUB = "hub:"

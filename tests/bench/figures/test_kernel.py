@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from weir import kernels
-from weir.bench.figure import Setting, Skipped
-from weir.bench.figures.kernel import DIM, GROUP, KV_HEADS, kernel, reached
+from weir_bench.figure import Setting, Skipped
+from weir_bench.figures.kernel import DIM, GROUP, KV_HEADS, kernel, reached
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -23,13 +23,13 @@ def test_without_a_kernel_the_figure_is_skipped(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_both_bandwidths_are_of_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton", reason="not installed: pip install 'weir[gpu]'")
+    pytest.importorskip("triton", reason="not installed: pip install 'weir-kv[gpu]'")
     if torch.cuda.is_available():
         pytest.skip("on a GPU the kernel is compiled and the CPU has no interpreter")
     monkeypatch.setenv(kernels.VARIABLE, "triton")
     batch, slots = 2, 70
     times = {"ours": [4.0], "copy": [1.0]}
-    timed = "weir.bench.figures.kernel.in_turns"
+    timed = "weir_bench.figures.kernel.in_turns"
     monkeypatch.setattr(timed, lambda both, rounds, warm: ran(both, times))
     row = reached(torch.device("cpu"), batch, slots, rounds=1)
     heads = batch * KV_HEADS

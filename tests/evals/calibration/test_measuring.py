@@ -6,7 +6,8 @@ import pytest
 import torch
 from roundings import run_off
 
-from weir.evals.calibration import measure_sizes, measuring
+from weir.evals import calibration
+from weir.evals.calibration import measure_sizes
 from weir.evals.capture import capture_each
 from weir.policies import policy
 
@@ -22,7 +23,7 @@ def answers(it, newest: int) -> torch.Tensor:
 
 
 def test_it_is_the_relative_error_of_the_second_halves(llama, ids, monkeypatch):
-    monkeypatch.setattr(measuring, "PIECE", 20)  # calls that end within a half
+    monkeypatch.setattr(calibration, "PIECE", 20)  # calls that end within a half
     sizes = (3, 7, 11)
     passages = list(ids(1, 96)[0].split(48))
     told: list[float] = []

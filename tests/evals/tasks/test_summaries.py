@@ -17,8 +17,8 @@ from weir.evals.answers import GeneratedAnswer
 from weir.evals.tasks import summary
 from weir.evals.tasks.summary import Summary
 
-pytest.importorskip("rouge_score", reason='rouge-score is not installed: "weir[eval]"')
-pytest.importorskip("sacrebleu", reason='sacrebleu is not installed: "weir[eval]"')
+pytest.importorskip("rouge_score", reason='rouge-score is not installed: "weir-kv[eval]"')
+pytest.importorskip("sacrebleu", reason='sacrebleu is not installed: "weir-kv[eval]"')
 
 from weir.evals.scores import rouge_scores, self_bleu
 

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from weir.cache import Positions, Prefill, check_origin
-from weir.errors import WeirError, near
+from weir.errors import WeirError, suggest
 from weir.evals.fitting import budget_in, smallest
 from weir.evals.notation import read_policies, read_tasks, takes_budget, with_budget
 from weir.evals.results import read_results
@@ -87,7 +87,7 @@ def protocol(name: str) -> Protocol:
     """
     if name not in PROTOCOLS:
         raise WeirError(
-            f"no protocol is called {name!r}{near(name, PROTOCOLS)}; there are "
+            f"no protocol is called {name!r}{suggest(name, PROTOCOLS)}; there are "
             f"{', '.join(PROTOCOLS)}"
         )
     return PROTOCOLS[name]

@@ -20,7 +20,7 @@ from weir.evals.inspect.attention import looks_ahead
 from weir.evals.inspect.maps import FIRST
 from weir.evals.inspect.section import MOST_TOKENS, Inspection, Picture, Section, drawing
 from weir.evals.report import TextTable
-from weir.models import ModelFacts, describe, window_of
+from weir.models import ModelSpec, describe, window_of
 from weir.policies import Layered, Pipe
 from weir.pools import Fold, Pool, Recent, Sink
 from weir.slab import Slots
@@ -176,7 +176,7 @@ def section(asked: Inspection) -> Section:
     return _told(setup, len(ids), _ppl(seen), _ppl(unseen), without, alone, by_head)
 
 
-def set_up(asked: Inspection, facts: ModelFacts) -> StreamSetup:
+def set_up(asked: Inspection, facts: ModelSpec) -> StreamSetup:
     """How a model is to read: half of its window in slots, `BUDGET` at most."""
     windows = [layer.positions.window for layer in facts.layers]
     served = [n for n, window in enumerate(windows) if window is None] or list(range(len(windows)))
@@ -207,7 +207,7 @@ def losses_of(
 
 
 def _heads(
-    asked: Inspection, facts: ModelFacts, setup: StreamSetup, layers: Sequence[int]
+    asked: Inspection, facts: ModelSpec, setup: StreamSetup, layers: Sequence[int]
 ) -> list[tuple[int, int]]:
     """The KV heads that are measured one by one, each with its layer."""
     group = facts.layers[layers[0]].heads.group

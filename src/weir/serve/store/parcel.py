@@ -22,11 +22,11 @@ from safetensors.torch import save_file
 
 from weir.cache import FARTHEST, Wrong, list_of, optional, text, whole
 from weir.cache import record as facts_of
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
+from weir.serve.engine import Node
 from weir.serve.messages import Message
 from weir.serve.records import Record, Store, packed, unpacked
 from weir.serve.store.snapshot import Form, read_foreign, written
-from weir.serve.turn import Node
 
 FORMAT = 2
 KEY = "weir_sessions"
@@ -142,7 +142,7 @@ class Parcel:
                 mapped = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError, ValueError, LookupError, RecursionError) as error:
             raise WeirError(
-                f"the file is damaged or no session that weir exported ({shown(str(error))})"
+                f"the file is damaged or no session that weir exported ({quote(str(error))})"
             ) from None
         try:
             return cls._checked(said, mapped, form)
@@ -223,7 +223,7 @@ def _turn(vocabulary: int) -> Any:
 
 def _chain(value: Any, place: str) -> None:
     if not isinstance(value, str) or not set(value) <= set("0123456789abcdef") or len(value) > 64:
-        raise Wrong(f"{place} must be a hash, not {shown(value)}")
+        raise Wrong(f"{place} must be a hash, not {quote(value)}")
 
 
 def _message(value: Any, place: str) -> None:
@@ -243,15 +243,15 @@ def _message(value: Any, place: str) -> None:
 
 def _usage(value: Any, place: str) -> None:
     if not isinstance(value, dict):
-        raise Wrong(f"{place} must be numbers by name, not {shown(value)}")
+        raise Wrong(f"{place} must be numbers by name, not {quote(value)}")
     for name, number in value.items():
-        whole(0, FARTHEST)(number, f"{place}.{shown(name)}")
+        whole(0, FARTHEST)(number, f"{place}.{quote(name)}")
 
 
 def _time(value: Any, place: str) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 <= value <= FARTHEST:
-        raise Wrong(f"{place} must be seconds since 1970, not {shown(value)}")
+        raise Wrong(f"{place} must be seconds since 1970, not {quote(value)}")
 
 
 def _anything(value: Any, place: str) -> None:

@@ -24,14 +24,13 @@ from typing import Any, Self
 
 from transformers import PreTrainedModel
 
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 from weir.policies import Policy
-from weir.serve.shelf import Done
+from weir.serve.engine import Done, Node
 from weir.serve.store.folder import Folder, Reserve, lock, new_name
 from weir.serve.store.snapshot import Form, Later, read, written
 from weir.serve.store.tables import Tables, one, rows
 from weir.serve.store.writer import Job, Writer
-from weir.serve.turn import Node
 
 _log = logging.getLogger(__name__)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -188,7 +187,7 @@ class DiskShelf:
                 kept.add(row["file"])
                 continue
             why = "is missing" if size is None else f"has {size:,} bytes, not {row['bytes']:,}"
-            _log.warning("turn %s is dropped: its file %s", shown(row["name"]), why)
+            _log.warning("turn %s is dropped: its file %s", quote(row["name"]), why)
             db.execute("DELETE FROM nodes WHERE name = ?", (row["name"],))
         self._files.clear_parts()
         self._remove([name for name in self._files.files() if name not in kept])
@@ -362,13 +361,13 @@ class DiskShelf:
                 self._drop_damaged(name, row["file"])
             raise _unknown() from None
         except OSError as error:
-            raise WeirError(f"turn {shown(name)} cannot be read: {error.strerror}") from None
+            raise WeirError(f"turn {quote(name)} cannot be read: {error.strerror}") from None
         except WeirError as error:
-            _log.warning("turn %s cannot be read and is dropped: %s", shown(name), error)
+            _log.warning("turn %s cannot be read and is dropped: %s", quote(name), error)
             with contextlib.suppress(WeirError):
                 self._drop_damaged(name, row["file"])
             raise WeirError(
-                f"turn {shown(name)} cannot be gone on from, and is dropped: {error}"
+                f"turn {quote(name)} cannot be gone on from, and is dropped: {error}"
             ) from None
 
     def _bytes(self, row: dict[str, Any]) -> bytes:

@@ -1,0 +1,215 @@
+"""Where the pieces of an image stand on three axes, as the model itself says.
+
+In Qwen2-VL and its kin (Wang et al. 2024, section 2.1) a word moves on in time, height and width
+alike, and the pieces of an image spread over height and width, those of a video over time as well.
+Here each token has its place within its own word or image, so that a stream may be cut anywhere;
+where that begins, its cache knows. Knows nothing about caches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from weir.errors import WeirError, quote
+from weir.models.images import images_of, unfitting
+
+OFFSETS = "weir_offsets"
+"""The argument of a decoder that brings offsets to a cache of weir."""
+
+MOST_OFFSET = 2**20
+"""No image reaches so far."""
+
+_KINDS = {"image": 1, "video": 2}
+"""What the model calls them among its types of tokens."""
+_PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
+
+
+def offsets(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor | None:
+    """Where each token stands within its word or image, of models whose images have three axes.
+
+    Args:
+        model: a model, or its base model.
+        given: its arguments by name: `input_ids` [batch, length] and what its processor made of
+            images, of which the sizes in patches are read (`image_grid_thw`, `video_grid_thw`);
+            `generate` of newer transformers has put features in their place (`noting_sizes`).
+
+    Returns:
+        [batch, length, 5], int64: a token's place in time, height and width, counted from where
+        its word or image begins; how far that reaches; and how far on the next word begins behind
+        this token, which is 0 until the last piece of an image. A word is 0, 0, 0, 1, 1. None for
+        models with one axis.
+
+    Raises:
+        WeirError: images and image tokens do not go together.
+    """
+    images = images_of(model.config)
+    if images is None or not images.axes:
+        return None
+    ids = given.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
+        raise WeirError(
+            f"an image of {images.kind} has its place among token ids; pass input_ids [batch, "
+            "length] with it"
+        )
+    found = torch.zeros((*ids.shape, 5), dtype=torch.int64)
+    found[:, :, 3:] = 1
+    pictures = {
+        getattr(model.config, f"{kind}_token_id"): _each(model, kind, given) for kind in _KINDS
+    }
+    for row, words in enumerate(ids.cpu()):
+        pieces = images.in_ids(words).nonzero()[:, 0].tolist()
+        while pieces:
+            start = pieces[0]
+            its = next(pictures[int(words[start])], None)
+            if its is None:
+                raise unfitting("there are more image tokens than pieces of images")
+            stop = start + len(its)
+            whole = words[start:stop] == words[start]
+            if len(whole) < len(its) or not bool(whole.all()):
+                raise unfitting(f"an image has {len(its)} pieces, and fewer tokens stand together")
+            found[row, start:stop] = its
+            pieces = pieces[len(its) :]
+    if any(next(left, None) is not None for left in pictures.values()):
+        raise unfitting("there are more images than image tokens")
+    return found.to(ids.device)
+
+
+def noting_sizes(kind: str) -> Callable[..., Any]:
+    """What is put around a vision tower's method: features know how large their image is.
+
+    `generate` gives the decoder features in the place of pixels, without their sizes.
+
+    Args:
+        kind: image or video.
+    """
+
+    def around(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        made = own(*args, **kwargs)
+        sizes = signature(own).bind_partial(*args, **kwargs).arguments.get(f"{kind}_grid_thw")
+        features = getattr(made, "pooler_output", None)
+        if sizes is not None and features is not None:
+            for its, size in zip(features, sizes.tolist(), strict=False):
+                its.weir_size = size
+        return made
+
+    return around
+
+
+def _sizes(kind: str, given: Mapping[str, Any]) -> list[list[int]]:
+    """How many patches each image, or each video, has in time, height and width.
+
+    Raises:
+        WeirError: nothing says so, or no sizes do.
+    """
+    name = f"{kind}_grid_thw"
+    sizes = given.get(name)
+    if sizes is None:
+        made = (given.get("mm_encoder_outputs") or {}).get(kind)
+        features = () if made is None else made.pooler_output
+        noted = [its.weir_size for its in features if hasattr(its, "weir_size")]
+        if len(noted) < len(features):
+            raise WeirError(
+                f"nothing says how large the {kind} is: features came without their sizes; pass "
+                f"pixels with {name}, and leave prefill_chunk_size out, as weir bounds a prompt "
+                "itself"
+            )
+        return noted
+    grid = isinstance(sizes, Tensor) and sizes.ndim == 2 and sizes.shape[1] == 3
+    if not grid or sizes.is_floating_point():
+        raise WeirError(
+            f"{name} is a tensor [images, 3], the sizes in patches that the model's processor "
+            f"makes, not {quote(sizes)}"
+        )
+    whole: list[list[int]] = sizes.long().tolist()
+    return whole
+
+
+def check_sizes(given: Mapping[str, Any]) -> None:
+    """Refuse pixels whose sizes are missing, or are those of others, before a model reads them.
+
+    Args:
+        given: the arguments by name.
+
+    Raises:
+        WeirError: by the name of what is wrong.
+    """
+    for kind, name in _PIXELS.items():
+        pixels, sizes = given.get(name), given.get(f"{kind}_grid_thw")
+        if not isinstance(pixels, Tensor):
+            continue
+        if sizes is None:
+            raise WeirError(
+                f"{name} came without {kind}_grid_thw, the sizes in patches that the model's "
+                "processor makes with them"
+            )
+        patches = sum(math.prod(size) for size in _sizes(kind, given))
+        if patches != len(pixels):
+            raise WeirError(
+                f"{kind}_grid_thw tells of {patches:,} patches, and {name} has {len(pixels):,}"
+            )
+
+
+def _each(model: PreTrainedModel, kind: str, given: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The offsets of each image, or of each video, in turn [pieces, 5].
+
+    Raises:
+        WeirError: sizes are missing, or none.
+    """
+    sizes = _sizes(kind, given)
+    seconds = _seconds(given, len(sizes)) if kind == "video" else None
+    merged = model.config.vision_config.spatial_merge_size**2
+    known: dict[tuple[float, ...], Tensor] = {}
+    for index, size in enumerate(sizes):
+        pieces = math.prod(size) // merged
+        if min(size) < 1 or pieces < 1:
+            raise WeirError(f"an {kind} of {size} patches has none each way")
+        more = {f"{kind}_grid_thw": torch.tensor([size])}
+        if seconds is not None:
+            more["second_per_grid_ts"] = seconds[index : index + 1]
+        which = (*size, *more.get("second_per_grid_ts", torch.tensor([])).tolist())
+        if which not in known:
+            known[which] = _of_one(model, kind, pieces, more)
+        yield known[which]
+
+
+def _seconds(given: Mapping[str, Any], videos: int) -> Tensor | None:
+    """How long a piece of each video lasts [videos]; None where nothing says so.
+
+    Raises:
+        WeirError: of some videos it does not, or it is no length of time.
+    """
+    told = given.get("second_per_grid_ts")
+    if told is None:
+        return None
+    seconds = torch.as_tensor(told).flatten()
+    if len(seconds) < videos or not bool(((seconds >= 0) & seconds.isfinite()).all()):
+        raise WeirError(
+            f"second_per_grid_ts tells for each video how many seconds a piece of it lasts; there "
+            f"are {videos}, and it is {quote(told)}"
+        )
+    return seconds
+
+
+def _of_one(model: PreTrainedModel, kind: str, pieces: int, more: dict[str, Tensor]) -> Tensor:
+    """The offsets of the pieces of one image [pieces, 5]: the model is asked, a word behind it."""
+    base: Any = model.base_model
+    ids = torch.full((1, pieces + 1), getattr(model.config, f"{kind}_token_id"))
+    kinds = torch.full_like(ids, _KINDS[kind])
+    ids[0, -1] = kinds[0, -1] = 0
+    places, _ = base.get_rope_index(ids, mm_token_type_ids=kinds, **more)
+    found = torch.zeros((pieces, 5), dtype=torch.int64)
+    found[:, :3] = places[:, 0, :-1].T
+    found[:, 3] = found[-1, 4] = int(places[0, 0, -1])
+    if bool(((found < 0) | (found >= MOST_OFFSET)).any()):
+        raise WeirError(
+            f"a piece of this {kind} stands {MOST_OFFSET:,} places or more behind its beginning; "
+            "its sizes or its second_per_grid_ts are wrong"
+        )
+    return found
