@@ -202,7 +202,7 @@ sink among them; the first token of the text is not scored.
 
 *Right continuation*: three quarters of a window, and which of four last quarters goes on from it,
 by likelihood; guessing gives 25 %. *Last token*: the likeliest is right. *Second time*: a quarter
-of a window comes again after half a window of other text; the share of its tokens that are predicted,
+of a window comes again after half a window of other text; the share of its tokens that are right,
 {first_time}. The paper's means over 7 benchmarks: {means or "none of these models"}.
 
 ## Where attention goes: means over heads and the queries of a window's later half

@@ -197,12 +197,15 @@ def test_one_command_puts_policies_side_by_side(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("WEIR_IMPORT", "")
-    monkeypatch.setattr("weir.evals.task.TASKS", {**TASKS})
+    monkeypatch.setattr("weir.policies.plugins._asked", set())
+    monkeypatch.delitem(sys.modules, "caption", raising=False)
+    monkeypatch.setitem(TASKS, "caption", caption.Caption)  # and taken away at the end
     (folder / "images" / "0003.png").rename(tmp_path / "elsewhere.png")
     task = f'caption(captions="{folder}/captions.json", images="{folder}/images", most=4)'
     ended = run(
         capsys, "--import", SCRIPT, "eval", "--model", folder, "--task", task, "--policies",
-        "dense, balancekv", "--budgets", "32", "--chunk", 8, "--json", "--out", tmp_path / "r.jsonl",
+        "dense, balancekv", "--budgets", "32", "--chunk", 8, "--json", "--out",
+        tmp_path / "r.jsonl",
     )  # fmt: skip
     assert ended.code == 0, ended.err
     records = json.loads(ended.out)["records"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from weir.errors import WeirError
-from weir.evals.inspect import InspectionPage, Picture, Section, Table, drawing
+from weir.evals.inspect import InspectionPage, Picture, Section, TextTable, drawing
 
 
 def a_picture(name: str = "one") -> Picture:
@@ -36,7 +36,7 @@ def test_a_page_holds_its_pictures_and_they_lie_beside_it(tmp_path: Path) -> Non
 
 def test_all_text_is_escaped_but_for_fragments(tmp_path: Path) -> None:
     page = InspectionPage(tmp_path, "A <look>", "<i>")
-    table = Table(("<h>",), (("<cell>",),))
+    table = TextTable(("<h>",), (("<cell>",),))
     page.add(a_section(table=table, fragment="<em>it</em>", style="em { color: var(--ink); }"))
     page.leave_out("<name>", "a < b")
     text = (tmp_path / "index.html").read_text("utf-8")

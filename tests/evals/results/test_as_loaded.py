@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from weir.evals.results.report_page import write_report
 
 from weir.errors import WeirError
 from weir.evals.results.file import ResultsFile
 from weir.evals.results.naming import name_loading, read_together
+from weir.evals.results.report import write_report
 from weir.evals.results.summary import by_distance, overviews
 
 WAYS = [

@@ -11,12 +11,12 @@ from statistics import stdev
 from typing import Any
 
 import pytest
-from weir.evals.results.report_page import as_csv, as_html, as_latex, as_markdown, write_report
 
 from weir.errors import WeirError
 from weir.evals.results import by_distance, overviews
 from weir.evals.results.file import ResultsFile
 from weir.evals.results.naming import read_together
+from weir.evals.results.report import as_csv, as_html, as_latex, as_markdown, write_report
 from weir.evals.results.summary import Estimate, estimate_of
 
 T_OF_2 = 4.302652729749464
@@ -67,7 +67,7 @@ def test_answers_are_counted_over_the_seeds_and_have_wilsons_interval():
         {**one, "value": one["value"] + 1} for one in (counted("a", 8, 10), counted("a", 2, 10, 1))
     ]
     assert estimate_of(other, "value").n == 2
-    assert Estimate.counted([{"right": 0, "asked": 0}]) is None
+    assert Estimate.of_counts([{"right": 0, "asked": 0}]) is None
 
 
 @pytest.fixture

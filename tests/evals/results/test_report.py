@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weir.evals.results.report_page import family, pareto_front, write_report
 
 from weir.errors import WeirError
 from weir.evals.results.file import ResultsFile
+from weir.evals.results.report import family, pareto_front, write_report
 
 
 def record(number: int, policy: str, value: float, nbytes: int, **more: Any) -> dict[str, Any]:

@@ -216,7 +216,7 @@ def test_a_tokenizer_without_the_words_of_the_exercises_is_asked_in_words(nano, 
     def none(tokenizer):
         raise WeirError("a digit is no token")
 
-    monkeypatch.setattr("weir.evals.tasks.forms.Words.of", none)
+    monkeypatch.setattr("weir.evals.tasks.facts.Words.of", none)
     one = reader(nano, exercises=False)
     assert Repeated(samples=1, farthest=64).run(one, silent)["format"] == "text"
     with pytest.raises(WeirError, match="a digit is no token"):
