@@ -18,14 +18,14 @@ from weir.pools import Fold, Heavy, Match, Reading, Recent
 from weir.pools.draws import Draws
 from weir.pools.match.fitting import fitted
 from weir.pools.match.match import MOST
-from weir.slab import Form, LayerPositions, Slots
+from weir.slab import AttentionParams, LayerPositions, Slots
 
 PIPES = [
     "sink(2) | recent(8) | match(kcenter(6), window=4)",
     "recent(8) | match(heavy(8), half_life=none, pull=0.1)",
     "match(snap(16, window=3), window=9)",
 ]
-FORM = Form(0.5)
+FORM = AttentionParams(0.5)
 
 
 def random(*shape: int) -> Tensor:

@@ -141,14 +141,14 @@ def turned(keys: torch.Tensor) -> Callable[..., Any] | None:
 
 
 def read8(out: torch.Tensor) -> Callable[..., Any] | None:
-    """What does as `weir.slab.quantized.dequantize` for vectors of 8 bits that are read into such a
-    tensor (see `weir.kernels.numba_codes`); None for PyTorch.
+    """What does as `weir.slab.quantization.dequantize` for vectors of 8 bits that are read into
+    such a tensor (see `weir.kernels.numba_codes`); None for PyTorch.
     """
     return _of_floats("read8", out)
 
 
 def write8(x: torch.Tensor) -> Callable[..., Any] | None:
-    """What does as `weir.slab.quantized.quantize` for such vectors and 8 bits (see
+    """What does as `weir.slab.quantization.quantize` for such vectors and 8 bits (see
     `weir.kernels.numba_codes`); None for PyTorch.
     """
     return _of_floats("write8", x)

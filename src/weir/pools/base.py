@@ -17,7 +17,7 @@ from torch import Tensor
 from weir.errors import WeirError
 from weir.pools.draws import Draws
 from weir.pools.reading import Reading
-from weir.slab import Alibi, Form, Slots
+from weir.slab import Alibi, AttentionParams, Slots
 
 MOST_WEIGHT = 1e4
 """No log-weight is larger: e^700 is more than float64 can say."""
@@ -52,7 +52,7 @@ class Fold:
 
     draws: Draws
     seen: Tensor
-    form: Form
+    form: AttentionParams
     queries: Tensor | None = None
     read: Reading | None = None
     prompt: bool = False

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold
-from weir.slab import Turn
+from weir.slab import Rotation
 
 
 def last_unrotated(fold: Fold, count: int) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ def mean_query(queries: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
     return queries.sum(dim=3) / count, count
 
 
-def mean_turn(fold: Fold, ahead: Sequence[int]) -> Turn | None:
+def mean_turn(fold: Fold, ahead: Sequence[int]) -> Rotation | None:
     """The mean rotation of places to come; None for a layer that rotates nothing.
 
     Args:
@@ -62,17 +62,17 @@ def mean_turn(fold: Fold, ahead: Sequence[int]) -> Turn | None:
         return None
     steps = torch.tensor(ahead, device=fold.next.device)
     turn = rotary.turns(fold.next[:, None, None] + steps)
-    return Turn(turn.cos.mean(dim=2, keepdim=True), turn.sin.mean(dim=2, keepdim=True))
+    return Rotation(turn.cos.mean(dim=2, keepdim=True), turn.sin.mean(dim=2, keepdim=True))
 
 
-def turned_back(keys: Tensor, turn: Turn | None) -> Tensor:
+def turned_back(keys: Tensor, turn: Rotation | None) -> Tensor:
     """Keys as a query without rotation would meet them: the transpose of a mean rotation on them.
 
     Args:
         keys: [batch, kv_heads, n, key_dim], float32.
         turn: of `mean_turn`.
     """
-    return keys if turn is None else Turn(turn.cos, -turn.sin).of(keys)
+    return keys if turn is None else Rotation(turn.cos, -turn.sin).of(keys)
 
 
 def check_ahead(name: str, ahead: int) -> None:
