@@ -13,8 +13,8 @@ from servers import make_desk, make_tokenizer, serving
 
 from weir.errors import WeirError
 from weir.serve import Limits
-from weir.serve.app import Keys
-from weir.serve.app.responsebodies import IGNORED, REFUSED
+from weir.serve.api import Keys
+from weir.serve.api.schemas.responses import IGNORED, REFUSED
 
 ALICE, BOB = "wk-alice-0123456789", "wk-bob-0123456789"
 KEYS = Keys([hashlib.sha256(key.encode()).hexdigest() for key in (ALICE, BOB)])

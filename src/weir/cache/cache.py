@@ -23,7 +23,7 @@ from weir.cache.rows import Rows
 from weir.cache.snapshot import Contents, Holding, contents_of, layer_report, snapshot_row
 from weir.errors import WeirError, quote, shorten
 from weir.models import (
-    Endings,
+    StopTokens,
     attach,
     describe,
     detach,
@@ -317,7 +317,7 @@ class StreamingCache(MovingRows):
             self.failed, self.folded = {}, None
         begun = self.rows.begin(
             given,
-            Endings.of(getattr(self._model(), "generation_config", None)),
+            StopTokens.of(getattr(self._model(), "generation_config", None)),
             vocabulary=self.attachment.facts.vocabulary,
             chunk=self.chunk,
             prefill=self.prefill == "full",

@@ -130,8 +130,8 @@ def serve(
     """
     from weir.cache import find_model_policy, read_bytes
     from weir.policies import chunk_of, policy_of, with_pin, with_slots
-    from weir.serve import Book, Desk, Engine, Limits, MemoryStore, Store, room_for
-    from weir.serve.app import Keys, bind, log_json, make_app, run_app
+    from weir.serve import Book, Engine, EngineClient, Limits, MemoryStore, Store, estimate_memory
+    from weir.serve.api import Keys, bind, log_json, make_app, run_app
     from weir.serve.store import DiskStore
 
     if cluster is None:
@@ -162,7 +162,9 @@ def serve(
             say(f"the policy is that of {beside.origin.file}, which lies with the model")
         say_set_aside(model_name, policy, slots, loading.get("revision"))
         kept = keep if data is None or cluster is not None else 0
-        room = room_for(model_name, wanted, chunk=chunk, rows=rows, kept=kept, loading=loading)
+        room = estimate_memory(
+            model_name, wanted, chunk=chunk, rows=rows, kept=kept, loading=loading
+        )
         if most is not None and most < room.row:
             raise WeirError(
                 f"the end of a turn takes {size(room.row)}, and --disk leaves {size(most)} for all"
@@ -221,7 +223,7 @@ def serve(
         )
         if compiled:
             compile_or_say(engine)
-        desk = Desk(engine, store, tokenizer, name or model_name, limits, book)
+        desk = EngineClient(engine, store, tokenizer, name or model_name, limits, book)
         log_json()
         app = make_app(desk, taken)
         address, number = bound.getsockname()[:2]

@@ -1,58 +1,73 @@
 """Endless sessions of many clients at once, through one model."""
 
 from weir.serve.book import Book
-from weir.serve.choosing import Choice, Chooser, Choosing, Constraint
-from weir.serve.compiling import compile_engine, sizes_of
-from weir.serve.desk import Asked, Desk, Wish
-from weir.serve.engine import Cancelled, Engine, Load
+from weir.serve.client import Asked, EngineClient, Wish
+from weir.serve.engine import (
+    Busy,
+    Cancelled,
+    Constraint,
+    Engine,
+    EngineLoad,
+    FailureEvent,
+    FinishEvent,
+    Listener,
+    Node,
+    OutputQueue,
+    SampledToken,
+    Sampler,
+    SamplingParams,
+    Sequence,
+    Shelf,
+    StreamStats,
+    TokenEvent,
+    compile_engine,
+    sizes_of,
+)
 from weir.serve.limits import Limits
-from weir.serve.mailbox import End, Failure, Mailbox, Piece, Standing
 from weir.serve.memory import MemoryStore
+from weir.serve.memory_estimate import MemoryEstimate, estimate_memory
 from weir.serve.messages import Message, chain
-from weir.serve.planning import Plan, TooLong
+from weir.serve.prefix_match import Plan, TooLong
 from weir.serve.records import Record, Session, Store
-from weir.serve.room import Room, room_for
 from weir.serve.sessions import Sessions, Unknown
-from weir.serve.shelf import MemoryShelf, Shelf
-from weir.serve.turn import Listener, Node, Turn
-from weir.serve.waiting import Busy
+from weir.serve.shelf import MemoryShelf
 
 __all__ = [
     "Asked",
     "Book",
     "Busy",
     "Cancelled",
-    "Choice",
-    "Chooser",
-    "Choosing",
     "Constraint",
-    "Desk",
-    "End",
     "Engine",
-    "Failure",
+    "EngineClient",
+    "EngineLoad",
+    "FailureEvent",
+    "FinishEvent",
     "Limits",
     "Listener",
-    "Load",
-    "Mailbox",
+    "MemoryEstimate",
     "MemoryShelf",
     "MemoryStore",
     "Message",
     "Node",
-    "Piece",
+    "OutputQueue",
     "Plan",
     "Record",
-    "Room",
+    "SampledToken",
+    "Sampler",
+    "SamplingParams",
+    "Sequence",
     "Session",
     "Sessions",
     "Shelf",
-    "Standing",
     "Store",
+    "StreamStats",
+    "TokenEvent",
     "TooLong",
-    "Turn",
     "Unknown",
     "Wish",
     "chain",
     "compile_engine",
-    "room_for",
+    "estimate_memory",
     "sizes_of",
 ]

@@ -11,9 +11,9 @@ from dataclasses import replace
 from tempfile import TemporaryDirectory
 
 from weir.errors import WeirError
+from weir.serve.engine import Done, Node
 from weir.serve.records import Record, Session, Stretch, Taken, path_to
-from weir.serve.shelf import Done, MemoryShelf
-from weir.serve.turn import Node
+from weir.serve.shelf import MemoryShelf
 
 
 class MemoryStore:

@@ -13,9 +13,8 @@ from tempfile import TemporaryDirectory
 from typing import Protocol
 
 from weir.errors import WeirError
+from weir.serve.engine import Node, Shelf
 from weir.serve.messages import Message
-from weir.serve.shelf import Shelf
-from weir.serve.turn import Node
 
 
 class Taken(WeirError):

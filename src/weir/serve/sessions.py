@@ -15,11 +15,10 @@ from pathlib import Path
 
 from weir.errors import WeirError
 from weir.serve.book import Book
-from weir.serve.engine import Engine
+from weir.serve.engine import Busy, Engine
 from weir.serve.limits import Limits
 from weir.serve.records import Record, Session, Store, path_to
 from weir.serve.store import Form, Parcel
-from weir.serve.waiting import Busy
 
 
 class Unknown(WeirError):

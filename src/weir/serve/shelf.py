@@ -1,34 +1,9 @@
-"""Where the ends of turns are kept: a protocol, and memory as its simplest form."""
+"""Checkpoints in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
 from weir.errors import WeirError
-from weir.serve.turn import Node
-
-Done = Callable[[Exception | None], None]
-
-
-class Shelf(Protocol):
-    """Keeps nodes by name. Called in the engine's thread; `put` may go on in another.
-
-    What `get` gives is what `put` was given, number for number: nobody checks it again.
-    """
-
-    def get(self, name: str) -> Node:
-        """A node.
-
-        Raises:
-            WeirError: there is none of that name, or it cannot be read.
-        """
-
-    def put(self, name: str, node: Node, done: Done) -> None:
-        """Keep a node, and tell when it is safe, or why it cannot be; from then on `get` has it."""
-
-    def drop(self, name: str) -> None:
-        """Forget a node, if there is one of that name."""
+from weir.serve.engine import Done, Node
 
 
 class MemoryShelf:

@@ -21,12 +21,11 @@ from weir.serve.cluster.leases import Leases
 from weir.serve.cluster.ledger import TAKEN, Ledger, Page
 from weir.serve.cluster.shared import Shared
 from weir.serve.cluster.turnfiles import TurnFiles
+from weir.serve.engine import Done, Node
 from weir.serve.holding import Elsewhere, Lost
 from weir.serve.memory import MemoryStore
 from weir.serve.records import Record, Session, Stretch, Taken, path_to
-from weir.serve.shelf import Done
 from weir.serve.store import Form, Job, Writer
-from weir.serve.turn import Node
 
 KEPT = 8
 """Turns of a session that are kept, the newest ones."""

@@ -13,10 +13,10 @@ from typing import Any
 
 from weir.errors import WeirError
 from weir.serve.cluster.shared import Shared
+from weir.serve.engine import Node
 from weir.serve.messages import Message
 from weir.serve.records import Record
 from weir.serve.store import Form, Later, read, written
-from weir.serve.turn import Node
 
 
 class TurnFiles:

@@ -23,10 +23,10 @@ from safetensors.torch import save_file
 from weir.cache import FARTHEST, ValidationError, integer, list_of, optional, text
 from weir.cache import record as facts_of
 from weir.errors import WeirError, quote
+from weir.serve.engine import Node
 from weir.serve.messages import Message
 from weir.serve.records import Record, Store, packed, unpacked
 from weir.serve.store.snapshot import Form, read_foreign, written
-from weir.serve.turn import Node
 
 FORMAT = 2
 KEY = "weir_sessions"

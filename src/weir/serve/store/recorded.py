@@ -14,12 +14,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from weir.errors import WeirError
+from weir.serve.engine import Node
 from weir.serve.messages import Message
 from weir.serve.records import Record, Session, Stretch, Taken
 from weir.serve.store.shelved import DiskShelf
 from weir.serve.store.snapshot import written
 from weir.serve.store.tables import one, rows
-from weir.serve.turn import Node
 
 MOVING = "moving"
 _KEPT = "node, owner, parent, chain, messages, last, seen, usage, created, ids"

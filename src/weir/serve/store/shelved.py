@@ -26,12 +26,11 @@ from transformers import PreTrainedModel
 
 from weir.errors import WeirError, quote
 from weir.policies import Policy
-from weir.serve.shelf import Done
+from weir.serve.engine import Done, Node
 from weir.serve.store.folder import Folder, Reserve, lock, new_name
 from weir.serve.store.snapshot import Form, Later, read, written
 from weir.serve.store.tables import Tables, one, rows
 from weir.serve.store.writer import Job, Writer
-from weir.serve.turn import Node
 
 _log = logging.getLogger(__name__)
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -29,7 +29,7 @@ from weir.cache import (
 from weir.errors import WeirError, quote
 from weir.models import fingerprint
 from weir.policies import Policy
-from weir.serve.turn import Node
+from weir.serve.engine import Node
 
 FORMAT = 3
 KEY = "weir_node"

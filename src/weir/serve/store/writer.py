@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weir.errors import WeirError
-from weir.serve.shelf import Done
-from weir.serve.turn import Node
+from weir.serve.engine import Done, Node
 
 _log = logging.getLogger(__name__)
 
