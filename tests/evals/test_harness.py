@@ -16,7 +16,7 @@ import weir
 from weir.cli.lm_eval import main
 from weir.errors import WeirError
 
-pytest.importorskip("lm_eval", reason='lm-evaluation-harness is not installed: "weir[eval]"')
+pytest.importorskip("lm_eval", reason='lm-evaluation-harness is not installed: "weir-kv[eval]"')
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 from lm_eval import simple_evaluate  # noqa: E402

@@ -8,7 +8,7 @@ import torch
 from weir import kernels
 from weir.pools.draws import Draws
 
-pytest.importorskip("numba", reason="not installed: pip install 'weir[fast]'")
+pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
 
 CPU = torch.device("cpu")
 
