@@ -23,7 +23,7 @@ from weir.cache.layer.observation_window import (
 from weir.cache.layer.plan import Segment
 from weir.cache.layer.spec import LayerSpec, Layout, lay_out
 from weir.errors import WeirError
-from weir.pools import Fold, Reading
+from weir.pools import Fold, ObservedAttention
 from weir.slab import (
     AttentionParams,
     Slab,
@@ -164,13 +164,13 @@ class Folding:
         ahead: Tensor,
         params: AttentionParams,
         watched: Watched | None,
-    ) -> Reading:
+    ) -> ObservedAttention:
         """What the last queries read, of a slab whose rows all lie alike, before it is packed.
 
         Looks at nothing: all waits until a pool asks.
         """
         spec = self.spec
-        return Reading(
+        return ObservedAttention(
             partial(_every, slab, lies, new),
             lambda: self.frame(slab, lies, ahead - len(new)),
             queries,
