@@ -14,6 +14,7 @@ LONGEST = 60
 EXTRAS = {
     "accelerate": "train",
     "fastapi": "serve",
+    "gguf": "gguf",
     "llguidance": "serve",
     "lm_eval": "eval",
     "matplotlib": "plots",

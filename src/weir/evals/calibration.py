@@ -29,14 +29,14 @@ from weir.policies import (
     Pipe,
     Policy,
     Recompute,
-    at_home,
+    expand_home,
+    format_policy_file,
     is_file,
-    policy_of,
-    shared,
-    written_policy_file,
+    parse_policy,
+    share_slots,
 )
-from weir.slab import Form
-from weir.stream import read_stream, replacing
+from weir.slab import AttentionParams
+from weir.stream import read_stream, replace_atomically
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _sized(pipe: Pipe, free: list[int], slots: int, shares: list[float | None]) 
             parts = [(first, newest), (rest, slots - newest)]
         if any(n < sum(size > 0 for size in sizes) for sizes, n in parts):
             continue  # a pool would be left without a slot
-        given = [sum(each) for each in zip(*(shared(n, s) for s, n in parts), strict=True)]
+        given = [sum(each) for each in zip(*(share_slots(n, s) for s, n in parts), strict=True)]
         try:
             pools = tuple(
                 pool if n == now else pool.resized((pool.slots() or 0) + now - n)
@@ -249,7 +249,7 @@ class _SizesReader(ListeningCache):
         forward: Forward,
         layer: int,
         asked: tuple[Tensor, Tensor, Tensor],
-        form: Form,
+        form: AttentionParams,
         out: Tensor,
     ) -> None:
         """Ask the layer's other sizes the same, and add up how far they are off."""
@@ -360,8 +360,8 @@ class Calibration:
             for it in self.layers
         ]
         try:
-            with replacing(path) as new:
-                new.write_text(written_policy_file(facts, self.model, layers), "utf-8")
+            with replace_atomically(path) as new:
+                new.write_text(format_policy_file(facts, self.model, layers), "utf-8")
         except OSError as error:
             raise WeirError(f"cannot write the policy file {path}: {error.strerror}") from None
 
@@ -372,7 +372,7 @@ def check_path(path: str | Path) -> Path:
     Raises:
         WeirError: its name does not end with .toml, or there is no such folder.
     """
-    path = at_home(path)
+    path = expand_home(path)
     if not is_file(path.name):
         raise WeirError(f"the name of a policy file ends with .toml, which {path.name} does not")
     if not path.parent.is_dir():
@@ -416,7 +416,7 @@ def calibrate(
             tokens.
         PolicyError: the policy cannot be read.
     """
-    asked = policy_of(policy)
+    asked = parse_policy(policy)
     plans, sliding = _plans(model, asked, chunk)
     slots = [plan.spec.pipe.slots or 0 for plan in plans.values()]
     length = PASSAGE * round(fmean(slots))

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from weir.cache import Forward, StreamingCache
 from weir.errors import WeirError
 from weir.models import input_device, transformers_model
-from weir.slab import Form, LayerPositions
+from weir.slab import AttentionParams, LayerPositions
 
 
 class ListeningCache(StreamingCache, ABC):
@@ -29,7 +29,7 @@ class ListeningCache(StreamingCache, ABC):
         forward: Forward,
         layer: int,
         asked: tuple[Tensor, Tensor, Tensor],
-        form: Form,
+        form: AttentionParams,
         out: Tensor,
     ) -> None:
         """Told of each layer in each call, once it has answered.
@@ -48,7 +48,9 @@ class ListeningCache(StreamingCache, ABC):
         forward = super().begin(given, without)
         attend = forward.attend
 
-        def listen(layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form) -> Tensor:
+        def listen(
+            layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: AttentionParams
+        ) -> Tensor:
             out = attend(layer, queries, keys, values, form)
             self.hear(forward, layer, (queries, keys, values), form, out)
             return out
@@ -78,7 +80,7 @@ class LayerInputs:
     queries: Tensor
     keys: Tensor
     values: Tensor
-    form: Form
+    form: AttentionParams
     positions: LayerPositions
 
     def __len__(self) -> int:
@@ -102,7 +104,7 @@ class _CaptureCache(ListeningCache):
         forward: Forward,
         layer: int,
         asked: tuple[Tensor, Tensor, Tensor],
-        form: Form,
+        form: AttentionParams,
         out: Tensor,
     ) -> None:
         """Take down what was asked."""

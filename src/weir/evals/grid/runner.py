@@ -28,7 +28,7 @@ from weir.evals.records import import_optional
 from weir.evals.results import CellRecord, ResultsFile, failures
 from weir.evals.task import Subject
 from weir.models import compile_steps, load
-from weir.policies import policy_of
+from weir.policies import parse_policy
 
 Numbered = tuple[int, Cell]
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
@@ -176,7 +176,7 @@ def subject_of(cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({})) 
         name=cell.model,
         model=model,
         tokenizer=tokenizer,
-        policy=policy_of(cell.policy),
+        policy=parse_policy(cell.policy),
         seed=cell.seed,
         chunk=cell.chunk,
         positions=cell.positions,

@@ -17,8 +17,8 @@ from weir.errors import WeirError
 from weir.evals.inspect.section import Inspection, Picture, Section, drawing
 from weir.evals.report import TextTable
 from weir.models import describe
-from weir.policies import Recompute, policy_of
-from weir.stream import Stream, tokens_as_text
+from weir.policies import Recompute, parse_policy
+from weir.stream import Stream, describe_tokens
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -84,7 +84,7 @@ def fragment_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor, found: Sequence
         ids: the text [tokens], int64.
         found: what was held at each moment, in the order of time.
     """
-    said = tokens_as_text(tokenizer, ids.tolist())
+    said = describe_tokens(tokenizer, ids.tolist())
     parts = [_key(found[-1].pools)]
     for number, holding in enumerate(found):
         opened = " open" if number == len(found) - 1 else ""
@@ -184,7 +184,7 @@ def section(asked: Inspection) -> Section:
             be served.
     """
     name = POLICY if asked.policy is None else asked.policy
-    if isinstance(policy_of(name), Recompute):
+    if isinstance(parse_policy(name), Recompute):
         raise WeirError(
             "recompute reads its window anew for every token and holds nothing, so there is "
             "nothing to show; name another policy"
@@ -208,7 +208,7 @@ def section(asked: Inspection) -> Section:
         pictures,
         _table(found),
         {
-            "policy": str(policy_of(name)),
+            "policy": str(parse_policy(name)),
             "tokens": len(ids),
             "moments": [holding.as_json() for holding in found],
         },
