@@ -29,7 +29,7 @@ class ListeningCache(StreamingCache, ABC):
         forward: Forward,
         layer: int,
         asked: tuple[Tensor, Tensor, Tensor],
-        form: AttentionParams,
+        params: AttentionParams,
         out: Tensor,
     ) -> None:
         """Told of each layer in each call, once it has answered.
@@ -39,7 +39,7 @@ class ListeningCache(StreamingCache, ABC):
             layer: which layer.
             asked: queries [batch, heads, length, key_dim], keys [batch, kv_heads, length, key_dim]
                 and values [batch, kv_heads, length, value_dim], as the layer got them.
-            form: how it attends.
+            params: how it attends.
             out: what it answered [batch, heads, length, value_dim].
         """
 
@@ -49,10 +49,10 @@ class ListeningCache(StreamingCache, ABC):
         attend = forward.attend
 
         def listen(
-            layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: AttentionParams
+            layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
         ) -> Tensor:
-            out = attend(layer, queries, keys, values, form)
-            self.hear(forward, layer, (queries, keys, values), form, out)
+            out = attend(layer, queries, keys, values, params)
+            self.hear(forward, layer, (queries, keys, values), params, out)
             return out
 
         forward.attend = listen  # type: ignore[method-assign]
