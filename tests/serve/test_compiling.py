@@ -16,7 +16,7 @@ from weir.serve import (
     Chooser,
     Choosing,
     Engine,
-    MemoryShelf,
+    MemoryCheckpoints,
     Turn,
     compile_engine,
     sizes_of,
@@ -66,7 +66,7 @@ def steps(monkeypatch) -> list[int]:
 
 
 def engine_of(model, rows: int, **given) -> Engine:
-    return Engine(model, POLICY, rows, MemoryShelf(), chunk=4, piece=5, **given)
+    return Engine(model, POLICY, rows, MemoryCheckpoints(), chunk=4, piece=5, **given)
 
 
 def answers(engine: Engine, limits: list[int]) -> list[list[int]]:

@@ -12,7 +12,7 @@ from servers import make_desk
 from weir import StreamingCache
 from weir.models import set_sink
 from weir.pools import Marks
-from weir.serve import Choosing, Desk, End, Limits, Mailbox, Message, Plan, Record, Wish, chain
+from weir.serve import Choosing, Desk, End, Limits, Mailbox, Message, Plan, TurnRecord, Wish, chain
 
 
 def test_a_learned_sink_stands_in_front_of_what_is_read_first():
@@ -28,7 +28,7 @@ def test_a_learned_sink_stands_in_front_of_what_is_read_first():
     assert desk.planner.text("", [1, 2]).ids == [1, 2]  # who names tokens names them all
 
 
-def ask(desk: Desk, *messages: Message) -> tuple[Plan, str, Record]:
+def ask(desk: Desk, *messages: Message) -> tuple[Plan, str, TurnRecord]:
     """How a history was planned, what was answered, and the record of that."""
     plan = desk.planner.chat("", messages, None)
     with contextlib.closing(asyncio.new_event_loop()) as loop:
@@ -39,7 +39,7 @@ def ask(desk: Desk, *messages: Message) -> tuple[Plan, str, Record]:
     answer = "".join(event.text for event in mailbox._events)
     end = mailbox._events[-1]
     assert isinstance(end, End)
-    record = desk.store.at("", chain(plan.chain, [Message("assistant", answer)])[0])
+    record = desk.store.find_history("", chain(plan.chain, [Message("assistant", answer)])[0])
     assert record.usage["pinned"] == end.standing.pinned
     return plan, answer, record
 

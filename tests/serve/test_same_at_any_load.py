@@ -19,7 +19,7 @@ from roundings import close_runs
 from torch import Tensor
 
 from weir.cache import RowState
-from weir.serve import Choice, Chooser, Choosing, Engine, MemoryShelf, Turn
+from weir.serve import Choice, Chooser, Choosing, Engine, MemoryCheckpoints, Turn
 from weir.stream import Sampling
 
 VOCABULARY = 4096
@@ -123,7 +123,7 @@ def talk(
 
 
 def engine_of(model, rows: int, **given) -> Engine:
-    return Engine(model, POLICY, rows, MemoryShelf(), chunk=16, piece=32, **given)
+    return Engine(model, POLICY, rows, MemoryCheckpoints(), chunk=16, piece=32, **given)
 
 
 def facts_of(state: RowState) -> dict[str, Any]:

@@ -1,27 +1,34 @@
 """Endless sessions of many clients at once, through one model."""
 
-from weir.serve.book import Book
 from weir.serve.choosing import Choice, Chooser, Choosing, Constraint
 from weir.serve.compiling import compile_engine, sizes_of
 from weir.serve.desk import Asked, Desk, Wish
 from weir.serve.engine import Cancelled, Engine, Load
 from weir.serve.limits import Limits
 from weir.serve.mailbox import End, Failure, Mailbox, Piece, Standing
-from weir.serve.memory import MemoryStore
 from weir.serve.messages import Message, chain
 from weir.serve.planning import Plan, TooLong
-from weir.serve.records import Record, Session, Store
 from weir.serve.room import Room, room_for
-from weir.serve.sessions import Sessions, Unknown
-from weir.serve.shelf import MemoryShelf, Shelf
-from weir.serve.turn import Listener, Node, Turn
+from weir.serve.sessions import (
+    Checkpoint,
+    CheckpointStore,
+    MemoryCheckpoints,
+    MemoryStore,
+    ResponseStore,
+    SessionStore,
+    SessionSummary,
+    TurnRecord,
+)
+from weir.serve.sessions.manager import SessionManager, UnknownSession
+from weir.serve.turn import Listener, Turn
 from weir.serve.waiting import Busy
 
 __all__ = [
     "Asked",
-    "Book",
     "Busy",
     "Cancelled",
+    "Checkpoint",
+    "CheckpointStore",
     "Choice",
     "Chooser",
     "Choosing",
@@ -34,22 +41,21 @@ __all__ = [
     "Listener",
     "Load",
     "Mailbox",
-    "MemoryShelf",
+    "MemoryCheckpoints",
     "MemoryStore",
     "Message",
-    "Node",
     "Piece",
     "Plan",
-    "Record",
+    "ResponseStore",
     "Room",
-    "Session",
-    "Sessions",
-    "Shelf",
+    "SessionManager",
+    "SessionStore",
+    "SessionSummary",
     "Standing",
-    "Store",
     "TooLong",
     "Turn",
-    "Unknown",
+    "TurnRecord",
+    "UnknownSession",
     "Wish",
     "chain",
     "compile_engine",

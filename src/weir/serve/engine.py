@@ -26,8 +26,8 @@ from weir.serve.choosing import Choice, choose
 from weir.serve.feeding import Feeder
 from weir.serve.looking import Glance, Looks, look
 from weir.serve.rowtable import RowTable
-from weir.serve.shelf import Shelf
-from weir.serve.turn import Node, Stage, Turn
+from weir.serve.sessions import Checkpoint, CheckpointStore
+from weir.serve.turn import Stage, Turn
 from weir.serve.waiting import Waiting, read_together
 
 PIECE = 256
@@ -89,7 +89,7 @@ class Engine:
         model: PreTrainedModel,
         policy: str | Policy,
         rows: int,
-        shelf: Shelf,
+        shelf: CheckpointStore,
         *,
         chunk: int | None = None,
         piece: int = PIECE,
@@ -378,7 +378,7 @@ class Engine:
             turn.listener.failed(error)
 
         try:
-            self.shelf.put(turn.node, Node(state, (turn.chosen[-1],)), done)
+            self.shelf.put(turn.node, Checkpoint(state, (turn.chosen[-1],)), done)
         except Exception as error:
             done(error)
 

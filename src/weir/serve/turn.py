@@ -27,19 +27,6 @@ class Stage(enum.Enum):
     DONE = "done"
 
 
-@dataclass(frozen=True)
-class Node:
-    """The end of a turn: all that is needed to go on from there.
-
-    Attributes:
-        state: of the row.
-        pending: tokens of the turn that the row has not read yet: the last of its answer.
-    """
-
-    state: RowState
-    pending: tuple[int, ...]
-
-
 class Listener(Protocol):
     """Who asked for a turn. Called in the engine's thread, so that nobody may take long."""
 

@@ -11,7 +11,7 @@ from weir.bench.figure import Row, Setting, figure
 from weir.bench.model import model_of
 from weir.bench.timing import Contender, in_turns, middle
 from weir.models import load
-from weir.serve import Choice, Chooser, Choosing, Engine, MemoryShelf, Turn
+from weir.serve import Choice, Chooser, Choosing, Engine, MemoryCheckpoints, Turn
 from weir.stream import Sampling
 
 POLICY = "streaming_llm"
@@ -60,7 +60,9 @@ class Answering(Contender):
     def __init__(
         self, model: PreTrainedModel, policy: str, chunk: int, rows: int, *, apart: bool
     ) -> None:
-        self._engine = Engine(model, policy, rows, MemoryShelf(), chunk=chunk, deterministic=apart)
+        self._engine = Engine(
+            model, policy, rows, MemoryCheckpoints(), chunk=chunk, deterministic=apart
+        )
         generator = torch.Generator().manual_seed(0)
         for row in range(rows):
             ids = torch.randint(model.config.vocab_size, (32 + row,), generator=generator)

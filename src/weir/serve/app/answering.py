@@ -19,9 +19,9 @@ from weir.serve.app.metrics import Metrics
 from weir.serve.app.reading import Gone
 from weir.serve.desk import Asked, Desk, Ending, Wish
 from weir.serve.engine import Cancelled
-from weir.serve.holding import Elsewhere, Lost
 from weir.serve.mailbox import End, Event, Failure, Mailbox, Piece
 from weir.serve.planning import Plan, TooLong
+from weir.serve.sessions import AnsweredElsewhere, LeaseLost
 from weir.serve.shapes import BadSchema
 from weir.serve.turn import Stage
 from weir.serve.waiting import Busy
@@ -184,7 +184,7 @@ async def begin(
             made = await _made(desk, plan, owner)
         except TooLong as error:
             raise Refused(400, str(error), param=param, code="prompt_too_long") from None
-        except Elsewhere as error:
+        except AnsweredElsewhere as error:
             raise locked(str(error), error.seconds) from None
         except WeirError as error:
             raise Refused(400, str(error), param=param, code="invalid_value") from None
@@ -244,7 +244,7 @@ async def _first(asked: Asked, desk: Desk) -> Sequence[Event]:
 def _dropped(desk: Desk, plan: Plan) -> bool:
     """Whether the turn that a plan goes on from is not kept any more."""
     parent = plan.parent
-    return parent is not None and desk.store.find(plan.owner, parent.node) is None
+    return parent is not None and desk.store.find_turn(plan.owner, parent.node) is None
 
 
 async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -279,7 +279,7 @@ def why(error: Exception) -> Refused:
         return closing()
     if isinstance(error, BadSchema):
         return Refused(400, str(error), code="invalid_json_schema")
-    if isinstance(error, Lost):
+    if isinstance(error, LeaseLost):
         return locked(str(error), 1.0)
     LOG.error("turn failed", exc_info=error)
     if isinstance(error, NotFiniteError):

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weir.serve.book import Item, answer_item, answer_part, call_item, new_id
 from weir.serve.calls import CallEnd, CallReader, CallStart, Part, Said
 from weir.serve.messages import Call
+from weir.serve.sessions import Item, answer_item, answer_part, call_item, new_id
 
 Told = tuple[str, dict[str, Any]]
 """An event: of which kind, and what it says."""

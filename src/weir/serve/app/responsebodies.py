@@ -21,7 +21,7 @@ from weir.serve.app.formats import (
 from weir.serve.app.itembodies import AnyItem, Metadata
 from weir.serve.app.strict import Name as SchemaName
 from weir.serve.app.strict import Strict, Whole, refused
-from weir.serve.book import Item, input_item
+from weir.serve.sessions import Item, input_item
 
 IGNORED = (
     "context_management",

@@ -17,12 +17,12 @@ from weir.serve.app.logs import LOG
 from weir.serve.app.outputitems import OutputItems, Told
 from weir.serve.app.responsebodies import ResponseBody
 from weir.serve.app.told import Tokens
-from weir.serve.book import Item
 from weir.serve.calls import CallReader
 from weir.serve.desk import Wish
 from weir.serve.mailbox import End, Piece
 from weir.serve.messages import call_id
 from weir.serve.replies import Reply
+from weir.serve.sessions import Item
 
 
 class ResponseForm:

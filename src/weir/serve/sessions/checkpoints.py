@@ -3,35 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
+from weir.cache import RowState
 from weir.errors import WeirError
-from weir.serve.turn import Node
-
-Done = Callable[[Exception | None], None]
 
 
-class Shelf(Protocol):
+@dataclass(frozen=True)
+class Checkpoint:
+    """The end of a turn: all that is needed to go on from there.
+
+    Attributes:
+        state: of the row.
+        pending: tokens of the turn that the row has not read yet: the last of its answer.
+    """
+
+    state: RowState
+    pending: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LazyCheckpoint(Checkpoint):
+    """A node whose state is read when it is asked for: a row that stands there needs it not.
+
+    Asking for its state raises a WeirError where it cannot be read.
+    """
+
+    def __init__(self, pending: tuple[int, ...], read: Callable[[], Checkpoint]) -> None:
+        object.__setattr__(self, "pending", pending)
+        object.__setattr__(self, "_read", read)
+
+    @property  # type: ignore[misc]  # mypy knows of no attribute that is read later
+    def state(self) -> RowState:
+        """The row, read anew each time."""
+        read: Callable[[], Checkpoint] = getattr(self, "_read")  # noqa: B009
+        return read().state
+
+
+OnSaved = Callable[[Exception | None], None]
+
+
+class CheckpointStore(Protocol):
     """Keeps nodes by name. Called in the engine's thread; `put` may go on in another.
 
     What `get` gives is what `put` was given, number for number: nobody checks it again.
     """
 
-    def get(self, name: str) -> Node:
+    def get(self, name: str) -> Checkpoint:
         """A node.
 
         Raises:
             WeirError: there is none of that name, or it cannot be read.
         """
 
-    def put(self, name: str, node: Node, done: Done) -> None:
+    def put(self, name: str, node: Checkpoint, done: OnSaved) -> None:
         """Keep a node, and tell when it is safe, or why it cannot be; from then on `get` has it."""
 
     def drop(self, name: str) -> None:
         """Forget a node, if there is one of that name."""
 
 
-class MemoryShelf:
+class MemoryCheckpoints:
     """Nodes in memory, at most so many; those that were used longest ago go first.
 
     Args:
@@ -40,9 +73,9 @@ class MemoryShelf:
 
     def __init__(self, most: int = 256) -> None:
         self._most = most
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[str, Checkpoint] = {}
 
-    def get(self, name: str) -> Node:
+    def get(self, name: str) -> Checkpoint:
         """A node.
 
         Raises:
@@ -54,7 +87,7 @@ class MemoryShelf:
         self._nodes[name] = node
         return node
 
-    def put(self, name: str, node: Node, done: Done) -> None:
+    def put(self, name: str, node: Checkpoint, done: OnSaved) -> None:
         """Keep a node."""
         self._nodes.pop(name, None)
         self._nodes[name] = node
