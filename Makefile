@@ -30,11 +30,11 @@ endef
 # hand the tests of a file to its successor and wait for ever. Each begins with a part of the tests,
 # and takes from others when its own are done. Bytecode is kept whatever the environment says: else
 # each worker rewrites the asserts of all tests anew, which is half of the time of collecting them.
-pytest = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --max-worker-restart 0 $(TESTS)
+pytest = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --max-worker-restart 0 --durations 10
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-kernels browser lint types docs bench models clean distclean
+.PHONY: help demo test test-all checks test-kernels browser lint types docs bench models clean distclean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,10 +43,16 @@ demo: $(VENV)/.installed ## a model reads a book far past its window; figures an
 	$(call stage,weir demo)
 	$(BIN)/weir demo --out demo-out
 
-test: $(VENV)/.installed-dev ## everything that must hold: ruff, mypy, the documentation, pytest
+test: checks ## what must pass: ruff, mypy, the documentation, and pytest without the slow tests
+	$(call stage,tests (pytest$(comma) without those marked slow))
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(pytest) -m 'not slow' $(TESTS)
+
+test-all: checks ## the same with the slow tests
+	$(call stage,all tests (pytest))
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(pytest) $(TESTS)
+
+checks: $(VENV)/.installed-dev
 	@$(MAKE) --no-print-directory -j4 lint types docs browser
-	$(call stage,tests (pytest))
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(pytest)
 
 # The page of weir serve is tested in the system's Chromium, and not where there is none.
 browser:
@@ -66,10 +72,10 @@ MIDDLE := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_I
 test-kernels: $(VENV)/.installed-dev ## pytest twice more, under the kernels of lesser processors
 	$(call stage,tests under SSE 4.2$(comma) one thread)
 	$(LESSER) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-lesser \
-		$(pytest)
+		$(pytest) $(TESTS)
 	$(call stage,tests under AVX2$(comma) two threads$(comma) without kernels of weir)
 	$(MIDDLE) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-middle \
-		$(pytest)
+		$(pytest) $(TESTS)
 
 lint: $(VENV)/.installed-dev ## ruff: lint and format
 	$(call stage,lint (ruff))

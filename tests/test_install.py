@@ -30,7 +30,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import weir
-from weir.errors import EXTRAS, not_installed
+from weir.errors import EXTRAS, describe_missing
 from weir.models import versions
 
 ROOT = Path(__file__).parents[1]
@@ -185,7 +185,7 @@ def test_the_environment_begins_empty_and_weir_says_what_it_misses(place: Path) 
     )
     assert said.startswith(f"{weir.__version__} {place}")
     ran = subprocess.run([place / "bin" / "weir"], capture_output=True, text=True, env=alone)
-    wanted = f"weir: {not_installed('this', 'typer')}\n"
+    wanted = f"weir: {describe_missing('this', 'typer')}\n"
     assert (ran.returncode, ran.stdout, ran.stderr) == (1, "", wanted)
 
 
@@ -265,7 +265,7 @@ PARTS = {
     "inspect": ("evals/inspect", "cli/inspect"),
     "plots": ("evals/results", "evals/demo", "evals/look", "evals/attention_error", "bench/report"),
     "ray": ("evals/grid",),
-    "serve": ("serve/app", "serve/shapes", "serve/engine", "serve/desk", "cli/serve"),
+    "serve": ("serve/api", "serve/structured", "serve/engine", "serve/client", "cli/serve"),
     "train": ("train/processes", "cli/train"),
 }
 """What is there with an extra: files of weir, by how their paths begin."""

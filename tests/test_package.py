@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 import weir
-from weir.errors import EXTRAS, not_installed
+from weir.errors import EXTRAS, describe_missing
 from weir.models.facts import INTERFACE_FAMILIES, OWN_FAMILIES
 from weir.policies.registry import NAMED
 from weir.pools import POOLS
@@ -122,7 +122,7 @@ weir.cli.main()
 def test_the_core_needs_no_command_line_and_no_plots() -> None:
     command = [sys.executable, "-c", LIGHT]
     done = subprocess.run(command, cwd=SOURCE.parent, capture_output=True, text=True)
-    said = f"weir: {not_installed('this', 'typer')}\n"
+    said = f"weir: {describe_missing('this', 'typer')}\n"
     assert (done.returncode, done.stderr) == (1, said)
     core = {name_of(line) for line in PROJECT["dependencies"]}
     assert core == {"numpy", "safetensors", "tokenizers", "torch", "transformers"}
@@ -148,7 +148,7 @@ def test_the_readme_of_an_index_has_no_picture_and_no_link_that_leads_nowhere() 
 
 
 def test_what_to_install_is_said_in_one_place_and_in_the_words_of_the_readme() -> None:
-    said = not_installed("weir serve", "fastapi")
+    said = describe_missing("weir serve", "fastapi")
     line = "pip install '.[serve]'"
     assert said == f"weir serve needs fastapi, which is not installed: {line} in the clone of weir"
     assert f"\n{line}\n" in (ROOT / "README.md").read_text("utf-8")

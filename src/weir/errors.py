@@ -1,6 +1,6 @@
-"""The errors weir raises on purpose, one sentence a user can act on; and how values stand in it.
+"""The errors weir raises on purpose, one sentence each, and how they quote values.
 
-Imports nothing that has to be installed, so that it can say what is missing.
+Imports the standard library only, so that it can report a missing package.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 LONGEST = 60
-"""Characters of a value that an error repeats."""
+"""Characters of a value that an error message quotes at most."""
 EXTRAS = {
     "accelerate": "train",
     "fastapi": "serve",
@@ -32,15 +32,15 @@ EXTRAS = {
     "typer": "cli",
     "uvicorn": "serve",
 }
-"""Which of weir's extras brings a package that weir can do without, by its name in an import."""
+"""The extra of weir that installs an optional package, by the package's name in an import."""
 
 
 class WeirError(Exception):
-    """Something given to weir cannot be used; the message says what, and what to do instead."""
+    """Invalid input to weir; the message says what was given and what to do instead."""
 
 
 class PolicyError(WeirError):
-    """A policy that cannot be read, or makes no sense.
+    """A policy that cannot be parsed, or makes no sense.
 
     Attributes:
         text: the policy as it was given.
@@ -60,11 +60,11 @@ class PolicyError(WeirError):
 
 
 class NotFiniteError(WeirError):
-    """What a model made of tokens is infinite or no number; the tokens were taken back.
+    """A model computed infinities or NaN from tokens; the tokens were taken back.
 
     Attributes:
-        layer: the layer that made such keys or values; None where nothing is cached, and it is the
-            logits that are no numbers.
+        layer: the layer that computed such keys or values; None where nothing is cached and the
+            logits are NaN.
         row: the row of the batch; None where there is one row only, or it is not known.
         place: which token of the call, counted from 0; None where it is not known.
         token: its id; None where it is not known.
@@ -80,7 +80,13 @@ class NotFiniteError(WeirError):
         from_there: bool = False,
         others: bool = False,
     ) -> None:
-        """`from_there`: the tokens in front of it were taken in; `others`: other rows went on."""
+        """Compose the message.
+
+        Args:
+            layer, row, place, token: as the attributes.
+            from_there: whether the tokens in front of it were taken in.
+            others: whether other rows took in their tokens.
+        """
         named = "" if token is None else f" (id {token})"
         whose = "" if row is None else f" of row {row}"
         made = "the model made logits that are no numbers"
@@ -103,16 +109,16 @@ class NotFiniteError(WeirError):
         self.token = token
 
 
-def not_installed(what: str, module: str, *, reason: str = "", extra: str | None = None) -> str:
-    """What is said where a package is missing that weir can do without.
+def describe_missing(what: str, module: str, *, reason: str = "", extra: str | None = None) -> str:
+    """Compose the message that an optional package is missing, with the command that installs it.
 
-    The line to type is the README's, in a clone: the `weir` of PyPI is another project.
+    The command is for a clone, as in the README.
 
     Args:
-        what: what needs it, as the sentence begins.
-        module: what could not be imported; its package comes before the first dot.
-        reason: what is wrong with one that is there.
-        extra: of weir's extras, the one that brings it; by `EXTRAS` if not given.
+        what: the feature that needs the package; it begins the sentence.
+        module: the module that could not be imported; its package comes before the first dot.
+        reason: why an installed package cannot be imported.
+        extra: the extra of weir that installs it; `EXTRAS` says, if not given.
     """
     package = module.partition(".")[0]
     state = f"cannot be imported ({reason})" if reason else "is not installed"
@@ -120,30 +126,30 @@ def not_installed(what: str, module: str, *, reason: str = "", extra: str | None
     return f"{what} needs {package}, which {state}: pip install '.[{extra}]' in the clone of weir"
 
 
-def nearest(word: str, names: Iterable[str]) -> str | None:
-    """The name that a word was most likely meant for, in whatever case; None if none is near."""
+def find_nearest(word: str, names: Iterable[str]) -> str | None:
+    """Find the name a misspelt word most likely means, in any case; None if none is close."""
     known = {name.lower(): name for name in names}
     found = difflib.get_close_matches(word.lower(), known, 1)
     return known[found[0]] if found else None
 
 
-def near(word: str, words: Iterable[str]) -> str:
-    """A hint at the nearest of some words, for the middle of a sentence; empty if none is near."""
-    found = nearest(word, words)
+def suggest(word: str, words: Iterable[str]) -> str:
+    """Compose ", did you mean 'WORD'?" for the closest of some words; empty if none is close."""
+    found = find_nearest(word, words)
     return "" if found is None else f", did you mean {found!r}?"
 
 
-def written(value: Any) -> str:
-    """A value as it stands in a policy: `false` and `none`, not `False` and `None`."""
+def format_value(value: Any) -> str:
+    """Format a value as policies write it: `false` and `none`, not `False` and `None`."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-def shown(value: Any) -> str:
-    """A value as an error repeats it, cut where it is long."""
-    text = repr(value) if isinstance(value, str) else written(value)
-    return shortened(" ".join(text.split()))
+def quote(value: Any) -> str:
+    """Quote a value in an error message, on one line and cut where it is long."""
+    text = repr(value) if isinstance(value, str) else format_value(value)
+    return shorten(" ".join(text.split()))
 
 
-def shortened(text: str) -> str:
-    """The beginning of a text, with … for what is left out; all of one that is not long."""
+def shorten(text: str) -> str:
+    """Cut a text to `LONGEST` characters, with … in place of what is left out."""
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"

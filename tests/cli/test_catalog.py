@@ -11,7 +11,7 @@ import pytest
 
 from weir.cli.catalog import Entry, explained, read_policies, read_pools
 from weir.cli.uses import SHARED
-from weir.errors import written
+from weir.errors import format_value
 from weir.policies import NAMED, Pipe, Pyramid
 from weir.pools import POOLS
 
@@ -19,7 +19,7 @@ from weir.pools import POOLS
 def entry(name: str, make: Callable[..., Any], paper: str | None = None) -> Entry:
     """As the running code says it, without a pipe."""
     parameters = [
-        name if each.default is each.empty else f"{name}={written(each.default)}"
+        name if each.default is each.empty else f"{name}={format_value(each.default)}"
         for name, each in inspect.signature(make).parameters.items()
     ]
     about = " ".join((inspect.getdoc(make) or "").split("\n\n")[0].split())

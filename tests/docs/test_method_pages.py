@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weir.errors import written
+from weir.errors import format_value
 from weir.policies.grammar import policy
 from weir.policies.registry import NAMED
 from weir.pools import POOLS
@@ -84,7 +84,7 @@ def test_all_parameters_of_a_policy_are_on_its_page_with_their_defaults(page):
             assert key in found, f"{key} of {name}"
             # What a default is worked out from is told in words.
             if parameter.default is not None:
-                default = written(parameter.default).removesuffix(".0")
+                default = format_value(parameter.default).removesuffix(".0")
                 said = found[key].replace("`", "").removesuffix(".0")
                 assert re.match(rf"{re.escape(default)}\b", said), f"{key} of {name}: {found[key]}"
 

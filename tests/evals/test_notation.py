@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from weir.errors import WeirError, near
+from weir.errors import WeirError, suggest
 from weir.evals.notation import read_policies, read_tasks, takes_budget, with_budget
 from weir.evals.task import Better, Task
 from weir.evals.tasks import TASKS
@@ -145,6 +145,6 @@ def test_a_budget_that_makes_no_sense_is_refused_when_it_is_put_in():
 
 
 def test_the_nearest_word_is_named_and_none_is_if_none_is_near():
-    assert near("buz", ["buzz", "dense"]) == ", did you mean 'buzz'?"
-    assert near("XSum", ["xsum", "qasper"]) == ", did you mean 'xsum'?"
-    assert near("xyz", ["buzz", "dense"]) == ""
+    assert suggest("buz", ["buzz", "dense"]) == ", did you mean 'buzz'?"
+    assert suggest("XSum", ["xsum", "qasper"]) == ", did you mean 'xsum'?"
+    assert suggest("xyz", ["buzz", "dense"]) == ""

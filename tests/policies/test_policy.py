@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import weir
-from weir.errors import PolicyError, WeirError, written
+from weir.errors import PolicyError, WeirError, format_value
 from weir.policies.grammar import policy, saved_policy
 from weir.policies.library import (
     buzz,
@@ -346,7 +346,7 @@ def test_python_and_text_refuse_what_is_no_such_thing_with_the_same_sentence(mak
         make(**given)
     assert str(python.value) == sentence
     name = make.name if isinstance(make, type) else make.__name__
-    values = ", ".join(f"{key}={written(value)}" for key, value in given.items())
+    values = ", ".join(f"{key}={format_value(value)}" for key, value in given.items())
     with pytest.raises(PolicyError) as text:
         policy(f"{name}({values})")
     assert str(text.value).startswith(f"{sentence} (character ")

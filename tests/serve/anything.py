@@ -5,7 +5,7 @@ from __future__ import annotations
 from reference.naive import make_llama
 from servers import CHATML, POLICY, make_tokenizer
 
-from weir.serve import Desk, Engine, Limits, MemoryStore
+from weir.serve import Engine, EngineClient, Limits, MemoryStore
 
 CITY = {
     "type": "object",
@@ -31,7 +31,7 @@ TAKES_ARGS = TAKES_TOOLS.replace(
 )
 
 
-def random_desk(template: str | None = CHATML, rows: int = 3) -> Desk:
+def random_desk(template: str | None = CHATML, rows: int = 3) -> EngineClient:
     """Its model has random weights, and no token that ends an answer where there is no template."""
     tokenizer = make_tokenizer(template)
     model = make_llama(layers=1, vocab_size=len(tokenizer), tie_word_embeddings=False)
@@ -39,4 +39,4 @@ def random_desk(template: str | None = CHATML, rows: int = 3) -> Desk:
         model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
     store = MemoryStore(64)
     engine = Engine(model, POLICY, rows, store, chunk=32)
-    return Desk(engine, store, tokenizer, "small", Limits(prompt=20_000))
+    return EngineClient(engine, store, tokenizer, "small", Limits(prompt=20_000))

@@ -12,14 +12,13 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from toychat import END, HEADER, OPEN, USER, answer, asked, beginning, train
 from transformers import PreTrainedModel
 
-from weir.serve import Choice, Chooser, Choosing, Engine, MemoryCheckpoints, Turn
+from weir.serve import Engine, MemoryCheckpoints, SampledToken, Sampler, SamplingParams, Sequence
 from weir.stream import Sampling
 
 WINDOW = 16
@@ -43,7 +42,7 @@ class Share:
     right: int = 0
     count: int = 0
 
-    def add(self, said: Sequence[int], wanted: Sequence[int]) -> None:
+    def add(self, said: list[int], wanted: list[int]) -> None:
         self.ended += said[-1] == END
         self.right += list(said) == list(wanted)
         self.count += 1
@@ -56,7 +55,7 @@ class Heard:
         self.tokens: list[int] = []
         self.error: Exception | None = None
 
-    def chose(self, choice: Choice) -> str | None:
+    def chose(self, choice: SampledToken) -> str | None:
         self.tokens.append(choice.token)
         return None
 
@@ -70,7 +69,7 @@ class Heard:
 def shares(
     model: PreTrainedModel,
     policy: str,
-    windows: Sequence[int] = WINDOWS,
+    windows: list[int] = WINDOWS,
     sessions: int = 8,
     turns: int = 5,
     *,
@@ -104,13 +103,13 @@ def shares(
                 start += [*before, *HEADER, *answer(before, stops[session]), OPEN, USER]
             ids = [*start, *said, *HEADER]
             engine.submit(
-                Turn(
+                Sequence(
                     node=f"{session}.{number}",
                     start=f"{session}.{number - 1}" if number else None,
                     ids=ids,
                     limit=LIMIT,
                     stops=frozenset([END]),
-                    chooser=Chooser(Choosing(Sampling(temperature=0))),
+                    chooser=Sampler(SamplingParams(Sampling(temperature=0))),
                     listener=heard[session],
                     beginning=len(beginning(0)),
                     header=len(HEADER),

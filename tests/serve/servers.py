@@ -19,8 +19,8 @@ from reference.naive import make_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from weir.serve import Desk, Engine, Limits, MemoryStore, ResponseStore, SessionStore
-from weir.serve.app import Keys, bind, make_app
+from weir.serve import Engine, EngineClient, Limits, MemoryStore, ResponseStore, SessionStore
+from weir.serve.api import Keys, bind, make_app
 from weir.serve.sessions import SQLiteStore
 
 POLICY = "sink(2) | recent(6) | heavy(4)"
@@ -62,7 +62,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Any:
 class Server:
     """A server on a port of its own."""
 
-    desk: Desk
+    desk: EngineClient
     server: uvicorn.Server
     port: int
 
@@ -93,7 +93,7 @@ def make_desk(
     most: int = 256,
     data: Path | None = None,
     policy: str = POLICY,
-) -> Desk:
+) -> EngineClient:
     """A desk with an engine of a small model, whose turns are in memory or in a folder."""
     limits = limits or Limits()
     tokenizer = make_tokenizer(template)
@@ -103,11 +103,11 @@ def make_desk(
         store = SQLiteStore(data, model, policy, chunk=4)
     engine = Engine(model, policy, rows, store, chunk=4, queue=limits.queue)
     book = ResponseStore(None if data is None else data / "book.db", limits.texts)
-    return Desk(engine, store, tokenizer, "small", limits, book)
+    return EngineClient(engine, store, tokenizer, "small", limits, book)
 
 
 @contextlib.contextmanager
-def serving(desk: Desk, keys: Keys | None = None) -> Iterator[Server]:
+def serving(desk: EngineClient, keys: Keys | None = None) -> Iterator[Server]:
     """A desk served by uvicorn in a thread of its own."""
     bound = bind("127.0.0.1", 0, keys or Keys())
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # what is not read is soon too much

@@ -16,12 +16,12 @@ from weir.errors import WeirError
 from weir.serve import (
     Busy,
     Cancelled,
-    Choice,
-    Chooser,
-    Choosing,
     Engine,
     MemoryCheckpoints,
-    Turn,
+    SampledToken,
+    Sampler,
+    SamplingParams,
+    Sequence,
 )
 from weir.stream import Sampling
 
@@ -34,12 +34,12 @@ CHUNK = 4
 class Heard:
     """What a listener was told."""
 
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[SampledToken] = field(default_factory=list)
     reason: str | None = None
     error: Exception | None = None
     stop_after: int | None = None
 
-    def chose(self, choice: Choice) -> str | None:
+    def chose(self, choice: SampledToken) -> str | None:
         assert self.reason is None
         assert self.error is None
         self.choices.append(choice)
@@ -71,14 +71,14 @@ def engine(rows: int = 3, **given) -> Engine:
     )
 
 
-def turn(node: str, ids, start: str | None = None, limit: int = 6, **given) -> Turn:
-    chooser = Chooser(given.pop("choosing", Choosing()))
+def turn(node: str, ids, start: str | None = None, limit: int = 6, **given) -> Sequence:
+    chooser = Sampler(given.pop("choosing", SamplingParams()))
     listener = given.pop("listener", Heard())
     stops = frozenset(given.pop("stops", ()))
-    return Turn(node, start, list(ids), limit, stops, chooser, listener, **given)
+    return Sequence(node, start, list(ids), limit, stops, chooser, listener, **given)
 
 
-def work(engine: Engine, *turns: Turn) -> None:
+def work(engine: Engine, *turns: Sequence) -> None:
     """Let turns be answered, all together."""
     for each in turns:
         engine.submit(each)
@@ -237,7 +237,7 @@ def test_a_listener_ends_an_answer():
 
 def test_several_answers_to_one_prompt():
     served = engine(rows=2)
-    choosing = [Choosing(Sampling(temperature=2.0), seed=n) for n in range(3)]
+    choosing = [SamplingParams(Sampling(temperature=2.0), seed=n) for n in range(3)]
     turns = [turn(f"a{n}", words(0, 20), choosing=c, limit=9) for n, c in enumerate(choosing)]
     turns[0].answers = turns[1:]
     served.submit(turns[0])
@@ -253,7 +253,7 @@ def test_several_answers_to_one_prompt():
 
 @pytest.mark.parametrize("more", [{"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.02}])
 def test_draws_depend_on_nobody_else(more):
-    how = Choosing(Sampling(temperature=1.5, **more), seed=5)
+    how = SamplingParams(Sampling(temperature=1.5, **more), seed=5)
     apart = turn("a", words(0, 20), choosing=how, limit=12)
     work(engine(), apart)
     served = engine()
@@ -445,7 +445,7 @@ class Sessions(RuleBasedStateMachine):
     def open(self, rows: int) -> None:
         self.engine = engine(rows=rows)
         self.nodes: dict[str, list[tuple[list[int], int]]] = {}
-        self.under_way: list[tuple[Turn, list[tuple[list[int], int]]]] = []
+        self.under_way: list[tuple[Sequence, list[tuple[list[int], int]]]] = []
         self.count = 0
 
     @rule(

@@ -25,7 +25,7 @@ from weir.cli.serve import compile_or_say
 from weir.errors import WeirError
 from weir.models import ASSETS
 from weir.serve import Busy, Limits
-from weir.serve.app.logs import AsJson
+from weir.serve.api.logs import AsJson
 
 USER = {"role": "user", "content": "Hello there"}
 CHAT = "/v1/chat/completions"

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from servers import Server, make_desk, serving
 
-from weir.serve.app import Keys
+from weir.serve.api import Keys
 
 KEY, OTHER = "wk-alice-0123456789", "wk-bob-0123456789"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

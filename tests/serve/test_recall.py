@@ -12,7 +12,7 @@ from servers import POLICY, Server, make_desk, serving
 
 from weir.cache import Holding, StreamingCache
 from weir.serve import Engine, MemoryCheckpoints
-from weir.serve.app import Keys
+from weir.serve.api import Keys
 
 CHAT = "/v1/chat/completions"
 TEXT = "Grüße, 世界! 🙂 and so on, far past the window"

@@ -14,10 +14,10 @@ from starlette.requests import Request
 
 from weir.errors import WeirError
 from weir.serve import Limits
-from weir.serve.app import Keys, bind
-from weir.serve.app.bodies import IGNORED, REFUSED, Body
-from weir.serve.app.errors import Refused
-from weir.serve.app.reading import chunks
+from weir.serve.api import Keys, bind
+from weir.serve.api.errors import Refused
+from weir.serve.api.requests import chunks
+from weir.serve.api.schemas.chat import IGNORED, REFUSED, Body
 
 ALICE, BOB = "wk-alice-0123456789", "wk-bob-0123456789"
 LIMITS = Limits(body=20_000, prompt=400, answer=100, requests=4, sessions=3)

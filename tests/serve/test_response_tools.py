@@ -11,7 +11,7 @@ from anything import CITY, TAKES_TOOLS, random_desk
 from pydantic import BaseModel, Field
 from servers import CHATML, make_tokenizer, serving
 
-from weir.serve import Choice, Chooser
+from weir.serve import SampledToken, Sampler
 
 
 def tool_of(name: str, parameters: dict = CITY) -> dict:
@@ -242,9 +242,9 @@ def spoken(server, monkeypatch, said: str) -> tuple[dict, list[dict]]:
     left = iter(ids)
 
     def chosen(self, token, logits, changed):
-        return Choice(next(left), -1.0)
+        return SampledToken(next(left), -1.0)
 
-    monkeypatch.setattr(Chooser, "chosen", chosen)
+    monkeypatch.setattr(Sampler, "chosen", chosen)
     body = {
         "model": "small",
         "input": "Weather?",

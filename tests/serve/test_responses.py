@@ -13,8 +13,8 @@ from servers import make_desk, make_tokenizer, serving
 
 from weir.errors import WeirError
 from weir.serve import Limits
-from weir.serve.app import Keys
-from weir.serve.app.responsebodies import IGNORED, REFUSED
+from weir.serve.api import Keys
+from weir.serve.api.schemas.responses import IGNORED, REFUSED
 
 ALICE, BOB = "wk-alice-0123456789", "wk-bob-0123456789"
 KEYS = Keys([hashlib.sha256(key.encode()).hexdigest() for key in (ALICE, BOB)])
@@ -394,7 +394,7 @@ def test_a_turn_that_cannot_be_kept_fails_and_leaves_nothing(server, client, mon
         raise WeirError("the disk is full")
 
     before = len(server.desk.store._records)
-    monkeypatch.setattr(server.desk.responses, "keep", refuse)
+    monkeypatch.setattr(server.desk.responses, "save_response", refuse)
     with pytest.raises(openai.InternalServerError):
         say(client, "Hello")
     *_, last = say(client, "Hello", stream=True)

@@ -8,7 +8,6 @@ it is the same to the last bit as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ from roundings import close_runs
 from torch import Tensor
 
 from weir.cache import RowState
-from weir.serve import Choice, Chooser, Choosing, Engine, MemoryCheckpoints, Turn
+from weir.serve import Engine, MemoryCheckpoints, SampledToken, Sampler, SamplingParams, Sequence
 from weir.stream import Sampling
 
 VOCABULARY = 4096
@@ -36,18 +35,18 @@ SESSIONS = (1, 2, 4, 8, 16)
 ANSWER = 5
 
 
-class Recording(Chooser):
+class Recording(Sampler):
     """Chooses what it is told to, if anything, and keeps the logits."""
 
-    def __init__(self, choosing: Choosing, told: Sequence[int] = ()) -> None:
+    def __init__(self, choosing: SamplingParams, told: list[int] = ()) -> None:
         super().__init__(choosing)
         self.told = list(told)
         self.logits: list[Tensor] = []
 
-    def chosen(self, token: int, logits: Tensor, changed: Tensor) -> Choice:
+    def chosen(self, token: int, logits: Tensor, changed: Tensor) -> SampledToken:
         self.logits.append(logits.clone())
         drawn = super().chosen(token, logits, changed)
-        return Choice(self.told[len(self.logits) - 1]) if self.told else drawn
+        return SampledToken(self.told[len(self.logits) - 1]) if self.told else drawn
 
 
 @dataclass
@@ -59,7 +58,7 @@ class Heard:
     over: bool = False
     start: RowState | None = None
 
-    def chose(self, choice: Choice) -> str | None:
+    def chose(self, choice: SampledToken) -> str | None:
         if not self.tokens:
             self.start = self.engine.cache.take_row(self.turn.row)
         self.tokens.append(choice.token)
@@ -89,7 +88,7 @@ def words(session: int, number: int) -> list[int]:
 
 
 def talk(
-    engine: Engine, sessions: Sequence[int], told: dict[int, Said] | None = None, turns: int = 2
+    engine: Engine, sessions: list[int], told: dict[int, Said] | None = None, turns: int = 2
 ) -> dict[int, Said]:
     """All sessions at once, each for some turns; they answer what they are told to, if anything."""
     found = {session: Said() for session in sessions}
@@ -97,9 +96,9 @@ def talk(
         under_way = {}
         for session in sessions:
             tokens = told[session].tokens[number] if told else ()
-            how = Choosing(Sampling(temperature=0.7), seed=session)
+            how = SamplingParams(Sampling(temperature=0.7), seed=session)
             listener = Heard(engine)
-            listener.turn = Turn(
+            listener.turn = Sequence(
                 node=f"{session}.{number}",
                 start=f"{session}.{number - 1}" if number else None,
                 ids=words(session, number),

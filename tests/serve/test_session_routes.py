@@ -9,7 +9,7 @@ import pytest
 from servers import make_desk, raw, serving
 
 from weir.serve import Limits
-from weir.serve.app import Keys
+from weir.serve.api import Keys
 from weir.serve.sessions import SQLiteStore
 
 ALICE, BOB = "wk-alice-0123456789", "wk-bob-0123456789"

@@ -11,7 +11,7 @@ from anything import CITY, TAKES_ARGS, TAKES_TOOLS, random_desk
 from pydantic import BaseModel, Field
 from servers import CHATML, make_tokenizer, serving
 
-from weir.serve import Choice, Chooser
+from weir.serve import SampledToken, Sampler
 
 USER = {"role": "user", "content": "Weather?"}
 
@@ -135,7 +135,7 @@ def go_on(client) -> None:
 def test_where_text_and_calls_may_come_what_is_cut_is_told_so_too(client, monkeypatch, said, text):
     ids = make_tokenizer()(said)["input_ids"]
     left = iter(ids)
-    monkeypatch.setattr(Chooser, "chosen", lambda *_: Choice(next(left), -1.0))
+    monkeypatch.setattr(Sampler, "chosen", lambda *_: SampledToken(next(left), -1.0))
     answer = ask(client, max_tokens=len(ids)).choices[0]
     assert (answer.finish_reason, answer.message.content) == ("length", text)
 

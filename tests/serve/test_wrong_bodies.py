@@ -9,9 +9,9 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from weir.serve.app.bodies import ChatBody
-from weir.serve.app.errors import invalid, invalid_query
-from weir.serve.app.responsebodies import ResponseBody
+from weir.serve.api.errors import invalid, invalid_query
+from weir.serve.api.schemas.chat import ChatBody
+from weir.serve.api.schemas.responses import ResponseBody
 
 
 def said(body: Any, kind: type[BaseModel] = ResponseBody) -> str:

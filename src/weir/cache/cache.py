@@ -25,7 +25,7 @@ from weir.cache.moving import MovingRows
 from weir.cache.origin import check_origin
 from weir.cache.rows import Rows
 from weir.cache.window import warn_of_window
-from weir.errors import WeirError, shortened, shown
+from weir.errors import WeirError, quote, shorten
 from weir.models import (
     Endings,
     attach,
@@ -205,7 +205,7 @@ class StreamingCache(MovingRows):
     def on_fold(self, listener: Callable[[Folded], None] | None) -> None:
         if listener is not None and not callable(listener):
             raise WeirError(
-                f"on_fold is called with what folded, and {shown(listener)} cannot be; give it a "
+                f"on_fold is called with what folded, and {quote(listener)} cannot be; give it a "
                 "function, or None"
             )
         self._on_fold = listener
@@ -223,7 +223,7 @@ class StreamingCache(MovingRows):
         """One line: the policy, the chunk, tokens seen (of each row) and bytes."""
         seen = " and ".join(f"{n:,}" for n in self.seen[:4]) or "0"
         more = f" and {len(self.seen) - 4} rows more" if len(self.seen) > 4 else ""
-        policy = shortened(" ".join(str(self.policy).split()))
+        policy = shorten(" ".join(str(self.policy).split()))
         return f"{policy}, chunk {self.chunk}: {seen}{more} tokens seen, {self.nbytes:,} bytes"
 
     @property
@@ -263,7 +263,7 @@ class StreamingCache(MovingRows):
         if not fits(layer, int) or not 0 <= layer < len(self.stack):
             last = len(self.stack) - 1
             raise WeirError(
-                f"layer {shown(layer)} does not exist; the model's layers are 0 to {last}"
+                f"layer {quote(layer)} does not exist; the model's layers are 0 to {last}"
             )
         return contents_of(self.stack[layer], self.rows.waiting)
 

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from weir.cache.layer import Layer
 from weir.cache.rows import Rows
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 from weir.models import DROPPING
 from weir.pools import fits
 
@@ -118,7 +118,7 @@ class ForTransformers(Cache):
         wanted = indices.tolist()
         if not wanted or not all(0 <= row < batch for row in wanted):
             raise WeirError(
-                f"rows {shown(str(wanted))} cannot be kept: the rows are 0 to {batch - 1}, and one "
+                f"rows {quote(str(wanted))} cannot be kept: the rows are 0 to {batch - 1}, and one "
                 "at least has to stay"
             )
         for layer in self.stack:
@@ -133,7 +133,7 @@ class ForTransformers(Cache):
             WeirError: that is less than once.
         """
         if not fits(repeats, int) or repeats < 1:
-            raise WeirError(f"rows are repeated once or more, not {shown(repeats)} times")
+            raise WeirError(f"rows are repeated once or more, not {quote(repeats)} times")
         if self.rows.batch is not None:
             self.batch_select_indices(torch.arange(self.rows.batch).repeat_interleave(repeats))
 

@@ -20,7 +20,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from weir.cache.cache import Positions, Prefill, StreamingCache
 from weir.cache.for_transformers import ASSISTED
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 from weir.policies import Policy
 
 _DECODING = {
@@ -81,7 +81,7 @@ def generate(
         if not callable(whole):
             raise WeirError(
                 "weir.generate(model, input_ids, ...) is given the model first, and "
-                f"{shown(model)} is none"
+                f"{quote(model)} is none"
             )
         _check_by_hand(input_ids, prepared)
         prepared |= _stopping(prepared)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from weir.cache.layers import LayerPlan
-from weir.errors import WeirError, shortened
+from weir.errors import WeirError, shorten
 from weir.models import free_memory
 from weir.policies import Policy
 
@@ -32,7 +32,7 @@ def check_room(
     free = free_memory(device)
     if free is not None and needed > free:
         raise WeirError(
-            f"the slots of {shortened(str(policy))} in {len(plans)} layers take {needed:,} bytes "
+            f"the slots of {shorten(str(policy))} in {len(plans)} layers take {needed:,} bytes "
             f"for {batch} row{'s' * (batch > 1)}, and {free:,} are free on {device}; take a "
             "smaller budget or chunk, or fewer rows"
         )

@@ -22,7 +22,7 @@ from weir.cache.memory import check_room
 from weir.cache.narrowed import narrowed
 from weir.cache.rows import Rows
 from weir.cache.state import RowState, check_kind, check_state, own_tensors
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 from weir.models import Attachment, weights_of
 from weir.policies import Policy
 from weir.pools import Marks, fits
@@ -163,7 +163,7 @@ class MovingRows(ForTransformers):
         """
         given = list(states) if isinstance(states, Iterable) else states
         if not isinstance(given, list):
-            raise WeirError(f"rows are a list of what take_row gives, not {shown(states)}")
+            raise WeirError(f"rows are a list of what take_row gives, not {quote(states)}")
         self._check_wide()
         _check_states(given)
         self._check(given)
@@ -203,7 +203,7 @@ class MovingRows(ForTransformers):
             WeirError: there is no such row, or the seed is none.
         """
         if seed is not None and (not fits(seed, int) or seed < 0):
-            raise WeirError(f"seed must be a whole number from 0 on, not {shown(seed)}")
+            raise WeirError(f"seed must be a whole number from 0 on, not {quote(seed)}")
         self._check_whole()
         self._check_row(row)
         for layer in self.stack:
@@ -230,7 +230,7 @@ class MovingRows(ForTransformers):
                 was another.
         """
         if not isinstance(marks, Marks):
-            raise WeirError(f"a row is told weir.pools.Marks, not {shown(marks)}")
+            raise WeirError(f"a row is told weir.pools.Marks, not {quote(marks)}")
         self._check_whole()
         if row == 0 and self.rows.batch is None:
             self._open(1)
@@ -290,7 +290,7 @@ class MovingRows(ForTransformers):
                 "this cache has no rows yet: feed it, or make it with batch=n for n empty rows"
             )
         if not fits(row, int) or not 0 <= row < batch:
-            raise WeirError(f"row {shown(row)} does not exist; the rows are 0 to {batch - 1}")
+            raise WeirError(f"row {quote(row)} does not exist; the rows are 0 to {batch - 1}")
 
     def _check_whole(self) -> None:
         if self.broken:
@@ -310,7 +310,7 @@ def _check_states(states: list[RowState]) -> None:
     """
     for state in states:
         if not isinstance(state, RowState):
-            raise WeirError(f"a row's state is what take_row gives, not {shown(state)}")
+            raise WeirError(f"a row's state is what take_row gives, not {quote(state)}")
 
 
 def _written(heads: Heads) -> list[int | str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 from weir.models import fingerprint
 from weir.policies import Policy
 
@@ -40,4 +40,4 @@ def check_origin(policy: Policy, model: PreTrainedModel) -> None:
 
 
 def _bare(value: object) -> str:
-    return shown(value).strip("'")
+    return quote(value).strip("'")

@@ -18,7 +18,7 @@ from torch import Tensor
 from weir.cache.layer import Layout, laid_out
 from weir.cache.layers import LayerPlan, three_axes
 from weir.cache.schema import FARTHEST, Kind, Wrong, list_of, optional, record, truth, whole
-from weir.errors import shown
+from weir.errors import quote
 from weir.pools import MOST_WEIGHT
 from weir.slab import EMPTY, Coded, coded_in, split_weights
 
@@ -99,7 +99,7 @@ def check_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[in
     wanted = plan.slab.tensors(1)
     for name in found:
         if name not in wanted:
-            raise Wrong(f"{shown(name)} is no tensor of this layer")
+            raise Wrong(f"{quote(name)} is no tensor of this layer")
     grows = plan.spec.pipe.slots is None
     for name, (shape, dtype) in wanted.items():
         if name not in found:

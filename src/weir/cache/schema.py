@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from weir.errors import shown
+from weir.errors import quote
 
 Kind = Callable[[Any, str], None]
 """Looks at a value, given its place in the facts; raises `Wrong`."""
@@ -98,7 +98,7 @@ def record(**kinds: Kind) -> Kind:
             kind(value[name], f"{dot}{name}")
         for name in value:
             if name not in kinds:
-                raise Wrong(f"{dot}{shown(name)} is a fact too many")
+                raise Wrong(f"{dot}{quote(name)} is a fact too many")
 
     return check
 
@@ -109,4 +109,4 @@ def _told(value: Any) -> str:
         return f"a list of {len(value)}"
     if isinstance(value, dict):
         return f"{len(value)} facts by name"
-    return shown(value) if not isinstance(value, int) or abs(value) < 10**30 else "so large a one"
+    return quote(value) if not isinstance(value, int) or abs(value) < 10**30 else "so large a one"

@@ -12,7 +12,7 @@ from weir.cache.layer import Layer
 from weir.cache.layers import LayerPlan
 from weir.cache.rowcheck import check_numbers, check_row, check_sizes, row_facts
 from weir.cache.schema import Wrong, at
-from weir.errors import WeirError, shortened, shown
+from weir.errors import WeirError, quote, shorten
 from weir.policies import saved_policy
 
 FACTS = ("policy", "chunk", "positions", "origin", "model", "weights")
@@ -58,8 +58,8 @@ def check_kind(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         if name == "policy":
             if (unlike := unlike_policies(mine, theirs)) is not None:
                 raise WeirError(
-                    f"this row is of a cache with policy {shown(unlike[1])}, and this one has "
-                    f"{shown(unlike[0])}"
+                    f"this row is of a cache with policy {quote(unlike[1])}, and this one has "
+                    f"{quote(unlike[0])}"
                 )
         elif mine.get(name) != theirs.get(name):
             if name == "model":
@@ -68,8 +68,8 @@ def check_kind(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
             if name == "weights":
                 raise WeirError("this row is of another model, whose weights are others")
             raise WeirError(
-                f"this row is of a cache with {name} {shown(theirs.get(name))}, and this one has "
-                f"{shown(mine[name])}"
+                f"this row is of a cache with {name} {quote(theirs.get(name))}, and this one has "
+                f"{quote(mine[name])}"
             )
 
 
@@ -99,10 +99,10 @@ def unlike_policies(mine: dict[str, Any], theirs: dict[str, Any]) -> tuple[Any, 
 
 def _difference(mine: dict[str, Any], theirs: Any) -> str:
     if not isinstance(theirs, dict):
-        return f"{shown(theirs)} is no description of one"
+        return f"{quote(theirs)} is no description of one"
     for name, value in mine.items():
         if theirs.get(name) != value:
-            return f"{name} {shortened(str(theirs.get(name)))}, here {shortened(str(value))}"
+            return f"{name} {shorten(str(theirs.get(name)))}, here {shorten(str(value))}"
     return "it says more of it than is known here"
 
 
@@ -145,7 +145,7 @@ def _by_layer(tensors: Mapping[str, Tensor], layers: int) -> list[dict[str, Tens
     for name, t in tensors.items():
         layer, _, own = str(name).partition(".")
         if not layer.isdecimal() or int(layer) >= layers or name != f"{int(layer)}.{own}":
-            raise Wrong(f"{shown(name)} is of no layer")
+            raise Wrong(f"{quote(name)} is of no layer")
         if not isinstance(t, Tensor):
             raise Wrong(f"{name} is no tensor")
         each[int(layer)][own] = t

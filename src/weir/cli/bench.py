@@ -24,7 +24,7 @@ from weir.cli.common import (
     say_unused,
     was_given,
 )
-from weir.errors import WeirError, near, shown
+from weir.errors import WeirError, quote, suggest
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -151,8 +151,8 @@ def _policies(text: str | None) -> tuple[str, ...]:
     wrong = [name for name in names if name not in known]
     if wrong or not names:
         asked = wrong[0] if wrong else text
-        like = near(asked, known) or f"; there are {', '.join(known)}"
-        raise WeirError(f"--policies takes names that figures compare, not {shown(asked)}{like}")
+        like = suggest(asked, known) or f"; there are {', '.join(known)}"
+        raise WeirError(f"--policies takes names that figures compare, not {quote(asked)}{like}")
     return names
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from weir.cli.uses import SHARED
-from weir.errors import written
+from weir.errors import format_value
 
 Node = TypeVar("Node", ast.FunctionDef, ast.ClassDef)
 SOURCE = Path(__file__).parents[1]
@@ -123,7 +123,7 @@ def explained(entry: Entry, pools: Iterable[Entry]) -> dict[str, str]:
 def _signature(make: Any) -> str:
     """The parameters of what is imported."""
     return ", ".join(
-        name if each.default is each.empty else f"{name}={written(each.default)}"
+        name if each.default is each.empty else f"{name}={format_value(each.default)}"
         for name, each in inspect.signature(make).parameters.items()
     )
 
@@ -186,4 +186,4 @@ def _fields(node: ast.ClassDef) -> str:
 
 
 def _parameter(name: str, default: Any) -> str:
-    return name if default is None else f"{name}={written(ast.literal_eval(default))}"
+    return name if default is None else f"{name}={format_value(ast.literal_eval(default))}"

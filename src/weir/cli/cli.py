@@ -14,7 +14,7 @@ import warnings
 
 from weir.cli.collecting import seldom_collected
 from weir.cli.signals import INTERRUPTED, TERMINATED, Terminated, terminable
-from weir.errors import EXTRAS, WeirError, not_installed
+from weir.errors import EXTRAS, WeirError, describe_missing
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS:
             raise
-        code = _fail(not_installed("this", package), 1)
+        code = _fail(describe_missing("this", package), 1)
     except KeyboardInterrupt:
         code = INTERRUPTED
     except Terminated:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from weir.cli.uses import POLICIES
-from weir.errors import PolicyError, WeirError, nearest, shown
+from weir.errors import PolicyError, WeirError, find_nearest, quote
 
 _FIRST = re.compile(r"\s*([^\W\d]\w*)\s*(?=[(|:]|$)")
 """The name that a policy begins with; a file's name, or a list of policies, begins otherwise."""
@@ -32,9 +32,9 @@ def known_policy(text: str | None) -> str | None:
     names = [entry.name for entry in (*read_pools(), *read_policies())]
     if first[1] in names:
         return text
-    near = nearest(first[1], names)
+    near = find_nearest(first[1], names)
     hint = "" if near is None else f"; did you mean {near!r}?"
-    raise PolicyError(f"no pool or policy is called {shown(first[1])}{hint}", text, first.start(1))
+    raise PolicyError(f"no pool or policy is called {quote(first[1])}{hint}", text, first.start(1))
 
 
 def known_model(name: str) -> str:

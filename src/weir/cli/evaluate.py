@@ -27,7 +27,7 @@ from weir.cli.common import (
 from weir.cli.loading import Loading, loads_model
 from weir.cli.signals import Terminated
 from weir.cli.stream import Positions
-from weir.errors import written
+from weir.errors import format_value
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -250,8 +250,8 @@ def _with_files(tasks: str, captions: Path | None, images: Path | None) -> str:
         BadParameter: it is not among the tasks, or has them already.
     """
     files = {"captions": captions, "images": images}
-    written = ", ".join(f'{name}="{path}"' for name, path in files.items() if path is not None)
-    if not written:
+    format_value = ", ".join(f'{name}="{path}"' for name, path in files.items() if path is not None)
+    if not format_value:
         return tasks
     head, found, rest = tasks.partition("caption")
     if not found or any(f"{name}=" in rest.replace(" ", "") for name, it in files.items() if it):
@@ -260,9 +260,9 @@ def _with_files(tasks: str, captions: Path | None, images: Path | None) -> str:
             "--task caption"
         )
     if not rest.startswith("("):
-        return f"{head}caption({written}){rest}"
+        return f"{head}caption({format_value}){rest}"
     inner = rest[1:].lstrip()
-    return f"{head}caption({written}{'' if inner.startswith(')') else ', '}{inner}"
+    return f"{head}caption({format_value}{'' if inner.startswith(')') else ', '}{inner}"
 
 
 def _budgets(text: str | None, paper: str | None, memory: str | None) -> list[int]:
@@ -375,7 +375,7 @@ def _parameters(make: Any) -> str:
     for name, parameter in inspect.signature(make).parameters.items():
         default = parameter.default
         known = default is not parameter.empty
-        parts.append(f"{name}={written(default)}" if known else name)
+        parts.append(f"{name}={format_value(default)}" if known else name)
     return ", ".join(parts)
 
 

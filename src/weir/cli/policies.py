@@ -18,7 +18,7 @@ from weir.cli.catalog import (
 )
 from weir.cli.common import AsJson, output, print_json
 from weir.cli.uses import POLICIES
-from weir.errors import near
+from weir.errors import suggest
 
 
 @command(words="[NAME]...")
@@ -35,7 +35,7 @@ def policies(context: typer.Context, as_json: AsJson = False) -> None:
     known = {entry.name for entry in (*named, *pools)}
     for name in context.args:
         if name not in known:
-            like = near(name.partition("(")[0].strip().lower(), known)
+            like = suggest(name.partition("(")[0].strip().lower(), known)
             raise typer.BadParameter(
                 f"no policy and no pool is called {name!r}{like or '; `weir policies` lists them'}"
             )

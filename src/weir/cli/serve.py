@@ -130,8 +130,16 @@ def serve(
     """
     from weir.cache import policy_beside, read_bytes
     from weir.policies import chunk_of, policy_of, with_pin, with_slots
-    from weir.serve import Desk, Engine, Limits, MemoryStore, ResponseStore, SessionStore, room_for
-    from weir.serve.app import Keys, bind, log_json, make_app, run_app
+    from weir.serve import (
+        Engine,
+        EngineClient,
+        Limits,
+        MemoryStore,
+        ResponseStore,
+        SessionStore,
+        estimate_memory,
+    )
+    from weir.serve.api import Keys, bind, log_json, make_app, run_app
     from weir.serve.sessions import SQLiteStore
 
     if cluster is None:
@@ -162,7 +170,9 @@ def serve(
             say(f"the policy is that of {beside.origin.file}, which lies with the model")
         say_set_aside(model_name, policy, slots, loading.get("revision"))
         kept = keep if data is None or cluster is not None else 0
-        room = room_for(model_name, wanted, chunk=chunk, rows=rows, kept=kept, loading=loading)
+        room = estimate_memory(
+            model_name, wanted, chunk=chunk, rows=rows, kept=kept, loading=loading
+        )
         if most is not None and most < room.row:
             raise WeirError(
                 f"the end of a turn takes {size(room.row)}, and --disk leaves {size(most)} for all"
@@ -221,7 +231,7 @@ def serve(
         )
         if compiled:
             compile_or_say(engine)
-        desk = Desk(engine, store, tokenizer, name or model_name, limits, book)
+        desk = EngineClient(engine, store, tokenizer, name or model_name, limits, book)
         log_json()
         app = make_app(desk, taken)
         address, number = bound.getsockname()[:2]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from weir.errors import WeirError, not_installed
+from weir.errors import WeirError, describe_missing
 
 LEAST_LANES = 16
 """A kernel that takes queries in vectors takes so many, and values of so many numbers, at least."""
@@ -217,7 +217,7 @@ def _library(device: torch.device) -> str:
     if wanted != "reference" and wanted not in _LIBRARIES:
         raise WeirError(f"{VARIABLE} is reference, numba or triton, not {wanted!r}")
     if wanted in _LIBRARIES and find_spec(wanted) is None:
-        raise WeirError(not_installed(f"{VARIABLE}={wanted}", wanted))
+        raise WeirError(describe_missing(f"{VARIABLE}={wanted}", wanted))
     return wanted
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 from weir.models.images import images_of, unfitting
 
 OFFSETS = "weir_offsets"
@@ -125,7 +125,7 @@ def _sizes(kind: str, given: Mapping[str, Any]) -> list[list[int]]:
     if not grid or sizes.is_floating_point():
         raise WeirError(
             f"{name} is a tensor [images, 3], the sizes in patches that the model's processor "
-            f"makes, not {shown(sizes)}"
+            f"makes, not {quote(sizes)}"
         )
     whole: list[list[int]] = sizes.long().tolist()
     return whole
@@ -192,7 +192,7 @@ def _seconds(given: Mapping[str, Any], videos: int) -> Tensor | None:
     if len(seconds) < videos or not bool(((seconds >= 0) & seconds.isfinite()).all()):
         raise WeirError(
             f"second_per_grid_ts tells for each video how many seconds a piece of it lasts; there "
-            f"are {videos}, and it is {shown(told)}"
+            f"are {videos}, and it is {quote(told)}"
         )
     return seconds
 

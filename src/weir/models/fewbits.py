@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from weir import kernels
-from weir.errors import WeirError, not_installed, shown
+from weir.errors import WeirError, describe_missing, quote
 from weir.models.pages import into_large_pages
 from weir.models.products import LOOPED, choose_products, in_a_loop, own_forward
 
@@ -41,7 +41,7 @@ def check_bits(weights: str | None) -> None:
     """
     if weights is not None and weights not in BITS:
         raise WeirError(
-            f"weights must be 'int8' or 'int4', not {shown(weights)}; without it they are as they "
+            f"weights must be 'int8' or 'int4', not {quote(weights)}; without it they are as they "
             "were saved"
         )
 
@@ -77,7 +77,7 @@ def quantize_weights(model: PreTrainedModel, weights: str) -> None:
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError:
-        raise WeirError(not_installed(f"a model with {weights} weights", "torchao")) from None
+        raise WeirError(describe_missing(f"a model with {weights} weights", "torchao")) from None
     try:
         eight = Int8WeightOnlyConfig(set_inductor_config=False)
         configs = {8: eight, 4: _four_bits(model.device) if 4 in bits.values() else None}

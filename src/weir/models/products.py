@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from weir import kernels
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 from weir.models.methods import Around
 from weir.models.pages import into_large_pages
 
@@ -103,7 +103,7 @@ def choose_products(
     """
     if not isinstance(model, nn.Module):
         raise WeirError(
-            f"weir.choose_products takes a model, not {shown(model)}; weir.load gives one"
+            f"weir.choose_products takes a model, not {quote(model)}; weir.load gives one"
         )
     for module in model.modules():
         put = vars(module).get("forward")

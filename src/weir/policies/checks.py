@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 from weir.pools import Pool, fits
 from weir.slab import FORMATS, Slots, Stretch
 
@@ -33,7 +33,7 @@ def check_place(pool: Pool, before: tuple[Pool, ...]) -> None:
     if not fits(slots, int | None) or (slots is not None and slots < 0):
         raise WeirError(
             f"slots() of the pool {pool.name} is a whole number from 0 on, or None for no limit, "
-            f"not {shown(slots)}"
+            f"not {quote(slots)}"
         )
     for earlier in before:
         if earlier.ends_pipe:
@@ -52,7 +52,7 @@ def check_format(name: object) -> str:
     """
     if not isinstance(name, str) or name not in FORMATS:
         raise WeirError(
-            f"slots can be {' or '.join(FORMATS)}, not {shown(name)}; without any they are exact"
+            f"slots can be {' or '.join(FORMATS)}, not {quote(name)}; without any they are exact"
         )
     return name
 

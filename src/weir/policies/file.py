@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 
 FORMAT = 1
 SUFFIX = ".toml"
@@ -102,7 +102,7 @@ def read_policy_file(name: str) -> PolicyFile:
     if "format" not in facts or "layers" not in facts:
         raise WeirError(f"{name} is TOML, but no policy file; weir calibrate writes those")
     if facts["format"] != FORMAT:
-        found = shown(facts["format"])
+        found = quote(facts["format"])
         raise WeirError(f"{name} has policy file format {found}; this weir reads format {FORMAT}")
     model, layers = facts.get("model"), facts["layers"]
     if not isinstance(model, dict) or any(

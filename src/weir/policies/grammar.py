@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from typing import Any, ClassVar
 
-from weir.errors import PolicyError, WeirError, nearest, shown
+from weir.errors import PolicyError, WeirError, find_nearest, quote
 from weir.policies.checks import check_format, check_place
 from weir.policies.file import is_file, read_policy_file
 from weir.policies.layered import Layered
@@ -272,7 +272,7 @@ class Parser:
             raise self.wrong(f"{call.name} is a whole policy, not a pool of a pipe", call.at)
         if call.name not in POOLS:
             names = [*POOLS, *NAMED]
-            raise self.wrong(f"no pool or policy is called {shown(call.name)}", call.at, names)
+            raise self.wrong(f"no pool or policy is called {quote(call.name)}", call.at, names)
         made: Pool = self.make(call, POOLS[call.name])
         if before is None:
             return made
@@ -296,7 +296,7 @@ class Parser:
                     raise self.wrong(f"{call.name} has no such parameter (it takes {takes})", at)
                 name = list(parameters)[place]
             elif name not in parameters:
-                problem = f"{call.name} has no parameter {shown(name)}"
+                problem = f"{call.name} has no parameter {quote(name)}"
                 raise self.wrong(problem, at, list(parameters))
             if name in given:
                 raise self.wrong(f"{call.name} is given {name!r} twice", at)
@@ -428,7 +428,7 @@ class Parser:
         """The error to raise about a character, with the nearest of the `names` there are."""
         at = self.at if at is None else at
         word = self.name.match(self.text, at)
-        near = nearest(word.group(), names or []) if word else None
+        near = find_nearest(word.group(), names or []) if word else None
         hint = "" if near is None else f"; did you mean {near!r}?"
         return PolicyError(problem + hint, self.text, at)
 

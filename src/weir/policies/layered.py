@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from weir.errors import LONGEST, WeirError, shown
+from weir.errors import LONGEST, WeirError, quote
 from weir.policies.pipe import Origin, Pipe, Policy
 
 
@@ -63,7 +63,7 @@ class Layered(Policy):
             WeirError: the model has another number of layers.
         """
         if layers != len(self.policies):
-            source, told = shown(self.text), ""
+            source, told = quote(self.text), ""
             if self.origin is not None:
                 source, told = self.origin.file, self.origin.told
             raise WeirError(

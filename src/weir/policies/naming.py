@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 from weir.policies.pipe import Policy
 from weir.policies.registry import NAMED, Called, Named
 from weir.pools import Make, check_free, check_name, checked
@@ -30,7 +30,7 @@ def named(paper: str, pipe: str | None = None) -> Callable[[Make], Make]:
 
     def register(make: Make) -> Make:
         if not inspect.isfunction(make):
-            raise WeirError(f"a named policy is a function that returns one, not {shown(make)}")
+            raise WeirError(f"a named policy is a function that returns one, not {quote(make)}")
         name = make.__name__
         check_name(name, "a policy")
         check_free(name, make, {known: it.make for known, it in NAMED.items()}, "a policy")
@@ -42,7 +42,7 @@ def named(paper: str, pipe: str | None = None) -> Callable[[Make], Make]:
             made = careful(*args, **kwargs)
             if not isinstance(made, Policy):
                 raise WeirError(
-                    f"{name} is known as a policy and returned {shown(made)}; it has to return a "
+                    f"{name} is known as a policy and returned {quote(made)}; it has to return a "
                     "Policy, as in Pipe((Sink(4), Recent(252)))"
                 )
             called = Called.by_name(name, signature.bind(*args, **kwargs).arguments)

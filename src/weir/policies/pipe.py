@@ -15,7 +15,7 @@ from typing import Any, Self, cast
 
 from torch import Tensor
 
-from weir.errors import WeirError, written
+from weir.errors import WeirError, format_value
 from weir.policies.checks import check_fold, check_formats, check_place, check_state
 from weir.policies.registry import NAMED, Called
 from weir.pools import Fold, Pool
@@ -260,7 +260,7 @@ def _written(pool: Pool, alone: bool = False) -> str:
     words = []
     for place, f in enumerate(fields(cast(Any, pool))):
         value = getattr(pool, f.name)
-        text = _written(value) if isinstance(value, Pool) else written(value)
+        text = _written(value) if isinstance(value, Pool) else format_value(value)
         if place == 0:
             name = f"{f.name}=" if alone and pool.name in NAMED else ""
             words.append(f"{name}{text}")

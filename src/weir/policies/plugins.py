@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 
 GROUP = "weir.pools"
 """The group of entry points that are imported."""
@@ -75,7 +75,7 @@ def import_plugin(name: str) -> None:
         if error.name != name.partition(".")[0]:
             raise WeirError(f"{name} cannot be imported: {error}") from None
         raise WeirError(
-            f"there is no module {shown(name)} to import here; name one that Python finds, or a "
+            f"there is no module {quote(name)} to import here; name one that Python finds, or a "
             "file that ends in .py"
         ) from None
     except WeirError as error:

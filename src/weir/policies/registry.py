@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weir.errors import written
+from weir.errors import format_value
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Called:
     @classmethod
     def by_name(cls, name: str, given: Mapping[str, Any]) -> Called:
         """With arguments written the plain way, each with its parameter's name."""
-        arguments = ", ".join(f"{key}={written(value)}" for key, value in given.items())
+        arguments = ", ".join(f"{key}={format_value(value)}" for key, value in given.items())
         return cls(name, dict(given), arguments)
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar
 
-from weir.errors import WeirError, shown, written
+from weir.errors import WeirError, format_value, quote
 
 Make = TypeVar("Make", bound=Callable[..., Any])
 
@@ -32,7 +32,7 @@ def taken(owner: str, name: str, value: Any, hint: Any) -> Any:
         WeirError: it is not what the annotation `hint` asks for.
     """
     if not fits(value, hint):
-        raise WeirError(f"{name} of {owner} must be {described(hint)}, not {shown(value)}")
+        raise WeirError(f"{name} of {owner} must be {described(hint)}, not {quote(value)}")
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
     kinds = _parts(hint)
@@ -86,7 +86,7 @@ def described(hint: Any) -> str:
     if len(_parts(hint)) > 1:
         return " or ".join(map(described, _parts(hint)))
     if typing.get_origin(hint) is Literal:
-        return " or ".join(map(written, typing.get_args(hint)))
+        return " or ".join(map(format_value, typing.get_args(hint)))
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
     if hint is types.NoneType:
         return "none"

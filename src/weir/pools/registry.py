@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 from weir.pools.base import Pool
 from weir.pools.parameters import checked
 
@@ -49,7 +49,7 @@ def pool(name: str) -> Callable[[Kind], Kind]:
     def register(kind: Kind) -> Kind:
         if not (isinstance(kind, type) and issubclass(kind, Pool)):
             raise WeirError(
-                f"the pool {name} is to be a class made from weir.pools.Pool, not {shown(kind)}"
+                f"the pool {name} is to be a class made from weir.pools.Pool, not {quote(kind)}"
             )
         if inspect.isabstract(kind):
             missing = " and ".join(f"{method}()" for method in sorted(kind.__abstractmethods__))
@@ -79,7 +79,7 @@ def check_name(name: Any, what: str) -> None:
     """
     if not isinstance(name, str) or WORD.fullmatch(name) is None:
         raise WeirError(
-            f"{what} cannot be called {shown(name)}: a name in a policy is letters, digits and "
+            f"{what} cannot be called {quote(name)}: a name in a policy is letters, digits and "
             "underscores, and does not begin with a digit"
         )
     if name.lower() in CONSTANTS:

@@ -1,27 +1,41 @@
 """Endless sessions of many clients at once, through one model."""
 
-from weir.serve.choosing import Choice, Chooser, Choosing, Constraint
-from weir.serve.compiling import compile_engine, sizes_of
-from weir.serve.desk import Asked, Desk, Wish
-from weir.serve.engine import Cancelled, Engine, Load
-from weir.serve.limits import Limits
-from weir.serve.mailbox import End, Failure, Mailbox, Piece, Standing
-from weir.serve.messages import Message, chain
-from weir.serve.planning import Plan, TooLong
-from weir.serve.room import Room, room_for
-from weir.serve.sessions import (
+from weir.serve.client import Asked, EngineClient, Wish
+from weir.serve.engine import (
+    Busy,
+    Cancelled,
     Checkpoint,
     CheckpointStore,
+    Constraint,
+    Engine,
+    EngineLoad,
+    FailureEvent,
+    FinishEvent,
+    Listener,
+    OutputQueue,
+    SampledToken,
+    Sampler,
+    SamplingParams,
+    Sequence,
+    StreamStats,
+    TokenEvent,
+    compile_engine,
+    sizes_of,
+)
+from weir.serve.limits import Limits
+from weir.serve.memory_estimate import MemoryEstimate, estimate_memory
+from weir.serve.messages import Message, chain
+from weir.serve.prefix_match import Plan, TooLong
+from weir.serve.sessions import (
     MemoryCheckpoints,
     MemoryStore,
     ResponseStore,
+    SessionManager,
     SessionStore,
     SessionSummary,
     TurnRecord,
+    UnknownSession,
 )
-from weir.serve.sessions.manager import SessionManager, UnknownSession
-from weir.serve.turn import Listener, Turn
-from weir.serve.waiting import Busy
 
 __all__ = [
     "Asked",
@@ -29,36 +43,36 @@ __all__ = [
     "Cancelled",
     "Checkpoint",
     "CheckpointStore",
-    "Choice",
-    "Chooser",
-    "Choosing",
     "Constraint",
-    "Desk",
-    "End",
     "Engine",
-    "Failure",
+    "EngineClient",
+    "EngineLoad",
+    "FailureEvent",
+    "FinishEvent",
     "Limits",
     "Listener",
-    "Load",
-    "Mailbox",
     "MemoryCheckpoints",
+    "MemoryEstimate",
     "MemoryStore",
     "Message",
-    "Piece",
+    "OutputQueue",
     "Plan",
     "ResponseStore",
-    "Room",
+    "SampledToken",
+    "Sampler",
+    "SamplingParams",
+    "Sequence",
     "SessionManager",
     "SessionStore",
     "SessionSummary",
-    "Standing",
+    "StreamStats",
+    "TokenEvent",
     "TooLong",
-    "Turn",
     "TurnRecord",
     "UnknownSession",
     "Wish",
     "chain",
     "compile_engine",
-    "room_for",
+    "estimate_memory",
     "sizes_of",
 ]

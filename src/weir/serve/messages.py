@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 
 THOUGHTS = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
 """What reasoning models say first, and clients leave out of the history they send."""
@@ -127,9 +127,9 @@ class NoCall(WeirError):
 
     def __init__(self, number: int, behind: int, name: str, *, twice: bool) -> None:
         super().__init__(
-            f"the call {shown(name)} has its result already: leave the second out"
+            f"the call {quote(name)} has its result already: leave the second out"
             if twice
-            else f"there is no call {shown(name)}: a result has the id of a call that the "
+            else f"there is no call {quote(name)}: a result has the id of a call that the "
             "assistant made last before it"
         )
         self.number = number

@@ -8,7 +8,7 @@ records know no slot holds. Knows nothing about HTTP.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -16,9 +16,8 @@ from itertools import groupby
 from transformers import PreTrainedTokenizerBase
 
 from weir.cache import Holding, LayerPlan, StreamingCache, holding_in
-from weir.serve.looking import Glance
+from weir.serve.engine import RowInspection, Sequence, Stage
 from weir.serve.sessions import SessionStore, TurnTokens, pack_ids, unpack_ids
-from weir.serve.turn import Stage, Turn
 from weir.stream import tokens_as_text
 
 BLOCK = 32
@@ -110,7 +109,7 @@ class Row:
         return max(self.holding.seen, self.line[-1].end if self.line else 0)
 
 
-def row_of_turn(store: SessionStore, owner: str, turn: Turn, glance: Glance) -> Row:
+def row_of_turn(store: SessionStore, owner: str, turn: Sequence, glance: RowInspection) -> Row:
     """The row of a turn under way.
 
     Args:
@@ -128,7 +127,7 @@ def row_of_turn(store: SessionStore, owner: str, turn: Turn, glance: Glance) -> 
     return Row(glance.holding, line, "answering" if answering else "reading")
 
 
-def row_at(store: SessionStore, owner: str, node: str, plans: Sequence[LayerPlan]) -> Row:
+def row_at(store: SessionStore, owner: str, node: str, plans: list[LayerPlan]) -> Row:
     """The row at the end of a saved turn.
 
     Raises:
@@ -202,7 +201,7 @@ class Recaller:
         )
 
     def _texts(
-        self, line: Sequence[TurnTokens], places: Sequence[int]
+        self, line: list[TurnTokens], places: list[int]
     ) -> Iterator[tuple[int, tuple[str, bool]]]:
         """What tokens at rising places say, and whether they are special, where it is known."""
         near = {place - back for place in places for back in range(BEFORE + 1)}
@@ -223,7 +222,7 @@ class Recaller:
         return found
 
 
-def _ids(line: Sequence[TurnTokens], places: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _ids(line: list[TurnTokens], places: list[int]) -> Iterator[tuple[int, int]]:
     """The tokens at rising places of a stream, where they are known."""
     starts = [stretch.start for stretch in line]
     for number, group in groupby(places, key=lambda place: bisect_right(starts, place) - 1):

@@ -3,7 +3,7 @@
 How many turns find their session's row where it rests, how many have it read back, and what that
 moves, by how requests find a replica. Nothing here is measured but the model below: people come in
 bursts of turns and think between them, a turn has its row as long as it takes, and rows that rest
-go as in `RowTable`, the one used longest ago first. Knows nothing about models, disks or Ray.
+go as in `RowAllocator`, the one used longest ago first. Knows nothing about models, disks or Ray.
 """
 
 from __future__ import annotations

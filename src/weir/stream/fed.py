@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 from weir.models import MOST_OFFSET, OFFSETS, PICTURES, Images, embed, offsets
 from weir.stream.tokens import Tokens, read_ids
 
@@ -149,7 +149,7 @@ def _checked(embeddings: object, model: PreTrainedModel) -> Tensor:
     if not isinstance(embeddings, Tensor):
         raise WeirError(
             f"embeddings are a tensor [tokens, {width}] or [batch, tokens, {width}], not "
-            f"{shown(embeddings)}"
+            f"{quote(embeddings)}"
         )
     if embeddings.ndim not in (2, 3) or embeddings.shape[-1] != width:
         raise WeirError(
@@ -189,7 +189,7 @@ def _checked_offsets(
     if isinstance(within, Tensor) and within.ndim == 2:
         within = within[None]
     if not isinstance(within, Tensor) or list(within.shape) != wanted:
-        what = list(within.shape) if isinstance(within, Tensor) else shown(within)
+        what = list(within.shape) if isinstance(within, Tensor) else quote(within)
         raise WeirError(f"the offsets of these embeddings are {wanted}, not {what}")
     whole = not (within.is_floating_point() or within.is_complex() or within.dtype == torch.bool)
     found = within.to(torch.int64) if whole else within

@@ -13,7 +13,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 
 
 def check_penalty(penalty: object) -> None:
@@ -24,7 +24,7 @@ def check_penalty(penalty: object) -> None:
     """
     is_number = isinstance(penalty, Real) and not isinstance(penalty, bool)
     if not is_number or not 0 < float(penalty) < math.inf:  # type: ignore[arg-type]
-        raise WeirError(f"repetition_penalty must be a number over 0, not {shown(penalty)}")
+        raise WeirError(f"repetition_penalty must be a number over 0, not {quote(penalty)}")
 
 
 class Repetition:

@@ -13,7 +13,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 from weir.stream.tokens import is_count
 
 GENTLE = 1e-6
@@ -49,14 +49,14 @@ class Sampling:
     def __post_init__(self) -> None:
         if not (_is_number(self.temperature) and 0 <= self.temperature < math.inf):
             raise WeirError(
-                f"temperature must be a number from 0 on, not {shown(self.temperature)}"
+                f"temperature must be a number from 0 on, not {quote(self.temperature)}"
             )
         if self.top_k is not None and not (is_count(self.top_k) and self.top_k):
-            raise WeirError(f"top_k must be a whole number from 1 on, not {shown(self.top_k)}")
+            raise WeirError(f"top_k must be a whole number from 1 on, not {quote(self.top_k)}")
         if self.top_p is not None and not (_is_number(self.top_p) and 0 <= self.top_p <= 1):
-            raise WeirError(f"top_p must be a number from 0 to 1, not {shown(self.top_p)}")
+            raise WeirError(f"top_p must be a number from 0 to 1, not {quote(self.top_p)}")
         if self.min_p is not None and not (isinstance(self.min_p, Real) and 0 <= self.min_p <= 1):
-            raise WeirError(f"min_p must be a number from 0 to 1, not {shown(self.min_p)}")
+            raise WeirError(f"min_p must be a number from 0 to 1, not {quote(self.min_p)}")
 
     def pick(
         self, logits: Tensor, generator: torch.Generator | Sequence[torch.Generator]

@@ -42,7 +42,7 @@ from weir.cache import (
     text,
     whole,
 )
-from weir.errors import PolicyError, WeirError, shown
+from weir.errors import PolicyError, WeirError, quote
 from weir.models import fingerprint
 from weir.policies import Policy, check_regular, policy_of, saved_policy
 from weir.stream.whole_files import replacing
@@ -195,7 +195,7 @@ class SessionFile:
         if not isinstance(facts, dict) or facts.get("format") != FORMAT:
             found = facts.get("format") if isinstance(facts, dict) else facts
             raise WeirError(
-                f"{self.path} has session format {shown(found)}; this weir reads format {FORMAT}"
+                f"{self.path} has session format {quote(found)}; this weir reads format {FORMAT}"
             )
         if metadata.get(CHECKSUM) != _checksum(metadata[KEY], self._mapped):
             raise WeirError(f"{self.path} is damaged: its checksum is not that of what it holds")
@@ -212,7 +212,7 @@ class SessionFile:
         mine, theirs = fingerprint(model), self.facts["model"]
         differ = [name for name, value in mine.items() if theirs[name] != value]
         if differ:
-            said = {name: shown(value).strip("'") for name, value in theirs.items()}
+            said = {name: quote(value).strip("'") for name, value in theirs.items()}
             what = ", ".join(f"{name} {said[name]}, here {mine[name]}" for name in differ)
             raise WeirError(f"{self.path} is a session of another model ({what})")
 
@@ -303,7 +303,7 @@ class SessionFile:
             elif place in each and name == f"{place[0]}.{place[1]}.{rest}":
                 each[place][rest] = t
             else:
-                raise Wrong(f"{shown(name)} is of no row or layer of the session")
+                raise Wrong(f"{quote(name)} is of no row or layer of the session")
         return own, each
 
     def _row(
@@ -354,7 +354,7 @@ def _check_stream(tensors: _Tensors, rows: int, vocabulary: int) -> None:
         if name not in tensors:
             raise Wrong(f"{name} is missing")
         if name not in wanted:
-            raise Wrong(f"{shown(name)} is no tensor of a session")
+            raise Wrong(f"{quote(name)} is no tensor of a session")
         t, (shape, dtypes) = tensors[name], wanted[name]
         if tuple(t.shape) != shape or t.dtype not in dtypes:
             raise Wrong(
@@ -377,7 +377,7 @@ def _shape(kind: dict[str, Any]) -> dict[str, Any]:
 
 def _path(path: object) -> Path:
     if not isinstance(path, str | os.PathLike):
-        raise WeirError(f"a session is a file, and its name is text, not {shown(path)}")
+        raise WeirError(f"a session is a file, and its name is text, not {quote(path)}")
     return Path(path)
 
 

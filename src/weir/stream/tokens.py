@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 from weir.models import check_ids
 
 Tokens = (
@@ -81,7 +81,7 @@ def _index(token: Any) -> int:
     with contextlib.suppress(TypeError):  # a tensor has `__index__`, and not always an index
         if not isinstance(token, bool):
             return operator.index(token)
-    raise WeirError(f"an iterator yields ids one by one, whole numbers, not {shown(token)}")
+    raise WeirError(f"an iterator yields ids one by one, whole numbers, not {quote(token)}")
 
 
 def read_stops(given: int | Sequence[int]) -> set[int]:
@@ -96,7 +96,7 @@ def read_stops(given: int | Sequence[int]) -> set[int]:
             return {int(token) for token in found}
     except TypeError:
         pass  # nothing that holds several
-    raise WeirError(f"stop must be a token id or several, not {shown(given)}")
+    raise WeirError(f"stop must be a token id or several, not {quote(given)}")
 
 
 def is_count(value: object) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from weir.errors import WeirError, shortened
+from weir.errors import WeirError, shorten
 
 ANSWER = "an-answer-that-stands-for-all"
 """What the model is pretended to have said where a template is asked for the turn after."""
@@ -175,6 +175,6 @@ def render_chat(
             continue_final_message=not add_generation_prompt,
         )
     except TemplateError as error:
-        why = shortened(str(error))
+        why = shorten(str(error))
         raise WeirError(f"the model's chat template refuses these messages: {why}") from None
     return str(text)

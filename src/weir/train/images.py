@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel, ProcessorMixin
 
-from weir.errors import WeirError, not_installed
+from weir.errors import WeirError, describe_missing
 
 COLORS = {
     "red": (220, 40, 40),
@@ -146,7 +146,7 @@ def make_captioner(recipe: ImageRecipe) -> tuple[PreTrainedModel, ProcessorMixin
     try:
         import PIL  # noqa: F401
     except ImportError:
-        raise WeirError(not_installed("drawing", "PIL")) from None
+        raise WeirError(describe_missing("drawing", "PIL")) from None
     processor = _processor()
     names: Any = processor
     vocabulary = names.tokenizer.get_vocab()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weir.errors import WeirError, not_installed
+from weir.errors import WeirError, describe_missing
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Processes:
             from accelerate import PartialState
         except ImportError:
             what = f"training in {count} processes"
-            raise WeirError(not_installed(what, "accelerate")) from None
+            raise WeirError(describe_missing(what, "accelerate")) from None
         state = PartialState(cpu=not gpu)
         return cls(state.device, state.process_index, state.num_processes, state)
 

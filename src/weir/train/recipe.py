@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 
 ROOM = 192
 """Tokens of text in the shortest sample that has room for the exercises and for the sink loss."""
@@ -60,7 +60,7 @@ class SinkKind:
             return cls("learnable", count)
         raise WeirError(
             f"a sink is none, zero, learnable, learnable:N with N tokens, or taught, not "
-            f"{shown(text)}"
+            f"{quote(text)}"
         )
 
     def __str__(self) -> str:
@@ -137,7 +137,7 @@ class Recipe:
             )
         if self.optimizer not in OPTIMIZERS:
             raise WeirError(
-                f"the optimizer is {' or '.join(OPTIMIZERS)}, not {shown(self.optimizer)}"
+                f"the optimizer is {' or '.join(OPTIMIZERS)}, not {quote(self.optimizer)}"
             )
         if not self.exercise_rows < self.rows:
             raise WeirError(
@@ -163,7 +163,7 @@ class Recipe:
     def _check_shape(self) -> None:
         """Refuse a shape there is not, and what an ALiBi model cannot have."""
         if self.shape not in SHAPES:
-            raise WeirError(f"a shape is {', '.join(SHAPES)}, not {shown(self.shape)}")
+            raise WeirError(f"a shape is {', '.join(SHAPES)}, not {quote(self.shape)}")
         if self.shape != "alibi":
             return
         object.__setattr__(self, "inner", 4 * self.width)

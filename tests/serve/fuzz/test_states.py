@@ -24,8 +24,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from servers import POLICY, make_model, make_tokenizer, serving
 
 from weir import Stream
-from weir.serve import Desk, Engine, Limits
-from weir.serve.app import Keys
+from weir.serve import Engine, EngineClient, Limits
+from weir.serve.api import Keys
 from weir.serve.sessions import SQLiteStore
 
 OWNERS = ("wk-alice-0123456789", "wk-bob-0123456789")
@@ -101,7 +101,7 @@ class Machine(RuleBasedStateMachine):
         data = self.folder / str(self.lives)
         store = self.running.enter_context(SQLiteStore(data, MODEL, POLICY, chunk=4))
         engine = Engine(MODEL, POLICY, 2, store, chunk=4, queue=8)
-        desk = Desk(engine, store, TOKENIZER, "small", Limits())
+        desk = EngineClient(engine, store, TOKENIZER, "small", Limits())
         self.server = self.running.enter_context(serving(desk, KEYS))
 
     def ask(self, owner: Owner, method: str, path: str, body: Any = None, **headers: str) -> Any:

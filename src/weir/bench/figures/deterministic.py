@@ -11,7 +11,7 @@ from weir.bench.figure import Row, Setting, figure
 from weir.bench.model import model_of
 from weir.bench.timing import Contender, in_turns, middle
 from weir.models import load
-from weir.serve import Choice, Chooser, Choosing, Engine, MemoryCheckpoints, Turn
+from weir.serve import Engine, MemoryCheckpoints, SampledToken, Sampler, SamplingParams, Sequence
 from weir.stream import Sampling
 
 POLICY = "streaming_llm"
@@ -66,8 +66,8 @@ class Answering(Contender):
         generator = torch.Generator().manual_seed(0)
         for row in range(rows):
             ids = torch.randint(model.config.vocab_size, (32 + row,), generator=generator)
-            chooser = Chooser(Choosing(Sampling(temperature=0)))
-            turn = Turn(str(row), None, ids.tolist(), MOST, frozenset(), chooser, Nobody())
+            chooser = Sampler(SamplingParams(Sampling(temperature=0)))
+            turn = Sequence(str(row), None, ids.tolist(), MOST, frozenset(), chooser, Nobody())
             self._engine.submit(turn)
         for _ in range(rows):  # a step reads one prompt or more
             self._engine.step()
@@ -80,7 +80,7 @@ class Answering(Contender):
 class Nobody:
     """Listens to no answer."""
 
-    def chose(self, choice: Choice) -> str | None:
+    def chose(self, choice: SampledToken) -> str | None:
         """Goes on."""
         return None
 

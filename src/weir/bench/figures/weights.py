@@ -12,7 +12,7 @@ from weir.bench.caches import Weir, full, full_compiled
 from weir.bench.figure import Row, Setting, Skipped, figure
 from weir.bench.model import twin_of
 from weir.bench.timing import in_turns, middle
-from weir.errors import not_installed
+from weir.errors import describe_missing
 from weir.models import BITS, quantize_weights, stored_bytes
 
 PLAIN = "streaming_llm"
@@ -24,7 +24,7 @@ PLAIN = "streaming_llm"
 def weights(setting: Setting) -> Iterator[Row]:
     """`streaming_llm` with int8 and int4 weights against the same model as it was."""
     if find_spec("torchao") is None:
-        raise Skipped(not_installed("this figure", "torchao"))
+        raise Skipped(describe_missing("this figure", "torchao"))
     slots = setting.sizes.slots
     for kind, make in {"": full, ", compiled": full_compiled}.items():
         made = {bits: make(setting, _model(setting, bits), PLAIN, slots) for bits in ("", *BITS)}

@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from weir.bench.figure import QUICK, Setting, Sizes
 from weir.bench.model import twin_of
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 from weir.models import load
 
 TEMPLATE = (
@@ -52,7 +52,7 @@ def make_folder(name: str, folder: Path) -> Path:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     except OSError as error:
-        raise WeirError(f"cannot write to {shown(str(folder))}: {error.strerror}") from None
+        raise WeirError(f"cannot write to {quote(str(folder))}: {error.strerror}") from None
     return folder
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 
 
 class Wire:
@@ -34,7 +34,7 @@ class Wire:
         """
         reader, status, headers = await self._asked("POST", path, body)
         if status != 200 or "event-stream" not in headers.get("content-type", ""):
-            raise WeirError(f"{path} answers {status}: {shown(await _whole(reader, headers))}")
+            raise WeirError(f"{path} answers {status}: {quote(await _whole(reader, headers))}")
         rest = b""
         async for part in _chunks(reader):
             now = time.perf_counter()
@@ -54,7 +54,7 @@ class Wire:
         reader, status, headers = await self._asked("GET", path, b"")
         text = await _whole(reader, headers)
         if status != 200:
-            raise WeirError(f"{path} answers {status}: {shown(text)}")
+            raise WeirError(f"{path} answers {status}: {quote(text)}")
         return text
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir import __version__
 from weir.cache import DEFAULT, LayerPlan, StreamingCache
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 from weir.evals.calibration.ladder import ladder
 from weir.evals.calibration.measuring import measure
 from weir.evals.calibration.sharing import Choice, share_out
@@ -195,7 +195,7 @@ def calibrate(
         length = length if limit is None else min(length, limit)
     if max(slots) + chunk >= length:
         raise WeirError(
-            f"{shown(str(asked))} has {max(slots)} slots and a chunk of {chunk}: of {length} "
+            f"{quote(str(asked))} has {max(slots)} slots and a chunk of {chunk}: of {length} "
             "tokens, a passage of what the model reads at once, nothing would have to go, so there "
             "is nothing to measure; take a smaller budget, or less memory"
         )
@@ -213,7 +213,7 @@ def calibrate(
         for layer, plan in plans.items()
     }
     if all(len(pipes) == 1 for pipes in sizes.values()):
-        raise WeirError(f"{shown(str(asked))} comes in one size only, so nothing can be shared out")
+        raise WeirError(f"{quote(str(asked))} comes in one size only, so nothing can be shared out")
     errors = measure(model, passages, sizes, chunk=chunk, seed=seed, on_step=on_step)
     layers, before = _shared_out(plans, sizes, errors)
     return Calibration(

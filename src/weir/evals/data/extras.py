@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from weir.errors import WeirError, not_installed
+from weir.errors import WeirError, describe_missing
 
 
 def needed(module: str, what: str, extra: str = "eval") -> Any:
@@ -23,4 +23,4 @@ def needed(module: str, what: str, extra: str = "eval") -> Any:
         return import_module(module)
     except ImportError as error:
         reason = "" if error.name == module.partition(".")[0] else str(error)
-        raise WeirError(not_installed(what, module, reason=reason, extra=extra)) from None
+        raise WeirError(describe_missing(what, module, reason=reason, extra=extra)) from None

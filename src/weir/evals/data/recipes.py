@@ -17,7 +17,7 @@ from typing import Any
 import jinja2
 import yaml
 
-from weir.errors import WeirError, near
+from weir.errors import WeirError, suggest
 from weir.evals.data.extras import needed
 
 
@@ -48,7 +48,7 @@ def recipe_of(name: str) -> Recipe:
     folder = Path(str(resources.files("lm_eval"))) / "tasks" / "longbench"
     known = sorted(path.stem for path in folder.glob("[!_]*.yaml") if path.stem[-2:] != "_e")
     if name not in known:
-        raise WeirError(f"LongBench has no data set {name!r}{near(name, known)}")
+        raise WeirError(f"LongBench has no data set {name!r}{suggest(name, known)}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that some of them could be faster with yet another one
         for package in ("jieba", "fuzzywuzzy.fuzz", "rouge"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weir.cache import Positions, Prefill
-from weir.errors import WeirError, near
+from weir.errors import WeirError, suggest
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def protocol(name: str) -> Protocol:
     """
     if name not in PROTOCOLS:
         raise WeirError(
-            f"no protocol is called {name!r}{near(name, PROTOCOLS)}; there are "
+            f"no protocol is called {name!r}{suggest(name, PROTOCOLS)}; there are "
             f"{', '.join(PROTOCOLS)}"
         )
     return PROTOCOLS[name]

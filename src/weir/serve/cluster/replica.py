@@ -17,12 +17,12 @@ from starlette.types import ASGIApp
 
 from weir.errors import WeirError
 from weir.models import choose_products, load
-from weir.serve.app import Keys, log_json, make_app
+from weir.serve.api import Keys, log_json, make_app
+from weir.serve.client import EngineClient
 from weir.serve.cluster.leases import SECONDS
 from weir.serve.cluster.router import TABLE
 from weir.serve.cluster.shared import shared_at
 from weir.serve.cluster.store import SharedStore
-from weir.serve.desk import Desk
 from weir.serve.engine import Engine
 from weir.serve.limits import Limits
 from weir.serve.sessions import RowFormat
@@ -127,7 +127,7 @@ class Replica:
             queue=settings.limits.queue,
             deterministic=settings.deterministic,
         )
-        self._desk = Desk(
+        self._desk = EngineClient(
             engine,
             self._store,
             tokenizer,

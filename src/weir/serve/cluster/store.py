@@ -21,14 +21,13 @@ from weir.serve.cluster.leases import Leases
 from weir.serve.cluster.ledger import TAKEN, Ledger, Page
 from weir.serve.cluster.shared import Shared
 from weir.serve.cluster.turnfiles import TurnFiles
+from weir.serve.engine import Checkpoint, OnSaved
 from weir.serve.sessions import (
     AnsweredElsewhere,
-    Checkpoint,
     CheckpointWriter,
     LeaseLost,
     MemoryStore,
     NameTaken,
-    OnSaved,
     RowFormat,
     SessionSummary,
     TurnRecord,

@@ -13,9 +13,9 @@ from typing import Any
 
 from weir.errors import WeirError
 from weir.serve.cluster.shared import Shared
+from weir.serve.engine import Checkpoint
 from weir.serve.messages import Message
 from weir.serve.sessions import (
-    Checkpoint,
     LazyCheckpoint,
     RowFormat,
     TurnRecord,

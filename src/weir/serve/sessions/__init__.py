@@ -1,13 +1,7 @@
 """Saved sessions: checkpoints and records of turns, responses, archives and leases."""
 
 from weir.serve.sessions.archive import SessionArchive
-from weir.serve.sessions.checkpoints import (
-    Checkpoint,
-    CheckpointStore,
-    LazyCheckpoint,
-    MemoryCheckpoints,
-    OnSaved,
-)
+from weir.serve.sessions.checkpoints import LazyCheckpoint, MemoryCheckpoints
 from weir.serve.sessions.items import (
     Item,
     answer_item,
@@ -26,6 +20,7 @@ from weir.serve.sessions.leases import (
     LeaseLost,
     SessionLease,
 )
+from weir.serve.sessions.manager import HeldByConversation, SessionManager, UnknownSession
 from weir.serve.sessions.memory_store import MemoryStore
 from weir.serve.sessions.records import (
     NameTaken,
@@ -46,30 +41,30 @@ from weir.serve.sessions.writer import CheckpointWriter, WriteJob
 __all__ = [
     "AcquireLease",
     "AnsweredElsewhere",
-    "Checkpoint",
-    "CheckpointStore",
     "CheckpointWriter",
     "ConversationLocked",
     "ConversationLocks",
+    "HeldByConversation",
     "Item",
     "LazyCheckpoint",
     "LeaseLost",
     "MemoryCheckpoints",
     "MemoryStore",
     "NameTaken",
-    "OnSaved",
     "ResponseStore",
     "RowFormat",
     "SQLiteCheckpoints",
     "SQLiteStore",
     "SessionArchive",
     "SessionLease",
+    "SessionManager",
     "SessionStore",
     "SessionSummary",
     "StoredConversation",
     "StoredResponse",
     "TurnRecord",
     "TurnTokens",
+    "UnknownSession",
     "WriteJob",
     "answer_item",
     "answer_part",

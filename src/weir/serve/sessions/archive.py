@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 
 from weir.cache import FARTHEST, Wrong, list_of, optional, text, whole
 from weir.cache import record as facts_of
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
+from weir.serve.engine import Checkpoint
 from weir.serve.messages import Message
-from weir.serve.sessions.checkpoints import Checkpoint
 from weir.serve.sessions.records import SessionStore, TurnRecord, pack_ids, unpack_ids
 from weir.serve.sessions.snapshot import RowFormat, decode_foreign, encode_checkpoint
 
@@ -142,7 +142,7 @@ class SessionArchive:
                 mapped = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError, ValueError, LookupError, RecursionError) as error:
             raise WeirError(
-                f"the file is damaged or no session that weir exported ({shown(str(error))})"
+                f"the file is damaged or no session that weir exported ({quote(str(error))})"
             ) from None
         try:
             return cls._checked(said, mapped, form)
@@ -225,7 +225,7 @@ def _turn(vocabulary: int) -> Any:
 
 def _chain(value: Any, place: str) -> None:
     if not isinstance(value, str) or not set(value) <= set("0123456789abcdef") or len(value) > 64:
-        raise Wrong(f"{place} must be a hash, not {shown(value)}")
+        raise Wrong(f"{place} must be a hash, not {quote(value)}")
 
 
 def _message(value: Any, place: str) -> None:
@@ -245,15 +245,15 @@ def _message(value: Any, place: str) -> None:
 
 def _usage(value: Any, place: str) -> None:
     if not isinstance(value, dict):
-        raise Wrong(f"{place} must be numbers by name, not {shown(value)}")
+        raise Wrong(f"{place} must be numbers by name, not {quote(value)}")
     for name, number in value.items():
-        whole(0, FARTHEST)(number, f"{place}.{shown(name)}")
+        whole(0, FARTHEST)(number, f"{place}.{quote(name)}")
 
 
 def _time(value: Any, place: str) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 <= value <= FARTHEST:
-        raise Wrong(f"{place} must be seconds since 1970, not {shown(value)}")
+        raise Wrong(f"{place} must be seconds since 1970, not {quote(value)}")
 
 
 def _anything(value: Any, place: str) -> None:

@@ -1,26 +1,13 @@
-"""Where the ends of turns are kept: a protocol, and memory as its simplest form."""
+"""Checkpoints in memory, and checkpoints read on demand."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from weir.cache import RowState
 from weir.errors import WeirError
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """The end of a turn: all that is needed to go on from there.
-
-    Attributes:
-        state: of the row.
-        pending: tokens of the turn that the row has not read yet: the last of its answer.
-    """
-
-    state: RowState
-    pending: tuple[int, ...]
+from weir.serve.engine import Checkpoint, OnSaved
 
 
 @dataclass(frozen=True)
@@ -39,29 +26,6 @@ class LazyCheckpoint(Checkpoint):
         """The row, read anew each time."""
         read: Callable[[], Checkpoint] = getattr(self, "_read")  # noqa: B009
         return read().state
-
-
-OnSaved = Callable[[Exception | None], None]
-
-
-class CheckpointStore(Protocol):
-    """Keeps nodes by name. Called in the engine's thread; `put` may go on in another.
-
-    What `get` gives is what `put` was given, number for number: nobody checks it again.
-    """
-
-    def get(self, name: str) -> Checkpoint:
-        """A node.
-
-        Raises:
-            WeirError: there is none of that name, or it cannot be read.
-        """
-
-    def put(self, name: str, node: Checkpoint, done: OnSaved) -> None:
-        """Keep a node, and tell when it is safe, or why it cannot be; from then on `get` has it."""
-
-    def drop(self, name: str) -> None:
-        """Forget a node, if there is one of that name."""
 
 
 class MemoryCheckpoints:

@@ -1,6 +1,6 @@
 """Items of OpenAI's responses and conversations, and the messages that a model is asked with.
 
-A new kind of item needs a line in `messages_of` and a form in `serve/app/itembodies.py`. Knows
+A new kind of item needs a line in `messages_of` and a form in `serve/api/schemas/items.py`. Knows
 nothing about where items are kept.
 """
 

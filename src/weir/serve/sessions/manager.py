@@ -14,13 +14,12 @@ from functools import cached_property
 from pathlib import Path
 
 from weir.errors import WeirError
-from weir.serve.engine import Engine
+from weir.serve.engine import Busy, Engine
 from weir.serve.limits import Limits
 from weir.serve.sessions.archive import SessionArchive
 from weir.serve.sessions.records import SessionStore, SessionSummary, TurnRecord, find_path
 from weir.serve.sessions.responses import ResponseStore
 from weir.serve.sessions.snapshot import RowFormat
-from weir.serve.waiting import Busy
 
 
 class UnknownSession(WeirError):

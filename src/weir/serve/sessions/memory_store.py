@@ -11,7 +11,8 @@ from dataclasses import replace
 from tempfile import TemporaryDirectory
 
 from weir.errors import WeirError
-from weir.serve.sessions.checkpoints import Checkpoint, MemoryCheckpoints, OnSaved
+from weir.serve.engine import Checkpoint, OnSaved
+from weir.serve.sessions.checkpoints import MemoryCheckpoints
 from weir.serve.sessions.records import NameTaken, SessionSummary, TurnRecord, TurnTokens, find_path
 
 

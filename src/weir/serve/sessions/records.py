@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 from typing import Protocol
 
 from weir.errors import WeirError
+from weir.serve.engine import Checkpoint, CheckpointStore
 from weir.serve.messages import Message
-from weir.serve.sessions.checkpoints import Checkpoint, CheckpointStore
 
 
 class NameTaken(WeirError):

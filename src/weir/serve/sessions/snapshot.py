@@ -25,10 +25,10 @@ from weir.cache import (
     unlike_policies,
     whole,
 )
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 from weir.models import fingerprint
 from weir.policies import Policy
-from weir.serve.sessions.checkpoints import Checkpoint
+from weir.serve.engine import Checkpoint
 
 FORMAT = 3
 KEY = "weir_node"
@@ -81,15 +81,15 @@ class RowFormat:
         theirs = said["model"]
         differ = [name for name, value in self.model.items() if theirs.get(name) != value]
         if differ:
-            what = ", ".join(f"{n} {shown(theirs.get(n))}, here {self.model[n]}" for n in differ)
+            what = ", ".join(f"{n} {quote(theirs.get(n))}, here {self.model[n]}" for n in differ)
             raise WeirError(f"it is of another model ({what})")
         unlike = unlike_policies(self.kind, said["kind"])
         if unlike is not None:
-            raise WeirError(f"its rows have the policy {shown(unlike[1])}, here {shown(unlike[0])}")
+            raise WeirError(f"its rows have the policy {quote(unlike[1])}, here {quote(unlike[0])}")
         for name, mine in self.kind.items():
             other = said["kind"].get(name)
             if name not in ("policy", "pools") and other != mine:
-                raise WeirError(f"its rows have the {name} {shown(other)}, here {shown(mine)}")
+                raise WeirError(f"its rows have the {name} {quote(other)}, here {quote(mine)}")
 
 
 def encode_checkpoint(form: RowFormat, node: Checkpoint) -> bytes:
@@ -122,10 +122,10 @@ def decode_checkpoint(form: RowFormat, data: bytes) -> Checkpoint:
         said = json.loads(read_metadata(data)[KEY])
         tensors = load(data)
     except (SafetensorError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise WeirError(f"it is damaged or no snapshot of weir ({shown(str(error))})") from None
+        raise WeirError(f"it is damaged or no snapshot of weir ({quote(str(error))})") from None
     if not isinstance(said, dict) or said.get("format") != FORMAT:
         found = said.get("format") if isinstance(said, dict) else said
-        raise WeirError(f"it has the format {shown(found)}, and this weir reads {FORMAT}")
+        raise WeirError(f"it has the format {quote(found)}, and this weir reads {FORMAT}")
     form.check(said)
     token = whole(0, form.vocabulary - 1)
     try:

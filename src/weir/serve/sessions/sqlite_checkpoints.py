@@ -24,9 +24,10 @@ from typing import Any, Self
 
 from transformers import PreTrainedModel
 
-from weir.errors import WeirError, shown
+from weir.errors import WeirError, quote
 from weir.policies import Policy
-from weir.serve.sessions.checkpoints import Checkpoint, LazyCheckpoint, OnSaved
+from weir.serve.engine import Checkpoint, OnSaved
+from weir.serve.sessions.checkpoints import LazyCheckpoint
 from weir.serve.sessions.database import Database, fetch_all, fetch_one
 from weir.serve.sessions.snapshot import RowFormat, decode_checkpoint, encode_checkpoint
 from weir.serve.sessions.snapshot_folder import DiskReserve, SnapshotFolder, lock, new_name
@@ -187,7 +188,7 @@ class SQLiteCheckpoints:
                 kept.add(row["file"])
                 continue
             why = "is missing" if size is None else f"has {size:,} bytes, not {row['bytes']:,}"
-            _log.warning("turn %s is dropped: its file %s", shown(row["name"]), why)
+            _log.warning("turn %s is dropped: its file %s", quote(row["name"]), why)
             db.execute("DELETE FROM nodes WHERE name = ?", (row["name"],))
         self._files.clear_parts()
         self._remove([name for name in self._files.files() if name not in kept])
@@ -361,13 +362,13 @@ class SQLiteCheckpoints:
                 self._drop_damaged(name, row["file"])
             raise _unknown() from None
         except OSError as error:
-            raise WeirError(f"turn {shown(name)} cannot be read: {error.strerror}") from None
+            raise WeirError(f"turn {quote(name)} cannot be read: {error.strerror}") from None
         except WeirError as error:
-            _log.warning("turn %s cannot be read and is dropped: %s", shown(name), error)
+            _log.warning("turn %s cannot be read and is dropped: %s", quote(name), error)
             with contextlib.suppress(WeirError):
                 self._drop_damaged(name, row["file"])
             raise WeirError(
-                f"turn {shown(name)} cannot be gone on from, and is dropped: {error}"
+                f"turn {quote(name)} cannot be gone on from, and is dropped: {error}"
             ) from None
 
     def _bytes(self, row: dict[str, Any]) -> bytes:

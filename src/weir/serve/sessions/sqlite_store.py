@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from weir.errors import WeirError
+from weir.serve.engine import Checkpoint
 from weir.serve.messages import Message
-from weir.serve.sessions.checkpoints import Checkpoint
 from weir.serve.sessions.database import fetch_all, fetch_one
 from weir.serve.sessions.records import NameTaken, SessionSummary, TurnRecord, TurnTokens
 from weir.serve.sessions.snapshot import encode_checkpoint

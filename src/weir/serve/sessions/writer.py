@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weir.errors import WeirError
-from weir.serve.sessions.checkpoints import Checkpoint, OnSaved
+from weir.serve.engine import Checkpoint, OnSaved
 
 _log = logging.getLogger(__name__)
 

@@ -1,0 +1,75 @@
+"""What Prometheus is told: a registry of its own for each server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from weir.cache import Folded
+from weir.serve.client import EngineClient
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class Metrics:
+    """Counts and times of a server.
+
+    Args:
+        desk: what it is about; folds of its engine's cache are counted from now on.
+    """
+
+    def __init__(self, desk: EngineClient) -> None:
+        self.registry = CollectorRegistry()
+        own = self.registry
+        self.requests = Counter(
+            "weir_requests", "Requests that were answered.", ["route", "status"], registry=own
+        )
+        self.turns = Counter("weir_turns", "Answers, by how they ended.", ["ended"], registry=own)
+        self.tokens = Counter(
+            "weir_tokens", "Tokens fed, answered, and known already.", ["kind"], registry=own
+        )
+        self.first = Histogram(
+            "weir_time_to_first_token_seconds",
+            "From a request to the first token of its answer.",
+            buckets=SECONDS,
+            registry=own,
+        )
+        self.between = Histogram(
+            "weir_between_tokens_seconds", "From token to token.", buckets=GAPS, registry=own
+        )
+        self._folds, self._folding = 0, 0.0
+        self._lock = threading.Lock()
+        self._desk = desk
+        desk.engine.cache.on_fold = self._folded
+        self.registry.register(self)
+
+    def _folded(self, folded: Folded) -> None:
+        with self._lock:
+            self._folds += len(folded.rows)
+            self._folding += folded.seconds
+
+    def collect(self) -> Iterator[Metric]:
+        """What is looked up when somebody asks."""
+        load, cache = self._desk.engine.load(), self._desk.engine.cache
+        yield GaugeMetricFamily("weir_queue", "Turns that wait for a row.", load.waiting)
+        rows = GaugeMetricFamily("weir_rows", "Rows by what they do.", labels=["state"])
+        rows.add_metric(["busy"], load.busy)
+        rows.add_metric(["resting"], load.resting)
+        rows.add_metric(["free"], load.rows - load.busy - load.resting)
+        yield rows
+        yield CounterMetricFamily("weir_decode_calls", "Decode calls so far.", load.calls)
+        with self._lock:
+            folds, folding = self._folds, self._folding
+        yield CounterMetricFamily(
+            "weir_folds", "Calls of the model in which a row folded, for each row.", folds
+        )
+        yield CounterMetricFamily("weir_fold_seconds", "Time that folds took.", folding)
+        yield GaugeMetricFamily("weir_cache_bytes", "Bytes of all rows.", cache.nbytes)
+
+    def text(self) -> bytes:
+        """All of it, in Prometheus' format."""
+        return generate_latest(self.registry)

@@ -1,0 +1,36 @@
+"""`/health`, `/metrics` and `/openapi.json`: for those who run the server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from weir.serve.api.openapi import describe
+from weir.serve.client import EngineClient
+
+router = APIRouter()
+public = APIRouter()
+
+
+@public.get("/health")
+async def health(request: Request) -> Response:
+    """Whether answers are given; the only route that needs no key."""
+    desk: EngineClient = request.app.state.desk
+    if desk.failure is not None:
+        return JSONResponse({"status": "failed"}, 503)
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(request: Request) -> Response:
+    """Counts and times, for Prometheus."""
+    return Response(request.app.state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/openapi.json", include_in_schema=False)
+async def openapi(request: Request) -> dict[str, Any]:
+    """What this server can be asked, for programs."""
+    return describe(request.app)

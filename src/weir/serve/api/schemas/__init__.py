@@ -1,0 +1,1 @@
+"""Request bodies: pydantic models with a bound on every number and list."""

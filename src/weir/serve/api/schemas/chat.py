@@ -1,0 +1,273 @@
+"""What clients send, with a bound on every number and list.
+
+As OpenAI does, a field that nobody knows is refused. Those in `IGNORED` are taken and change
+nothing, those in `REFUSED` are known and not served, but for values that ask for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from weir.serve.api.schemas.base import Known, Strict, Whole, refused
+from weir.serve.api.schemas.formats import (
+    AllowedTools,
+    FunctionTool,
+    NamedTool,
+    Offer,
+    ResponseFormat,
+    ToolCall,
+    ToolChoice,
+)
+from weir.serve.engine import SamplingParams
+from weir.serve.messages import Call, Message
+from weir.stream import Sampling
+
+IGNORED = (
+    "metadata",
+    "prediction",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "reasoning_effort",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+    "verbosity",
+)
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "audio": (None,),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "function_call": (None, "none", "auto"),
+    "functions": (None, []),
+    "modalities": (None, ["text"]),
+    "suffix": (None, ""),
+    "web_search_options": (None,),
+}
+INSTEAD = {"functions": "use tools", "function_call": "use tool_choice"}
+"""For what is refused that has another name today."""
+
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+Token = Annotated[Whole, Field(ge=0, lt=2**31)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+
+
+class TextPart(BaseModel):
+    """A part of a message."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """A message; what answers of other servers have beside their text is left aside."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: Annotated[str, StringConstraints(max_length=64)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_call_id: Annotated[str, StringConstraints(max_length=256)] | None = None
+    function_call: Any = None
+
+    @field_validator("function_call")
+    @classmethod
+    def _none(cls, value: Any) -> Any:
+        if value:
+            raise refused("functions are not served here; use tools and tool_calls")
+        return value
+
+    @model_validator(mode="after")
+    def _fitting(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise refused("tool_calls are an assistant's")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise refused("a message of role tool has a tool_call_id, and no other has one")
+        return self
+
+    def message(self) -> Message:
+        """The same, as the rest of the server knows it."""
+        content = self.content or ""
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        role = "system" if self.role == "developer" else self.role
+        calls = tuple(
+            Call(call.id, call.function.name, call.function.arguments)
+            for call in self.tool_calls or ()
+        )
+        return Message(role, content, self.name, calls, self.tool_call_id)
+
+
+class StreamOptions(Strict):
+    """What is streamed beside the answer."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Asking(Known):
+    """What all requests have: which model, and how its tokens are chosen."""
+
+    model: Annotated[str, StringConstraints(max_length=512)]
+    stream: bool | None = None
+    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=16)] | None = None
+    ignore_eos: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10, allow_inf_nan=False)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
+
+    @field_validator("stream_options", mode="after", check_fields=False)
+    @classmethod
+    def _streamed(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None and not info.data.get("stream"):
+            raise refused("this goes with stream: true, and not without it")
+        return value
+
+    @property
+    def answers(self) -> int:
+        """How many answers are wanted."""
+        return 1
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts that end an answer."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    def choosings(self, logprobs: int | None, seed: int) -> list[SamplingParams]:
+        """How each answer's tokens are chosen; `seed` is what they draw from if none is named."""
+        sampling = Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=self.top_k if self.top_k and self.top_k > 0 else None,
+            top_p=None if self.top_p == 1 else self.top_p,
+            min_p=self.min_p or None,
+        )
+        first = seed if self.seed is None else self.seed
+        return [
+            SamplingParams(
+                sampling=sampling,
+                repetition=self.repetition_penalty or 1.0,
+                presence=self.presence_penalty or 0.0,
+                frequency=self.frequency_penalty or 0.0,
+                bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
+                logprobs=logprobs,
+                seed=first + answer,
+            )
+            for answer in range(self.answers)
+        ]
+
+
+class Body(Asking):
+    """What both kinds of older requests have."""
+
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = REFUSED
+    instead: ClassVar[Mapping[str, str]] = INSTEAD
+
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    n: Annotated[Whole, Field(ge=1, le=128)] | None = None
+
+    metadata: Any = None
+    prediction: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    reasoning_effort: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    store: Any = None
+    user: Any = None
+    verbosity: Any = None
+
+    audio: Any = None
+    best_of: Any = None
+    echo: Any = None
+    function_call: Any = None
+    functions: Any = None
+    modalities: Any = None
+    suffix: Any = None
+    web_search_options: Any = None
+
+    @property
+    def answers(self) -> int:
+        """How many answers are wanted."""
+        return self.n or 1
+
+    @property
+    def tells_usage(self) -> bool:
+        """Whether a stream is to end with what it took."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatBody(Body):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def offer(self) -> Offer:
+        """What is said of tools."""
+        tools = [each.tool() for each in self.tools or ()]
+        several, choice = self.parallel_tool_calls is not False, self.tool_choice
+        schemas, chosen = "tools[{}].function.parameters", "tool_choice.function.name"
+        if isinstance(choice, NamedTool):
+            return Offer(tools, "required", [choice.function.name], False, schemas, chosen)
+        if isinstance(choice, AllowedTools):
+            some, chosen = choice.allowed_tools, "tool_choice.allowed_tools.tools"
+            names = [each.function.name for each in some.tools]
+            return Offer(tools, some.mode, names, several, schemas, chosen)
+        return Offer(tools, choice, None, several, schemas)
+
+
+class TextBody(Body):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[Token] | list[str] | list[list[Token]]
+    logprobs: Annotated[Whole, Field(ge=0, le=5)] | None = None
+
+    @field_validator("prompt", mode="after")
+    @classmethod
+    def _one(cls, value: Any) -> Any:
+        if isinstance(value, list) and len(value) != 1 and not _ids(value):
+            raise refused("a request has one prompt here")
+        return value
+
+    @property
+    def only_prompt(self) -> str | list[int]:
+        """The one prompt there is."""
+        prompt: Any = self.prompt
+        one: str | list[int] = prompt if isinstance(prompt, str) or _ids(prompt) else prompt[0]
+        return one
+
+
+def _ids(prompt: list[Any]) -> bool:
+    """Whether a list is a prompt, and not of prompts."""
+    return bool(prompt) and isinstance(prompt[0], int)

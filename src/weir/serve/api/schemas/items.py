@@ -1,0 +1,197 @@
+"""Items that clients send, to responses and to conversations, and pages of items they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import Query
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    field_validator,
+)
+
+from weir.serve.api.errors import not_found
+from weir.serve.api.schemas.base import Arguments, Name, Strict, refused
+from weir.serve.messages import Call, NoCall
+from weir.serve.sessions import Item, call_item, input_item, new_id, result_item
+
+Metadata = Annotated[
+    dict[
+        Annotated[str, StringConstraints(max_length=64)],
+        Annotated[str, StringConstraints(max_length=512)],
+    ],
+    Field(max_length=16),
+]
+
+
+class ItemPart(BaseModel):
+    """A part of a message: text, which is called otherwise by who says it."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class MessageItem(BaseModel):
+    """A message; what answers have beside their text is left aside, so they may be sent back."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ItemPart]
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        # An item of a type that nobody knows is taken for a message.
+        if value != "message":
+            raise refused("it is to be 'message', 'function_call' or 'function_call_output'")
+        return value
+
+    def item(self) -> Item:
+        """The same with an id of the server's."""
+        content = self.content
+        texts = [content] if isinstance(content, str) else [part.text for part in content]
+        return input_item(self.role, texts)
+
+
+CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class CallItem(BaseModel):
+    """A call that a model has made."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["function_call"]
+    call_id: CallId
+    name: Name
+    arguments: Arguments
+
+    def item(self) -> Item:
+        """The same with an id of the server's."""
+        return call_item(new_id("fc"), Call(self.call_id, self.name, self.arguments), "completed")
+
+
+class ResultItem(BaseModel):
+    """What a call has returned."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: str | list[ItemPart]
+
+    def item(self) -> Item:
+        """The same with an id of the server's."""
+        output = self.output
+        if not isinstance(output, str):
+            return result_item(self.call_id, [part.model_dump() for part in output])
+        return result_item(self.call_id, output)
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    known = {"function_call": "a call", "function_call_output": "a result"}
+    return known.get(kind, "a message") if isinstance(kind, str) else "a message"
+
+
+# Tags that are no names stay out of what an error says of where it is.
+AnyItem = Annotated[
+    Annotated[MessageItem, Tag("a message")]
+    | Annotated[CallItem, Tag("a call")]
+    | Annotated[ResultItem, Tag("a result")],
+    Discriminator(_kind),
+]
+
+
+class ConversationBody(Strict):
+    """`POST /v1/conversations`."""
+
+    items: Annotated[list[AnyItem], Field(max_length=20)] | None = None
+    metadata: Metadata | None = None
+
+
+class MetadataBody(Strict):
+    """`POST /v1/conversations/{name}`."""
+
+    metadata: Metadata | None
+
+
+class ItemsBody(Strict):
+    """`POST /v1/conversations/{name}/items`."""
+
+    items: Annotated[list[AnyItem], Field(min_length=1, max_length=20)]
+
+
+@dataclass(frozen=True)
+class Page:
+    """Which of many items are wanted, or of what else has ids; a dependency of routes.
+
+    Attributes:
+        after: the item before the first.
+        limit: how many.
+        order: the oldest or the newest first.
+        include: what to tell of them beside; there is nothing.
+    """
+
+    after: Annotated[str | None, Query()] = None
+    limit: Annotated[int, Query(ge=1, le=100)] = 20
+    order: Annotated[Literal["asc", "desc"], Query()] = "desc"
+    include: Annotated[list[str] | None, Query(alias="include[]")] = None
+
+    what: ClassVar[str] = "item"
+
+    def of(self, items: Sequence[Item]) -> list[Item]:
+        """The page of these, which are the oldest first, and one more where there is one.
+
+        Raises:
+            Refused: there is no item to begin after.
+        """
+        wanted = list(items) if self.order == "asc" else list(reversed(items))
+        if self.after is not None:
+            at = next((n for n, item in enumerate(wanted) if item["id"] == self.after), None)
+            if at is None:
+                raise not_found(self.what)
+            wanted = wanted[at + 1 :]
+        return wanted[: self.limit + 1]
+
+    def told(self, found: Sequence[Item]) -> dict[str, Any]:
+        """A page as JSON, of which one item more was looked for than is told."""
+        return listed(found[: self.limit], more=len(found) > self.limit)
+
+
+def listed(items: Sequence[Item], *, more: bool = False) -> dict[str, Any]:
+    """Items as JSON; `more`: whether there are others behind them."""
+    return {
+        "object": "list",
+        "data": list(items),
+        "first_id": items[0]["id"] if items else None,
+        "last_id": items[-1]["id"] if items else None,
+        "has_more": more,
+    }
+
+
+def result_param(field: str, items: Sequence[Item], error: NoCall) -> str | None:
+    """Where a result stands that is of no call, for errors.
+
+    Args:
+        field: that the items are sent in.
+        items: they are the last that were looked at.
+        error: what was found.
+
+    Returns:
+        None if it stands before them.
+    """
+    results = [n for n, item in enumerate(items) if item["type"] == "function_call_output"]
+    at = len(results) - 1 - error.behind
+    return None if at < 0 else f"{field}[{results[at]}].call_id"

@@ -1,0 +1,61 @@
+"""Events as they are sent: each as JSON writes it, and no client may leave one unread for ever."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from weir.serve.api.sse import EventStream, TextFrame, frame
+
+
+@pytest.mark.parametrize(
+    "text", [" of", "", '"\\', "\n\x00\x7f", "日本\u2028", "\U0001f600", "MARK"]
+)
+def test_an_event_that_is_made_around_its_text_is_what_json_makes_of_it(text):
+    def told(text: str) -> dict:
+        return {"id": "x", "choices": [{"delta": {"content": text}, "index": 0}], "usage": None}
+
+    assert TextFrame(told("MARK"), "MARK").saying(text) == frame(told(text))
+
+
+def sent(pauses: list[float], stall: float) -> tuple[int, float]:
+    """How many events a client has taken that takes so long for each, and the whole time."""
+    taken = 0
+
+    async def frames():
+        for _ in pauses:
+            yield b"."
+
+    async def run() -> float:
+        async def send(message) -> None:
+            nonlocal taken
+            if message.get("body"):
+                await asyncio.sleep(pauses[taken])
+                taken += 1
+
+        async def receive():
+            await asyncio.sleep(3600)
+
+        loop = asyncio.get_running_loop()
+        began, closed = loop.time(), []
+        stream = EventStream(
+            frames(), asyncio.Event(), stall, lambda: closed.append(loop.time()), {}
+        )
+        await stream({}, receive, send)
+        return closed[0] - began
+
+    seconds = asyncio.run(run())
+    return taken, seconds
+
+
+def test_a_client_is_cut_off_that_leaves_one_event_unread_for_too_long():
+    taken, seconds = sent([0.0, 0.3, 3600.0], stall=1.0)
+    assert taken == 2
+    assert seconds >= 1.3 - 0.01
+
+
+def test_a_client_that_reads_slowly_but_reads_is_not():
+    assert sent([0.3] * 5, stall=1.2)[0] == 5

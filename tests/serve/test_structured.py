@@ -1,0 +1,201 @@
+"""Answers that must look like something: masks over tokens, and schemas that nobody can afford."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jsonschema
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from servers import make_tokenizer
+
+from weir.serve import Sampler, SamplingParams
+from weir.serve.structured import BadSchema, Grammars, check_schema
+from weir.stream import Sampling
+
+TOKENIZER = make_tokenizer()
+(END,) = ENDS = frozenset([TOKENIZER.convert_tokens_to_ids("<|im_end|>")])
+GRAMMARS = Grammars(TOKENIZER, ENDS, len(TOKENIZER))
+
+
+def said(mask, seed=0, most=2000) -> str:
+    """What a model says that finds all tokens equally likely."""
+    chooser = Sampler(
+        SamplingParams(sampling=Sampling(temperature=1.0), seed=seed), constraint=mask
+    )
+    tokens = []
+    while not chooser.done and len(tokens) < most:
+        tokens.append(chooser.choose(torch.zeros(len(TOKENIZER))).token)
+    assert chooser.done
+    return TOKENIZER.decode(tokens, skip_special_tokens=True)
+
+
+LEAVES = st.one_of(
+    st.builds(lambda n: {"type": "string", "maxLength": n}, st.integers(0, 5)),
+    st.builds(lambda n: {"type": "integer", "minimum": n, "maximum": n + 9}, st.integers(-99, 99)),
+    st.builds(lambda *these: {"enum": list(these)}, st.text(max_size=4), st.booleans()),
+    st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"const": {"a": [1, None]}}]),
+    st.just({"type": "string", "pattern": "^[a-f]{2}-\\d{3}$"}),
+)
+SCHEMAS = st.recursive(
+    LEAVES,
+    lambda below: st.one_of(
+        st.builds(lambda one: {"type": "array", "items": one, "maxItems": 2}, below),
+        st.builds(lambda one, other: {"anyOf": [one, other]}, below, below),
+        st.builds(
+            lambda named: {
+                "type": "object",
+                "properties": named,
+                "required": list(named)[:1],
+                "additionalProperties": False,
+            },
+            st.dictionaries(st.text('abé" \\', min_size=1, max_size=3), below, max_size=3),
+        ),
+    ),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@given(SCHEMAS, st.integers(0, 2**31))
+def test_whatever_a_model_says_is_valid_to_the_schema(schema, seed):
+    answer = said(GRAMMARS.of_schema(schema, strict=True).mask(), seed)
+    jsonschema.validate(json.loads(answer), schema)
+
+
+def test_nobody_fills_an_answer_with_spaces():
+    schema = {"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3}
+    answers = [said(GRAMMARS.of_schema(schema, strict=True).mask(), seed) for seed in range(20)]
+    assert {json.dumps(json.loads(answer)) for answer in answers} == {"[1, 1, 1]"}
+    assert any("\n" in answer for answer in answers)
+    assert max(len(run) for answer in answers for run in re.findall(r"\s+", answer)) <= 9
+    schema["x-guidance"] = {"whitespace_pattern": " {1,100000}", "lenient": True}
+    assert len(said(GRAMMARS.of_schema(schema, strict=True).mask())) < 200
+
+
+def test_an_answer_ends_by_itself_where_no_token_ends_one():
+    shape = Grammars(TOKENIZER, frozenset(), len(TOKENIZER)).of_schema(
+        {"type": "integer"}, strict=True
+    )
+    assert re.fullmatch(r"-?\d", said(shape.mask()))
+    number = GRAMMARS.of_schema({"type": "integer"}, strict=True)
+    longer = [said(number.mask(), seed) for seed in range(30)]
+    assert max(map(len, longer)) > 2
+
+
+def test_answers_of_one_shape_do_not_know_of_each_other():
+    shape = GRAMMARS.of_schema({"enum": ["ab", "cd"]}, strict=True)
+    one, other = shape.mask(), shape.mask()
+    for token in TOKENIZER('"a')["input_ids"]:
+        one.accept(token)
+    for token in TOKENIZER('"c')["input_ids"]:
+        other.accept(token)
+    allowed = [mask.allow(torch.zeros(len(TOKENIZER))).argmax().item() for mask in (one, other)]
+    assert TOKENIZER.decode(allowed) == "bd"
+    with pytest.raises(BadSchema, match="cannot be held to its grammar"):
+        one.accept(END)
+    other.accept(allowed[1])
+
+
+def test_a_grammar_that_becomes_too_complex_is_given_up():
+    # Each property may be left out, so that after `{` any of thousands may follow.
+    wide = {"type": "object", "properties": {f"p{n}": {} for n in range(700)}}
+    mask = GRAMMARS.of_schema(wide, strict=True).mask()
+    with pytest.raises(BadSchema, match="cannot be held to its grammar"):
+        said(mask)
+
+
+def test_probabilities_told_are_those_before_the_mask():
+    mask = GRAMMARS.of_schema({"const": True}, strict=True).mask()
+    chooser = Sampler(SamplingParams(logprobs=2), constraint=mask)
+    logits = torch.arange(len(TOKENIZER), dtype=torch.float32)
+    choice = chooser.choose(logits)
+    assert TOKENIZER.decode([choice.token]) == "t"
+    assert choice.logprob == pytest.approx(float(logits.log_softmax(-1)[choice.token]))
+    assert [token for token, _ in choice.top] == [len(TOKENIZER) - 1, len(TOKENIZER) - 2]
+
+
+def test_a_model_may_have_more_or_fewer_logits_than_its_tokenizer_has_tokens():
+    for size in (len(TOKENIZER) + 61, 200):
+        mask = Grammars(TOKENIZER, ENDS, size).of_schema({"const": True}, strict=True).mask()
+        assert TOKENIZER.decode([mask.allow(torch.zeros(size)).argmax().item()]) == "t"
+
+
+def nested(depth, wrap=lambda below: {"items": below}):
+    schema = {"type": "null"}
+    for _ in range(depth):
+        schema = wrap(schema)
+    return schema
+
+
+BOMBS = {
+    "deep": (nested(60), "deeper than 48"),
+    "very deep": (nested(5000), "deeper than 48"),
+    "large": ({"enum": ["x" * 1000] * 70}, r"has 70,\d+ bytes"),
+    "no number": ({"minimum": float("nan")}, "numbers that JSON does not have"),
+    "repetitions of repetitions": ({"pattern": "^(ab{300}){300}$"}, "patterns repeat"),
+    "hidden ones": ({"anyOf": [{"patternProperties": {"((a{40}){40}){40}": {}}}]}, "patterns"),
+    "many": ({"allOf": [{"pattern": "[a-z]{999}"}] * 3}, "patterns repeat"),
+    "an absurd one": ({"pattern": "a{99999999999999}"}, "patterns repeat"),
+    "multiples": ({"type": "integer", "multipleOf": 999_983}, "multiples of 999,983"),
+    "multiples of several": (
+        {"allOf": [{"multipleOf": 97}, {"multipleOf": 0.89}]},
+        "multiples of 8,633",
+    ),
+    "enormous multiples": ({"multipleOf": 1e300}, "multiples of"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_would_take_for_ever_is_refused_before_it_is_compiled(name):
+    schema, why = BOMBS[name]
+    with pytest.raises(BadSchema, match=why):
+        check_schema(schema)
+    with pytest.raises(BadSchema, match=why):
+        GRAMMARS.of_schema(schema, strict=False)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "king"},
+        {"$ref": "https://example.com/schema"},
+        {"$ref": "#/$defs/none"},
+        {"allOf": [{"$ref": "#"}]},
+        {"type": "string", "pattern": "(?=a)b"},
+        {"type": "string", "pattern": "("},
+        {"type": "integer", "minimum": 2, "maximum": 1},
+        {"enum": []},
+    ],
+)
+def test_what_is_no_schema_is_refused(schema):
+    with pytest.raises(BadSchema):
+        GRAMMARS.of_schema(schema, strict=False)
+
+
+def test_a_schema_that_is_itself_and_nothing_else_is_refused_in_words():
+    with pytest.raises(BadSchema, match=r"a \$ref leads to itself and nothing else"):
+        GRAMMARS.of_schema({"$ref": "#"}, strict=True)
+    again = {"type": "object", "properties": {"more": {"$ref": "#"}}, "maxProperties": 1}
+    GRAMMARS.of_schema(again, strict=False)
+
+
+def test_what_is_not_known_is_left_aside_unless_strict():
+    schema = {"const": 1, "not": {"const": 2}}
+    assert said(GRAMMARS.of_schema(schema, strict=False).mask()) == "1"
+    with pytest.raises(BadSchema, match="not"):
+        GRAMMARS.of_schema(schema, strict=True)
+
+
+def test_usual_schemas_are_not_too_large():
+    for schema in (
+        {"pattern": r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}(:\d{2})?$"},
+        {"pattern": "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"},
+        {"multipleOf": 0.01},
+        {"properties": {"pattern": {"type": "string"}, "multipleOf": {"type": "number"}}},
+        {"pattern": r"[\]{9}(]{1,200}\{99999\}"},
+    ):
+        check_schema(schema)
