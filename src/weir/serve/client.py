@@ -17,7 +17,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
-from weir.models import Endings, sink_of, transformers_model
+from weir.models import StopTokens, sink_of, transformers_model
 from weir.serve.engine import (
     Busy,
     Constraint,
@@ -135,7 +135,7 @@ class EngineClient:
         self.locks = ConversationLocks()
         self.sessions = SessionManager(engine, store, self.responses, limits)
         self.failure: Exception | None = None
-        self.ends = frozenset(Endings.of(engine.model.generation_config).stops)
+        self.ends = frozenset(StopTokens.of(engine.model.generation_config).stops)
         sink = sink_of(transformers_model(engine.model).config)
         self.wording = PromptRenderer(tokenizer, self.ends, sink)
         self._bell = Notifier()
