@@ -21,7 +21,7 @@ from stores import CHUNK, MODEL, NODES, POLICY, has, kept, kill, same, shelf
 from weir.errors import WeirError
 from weir.models import fingerprint
 from weir.policies import written_policy_file
-from weir.serve import Chooser, Choosing, Engine, MemoryCheckpoints, Turn
+from weir.serve import Engine, MemoryCheckpoints, Sampler, SamplingParams, Sequence
 from weir.serve.sessions import RowFormat, SQLiteCheckpoints
 from weir.serve.sessions import snapshot_folder as folder_file
 
@@ -395,7 +395,7 @@ class Heard:
 
 def answers(engine: Engine, name: str, start: str | None, ids: list[int]) -> list[int]:
     heard = Heard()
-    engine.submit(Turn(name, start, ids, 6, frozenset(), Chooser(Choosing()), heard))
+    engine.submit(Sequence(name, start, ids, 6, frozenset(), Sampler(SamplingParams()), heard))
     for _ in range(1000):
         engine.step()
         if heard.over.wait(0.01):
