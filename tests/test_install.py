@@ -92,7 +92,7 @@ def test_the_wheel_is_the_package_its_licenses_and_nothing_else(files: set[str])
     inside = {f"weir/{p.relative_to(SOURCE).as_posix()}" for p in mine}
     facts = {"METADATA", "RECORD", "WHEEL", "entry_points.txt"}
     facts |= {"licenses/LICENSE", "licenses/NOTICE"}
-    assert files == inside | {f"weir-{weir.__version__}.dist-info/{name}" for name in facts}
+    assert files == inside | {f"weir_kv-{weir.__version__}.dist-info/{name}" for name in facts}
 
 
 def test_its_readme_is_the_one_for_an_index(built: Path) -> None:
@@ -149,7 +149,7 @@ def brought(extra: str | None) -> dict[str, Requirement]:
         if (it.marker is not None and not it.marker.evaluate()) or (name, extras) in seen:
             continue
         seen.add((name, extras))
-        if name == "weir":
+        if name == "weir-kv":
             for each in extras:
                 more = PROJECT["optional-dependencies"][each]
                 waiting += [Requirement(line) for line in more]

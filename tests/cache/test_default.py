@@ -16,7 +16,7 @@ import weir
 from weir.cache import DEFAULT, policy_beside, size_of
 from weir.errors import WeirError
 from weir.models import fingerprint, loading
-from weir.policies import written_policy_file
+from weir.policies import format_policy_file
 
 HUB = Path(__file__).parents[2] / "hub" / "custom_generate" / "generate.py"
 LAYERS = [{"policy": "h2o(8)"}, {"policy": "sink(2) | recent(14)"}]
@@ -29,7 +29,7 @@ def folder(fresh_llama, tmp_path) -> Path:
     model = fresh_llama()
     model.generation_config = GenerationConfig()
     model.save_pretrained(tmp_path / "model")
-    text = written_policy_file({}, fingerprint(model), LAYERS)
+    text = format_policy_file({}, fingerprint(model), LAYERS)
     (tmp_path / "model" / "weir.toml").write_text(text)
     return tmp_path / "model"
 
@@ -163,7 +163,7 @@ def test_a_link_to_nothing_is_not_passed_over(folder):
 
 
 def test_the_folder_for_the_hub_takes_its_chunk_too(folder, monkeypatch):
-    text = written_policy_file({"chunk": 5}, fingerprint(read(folder)), LAYERS)
+    text = format_policy_file({"chunk": 5}, fingerprint(read(folder)), LAYERS)
     (folder / "weir.toml").write_text(text)
     model = read(folder)
     monkeypatch.setattr(model, "generate", lambda past_key_values: past_key_values)

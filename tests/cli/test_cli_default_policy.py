@@ -13,7 +13,7 @@ import weir
 from weir.cache import DEFAULT
 from weir.cli import common
 from weir.models import fingerprint
-from weir.policies import written_policy_file
+from weir.policies import format_policy_file
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def measured(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("measured")
     model, _ = weir.load(make_model(folder, CHATML))
     layers = [{"policy": "sink(1) | recent(8) | recent(11):int8"}]
-    (folder / "weir.toml").write_text(written_policy_file({}, fingerprint(model), layers))
+    (folder / "weir.toml").write_text(format_policy_file({}, fingerprint(model), layers))
     return str(folder)
 
 

@@ -26,7 +26,7 @@ from weir.slab.quantized import INT8, dequantize, quantize
 
 causal_kernel = pytest.importorskip(
     "weir.kernels.cpu.causal",
-    reason="not installed: pip install 'weir[fast]'",
+    reason="not installed: pip install 'weir-kv[fast]'",
     exc_type=ImportError,
 )
 EPS = 2.0**-24

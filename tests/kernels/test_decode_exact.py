@@ -17,7 +17,7 @@ from weir.slab.attention import Form, two_weight_attention
 
 kernel = pytest.importorskip(
     "weir.kernels.cpu.decode_exact",
-    reason="not installed: pip install 'weir[fast]'",
+    reason="not installed: pip install 'weir-kv[fast]'",
     exc_type=ImportError,
 )
 EPS = 2.0**-24

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 from weir.slab.quantized import INT8, dequantize, dequantize_into, quantize, quantize_into
 
-pytest.importorskip("numba", reason="not installed: pip install 'weir[fast]'")
+pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
 
 from weir.kernels import dispatch
 

@@ -22,7 +22,7 @@ from weir.policies.grammar import policy
 from weir.policies.pipe import Pipe
 from weir.policies.registry import NAMED
 from weir.pools import POOLS
-from weir.pools.draws import Draws
+from weir.pools.counter_rng import CounterRNG
 from weir.slab.attention import Form
 
 PIPES = {
@@ -113,7 +113,7 @@ def fed(
     After each forward the slab is as large as before, and holds whole tokens of the stream.
     """
     pipe = policy(text).for_layer(0, 1)
-    layer = Layer(LayerSpec(pipe, chunk=CHUNK, draws=Draws(seed)))
+    layer = Layer(LayerSpec(pipe, chunk=CHUNK, draws=CounterRNG(seed)))
     seen, answers, sizes = 0, [], set()
     for width in (1, 1, 13, 2, 40, 33):
         span = slice(seen, seen + width)

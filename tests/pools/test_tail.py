@@ -17,7 +17,7 @@ from weir.errors import WeirError
 from weir.policies.grammar import policy
 from weir.policies.pipe import Pipe
 from weir.pools import Fold, Recent, Sink, Tail
-from weir.pools.draws import Draws
+from weir.pools.counter_rng import CounterRNG
 from weir.slab import Form
 from weir.slab.slots import Slots
 
@@ -32,7 +32,7 @@ def test_it_holds_a_priority_sample_of_all_that_came(chunk, length, attention, v
     recent = 6
     pool = Tail(10, attention=attention, value=value, floor=floor, watch=0)
     place = torch.arange(length).expand(1, 2, -1)
-    draws = Draws(0, 0, 2).uniform(0, place)[0].tolist()
+    draws = CounterRNG(0, 0, 2).uniform(0, place)[0].tolist()
     said: list[dict[int, float]] = [{}, {}, {}, {}]
 
     def arrive(index: int, row: Row) -> None:
@@ -92,7 +92,7 @@ def test_what_has_said_more_is_kept_more_often():
 
 @dataclass
 class OneQuery:
-    """A query that has read what a pool holds, in every head: what `Reading` says of it."""
+    """A query that has read what a pool holds, in every head, as an `ObservedAttention`."""
 
     query: torch.Tensor
     held: Slots

@@ -22,7 +22,7 @@ from weir.policies.grammar import policy
 from weir.policies.pipe import Pipe
 from weir.policies.registry import NAMED
 from weir.pools import Fold, Heavy, Recent, Sink, Uniform
-from weir.pools.draws import Draws
+from weir.pools.counter_rng import CounterRNG
 from weir.slab import Form
 from weir.slab.slots import Slots
 
@@ -30,7 +30,7 @@ from weir.slab.slots import Slots
 def draws_of(head: int, pool: int, places: int):
     """A function from a token to its number in one head."""
     place = torch.arange(places).expand(1, head + 1, -1)
-    return Draws(0, 0, pool).uniform(0, place)[0, head].tolist().__getitem__
+    return CounterRNG(0, 0, pool).uniform(0, place)[0, head].tolist().__getitem__
 
 
 # --- against the book
@@ -62,7 +62,7 @@ def test_by_rate_it_holds_those_whose_coin_shows_heads(cuts, weighted):
     gone: list[list[int]] = [[], []]
     for stop in cuts:
         new = tokens(torch.arange(start, stop).expand(1, 2, -1))
-        fold = Fold(Draws(0), torch.tensor([stop]), Form(1.0), state=pool.state(held))
+        fold = Fold(CounterRNG(0), torch.tensor([stop]), Form(1.0), state=pool.state(held))
         held, rest = pool.fold(held, new, fold)
         start = stop
         for head in range(2):
@@ -181,7 +181,9 @@ def test_one_sample_for_all_heads_or_one_for_each(size, per_head):
     pool = Uniform(**size, per_head=per_head)
     new = tokens(torch.arange(100).expand(1, 4, -1))
     kept, _ = pool.fold(
-        tokens(torch.empty(1, 4, 0).long()), new, Fold(Draws(0), torch.tensor([100]), Form(1.0))
+        tokens(torch.empty(1, 4, 0).long()),
+        new,
+        Fold(CounterRNG(0), torch.tensor([100]), Form(1.0)),
     )
     heads = {tuple(head) for head in kept.position[0].tolist()}
     assert len(heads) == (4 if per_head else 1)

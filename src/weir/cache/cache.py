@@ -34,7 +34,7 @@ from weir.models import (
     input_device,
     transformers_model,
 )
-from weir.policies import Policy, chunk_of
+from weir.policies import Policy, resolve_chunk
 from weir.pools import fits
 
 Positions = Literal["rolling", "original"]
@@ -123,7 +123,7 @@ class StreamingCache(MovingRows):
                 raise WeirError(f"{name} must be a whole number from {at_least} on, not {value!r}")
         served = transformers_model(model)
         self.policy = policy_for(served, policy, slots)
-        self.chunk = chunk = chunk_of(self.policy, chunk)
+        self.chunk = chunk = resolve_chunk(self.policy, chunk)
         self.seed = seed
         self.positions = positions
         self.prefill = prefill

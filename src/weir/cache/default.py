@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from weir.cache.origin import check_origin
 from weir.errors import WeirError
 from weir.models import sidecar_path
-from weir.policies import Layered, Policy, policy_of, with_slots
+from weir.policies import Layered, Policy, parse_policy, with_slots
 
 DEFAULT = "weir(budget=256)"
 """The policy where nothing is said and nothing was measured."""
@@ -40,7 +40,7 @@ def policy_beside(model: PreTrainedModel | str, revision: str | None = None) -> 
     if file is None:
         return None
     try:
-        found = policy_of(file)
+        found = parse_policy(file)
     except WeirError as error:
         raise WeirError(f"{error}{BESIDE}") from None
     if isinstance(found, Layered) and found.origin is not None:
@@ -63,8 +63,8 @@ def policy_for(
             what lies with the model is not looked at.
 
     Raises:
-        WeirError: as for `policy_of`, `with_slots` and `policy_beside`.
+        WeirError: as for `parse_policy`, `with_slots` and `policy_beside`.
     """
     if policy is None and slots is None and (found := policy_beside(model)) is not None:
         return found
-    return with_slots(policy_of(DEFAULT if policy is None else policy), slots)
+    return with_slots(parse_policy(DEFAULT if policy is None else policy), slots)

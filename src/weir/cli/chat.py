@@ -97,7 +97,7 @@ def chat(
     loading: Loading,
 ) -> None:
     """Talk to a model for as long as you like; the cache stays as large as it is."""
-    from weir.policies import chunk_of, policy_of, with_slots
+    from weir.policies import parse_policy, resolve_chunk, with_slots
 
     if temperature == 0:
         say_unused(
@@ -105,7 +105,7 @@ def chat(
         )
     system = system or None  # of an empty one nothing need stay
     # What is wrong with it is said before anything is loaded.
-    asked = with_slots(policy_of(DEFAULT_NAME if policy is None else policy), slots)
+    asked = with_slots(parse_policy(DEFAULT_NAME if policy is None else policy), slots)
     given = policy is not None or slots is not None
     if session is not None and system is not None:
         raise WeirError(
@@ -120,8 +120,8 @@ def chat(
     else:
         with_products(model)
     if session is None:
-        wanted, told = _sized(model, tokenizer, asked, given, chunk_of(asked, chunk), system)
-        chunk = chunk_of(wanted, chunk)
+        wanted, told = _sized(model, tokenizer, asked, given, resolve_chunk(asked, chunk), system)
+        chunk = resolve_chunk(wanted, chunk)
         say_set_aside(model, policy, slots)
         say_window(model, wanted, chunk)
         stream = Stream(model, wanted, chunk=chunk, seed=seed)
@@ -201,12 +201,12 @@ def _sized(
     from weir.evals.fitting import budget_in, largest_budget
     from weir.evals.notation import takes_budget, with_budget
     from weir.models import free_memory, input_device
-    from weir.policies import Pinned, Recompute, policy_of
-    from weir.stream import beginning_of
+    from weir.policies import Pinned, Recompute, parse_policy
+    from weir.stream import count_beginning
 
     pinned = header = 0
     if system is not None:
-        pinned, header = beginning_of(model, tokenizer, system), HEADER
+        pinned, header = count_beginning(model, tokenizer, system), HEADER
     told = ""
     beside = None if given else policy_beside(model)
     wanted, policy = beside or asked, str(asked)
@@ -223,7 +223,7 @@ def _sized(
                 f"{policy} does not fit into {memory}{most:,} slot{'' if most == 1 else 's'}, what "
                 f"the model's window leaves{first}; {shorter}give it a budget of its own"
             )
-        wanted = policy_of(with_budget(policy, budget))
+        wanted = parse_policy(with_budget(policy, budget))
         told = f", chosen by the model's window and the free memory: {budget:,} slots"
     if not pinned or isinstance(wanted, Recompute):
         return wanted, told
@@ -301,14 +301,14 @@ def _tell_state(conversation: Conversation) -> None:
 
 def _command(conversation: Conversation, line: str) -> bool:
     """Carry out a command; False to leave."""
-    from weir.policies import at_home
+    from weir.policies import expand_home
 
     word, _, rest = line.partition(" ")
     if word in ("/quit", "/exit"):
         return False
     if word in ("/save", "/load") and not rest.strip():
         raise WeirError(f"{word} needs a file: {word} FILE")
-    file = at_home(rest.strip() if word in ("/save", "/load") else "")
+    file = expand_home(rest.strip() if word in ("/save", "/load") else "")
     if word == "/save":
         conversation.stream.save(file)
         say(f"saved to {file}")

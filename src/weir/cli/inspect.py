@@ -76,13 +76,13 @@ def inspect(
     The sections are those of the papers' own figures: the docs have a paragraph about each.
     """
     from weir.evals.inspect import Asked, Page, check_places, chosen, look, sizes
-    from weir.policies import policy_of
+    from weir.policies import parse_policy
     from weir.stream import BOOK, read_books
 
     names = [name.strip() for name in only.split(",") if name.strip()]
     chosen(names)
     if policy is not None:
-        policy_of(policy)
+        parse_policy(policy)
     which = numbers("--layers", layers), numbers("--heads", heads)
     words = "\n\n".join(read_books(BOOK if text is None else text))
     model, tokenizer = load_model(model_name, loading, encoders=True)

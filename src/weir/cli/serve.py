@@ -129,7 +129,7 @@ def serve(
     Clients of OpenAI's API only need the address. Without --keys only this machine is served.
     """
     from weir.cache import policy_beside, read_bytes
-    from weir.policies import chunk_of, policy_of, with_pin, with_slots
+    from weir.policies import parse_policy, resolve_chunk, with_pin, with_slots
     from weir.serve import (
         Engine,
         EngineClient,
@@ -158,9 +158,9 @@ def serve(
 
     given = policy is not None or slots is not None
     beside = None if given else policy_beside(model_name, loading.get("revision"))
-    named = beside or policy_of(DEFAULT if policy is None else policy)
+    named = beside or parse_policy(DEFAULT if policy is None else policy)
     wanted = with_pin(with_slots(named, slots), pin)
-    chunk = chunk_of(wanted, chunk)
+    chunk = resolve_chunk(wanted, chunk)
     limits = Limits(prompt=max_prompt, answer=max_answer, queue=queue, drain=drain)
     taken = Keys() if keys is None else Keys.read(keys)
     bound = bind(host, port, taken)  # first, so that nothing is loaded in vain

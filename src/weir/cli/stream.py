@@ -74,11 +74,11 @@ def stream(
     Ctrl-C ends the reading and reports what was read; so does SIGTERM, with exit code 143.
     """
     from weir.evals.measures import read
-    from weir.policies import Recompute, chunk_of, policy_of, with_slots
+    from weir.policies import Recompute, parse_policy, resolve_chunk, with_slots
     from weir.stream import STANDARD_INPUT, Stream, encode, read_text
 
-    wanted = with_slots(policy_of(policy), slots)
-    chunk = chunk_of(wanted, chunk)
+    wanted = with_slots(parse_policy(policy), slots)
+    chunk = resolve_chunk(wanted, chunk)
     if isinstance(wanted, Recompute):
         unused = ("chunk", "positions", "seed")
         say_unused(context, unused, "recompute reads its window anew and draws nothing")

@@ -20,8 +20,8 @@ from weir.cache import DEFAULT, Positions, Prefill, StreamingCache
 from weir.errors import WeirError
 from weir.evals.measures import generate_answer, likelihoods, padded
 from weir.models import ModelSink, load, sink_of, transformers_model
-from weir.policies import Policy, Recompute, policy_of
-from weir.stream import Stream, render_chat, until_stop
+from weir.policies import Policy, Recompute, parse_policy
+from weir.stream import Stream, cut_at_stop, render_chat
 
 
 class WeirLM(TemplateLM):
@@ -72,7 +72,7 @@ class WeirLM(TemplateLM):
             )
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise WeirError(f"batch_size must be a whole number from 1 on, not {batch_size!r}")
-        self.policy = policy_of(policy)
+        self.policy = parse_policy(policy)
         if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
             device = None  # the harness asks for a GPU unless it is told otherwise
         if isinstance(pretrained, str):
@@ -237,7 +237,7 @@ class WeirLM(TemplateLM):
         )
         new = written[:, ids.shape[1] :]
         texts = self.tokenizer.batch_decode(new, skip_special_tokens=True)
-        return [until_stop(text, stops) for text in texts]
+        return [cut_at_stop(text, stops) for text in texts]
 
     def _batches(self, lengths: list[int], what: str, quiet: bool) -> list[list[int]]:
         """Places of the requests, those of like length together, the longest first."""

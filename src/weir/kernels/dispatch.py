@@ -100,7 +100,7 @@ def farthest_first(device: torch.device) -> Callable[..., Any] | None:
 
 def draw_uniform(device: torch.device) -> Callable[..., Any] | None:
     """What makes random numbers by name on a device (see `weir.kernels.cpu.counter_rng`); None for
-    `weir.pools.draws` alone.
+    `weir.pools.counter_rng` alone.
     """
     return _kernel(_library(device), "draw_uniform")
 

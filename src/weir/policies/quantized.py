@@ -12,7 +12,7 @@ from weir.errors import WeirError
 from weir.policies.checks import check_format
 from weir.policies.pipe import Origin, Pipe, Policy
 from weir.policies.recompute import Recompute
-from weir.policies.registry import NAMED, Called
+from weir.policies.registry import NAMED, PolicyCall
 from weir.pools import Pool
 
 EXACT = "exact"
@@ -139,7 +139,7 @@ def with_slots(policy: Policy, slots: str | None) -> Policy:
     if policy.called is not None and policy.called.takes_slots and not around:
         given = {**policy.called.given, "slots": slots}
         made: Policy = NAMED[policy.called.name].make(**given)
-        written = Called.by_name(policy.called.name, given)
+        written = PolicyCall.by_name(policy.called.name, given)
         return made.as_written(str(written), written)
     if slots != EXACT:
         return Quantized(policy, slots)

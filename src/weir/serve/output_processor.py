@@ -23,7 +23,7 @@ from weir.serve.engine import (
     StreamStats,
     TokenEvent,
 )
-from weir.stream import AnswerText
+from weir.stream import Detokenizer
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class OutputProcessor:
     ) -> None:
         self._answer = answer
         self._cache = cache
-        self._text = AnswerText(tokenizer, stops, kept)
+        self._text = Detokenizer(tokenizer, stops, kept)
         self._said: list[str] = []
         self._mailbox = mailbox
         self._bell = bell

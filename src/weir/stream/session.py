@@ -1,9 +1,9 @@
 """Sessions on disk: a stream's tensors and facts in one safetensors file.
 
-An interrupted save leaves the old file whole (`replacing`). A checksum over everything in a file
-notices a single bit that has changed, and nothing is believed because its checksum is right: facts
-are checked against a table (`schema`), rows against the cache they are for (`rowcheck`), and no
-tensor is copied out of the file before its name, shape and dtype are what they must be.
+An interrupted save leaves the old file whole (`replace_atomically`). A checksum over the whole file
+reveals a single changed bit. A right checksum proves nothing about the contents, so facts are
+checked against a table (`schema`) and rows against the cache they are for (`rowcheck`), and no
+tensor is copied out of the file before its name, shape and dtype are known to be right.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from weir.cache import (
 )
 from weir.errors import PolicyError, WeirError, quote
 from weir.models import fingerprint
-from weir.policies import Policy, check_regular, policy_of, saved_policy
-from weir.stream.whole_files import replacing
+from weir.policies import Policy, check_regular, parse_policy, saved_policy
+from weir.stream.atomic_file import replace_atomically
 
 _log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ def write_file(path: str | Path, facts: dict[str, Any], tensors: dict[str, Tenso
         # A folder is refused by the system; a device would be replaced by a file of its name.
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise WeirError(f"cannot write the session {path}: that is not a file to be replaced")
-        with replacing(path) as new:
+        with replace_atomically(path) as new:
             save_file(kept, str(new), metadata=metadata)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -236,7 +236,7 @@ class SessionFile:
             raise WeirError(
                 f"{self.path} has a policy that this weir does not know: {error}"
             ) from None
-        wanted = saved if expected is None else policy_of(expected)
+        wanted = saved if expected is None else parse_policy(expected)
         if wanted != saved:
             known = "" if saved is named else f", which {name} stood for when it was saved"
             raise WeirError(f"{self.path} has the policy {saved}{known}, not {wanted}")

@@ -9,7 +9,7 @@ from roundings import close_runs
 import weir
 from weir.cache.layer import fold
 from weir.cache.layer import queries as tally
-from weir.pools import reading
+from weir.pools import observed_attention
 
 
 @pytest.mark.parametrize("chunk", [1, 5])
@@ -70,7 +70,7 @@ def test_a_prompt_of_whole_tails_is_read_once(llama, ids, monkeypatch, policy):
                 llama(part, past_key_values=cache)
         return cache.slots(1)
 
-    for module, name in ((fold, "mass_from_tail"), (reading, "logits")):
+    for module, name in ((fold, "mass_from_tail"), (observed_attention, "logits")):
         monkeypatch.setattr(module, name, _counted(getattr(module, name), name, calls))
     at_once = told([48])
     # The shares of the last tail are not kept, its sums are.

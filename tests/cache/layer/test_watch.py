@@ -14,7 +14,7 @@ import weir
 from weir import kernels
 from weir.cache.layer import attend, layer
 from weir.cache.layer.mask import band
-from weir.pools import Reading
+from weir.pools import ObservedAttention
 
 CHUNK = 8
 POLICY = "sink(2) | recent(8) | heavy(16)"
@@ -155,7 +155,7 @@ def test_votes_that_were_counted_are_those_that_shares_add_up_to(monkeypatch):
     pytest.importorskip("numba")
     monkeypatch.delenv(kernels.VARIABLE, raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    counted, received = [], Reading.received
+    counted, received = [], ObservedAttention.received
 
     def spy(read, slots, window):
         got = received(read, slots, window)
@@ -166,6 +166,6 @@ def test_votes_that_were_counted_are_those_that_shares_add_up_to(monkeypatch):
         counted.append(read.watched is not None)
         return got
 
-    monkeypatch.setattr(Reading, "received", spy)
+    monkeypatch.setattr(ObservedAttention, "received", spy)
     feed("llama", f"recent(8) | snap(20, window={WINDOW})", chunk=32, head_dim=16)
     assert counted == [True] * 4

@@ -17,8 +17,8 @@ from weir.evals.measures.answers import Answer
 from weir.evals.tasks import summary
 from weir.evals.tasks.summary import Summary
 
-pytest.importorskip("rouge_score", reason='rouge-score is not installed: "weir[eval]"')
-pytest.importorskip("sacrebleu", reason='sacrebleu is not installed: "weir[eval]"')
+pytest.importorskip("rouge_score", reason='rouge-score is not installed: "weir-kv[eval]"')
+pytest.importorskip("sacrebleu", reason='sacrebleu is not installed: "weir-kv[eval]"')
 
 from weir.evals.measures.rouge import rouge_scores, self_bleu
 

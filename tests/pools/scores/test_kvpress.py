@@ -16,16 +16,16 @@ from reference.numbers import numbers
 
 from weir.pools import (
     Chunks,
+    CounterRNG,
     CurDKV,
-    Draws,
     Expected,
     Fold,
     KeyDiff,
     KNorm,
     LagKV,
+    ObservedAttention,
     Pool,
     QFilters,
-    Reading,
     Snap,
     Tova,
 )
@@ -49,9 +49,11 @@ def kept(pool: Pool, heads: int = 2, rotary: Rotary | None = None) -> list[list[
     slots = Slots(keys, values, weight, weight, place.expand(1, heads, -1))
     seen, form = torch.tensor([N]), Form(DIM**-0.5)
     none = slots.position[:, :, :0]
-    read = Reading(lambda: slots, lambda: none, queries, seen, form, LayerPositions(rotary))
+    read = ObservedAttention(
+        lambda: slots, lambda: none, queries, seen, form, LayerPositions(rotary)
+    )
     state = pool.state(slots.part(0, 0))
-    fold = Fold(Draws(0), seen, form, queries, read, state=state)
+    fold = Fold(CounterRNG(0), seen, form, queries, read, state=state)
     stays, _ = pool.fold(slots.part(0, 0), slots, fold)
     return places(stays)
 

@@ -24,7 +24,7 @@ from weir.cache.layer.queries import (
 )
 from weir.cache.layer.spec import LayerSpec
 from weir.errors import WeirError
-from weir.pools import Fold, Reading
+from weir.pools import Fold, ObservedAttention
 from weir.slab import Form, Slab, Slots, Watched, longer, own_copy, packed, rolled
 
 
@@ -156,13 +156,13 @@ class Folding:
         ahead: Tensor,
         form: Form,
         watched: Watched | None,
-    ) -> Reading:
+    ) -> ObservedAttention:
         """What the last queries read, of a slab whose rows all lie alike, before it is packed.
 
         Looks at nothing: all waits until a pool asks.
         """
         spec = self.spec
-        return Reading(
+        return ObservedAttention(
             partial(_every, slab, lies, new),
             lambda: self.frame(slab, lies, ahead - len(new)),
             queries,

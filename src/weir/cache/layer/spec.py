@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from weir.policies import Pipe
-from weir.pools import Draws, Output
+from weir.pools import CounterRNG, Output
 from weir.slab import Heads, LayerPositions, SlabSpec, Slots
 
 
@@ -27,7 +27,7 @@ class LayerSpec:
     pipe: Pipe
     positions: LayerPositions = field(default_factory=LayerPositions)
     chunk: int = 64
-    draws: Draws = field(default_factory=lambda: Draws(0))
+    draws: CounterRNG = field(default_factory=lambda: CounterRNG(0))
     index: int = 0
     layers: int = 1
     output: Output | None = field(default=None, compare=False)

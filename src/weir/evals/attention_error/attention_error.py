@@ -22,8 +22,8 @@ from weir.cache.layer import Layer, LayerSpec
 from weir.errors import PolicyError, WeirError
 from weir.evals.attention_error.capture import Captured, capture
 from weir.models import window_of
-from weir.policies import Pipe, Policy, Recompute, called, policy_of
-from weir.pools import Draws, Fold, Recent
+from weir.policies import Pipe, Policy, Recompute, parse_call, parse_policy
+from weir.pools import CounterRNG, Fold, Recent
 from weir.slab import Slots
 
 RATES = (1 / 2, 1 / 4, 1 / 8, 1 / 16)
@@ -187,7 +187,7 @@ def size_policies(
                 continue
             text = _with_rate(name, rate, setup)
             try:
-                sized.append(SizedPolicy(name, policy_of(text), rate))
+                sized.append(SizedPolicy(name, parse_policy(text), rate))
             except PolicyError as error:
                 missing.append(f"{name} is left out at a rate of {rate:g}: {error}")
     if not sized:
@@ -268,7 +268,7 @@ def mean_over_layers(rows: Sequence[LayerError]) -> list[dict[str, Any]]:
 
 
 def _cached(name: str) -> Policy:
-    policy = policy_of(name)
+    policy = parse_policy(name)
     if isinstance(policy, Recompute):
         raise WeirError("recompute holds no keys, so there is no attention to compare")
     return policy
@@ -278,7 +278,7 @@ def _with_rate(name: str, rate: float, setup: Setup) -> str:
     """The policy, with a budget for this share of the middle and all that is exact."""
     if not 0 < rate < 1:
         raise WeirError(f"a rate is a share between 0 and 1, not {rate:g}")
-    call = called(name)
+    call = parse_call(name)
     if call is None or not call.takes_budget:
         raise WeirError(
             f"a rate makes a budget, and {name} takes none: give a named policy without one, as "
@@ -305,7 +305,7 @@ def _answer(it: Captured, pipe: Pipe, seed: int, setup: Setup) -> _Answer:
     """Stream a layer's keys and values through a pipe, and ask the last queries."""
     timed = _Timed(pipe.pools, pipe.text, pipe.formats)
     chunk = setup.queries + 1 if setup.whole else setup.chunk
-    draws = Draws(seed, it.layer)
+    draws = CounterRNG(seed, it.layer)
     layer = Layer(LayerSpec(timed, it.positions, chunk, draws, it.layer, it.layers))
     before = setup.tokens - setup.queries
     if setup.whole:

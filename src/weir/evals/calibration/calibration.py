@@ -28,12 +28,12 @@ from weir.policies import (
     Pipe,
     Policy,
     Recompute,
-    at_home,
+    expand_home,
+    format_policy_file,
     is_file,
-    policy_of,
-    written_policy_file,
+    parse_policy,
 )
-from weir.stream import read_stream, replacing
+from weir.stream import read_stream, replace_atomically
 
 PASSAGE = 8
 """A passage is so many times as long as a layer has slots on average, if the window allows it."""
@@ -131,8 +131,8 @@ class Calibration:
             for it in self.layers
         ]
         try:
-            with replacing(path) as new:
-                new.write_text(written_policy_file(facts, self.model, layers), "utf-8")
+            with replace_atomically(path) as new:
+                new.write_text(format_policy_file(facts, self.model, layers), "utf-8")
         except OSError as error:
             raise WeirError(f"cannot write the policy file {path}: {error.strerror}") from None
 
@@ -143,7 +143,7 @@ def check_path(path: str | Path) -> Path:
     Raises:
         WeirError: its name does not end with .toml, or there is no such folder.
     """
-    path = at_home(path)
+    path = expand_home(path)
     if not is_file(path.name):
         raise WeirError(f"the name of a policy file ends with .toml, which {path.name} does not")
     if not path.parent.is_dir():
@@ -187,7 +187,7 @@ def calibrate(
             tokens.
         PolicyError: the policy cannot be read.
     """
-    asked = policy_of(policy)
+    asked = parse_policy(policy)
     plans, sliding = _plans(model, asked, chunk)
     slots = [plan.spec.pipe.slots or 0 for plan in plans.values()]
     length = PASSAGE * round(fmean(slots))

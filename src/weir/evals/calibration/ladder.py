@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from weir.errors import WeirError
-from weir.policies import Pipe, shared
+from weir.policies import Pipe, share_slots
 
 EIGHTHS = (*range(2, 17), *range(18, 33, 2))
 """The sizes that are tried, in eighths of the slots that can be shared out: 1/4 to 4."""
@@ -65,7 +65,7 @@ def _sized(pipe: Pipe, free: list[int], slots: int, shares: list[float | None]) 
             parts = [(first, newest), (rest, slots - newest)]
         if any(n < sum(size > 0 for size in sizes) for sizes, n in parts):
             continue  # a pool would be left without a slot
-        given = [sum(each) for each in zip(*(shared(n, s) for s, n in parts), strict=True)]
+        given = [sum(each) for each in zip(*(share_slots(n, s) for s, n in parts), strict=True)]
         try:
             pools = tuple(
                 pool if n == now else pool.resized((pool.slots() or 0) + now - n)

@@ -21,7 +21,7 @@ from weir.evals.notation import read_policies, read_tasks, takes_budget, with_bu
 from weir.evals.task import Task
 from weir.evals.tasks import TASKS
 from weir.models import skeleton
-from weir.policies import NAMED, Layered, Pipe, is_file, policy_of, with_slots
+from weir.policies import NAMED, Layered, Pipe, is_file, parse_policy, with_slots
 
 EVERY = "all"
 NOT_IN_EVERY = {"recompute", "pinned", "pyramid", "quantized"}
@@ -167,7 +167,7 @@ def make_grid(
     shapes = {name: Shape(name, models, loading) for name in models}
     for file in filter(is_file, policies.split(",")):
         for shape in shapes.values():
-            check_origin(policy_of(file), shape.model)
+            check_origin(parse_policy(file), shape.model)
     if chunk is None:
         chunk = 64 if rules is None or rules.chunk is None else rules.chunk
     settings = [str(setting) for made in read_tasks(tasks, TASKS) for setting in made.settings()]
@@ -206,7 +206,7 @@ def _each(policies: str, slots: str | None) -> list[str]:
     every = ", ".join(name for name in NAMED if name not in NOT_IN_EVERY)
     words = [every if word.strip() == EVERY else word for word in policies.split(",")]
     found = read_policies(",".join(words))
-    return found if slots is None else [str(with_slots(policy_of(it), slots)) for it in found]
+    return found if slots is None else [str(with_slots(parse_policy(it), slots)) for it in found]
 
 
 def _has_chance(setting: str, policy: str) -> bool:
@@ -215,16 +215,16 @@ def _has_chance(setting: str, policy: str) -> bool:
     if task.drawn:
         return True
     try:
-        pipes = policy_of(policy).pipes
+        pipes = parse_policy(policy).pipes
     except WeirError:  # it has no budget yet, or no pools
         return True
-    return any(pool.has_chance for pipe in pipes for pool in pipe.pools)
+    return any(pool.is_stochastic for pipe in pipes for pool in pipe.pools)
 
 
 def pools_of(policy: str) -> str | None:
     """What the name of a policy stands for today; None for one that is written in pools."""
     try:
-        found = policy_of(policy)
+        found = parse_policy(policy)
     except WeirError:  # it has no budget yet
         return None
     each = found.policies if isinstance(found, Layered) else (found,)

@@ -24,7 +24,7 @@ from weir.evals.notation import takes_budget
 from weir.evals.results import CellRecord, ResultsFile, failures
 from weir.evals.task import Subject
 from weir.models import compile_steps, load
-from weir.policies import policy_of
+from weir.policies import parse_policy
 
 Numbered = tuple[int, Cell]
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
@@ -172,7 +172,7 @@ def subject_of(cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({})) 
         name=cell.model,
         model=model,
         tokenizer=tokenizer,
-        policy=policy_of(cell.policy),
+        policy=parse_policy(cell.policy),
         seed=cell.seed,
         chunk=cell.chunk,
         positions=cell.positions,

@@ -21,7 +21,7 @@ from weir.errors import WeirError
 from weir.evals.inspect.kept_text import STYLE, color_of, fragment_of
 from weir.evals.inspect.section import Asked, Picture, Section, Table, drawing
 from weir.models import describe
-from weir.policies import Recompute, policy_of
+from weir.policies import Recompute, parse_policy
 from weir.stream import Stream
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def section(asked: Asked) -> Section:
             be served.
     """
     name = POLICY if asked.policy is None else asked.policy
-    if isinstance(policy_of(name), Recompute):
+    if isinstance(parse_policy(name), Recompute):
         raise WeirError(
             "recompute reads its window anew for every token and holds nothing, so there is "
             "nothing to show; name another policy"
@@ -76,7 +76,7 @@ def section(asked: Asked) -> Section:
         pictures,
         _table(found),
         {
-            "policy": str(policy_of(name)),
+            "policy": str(parse_policy(name)),
             "tokens": len(ids),
             "moments": [holding.as_json() for holding in found],
         },

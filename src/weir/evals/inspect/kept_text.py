@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from weir.cache import Held, Holding
-from weir.stream import tokens_as_text
+from weir.stream import describe_tokens
 
 COLORS = ("#2c6e9b", "#d1410c", "#7a9a01", "#8e5aa8", "#c99a00", "#0a8f8f")
 """Of the pools, in the order of the pipe; they differ in lightness too."""
@@ -80,7 +80,7 @@ def fragment_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor, found: Sequence
         ids: the text [tokens], int64.
         found: what was held at each moment, in the order of time.
     """
-    said = tokens_as_text(tokenizer, ids.tolist())
+    said = describe_tokens(tokenizer, ids.tolist())
     parts = [_key(found[-1].pools)]
     for number, holding in enumerate(found):
         opened = " open" if number == len(found) - 1 else ""

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from weir.errors import WeirError
 from weir.evals.task import Subject
 from weir.models import sink_of, transformers_model
-from weir.stream import AnswerText, Stream, Tokens, render_chat, until_stop
+from weir.stream import Detokenizer, Stream, Tokens, cut_at_stop, render_chat
 
 
 @dataclass(frozen=True)
@@ -106,14 +106,14 @@ def generate_answer(
     """
     stream.feed(prompt)
     tokens: list[int] = []
-    growing = AnswerText(tokenizer, stops)
+    growing = Detokenizer(tokenizer, stops)
     for token in stream.generate(max_new_tokens, **sampling):
         tokens.append(token)
         growing.add(token)
         if growing.stopped:
             break
     # All tokens at once: a tokenizer may write earlier ones otherwise when later ones follow.
-    text = until_stop(str(tokenizer.decode(tokens, skip_special_tokens=True)), stops)
+    text = cut_at_stop(str(tokenizer.decode(tokens, skip_special_tokens=True)), stops)
     held = [layer["held"] for layer in stream.report().get("layers", ())]
     return Answer(text, stream.nbytes, fmean(held) if held else None, stream.seen)
 

@@ -69,7 +69,7 @@ class Sample:
 
 
 Draw = Callable[[Form, int, np.random.Generator], Sample]
-"""Draws so many streams to be read side by side."""
+"""CounterRNG so many streams to be read side by side."""
 
 
 def scattered(

@@ -18,7 +18,7 @@ from weir.stream import Stream
 
 NEAREST = 16
 PATIENCE = 200
-"""Draws of places after which they are drawn farther apart."""
+"""CounterRNG of places after which they are drawn farther apart."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ PART = ".part"
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replace_atomically(path: Path) -> Iterator[Path]:
     """Where to write what takes the place of `path` when the block ends without an error.
 
     Several processes may write to one path at once: the last to end is the one that stays.

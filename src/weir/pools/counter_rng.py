@@ -49,7 +49,7 @@ def _begin(seed: int, layer: int, pool: int, purpose: int) -> int:
 
 
 @dataclass(frozen=True)
-class Draws:
+class CounterRNG:
     """The draws of one pool, in one layer of one cache.
 
     Attributes:
@@ -66,14 +66,14 @@ class Draws:
     pool: int = 0
     first: int = 0
 
-    def of_rows(self, rows: Sequence[int]) -> Draws:
+    def of_rows(self, rows: Sequence[int]) -> CounterRNG:
         """The draws of some rows of the batch, in this order: for tensors that hold only those."""
         if isinstance(self.seed, int):
             return self
         return replace(self, seed=tuple(self.seed[row] for row in rows))
 
-    def of_layer(self) -> Draws:
-        """Draws that all heads of the layer share, wherever they are."""
+    def of_layer(self) -> CounterRNG:
+        """CounterRNG that all heads of the layer share, wherever they are."""
         return replace(self, first=0)
 
     def uniform(self, purpose: int, position: Tensor, index: int | Tensor = 0) -> Tensor:

@@ -15,7 +15,7 @@ LONGEST = 16
 """Tokens that may stay without a character; more are none, since a character has four bytes."""
 
 
-class AnswerText:
+class Detokenizer:
     """The text of one answer, a piece for each token.
 
     A piece has whole characters only, leaves special tokens out, and holds back what may be the
@@ -85,16 +85,16 @@ class AnswerText:
     def _until_stop(self, new: str) -> str:
         """What of the text held back and the new text can be given out."""
         text = self._held + new
-        before = until_stop(text, self._stops)
+        before = cut_at_stop(text, self._stops)
         if len(before) < len(text):
             self.stopped, self._held = True, ""
             return before
-        held = max((begun(text, stop) for stop in self._stops), default=0)
+        held = max((count_stop_prefix(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
 
-def tokens_as_text(
+def describe_tokens(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]
 ) -> list[tuple[str, bool]]:
     """What each token says by which text, and whether it is a special token.
@@ -102,7 +102,7 @@ def tokens_as_text(
     A character that takes several tokens is said by the last of them, and what no page can show,
     such as NUL, by U+FFFD.
     """
-    text = AnswerText(tokenizer)
+    text = Detokenizer(tokenizer)
     found = []
     for token in ids:
         if token in text.special:
@@ -114,13 +114,13 @@ def tokens_as_text(
     return found
 
 
-def until_stop(text: str, stops: Sequence[str]) -> str:
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
     """A text up to where the first of the stops in it begins; the empty stop is none."""
     found = [text.find(stop) for stop in stops if stop]
     return text[: min((at for at in found if at >= 0), default=len(text))]
 
 
-def begun(text: str, stop: str) -> int:
+def count_stop_prefix(text: str, stop: str) -> int:
     """How many characters at the end of a text may be the beginning of a stop."""
     sizes = range(min(len(text), len(stop) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)

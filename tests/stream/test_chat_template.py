@@ -6,7 +6,7 @@ import pytest
 from test_conversation import CHATML, INST, KIND, make_tokenizer
 
 from weir.errors import WeirError
-from weir.stream import Turns
+from weir.stream import ChatTemplate
 
 HISTORY = [{"role": "user", "content": "One"}, {"role": "assistant", "content": "Two"}]
 MORE = [
@@ -28,7 +28,7 @@ ALTERNATE = """{% for m in messages %}{% if (m.role == 'user') != (loop.index0 %
 def test_what_comes_after_an_answer_is_the_end_of_the_whole(template, end, count):
     tokenizer = make_tokenizer(template)
     stop = tokenizer.convert_tokens_to_ids(end)
-    turns = Turns(tokenizer, {stop})
+    turns = ChatTemplate(tokenizer, {stop})
     whole = turns.whole([*HISTORY, *MORE[:count]])
     cut = turns.after(MORE[:count], tokenizer("o")["input_ids"][-1])
     assert cut == whole[-len(cut) :]
@@ -40,7 +40,7 @@ def test_what_comes_after_an_answer_is_the_end_of_the_whole(template, end, count
 
 def test_without_a_template_each_message_is_a_line():
     tokenizer = make_tokenizer(None)
-    turns = Turns(tokenizer, set())
+    turns = ChatTemplate(tokenizer, set())
     assert tokenizer.decode(turns.whole(HISTORY)) == "<s>One\nTwo"
     newline = tokenizer("\n", add_special_tokens=False)["input_ids"][0]
     assert tokenizer.decode(turns.after(MORE, newline)) == "Three\nFour\nFive"
@@ -49,7 +49,7 @@ def test_without_a_template_each_message_is_a_line():
 
 
 def test_what_a_template_refuses_is_an_error_with_its_words():
-    turns = Turns(make_tokenizer(ALTERNATE), set())
+    turns = ChatTemplate(make_tokenizer(ALTERNATE), set())
     assert turns.after(MORE, None)
     with pytest.raises(WeirError, match="template refuses these messages: roles must alternate"):
         turns.after(HISTORY[1:], None)
@@ -58,7 +58,7 @@ def test_what_a_template_refuses_is_an_error_with_its_words():
 
 
 def test_a_template_that_hides_what_was_said_cannot_be_gone_on_with():
-    turns = Turns(make_tokenizer("{{ messages[-1].content }}"), set())
+    turns = ChatTemplate(make_tokenizer("{{ messages[-1].content }}"), set())
     assert turns.after(MORE, None) is None
 
 
@@ -87,7 +87,7 @@ def test_what_stands_before_the_first_words_and_before_the_answer(
     template, messages, beginning, header
 ):
     tokenizer = make_tokenizer(template)
-    turns = Turns(tokenizer, set())
+    turns = ChatTemplate(tokenizer, set())
     ids = turns.whole(messages)
     assert tokenizer.decode(ids[: turns.beginning(messages, ids)]) == beginning
     found = turns.header(ids)
@@ -97,7 +97,7 @@ def test_what_stands_before_the_first_words_and_before_the_answer(
 
 
 def test_a_template_that_refuses_what_it_is_asked_tells_of_no_beginning():
-    turns = Turns(make_tokenizer(ALTERNATE), set())
+    turns = ChatTemplate(make_tokenizer(ALTERNATE), set())
     assert turns.beginning([SYSTEM, *HISTORY], [1, 2, 3]) == 0
-    turns = Turns(make_tokenizer("{{ raise_exception('never') }}"), set())
+    turns = ChatTemplate(make_tokenizer("{{ raise_exception('never') }}"), set())
     assert turns.header([1, 2, 3]) == 0

@@ -22,7 +22,7 @@ SYSTEM = ("system", "developer")
 """Roles whose messages say how all others are to be answered."""
 
 
-class Turns:
+class ChatTemplate:
     """Renders turns of a conversation for one model.
 
     With a chat template, a turn is the text that the template adds for it. A model without one
@@ -44,9 +44,9 @@ class Turns:
         self._ends = frozenset(ends)
         self._tools = tools
 
-    def telling(self, tools: Sequence[dict[str, Any]]) -> Turns:
+    def with_tools(self, tools: Sequence[dict[str, Any]]) -> ChatTemplate:
         """The same for a conversation with tools."""
-        return Turns(self._tokenizer, self._ends, tools)
+        return ChatTemplate(self._tokenizer, self._ends, tools)
 
     @property
     def templated(self) -> bool:

@@ -22,7 +22,7 @@ from weir.cache.layer.spec import LayerSpec
 from weir.errors import WeirError
 from weir.models.model_spec import describe
 from weir.policies.pipe import Pipe
-from weir.pools import Fold, Reading, Recent, Sink
+from weir.pools import Fold, ObservedAttention, Recent, Sink
 from weir.slab import Alibi, Form, LayerPositions, Rotary, Slots
 
 DIM, HEADS, GROUP, LENGTH = 8, 2, 3, 75
@@ -215,7 +215,7 @@ def test_without_rotation_keys_and_queries_are_what_the_model_said(name, pipe):
 def test_keys_find_back_to_where_they_were_said_and_queries_are_as_strong_anywhere(name):
     def look(slots: Slots, fold: Fold) -> None:
         read = fold.read
-        again = read.said(read.unrotated(slots), slots.position)
+        again = read.rotate_to(read.unrotated(slots), slots.position)
         close(again[slots.held], slots.keys[slots.held], 8)
         power = fold.queries[:, :, :, -3:].square().mean(dim=(2, 3))
         if EVERY[name].rotary is not None:
@@ -300,7 +300,7 @@ def test_where_the_projection_cannot_be_read_values_are_as_long_as_they_are():
 
 
 def test_nothing_is_worked_out_unless_a_pool_asks():
-    asked, given = [], {f.name for f in fields(Reading)}
+    asked, given = [], {f.name for f in fields(ObservedAttention)}
     fed(PIPES["behind"](Probe(7, 0, lambda slots, fold: asked.append(fold.read))), EVERY["rotary"])
     assert all(vars(read).keys() == given for read in asked)
     with pytest.raises(WeirError, match="needs_queries"):

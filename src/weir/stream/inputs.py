@@ -1,29 +1,150 @@
-"""What is fed to a stream: token ids, embeddings in their place, or what a processor returned.
+"""Token ids as people have them: lists, arrays, tensors, what a tokenizer returned.
 
-Embeddings are vectors as the decoder reads them: those of words, of pieces of an image, or learned
-ones. Knows nothing about caches or pieces.
+Knows nothing about models or streams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import itertools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from weir.errors import WeirError, quote
-from weir.models import MOST_OFFSET, OFFSETS, PICTURES, Images, embed, offsets
-from weir.stream.tokens import Tokens, read_ids
+from weir.models import MOST_OFFSET, OFFSETS, PICTURES, Images, check_ids, embed, offsets
+
+Tokens = (
+    Tensor
+    | np.ndarray[Any, Any]
+    | Sequence[int]
+    | Sequence[Sequence[int]]
+    | Mapping[str, Any]  # with `input_ids`, as a tokenizer returns them
+)
+
+NOTHING = "zero tokens were fed; a stream needs at least one"
+
+
+def read_ids(given: Tokens | None, vocabulary: int) -> Tensor:
+    """Token ids, checked.
+
+    Args:
+        given: ids [length] or [batch, length], or what a tokenizer returned, without padding; None
+            is refused like anything else that is no ids.
+        vocabulary: ids run from 0 to this, exclusive.
+
+    Returns:
+        [batch, length], int64, where they were.
+
+    Raises:
+        WeirError: they are no ids, none at all, out of range, or padded.
+    """
+    if isinstance(given, str):
+        raise WeirError("text is not token ids; write tokenizer(text).input_ids")
+    if isinstance(given, Mapping):
+        given = _of_tokenizer(given)
+    ids = _tensor(given)
+    if ids.numel() == 0:
+        raise WeirError(NOTHING)
+    whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if not whole or ids.ndim not in (1, 2):
+        raise WeirError(
+            f"token ids must be whole numbers [length] or [batch, length], not {ids.dtype} "
+            f"{list(ids.shape)}"
+        )
+    ids = ids.to(torch.int64)
+    check_ids(ids, vocabulary)
+    return ids[None] if ids.ndim == 1 else ids
+
+
+def pieces_of(given: Iterator[int], size: int) -> Iterator[list[int]]:
+    """The ids that an iterator yields, `size` at a time and never more ahead.
+
+    Raises:
+        WeirError: it yields something else, or nothing at all.
+    """
+    last: list[int] | None = None
+    while piece := list(itertools.islice(given, size)):
+        last = [_index(token) for token in piece]
+        yield last
+    if last is None:
+        raise WeirError(NOTHING)
+
+
+def _index(token: Any) -> int:
+    """An id, of whatever kind of whole number."""
+    with contextlib.suppress(TypeError):  # a tensor has `__index__`, and not always an index
+        if not isinstance(token, bool):
+            return operator.index(token)
+    raise WeirError(f"an iterator yields ids one by one, whole numbers, not {quote(token)}")
+
+
+def read_stops(given: int | Sequence[int]) -> set[int]:
+    """The ids of tokens that end an answer, from one or several.
+
+    Raises:
+        WeirError: they are no ids.
+    """
+    found: Any = [given] if is_count(given) else given
+    try:
+        if not isinstance(found, str) and all(map(is_count, found)):
+            return {int(token) for token in found}
+    except TypeError:
+        pass  # nothing that holds several
+    raise WeirError(f"stop must be a token id or several, not {quote(given)}")
+
+
+def is_count(value: object) -> bool:
+    """Whether it is a whole number from 0 on."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+
+
+def _tensor(given: Any) -> Tensor:
+    """Numbers as a tensor.
+
+    Raises:
+        WeirError: they are none, or rows of them have different lengths.
+    """
+    try:
+        # A copy, since torch would warn about sharing an array that nobody may write to.
+        return torch.tensor(given) if isinstance(given, np.ndarray) else torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise WeirError(
+            "token ids must be whole numbers [length] or, in rows of one length, "
+            f"[batch, length] ({error})"
+        ) from None
+
+
+def _of_tokenizer(given: Mapping[str, Any]) -> Any:
+    """The ids of what a tokenizer returned.
+
+    Raises:
+        WeirError: it has none, or some of them are padding.
+    """
+    if "input_ids" not in given:
+        raise WeirError(f"token ids are looked for in 'input_ids', and {list(given)} has none")
+    mask = given.get("attention_mask")
+    if mask is not None and not bool(_tensor(mask).all()):
+        raise WeirError(
+            "a stream takes no padding, and the attention_mask has some; feed rows of one length, "
+            "or use model.generate(..., past_key_values=weir.StreamingCache(...))"
+        )
+    return given["input_ids"]
+
 
 NO_ID = -1
 """Stands for the id of a token that was fed as an embedding without one."""
 
 
 @dataclass(frozen=True)
-class Fed:
+class Inputs:
     """Tokens on their way to the model.
 
     Attributes:
@@ -59,27 +180,27 @@ class Fed:
             return {"inputs_embeds": self.embeddings}
         return {"inputs_embeds": self.embeddings, OFFSETS: self.offsets}
 
-    def part(self, start: int, stop: int) -> Fed:
+    def part(self, start: int, stop: int) -> Inputs:
         """The tokens from `start` to `stop`, exclusive."""
         embeddings = None if self.embeddings is None else self.embeddings[:, start:stop]
         within = None if self.offsets is None else self.offsets[:, start:stop]
-        return Fed(self.ids[:, start:stop], embeddings, within)
+        return Inputs(self.ids[:, start:stop], embeddings, within)
 
-    def to(self, device: torch.device) -> Fed:
+    def to(self, device: torch.device) -> Inputs:
         """The same on another device."""
         moved = None if self.embeddings is None else self.embeddings.to(device)
         within = None if self.offsets is None else self.offsets.to(device)
-        return Fed(self.ids.to(device), moved, within)
+        return Inputs(self.ids.to(device), moved, within)
 
 
-def read_fed(
+def read_inputs(
     given: Tokens | None,
     embeddings: Tensor | None,
     model: PreTrainedModel,
     images: Images | None,
     vocabulary: int,
     within: Tensor | None = None,
-) -> Fed:
+) -> Inputs:
     """What somebody feeds, checked; images are turned into embeddings.
 
     Args:
@@ -97,10 +218,10 @@ def read_fed(
             images and image tokens do not go together.
     """
     if embeddings is not None:
-        fed = _with_embeddings(given, embeddings, model, vocabulary)
+        inputs = _with_embeddings(given, embeddings, model, vocabulary)
         if within is None:
-            return fed
-        return replace(fed, offsets=_checked_offsets(within, fed, model, images))
+            return inputs
+        return replace(inputs, offsets=_checked_offsets(within, inputs, model, images))
     if within is not None:
         raise WeirError("offsets are those of embeddings; of ids and images weir makes them itself")
     ids = read_ids(given, vocabulary)
@@ -108,11 +229,11 @@ def read_fed(
     if not pictures:
         if images is not None:
             images.check_words(ids)
-        return Fed(ids)
+        return Inputs(ids)
     if images is None:
         raise WeirError(f"a {type(model).__name__} sees no images, and {list(pictures)} was fed")
     both = {"input_ids": ids, **pictures}
-    return Fed(ids, embed(model, both), offsets(model, both))
+    return Inputs(ids, embed(model, both), offsets(model, both))
 
 
 def _pictures(given: Tokens | None) -> dict[str, Any]:
@@ -124,10 +245,10 @@ def _pictures(given: Tokens | None) -> dict[str, Any]:
 
 def _with_embeddings(
     given: Tokens | None, embeddings: Tensor, model: PreTrainedModel, vocabulary: int
-) -> Fed:
+) -> Inputs:
     vectors = _checked(embeddings, model)
     if given is None:
-        return Fed(torch.full(vectors.shape[:2], NO_ID), vectors)
+        return Inputs(torch.full(vectors.shape[:2], NO_ID), vectors)
     if isinstance(given, Mapping) and _pictures(given):
         raise WeirError("feed images or embeddings, not both; the embeddings may hold the images")
     ids = read_ids(given, vocabulary)
@@ -135,7 +256,7 @@ def _with_embeddings(
         raise WeirError(
             f"the ids of embeddings are {list(vectors.shape[:2])} like these, not {list(ids.shape)}"
         )
-    return Fed(ids, vectors)
+    return Inputs(ids, vectors)
 
 
 def _checked(embeddings: object, model: PreTrainedModel) -> Tensor:
@@ -176,7 +297,7 @@ def _checked(embeddings: object, model: PreTrainedModel) -> Tensor:
 
 
 def _checked_offsets(
-    within: object, fed: Fed, model: PreTrainedModel, images: Images | None
+    within: object, inputs: Inputs, model: PreTrainedModel, images: Images | None
 ) -> Tensor:
     """Offsets as `models.offsets` makes them [batch, length, 5], int64.
 
@@ -185,7 +306,7 @@ def _checked_offsets(
     """
     if images is None or not images.axes:
         raise WeirError(f"the tokens of a {type(model).__name__} have one place each, no offsets")
-    wanted = [*fed.ids.shape, 5]
+    wanted = [*inputs.ids.shape, 5]
     if isinstance(within, Tensor) and within.ndim == 2:
         within = within[None]
     if not isinstance(within, Tensor) or list(within.shape) != wanted:

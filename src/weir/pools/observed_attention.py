@@ -45,7 +45,7 @@ class Output(Protocol):
 
 
 @dataclass(frozen=True)
-class Reading:
+class ObservedAttention:
     """A layer's slots as the last queries read them.
 
     Attributes:
@@ -82,7 +82,7 @@ class Reading:
 
     # --- keys and queries in other places
 
-    def turned(self, keys: Tensor, by: Tensor) -> Tensor:
+    def rotate_keys(self, keys: Tensor, by: Tensor) -> Tensor:
         """Keys or queries moved on by so many positions, as RoPE moves them; in float32 inside.
 
         Partial rotary embeddings, three axes (all move alike) and scaled frequencies are the
@@ -107,7 +107,7 @@ class Reading:
 
     def keys(self, slots: Slots) -> Tensor:
         """Keys as attention has read them [batch, kv_heads, slots, key_dim]."""
-        return self.turned(slots.keys, self._shift(slots.position))
+        return self.rotate_keys(slots.keys, self._shift(slots.position))
 
     def unrotated(self, slots: Slots) -> Tensor:
         """Keys without rotation, as if each stood at place 0 [batch, kv_heads, slots, key_dim].
@@ -116,16 +116,16 @@ class Reading:
         of `unrotated_queries` need no other. On three axes a token's word or image begins at place
         0, and the pieces of an image stay spread from there.
         """
-        return self.turned(slots.keys, -self._begins(slots.position))
+        return self.rotate_keys(slots.keys, -self._begins(slots.position))
 
-    def said(self, keys: Tensor, position: Tensor) -> Tensor:
+    def rotate_to(self, keys: Tensor, position: Tensor) -> Tensor:
         """Keys without rotation as if they had been said at places of the stream.
 
         Args:
             keys: as `unrotated` gives them [batch, kv_heads, n, key_dim].
             position: places of tokens that are held [batch, kv_heads, n], int64.
         """
-        return self.turned(keys, self._begins(position))
+        return self.rotate_keys(keys, self._begins(position))
 
     @cached_property
     def asked(self) -> Tensor:
@@ -406,7 +406,7 @@ class Reading:
     def _turned_queries(self, queries: Tensor, by: Tensor) -> Tensor:
         group = queries.shape[2]
         by = by[:, :, None].expand(-1, -1, group, -1)
-        return self.turned(queries.flatten(1, 2), by.flatten(1, 2)).unflatten(1, (-1, group))
+        return self.rotate_keys(queries.flatten(1, 2), by.flatten(1, 2)).unflatten(1, (-1, group))
 
     def _hidden(self, position: Tensor) -> Tensor:
         """Which slots queries are not to look at [batch, kv_heads, 1, n, slots], bool."""

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from weir.models import load
-from weir.stream.answer import LONGEST, AnswerText, until_stop
+from weir.stream.detokenizer import LONGEST, Detokenizer, cut_at_stop
 
 WORDS = ["the", "▁the", "▁", "▁▁", "quick", "▁dog", "s", "é", "▁é", "日本", "."]
 
@@ -71,7 +71,7 @@ TOKENIZERS = {
 
 
 def pieces(name: str, tokens: list[int], stops: tuple[str, ...] = ()) -> list[str]:
-    text = AnswerText(TOKENIZERS[name], stops)
+    text = Detokenizer(TOKENIZERS[name], stops)
     return [*map(text.add, tokens), text.end()]
 
 
@@ -113,7 +113,7 @@ def test_a_character_of_several_tokens_comes_when_it_is_whole_and_what_stands_be
     # A token that ends one character and begins the next: the first is shown without delay.
     tokenizer = TOKENIZERS["llama"]
     half = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "🦉".encode()]
-    text = AnswerText(tokenizer)
+    text = Detokenizer(tokenizer)
     found = [text.add(n) for n in [tokenizer.convert_tokens_to_ids("▁the"), *half]]
     assert found == ["the", "", "", "", "🦉"]
 
@@ -155,7 +155,7 @@ def test_an_answer_ends_in_front_of_the_first_stop_and_holds_nothing_else_back(t
     tokens = TOKENIZERS["bytes"](text, add_special_tokens=False)["input_ids"]
     places = [text.find(stop) for stop in stops if stop in text]
     expected = text[: min(places)] if places else text
-    growing = AnswerText(TOKENIZERS["bytes"], stops)
+    growing = Detokenizer(TOKENIZERS["bytes"], stops)
     given_out, first = "", None
     for count, token in enumerate(tokens, 1):
         given_out += growing.add(token)
@@ -187,15 +187,15 @@ def test_what_may_begin_a_stop_is_held_back_until_it_does_not():
     ],
 )
 def test_a_text_ends_in_front_of_the_first_of_its_stops(text, stops, left):
-    assert until_stop(text, stops) == left
+    assert cut_at_stop(text, stops) == left
 
 
 def test_special_tokens_that_are_kept_are_part_of_the_text_and_of_stops():
     tokenizer = by_bytes()
     call, start = (tokenizer.convert_tokens_to_ids(t) for t in ("<|call|>", "<s>"))
     tokens = [*tokenizer("a ")["input_ids"], start, call, *tokenizer(" b")["input_ids"]]
-    text = AnswerText(tokenizer, kept=[call])
+    text = Detokenizer(tokenizer, kept=[call])
     assert "".join([*map(text.add, tokens), text.end()]) == "a <|call|> b"
-    text = AnswerText(tokenizer, stops=["|> b"], kept=[call])
+    text = Detokenizer(tokenizer, stops=["|> b"], kept=[call])
     assert "".join([*map(text.add, tokens), text.end()]) == "a <|call"
     assert text.stopped
