@@ -150,7 +150,7 @@ def evaluate(
             )
     work: Worker | None = None
     if cluster is not None:
-        from weir.evals.grid.runner import on_ray
+        from weir.evals.grid import on_ray
 
         work = on_ray(cluster)
     with progress() as bar:

@@ -8,7 +8,7 @@ from weir.evals.grid.grid import (
     make_grid,
     protocol,
 )
-from weir.evals.grid.runner import Worker, one_by_one, run
+from weir.evals.grid.runner import Worker, on_ray, one_by_one, run
 
 __all__ = [
     "PROTOCOLS",
@@ -17,6 +17,7 @@ __all__ = [
     "count_unrecorded_pools",
     "extend_grid",
     "make_grid",
+    "on_ray",
     "one_by_one",
     "protocol",
     "run",
