@@ -142,6 +142,7 @@ def test_a_perplexity_that_is_no_number_is_null_in_json(capsys, tmp_path, text):
     assert "nan" in run(capsys, "stream", "--text", text, "--model", model, "--tokens", 300).out
 
 
+@pytest.mark.slow
 def test_ctrl_c_reports_what_was_read_so_far(model, tmp_path):
     (tmp_path / "long.txt").write_text(WORDS * 20_000)  # minutes of reading
     words = ("--text", tmp_path / "long.txt", "--model", model, "--policy", SMALL, "--json")
