@@ -50,6 +50,7 @@ def server() -> Iterator[Server]:
 
 
 @needs_nano
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NEEDS)
 def test_a_client_is_served_as_the_page_shows(name: str, server: Server, monkeypatch) -> None:
     if importlib.util.find_spec(NEEDS[name].split(".")[0]) is None:
