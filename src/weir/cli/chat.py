@@ -195,7 +195,7 @@ def _sized(
         WeirError: not even the smallest budget fits, the template refuses a system turn, or what
             lies with the model is no policy for it.
     """
-    from weir.cache import policy_beside
+    from weir.cache import find_model_policy
     from weir.evals.fitting import budget_in, largest_budget
     from weir.evals.notation import takes_budget, with_budget
     from weir.models import free_memory, input_device
@@ -206,7 +206,7 @@ def _sized(
     if system is not None:
         pinned, header = count_beginning(model, tokenizer, system), HEADER
     told = ""
-    beside = None if given else policy_beside(model)
+    beside = None if given else find_model_policy(model)
     wanted, policy = beside or asked, str(asked)
     if beside is None and takes_budget(policy) and not isinstance(asked, Recompute):
         most = min(MOST_SLOTS, largest_budget(model, chunk + pinned + header))

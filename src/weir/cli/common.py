@@ -133,9 +133,9 @@ def in_lines() -> bool:
 
 def say_window(model: PreTrainedModel, policy: Policy, chunk: int) -> None:
     """Say so where a policy may hold more tokens at once than the model was made for."""
-    from weir.cache import beyond_window
+    from weir.cache import describe_window_excess
 
-    if (told := beyond_window(model, policy, chunk)) is not None:
+    if (told := describe_window_excess(model, policy, chunk)) is not None:
         say(told)
 
 

@@ -125,7 +125,7 @@ def serve(
 
     Clients of OpenAI's API only need the address. Without --keys only this machine is served.
     """
-    from weir.cache import policy_beside, read_bytes
+    from weir.cache import find_model_policy, read_bytes
     from weir.policies import parse_policy, resolve_chunk, with_pin, with_slots
     from weir.serve import Book, Engine, EngineClient, Limits, MemoryStore, Store, estimate_memory
     from weir.serve.api import Keys, bind, log_json, make_app, run_app
@@ -146,7 +146,7 @@ def serve(
     most = None if disk is None else read_bytes(disk)
 
     given = policy is not None or slots is not None
-    beside = None if given else policy_beside(model_name, loading.get("revision"))
+    beside = None if given else find_model_policy(model_name, loading.get("revision"))
     named = beside or parse_policy(DEFAULT if policy is None else policy)
     wanted = with_pin(with_slots(named, slots), pin)
     chunk = resolve_chunk(wanted, chunk)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from weir.cache import Forward, StreamingCache
-from weir.slab import Form
+from weir.slab import AttentionParams
 
 
 class Listening(StreamingCache, ABC):
@@ -20,7 +20,7 @@ class Listening(StreamingCache, ABC):
         forward: Forward,
         layer: int,
         asked: tuple[Tensor, Tensor, Tensor],
-        form: Form,
+        params: AttentionParams,
         out: Tensor,
     ) -> None:
         """Told of each layer in each call, once it has answered.
@@ -39,9 +39,11 @@ class Listening(StreamingCache, ABC):
         forward = super().begin(given, without)
         attend = forward.attend
 
-        def listen(layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form) -> Tensor:
-            out = attend(layer, queries, keys, values, form)
-            self.hear(forward, layer, (queries, keys, values), form, out)
+        def listen(
+            layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
+        ) -> Tensor:
+            out = attend(layer, queries, keys, values, params)
+            self.hear(forward, layer, (queries, keys, values), params, out)
             return out
 
         forward.attend = listen  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ from weir.cache import Forward
 from weir.errors import WeirError
 from weir.evals.listening import Listening
 from weir.models import input_device, transformers_model
-from weir.slab import Form, LayerPositions
+from weir.slab import AttentionParams, LayerPositions
 
 Taken = TypeVar("Taken")
 
@@ -41,7 +41,7 @@ class Captured:
     queries: Tensor
     keys: Tensor
     values: Tensor
-    form: Form
+    form: AttentionParams
     positions: LayerPositions
 
     def __len__(self) -> int:
@@ -65,7 +65,7 @@ class _Listener(Listening):
         forward: Forward,
         layer: int,
         asked: tuple[Tensor, Tensor, Tensor],
-        form: Form,
+        form: AttentionParams,
         out: Tensor,
     ) -> None:
         """Take down what was asked."""

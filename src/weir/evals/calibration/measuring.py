@@ -19,7 +19,7 @@ from weir.cache.layer import Layer
 from weir.evals.listening import Listening
 from weir.models import input_device
 from weir.policies import Pipe
-from weir.slab import Form
+from weir.slab import AttentionParams
 
 PIECE = 512
 """Tokens that the model reads in one call."""
@@ -108,7 +108,7 @@ class _Reader(Listening):
         forward: Forward,
         layer: int,
         asked: tuple[Tensor, Tensor, Tensor],
-        form: Form,
+        form: AttentionParams,
         out: Tensor,
     ) -> None:
         """Ask the layer's other sizes the same, and add up how far they are off."""

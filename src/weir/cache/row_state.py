@@ -10,8 +10,14 @@ from torch import Tensor
 
 from weir.cache.layer import Layer
 from weir.cache.layers import LayerPlan
-from weir.cache.rowcheck import check_numbers, check_row, check_sizes, row_facts
-from weir.cache.schema import Wrong, at
+from weir.cache.validation import (
+    ValidationError,
+    check_numbers,
+    check_row,
+    check_sizes,
+    located,
+    row_facts,
+)
 from weir.errors import WeirError, quote, shorten
 from weir.policies import saved_policy
 
@@ -127,11 +133,11 @@ def check_state(
         check_row(facts, chunk=chunk, origin=origin, whole_prompt=True)
         each = _by_layer(state.tensors, len(plans))
         for layer, (plan, tensors) in enumerate(zip(plans, each, strict=True)):
-            with at(f"layer {layer}"):
+            with located(f"layer {layer}"):
                 sizes = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
                 check_sizes(plan, sizes, facts["lengths"][layer])
                 check_numbers(plan, tensors, facts, origin)
-    except Wrong as wrong:
+    except ValidationError as wrong:
         raise WeirError(f"this row's state is that of no row: {wrong}") from None
 
 
@@ -145,9 +151,9 @@ def _by_layer(tensors: Mapping[str, Tensor], layers: int) -> list[dict[str, Tens
     for name, t in tensors.items():
         layer, _, own = str(name).partition(".")
         if not layer.isdecimal() or int(layer) >= layers or name != f"{int(layer)}.{own}":
-            raise Wrong(f"{quote(name)} is of no layer")
+            raise ValidationError(f"{quote(name)} is of no layer")
         if not isinstance(t, Tensor):
-            raise Wrong(f"{name} is no tensor")
+            raise ValidationError(f"{name} is no tensor")
         each[int(layer)][own] = t
     return each
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from weir.cache.origin import check_origin
+from weir.cache.checks import check_origin
 from weir.errors import WeirError
 from weir.models import sidecar_path
 from weir.policies import Layered, Policy, parse_policy, with_slots
@@ -25,7 +25,7 @@ BESIDE = (
 """What is said of one that cannot be taken."""
 
 
-def policy_beside(model: PreTrainedModel | str, revision: str | None = None) -> Policy | None:
+def find_model_policy(model: PreTrainedModel | str, revision: str | None = None) -> Policy | None:
     """The policy that lies with a model; None where there is none.
 
     Args:
@@ -51,7 +51,7 @@ def policy_beside(model: PreTrainedModel | str, revision: str | None = None) -> 
     return found
 
 
-def policy_for(
+def choose_policy(
     model: PreTrainedModel, policy: str | Policy | None, slots: str | None = None
 ) -> Policy:
     """The policy that is asked for, or the one to take where none is.
@@ -63,8 +63,8 @@ def policy_for(
             what lies with the model is not looked at.
 
     Raises:
-        WeirError: as for `parse_policy`, `with_slots` and `policy_beside`.
+        WeirError: as for `parse_policy`, `with_slots` and `find_model_policy`.
     """
-    if policy is None and slots is None and (found := policy_beside(model)) is not None:
+    if policy is None and slots is None and (found := find_model_policy(model)) is not None:
         return found
     return with_slots(parse_policy(DEFAULT if policy is None else policy), slots)

@@ -8,7 +8,7 @@ from roundings import close_runs
 
 import weir
 from weir.cache.layer import fold
-from weir.cache.layer import queries as tally
+from weir.cache.layer import observation_window as tally
 from weir.pools import observed_attention
 
 
@@ -70,12 +70,12 @@ def test_a_prompt_of_whole_tails_is_read_once(llama, ids, monkeypatch, policy):
                 llama(part, past_key_values=cache)
         return cache.slots(1)
 
-    for module, name in ((fold, "mass_from_tail"), (observed_attention, "logits")):
+    for module, name in ((fold, "mass_from_tail"), (observed_attention, "compute_logits")):
         monkeypatch.setattr(module, name, _counted(getattr(module, name), name, calls))
     at_once = told([48])
     # The shares of the last tail are not kept, its sums are.
     layers = llama.config.num_hidden_layers
-    assert calls == ([] if at_once.mass is not None else ["logits"] * layers)
+    assert calls == ([] if at_once.mass is not None else ["compute_logits"] * layers)
     by_parts = told([6] * 8)
     assert len(calls) > 2 * layers
     assert torch.equal(at_once.position, by_parts.position)

@@ -12,7 +12,7 @@ from roundings import largest, off, softmax_off, within
 
 import weir
 from weir import kernels
-from weir.cache.layer import attend, layer
+from weir.cache.layer import attention, layer
 from weir.cache.layer.mask import band
 from weir.pools import ObservedAttention
 
@@ -43,7 +43,7 @@ class Call:
 
     start: int
     stop: int
-    coded: bool
+    quantized: bool
 
 
 @pytest.fixture
@@ -57,13 +57,13 @@ def spied(monkeypatch):
             if window is not None:
                 spec = replace(spec, positions=replace(spec.positions, window=window))
                 bias = band(CHUNK, stop, window, torch.float32, queries.device)
-            got = attend.watch(spec, slab, queries, form, bias, slots)
+            got = attention.observe(spec, slab, queries, form, bias, slots)
             if got is not None:
-                calls.append(Call(start, stop, slab.coded is not None))
+                calls.append(Call(start, stop, slab.quantized is not None))
                 compare(got, spec, slab, queries, form, bias, slots)
             return got
 
-        monkeypatch.setattr(layer, "watch", spy)
+        monkeypatch.setattr(layer, "observe", spy)
         return calls
 
     return use
@@ -103,7 +103,7 @@ def test_quantized_slots_are_watched_as_they_are_read_and_left_out_while_nobody_
     calls = spied()
     feed("llama", f"quantized({POLICY}, slots=int8)")
     starts = {call.start for call in calls}
-    assert all(call.coded for call in calls)
+    assert all(call.quantized for call in calls)
     assert min(starts) == 0 < max(starts)
 
 
@@ -136,14 +136,14 @@ def test_where_a_query_sees_nothing_the_fold_asks_by_itself(monkeypatch):
     def blind(spec, slab, queries, form, bias, slots):
         kept = slab.b.clone()
         slab.b.fill_(-math.inf)
-        refused.append(attend.watch(spec, slab, queries, form, bias, slots))
+        refused.append(attention.observe(spec, slab, queries, form, bias, slots))
         slab.b.copy_(kept)
         return refused[-1]
 
     ids, model = tokens(2, 40), make("llama")
     wanted = weir.Stream(model, POLICY, chunk=CHUNK)
     wanted.feed(ids)
-    monkeypatch.setattr(layer, "watch", blind)
+    monkeypatch.setattr(layer, "observe", blind)
     got = weir.Stream(model, POLICY, chunk=CHUNK)
     got.feed(ids)
     assert refused and set(refused) == {None}

@@ -12,44 +12,44 @@ import torch
 from torch import Tensor
 
 from weir.cache.layer.mask import mask_of_piece
-from weir.cache.layer.plan import Piece
+from weir.cache.layer.plan import Segment
 from weir.cache.layer.spec import LayerSpec
-from weir.slab import Form, Slab, attention_mass, merge_groups
+from weir.slab import AttentionParams, Slab, attention_mass, merge_groups
 
 AT_ONCE = 1 << 24
 """Logits held at once."""
 
 
-def store_queries(slab: Slab, spec: LayerSpec, queries: Tensor, piece: Piece) -> None:
-    """Put a piece's queries behind those of the tail, where a pool is going to ask for them.
+def store_queries(slab: Slab, spec: LayerSpec, queries: Tensor, segment: Segment) -> None:
+    """Put a segment's queries behind those of the tail, where a pool is going to ask for them.
 
     Args:
         slab: `queries` has a place for each query that the next fold asks for, the last one last.
         spec: the layer.
         queries: [batch, kv_heads, group, width, key_dim].
-        piece: their tokens; rows may stand in different places.
+        segment: their tokens; rows may stand in different places.
     """
     if slab.queries is None:
         return
     unasked = spec.chunk - spec.keeps_queries  # of the beginning of a tail
-    if piece.in_step:
-        first = max(0, unasked - piece.waiting[0])
-        if first < piece.width:
-            place = spec.query_place(piece.waiting[0] + first)
+    if segment.in_step:
+        first = max(0, unasked - segment.waiting[0])
+        if first < segment.width:
+            place = spec.query_place(segment.waiting[0] + first)
             slab.store_queries(queries[:, :, :, first:], place)
     else:
-        rows, columns, _ = piece.entries
-        places = piece.tail_places - unasked
+        rows, columns, _ = segment.entries
+        places = segment.tail_places - unasked
         stays = places >= 0
         slab.store_queries_at(queries, rows[stays], places[stays], columns[stays])
 
 
-def store_last_queries(slab: Slab, spec: LayerSpec, queries: Tensor, piece: Piece) -> None:
+def store_last_queries(slab: Slab, spec: LayerSpec, queries: Tensor, segment: Segment) -> None:
     """Of a whole prompt, put the last queries where a fold asks for them; as `store_queries`."""
     if slab.queries is None:
         return
     wanted = spec.pipe.needs_queries
-    for row, count in enumerate(piece.counts):
+    for row, count in enumerate(segment.counts):
         last = queries[row : row + 1, :, :, max(0, count - wanted) : count]
         start = slab.queries.shape[2] - last.shape[3]
         slab.queries[row, :, start:] = merge_groups(last)[0]
@@ -72,20 +72,22 @@ def keep_older_queries(slab: Slab, chunk: int) -> None:
         slab.queries[:, :, : older.shape[2]] = older
 
 
-def tail_of(piece: Piece, rows: list[int], chunk: int) -> Piece:
-    """The whole tails of some rows that are full after a piece."""
-    return Piece(
-        columns=piece.columns.new_zeros(len(rows), chunk),
+def tail_of(segment: Segment, rows: list[int], chunk: int) -> Segment:
+    """The whole tails of some rows that are full after a segment."""
+    return Segment(
+        columns=segment.columns.new_zeros(len(rows), chunk),
         counts=[chunk] * len(rows),
-        seen=[piece.seen[row] + piece.counts[row] - chunk for row in rows],
+        seen=[segment.seen[row] + segment.counts[row] - chunk for row in rows],
         waiting=[0] * len(rows),
         due=[],
-        origin=piece.origin,
-        device=piece.device,
+        origin=segment.origin,
+        device=segment.device,
     )
 
 
-def mass_from_tail(slab: Slab, spec: LayerSpec, form: Form, tail: Piece, stop: int) -> Tensor:
+def mass_from_tail(
+    slab: Slab, spec: LayerSpec, params: AttentionParams, tail: Segment, stop: int
+) -> Tensor:
     """The attention that slots receive from the queries of the tail.
 
     Args:
@@ -107,5 +109,5 @@ def mass_from_tail(slab: Slab, spec: LayerSpec, form: Form, tail: Piece, stop: i
     for start in range(0, tail.width, step):
         these = slice(start, start + step)
         its = bias if bias is None or bias.shape[3] == 1 else bias[:, :, :, these]
-        mass += attention_mass(queries[:, :, :, these], keys, b, form, its)
+        mass += attention_mass(queries[:, :, :, these], keys, b, params, its)
     return mass

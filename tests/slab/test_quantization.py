@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weir.slab import FORMATS
-from weir.slab.quantized import Code, are_levels, dequantize, quantize, steps
+from weir.slab.quantization import Code, are_levels, dequantize, quantize, steps
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CODES = list(dict.fromkeys(c for form in FORMATS.values() for c in (form.keys, form.values)))

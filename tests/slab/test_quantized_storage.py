@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from weir.slab import FORMATS, Heads, Slab, SlabSpec, Slots, Stretch, own_copy
+from weir.slab import FORMATS, Heads, QuantizedSlots, Slab, SlabSpec, Slots, copy_if_shared
 
 SLOTS, CODED, FRONT, DIM = 24, 16, 6, 32
 NAMES = ("keys", "values", "a", "b", "position")
@@ -16,7 +16,9 @@ NAMES = ("keys", "values", "a", "b", "position")
 def filled(name: str, dtype: torch.dtype = torch.float32) -> Slab:
     """A slab of two rows whose first 16 slots are quantized, six of them of the front."""
     heads = Heads(3, 1, DIM, DIM, dtype)
-    spec = SlabSpec(heads, SLOTS, masters=4, format=FORMATS[name], coded=CODED, coded_masters=FRONT)
+    spec = SlabSpec(
+        heads, SLOTS, masters=4, format=FORMATS[name], quantized=CODED, quantized_masters=FRONT
+    )
     slab = Slab(spec, 2)
     slab.write(0, some(FRONT, dtype), front=True)
     slab.write(FRONT, some(CODED - FRONT, dtype, FRONT), front=False)
@@ -53,7 +55,7 @@ def test_what_is_moved_as_it_is_stored_is_what_reading_and_quantizing_gives(name
         held = slab.front(0, FRONT) if front else slab.run(FRONT, CODED)
         kept = way(held).join(new)
         kept = kept.part(3, 3 + len(held))
-        slab.write(0 if front else FRONT, own_copy(kept, slab.storages()), front=front)
+        slab.write(0 if front else FRONT, copy_if_shared(kept, slab.storages()), front=front)
     for label, t in one.tensors().items():
         assert torch.equal(t, other.tensors()[label]), label
 
@@ -62,7 +64,7 @@ def test_what_is_moved_as_it_is_stored_is_what_reading_and_quantizing_gives(name
 def test_a_part_of_several_pieces_is_that_part_of_what_is_read(start, stop):
     slab = filled("int8")
     both = slab.run(0, CODED).join(some(5, torch.float32, 40))
-    assert isinstance(both, Stretch) and both.pieces is not None and len(both.pieces) == 2
+    assert isinstance(both, QuantizedSlots) and both.pieces is not None and len(both.pieces) == 2
     assert_same(both.part(start, stop), as_read(both).part(start, stop))
     assert both.part(start, stop).keys.shape[2] == stop - start
 
@@ -72,7 +74,7 @@ def test_what_a_pool_picks_stays_as_it_is_stored():
     both = slab.front(0, FRONT).join(slab.run(FRONT, CODED))
     mask = torch.rand(2, 3, CODED, generator=torch.Generator().manual_seed(1)) < 0.5
     kept = both.only(mask)
-    assert isinstance(kept, Stretch) and kept.pieces is not None
+    assert isinstance(kept, QuantizedSlots) and kept.pieces is not None
     assert_same(kept, as_read(both).only(mask))
     assert torch.equal(kept.a.isneginf(), kept.position < 0)
 
@@ -88,5 +90,5 @@ def test_other_keys_or_weights_take_the_place_of_what_is_stored():
     assert torch.equal(heavier.a, values[..., 0]) and torch.equal(heavier.values, values)
     assert torch.equal(heavier.join(held).keys[:, :, 7:], held.keys)
     stored = slab.run(2, 9).weighed(values[..., 0], held.b)
-    assert isinstance(stored, Stretch) and stored.pieces is not None
+    assert isinstance(stored, QuantizedSlots) and stored.pieces is not None
     assert_same(stored, replace(heavier, b=held.b))

@@ -1,26 +1,128 @@
-"""Whether rows that somebody else made can be rows of a cache: names, sizes, types and numbers.
+"""What facts that somebody else made may be: tables of kinds, and one sentence for what is not.
 
-Sizes and types are those of the cache's `SlabSpec`s, and are checked before a tensor of a file is
-read, so no file makes anything larger than the cache it is for. Of the numbers all that the next
-tokens rely on is checked: where slots stand, what they weigh, what pools remember. Knows nothing
-about files.
+A kind is a function that checks a value and raises `ValidationError` with its place. Kinds are
+made of kinds.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from weir.cache.layer import Layout, laid_out
+from weir.cache.layer import Layout, lay_out
 from weir.cache.layers import LayerPlan, three_axes
-from weir.cache.schema import FARTHEST, Kind, Wrong, list_of, optional, record, truth, whole
 from weir.errors import quote
 from weir.pools import MOST_WEIGHT
-from weir.slab import EMPTY, Coded, coded_in, split_weights
+from weir.slab import EMPTY, QuantizedStorage, quantized_buffers, split_weights
+
+Kind = Callable[[Any, str], None]
+"""Looks at a value, given its place in the facts; raises `ValidationError`."""
+
+FARTHEST = 2**53
+"""No stream is longer: whole numbers that every reader of JSON takes for what they are."""
+
+
+class ValidationError(Exception):
+    """A fact that is not what it has to be; says which, what it should be and what it is."""
+
+
+@contextmanager
+def located(place: str) -> Iterator[None]:
+    """Say of what is wrong where it is."""
+    try:
+        yield
+    except ValidationError as wrong:
+        raise ValidationError(f"{place}: {wrong}") from None
+
+
+def integer(low: int = 0, high: int | None = FARTHEST) -> Kind:
+    """A whole number from `low` to `high`; None for no limit."""
+    limit = "on" if high is None else f"to {high:,}"
+
+    def check(value: Any, place: str) -> None:
+        number = isinstance(value, int) and not isinstance(value, bool)
+        if not number or value < low or (high is not None and value > high):
+            raise ValidationError(
+                f"{place} must be a whole number from {low} {limit}, not {_told(value)}"
+            )
+
+    return check
+
+
+def boolean(value: Any, place: str) -> None:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise ValidationError(f"{place} must be true or false, not {_told(value)}")
+
+
+def text(*choices: str) -> Kind:
+    """A text, one of the choices if there are any."""
+
+    def check(value: Any, place: str) -> None:
+        if not isinstance(value, str) or (choices and value not in choices):
+            wanted = " or ".join(map(repr, choices)) or "a text"
+            raise ValidationError(f"{place} must be {wanted}, not {_told(value)}")
+
+    return check
+
+
+def optional(kind: Kind) -> Kind:
+    """None, or what the kind says."""
+
+    def check(value: Any, place: str) -> None:
+        if value is not None:
+            kind(value, place)
+
+    return check
+
+
+def list_of(kind: Kind, count: int | None = None) -> Kind:
+    """A list of `count` such values; None for any number of them."""
+
+    def check(value: Any, place: str) -> None:
+        if not isinstance(value, list):
+            raise ValidationError(f"{place} must be a list, not {_told(value)}")
+        if count is not None and len(value) != count:
+            raise ValidationError(f"{place} must have {count} entries, not {len(value)}")
+        for index, each in enumerate(value):
+            kind(each, f"{place}[{index}]")
+
+    return check
+
+
+def record(**kinds: Kind) -> Kind:
+    """Facts by name: all of these and no others."""
+
+    def check(value: Any, place: str) -> None:
+        if not isinstance(value, dict):
+            raise ValidationError(
+                f"{place or 'what it says'} must be facts by name, not {_told(value)}"
+            )
+        dot = f"{place}." if place else ""
+        for name, kind in kinds.items():
+            if name not in value:
+                raise ValidationError(f"{dot}{name} is missing")
+            kind(value[name], f"{dot}{name}")
+        for name in value:
+            if name not in kinds:
+                raise ValidationError(f"{dot}{quote(name)} is a fact too many")
+
+    return check
+
+
+def _told(value: Any) -> str:
+    """A value in a few words, whatever it is."""
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return f"{len(value)} facts by name"
+    return quote(value) if not isinstance(value, int) or abs(value) < 10**30 else "so large a one"
+
 
 Size = tuple[tuple[int, ...], torch.dtype]
 """A tensor's shape and dtype."""
@@ -29,19 +131,19 @@ Size = tuple[tuple[int, ...], torch.dtype]
 def row_facts(plans: Sequence[LayerPlan], vocabulary: int, chunk: int) -> Kind:
     """What the facts of a row of such a cache are (`RowState.facts`)."""
     lengths = [
-        [whole(0, pool.slots() if pool.slots() is not None else FARTHEST) for pool in pools]
+        [integer(0, pool.slots() if pool.slots() is not None else FARTHEST) for pool in pools]
         for pools in (plan.spec.pipe.pools for plan in plans)
     ]
-    more = {"drift": whole(-FARTHEST)} if three_axes(plans) else {}
+    more = {"drift": integer(-FARTHEST)} if three_axes(plans) else {}
     return record(
-        columns=whole(),
-        seen=whole(),
-        waiting=whole(0, chunk - 1),
-        claimed=whole(),
-        last=optional(whole(0, vocabulary - 1)),
-        ended=truth,
-        seed=whole(0, None),
-        marks=record(beginning=optional(whole()), turn=whole(), header=whole()),
+        columns=integer(),
+        seen=integer(),
+        waiting=integer(0, chunk - 1),
+        claimed=integer(),
+        last=optional(integer(0, vocabulary - 1)),
+        ended=boolean,
+        seed=integer(0, None),
+        marks=record(beginning=optional(integer()), turn=integer(), header=integer()),
         lengths=_each([_each(pools) for pools in lengths]),
         **more,
     )
@@ -71,18 +173,22 @@ def check_row(facts: Mapping[str, Any], *, chunk: int, origin: int, whole_prompt
     """
     seen, waiting, columns = facts["seen"], facts["waiting"], facts["columns"]
     if origin + seen > FARTHEST:
-        raise Wrong(f"seen is {seen:,} from place {origin:,} on, and no stream is so long")
+        raise ValidationError(
+            f"seen is {seen:,} from place {origin:,} on, and no stream is so long"
+        )
     if waiting > seen or not (whole_prompt or waiting == seen % chunk):
-        raise Wrong(f"waiting is {waiting}, which {seen:,} tokens in chunks of {chunk} never leave")
+        raise ValidationError(
+            f"waiting is {waiting}, which {seen:,} tokens in chunks of {chunk} never leave"
+        )
     for name in ("seen", "claimed"):
         if facts[name] > columns:
-            raise Wrong(f"{name} is {facts[name]:,}, and columns only {columns:,}")
+            raise ValidationError(f"{name} is {facts[name]:,}, and columns only {columns:,}")
     clock = origin + seen + facts.get("drift", 0)
     if not origin <= clock <= FARTHEST:
-        raise Wrong(f"drift is {facts['drift']:,}, which {seen:,} tokens never leave")
+        raise ValidationError(f"drift is {facts['drift']:,}, which {seen:,} tokens never leave")
     for layer, lengths in enumerate(facts["lengths"]):
         if waiting == seen and any(lengths):
-            raise Wrong(f"lengths[{layer}] is not zero though nothing has been folded")
+            raise ValidationError(f"lengths[{layer}] is not zero though nothing has been folded")
 
 
 def check_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[int]) -> None:
@@ -99,29 +205,31 @@ def check_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[in
     wanted = plan.slab.tensors(1)
     for name in found:
         if name not in wanted:
-            raise Wrong(f"{quote(name)} is no tensor of this layer")
+            raise ValidationError(f"{quote(name)} is no tensor of this layer")
     grows = plan.spec.pipe.slots is None
     for name, (shape, dtype) in wanted.items():
         if name not in found:
-            raise Wrong(f"{name} is missing")
+            raise ValidationError(f"{name} is missing")
         its, kind = found[name]
         if kind != dtype:
-            raise Wrong(f"{name} is {_named(kind)} and must be {_named(dtype)}")
+            raise ValidationError(f"{name} is {_named(kind)} and must be {_named(dtype)}")
         longer = grows and name != "queries" and len(its) == len(shape) > 2 and its[2] >= shape[2]
         if its != shape and not (longer and (*its[:2], *its[3:]) == (*shape[:2], *shape[3:])):
-            raise Wrong(f"{name} is {list(its)} and must be {list(shape)}")
+            raise ValidationError(f"{name} is {list(its)} and must be {list(shape)}")
     slots = found["position"][0][2]
     alike = ("keys", "values", "a", "b", "mass", "mask", "numerator", "denominator", "frame")
-    lies = laid_out(plan.spec.pipe, lengths)
+    lies = lay_out(plan.spec.pipe, lengths)
     for name in (*alike, "span"):
         exact = lies.first if name in ("keys", "values") else 0
         if name in found and found[name][0][2] != slots - exact:
-            raise Wrong(f"{name} has {found[name][0][2]} slots and position {slots}")
+            raise ValidationError(f"{name} has {found[name][0][2]} slots and position {slots}")
     if lies.used + plan.spec.chunk > slots:
-        raise Wrong(f"{sum(lengths)} slots are in use, and with a chunk there are only {slots}")
+        raise ValidationError(
+            f"{sum(lengths)} slots are in use, and with a chunk there are only {slots}"
+        )
     front = lies.front - lies.first
     if "masters" in found and front > found["masters"][0][2]:
-        raise Wrong(f"masters has {found['masters'][0][2]} slots for {front} in use")
+        raise ValidationError(f"masters has {found['masters'][0][2]} slots for {front} in use")
 
 
 def check_numbers(
@@ -140,7 +248,7 @@ def check_numbers(
     """
     pipe, chunk = plan.spec.pipe, plan.spec.chunk
     lengths = facts["lengths"][plan.spec.index]
-    lies = laid_out(pipe, lengths)
+    lies = lay_out(pipe, lengths)
     used = lies.used
     ahead = origin + facts["seen"] - facts["waiting"]
     _check_positions(tensors["position"], lies, ahead, chunk, origin)
@@ -151,19 +259,21 @@ def check_numbers(
     _check_split(tensors)
     for name in ("keys", "values", "masters"):
         if name in tensors and not bool(tensors[name].isfinite().all()):
-            raise Wrong(f"{name} has numbers that are not finite")
+            raise ValidationError(f"{name} has numbers that are not finite")
     if pipe.format is not None:
-        wrong = Coded(pipe.format, coded_in(tensors), tensors["keys"].dtype).wrong()
+        wrong = QuantizedStorage(
+            pipe.format, quantized_buffers(tensors), tensors["keys"].dtype
+        ).wrong()
         if wrong is not None:
-            raise Wrong(wrong)
+            raise ValidationError(wrong)
     if "mass" in tensors and not bool(
         ((tensors["mass"] >= 0) & (tensors["mass"] < math.inf)).all()
     ):
-        raise Wrong("mass has numbers that no sum of attention is")
+        raise ValidationError("mass has numbers that no sum of attention is")
     if "frame" in tensors:
         frame, most = tensors["frame"], ahead + chunk
         if not bool(((frame >= -frame.shape[2]) & (frame <= most)).all()):
-            raise Wrong("frame has positions that no slot pretends")
+            raise ValidationError("frame has positions that no slot pretends")
     if "span" in tensors:
         held = tensors["position"][:, :, : used + facts["waiting"]] != EMPTY
         _check_spans(tensors["span"][:, :, : held.shape[2]][held], origin, facts)
@@ -171,13 +281,13 @@ def check_numbers(
         waits = tensors["queries"]
         asked = waits[:, :, : max(0, waits.shape[2] - chunk + facts["waiting"])]
         if not bool(asked.isfinite().all()):
-            raise Wrong("queries has numbers that are not finite")
+            raise ValidationError("queries has numbers that are not finite")
     for index, pool in enumerate(pipe.pools):
         start = f"state.{index}."
         state = {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
         wrong = pool.wrong_state(state, lengths[index], ahead) if state else None
         if wrong is not None:
-            raise Wrong(f"of what the pool {pool.name} remembers, {wrong}")
+            raise ValidationError(f"of what the pool {pool.name} remembers, {wrong}")
 
 
 def _check_positions(position: Tensor, lies: Layout, ahead: int, chunk: int, origin: int) -> None:
@@ -188,19 +298,21 @@ def _check_positions(position: Tensor, lies: Layout, ahead: int, chunk: int, ori
         lies: where the slots of the row are.
         ahead: the place of the first token that has not been folded.
     """
-    for kept in (position[:, :, : lies.coded_front], position[:, :, lies.first : lies.front]):
+    for kept in (position[:, :, : lies.quantized_front], position[:, :, lies.first : lies.front]):
         if not bool(((kept == EMPTY) | ((kept >= origin) & (kept < ahead))).all()):
-            raise Wrong(
+            raise ValidationError(
                 f"position has places that are not among those of the stream, {origin} to {ahead}"
             )
     rising = torch.arange(ahead - lies.run, ahead + chunk, device=position.device)
-    parts = [slice(lies.coded_front, lies.coded), slice(lies.front, lies.used + chunk)]
+    parts = [slice(lies.quantized_front, lies.quantized), slice(lies.front, lies.used + chunk)]
     newest = torch.cat([position[:, :, part] for part in parts], dim=2)
     if not bool((newest == rising).all()):
-        raise Wrong("position does not rise from token to token where the newest tokens are")
-    for rest in (position[:, :, lies.coded : lies.first], position[:, :, lies.used + chunk :]):
+        raise ValidationError(
+            "position does not rise from token to token where the newest tokens are"
+        )
+    for rest in (position[:, :, lies.quantized : lies.first], position[:, :, lies.used + chunk :]):
         if not bool((rest == EMPTY).all()):
-            raise Wrong("position has places in slots that are not in use")
+            raise ValidationError("position has places in slots that are not in use")
 
 
 def _check_weights(name: str, weights: Tensor, empty: Tensor, used: int, chunk: int) -> None:
@@ -214,13 +326,13 @@ def _check_weights(name: str, weights: Tensor, empty: Tensor, used: int, chunk: 
     """
     kept = weights[:, :, :used]
     if not bool((kept <= MOST_WEIGHT).all()):
-        raise Wrong(f"{name} has numbers that are no log-weights")
+        raise ValidationError(f"{name} has numbers that are no log-weights")
     if bool((kept[empty] != -math.inf).any()):
-        raise Wrong(f"{name} gives weight to slots without a token")
+        raise ValidationError(f"{name} gives weight to slots without a token")
     if bool((weights[:, :, used : used + chunk] != 0).any()):
-        raise Wrong(f"{name} is not 0 in slots that wait for a token")
+        raise ValidationError(f"{name} is not 0 in slots that wait for a token")
     if bool((weights[:, :, used + chunk :] != -math.inf).any()):
-        raise Wrong(f"{name} gives weight to slots that are not in use")
+        raise ValidationError(f"{name} gives weight to slots that are not in use")
 
 
 def _check_spans(spans: Tensor, origin: int, facts: Mapping[str, Any]) -> None:
@@ -233,9 +345,9 @@ def _check_spans(spans: Tensor, origin: int, facts: Mapping[str, Any]) -> None:
     clock = origin + facts["seen"] + facts["drift"]
     begins, reach = spans[:, 0], spans[:, 1]
     if not bool(((begins >= origin) & (begins <= clock)).all()):
-        raise Wrong(f"span begins at places that are not among {origin} to {clock}")
+        raise ValidationError(f"span begins at places that are not among {origin} to {clock}")
     if not bool(((reach >= 1) & (reach <= FARTHEST)).all()):
-        raise Wrong("span reaches as far as no word or image does")
+        raise ValidationError("span reaches as far as no word or image does")
 
 
 def _check_split(tensors: Mapping[str, Tensor]) -> None:
@@ -246,7 +358,7 @@ def _check_split(tensors: Mapping[str, Tensor]) -> None:
         strict=True,
     ):
         if name in tensors and not torch.allclose(tensors[name], t):  # exp rounds by device
-            raise Wrong(f"{name} is not what a and b say")
+            raise ValidationError(f"{name} is not what a and b say")
 
 
 def _named(dtype: torch.dtype) -> str:

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from weir.models.memory import MODE
 from weir.slab import Heads, Slab, SlabSpec
-from weir.slab.room import LARGE_PAGE, empty
+from weir.slab.slab import LARGE_PAGE, allocate
 
 
 def asked(t: Tensor) -> bool:
@@ -30,7 +30,7 @@ def asked(t: Tensor) -> bool:
 @pytest.mark.skipif(not MODE.exists(), reason="only Linux has large pages for those who ask")
 def test_large_pages_are_asked_for_where_one_fits() -> None:
     # More than the C library ever takes from memory that it has had before.
-    assert asked(empty((40 * LARGE_PAGE,), torch.int8))
+    assert asked(allocate((40 * LARGE_PAGE,), torch.int8))
     assert not asked(torch.empty(40 * LARGE_PAGE, dtype=torch.int8))
 
 
@@ -45,7 +45,7 @@ def test_keys_and_values_of_a_slab_lie_in_them() -> None:
 
 @pytest.mark.parametrize("size", [0, 5, LARGE_PAGE // 2 - 1, LARGE_PAGE // 2, LARGE_PAGE + 4097])
 def test_it_is_memory_for_what_is_wanted(size: int) -> None:
-    made = empty((1, size), torch.int8).fill_(3)
+    made = allocate((1, size), torch.int8).fill_(3)
     assert made.shape == (1, size)
     assert made.untyped_storage().nbytes() == size
     assert torch.equal(made, torch.full((1, size), 3, dtype=torch.int8))
@@ -53,11 +53,11 @@ def test_it_is_memory_for_what_is_wanted(size: int) -> None:
 
 def test_a_system_without_them_has_memory_too(monkeypatch) -> None:
     monkeypatch.delattr("mmap.MADV_HUGEPAGE", raising=False)
-    assert not empty((2 * LARGE_PAGE,), torch.int8).zero_().any()
+    assert not allocate((2 * LARGE_PAGE,), torch.int8).zero_().any()
 
 
 def test_elsewhere_nothing_is_asked(monkeypatch) -> None:
-    monkeypatch.setattr("weir.slab.room._ask", lambda t: pytest.fail("asked"))
-    assert empty((2 * LARGE_PAGE,), torch.int8, torch.device("meta")).is_meta
+    monkeypatch.setattr("weir.slab.slab._advise_large_pages", lambda t: pytest.fail("asked"))
+    assert allocate((2 * LARGE_PAGE,), torch.int8, torch.device("meta")).is_meta
     with FakeTensorMode():  # whose tensors say that they lie on the CPU
-        assert empty((2 * LARGE_PAGE,), torch.int8).shape == (2 * LARGE_PAGE,)
+        assert allocate((2 * LARGE_PAGE,), torch.int8).shape == (2 * LARGE_PAGE,)

@@ -13,7 +13,7 @@ from roundings import close_runs
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import weir
-from weir.cache import DEFAULT, policy_beside, size_of
+from weir.cache import DEFAULT, find_model_policy, size_of
 from weir.errors import WeirError
 from weir.models import fingerprint, loading
 from weir.policies import format_policy_file
@@ -44,7 +44,7 @@ def test_it_is_taken_by_streams_caches_and_generate(folder, ids):
     how = {"max_new_tokens": 8, "do_sample": False, "custom_generate": weir.generate}
     said, wanted = (model.generate(tokens, **how, **more) for more in ({}, {"policy": WRITTEN}))
     assert torch.equal(said, wanted)
-    assert str(policy_beside(str(folder))) == WRITTEN
+    assert str(find_model_policy(str(folder))) == WRITTEN
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_without_one_it_is_the_policy_for_everybody(folder, llama):
     (folder / "weir.toml").unlink()
     assert str(weir.Stream(read(folder)).policy) == DEFAULT
     assert str(weir.StreamingCache(llama).policy) == DEFAULT  # which was never in a folder
-    assert policy_beside(str(folder)) is None
-    assert policy_beside("nano") is None
+    assert find_model_policy(str(folder)) is None
+    assert find_model_policy("nano") is None
 
 
 def test_it_reads_a_short_prompt_as_the_model_does_where_its_slots_are_exact(llama, ids):
@@ -125,17 +125,17 @@ def test_of_the_hub_it_is_taken_from_the_snapshot_here_and_nothing_is_fetched(
     for commit, policy in (("a" * 40, WRITTEN), ("b" * 40, DEFAULT), (None, WRITTEN)):
         model.config._commit_hash = commit
         assert str(weir.Stream(model).policy) == policy
-    assert str(policy_beside("some/body")) == WRITTEN
-    assert policy_beside("some/body", "b" * 40) is None
+    assert str(find_model_policy("some/body")) == WRITTEN
+    assert find_model_policy("some/body", "b" * 40) is None
     for gone in ("some/other", "a/folder/that/is/gone", "/nowhere"):
-        assert policy_beside(gone) is None
+        assert find_model_policy(gone) is None
 
 
 @pytest.mark.parametrize("damaged", ["", "format = 1", "format ="])
 def test_a_damaged_one_is_one_sentence_and_not_passed_over(folder, damaged):
     (folder / "weir.toml").write_text(damaged)
     wanted = r"weir.toml is (TOML, but )?no policy file.*; it lies with the model, so it is what"
-    for ask in (lambda: weir.Stream(read(folder)), lambda: policy_beside(str(folder))):
+    for ask in (lambda: weir.Stream(read(folder)), lambda: find_model_policy(str(folder))):
         with pytest.raises(WeirError, match=wanted) as told:
             ask()
         assert "\n" not in str(told.value)

@@ -13,24 +13,24 @@ import torch
 from torch import Tensor
 
 from weir.kernels import dot_products, register_operator, weighted_sums
-from weir.slab.attention import Form
+from weir.slab.attention import AttentionParams
 
 SHARING = 8
 """Query heads of a KV head up to which there are loops: as many sums as fit into registers."""
 
 
-def loops(queries: Tensor, kv_heads: int) -> bool:
+def uses_loops(queries: Tensor, kv_heads: int) -> bool:
     """Whether queries [batch, heads, 1, key_dim] are answered so."""
     compiling: bool = torch.compiler.is_compiling()
     return compiling and queries.device.type == "cpu" and queries.shape[1] <= SHARING * kv_heads
 
 
-def looped_attention(
+def attend_in_loops(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
     mask: Tensor,
-    form: Form,
+    params: AttentionParams,
     factors: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """`two_weight_attention`, in float32.
@@ -48,7 +48,7 @@ def looped_attention(
     """
     above, below = (None, None) if factors is None else factors
     out: Tensor = _LOOPED(
-        queries, keys, values, mask, form.scale, form.softcap, form.sinks, above, below
+        queries, keys, values, mask, params.scale, params.softcap, params.sinks, above, below
     )
     return out
 
