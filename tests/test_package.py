@@ -161,7 +161,7 @@ def test_what_to_install_is_said_in_one_place_and_in_the_words_of_the_readme() -
 
 OPTIONAL = {
     *("lm_eval", "matplotlib", "numba", "ray", "rich", "rouge_score", "sacrebleu", "triton"),
-    *("llvmlite", "pillow", "torchao", "typer"),
+    *("gguf", "llvmlite", "pillow", "torchao", "typer"),
     *("fastapi", "llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn"),
 }
 """What extras bring."""
