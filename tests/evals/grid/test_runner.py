@@ -291,12 +291,12 @@ def test_a_reason_is_one_line(error, said):
 
 
 def test_the_task_of_the_documentation_is_measured(tmp_path, monkeypatch, capsys):
-    page = (Path(__file__).parents[3] / "docs" / "evals.md").read_text("utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "measuring.md").read_text("utf-8")
     (code,) = re.findall(r"^```python\n(from dataclasses.*?)^```$", page, re.DOTALL | re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     before = dict(TASKS)
     try:
-        exec(compile(code, "evals.md", "exec", dont_inherit=True), {"__name__": "example"})
+        exec(compile(code, "measuring.md", "exec", dont_inherit=True), {"__name__": "example"})
     finally:
         TASKS.clear()
         TASKS.update(before)

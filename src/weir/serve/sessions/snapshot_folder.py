@@ -28,7 +28,7 @@ def new_name() -> str:
     return f"{secrets.token_hex(16)}.safetensors"
 
 
-class Folder:
+class SnapshotFolder:
     """A folder, open until `close`; made if there is none.
 
     Args:
@@ -160,7 +160,7 @@ def lock(path: Path) -> int:
     return fd
 
 
-class Reserve:
+class DiskReserve:
     """Room on the disk that is given up where it is full: to delete takes some as well.
 
     Args:

@@ -14,22 +14,23 @@ from functools import cached_property
 from pathlib import Path
 
 from weir.errors import WeirError
-from weir.serve.book import Book
 from weir.serve.engine import Busy, Engine
 from weir.serve.limits import Limits
-from weir.serve.records import Record, Session, Store, path_to
-from weir.serve.store import Form, Parcel
+from weir.serve.sessions.archive import SessionArchive
+from weir.serve.sessions.records import SessionStore, SessionSummary, TurnRecord, find_path
+from weir.serve.sessions.responses import ResponseStore
+from weir.serve.sessions.snapshot import RowFormat
 
 
-class Unknown(WeirError):
+class UnknownSession(WeirError):
     """There is no such session or turn of the owner's."""
 
 
-class Held(WeirError):
+class HeldByConversation(WeirError):
     """A session is a conversation's, and goes with that."""
 
 
-class Sessions:
+class SessionManager:
     """The sessions of all owners.
 
     Args:
@@ -39,31 +40,33 @@ class Sessions:
         limits: of what an owner may have.
     """
 
-    def __init__(self, engine: Engine, store: Store, book: Book, limits: Limits) -> None:
+    def __init__(
+        self, engine: Engine, store: SessionStore, book: ResponseStore, limits: Limits
+    ) -> None:
         self._engine = engine
         self._store = store
-        self._book = book
+        self._responses = book
         self._limits = limits
         self._packing = threading.Lock()
 
     @cached_property
-    def form(self) -> Form:
+    def form(self) -> RowFormat:
         """What all rows here are rows of."""
         cache = self._engine.cache
-        return Form.of(self._engine.model, cache.policy, cache.chunk)
+        return RowFormat.of(self._engine.model, cache.policy, cache.chunk)
 
-    def turns(self, owner: str, session: str) -> tuple[list[Record], set[str]]:
+    def list_turns(self, owner: str, session: str) -> tuple[list[TurnRecord], set[str]]:
         """The turns of a session in the order they came, and the nodes that lead to its newest.
 
         Raises:
-            Unknown: there is no such session.
+            UnknownSession: there is no such session.
         """
-        records = self._store.turns(owner, session)
+        records = self._store.list_turns(owner, session)
         if not records:
             raise _unknown("session")
-        return records, set(path_to(records[-1].node, {r.node: r.parent for r in records}))
+        return records, set(find_path(records[-1].node, {r.node: r.parent for r in records}))
 
-    def fork(self, owner: str, session: str, node: str | None, name: str | None) -> Session:
+    def fork(self, owner: str, session: str, node: str | None, name: str | None) -> SessionSummary:
         """A session that begins with what led to a turn of another; that one stays as it is.
 
         Args:
@@ -73,7 +76,7 @@ class Sessions:
             name: of the new session; None for one that nobody has.
 
         Raises:
-            Unknown: there is no such session, or no such turn in it.
+            UnknownSession: there is no such session, or no such turn in it.
             WeirError: there is one of this name already, or the disk is full.
         """
         at = self._turn(owner, session, node).node
@@ -81,20 +84,20 @@ class Sessions:
         self.trim(owner)
         return found
 
-    def rewind(self, owner: str, session: str, node: str) -> Session:
+    def rewind(self, owner: str, session: str, node: str) -> SessionSummary:
         """Let a session end with one of its turns: what does not lead there leaves it.
 
         Raises:
-            Unknown: there is no such session, or no such turn in it.
-            Held: it is a conversation's.
+            UnknownSession: there is no such session, or no such turn in it.
+            HeldByConversation: it is a conversation's.
             WeirError: the disk does not let go of the others.
         """
         self._turn(owner, session, node)
         self._free(owner, session)
-        records = self._store.turns(owner, session)
-        stay = set(path_to(node, {record.node: record.parent for record in records}))
+        records = self._store.list_turns(owner, session)
+        stay = set(find_path(node, {record.node: record.parent for record in records}))
         self._leave(owner, session, [r.node for r in records if r.node not in stay])
-        found = self._store.session(owner, session)
+        found = self._store.get_session(owner, session)
         if found is None:
             raise _unknown("session")  # it was deleted at this moment
         return found
@@ -103,28 +106,32 @@ class Sessions:
         """Delete a session of an owner's; False if there is none.
 
         Raises:
-            Held: it is a conversation's.
+            HeldByConversation: it is a conversation's.
             WeirError: the disk does not let go of it.
         """
-        records = self._store.turns(owner, session)
+        records = self._store.list_turns(owner, session)
         if records:
             self._free(owner, session)
         self._leave(owner, session, [record.node for record in records])
         # Those whose states had to make room; what a fork has of them stays.
-        gone = [name for name in self._book.of(owner, session) if not self._stands(owner, name)]
-        self._book.drop(owner, gone)
+        gone = [
+            name
+            for name in self._responses.list_responses(owner, session)
+            if not self._stands(owner, name)
+        ]
+        self._responses.delete_responses(owner, gone)
         return bool(records)
 
     def _stands(self, owner: str, response: str) -> bool:
-        return self._store.find(owner, response.removeprefix("resp_")) is not None
+        return self._store.find_turn(owner, response.removeprefix("resp_")) is not None
 
-    def end(self, owner: str, conversation: str) -> None:
+    def delete_conversation(self, owner: str, conversation: str) -> None:
         """Delete a conversation of an owner's, and the session that it is.
 
         Raises:
             WeirError: the disk does not let go of it.
         """
-        self._book.end(owner, conversation)
+        self._responses.delete_conversation(owner, conversation)
         self.delete(owner, conversation)
 
     def trim(self, owner: str) -> None:
@@ -132,13 +139,13 @@ class Sessions:
 
         Texts of theirs that are in the book stay, and can be read again.
         """
-        sessions = self._store.sessions(owner)
+        sessions = self._store.list_sessions(owner)
         for session in sessions[: max(0, len(sessions) - self._limits.sessions)]:
-            nodes = [record.node for record in self._store.turns(owner, session.id)]
-            for node in self._store.leave(owner, session.id, nodes):
+            nodes = [record.node for record in self._store.list_turns(owner, session.id)]
+            for node in self._store.remove_turns(owner, session.id, nodes):
                 self._engine.forget(node)
 
-    def pack(self, owner: str, session: str, most: int | None, path: Path) -> None:
+    def export_file(self, owner: str, session: str, most: int | None, path: Path) -> None:
         """Write a session of an owner's into a file.
 
         Args:
@@ -147,11 +154,11 @@ class Sessions:
             path: of the file.
 
         Raises:
-            Unknown: there is no such session.
+            UnknownSession: there is no such session.
             Busy: another one is on its way.
             WeirError: it is too large for a file, or damaged, or the file cannot be written.
         """
-        found = self._store.session(owner, session)
+        found = self._store.get_session(owner, session)
         if found is None:
             raise _unknown("session")
         cache = self._engine.cache
@@ -163,9 +170,9 @@ class Sessions:
                 "ask for fewer of the newest turns"
             )
         with _one_at_a_time(self._packing):
-            Parcel.of(self._store, owner, session, turns).write(path, self.form)
+            SessionArchive.of(self._store, owner, session, turns).write(path, self.form)
 
-    def unpack(self, owner: str, path: Path) -> Session:
+    def import_file(self, owner: str, path: Path) -> SessionSummary:
         """Take in a session from a file, as a new one of the owner's.
 
         Raises:
@@ -174,13 +181,13 @@ class Sessions:
                 is no room for it; nothing of it is kept.
         """
         with _one_at_a_time(self._packing):
-            parcel = Parcel.read(path, self.form, self._limits.parcel).renamed(owner)
-            found = self._store.take_in(parcel.records, parcel.nodes)
+            parcel = SessionArchive.read(path, self.form, self._limits.parcel).renamed(owner)
+            found = self._store.import_session(parcel.records, parcel.nodes)
         self.trim(owner)
         return found
 
-    def _turn(self, owner: str, session: str, node: str | None) -> Record:
-        records = self._store.turns(owner, session)
+    def _turn(self, owner: str, session: str, node: str | None) -> TurnRecord:
+        records = self._store.list_turns(owner, session)
         if not records:
             raise _unknown("session")
         if node is None:
@@ -191,14 +198,14 @@ class Sessions:
         return found
 
     def _leave(self, owner: str, session: str, nodes: Collection[str]) -> None:
-        gone = self._store.leave(owner, session, nodes)
+        gone = self._store.remove_turns(owner, session, nodes)
         for node in gone:
             self._engine.forget(node)
-        self._book.drop(owner, [f"resp_{node}" for node in gone])
+        self._responses.delete_responses(owner, [f"resp_{node}" for node in gone])
 
     def _free(self, owner: str, session: str) -> None:
-        if self._book.conversation(owner, session) is not None:
-            raise Held("this session is a conversation: delete that, or items of it")
+        if self._responses.get_conversation(owner, session) is not None:
+            raise HeldByConversation("this session is a conversation: delete that, or items of it")
 
 
 @contextmanager
@@ -216,5 +223,5 @@ def _one_at_a_time(lock: threading.Lock) -> Iterator[None]:
         lock.release()
 
 
-def _unknown(what: str) -> Unknown:
-    return Unknown(f"there is no such {what}")
+def _unknown(what: str) -> UnknownSession:
+    return UnknownSession(f"there is no such {what}")

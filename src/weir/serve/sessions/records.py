@@ -13,11 +13,11 @@ from tempfile import TemporaryDirectory
 from typing import Protocol
 
 from weir.errors import WeirError
-from weir.serve.engine import Node, Shelf
+from weir.serve.engine import Checkpoint, CheckpointStore
 from weir.serve.messages import Message
 
 
-class Taken(WeirError):
+class NameTaken(WeirError):
     """There is a session of this name already."""
 
 
@@ -26,7 +26,7 @@ TOPIC = 80
 
 
 @dataclass(frozen=True)
-class Record:
+class TurnRecord:
     """A saved turn.
 
     Attributes:
@@ -40,7 +40,7 @@ class Record:
         seen: tokens of the stream so far, the last of its answer too.
         usage: what it took, as it was told to the client.
         created: when it ended, in seconds since 1970.
-        ids: the tokens of this turn, what was fed and the answer, as `packed` writes them: they
+        ids: the tokens of this turn, what was fed and the answer, as `pack_ids` writes them: they
             stand in the stream right before `seen`. Empty where they are not known.
     """
 
@@ -64,26 +64,26 @@ class Record:
         return line.encode("utf-8", "replace").decode()
 
 
-def packed(ids: Iterable[int]) -> bytes:
+def pack_ids(ids: Iterable[int]) -> bytes:
     """Token ids in four bytes each: a prompt of a million is kept as such."""
     return array("I", ids).tobytes()
 
 
-def unpacked(ids: bytes) -> array[int]:
-    """The token ids that `packed` has written."""
+def unpack_ids(ids: bytes) -> array[int]:
+    """The token ids that `pack_ids` has written."""
     found = array("I")
     found.frombytes(ids)
     return found
 
 
 @dataclass(frozen=True)
-class Stretch:
+class TurnTokens:
     """The tokens of one turn in its stream.
 
     Attributes:
         node: the turn's end.
         end: how many tokens the stream has there.
-        ids: `Record.ids`.
+        ids: `TurnRecord.ids`.
     """
 
     node: str
@@ -97,7 +97,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Session:
+class SessionSummary:
     """A conversation of an owner's, with no more of what was said than it is called by.
 
     Attributes:
@@ -121,7 +121,7 @@ class Session:
     topic: str
 
 
-class Store(Shelf, Protocol):
+class SessionStore(CheckpointStore, Protocol):
     """A shelf that knows whose its nodes are. Called from any thread.
 
     A turn is saved in two steps: `put` makes its state safe, and then `add` its record; nobody is
@@ -133,42 +133,42 @@ class Store(Shelf, Protocol):
     in none any more; the session of its record is the one it has been in for longest.
     """
 
-    def add(self, record: Record) -> None:
+    def add(self, record: TurnRecord) -> None:
         """Keep the record of a node that is on the shelf; it becomes the head of its session.
 
         Raises:
             WeirError: it cannot be kept, or its node is not on the shelf any more.
         """
 
-    def at(self, owner: str, chain: str) -> Record | None:
+    def find_history(self, owner: str, chain: str) -> TurnRecord | None:
         """The owner's newest turn that ends a conversation of this hash, if its node is kept."""
 
-    def find(self, owner: str, node: str) -> Record | None:
+    def find_turn(self, owner: str, node: str) -> TurnRecord | None:
         """A turn of the owner's, if its node is kept."""
 
-    def line(self, owner: str, node: str) -> list[Stretch]:
+    def ancestry(self, owner: str, node: str) -> list[TurnTokens]:
         """The tokens that led to a turn of the owner's, the oldest first: back to the beginning of
         the stream, or to the last turn whose tokens are not known or that is not kept.
         """
 
-    def session(self, owner: str, session: str) -> Session | None:
+    def get_session(self, owner: str, session: str) -> SessionSummary | None:
         """A session of the owner's."""
 
-    def sessions(self, owner: str) -> list[Session]:
+    def list_sessions(self, owner: str) -> list[SessionSummary]:
         """All of the owner's, those used longest ago first."""
 
-    def turns(self, owner: str, session: str) -> list[Record]:
+    def list_turns(self, owner: str, session: str) -> list[TurnRecord]:
         """The turns of a session that are kept, in the order they came; none if there is none."""
 
-    def fork(self, owner: str, node: str, session: str) -> Session:
+    def fork(self, owner: str, node: str, session: str) -> SessionSummary:
         """Begin a session that ends with a turn: with that and those it goes on from.
 
         Raises:
-            Taken: the owner has a session of this name.
+            NameTaken: the owner has a session of this name.
             WeirError: the owner has no such turn.
         """
 
-    def leave(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:
+    def remove_turns(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:
         """Take turns out of a session.
 
         Returns:
@@ -178,18 +178,20 @@ class Store(Shelf, Protocol):
             WeirError: the disk does not let go of them.
         """
 
-    def take_in(self, records: Sequence[Record], nodes: Sequence[Node]) -> Session:
+    def import_session(
+        self, records: Sequence[TurnRecord], nodes: Sequence[Checkpoint]
+    ) -> SessionSummary:
         """Keep turns of one new session, those that go on from others behind them; all or none.
 
         Raises:
             WeirError: they cannot be kept.
         """
 
-    def scratch(self) -> TemporaryDirectory[str]:
+    def make_scratch_folder(self) -> TemporaryDirectory[str]:
         """A folder for a large file on its way, on the disk that nodes are on."""
 
 
-def path_to(node: str, turns: Mapping[str, str | None]) -> list[str]:
+def find_path(node: str, turns: Mapping[str, str | None]) -> list[str]:
     """The turns that lead to one, it too, the oldest first.
 
     Args:

@@ -7,7 +7,6 @@ cache that takes it or here. Knows nothing about folders, or whose a turn is.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,7 @@ from weir.cache import (
 from weir.errors import WeirError, quote
 from weir.models import fingerprint
 from weir.policies import Policy
-from weir.serve.engine import Node
+from weir.serve.engine import Checkpoint
 
 FORMAT = 3
 KEY = "weir_node"
@@ -40,7 +39,7 @@ def _anything(value: Any, place: str) -> None:
 
 
 @dataclass(frozen=True)
-class Form:
+class RowFormat:
     """What the rows of a store are rows of.
 
     Attributes:
@@ -56,7 +55,7 @@ class Form:
     vocabulary: int
 
     @classmethod
-    def of(cls, model: PreTrainedModel, policy: str | Policy, chunk: int | None) -> Form:
+    def of(cls, model: PreTrainedModel, policy: str | Policy, chunk: int | None) -> RowFormat:
         """Of rows of a cache that an engine makes of these; no memory is taken for one.
 
         Raises:
@@ -93,25 +92,7 @@ class Form:
                 raise WeirError(f"its rows have the {name} {quote(other)}, here {quote(mine)}")
 
 
-@dataclass(frozen=True)
-class Later(Node):
-    """A node whose state is read when it is asked for: a row that stands there needs it not.
-
-    Asking for its state raises a WeirError where it cannot be read.
-    """
-
-    def __init__(self, pending: tuple[int, ...], read: Callable[[], Node]) -> None:
-        object.__setattr__(self, "pending", pending)
-        object.__setattr__(self, "_read", read)
-
-    @property  # type: ignore[misc]  # mypy knows of no attribute that is read later
-    def state(self) -> RowState:
-        """The row, read anew each time."""
-        read: Callable[[], Node] = getattr(self, "_read")  # noqa: B009
-        return read().state
-
-
-def written(form: Form, node: Node) -> bytes:
+def encode_checkpoint(form: RowFormat, node: Checkpoint) -> bytes:
     """A node as a safetensors file."""
     said = {
         "format": FORMAT,
@@ -123,12 +104,12 @@ def written(form: Form, node: Node) -> bytes:
     return save(tensors, {KEY: json.dumps(said)})
 
 
-def read(form: Form, data: bytes) -> Node:
+def decode_checkpoint(form: RowFormat, data: bytes) -> Checkpoint:
     """The node that a file of a store holds.
 
     Its row is of the right model and policy by what the file says. What its numbers are is not
     looked at: who reads a file of its own knows by a checksum that they are what was written, and
-    somebody else's is for `read_foreign`.
+    somebody else's is for `decode_foreign`.
 
     Args:
         form: what its row must be a row of.
@@ -138,7 +119,7 @@ def read(form: Form, data: bytes) -> Node:
         WeirError: it is damaged, or of another model or policy.
     """
     try:
-        said = json.loads(metadata_of(data)[KEY])
+        said = json.loads(read_metadata(data)[KEY])
         tensors = load(data)
     except (SafetensorError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise WeirError(f"it is damaged or no snapshot of weir ({quote(str(error))})") from None
@@ -157,16 +138,16 @@ def read(form: Form, data: bytes) -> Node:
         )(said, "")
     except ValidationError as wrong:
         raise WeirError(f"what it says cannot be: {wrong}") from None
-    return Node(RowState(form.kind, said["row"], tensors), tuple(said["pending"]))
+    return Checkpoint(RowState(form.kind, said["row"], tensors), tuple(said["pending"]))
 
 
-def read_foreign(form: Form, data: bytes) -> Node:
+def decode_foreign(form: RowFormat, data: bytes) -> Checkpoint:
     """The node that somebody else's file holds, its row checked as a session's is.
 
     Raises:
         WeirError: as `read`, or the row is one that no stream has.
     """
-    node = read(form, data)
+    node = decode_checkpoint(form, data)
     check_state(
         form.plans,
         node.state,
@@ -177,7 +158,7 @@ def read_foreign(form: Form, data: bytes) -> Node:
     return node
 
 
-def metadata_of(data: bytes) -> dict[str, str]:
+def read_metadata(data: bytes) -> dict[str, str]:
     """The texts that a safetensors file begins with; `load` leaves them out.
 
     Raises:

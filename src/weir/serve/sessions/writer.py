@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weir.errors import WeirError
-from weir.serve.engine import Done, Node
+from weir.serve.engine import Checkpoint, OnSaved
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class Job:
+class WriteJob:
     """A node that is being written.
 
     Attributes:
@@ -29,12 +29,12 @@ class Job:
     """
 
     name: str
-    node: Node
-    done: Done
+    node: Checkpoint
+    done: OnSaved
     dropped: bool = False
 
 
-class Writer:
+class CheckpointWriter:
     """A thread that writes nodes in the order they come.
 
     Args:
@@ -42,30 +42,30 @@ class Writer:
         most: nodes that may wait, the one that is being written among them.
     """
 
-    def __init__(self, write: Callable[[Job], None], most: int) -> None:
+    def __init__(self, write: Callable[[WriteJob], None], most: int) -> None:
         if most < 1:
             raise WeirError(f"one node or more may wait to be written, not {most}")
         self._write = write
         self._most = most
-        self._jobs: list[Job] = []  # the first is being written
+        self._jobs: list[WriteJob] = []  # the first is being written
         self._news = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="weir-store", daemon=True)
         self._thread.start()
 
-    def put(self, name: str, node: Node, done: Done) -> None:
+    def put(self, name: str, node: Checkpoint, done: OnSaved) -> None:
         """Have a node written; waits while as many wait as may."""
         with self._news:
             while len(self._jobs) >= self._most and not self._closed:
                 self._news.wait()
             closed = self._closed
             if not closed:
-                self._jobs.append(Job(name, node, done))
+                self._jobs.append(WriteJob(name, node, done))
                 self._news.notify_all()
         if closed:
             done(WeirError("the store is closed, and keeps nothing more"))
 
-    def find(self, name: str) -> Node | None:
+    def find(self, name: str) -> Checkpoint | None:
         """A node that is not written yet."""
         with self._news:
             found = [job for job in self._jobs if job.name == name and not job.dropped]
@@ -106,7 +106,7 @@ class Writer:
                 self._closed = True
                 self._news.notify_all()
 
-    def _next(self) -> Job | None:
+    def _next(self) -> WriteJob | None:
         with self._news:
             while not self._jobs and not self._closed:
                 self._news.wait()

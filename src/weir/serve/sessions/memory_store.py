@@ -11,9 +11,9 @@ from dataclasses import replace
 from tempfile import TemporaryDirectory
 
 from weir.errors import WeirError
-from weir.serve.engine import Done, Node
-from weir.serve.records import Record, Session, Stretch, Taken, path_to
-from weir.serve.shelf import MemoryShelf
+from weir.serve.engine import Checkpoint, OnSaved
+from weir.serve.sessions.checkpoints import MemoryCheckpoints
+from weir.serve.sessions.records import NameTaken, SessionSummary, TurnRecord, TurnTokens, find_path
 
 
 class MemoryStore:
@@ -26,12 +26,12 @@ class MemoryStore:
     def __init__(self, most: int = 256) -> None:
         self._most = most
         self._lock = threading.RLock()
-        self._shelf = MemoryShelf(most + 64)  # beside them, those whose records are to come
-        self._records: dict[str, Record] = {}  # by node, the one used longest ago first
+        self._shelf = MemoryCheckpoints(most + 64)  # beside them, those whose records are to come
+        self._records: dict[str, TurnRecord] = {}  # by node, the one used longest ago first
         self._chains: dict[tuple[str, str], list[str]] = {}
         self._sessions: dict[tuple[str, str], list[str]] = {}  # nodes, by owner and session
 
-    def get(self, name: str) -> Node:
+    def get(self, name: str) -> Checkpoint:
         """A node.
 
         Raises:
@@ -43,7 +43,7 @@ class MemoryStore:
                 self._records[name] = self._records.pop(name)
             return node
 
-    def put(self, name: str, node: Node, done: Done) -> None:
+    def put(self, name: str, node: Checkpoint, done: OnSaved) -> None:
         """Keep a node."""
         with self._lock:
             self._shelf.put(name, node, lambda error: None)
@@ -59,7 +59,7 @@ class MemoryStore:
                 for place in self._places(record):
                     _take_out(self._sessions, place, name)
 
-    def _places(self, record: Record) -> list[tuple[str, str]]:
+    def _places(self, record: TurnRecord) -> list[tuple[str, str]]:
         """The sessions a turn is in, the one it has been in for longest first."""
         home = (record.owner, record.session)
         others = [
@@ -69,7 +69,7 @@ class MemoryStore:
         ]
         return [home, *others]
 
-    def add(self, record: Record) -> None:
+    def add(self, record: TurnRecord) -> None:
         """Keep the record of a node.
 
         Raises:
@@ -86,39 +86,39 @@ class MemoryStore:
             while len(self._records) > self._most:
                 self.drop(next(iter(self._records)))
 
-    def at(self, owner: str, chain: str) -> Record | None:
+    def find_history(self, owner: str, chain: str) -> TurnRecord | None:
         """The owner's newest turn that ends a conversation of this hash."""
         with self._lock:
             nodes = self._chains.get((owner, chain))
             return self._records[nodes[-1]] if nodes else None
 
-    def find(self, owner: str, node: str) -> Record | None:
+    def find_turn(self, owner: str, node: str) -> TurnRecord | None:
         """A turn of the owner's."""
         with self._lock:
             record = self._records.get(node)
             return record if record is not None and record.owner == owner else None
 
-    def line(self, owner: str, node: str) -> list[Stretch]:
+    def ancestry(self, owner: str, node: str) -> list[TurnTokens]:
         """The tokens that led to a turn of the owner's, as far back as its turns are kept."""
-        found: list[Stretch] = []
+        found: list[TurnTokens] = []
         with self._lock:
-            record = self.find(owner, node)
+            record = self.find_turn(owner, node)
             while record is not None:
-                here = Stretch(record.node, record.seen, record.ids)
+                here = TurnTokens(record.node, record.seen, record.ids)
                 found.append(here)
-                parent = None if record.parent is None else self.find(owner, record.parent)
+                parent = None if record.parent is None else self.find_turn(owner, record.parent)
                 goes_on = parent is not None and parent.seen == here.start < here.end
                 record = parent if goes_on else None
         return found[::-1]
 
-    def session(self, owner: str, session: str) -> Session | None:
+    def get_session(self, owner: str, session: str) -> SessionSummary | None:
         """A session of the owner's."""
         with self._lock:
             nodes = self._sessions.get((owner, session))
             if nodes is None:
                 return None
             first, head = self._records[nodes[0]], self._records[nodes[-1]]
-            return Session(
+            return SessionSummary(
                 session,
                 head.node,
                 len(nodes),
@@ -129,7 +129,7 @@ class MemoryStore:
                 topic=head.topic,
             )
 
-    def sessions(self, owner: str) -> list[Session]:
+    def list_sessions(self, owner: str) -> list[SessionSummary]:
         """All of the owner's, those used longest ago first."""
         with self._lock:
             place = {name: n for n, name in enumerate(self._records)}
@@ -139,34 +139,34 @@ class MemoryStore:
                 for (whose, session), nodes in self._sessions.items()
                 if whose == owner
             }
-            found = [self.session(owner, name) for name in sorted(used, key=lambda n: used[n])]
+            found = [self.get_session(owner, name) for name in sorted(used, key=lambda n: used[n])]
             return [session for session in found if session is not None]
 
-    def turns(self, owner: str, session: str) -> list[Record]:
+    def list_turns(self, owner: str, session: str) -> list[TurnRecord]:
         """The turns of a session that are kept, in the order they came."""
         with self._lock:
             return [self._records[node] for node in self._sessions.get((owner, session), ())]
 
-    def fork(self, owner: str, node: str, session: str) -> Session:
+    def fork(self, owner: str, node: str, session: str) -> SessionSummary:
         """Begin a session that ends with a turn.
 
         Raises:
-            Taken: the owner has a session of this name.
+            NameTaken: the owner has a session of this name.
             WeirError: the owner has no such turn.
         """
         with self._lock:
             own = {n: each.parent for n, each in self._records.items() if each.owner == owner}
-            path = path_to(node, own)
+            path = find_path(node, own)
             if not path:
                 raise WeirError("there is no such turn")
             if (owner, session) in self._sessions:
-                raise Taken("there is a session of this name already")
+                raise NameTaken("there is a session of this name already")
             self._sessions[owner, session] = path
-            found = self.session(owner, session)
+            found = self.get_session(owner, session)
             assert found is not None
             return found
 
-    def leave(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:
+    def remove_turns(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:
         """Take turns out of a session; those that were in no other are dropped."""
         gone = []
         with self._lock:
@@ -181,7 +181,9 @@ class MemoryStore:
                 self._records[node] = replace(record, session=places[0][1])
         return gone
 
-    def take_in(self, records: Sequence[Record], nodes: Sequence[Node]) -> Session:
+    def import_session(
+        self, records: Sequence[TurnRecord], nodes: Sequence[Checkpoint]
+    ) -> SessionSummary:
         """Keep turns of one new session.
 
         Raises:
@@ -193,11 +195,11 @@ class MemoryStore:
             for record, node in zip(records, nodes, strict=True):
                 self.put(record.node, node, lambda error: None)
                 self.add(record)
-            found = self.session(records[0].owner, records[0].session)
+            found = self.get_session(records[0].owner, records[0].session)
             assert found is not None
             return found
 
-    def scratch(self) -> TemporaryDirectory[str]:
+    def make_scratch_folder(self) -> TemporaryDirectory[str]:
         """A folder for a large file on its way."""
         return TemporaryDirectory(prefix="weir-")
 

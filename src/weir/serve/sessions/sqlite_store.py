@@ -14,12 +14,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from weir.errors import WeirError
-from weir.serve.engine import Node
+from weir.serve.engine import Checkpoint
 from weir.serve.messages import Message
-from weir.serve.records import Record, Session, Stretch, Taken
-from weir.serve.store.shelved import DiskShelf
-from weir.serve.store.snapshot import written
-from weir.serve.store.tables import one, rows
+from weir.serve.sessions.database import fetch_all, fetch_one
+from weir.serve.sessions.records import NameTaken, SessionSummary, TurnRecord, TurnTokens
+from weir.serve.sessions.snapshot import encode_checkpoint
+from weir.serve.sessions.sqlite_checkpoints import SQLiteCheckpoints
 
 MOVING = "moving"
 _KEPT = "node, owner, parent, chain, messages, last, seen, usage, created, ids"
@@ -28,15 +28,15 @@ _COLUMNS = f"""{_KEPT}, (
 ) AS session"""
 
 
-class DiskStore(DiskShelf):
-    """A store on disk (`Store`).
+class SQLiteStore(SQLiteCheckpoints):
+    """A store on disk (`SessionStore`).
 
-    It is opened as a `DiskShelf` is. Nodes without a record are nobody's and go when it is opened.
+    Opened like `SQLiteCheckpoints`. Opening it deletes checkpoints without a record.
     """
 
     # --- what a store does
 
-    def add(self, record: Record) -> None:
+    def add(self, record: TurnRecord) -> None:
         """Keep the record of a node that is on the shelf; it becomes the head of its session.
 
         Raises:
@@ -44,7 +44,7 @@ class DiskStore(DiskShelf):
         """
         try:
             with self._changing() as db:
-                if one(db, "SELECT 1 FROM nodes WHERE name = ?", record.node) is None:
+                if fetch_one(db, "SELECT 1 FROM nodes WHERE name = ?", record.node) is None:
                     raise WeirError("there is no room to keep this turn")
                 _insert(db, record)
         except sqlite3.Error as error:
@@ -53,20 +53,20 @@ class DiskStore(DiskShelf):
             raise WeirError("the name of this session is no text") from None
         self._touch(record.node)
 
-    def at(self, owner: str, chain: str) -> Record | None:
+    def find_history(self, owner: str, chain: str) -> TurnRecord | None:
         """The owner's newest turn that ends a conversation of this hash, if its node is kept."""
         return self._record("owner = ? AND chain = ?", owner, chain)
 
-    def find(self, owner: str, node: str) -> Record | None:
+    def find_turn(self, owner: str, node: str) -> TurnRecord | None:
         """A turn of the owner's, if its node is kept."""
         return self._record("owner = ? AND node = ?", owner, node)
 
-    def line(self, owner: str, node: str) -> list[Stretch]:
+    def ancestry(self, owner: str, node: str) -> list[TurnTokens]:
         """The tokens that led to a turn of the owner's, as far back as its turns are kept."""
         if not _texts([owner, node]):
             return []
         with self._tables.reading() as db:
-            found = rows(
+            found = fetch_all(
                 db,
                 "WITH RECURSIVE line (node, parent, seen, ids) AS (SELECT node, parent, seen, ids "
                 "FROM records WHERE node = ?1 AND owner = ?2 UNION ALL SELECT records.node, "
@@ -77,23 +77,23 @@ class DiskStore(DiskShelf):
                 node,
                 owner,
             )
-        return [Stretch(row["node"], row["seen"], row["ids"]) for row in found]
+        return [TurnTokens(row["node"], row["seen"], row["ids"]) for row in found]
 
-    def session(self, owner: str, session: str) -> Session | None:
+    def get_session(self, owner: str, session: str) -> SessionSummary | None:
         """A session of the owner's."""
-        found = self._sessions("owner = ? AND session = ?", owner, session)
+        found = self._list_sessions("owner = ? AND session = ?", owner, session)
         return found[0] if found else None
 
-    def sessions(self, owner: str) -> list[Session]:
+    def list_sessions(self, owner: str) -> list[SessionSummary]:
         """All of the owner's, those used longest ago first."""
-        return self._sessions("owner = ?", owner)
+        return self._list_sessions("owner = ?", owner)
 
-    def turns(self, owner: str, session: str) -> list[Record]:
+    def list_turns(self, owner: str, session: str) -> list[TurnRecord]:
         """The turns of a session that are kept, in the order they came."""
         if not _texts([owner, session]):
             return []
         with self._tables.reading() as db:
-            found = rows(
+            found = fetch_all(
                 db,
                 f"SELECT {_COLUMNS} FROM records JOIN (SELECT node AS its, number AS place FROM "
                 "members WHERE owner = ? AND session = ?) ON its = node ORDER BY place",
@@ -102,18 +102,18 @@ class DiskStore(DiskShelf):
             )
         return [_read(row) for row in found]
 
-    def fork(self, owner: str, node: str, session: str) -> Session:
+    def fork(self, owner: str, node: str, session: str) -> SessionSummary:
         """Begin a session that ends with a turn: with that and those it goes on from.
 
         Raises:
-            Taken: the owner has a session of this name.
+            NameTaken: the owner has a session of this name.
             WeirError: the owner has no such turn, or the disk is full.
         """
         if not _texts([owner, node, session]):
             raise WeirError("the name of this session is no text")
         try:
             with self._alone, self._changing() as db:
-                path = rows(
+                path = fetch_all(
                     db,
                     "WITH RECURSIVE above (its) AS (VALUES (?) UNION SELECT parent FROM records "
                     "JOIN above ON node = its WHERE owner = ?) SELECT node FROM records "
@@ -125,18 +125,18 @@ class DiskStore(DiskShelf):
                 if not path:
                     raise WeirError("there is no such turn")
                 taken = "SELECT 1 FROM members WHERE owner = ? AND session = ?"
-                if one(db, taken, owner, session) is not None:
-                    raise Taken("there is a session of this name already")
+                if fetch_one(db, taken, owner, session) is not None:
+                    raise NameTaken("there is a session of this name already")
                 for row in path:
                     _join(db, owner, session, row["node"])
         except sqlite3.Error as error:
             raise self._refused(error) from None
-        found = self.session(owner, session)
+        found = self.get_session(owner, session)
         if found is None:
             raise WeirError("there is no such turn")  # it went at this moment
         return found
 
-    def leave(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:
+    def remove_turns(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:
         """Take turns out of a session; those that were in no other are dropped.
 
         Raises:
@@ -147,7 +147,7 @@ class DiskStore(DiskShelf):
         with self._alone:
             own = json.dumps(sorted(nodes))
             with self._tables.reading() as db:
-                found = rows(
+                found = fetch_all(
                     db,
                     "SELECT node, (SELECT count(*) FROM members AS m WHERE m.node = members.node) "
                     "AS places FROM members WHERE owner = ? AND session = ? AND node IN "
@@ -170,7 +170,9 @@ class DiskStore(DiskShelf):
                 raise self._refused(error) from None
         return gone
 
-    def take_in(self, records: Sequence[Record], nodes: Sequence[Node]) -> Session:
+    def import_session(
+        self, records: Sequence[TurnRecord], nodes: Sequence[Checkpoint]
+    ) -> SessionSummary:
         """Keep turns of one new session, those that go on from others behind them; all or none.
 
         Raises:
@@ -181,7 +183,7 @@ class DiskStore(DiskShelf):
         size = 0
         try:
             for record, node in zip(records, nodes, strict=True):
-                data = written(self._form, node)
+                data = encode_checkpoint(self._form, node)
                 size += len(data)
                 if self._limit is not None and size > self._limit:
                     raise WeirError(
@@ -205,12 +207,12 @@ class DiskStore(DiskShelf):
             self._remove(files)
             raise
         self._remove([row["file"] for row in evicted])
-        found = self.session(records[0].owner, records[0].session)
+        found = self.get_session(records[0].owner, records[0].session)
         if found is None:
             raise WeirError("the session was imported, but others took its room at once")
         return found
 
-    def scratch(self) -> TemporaryDirectory[str]:
+    def make_scratch_folder(self) -> TemporaryDirectory[str]:
         """A folder for a large file on its way; what a killed process left goes at the start."""
         moving = self.folder / MOVING
         moving.mkdir(mode=0o700, exist_ok=True)
@@ -227,26 +229,26 @@ class DiskStore(DiskShelf):
         shutil.rmtree(self.folder / MOVING, ignore_errors=True)
         super()._mend(db)
 
-    def _record(self, where: str, *values: str) -> Record | None:
+    def _record(self, where: str, *values: str) -> TurnRecord | None:
         """The newest record of which something is true."""
         if not _texts(values):
             return None
         with self._tables.reading() as db:
-            row = one(
+            row = fetch_one(
                 db,
                 f"SELECT {_COLUMNS} FROM records WHERE {where} ORDER BY number DESC LIMIT 1",
                 *values,
             )
         return None if row is None else _read(row)
 
-    def _sessions(self, where: str, *values: str) -> list[Session]:
-        """Sessions of which something is true; what was said in them is not read."""
+    def _list_sessions(self, where: str, *values: str) -> list[SessionSummary]:
+        """SessionManager of which something is true; what was said in them is not read."""
         if not _texts(values):
             return []
         with self._touching:
             touched = json.dumps(self._touched)
         with self._tables.reading() as db:
-            found = rows(
+            found = fetch_all(
                 db,
                 "WITH own AS (SELECT session, count(*) AS turns, max(members.number) AS newest, "
                 "min(members.number) AS oldest, max(max(used, coalesce(uses.value, 0))) AS used "
@@ -262,7 +264,7 @@ class DiskStore(DiskShelf):
                 *values,
             )
         return [
-            Session(
+            SessionSummary(
                 row["session"],
                 row["head"],
                 row["turns"],
@@ -276,7 +278,7 @@ class DiskStore(DiskShelf):
         ]
 
 
-def _insert(db: sqlite3.Connection, record: Record) -> None:
+def _insert(db: sqlite3.Connection, record: TurnRecord) -> None:
     """Put a record in the place of the one its node has."""
     for table in ("records", "members"):
         db.execute(f"DELETE FROM {table} WHERE node = ?", (record.node,))
@@ -307,11 +309,11 @@ def _join(db: sqlite3.Connection, owner: str, session: str, node: str) -> None:
     )
 
 
-def _read(row: sqlite3.Row) -> Record:
+def _read(row: sqlite3.Row) -> TurnRecord:
     said: dict[str, Any] = dict(row)
     said["messages"] = tuple(Message.read(each) for each in json.loads(said["messages"]))
     said["usage"] = json.loads(said["usage"])
-    return Record(**said)
+    return TurnRecord(**said)
 
 
 def _texts(values: Sequence[str]) -> bool:

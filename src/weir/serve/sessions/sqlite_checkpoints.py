@@ -26,17 +26,18 @@ from transformers import PreTrainedModel
 
 from weir.errors import WeirError, quote
 from weir.policies import Policy
-from weir.serve.engine import Done, Node
-from weir.serve.store.folder import Folder, Reserve, lock, new_name
-from weir.serve.store.snapshot import Form, Later, read, written
-from weir.serve.store.tables import Tables, one, rows
-from weir.serve.store.writer import Job, Writer
+from weir.serve.engine import Checkpoint, OnSaved
+from weir.serve.sessions.checkpoints import LazyCheckpoint
+from weir.serve.sessions.database import Database, fetch_all, fetch_one
+from weir.serve.sessions.snapshot import RowFormat, decode_checkpoint, encode_checkpoint
+from weir.serve.sessions.snapshot_folder import DiskReserve, SnapshotFolder, lock, new_name
+from weir.serve.sessions.writer import CheckpointWriter, WriteJob
 
 _log = logging.getLogger(__name__)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class DiskShelf:
+class SQLiteCheckpoints:
     """Nodes on disk, written by a thread of their own; those used longest ago go at a limit.
 
     Args:
@@ -66,14 +67,14 @@ class DiskShelf:
         if limit is not None and limit < 1:
             raise WeirError(f"a store may have one byte or more, not {limit}")
         self.folder = Path(folder)
-        self._form = Form.of(model, policy, chunk)
+        self._form = RowFormat.of(model, policy, chunk)
         self._limit = limit
         with contextlib.ExitStack() as undo:
             try:
                 self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._lock = lock(self.folder / "lock")
                 undo.callback(os.close, self._lock)
-                self._files = Folder(self.folder / "nodes")
+                self._files = SnapshotFolder(self.folder / "nodes")
             except BlockingIOError:
                 raise WeirError(f"{folder} is in use by another server") from None
             except FileExistsError:
@@ -81,14 +82,14 @@ class DiskShelf:
             except OSError as error:
                 raise WeirError(f"{folder} cannot be used: {error.strerror}") from None
             undo.callback(self._files.close)
-            self._reserve = Reserve(self.folder / "reserve")
+            self._reserve = DiskReserve(self.folder / "reserve")
             with self._reserve.given_up():
                 # Files of tables that are gone are somebody's, and not to be taken for leftovers.
-                self._tables = Tables(self.folder / "weir.db", begin=not self._files.files())
+                self._tables = Database(self.folder / "weir.db", begin=not self._files.files())
                 undo.callback(self._tables.close)
                 self._open()
             undo.pop_all()
-        self._writer = Writer(self._save, pending)
+        self._writer = CheckpointWriter(self._save, pending)
 
     def __enter__(self) -> Self:
         return self
@@ -120,7 +121,7 @@ class DiskShelf:
 
     # --- what a shelf does
 
-    def get(self, name: str) -> Node:
+    def get(self, name: str) -> Checkpoint:
         """A node; its state is read from disk when it is asked for.
 
         Raises:
@@ -130,17 +131,17 @@ class DiskShelf:
         node = self._writer.find(name)
         if node is None:
             with self._tables.reading() as db:
-                found = one(
+                found = fetch_one(
                     db, "SELECT file, bytes, sha256, pending FROM nodes WHERE name = ?", name
                 )
             if found is None:
                 raise _unknown()
             row = dict(found)
-            node = Later(tuple(json.loads(row["pending"])), lambda: self._read(name, row))
+            node = LazyCheckpoint(tuple(json.loads(row["pending"])), lambda: self._read(name, row))
         self._touch(name)
         return node
 
-    def put(self, name: str, node: Node, done: Done) -> None:
+    def put(self, name: str, node: Checkpoint, done: OnSaved) -> None:
         """Keep a node; `done` is called in the thread that writes, when it is safe or cannot be."""
         self._writer.put(name, node, done)
 
@@ -163,7 +164,7 @@ class DiskShelf:
         try:
             with self._tables.writing() as db:
                 db.execute("INSERT OR IGNORE INTO facts VALUES ('form', ?)", (said,))
-                theirs = one(db, "SELECT value FROM facts WHERE name = 'form'")
+                theirs = fetch_one(db, "SELECT value FROM facts WHERE name = 'form'")
                 assert theirs is not None
                 self._form.check(json.loads(theirs["value"]))
                 self._mend(db)
@@ -181,7 +182,7 @@ class DiskShelf:
     def _mend(self, db: sqlite3.Connection) -> None:
         """Rows without their files and files without a row go."""
         kept = set()
-        for row in rows(db, "SELECT name, file, bytes FROM nodes"):
+        for row in fetch_all(db, "SELECT name, file, bytes FROM nodes"):
             size = self._files.size(str(row["file"]))
             if size == row["bytes"]:
                 kept.add(row["file"])
@@ -221,13 +222,13 @@ class DiskShelf:
             self._touched[name] = self._clock
             return self._clock
 
-    def _save(self, job: Job) -> None:
+    def _save(self, job: WriteJob) -> None:
         """Write a node, in the writer's thread.
 
         Raises:
             WeirError: it cannot be written; then it was never there, and all others are.
         """
-        data = written(self._form, job.node)
+        data = encode_checkpoint(self._form, job.node)
         if self._limit is not None and len(data) > self._limit:
             raise WeirError(
                 f"one turn takes {len(data):,} bytes and the store has {self._limit:,} for all"
@@ -249,7 +250,7 @@ class DiskShelf:
         self._files.write(file, data)
         return file
 
-    def _enter(self, job: Job, file: str, data: bytes) -> list[str]:
+    def _enter(self, job: WriteJob, file: str, data: bytes) -> list[str]:
         """Commit the row of a node whose file is safe.
 
         Returns:
@@ -282,7 +283,7 @@ class DiskShelf:
         """Delete the rows used longest ago until the rest is within the limit; new ones stay."""
         evicted: list[sqlite3.Row] = []
         while self._limit is not None and held > self._limit:
-            oldest = rows(
+            oldest = fetch_all(
                 db, "SELECT name, file, bytes FROM nodes ORDER BY used LIMIT ?", len(new) + 1
             )
             row = next(row for row in oldest if row["name"] not in new)
@@ -345,14 +346,14 @@ class DiskShelf:
 
     # --- reading
 
-    def _read(self, name: str, row: dict[str, Any]) -> Node:
+    def _read(self, name: str, row: dict[str, Any]) -> Checkpoint:
         """The node of a row.
 
         Raises:
             WeirError: it is not there any more, or cannot be read. One that is damaged is dropped.
         """
         try:
-            node = read(self._form, self._bytes(row))
+            node = decode_checkpoint(self._form, self._bytes(row))
             if json.dumps(node.pending) != row["pending"]:
                 raise WeirError("it is the end of another turn")
             return node
@@ -394,4 +395,4 @@ def _unknown() -> WeirError:
 
 
 def _node(db: sqlite3.Connection, name: str) -> list[sqlite3.Row]:
-    return rows(db, "SELECT file, bytes FROM nodes WHERE name = ?", name)
+    return fetch_all(db, "SELECT file, bytes FROM nodes WHERE name = ?", name)

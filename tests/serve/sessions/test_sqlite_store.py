@@ -25,15 +25,22 @@ from stores import CHUNK, NODES, POLICY, Cut, has, kept, kill, pack, record, sam
 
 from weir.errors import WeirError
 from weir.serve import MemoryStore
-from weir.serve.records import Record, Session, Store, packed, unpacked
-from weir.serve.store import DiskStore, parcel
-from weir.serve.store import folder as folder_file
+from weir.serve.sessions import (
+    SessionStore,
+    SessionSummary,
+    SQLiteStore,
+    TurnRecord,
+    archive,
+    pack_ids,
+    unpack_ids,
+)
+from weir.serve.sessions import snapshot_folder as folder_file
 
 # Threads of processes that were killed end as they may.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
-def saved(its: Store, name: str, n: int = 0, **given: Any) -> Record:
+def saved(its: SessionStore, name: str, n: int = 0, **given: Any) -> TurnRecord:
     """A turn as the engine and the desk save it."""
     made = record(name, n, **given)
     assert kept(its, name, NODES[n]) is None
@@ -47,19 +54,19 @@ def test_records_are_found_again_as_they_were(tmp_path):
         second = saved(its, "b", 1, parent="a", created=2.0)  # the clock went back
         other = saved(its, "c", 2, session="t", chain=second.chain)
     with store(tmp_path) as its:
-        assert its.find("me", "a") == first
-        assert its.at("me", first.chain) == first
-        assert its.at("me", second.chain) == other  # the newest
+        assert its.find_turn("me", "a") == first
+        assert its.find_history("me", first.chain) == first
+        assert its.find_history("me", second.chain) == other  # the newest
         known = (first.created, 2.0, second.seen, second.usage, "hé? 1\x00")
-        assert its.session("me", "s") == Session("s", "b", 2, *known)
-        assert [each.id for each in its.sessions("me")] == ["s", "t"]
+        assert its.get_session("me", "s") == SessionSummary("s", "b", 2, *known)
+        assert [each.id for each in its.list_sessions("me")] == ["s", "t"]
         its.get("a")
-        assert [each.id for each in its.sessions("me")] == ["t", "s"]
+        assert [each.id for each in its.list_sessions("me")] == ["t", "s"]
     with store(tmp_path) as its:
-        assert [each.id for each in its.sessions("me")] == ["t", "s"]
+        assert [each.id for each in its.list_sessions("me")] == ["t", "s"]
         its.drop("c")
-        assert its.at("me", second.chain) == second
-        assert its.session("me", "t") is None
+        assert its.find_history("me", second.chain) == second
+        assert its.get_session("me", "t") is None
 
 
 def test_what_is_anothers_is_as_what_never_was(tmp_path):
@@ -67,22 +74,25 @@ def test_what_is_anothers_is_as_what_never_was(tmp_path):
         mine = saved(its, "a")
         saved(its, "b", 1, parent="a", owner="you")
         for owner in ("you", "", "ME", "me ", "\ud800", "' OR 1=1 --", "%"):
-            assert its.find(owner, "a") is None
-            assert its.at(owner, mine.chain) is None
-            assert owner == "you" or (its.sessions(owner), its.session(owner, "s")) == ([], None)
-            assert its.leave(owner, "s", ["a"]) == its.turns(owner, "t") == []
+            assert its.find_turn(owner, "a") is None
+            assert its.find_history(owner, mine.chain) is None
+            assert owner == "you" or (its.list_sessions(owner), its.get_session(owner, "s")) == (
+                [],
+                None,
+            )
+            assert its.remove_turns(owner, "s", ["a"]) == its.list_turns(owner, "t") == []
             for name in ("a", "s", ""):
                 with pytest.raises(WeirError, match=r"there is no such turn|is no text"):
                     its.fork(owner, name, "u")
             with pytest.raises(WeirError, match="there is no such session"):
                 pack(its, owner, "t", tmp_path / "out")
         for unknown in ("", "\ud800", "../a", "a\x00", "%"):
-            assert its.find("me", unknown) is its.at("me", unknown) is None
-            assert its.session("me", unknown) is None
-        assert its.find("me", "a") == mine
-        assert its.leave("me", "s", ["a", "b", "\ud800"]) == []
-        assert its.leave("me", "s", ["a", "b"]) == ["a"]
-        assert its.find("you", "b") is not None  # only what is the owner's goes with it
+            assert its.find_turn("me", unknown) is its.find_history("me", unknown) is None
+            assert its.get_session("me", unknown) is None
+        assert its.find_turn("me", "a") == mine
+        assert its.remove_turns("me", "s", ["a", "b", "\ud800"]) == []
+        assert its.remove_turns("me", "s", ["a", "b"]) == ["a"]
+        assert its.find_turn("you", "b") is not None  # only what is the owner's goes with it
     assert not (tmp_path / "out").exists()
 
 
@@ -99,18 +109,18 @@ def test_the_tokens_of_a_stream_are_told_as_far_back_as_its_turns_line_up(tmp_pa
                 ("wrong", "a", 9, [1, 2]),
             ]:
                 assert kept(its, name, NODES[0]) is None
-                its.add(record(name, parent=parent, seen=seen, ids=packed(ids)))
-            told = [(each.start, unpacked(each.ids).tolist()) for each in its.line("me", "c")]
+                its.add(record(name, parent=parent, seen=seen, ids=pack_ids(ids)))
+            told = [(each.start, unpack_ids(each.ids).tolist()) for each in its.ancestry("me", "c")]
             assert told == [(0, [1, 2, 3, 4, 5]), (5, [6, 7, 2**20]), (8, [9])]
-            assert [each.node for each in its.line("me", "other")] == ["a", "other"]
-            assert [each.node for each in its.line("me", "on")] == ["gap", "on"]
-            assert [each.node for each in its.line("me", "wrong")] == ["wrong"]
-            assert its.line("you", "c") == its.line("me", "\ud800") == []
+            assert [each.node for each in its.ancestry("me", "other")] == ["a", "other"]
+            assert [each.node for each in its.ancestry("me", "on")] == ["gap", "on"]
+            assert [each.node for each in its.ancestry("me", "wrong")] == ["wrong"]
+            assert its.ancestry("you", "c") == its.ancestry("me", "\ud800") == []
             its.drop("a")
-            assert [each.node for each in its.line("me", "c")] == ["b", "c"]
+            assert [each.node for each in its.ancestry("me", "c")] == ["b", "c"]
 
 
-def both(folder: Path) -> Iterator[Store]:
+def both(folder: Path) -> Iterator[SessionStore]:
     """A store on disk and one in memory, with a session of turns that go on from others."""
     with store(folder) as disk:
         for its in (disk, MemoryStore()):
@@ -119,27 +129,27 @@ def both(folder: Path) -> Iterator[Store]:
             yield its
 
 
-def names(its: Store, session: str) -> list[str]:
+def names(its: SessionStore, session: str) -> list[str]:
     """The turns of a session of mine."""
-    return [each.node for each in its.turns("me", session)]
+    return [each.node for each in its.list_turns("me", session)]
 
 
 def test_a_fork_shares_what_came_before_and_outlives_where_it_came_from(tmp_path):
     for its in both(tmp_path):
-        assert its.fork("me", "c", "t") == its.session("me", "t")
+        assert its.fork("me", "c", "t") == its.get_session("me", "t")
         assert (names(its, "s"), names(its, "t")) == (list("abcd"), list("abc"))
         with pytest.raises(WeirError, match="a session of this name already"):
             its.fork("me", "a", "s")
         saved(its, "e", 4, parent="c", session="t")
-        found = its.session("me", "t")
+        found = its.get_session("me", "t")
         assert found is not None and (found.turns, found.head) == (4, "e")
-        assert [each.session for each in its.turns("me", "t")] == ["s", "s", "s", "t"]
-        assert its.leave("me", "s", names(its, "s")) == ["d"]
-        assert its.session("me", "s") is None and not has(its, "d", NODES[3])
-        assert [each.session for each in its.turns("me", "t")] == ["t"] * 4
+        assert [each.session for each in its.list_turns("me", "t")] == ["s", "s", "s", "t"]
+        assert its.remove_turns("me", "s", names(its, "s")) == ["d"]
+        assert its.get_session("me", "s") is None and not has(its, "d", NODES[3])
+        assert [each.session for each in its.list_turns("me", "t")] == ["t"] * 4
         assert has(its, "a", NODES[0])
-        assert sorted(its.leave("me", "t", "abce")) == list("abce")
-        assert its.sessions("me") == []
+        assert sorted(its.remove_turns("me", "t", "abce")) == list("abce")
+        assert its.list_sessions("me") == []
 
 
 def test_a_dropped_turn_leaves_all_its_sessions(tmp_path):
@@ -157,7 +167,7 @@ def test_a_record_needs_its_node(tmp_path):
         kept(its, "a", NODES[0])
         with pytest.raises(WeirError, match="is no text"):
             its.add(record("a", session="\ud800"))
-        assert its.find("me", "a") is None
+        assert its.find_turn("me", "a") is None
         assert has(its, "a", NODES[0])
     with store(tmp_path) as its:
         assert not has(its, "a", NODES[0])  # nobody was told of it
@@ -173,7 +183,7 @@ def test_sessions_used_longest_ago_go_at_the_limit(tmp_path):
         saved(its, "b", session="b")
         its.get("a")
         saved(its, "c", session="c")
-        assert [each.id for each in its.sessions("me")] == ["a", "c"]
+        assert [each.id for each in its.list_sessions("me")] == ["a", "c"]
 
 
 def test_a_damaged_turn_is_not_found_again(tmp_path):
@@ -183,7 +193,7 @@ def test_a_damaged_turn_is_not_found_again(tmp_path):
         path.write_bytes(bytes(path.stat().st_size))
         with pytest.raises(WeirError, match="turn 'a' cannot be gone on from"):
             _ = its.get("a").state
-        assert its.at("me", made.chain) is None
+        assert its.find_history("me", made.chain) is None
 
 
 # --- sessions that travel
@@ -203,13 +213,13 @@ def test_a_session_travels(tmp_path):
     assert [each.name for each in tmp_path.iterdir() if each.is_file()] == ["file"]
     with store(tmp_path / "two") as its:
         first, again = unpack(its, "you", path), unpack(its, "you", path)
-        turns = {each.node for one in (first, again) for each in its.turns("you", one.id)}
+        turns = {each.node for one in (first, again) for each in its.list_turns("you", one.id)}
         assert first.id != again.id and len(turns - {"a", "b"}) == 4
-        assert its.sessions("me") == []
+        assert its.list_sessions("me") == []
     with store(tmp_path / "two") as its:
         for session in (first, again):
-            assert its.session("you", session.id) == session
-            found = its.turns("you", session.id)
+            assert its.get_session("you", session.id) == session
+            found = its.list_turns("you", session.id)
             for n, each in enumerate(found):
                 assert same(its.get(each.node), NODES[n])
                 parent = found[0].node if n else None
@@ -227,7 +237,7 @@ def test_a_session_that_does_not_fit_is_refused_and_others_stay(tmp_path):
     with store(tmp_path / "three", limit=path.stat().st_size) as its:
         saved(its, "a")
         assert unpack(its, "me", path).turns == 2
-        assert its.find("me", "a") is None
+        assert its.find_turn("me", "a") is None
 
 
 def test_a_full_disk_refuses_a_session_whole(tmp_path, monkeypatch):
@@ -243,20 +253,20 @@ def test_a_full_disk_refuses_a_session_whole(tmp_path, monkeypatch):
         monkeypatch.setattr(its._files, "write", full)
         with pytest.raises(WeirError, match="is full"):
             unpack(its, "me", path)
-        assert its.sessions("me") == []
+        assert its.list_sessions("me") == []
     assert not list((tmp_path / "two" / "nodes").iterdir())
 
 
 def lie(path: Path, *place: Any, to: Any) -> None:
     """Change what a file says, and its checksums where they are of what it says."""
     with safe_open(path, framework="pt") as file:
-        said = json.loads(file.metadata()[parcel.KEY])
+        said = json.loads(file.metadata()[archive.KEY])
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     at: Any = said
     for step in place[:-1]:
         at = at[step]
     at[place[-1]] = to
-    save_file(tensors, path, metadata={parcel.KEY: json.dumps(said)})
+    save_file(tensors, path, metadata={archive.KEY: json.dumps(said)})
 
 
 TURN = ("turns", 1)
@@ -298,19 +308,19 @@ def test_a_file_that_lies_is_refused_and_nothing_of_it_is_kept(tmp_path, sentenc
         with pytest.raises(WeirError, match=sentence) as error:
             unpack(its, "me", path)
         assert str(path) not in str(error.value) and "\n" not in str(error.value)
-        assert its.sessions("me") == []
+        assert its.list_sessions("me") == []
     assert not list((tmp_path / "two" / "nodes").iterdir())
 
 
 def forged(path: Path, change: Any) -> None:
     """A file with a changed snapshot whose checksum is right."""
     with safe_open(path, framework="pt") as file:
-        said = json.loads(file.metadata()[parcel.KEY])
+        said = json.loads(file.metadata()[archive.KEY])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     data = change(tensors["1"].numpy().tobytes())
     said["turns"][1]["sha256"] = hashlib.sha256(data).hexdigest()
     tensors["1"] = torch.tensor(list(data), dtype=torch.uint8)
-    save_file(tensors, path.with_suffix(".new"), metadata={parcel.KEY: json.dumps(said)})
+    save_file(tensors, path.with_suffix(".new"), metadata={archive.KEY: json.dumps(said)})
     path.with_suffix(".new").replace(path)
 
 
@@ -358,7 +368,7 @@ def test_a_forged_snapshot_is_refused_though_its_checksum_is_right(tmp_path, sen
     with store(tmp_path / "two") as its:
         with pytest.raises(WeirError, match=sentence):
             unpack(its, "me", path)
-        assert its.sessions("me") == []
+        assert its.list_sessions("me") == []
 
 
 def test_what_is_no_export_is_refused(tmp_path):
@@ -372,7 +382,7 @@ def test_what_is_no_export_is_refused(tmp_path):
         with pytest.raises(WeirError, match="the session cannot be written"):
             pack(its, "me", "s", tmp_path / "nowhere" / "file")
     with pytest.raises(WeirError, match="another model"):
-        DiskStore(tmp_path / "two", make_llama(layers=1, seed=9), POLICY, chunk=CHUNK)
+        SQLiteStore(tmp_path / "two", make_llama(layers=1, seed=9), POLICY, chunk=CHUNK)
 
 
 # --- any course of events
@@ -386,7 +396,7 @@ class Stores(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.its = store(self.folder)
         self.oracle = MemoryStore(10_000)
-        self.known: dict[str, tuple[int, Record]] = {}
+        self.known: dict[str, tuple[int, TurnRecord]] = {}
         self.count = 0
 
     def teardown(self) -> None:
@@ -394,7 +404,7 @@ class Stores(RuleBasedStateMachine):
             self.its.close()
             shutil.rmtree(self.folder)
 
-    def make(self, data: st.DataObject, n: int) -> Record:
+    def make(self, data: st.DataObject, n: int) -> TurnRecord:
         parent = data.draw(st.sampled_from([None, *self.known]))
         self.count += 1
         given: dict[str, Any] = {"owner": data.draw(st.sampled_from(["me", "you"]))}
@@ -443,8 +453,8 @@ class Stores(RuleBasedStateMachine):
     @rule(data=st.data(), owner=st.sampled_from(["me", "you"]), session=st.sampled_from("stuv"))
     def leave(self, data: st.DataObject, owner: str, session: str) -> None:
         nodes = data.draw(st.sets(st.sampled_from(sorted(self.known))))
-        gone = self.its.leave(owner, session, nodes)
-        assert sorted(gone) == sorted(self.oracle.leave(owner, session, nodes))
+        gone = self.its.remove_turns(owner, session, nodes)
+        assert sorted(gone) == sorted(self.oracle.remove_turns(owner, session, nodes))
         for each in gone:
             del self.known[each]
 
@@ -477,7 +487,7 @@ class Stores(RuleBasedStateMachine):
         finally:
             kill(self.its)
         self.its = store(self.folder)
-        found = self.its.find(made.owner, made.node)
+        found = self.its.find_turn(made.owner, made.node)
         assert found is not None or not told
         if found is not None:
             assert found == made
@@ -490,15 +500,15 @@ class Stores(RuleBasedStateMachine):
         if not hasattr(self, "its"):
             return
         for owner in ("me", "you", "nobody"):
-            mine = {each.id: each for each in self.its.sessions(owner)}
-            assert mine == {each.id: each for each in self.oracle.sessions(owner)}
+            mine = {each.id: each for each in self.its.list_sessions(owner)}
+            assert mine == {each.id: each for each in self.oracle.list_sessions(owner)}
             for n in range(4):
                 chain = f"{n:064x}"
-                assert self.its.at(owner, chain) == self.oracle.at(owner, chain)
+                assert self.its.find_history(owner, chain) == self.oracle.find_history(owner, chain)
             for name in "stuv":
-                assert self.its.turns(owner, name) == self.oracle.turns(owner, name)
+                assert self.its.list_turns(owner, name) == self.oracle.list_turns(owner, name)
         for name, (_, made) in self.known.items():
-            found = self.its.find(made.owner, name)
+            found = self.its.find_turn(made.owner, name)
             assert found is not None and replace(found, session=made.session) == made
         sizes = [path.stat().st_size for path in (self.folder / "nodes").iterdir()]
         assert len(sizes) == len(self.known)

@@ -12,18 +12,26 @@ from reference.naive import VOCABULARY, make_llama
 
 from weir.cache import StreamingCache
 from weir.errors import WeirError
-from weir.serve import Node, Shelf
+from weir.serve import Checkpoint, CheckpointStore
 from weir.serve.messages import Message
-from weir.serve.records import Record, Session, Store, packed
-from weir.serve.store import DiskShelf, DiskStore, Form, Parcel
-from weir.serve.store import folder as folder_file
+from weir.serve.sessions import (
+    RowFormat,
+    SessionArchive,
+    SessionStore,
+    SessionSummary,
+    SQLiteCheckpoints,
+    SQLiteStore,
+    TurnRecord,
+    pack_ids,
+)
+from weir.serve.sessions import snapshot_folder as folder_file
 
 MODEL = make_llama(layers=1)
 POLICY = "sink(2) | recent(6)"
 CHUNK = 4
 
 
-def nodes(count: int, tokens: int = 20) -> list[Node]:
+def nodes(count: int, tokens: int = 20) -> list[Checkpoint]:
     """Ends of turns that differ."""
     cache = StreamingCache(MODEL, POLICY, chunk=CHUNK, batch=1)
     made = []
@@ -33,23 +41,23 @@ def nodes(count: int, tokens: int = 20) -> list[Node]:
         ids = torch.randint(0, VOCABULARY, (1, tokens + n), generator=generator)
         with torch.no_grad():
             MODEL(ids, past_key_values=cache)
-        made.append(Node(cache.take_row(0), (n % VOCABULARY,)))
+        made.append(Checkpoint(cache.take_row(0), (n % VOCABULARY,)))
     return made
 
 
 NODES = nodes(6)
-FORM = Form.of(MODEL, POLICY, CHUNK)
+FORM = RowFormat.of(MODEL, POLICY, CHUNK)
 
 
-def shelf(folder: Path, **given: Any) -> DiskShelf:
-    return DiskShelf(folder, MODEL, POLICY, chunk=CHUNK, **given)
+def shelf(folder: Path, **given: Any) -> SQLiteCheckpoints:
+    return SQLiteCheckpoints(folder, MODEL, POLICY, chunk=CHUNK, **given)
 
 
-def store(folder: Path, **given: Any) -> DiskStore:
-    return DiskStore(folder, MODEL, POLICY, chunk=CHUNK, **given)
+def store(folder: Path, **given: Any) -> SQLiteStore:
+    return SQLiteStore(folder, MODEL, POLICY, chunk=CHUNK, **given)
 
 
-def kept(shelf: Shelf, name: str, node: Node) -> Exception | None:
+def kept(shelf: CheckpointStore, name: str, node: Checkpoint) -> Exception | None:
     """Put a node and wait until it is safe; why it cannot be, or None."""
     told, said = threading.Event(), []
 
@@ -63,7 +71,7 @@ def kept(shelf: Shelf, name: str, node: Node) -> Exception | None:
     return error
 
 
-def same(found: Node, wanted: Node) -> bool:
+def same(found: Checkpoint, wanted: Checkpoint) -> bool:
     """Whether two nodes are one, bit for bit."""
     mine, other = found.state, wanted.state
     return (
@@ -75,7 +83,7 @@ def same(found: Node, wanted: Node) -> bool:
     )
 
 
-def has(shelf: Shelf, name: str, node: Node) -> bool:
+def has(shelf: CheckpointStore, name: str, node: Checkpoint) -> bool:
     """Whether a shelf has this node; False if it has none of the name."""
     try:
         found = shelf.get(name)
@@ -86,7 +94,7 @@ def has(shelf: Shelf, name: str, node: Node) -> bool:
     return True
 
 
-def record(node: str, n: int = 0, **given: Any) -> Record:
+def record(node: str, n: int = 0, **given: Any) -> TurnRecord:
     """The record of `NODES[n]`."""
     state, (last,) = NODES[n].state, NODES[n].pending
     made: dict[str, Any] = {
@@ -99,23 +107,23 @@ def record(node: str, n: int = 0, **given: Any) -> Record:
         "seen": state.facts["seen"] + 1,
         "usage": {"bytes": 5},
         "created": 3.5,
-        "ids": packed([*range(state.facts["seen"]), last]),
+        "ids": pack_ids([*range(state.facts["seen"]), last]),
         **given,
     }
-    return Record(node, **made)
+    return TurnRecord(node, **made)
 
 
-def pack(its: Store, owner: str, session: str, path: Path, most: int = 100) -> int:
+def pack(its: SessionStore, owner: str, session: str, path: Path, most: int = 100) -> int:
     """Write a session into a file; how many turns it has."""
-    parcel = Parcel.of(its, owner, session, most)
+    parcel = SessionArchive.of(its, owner, session, most)
     parcel.write(path, FORM)
     return len(parcel.records)
 
 
-def unpack(its: Store, owner: str, path: Path, limit: int | None = None) -> Session:
+def unpack(its: SessionStore, owner: str, path: Path, limit: int | None = None) -> SessionSummary:
     """Take in a session from a file."""
-    parcel = Parcel.read(path, FORM, limit).renamed(owner)
-    return its.take_in(parcel.records, parcel.nodes)
+    parcel = SessionArchive.read(path, FORM, limit).renamed(owner)
+    return its.import_session(parcel.records, parcel.nodes)
 
 
 class Killed(BaseException):
@@ -145,7 +153,7 @@ class Cut:
         return call
 
 
-def kill(shelf: DiskShelf) -> None:
+def kill(shelf: SQLiteCheckpoints) -> None:
     """End a shelf as a killed process does: nothing more is written, the lock is gone."""
     folder_file.os = Cut(0)  # type: ignore[attr-defined]
     try:

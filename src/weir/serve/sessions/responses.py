@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from weir.errors import WeirError
-from weir.serve.book.items import Item, new_id
-from weir.serve.store import Tables, one, rows
+from weir.serve.sessions.database import Database, fetch_all, fetch_one
+from weir.serve.sessions.items import Item, new_id
 
 VERSION = 1
 OVERHEAD = 500
@@ -63,7 +63,7 @@ CREATE INDEX items_owner ON items (owner, number, bytes);
 
 
 @dataclass(frozen=True)
-class Response:
+class StoredResponse:
     """A response that is kept.
 
     Attributes:
@@ -84,7 +84,7 @@ class Response:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class StoredConversation:
     """A conversation.
 
     Attributes:
@@ -104,7 +104,7 @@ class Conversation:
     whole: bool
 
 
-class Book:
+class ResponseStore:
     """Keeps responses and conversations, open until `close`.
 
     Args:
@@ -117,7 +117,7 @@ class Book:
     """
 
     def __init__(self, path: Path | None = None, most: int = 64_000_000) -> None:
-        self._tables = Tables(path, begin=True, tables=_TABLES, version=VERSION)
+        self._tables = Database(path, begin=True, tables=_TABLES, version=VERSION)
         self._most = most
 
     def close(self) -> None:
@@ -126,10 +126,10 @@ class Book:
 
     # --- responses
 
-    def keep(
+    def save_response(
         self,
         owner: str,
-        response: Response,
+        response: StoredResponse,
         conversation: str | None = None,
         items: Sequence[Item] = (),
     ) -> None:
@@ -168,24 +168,26 @@ class Book:
                     (response.id, conversation, owner),
                 )
 
-    def response(self, owner: str, name: str) -> Response | None:
+    def get_response(self, owner: str, name: str) -> StoredResponse | None:
         """A response of the owner's."""
         with self._tables.reading() as db:
-            row = one(db, "SELECT * FROM responses WHERE id = ? AND owner = ?", name, owner)
+            row = fetch_one(db, "SELECT * FROM responses WHERE id = ? AND owner = ?", name, owner)
         if row is None:
             return None
         told = json.loads(row["input"]), json.loads(row["body"])
-        return Response(row["id"], row["session"], row["previous"], row["instructions"], *told)
+        return StoredResponse(
+            row["id"], row["session"], row["previous"], row["instructions"], *told
+        )
 
-    def of(self, owner: str, session: str) -> list[str]:
+    def list_responses(self, owner: str, session: str) -> list[str]:
         """The responses of a session of the owner's."""
         with self._tables.reading() as db:
-            found = rows(
+            found = fetch_all(
                 db, "SELECT id FROM responses WHERE owner = ? AND session = ?", owner, session
             )
         return [row["id"] for row in found]
 
-    def drop(self, owner: str, names: Sequence[str]) -> None:
+    def delete_responses(self, owner: str, names: Sequence[str]) -> None:
         """Forget responses of the owner's.
 
         Raises:
@@ -199,7 +201,9 @@ class Book:
 
     # --- conversations
 
-    def begin(self, owner: str, metadata: dict[str, str], items: Sequence[Item]) -> Conversation:
+    def create_conversation(
+        self, owner: str, metadata: dict[str, str], items: Sequence[Item]
+    ) -> StoredConversation:
         """A new conversation.
 
         Raises:
@@ -213,17 +217,19 @@ class Book:
             )
             self._append(db, owner, name, items)
             self._trim(db, "conversations", owner)
-        found = self.conversation(owner, name)
+        found = self.get_conversation(owner, name)
         assert found is not None
         return found
 
-    def conversation(self, owner: str, name: str) -> Conversation | None:
+    def get_conversation(self, owner: str, name: str) -> StoredConversation | None:
         """A conversation of the owner's."""
         with self._tables.reading() as db:
-            row = one(db, "SELECT * FROM conversations WHERE id = ? AND owner = ?", name, owner)
+            row = fetch_one(
+                db, "SELECT * FROM conversations WHERE id = ? AND owner = ?", name, owner
+            )
         if row is None:
             return None
-        return Conversation(
+        return StoredConversation(
             row["id"],
             row["created"],
             json.loads(row["metadata"]),
@@ -232,7 +238,7 @@ class Book:
             bool(row["whole"]),
         )
 
-    def describe(self, owner: str, name: str, metadata: dict[str, str]) -> None:
+    def set_metadata(self, owner: str, name: str, metadata: dict[str, str]) -> None:
         """Change what a client says of a conversation.
 
         Raises:
@@ -244,7 +250,7 @@ class Book:
                 (json.dumps(metadata), name, owner),
             )
 
-    def end(self, owner: str, name: str) -> None:
+    def delete_conversation(self, owner: str, name: str) -> None:
         """Forget a conversation and its items.
 
         Raises:
@@ -253,10 +259,10 @@ class Book:
         with self._changing() as db:
             db.execute("DELETE FROM conversations WHERE id = ? AND owner = ?", (name, owner))
 
-    def items(self, owner: str, conversation: str, after: int = 0) -> list[Item]:
+    def list_items(self, owner: str, conversation: str, after: int = 0) -> list[Item]:
         """The items of a conversation behind a place in it, the oldest first."""
         with self._tables.reading() as db:
-            found = rows(
+            found = fetch_all(
                 db,
                 "SELECT body FROM items WHERE conversation = ? AND owner = ? AND number > ? "
                 "ORDER BY number",
@@ -266,7 +272,7 @@ class Book:
             )
         return [json.loads(row["body"]) for row in found]
 
-    def page(
+    def page_items(
         self, owner: str, conversation: str, after: str | None, most: int, *, newest: bool
     ) -> list[Item] | None:
         """Some of the items of a conversation.
@@ -282,7 +288,7 @@ class Book:
         """
         order, compare = ("DESC", "<") if newest else ("ASC", ">")
         with self._tables.reading() as db:
-            start = one(
+            start = fetch_one(
                 db,
                 "SELECT number FROM items WHERE conversation = ? AND owner = ? AND id = ?",
                 conversation,
@@ -291,7 +297,7 @@ class Book:
             )
             if after is not None and start is None:
                 return None
-            found = rows(
+            found = fetch_all(
                 db,
                 "SELECT body FROM items WHERE conversation = ? AND owner = ? AND "
                 f"(? IS NULL OR number {compare} ?) ORDER BY number {order} LIMIT ?",
@@ -302,10 +308,10 @@ class Book:
             )
         return [json.loads(row["body"]) for row in found]
 
-    def item(self, owner: str, conversation: str, name: str) -> Item | None:
+    def get_item(self, owner: str, conversation: str, name: str) -> Item | None:
         """An item of a conversation."""
         with self._tables.reading() as db:
-            row = one(
+            row = fetch_one(
                 db,
                 "SELECT body FROM items WHERE conversation = ? AND owner = ? AND id = ?",
                 conversation,
@@ -314,7 +320,7 @@ class Book:
             )
         return None if row is None else json.loads(row["body"])
 
-    def add(self, owner: str, conversation: str, items: Sequence[Item]) -> None:
+    def add_items(self, owner: str, conversation: str, items: Sequence[Item]) -> None:
         """Put items into a conversation; the next response reads them.
 
         Raises:
@@ -323,7 +329,7 @@ class Book:
         with self._changing() as db:
             self._append(db, owner, conversation, items)
 
-    def remove(self, owner: str, conversation: str, name: str) -> None:
+    def remove_item(self, owner: str, conversation: str, name: str) -> None:
         """Take an item out of a conversation; what has read it goes on from before it.
 
         Raises:

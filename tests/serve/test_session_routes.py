@@ -10,7 +10,7 @@ from servers import make_desk, raw, serving
 
 from weir.serve import Limits
 from weir.serve.api import Keys
-from weir.serve.store import DiskStore
+from weir.serve.sessions import SQLiteStore
 
 ALICE, BOB = "wk-alice-0123456789", "wk-bob-0123456789"
 FILE = "application/octet-stream"
@@ -134,7 +134,7 @@ def test_a_session_is_taken_back_to_one_of_its_turns(server, alice):
     assert (alice.turns("back"), alice.turns("kept")) == (turns[:1], turns[:2])
     owner = hashlib.sha256(ALICE.encode()).hexdigest()
     for turn, there in zip(turns, (True, True, False), strict=True):
-        found = server.desk.store.find(owner, turn["id"].removeprefix("resp_"))
+        found = server.desk.store.find_turn(owner, turn["id"].removeprefix("resp_"))
         assert (found is not None) is there
     again = alice.ask("POST", "/sessions/back/rewind", {"turn": turns[1]["id"]})
     assert again.status_code == 404
@@ -189,7 +189,7 @@ def test_files_that_are_none_are_refused_and_nothing_is_kept(server, alice):
     other = file.replace(b"recent(6)", b"recent(5)")
     assert alice.ask("POST", "/sessions/import", other).status_code == 400
     assert alice.ask("GET", "/sessions").json() == before
-    if isinstance(server.desk.store, DiskStore):
+    if isinstance(server.desk.store, SQLiteStore):
         assert not list(server.desk.store.folder.glob("moving/*"))
 
 

@@ -1,4 +1,4 @@
-"""Tables in SQLite, in a file or in memory; and those of a store.
+"""Database in SQLite, in a file or in memory; and those of a store.
 
 A store's say which node is in which file, and what is known of turns.
 
@@ -63,8 +63,8 @@ CREATE INDEX members_node ON members (node);
 """
 
 
-class Tables:
-    """Tables, open until `close`.
+class Database:
+    """Database, open until `close`.
 
     Args:
         path: of the file; None for tables in memory.
@@ -173,7 +173,7 @@ def _connected(path: Path | str) -> sqlite3.Connection:
     return found
 
 
-def rows(db: sqlite3.Connection, question: str, *values: Any) -> list[sqlite3.Row]:
+def fetch_all(db: sqlite3.Connection, question: str, *values: Any) -> list[sqlite3.Row]:
     """All that answers a question, by the names of its columns."""
     cursor = db.cursor()
     cursor.row_factory = sqlite3.Row
@@ -181,6 +181,6 @@ def rows(db: sqlite3.Connection, question: str, *values: Any) -> list[sqlite3.Ro
     return found
 
 
-def one(db: sqlite3.Connection, question: str, *values: Any) -> sqlite3.Row | None:
+def fetch_one(db: sqlite3.Connection, question: str, *values: Any) -> sqlite3.Row | None:
     """What answers a question first; None if nothing does."""
-    return next(iter(rows(db, question, *values)), None)
+    return next(iter(fetch_all(db, question, *values)), None)

@@ -23,17 +23,17 @@ from safetensors.torch import save_file
 from weir.cache import FARTHEST, ValidationError, integer, list_of, optional, text
 from weir.cache import record as facts_of
 from weir.errors import WeirError, quote
-from weir.serve.engine import Node
+from weir.serve.engine import Checkpoint
 from weir.serve.messages import Message
-from weir.serve.records import Record, Store, packed, unpacked
-from weir.serve.store.snapshot import Form, read_foreign, written
+from weir.serve.sessions.records import SessionStore, TurnRecord, pack_ids, unpack_ids
+from weir.serve.sessions.snapshot import RowFormat, decode_foreign, encode_checkpoint
 
 FORMAT = 2
 KEY = "weir_sessions"
 
 
 @dataclass
-class Parcel:
+class SessionArchive:
     """Turns of a session, those that go on from others behind them.
 
     Attributes:
@@ -41,35 +41,35 @@ class Parcel:
         nodes: of the same.
     """
 
-    records: list[Record] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
+    records: list[TurnRecord] = field(default_factory=list)
+    nodes: list[Checkpoint] = field(default_factory=list)
 
     @classmethod
-    def of(cls, store: Store, owner: str, session: str, most: int) -> Parcel:
+    def of(cls, store: SessionStore, owner: str, session: str, most: int) -> SessionArchive:
         """The newest turns of a session of the owner's that are kept.
 
         Raises:
             WeirError: the owner has no such session, or a turn of it is damaged.
         """
         parcel = cls()
-        for record in store.turns(owner, session)[-most:]:
+        for record in store.list_turns(owner, session)[-most:]:
             try:
                 node = store.get(record.node)
-                parcel.add(record, Node(node.state, node.pending))
+                parcel.add(record, Checkpoint(node.state, node.pending))
             except WeirError:
-                if store.find(owner, record.node) is not None:
+                if store.find_turn(owner, record.node) is not None:
                     raise
                 # It has gone meanwhile.
         if not parcel.records:
             raise WeirError("there is no such session")
         return parcel
 
-    def add(self, record: Record, node: Node) -> None:
+    def add(self, record: TurnRecord, node: Checkpoint) -> None:
         """One turn more."""
         self.records.append(record)
         self.nodes.append(node)
 
-    def renamed(self, owner: str) -> Parcel:
+    def renamed(self, owner: str) -> SessionArchive:
         """The same as a session of this owner's, and under names that nobody has."""
         session = f"sess_{secrets.token_hex(16)}"
         names = {record.node: secrets.token_hex(16) for record in self.records}
@@ -83,9 +83,9 @@ class Parcel:
             )
             for record in self.records
         ]
-        return Parcel(records, self.nodes)
+        return SessionArchive(records, self.nodes)
 
-    def write(self, path: Path, form: Form) -> None:
+    def write(self, path: Path, form: RowFormat) -> None:
         """Write a file, whole or not at all.
 
         Args:
@@ -95,7 +95,7 @@ class Parcel:
         Raises:
             WeirError: it cannot be written.
         """
-        snapshots = [written(form, node) for node in self.nodes]
+        snapshots = [encode_checkpoint(form, node) for node in self.nodes]
         said = {
             "format": FORMAT,
             "turns": [
@@ -119,7 +119,7 @@ class Parcel:
             raise WeirError(f"the session cannot be written: {reason}") from None
 
     @classmethod
-    def read(cls, path: Path, form: Form, limit: int | None) -> Parcel:
+    def read(cls, path: Path, form: RowFormat, limit: int | None) -> SessionArchive:
         """Read a file.
 
         Args:
@@ -150,7 +150,9 @@ class Parcel:
             raise WeirError(f"the file cannot be imported: {error}") from None
 
     @classmethod
-    def _checked(cls, said: Any, mapped: dict[str, torch.Tensor], form: Form) -> Parcel:
+    def _checked(
+        cls, said: Any, mapped: dict[str, torch.Tensor], form: RowFormat
+    ) -> SessionArchive:
         """What a file says and holds, looked through.
 
         Raises:
@@ -173,7 +175,7 @@ class Parcel:
                     f"turns[{n}] is damaged: its checksum is not that of its snapshot"
                 )
             try:
-                node = read_foreign(form, data)
+                node = decode_foreign(form, data)
             except WeirError as error:
                 raise ValidationError(f"turns[{n}]: {error}") from None
             seen = node.state.facts["seen"] + len(node.pending)
@@ -187,12 +189,12 @@ class Parcel:
             if len(turn["ids"]) > turn["seen"]:
                 raise ValidationError(f"turns[{n}] has more tokens than its stream")
             messages = tuple(Message.read(each) for each in turn.pop("messages"))
-            ids = packed(turn.pop("ids"))
-            parcel.add(Record(owner="", session="", messages=messages, ids=ids, **turn), node)
+            ids = pack_ids(turn.pop("ids"))
+            parcel.add(TurnRecord(owner="", session="", messages=messages, ids=ids, **turn), node)
         return parcel
 
 
-def _said(record: Record) -> dict[str, Any]:
+def _said(record: TurnRecord) -> dict[str, Any]:
     """A record as it travels: not whose it was, nor under which name."""
     return {
         "node": record.node,
@@ -203,7 +205,7 @@ def _said(record: Record) -> dict[str, Any]:
         "seen": record.seen,
         "usage": record.usage,
         "created": record.created,
-        "ids": unpacked(record.ids).tolist(),
+        "ids": unpack_ids(record.ids).tolist(),
     }
 
 

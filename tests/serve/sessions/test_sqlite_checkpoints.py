@@ -21,9 +21,9 @@ from stores import CHUNK, MODEL, NODES, POLICY, has, kept, kill, same, shelf
 from weir.errors import WeirError
 from weir.models import fingerprint
 from weir.policies import format_policy_file
-from weir.serve import Engine, MemoryShelf, Sampler, SamplingParams, Sequence
-from weir.serve.store import DiskShelf, Form
-from weir.serve.store import folder as folder_file
+from weir.serve import Engine, MemoryCheckpoints, Sampler, SamplingParams, Sequence
+from weir.serve.sessions import RowFormat, SQLiteCheckpoints
+from weir.serve.sessions import snapshot_folder as folder_file
 
 
 def files(folder: Path) -> list[Path]:
@@ -303,8 +303,8 @@ def test_a_store_of_another_model_or_policy_is_refused(tmp_path, model, policy, 
         kept(one, "n0", NODES[0])
     for _ in range(2):
         with pytest.raises(WeirError, match=sentence):
-            DiskShelf(tmp_path, model, policy, chunk=chunk)
-    with DiskShelf(tmp_path, MODEL, "streaming_llm(8, sinks=2)", chunk=CHUNK) as one:
+            SQLiteCheckpoints(tmp_path, model, policy, chunk=chunk)
+    with SQLiteCheckpoints(tmp_path, MODEL, "streaming_llm(8, sinks=2)", chunk=CHUNK) as one:
         assert one.get("n0").state.facts == NODES[0].state.facts  # the same, written otherwise
 
 
@@ -314,22 +314,22 @@ def test_without_a_chunk_engine_and_store_take_that_of_the_policy_file(tmp_path)
     file.write_text(format_policy_file({"chunk": 8}, fingerprint(MODEL), layers))
     for policy, chunk in ((str(file), 8), (POLICY, 64)):
         folder = tmp_path / str(chunk)
-        with DiskShelf(folder, MODEL, policy) as one:
+        with SQLiteCheckpoints(folder, MODEL, policy) as one:
             engine = Engine(MODEL, policy, 1, one)
             assert engine.cache.chunk == chunk
             answers(engine, "a", None, [1, 2, 3])
             named = one.get("a").state.facts
-        with DiskShelf(folder, MODEL, policy, chunk=chunk) as one:
+        with SQLiteCheckpoints(folder, MODEL, policy, chunk=chunk) as one:
             assert one.get("a").state.facts == named
         with pytest.raises(WeirError, match=f"the chunk {chunk}, here {CHUNK}"):
-            DiskShelf(folder, MODEL, policy, chunk=CHUNK)
-        assert Engine(MODEL, policy, 1, MemoryShelf(), chunk=CHUNK).cache.chunk == CHUNK
+            SQLiteCheckpoints(folder, MODEL, policy, chunk=CHUNK)
+        assert Engine(MODEL, policy, 1, MemoryCheckpoints(), chunk=CHUNK).cache.chunk == CHUNK
 
 
 def test_a_store_whose_policy_stood_for_other_pools_is_refused(tmp_path):
-    with DiskShelf(tmp_path, MODEL, "weir(24, quiet=3)", chunk=CHUNK) as one:
+    with SQLiteCheckpoints(tmp_path, MODEL, "weir(24, quiet=3)", chunk=CHUNK) as one:
         was = one._form
-    now = Form.of(MODEL, "weir(24)", CHUNK)
+    now = RowFormat.of(MODEL, "weir(24)", CHUNK)
     renamed = {"model": was.model, "kind": {**was.kind, "policy": "weir(24)"}}
     with pytest.raises(WeirError, match=r"quiet=3.* here .*quiet=2"):
         now.check(renamed)
@@ -408,7 +408,7 @@ def test_after_a_restart_an_engine_goes_on_as_one_that_never_stopped(tmp_path):
     def engine(its) -> Engine:
         return Engine(MODEL, POLICY, 1, its, chunk=CHUNK, piece=5)
 
-    memory = engine(MemoryShelf())
+    memory = engine(MemoryCheckpoints())
     told = [("a", None, [1, 2, 3, 4, 5, 6, 7]), ("b", "a", [8, 9]), ("c", "a", [10] * 9)]
     told += [("d", "b", [3]), ("e", "c", [5, 6])]
     wanted = [answers(memory, *each) for each in told]
