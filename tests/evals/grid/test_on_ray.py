@@ -56,7 +56,7 @@ def test_a_worker_that_is_killed_costs_its_own_cell_which_is_run_again(
             os.kill(os.getpid(), signal.SIGKILL)
         return {"cell": number, "status": "done"}
 
-    monkeypatch.setattr(cluster, "_measure", killed_once)
+    monkeypatch.setattr(cluster, "_measure_on_worker", killed_once)
     grid = make_grid(["nano"], "ppl(tokens=300)", "h2o(64), dense, window(9)")
     records = run(grid, tmp_path / "r.jsonl", work=on_ray("local"))
     assert records == [{"cell": number, "status": "done"} for number in range(3)]
@@ -75,7 +75,7 @@ def test_a_worker_that_always_dies_is_given_up(tmp_path, monkeypatch, local):
             os.kill(os.getpid(), signal.SIGKILL)
         return {"cell": number, "status": "done"}
 
-    monkeypatch.setattr(cluster, "_measure", killed)
+    monkeypatch.setattr(cluster, "_measure_on_worker", killed)
     monkeypatch.setattr(cluster, "TRIES", 2)
     records = run(
         make_grid(["nano"], "ppl", "dense, window"), tmp_path / "r.jsonl", work=on_ray("local")
