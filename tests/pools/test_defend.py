@@ -15,7 +15,7 @@ from weir.errors import WeirError
 from weir.pools import Defend, Fold, ObservedAttention
 from weir.pools.counter_rng import CounterRNG
 from weir.pools.ranked import TALLY
-from weir.slab import Form, LayerPositions, Slots
+from weir.slab import AttentionParams, LayerPositions, Slots
 
 PIPES = [
     "sink(2) | recent(8) | defend(14, window=4, wide=2)",
@@ -92,9 +92,11 @@ def folded(pool: Defend, held: Slots, new: Slots, query: float, state: dict[str,
     queries = torch.full((1, 1, 1, 1, 1), query)
     nowhere = whole.position[:, :, :0]
     read = ObservedAttention(
-        lambda: whole, lambda: nowhere, queries, seen, Form(1.0), LayerPositions()
+        lambda: whole, lambda: nowhere, queries, seen, AttentionParams(1.0), LayerPositions()
     )
-    return pool.fold(held, new, Fold(CounterRNG(0), seen, Form(1.0), queries, read, state=state))[0]
+    return pool.fold(
+        held, new, Fold(CounterRNG(0), seen, AttentionParams(1.0), queries, read, state=state)
+    )[0]
 
 
 def stays(half_life: int | None) -> list[int]:

@@ -23,7 +23,7 @@ from weir.policies.pipe import Pipe
 from weir.policies.registry import NAMED
 from weir.pools import POOLS
 from weir.pools.counter_rng import CounterRNG
-from weir.slab.attention import Form
+from weir.slab.attention import AttentionParams
 
 PIPES = {
     "sink": ["sink(3) | recent(6)"],
@@ -118,7 +118,7 @@ def fed(
     for width in (1, 1, 13, 2, 40, 33):
         span = slice(seen, seen + width)
         q, k, v = (t[:, :, span] for t in (queries, keys, values))
-        form = Form(scale=0.4)
+        form = AttentionParams(scale=0.4)
         answers.append(layer.feed(q, k, v, form, seen=seen, waiting=seen % CHUNK))
         seen += width
         assert layer.slab is not None

@@ -18,9 +18,9 @@ from weir.policies.grammar import policy
 from weir.policies.library import h2o
 from weir.pools import Fold, Heavy, Recent
 from weir.pools.counter_rng import CounterRNG
-from weir.slab import Form
+from weir.slab import AttentionParams
 
-FOLD = Fold(CounterRNG(0), torch.tensor([0]), Form(1.0))
+FOLD = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(1.0))
 PADDING = (0, 3, 9)
 PROMPT, MORE = 40, 50
 

@@ -17,14 +17,14 @@ from weir.errors import WeirError
 from weir.pools import Fold, Heavy, Match, ObservedAttention, Recent
 from weir.pools.counter_rng import CounterRNG
 from weir.pools.match import MOST, fit_weights
-from weir.slab import Form, LayerPositions, Slots
+from weir.slab import AttentionParams, LayerPositions, Slots
 
 PIPES = [
     "sink(2) | recent(8) | match(kcenter(6), window=4)",
     "recent(8) | match(heavy(8), half_life=none, pull=0.1)",
     "match(snap(16, window=3), window=9)",
 ]
-FORM = Form(0.5)
+FORM = AttentionParams(0.5)
 
 
 def random(*shape: int) -> Tensor:

@@ -23,10 +23,10 @@ from weir.errors import WeirError
 from weir.models.model_spec import describe
 from weir.policies.pipe import Pipe
 from weir.pools import Fold, ObservedAttention, Recent, Sink
-from weir.slab import Alibi, Form, LayerPositions, Rotary, Slots
+from weir.slab import Alibi, AttentionParams, LayerPositions, Rotary, Slots
 
 DIM, HEADS, GROUP, LENGTH = 8, 2, 3, 75
-FORM = Form(0.4, softcap=4.0, sinks=torch.tensor([[0.3, -1.0, 2.0], [0.0, 1.0, 0.5]]))
+FORM = AttentionParams(0.4, softcap=4.0, sinks=torch.tensor([[0.3, -1.0, 2.0], [0.0, 1.0, 0.5]]))
 ROTARY = Rotary(torch.tensor([0.7, 0.11, 0.013], dtype=torch.float64), scaling=1.25)
 """Of a partial rotary embedding: six of eight dimensions turn."""
 ALIBI = Alibi(torch.tensor([0.5, 0.3, 0.2, 0.1, 0.05, 0.02]))

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools import CounterRNG, Fold, Ranked, select_highest
-from weir.slab import Form, Slots
+from weir.slab import AttentionParams, Slots
 
-FOLD = Fold(CounterRNG(0), torch.tensor([0]), Form(1.0))
+FOLD = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(1.0))
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from weir.pools import Fold, ObservedAttention, Residue
 from weir.pools.counter_rng import CounterRNG
 from weir.pools.residue.merging import merge_nearest
 from weir.pools.residue.residue import GATES, measure_misled
-from weir.slab import Form, LayerPositions, Slots, two_weight_attention
+from weir.slab import AttentionParams, LayerPositions, Slots, two_weight_attention
 
 PIPES = [
     "sink(2) | recent(8) | residue(6, window=4)",
     "recent(8) | kcenter(6) | residue(8, half_life=none)",
     "residue(16, window=9, spread=false)",
 ]
-FORM = Form(0.5)
+FORM = AttentionParams(0.5)
 
 
 def random(*shape: int) -> Tensor:

@@ -18,7 +18,7 @@ from weir.policies.grammar import policy
 from weir.policies.pipe import Pipe
 from weir.pools import Fold, Recent, Sink, Tail
 from weir.pools.counter_rng import CounterRNG
-from weir.slab import Form
+from weir.slab import AttentionParams
 from weir.slab.slots import Slots
 
 SEEDS = 2000
@@ -122,10 +122,10 @@ def test_it_knows_how_far_off_it_is():
     held, _ = pool.fold(
         held,
         arrivals(0, places, SEEDS, keys),
-        Fold(draws, torch.tensor([places]), Form(1.0), state=state),
+        Fold(draws, torch.tensor([places]), AttentionParams(1.0), state=state),
     )
     reading = OneQuery(query, held)
-    later = Fold(draws, torch.tensor([places + 1]), Form(1.0), state=state, read=reading)
+    later = Fold(draws, torch.tensor([places + 1]), AttentionParams(1.0), state=state, read=reading)
     pool.fold(held, arrivals(places, places, SEEDS, keys), later)
     everything = (keys @ query).softmax(dim=0) @ keys
     off = (reading.answers[0, :, 0, 0] - everything).square().sum(dim=1).mean().sqrt()

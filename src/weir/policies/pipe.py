@@ -176,19 +176,19 @@ class Pipe(Policy):
         return tuple(i for i in range(len(self.pools)) if i not in self.run)
 
     @cached_property
-    def coded(self) -> tuple[int, ...]:
+    def quantized(self) -> tuple[int, ...]:
         """The pools whose slots are quantized, in the order of the slab."""
         return tuple(i for i in (*self.front, *self.run) if self.formats[i])
 
     @cached_property
     def format(self) -> Format | None:
         """The format of quantized slots; None where there are none."""
-        return FORMATS[self.formats[self.coded[0]]] if self.coded else None
+        return FORMATS[self.formats[self.quantized[0]]] if self.quantized else None
 
     @cached_property
-    def coded_slots(self) -> int:
+    def quantized_slots(self) -> int:
         """Quantized slots per KV head."""
-        return self.slots_of(self.coded)
+        return self.slots_of(self.quantized)
 
     def slots_of(self, pools: Collection[int]) -> int:
         """Count the slots of some pools per KV head, those without a limit left out."""

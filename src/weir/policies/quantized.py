@@ -46,7 +46,7 @@ class Quantized(PolicyWrapper):
             raise WeirError(f"newest tokens that stay exact are 0 or more, not {self.newest}")
         if isinstance(self.policy, Recompute):
             raise WeirError("recompute caches nothing, so there are no slots to quantize")
-        if not any(pipe.coded for pipe in self.pipes):
+        if not any(pipe.quantized for pipe in self.pipes):
             if self.newest is not None:
                 raise WeirError(
                     f"{self.policy} holds no tokens but the first and the newest {self.newest}, "
@@ -70,7 +70,7 @@ class Quantized(PolicyWrapper):
         Raises:
             WeirError: the pipe has no limit, or formats of its own.
         """
-        if pipe.coded:
+        if pipe.quantized:
             raise _has_own_format(self.policy)
         if pipe.slots is None:
             raise WeirError(f"{self.policy} has no limit, and slots that are quantized have one")
@@ -131,7 +131,7 @@ def with_slots(policy: Policy, slots: str | None) -> Policy:
         return made.as_written(str(call), call)
     if slots != EXACT:
         return Quantized(policy, slots)
-    if not isinstance(policy, Recompute) and any(pipe.coded for pipe in policy.pipes):
+    if not isinstance(policy, Recompute) and any(pipe.quantized for pipe in policy.pipes):
         raise _has_own_format(policy)
     return policy
 

@@ -18,7 +18,7 @@ from weir.errors import WeirError
 from weir.pools.counter_rng import CounterRNG
 from weir.pools.observed_attention import ObservedAttention
 from weir.pools.parameters import fits
-from weir.slab import Alibi, Form, Slots
+from weir.slab import Alibi, AttentionParams, Slots
 
 MOST_WEIGHT = 1e4
 """The largest log-weight a state may have; e^700 already overflows float64."""
@@ -81,7 +81,7 @@ class Fold:
 
     draws: CounterRNG
     seen: Tensor
-    form: Form
+    form: AttentionParams
     queries: Tensor | None = None
     read: ObservedAttention | None = None
     prompt: bool = False

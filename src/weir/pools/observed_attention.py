@@ -22,14 +22,14 @@ from torch import Tensor
 from weir.errors import WeirError
 from weir.slab import (
     Alibi,
-    Form,
+    AttentionParams,
     LayerPositions,
     Slots,
     Watched,
     attention_shares,
     attention_softmax,
     attention_weights,
-    logits,
+    compute_logits,
     two_weight_attention,
 )
 
@@ -67,7 +67,7 @@ class ObservedAttention:
     frame: Callable[[], Tensor]
     queries: Tensor | None
     next: Tensor
-    form: Form
+    form: AttentionParams
     positions: LayerPositions
     projection: Output | None = None
     arrived: int = 0
@@ -235,7 +235,7 @@ class ObservedAttention:
         """
         alibi = self.positions.alibi
         tilt = None if alibi is None else self._tilt(alibi, self.places(slots))
-        found = logits(self.asked, self.keys(slots), self.form, tilt)
+        found = compute_logits(self.asked, self.keys(slots), self.form, tilt)
         found = found.masked_fill_(self._hidden(slots.position), -torch.inf)
         return attention_shares(found, slots.b, self.lse)
 
@@ -304,7 +304,7 @@ class ObservedAttention:
         it = self.whole
         alibi = self.positions.alibi
         tilt = None if alibi is None else self._tilt(alibi, self._everywhere)
-        found = logits(self.asked, it.keys, self.form, tilt)
+        found = compute_logits(self.asked, it.keys, self.form, tilt)
         n = found.shape[3]
         if self.positions.window is None and n <= self.arrived:
             # Each query sees everything in front of the last n tokens, which are its own and its

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weir.cache import Contents, Holding, Positions, Prefill, StreamingCache, policy_for
+from weir.cache import Contents, Holding, Positions, Prefill, StreamingCache, choose_policy
 from weir.errors import NotFiniteError, WeirError
 from weir.models import StopTokens, fingerprint, images_of, input_device, transformers_model
 from weir.policies import Policy, Recompute
@@ -67,7 +67,7 @@ class Stream:
         served = transformers_model(model)
         self._device = input_device(served)
         self._images = images_of(served.config)
-        self.policy = policy_for(served, policy, slots)
+        self.policy = choose_policy(served, policy, slots)
         self.seed = seed
         self.cache: StreamingCache | None = None
         self._reader: Reader

@@ -27,9 +27,9 @@ from weir.pools import Balance, Fold, Recent, Sink
 from weir.pools.balance import balance as pool_file
 from weir.pools.balance import merge_reduce, schedule
 from weir.pools.counter_rng import CounterRNG
-from weir.slab import Form
+from weir.slab import AttentionParams
 
-FOLD = Fold(CounterRNG(0), torch.tensor([0]), Form(0.5))
+FOLD = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(0.5))
 
 
 def weights(position: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ def lumps(batch: int, heads: int, length: int, seed: int = 0) -> Flow:
 class Stream(PoolStream):
     """A pool that folds a flow; the naive loop asks for the same scale."""
 
-    form: Form = FOLD.form
+    form: AttentionParams = FOLD.form
 
 
 def coins(draws: CounterRNG, head: int, length: int) -> tuple[Any, Any]:

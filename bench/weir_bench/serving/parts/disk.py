@@ -11,8 +11,8 @@ import torch
 
 from weir.cache import StreamingCache
 from weir.models import load
-from weir.serve import Node
-from weir.serve.store import DiskShelf
+from weir.serve import Checkpoint
+from weir.serve.sessions import SQLiteCheckpoints
 from weir_bench.figure import Row
 from weir_bench.serving.load import Heard
 from weir_bench.serving.part import Plan, part
@@ -36,13 +36,13 @@ def disk(plan: Plan) -> Iterator[Row | Heard]:
     plan.say("a row to disk and back")
     with (
         undisturbed(),
-        DiskShelf(plan.scratch / "disk", model, plan.policy, chunk=CHUNK) as shelf,
+        SQLiteCheckpoints(plan.scratch / "disk", model, plan.policy, chunk=CHUNK) as shelf,
     ):
         for piece in ids.split(256, dim=1):
             model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
         for number in range(TIMES):
             began = time.perf_counter()
-            _put(shelf, str(number), Node(cache.take_row(0), (1,)))
+            _put(shelf, str(number), Checkpoint(cache.take_row(0), (1,)))
             safe = time.perf_counter()
             cache.put_row(1, shelf.get(str(number)).state, check=False)
             back.append(time.perf_counter() - safe)
@@ -68,7 +68,7 @@ def disk(plan: Plan) -> Iterator[Row | Heard]:
     )
 
 
-def _put(shelf: DiskShelf, name: str, node: Node) -> None:
+def _put(shelf: SQLiteCheckpoints, name: str, node: Checkpoint) -> None:
     """Put a node and wait until it is safe."""
     safe = threading.Event()
     wrong: list[Exception] = []

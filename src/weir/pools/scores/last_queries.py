@@ -9,7 +9,7 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold
-from weir.slab import Slots, Turn
+from weir.slab import Rotation, Slots
 
 
 def last_attention(slots: Slots, fold: Fold, window: int) -> Tensor:
@@ -106,7 +106,7 @@ def mean_query(queries: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
     return queries.sum(dim=3) / count, count
 
 
-def mean_rotation(fold: Fold, ahead: Sequence[int]) -> Turn | None:
+def mean_rotation(fold: Fold, ahead: Sequence[int]) -> Rotation | None:
     """The mean rotation of places to come; None for a layer that rotates nothing.
 
     Args:
@@ -122,17 +122,17 @@ def mean_rotation(fold: Fold, ahead: Sequence[int]) -> Turn | None:
         return None
     steps = torch.tensor(ahead, device=fold.next.device)
     turn = rotary.turns(fold.next[:, None, None] + steps)
-    return Turn(turn.cos.mean(dim=2, keepdim=True), turn.sin.mean(dim=2, keepdim=True))
+    return Rotation(turn.cos.mean(dim=2, keepdim=True), turn.sin.mean(dim=2, keepdim=True))
 
 
-def rotate_back(keys: Tensor, turn: Turn | None) -> Tensor:
+def rotate_back(keys: Tensor, turn: Rotation | None) -> Tensor:
     """Keys as a query without rotation would meet them: the transpose of a mean rotation on them.
 
     Args:
         keys: [batch, kv_heads, n, key_dim], float32.
         turn: of `mean_rotation`.
     """
-    return keys if turn is None else Turn(turn.cos, -turn.sin).of(keys)
+    return keys if turn is None else Rotation(turn.cos, -turn.sin).of(keys)
 
 
 def check_ahead(name: str, ahead: int) -> None:

@@ -1,6 +1,6 @@
 """The engine: sequences of many sessions through one model, in rows allocated once."""
 
-from weir.serve.engine.checkpoint import Done, Node, Shelf
+from weir.serve.engine.checkpoint import Checkpoint, CheckpointStore, OnSaved
 from weir.serve.engine.compilation import compile_engine, sizes_of
 from weir.serve.engine.engine import Cancelled, Engine, EngineLoad
 from weir.serve.engine.inspection import RowInspection
@@ -21,23 +21,23 @@ from weir.serve.engine.scheduler import Busy, WaitQueue, read_together
 __all__ = [
     "Busy",
     "Cancelled",
+    "Checkpoint",
+    "CheckpointStore",
     "Constraint",
-    "Done",
     "Engine",
     "EngineLoad",
     "Event",
     "FailureEvent",
     "FinishEvent",
     "Listener",
-    "Node",
     "Notifier",
+    "OnSaved",
     "OutputQueue",
     "RowInspection",
     "SampledToken",
     "Sampler",
     "SamplingParams",
     "Sequence",
-    "Shelf",
     "Stage",
     "StreamStats",
     "TokenEvent",

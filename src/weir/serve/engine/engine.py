@@ -22,7 +22,7 @@ from weir.cache import StreamingCache
 from weir.errors import WeirError
 from weir.policies import Policy
 from weir.pools import Marks
-from weir.serve.engine.checkpoint import Node, Shelf
+from weir.serve.engine.checkpoint import Checkpoint, CheckpointStore
 from weir.serve.engine.inspection import InspectionQueue, RowInspection, look
 from weir.serve.engine.request import Sequence, Stage
 from weir.serve.engine.rows import RowAllocator
@@ -89,7 +89,7 @@ class Engine:
         model: PreTrainedModel,
         policy: str | Policy,
         rows: int,
-        shelf: Shelf,
+        shelf: CheckpointStore,
         *,
         chunk: int | None = None,
         piece: int = PIECE,
@@ -380,7 +380,7 @@ class Engine:
             turn.listener.failed(error)
 
         try:
-            self.shelf.put(turn.node, Node(state, (turn.chosen[-1],)), done)
+            self.shelf.put(turn.node, Checkpoint(state, (turn.chosen[-1],)), done)
         except Exception as error:
             done(error)
 
