@@ -26,7 +26,11 @@ PIPES = [
 
 @pytest.mark.parametrize(
     ("chunk", "whole", "half_life", "wide"),
-    [(1, 0, "none", 0), (5, 0, "20", 3), (5, 60, "20", 0)],
+    [
+        pytest.param(1, 0, "none", 0, marks=pytest.mark.slow),
+        (5, 0, "20", 3),
+        pytest.param(5, 60, "20", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_a_model_reads_as_with_a_naive_pool(
     llama, ids, naive, twins, chunk, whole, half_life, wide
