@@ -17,10 +17,10 @@ from weir.errors import WeirError
 from weir.evals.sinks import Asked, findings, measure, paper, run, tables, write_page
 from weir.models.loading import ASSETS
 from weir.stream import read_text
-from weir.train import PRESETS, WORK, Preset, Recipe
+from weir.train import PRESETS, WORK, Preset, TrainingRecipe
 
 TOY = Preset(
-    Recipe(
+    TrainingRecipe(
         tokens=30 * 4 * 64,
         rows=4,
         length=64,
