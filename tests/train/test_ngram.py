@@ -14,7 +14,7 @@ from roundings import off
 from weir.errors import WeirError
 from weir.stream.text import encode
 
-ngram = import_example("ngram.py")
+ngram = import_example("ngram/ngram.py")
 
 
 def draw(length: int, vocabulary: int, seed: int) -> np.ndarray:

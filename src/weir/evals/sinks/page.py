@@ -237,7 +237,7 @@ def markdown(result: dict[str, Any], ppl: str, loss: str) -> str:
         "",
         three.markdown(),
         "",
-        f"Slots: {slots}. TrainingRecipe: {json.dumps(recipe)}. Vocabulary: {setting['vocabulary']:,}.",
+        f"Slots: {slots}. Recipe: {json.dumps(recipe)}. Vocabulary: {setting['vocabulary']:,}.",
     ]
     return "\n".join(lines) + "\n"
 
