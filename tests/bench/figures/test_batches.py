@@ -27,7 +27,7 @@ def test_rows_in_step_lie_alike_and_ragged_ones_do_not_and_none_folds():
 
 
 def test_tokens_per_second_are_of_all_rows(monkeypatch):
-    monkeypatch.setattr(figure, "ROWS", (2,))
+    monkeypatch.setattr(figure, "BATCHES", (2,))
     rows = list(batches(SETTING))
     assert ["ragged" in row.what for row in rows] == [False, True]
     assert all(row.ratio == pytest.approx(row.peer / row.ours) for row in rows)
