@@ -29,7 +29,7 @@ from weir.serve import (
 def test_a_learned_sink_stands_in_front_of_what_is_read_first():
     plain = make_desk()
     set_sink(plain.engine.model.config, "learnable", (7, 8))
-    desk = EngineClient(plain.engine, plain.store, plain.tokenizer, "small", Limits())
+    desk = EngineClient(plain.engine, plain.tokenizer, "small", Limits())
     messages = [Message("user", "Hi")]
     chat, without = (one.planner.chat("", messages, None).ids for one in (desk, plain))
     assert chat == [7, 8, *without]
