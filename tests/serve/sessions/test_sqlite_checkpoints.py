@@ -440,6 +440,7 @@ ROUNDS = int(os.environ.get("WEIR_KILLS", "3"))
 """How often a process is killed while it writes; 50 where somebody has the time."""
 
 
+@pytest.mark.slow
 def test_a_killed_process_loses_nothing_it_said_is_safe(tmp_path):
     script = Path(__file__).with_name("putting.py")
     command = [sys.executable, str(script), str(tmp_path)]
