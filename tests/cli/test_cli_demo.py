@@ -40,6 +40,7 @@ def is_whole(facts: dict, tokens: int) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_it_writes_figures_and_a_page_and_prints_the_figures(capsys, out):
     ended = run(capsys, "demo", "--out", out, "--tokens", 1200, "--json")
     assert ended.code == 0
@@ -65,6 +66,7 @@ def test_it_writes_figures_and_a_page_and_prints_the_figures(capsys, out):
 
 
 @pytest.mark.parametrize("columns", ["80", "200"])
+@pytest.mark.slow
 def test_for_people_it_is_a_table_that_fits_the_terminal(
     capsys, monkeypatch, tmp_path, out, columns
 ):
@@ -108,6 +110,7 @@ def test_ctrl_c_ends_it_with_what_was_read_so_far(capsys, monkeypatch, tmp_path)
     assert (tmp_path / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_a_book_shorter_than_asked_for_is_said_so(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(
         sys.modules["weir.evals.demo.run"], "read_text", lambda path: "Well, Prince. " * 200
@@ -125,6 +128,7 @@ def test_a_folder_that_cannot_be_made_is_named_before_anything_is_read(capsys, t
     assert ended.err.startswith(f"weir: cannot make the folder {tmp_path / 'file' / 'out'}: ")
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_written_is_named(capsys, tmp_path):
     (tmp_path / "report.html").mkdir()
     ended = run(capsys, "demo", "--out", tmp_path, "--tokens", 1000, "--json")

@@ -27,6 +27,7 @@ def words(monkeypatch, tmp_path) -> tuple[object, ...]:
     return ("--text", text, "--out", out, "--no-compiled", "--read", 2000)
 
 
+@pytest.mark.slow
 def test_one_command_trains_streams_and_reports(capsys, words, tmp_path):
     ended = run(capsys, "sinks", *words, "--sink", "none, learnable:2")
     assert ended.code == 0, ended.err

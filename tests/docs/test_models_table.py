@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from weir.cli import train as command
-from weir.cli.commands import app
+from weir.cli.app import app
 from weir.train import Preset
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ import openai
 import pytest
 from servers import Server, make_desk, raw, serving
 
-from weir.cli.commands import run
+from weir.cli.app import run
 from weir.cli.serve import compile_or_say
 from weir.errors import WeirError
 from weir.models import ASSETS

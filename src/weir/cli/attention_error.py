@@ -24,7 +24,7 @@ from weir.cli.common import (
     waiting,
 )
 from weir.cli.loading import Loading, load_model, loads_model
-from weir.cli.signals import interruptible
+from weir.cli.runtime import interruptible
 from weir.errors import WeirError
 
 if TYPE_CHECKING:

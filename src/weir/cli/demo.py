@@ -20,7 +20,7 @@ from weir.cli.common import (
     waiting,
 )
 from weir.cli.loading import load_model
-from weir.cli.signals import interruptible
+from weir.cli.runtime import interruptible
 from weir.errors import WeirError
 
 if TYPE_CHECKING:

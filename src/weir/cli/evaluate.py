@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weir.cli.app import command
-from weir.cli.collecting import started
 from weir.cli.common import (
     WIDE,
     AsJson,
@@ -25,7 +24,7 @@ from weir.cli.common import (
     say_unused,
 )
 from weir.cli.loading import Loading, loads_model
-from weir.cli.signals import Terminated
+from weir.cli.runtime import Terminated, freeze_imports
 from weir.cli.stream import Positions
 from weir.errors import format_value
 
@@ -122,7 +121,7 @@ def evaluate(
     from weir.evals.results import failures, read_results
 
     disable_progress_bar()  # there is one bar already
-    started()
+    freeze_imports()
     if show:
         _list(as_json)
         return 0

@@ -18,7 +18,6 @@ from weir.cli.common import (
     progress,
     say,
 )
-from weir.cli.early import known_policy
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.errors import WeirError
 
@@ -48,9 +47,7 @@ def inspect(
     ] = "",
     policy: Annotated[
         str | None,
-        typer.Option(
-            help="A pipe or a named policy, to show what it keeps.", callback=known_policy
-        ),
+        typer.Option(help="A pipe or a named policy, to show what it keeps."),
     ] = None,
     sequences: Annotated[
         int, typer.Option(min=1, help="Short sequences that maps are averaged over.")

@@ -22,7 +22,6 @@ from weir.cli.common import (
     waiting,
     with_products,
 )
-from weir.cli.early import known_model, known_policy
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.errors import WeirError
 
@@ -46,7 +45,6 @@ def serve(
         typer.Argument(
             metavar="MODEL",
             help="nano, a folder, or a Hugging Face Hub id.",
-            callback=known_model,
         ),
     ],
     policy: Annotated[
@@ -54,7 +52,6 @@ def serve(
         typer.Option(
             help="A pipe or a named policy; see `weir policies` [default: weir.toml beside the "
             f"model, or else {DEFAULT}]",
-            callback=known_policy,
         ),
     ] = None,
     slots: SlotsName = None,

@@ -10,9 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from weir.cli.app import command
-from weir.cli.collecting import started
 from weir.cli.common import AsJson, Seed, messages, output, print_json, print_table, progress, say
-from weir.cli.signals import Terminated
+from weir.cli.runtime import Terminated, freeze_imports
 from weir.cli.train import Books, Compiled, PresetName, preset_of
 
 
@@ -51,7 +50,7 @@ def sinks(
     from weir.train import WORK
 
     disable_progress_bar()
-    started()
+    freeze_imports()
     chosen = preset_of(preset)
     recipe = replace(chosen.recipe, seed=seed, tokens=tokens or chosen.recipe.tokens)
     asked = Asked(

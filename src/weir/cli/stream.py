@@ -31,7 +31,7 @@ from weir.cli.common import (
     with_compiled_steps,
 )
 from weir.cli.loading import Loading, load_model, loads_model
-from weir.cli.signals import interruptible
+from weir.cli.runtime import interruptible
 
 if TYPE_CHECKING:
     from weir.evals.measures import Reading
