@@ -265,7 +265,7 @@ PARTS = {
     "fast": ("kernels/cpu",),
     "images": ("train/images", "models/images"),
     "inspect": ("evals/inspect", "cli/inspect"),
-    "plots": ("evals/results", "evals/demo", "evals/look", "evals/attention_error"),
+    "plots": ("evals/results", "evals/demo", "evals/report", "evals/attention_error"),
     "ray": ("evals/grid",),
     "serve": ("serve/api", "serve/structured", "serve/engine", "serve/client", "cli/serve"),
     "train": ("train/processes", "cli/train"),

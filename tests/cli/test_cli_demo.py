@@ -10,8 +10,9 @@ import sys
 import pytest
 from terminal import run
 
+from weir.evals import demo
 from weir.evals.demo import POLICIES
-from weir.evals.measures.perplexity import PerplexityMeter
+from weir.evals.perplexity import PerplexityMeter
 
 STORY = {"held", "answers", "knows"}
 KEYS = {"policy", "ppl", "ppl_by_block", "kv_bytes", "bytes_by_block", "tokens_per_s", "slots"}
@@ -20,7 +21,7 @@ KEYS = {"policy", "ppl", "ppl_by_block", "kv_bytes", "bytes_by_block", "tokens_p
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     """The questions come soon."""
-    monkeypatch.setattr(sys.modules["weir.evals.demo.run"], "AWAY", 100)
+    monkeypatch.setattr(demo, "AWAY", 100)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def test_for_people_it_is_a_table_that_fits_the_terminal(
     capsys, monkeypatch, tmp_path, out, columns
 ):
     monkeypatch.setenv("COLUMNS", columns)
-    monkeypatch.setattr("weir.evals.demo.report._plot", lambda *words, **more: "")
+    monkeypatch.setattr("weir.evals.demo._plot", lambda *words, **more: "")
     words = ["weir", "demo", "--out", str(tmp_path), "--tokens", "1000"]
     monkeypatch.setattr(sys, "argv", words)
     from weir.cli import main
@@ -112,9 +113,7 @@ def test_ctrl_c_ends_it_with_what_was_read_so_far(capsys, monkeypatch, tmp_path)
 
 @pytest.mark.slow
 def test_a_book_shorter_than_asked_for_is_said_so(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        sys.modules["weir.evals.demo.run"], "read_text", lambda path: "Well, Prince. " * 200
-    )
+    monkeypatch.setattr(demo, "read_text", lambda path: "Well, Prince. " * 200)
     ended = run(capsys, "demo", "--out", tmp_path, "--tokens", 9000, "--json")
     tokens = json.loads(ended.out)["tokens"]
     assert tokens < 2000

@@ -111,7 +111,6 @@ def test_garbage_is_collected_as_usual_once_the_model_is_loaded_and_when_a_comma
         ("eval --out x", "weir.evals.grid.make_grid"),
         ("train --text x --out x", "weir.cli.train.preset_of"),
         ("train --images --out x", "weir.train.images.train_captioner"),
-        ("sinks --text x --out x", "weir.cli.sinks.preset_of"),
     ],
 )
 def test_commands_that_work_for_long_collect_garbage_as_usual(words, first, monkeypatch, capsys):

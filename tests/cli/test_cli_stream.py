@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import weir
 from weir.cli import common
 from weir.cli import policies as listing
-from weir.evals.measures.perplexity import PerplexityMeter, read
+from weir.evals.perplexity import PerplexityMeter, read
 from weir.policies import NAMED
 from weir.stream.text import encode
 

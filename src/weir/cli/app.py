@@ -44,8 +44,6 @@ COMMANDS = {
     "attention-error": "Compare attention under a policy with exact attention, layer by layer.",
     "train": "Train a small model on books, of the shape and with the attention sink of your "
     "choice.",
-    "sinks": "Train models with no sink, a Zero Sink, one and two learnable sinks, and stream "
-    "books with 0, 1, 2 and 4 initial tokens kept: StreamingLLM's section 3.3.",
     "bench": "Time weir and its peers in turns, and print ratios beside their targets.",
 }
 """Every command, with the first sentence of its help."""
