@@ -12,7 +12,7 @@ from reference.subjects import nano, quiet
 
 from weir.errors import WeirError
 from weir.evals.scores import words_found
-from weir.evals.tasks.needle import Needle, exercise, hidden
+from weir.evals.tasks.needle import Needle, exercise, hide_needle
 from weir.stream.text import read_stream
 from weir.train.exercises import Words
 
@@ -58,7 +58,7 @@ def test_in_words_the_needle_follows_the_sentence_above_its_depth() -> None:
         (0.6, "One is here. NEEDLE Two is here too! Three"),
         (1.0, "One is here. Two is here too! Three NEEDLE"),
     ]:
-        assert hidden(tokenizer, hay, "NEEDLE", depth) == right
+        assert hide_needle(tokenizer, hay, "NEEDLE", depth) == right
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,9 @@ def test_in_words_dense_answers_as_a_plain_loop() -> None:
     for depth in (0.0, 1.0):
         for _ in range(2):
             place = int(rng.integers(0, len(hay) - 200))
-            context = hidden(one.tokenizer, hay[place : place + 200].tolist(), task.needle, depth)
+            context = hide_needle(
+                one.tokenizer, hay[place : place + 200].tolist(), task.needle, depth
+            )
             prompt = (
                 f"Read the following book.\n\n{context}\n\nAnswer from what the book says.\n"
                 f"Question: {task.question}\nAnswer:"

@@ -136,10 +136,10 @@ def measure(asked: Inspection, prompts: Tensor) -> Norms:
     """
     norms = Norms(prompts.shape[1])
 
-    def take(sums: dict[str, Sums], it: LayerInputs) -> None:
-        group = it.queries.shape[1] // it.keys.shape[1]
-        mine = norms.layers.setdefault(it.layer, {kind: Sums() for kind in KINDS})
-        for kind, of_head in norms_of(it).items():
+    def take(sums: dict[str, Sums], layer: LayerInputs) -> None:
+        group = layer.queries.shape[1] // layer.keys.shape[1]
+        mine = norms.layers.setdefault(layer.layer, {kind: Sums() for kind in KINDS})
+        for kind, of_head in norms_of(layer).items():
             heads = asked.heads if kind == KINDS[0] else asked.kv_heads(group)
             chosen = of_head if heads is None else of_head[list(heads)]
             sums[kind].add(chosen)
@@ -152,10 +152,10 @@ def measure(asked: Inspection, prompts: Tensor) -> Norms:
     return norms
 
 
-def norms_of(it: LayerInputs) -> dict[str, Tensor]:
+def norms_of(layer: LayerInputs) -> dict[str, Tensor]:
     """The Euclidean norms of a layer's vectors, by kind [heads or kv_heads, length]."""
-    keys = in_place(it, it.keys)
-    vectors = (in_place(it, it.queries), keys - keys.mean(dim=2, keepdim=True), it.values)
+    keys = in_place(layer, layer.keys)
+    vectors = (in_place(layer, layer.queries), keys - keys.mean(dim=2, keepdim=True), layer.values)
     return {kind: x[0].norm(dim=-1) for kind, x in zip(KINDS, vectors, strict=True)}
 
 

@@ -1,4 +1,16 @@
-"""What a section of `weir inspect` is given and gives back."""
+"""The input and output of a section of `weir inspect`, and the passages that sections read.
+
+A section is a function `section(asked: Inspection) -> Section` in a file of this folder, listed in
+`page.SECTIONS`. It computes, draws its pictures with `drawing`, and returns a `Section`; it prints
+nothing and writes no file. What it cannot do for a model or a text it raises as a `WeirError` of
+one sentence: the page carries the sentence in place of the section, and the others go on.
+matplotlib and optional packages are imported inside functions.
+
+- Layers and heads are checked: they exist. Heads are query heads; a section about keys or values
+  shows the KV heads that they read (`Inspection.kv_heads`).
+- A picture has labeled axes with units and is 5.2 inches wide, so that a phone shows it readably.
+- The page escapes all text but a `fragment`, whose author escapes it.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +37,12 @@ WIDTH = 5.2
 
 
 def _nothing(done: int, of: int) -> None:
-    """Nobody listens."""
+    """Ignore progress."""
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is to be looked at.
+    """A model, a text, and the layers, heads and tokens to look at.
 
     Attributes:
         model: a causal language model, or an encoder (which weir does not stream: `describe`
