@@ -86,6 +86,7 @@ def test_the_first_number_counts_and_in_a_chat_the_last(
     assert (found["kv_bytes"], found["share"]) == (64, 0.5)
 
 
+@pytest.mark.slow
 def test_dense_answers_as_a_plain_loop() -> None:
     one = stranger()
     task = Lines(lines=4, samples=6)

@@ -21,6 +21,7 @@ def by_depth(found: dict[str, Any], length: int) -> list[float]:
     return [cell["accuracy"] for cell in found["cells"] if cell["length"] == length]
 
 
+@pytest.mark.slow
 def test_dense_finds_every_needle_inside_the_window() -> None:
     found = Needle(longest=480, lengths=2, depths=5, samples=2).run(nano(), quiet)
     assert found["accuracy"] == 1.0 and found["format"] == "exercises"
@@ -69,6 +70,7 @@ def test_an_answer_in_words_is_scored_by_the_words_it_has(said: str, share: floa
     assert words_found(said, "a spoonful of chestnut honey") == share
 
 
+@pytest.mark.slow
 def test_in_words_dense_answers_as_a_plain_loop() -> None:
     one = nano()
     task = Needle(longest=200, lengths=1, depths=2, samples=2, format="text")

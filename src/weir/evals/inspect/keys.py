@@ -31,6 +31,7 @@ from weir.evals.inspect.section import (
     drawing,
     longest,
     passages,
+    style_panel,
 )
 from weir.evals.records import import_optional
 from weir.evals.report import TextTable
@@ -189,9 +190,7 @@ def _shares(measured: Sequence[Measured]) -> list[list[float]]:
 
 
 def _dress_axes(axes: Axes) -> None:
-    axes.grid(axis="y", color="#e3e7ea", lw=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    style_panel(axes)
     axes.figure.legend(loc="outside upper center", frameon=False, ncols=3)
 
 

@@ -18,7 +18,14 @@ from torch import Tensor
 from weir.errors import WeirError
 from weir.evals.inspect.attention import looks_ahead
 from weir.evals.inspect.maps import FIRST
-from weir.evals.inspect.section import MOST_TOKENS, Inspection, Picture, Section, drawing
+from weir.evals.inspect.section import (
+    MOST_TOKENS,
+    Inspection,
+    Picture,
+    Section,
+    drawing,
+    style_panel,
+)
 from weir.evals.report import TextTable
 from weir.models import ModelSpec, describe, window_of
 from weir.policies import Layered, Pipe
@@ -308,9 +315,7 @@ def _draw(axes: Axes, losses: list[Loss], seen: float, unseen: float, label: str
     axes.margins(x=0.08, y=0.12)
     axes.set_xlabel("layer")
     axes.set_ylabel("perplexity")
-    axes.grid(axis="y", color="#e3e7ea", lw=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    style_panel(axes)
     axes.figure.legend(
         loc="outside upper center", frameon=False, fontsize=8, ncols=3, title="sinks",
         title_fontsize=8,

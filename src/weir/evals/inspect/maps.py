@@ -29,6 +29,7 @@ from weir.evals.inspect.section import (
     fixed_tokens,
     pieces,
     sentences,
+    style_panel,
 )
 from weir.evals.report import TextTable
 from weir.models import window_of
@@ -357,7 +358,5 @@ def _draw_shares(figure: Figure, found: list[FirstShare], long: int) -> None:
     axes.set_xlabel("layer")
     axes.set_ylabel(f"share of token {long:,}'s attention, %")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(axis="y", color="#e3e7ea", lw=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    style_panel(axes)
     axes.legend(frameon=False, fontsize=8)

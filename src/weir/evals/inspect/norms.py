@@ -29,6 +29,7 @@ from weir.evals.inspect.section import (
     drawing,
     longest,
     passages,
+    style_panel,
 )
 from weir.evals.report import TextTable
 from weir.evals.scores import mean_interval
@@ -173,9 +174,7 @@ def draw(found: Sequence[Norms]) -> Figure:
             axes.set_title(kind, loc="left", fontsize=9)
             axes.set_ylim(0, 1.25 * max(m + r for m, r in zip(means, reach, strict=True)))
             axes.yaxis.set_major_locator(MaxNLocator(4))
-            axes.grid(axis="y", color="#e3e7ea", lw=0.8)
-            axes.set_axisbelow(True)
-            axes.spines[["top", "right"]].set_visible(False)
+            style_panel(axes)
         panels[-1].set_xscale("log", base=2)
         panels[-1].set_xticks(lengths, [f"{n:,}" for n in lengths])
         panels[-1].xaxis.set_minor_locator(NullLocator())

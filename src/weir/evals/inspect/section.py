@@ -30,6 +30,7 @@ from weir.models import ModelSink, sink_of, window_of
 from weir.stream import encode
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 WIDTH = 5.2
@@ -318,3 +319,10 @@ def passages(asked: Inspection, length: int, count: int, fewest: int) -> Tensor:
             f"{length} tokens are too few; take a text, and passages of it, of {fewest} or more"
         )
     return pieces(asked.tokenizer, asked.text, count, length, asked.sink)
+
+
+def style_panel(axes: Axes) -> None:
+    """Horizontal grid lines behind the data, and no frame above and to the right."""
+    axes.grid(axis="y", color="#e3e7ea", lw=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -20,6 +20,15 @@ DEFAULTS = {"dtype": "auto"}
 """Of the arguments of `weir.load`, those whose default has a value; given it, nothing is said."""
 
 
+def name_records(records: Sequence[CellRecord]) -> list[CellRecord]:
+    """Records with the names that tables and pictures give their models and policies.
+
+    Args:
+        records: of cells, as they stand in a results file.
+    """
+    return shorten_layered(distinguish_pools(name_loading(records)))
+
+
 def name_loading(records: Sequence[CellRecord]) -> list[CellRecord]:
     """Records whose model is named with how it was loaded: `nano (dtype bfloat16)`.
 
@@ -130,9 +139,7 @@ def read_together(paths: Sequence[Path]) -> tuple[int, list[CellRecord]]:
             found.setdefault(key, []).append(_Found(record, path))
     merged = [_merge_records(same) for same in found.values()]
     cells -= sum(map(len, found.values())) - sum(map(len, merged))
-    return cells, shorten_layered(
-        distinguish_pools([one.record for same in merged for one in same])
-    )
+    return cells, name_records([one.record for same in merged for one in same])
 
 
 @dataclass

@@ -30,18 +30,7 @@ MOST = 9
 
 @dataclass(frozen=True)
 class _RepeatedFacts(Task):
-    """Parameters and the loop of both tasks.
-
-    Attributes:
-        times: how often each name's number is said before it is asked for.
-        samples: streams, each with one question per distance.
-        farthest: the largest distance, in tokens between a number, where it was said last, and the
-            place of the answer.
-        before: tokens in front of the newest statement that stands farthest back.
-        format: `exercises`, nano's own; `text`, in words; none takes exercises where the tokenizer
-            has their words as single tokens.
-        text: a file of books from which the text between is taken; none takes the packaged one.
-    """
+    """Parameters and the loop of both tasks."""
 
     times: int = 3
     samples: int = 32
