@@ -10,8 +10,8 @@ from weir.cache import DEFAULT, size_of
 from weir.errors import WeirError
 from weir.evals import advice
 from weir.evals.advice import advise
-from weir.evals.measures.perplexity import read
 from weir.evals.notation import with_budget
+from weir.evals.perplexity import read
 from weir.models import fingerprint
 from weir.policies import format_policy_file
 from weir.stream.text import BOOK, encode, read_text

@@ -29,9 +29,8 @@ from weir.cli.common import (
     with_compiled_steps,
     with_products,
 )
-from weir.cli.early import known_policy
 from weir.cli.loading import Loading, load_model, loads_model
-from weir.cli.signals import Interrupt, interruptible
+from weir.cli.runtime import Interrupt, interruptible
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
@@ -68,7 +67,6 @@ def chat(
             help="A pipe or a named policy, see `weir policies`; without a budget it gets what the "
             f"model's window and the memory allow, {MOST_SLOTS:,} slots at most. [default: "
             f"weir.toml beside the model, or else {DEFAULT_NAME}]",
-            callback=known_policy,
         ),
     ] = None,
     slots: SlotsName = None,

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from weir.cache import check_origin, size_of
 from weir.errors import WeirError
 from weir.evals.fitting import budget_in, smallest
-from weir.evals.measures import STEP, PerplexityMeter
 from weir.evals.notation import read_policies, takes_budget, with_budget
+from weir.evals.perplexity import STEP, PerplexityMeter
 from weir.models import window_of
 from weir.policies import is_file, parse_policy
 from weir.stream import Stream, read_stream

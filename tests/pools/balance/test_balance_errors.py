@@ -7,13 +7,7 @@ from statistics import fmean
 import pytest
 
 import weir
-from weir.evals.attention_error.attention_error import (
-    RATES,
-    mean_over_layers,
-    measure_error,
-    set_up,
-    size_policies,
-)
+from weir.evals.attention_error import RATES, mean_over_layers, measure_error, set_up, size_policies
 from weir.stream.text import encode, read_text
 
 UNIFORM, AUTHORS = "uniform", "balancekv(halves=authors)"

@@ -26,7 +26,7 @@ from transformers.masking_utils import sdpa_mask
 
 from weir.cache import Forward
 from weir.errors import WeirError
-from weir.evals.listening import Listening
+from weir.evals.capture import ListeningCache
 from weir.models import describe, input_device, sink_of, transformers_model
 from weir.slab import AttentionParams, LayerPositions
 
@@ -167,7 +167,7 @@ def looks_ahead(model: PreTrainedModel) -> bool:
     return bool(modules) and not any(m.is_causal for m in modules)
 
 
-class _Watcher(Listening):
+class _Watcher(ListeningCache):
     """A cache without a limit that shows what each layer is given."""
 
     def __init__(self, model: PreTrainedModel, look: Look) -> None:
