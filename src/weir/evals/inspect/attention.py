@@ -185,20 +185,20 @@ class _Watcher(ListeningCache):
         """Show what was asked, and what there was to attend to."""
         queries, keys, _ = asked
         (piece,) = forward.plan.on(queries.device).segments  # a call is no longer than the tail
-        rows = self.stack[layer]
-        assert rows.slab is not None
-        positions = rows.spec.positions
+        state = self.stack[layer].state
+        assert state.slab is not None
+        positions = self.stack[layer].spec.positions
         if positions.rotary is not None and not positions.placed:
             queries = positions.rotary.rotate(queries, piece.positions)
         # All rows and heads alike: tokens in order, and those of this call behind them.
-        end = rows.ends(piece.waiting)[0] + piece.width
+        end = state.ends(piece.waiting)[0] + piece.width
         self.look(
             Attention(
                 layer,
                 queries.unflatten(1, (keys.shape[1], -1)),
-                rows.slab.read(0, end)[0],
+                state.slab.read(0, end)[0],
                 int(piece.start[0]),
-                rows.slab.position[0, 0, :end],
+                state.slab.position[0, 0, :end],
                 form,
                 positions,
             )
