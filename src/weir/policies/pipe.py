@@ -1,4 +1,4 @@
-"""What a policy is, and the usual one: pools one after the other.
+"""Policies, and the usual one: a pipe of pools, one after the other.
 
 Tokens enter the first pool of a pipe, what overflows a pool flows into the next, what overflows the
 last is gone. How policies are written is the business of `grammar`; the named ones are in
@@ -44,7 +44,7 @@ class Origin:
 
 
 class Policy(ABC):
-    """How a cache is held to its size.
+    """A rule that holds a cache to its size.
 
     Attributes:
         text: the policy as it was written, or as it can be.
@@ -201,7 +201,7 @@ class Pipe(Policy):
 
     @cached_property
     def needs_queries(self) -> int:
-        """How many of the last queries the pools read."""
+        """The number of last queries that the pools read."""
         return max(pool.needs_queries for pool in self.pools)
 
     @cached_property

@@ -89,7 +89,7 @@ class Balance(Pool):
 
     @property
     def halving(self) -> Halving:
-        """How blocks are halved."""
+        """The rule by which blocks are halved."""
         constant = 1.0 if self.sets == "separate" else self.constant
         flat = self.sets == "flat"
         return Halving(self.halves, self.gamma, self.temperature, constant, flat)
@@ -206,7 +206,7 @@ class Balance(Pool):
         return level if self.eager else level.where(held.held, EMPTY)
 
     def _state(self, of_slots: Tensor, nothing: int) -> Tensor:
-        """What is to be remembered of slots [batch, kv_heads, slots], for as many as there are."""
+        """Pad numbers of slots [batch, kv_heads, slots] to those of the state."""
         return F.pad(of_slots, (0, self.n - of_slots.shape[2]), value=nothing)
 
 
@@ -216,7 +216,7 @@ def _with(level: Tensor, new: Slots) -> Tensor:
 
 
 def _sizes(level: Tensor) -> list[tuple[int, ...]]:
-    """How many places of each level there are, for each head of each row."""
+    """Count the places of each level, for each head of each row."""
     flat = level.flatten(0, 1) + 1
     counts = flat.new_zeros(flat.shape[0], LEVELS + 1)
     counts.scatter_add_(1, flat, torch.ones_like(flat))

@@ -1,4 +1,4 @@
-"""SubGen: clusters of keys speak for the denominator, long values for the numerator.
+"""SubGen: samples of clusters of keys for the denominator, of long values for the numerator.
 
 SubGen (Zandieh et al. 2024, "SubGen: Token Generation in Sublinear Time and Memory"), Algorithm 1.
 The denominator is a sum over clusters of keys, each known by its size and t uniform samples; the
@@ -28,7 +28,7 @@ MOST = 1e300
 """Sums beyond are none of a stream."""
 
 _PAIRS, _SAMPLES, _MERGES = range(3)
-"""What draws are for, by number."""
+"""The purposes of draws, by number."""
 _ROOM = 16
 """Clusters there is room for at first, where their number has no limit."""
 
