@@ -477,7 +477,7 @@ def test_the_named_policy_holds_its_budget_and_no_more():
     ("text", "reason"),
     [
         ("snap(0)", "at least 1 token, not 0"),
-        ("snap(9, window=0)", "at least the last query votes"),
+        ("snap(9, window=0)", "at least the last query is asked in snap"),
         ("snap(9, 4, kernel=4)", "it is odd and at least 1, not 4"),
         ("snap(9, 4, frame=cache)", "the frame of snap is read or stream, not 'cache'"),
         ("snap(9, 4, kernel=-1)", "it is odd and at least 1, not -1"),
