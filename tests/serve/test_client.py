@@ -29,7 +29,7 @@ from weir.serve import (
 def test_a_learned_sink_stands_in_front_of_what_is_read_first():
     plain = make_desk()
     set_sink(plain.engine.model.config, "learnable", (7, 8))
-    desk = EngineClient(plain.engine, plain.store, plain.tokenizer, "small", Limits())
+    desk = EngineClient(plain.engine, plain.tokenizer, "small", Limits())
     messages = [Message("user", "Hi")]
     chat, without = (one.planner.chat("", messages, None).ids for one in (desk, plain))
     assert chat == [7, 8, *without]
@@ -99,14 +99,14 @@ def places_of(cache: StreamingCache) -> set[int]:
 def test_a_plan_whose_turns_cannot_be_made_lets_go_of_its_session():
     desk, let_go = make_desk(), []
 
-    class Hold:
+    class Lease:
         def release(self) -> None:
             let_go.append(True)
 
     def broken() -> None:
         raise MemoryError("no memory")
 
-    plan = replace(desk.planner.chat("", [Message("user", "Hi")], None), hold=Hold())
+    plan = replace(desk.planner.chat("", [Message("user", "Hi")], None), lease=Lease())
     wish = Wish([SamplingParams()], 4, (), frozenset(), constraint=broken)
     with contextlib.closing(asyncio.new_event_loop()) as loop, pytest.raises(MemoryError):
         desk.ask(plan, wish, OutputQueue(loop, 9))

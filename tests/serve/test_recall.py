@@ -11,7 +11,7 @@ import pytest
 from servers import POLICY, Server, make_desk, serving
 
 from weir.cache import Holding, StreamingCache
-from weir.serve import Engine, MemoryCheckpoints
+from weir.serve import Engine
 from weir.serve.api import Keys
 
 CHAT = "/v1/chat/completions"
@@ -49,7 +49,7 @@ def head_holding(server: Server, session: str) -> Holding:
     found = desk.store.get_session("", session)
     assert found is not None
     cache = StreamingCache(desk.engine.model, POLICY, chunk=4)
-    cache.put_row(0, desk.store.get(found.head).state)
+    cache.put_row(0, desk.store.load(found.head).state)
     return cache.holding()
 
 
@@ -155,7 +155,7 @@ def test_memory_is_the_owners_alone_and_asked_for_in_numbers(server):
 def test_who_looks_at_a_turn_without_a_row_waits_for_nothing():
     from test_engine import engine, turn
 
-    made: Engine = engine(rows=1, shelf=MemoryCheckpoints())
+    made: Engine = engine(rows=1)
     first, second = turn("a", [1, 2, 3], limit=50), turn("b", [4, 5])
     made.submit(first)
     made.submit(second)

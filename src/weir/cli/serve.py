@@ -228,7 +228,7 @@ def serve(
         )
         if compiled:
             compile_or_say(engine)
-        desk = EngineClient(engine, store, tokenizer, name or model_name, limits, book)
+        desk = EngineClient(engine, tokenizer, name or model_name, limits, book)
         log_json()
         app = make_app(desk, taken)
         address, number = bound.getsockname()[:2]

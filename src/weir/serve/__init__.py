@@ -4,8 +4,6 @@ from weir.serve.client import Asked, EngineClient, Wish
 from weir.serve.engine import (
     Busy,
     Cancelled,
-    Checkpoint,
-    CheckpointStore,
     Constraint,
     Engine,
     EngineLoad,
@@ -27,14 +25,12 @@ from weir.serve.memory_estimate import MemoryEstimate, estimate_memory
 from weir.serve.messages import Message, chain
 from weir.serve.prefix_match import Plan, TooLong
 from weir.serve.sessions import (
-    MemoryCheckpoints,
+    Checkpoint,
     MemoryStore,
     ResponseStore,
-    SessionManager,
     SessionStore,
     SessionSummary,
     TurnRecord,
-    UnknownSession,
 )
 
 __all__ = [
@@ -42,7 +38,6 @@ __all__ = [
     "Busy",
     "Cancelled",
     "Checkpoint",
-    "CheckpointStore",
     "Constraint",
     "Engine",
     "EngineClient",
@@ -51,7 +46,6 @@ __all__ = [
     "FinishEvent",
     "Limits",
     "Listener",
-    "MemoryCheckpoints",
     "MemoryEstimate",
     "MemoryStore",
     "Message",
@@ -62,14 +56,12 @@ __all__ = [
     "Sampler",
     "SamplingParams",
     "Sequence",
-    "SessionManager",
     "SessionStore",
     "SessionSummary",
     "StreamStats",
     "TokenEvent",
     "TooLong",
     "TurnRecord",
-    "UnknownSession",
     "Wish",
     "chain",
     "compile_engine",

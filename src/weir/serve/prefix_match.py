@@ -36,7 +36,7 @@ class Plan:
         beginning: how many of `ids` are the stream's beginning, which is to stay; of a plan without
             a parent.
         header: how many of the last of `ids` the template puts in front of the answer.
-        hold: of its session, where other servers may have it.
+        lease: of its session, where other servers may answer it too.
     """
 
     owner: str
@@ -47,7 +47,7 @@ class Plan:
     messages: tuple[Message, ...] = ()
     beginning: int = 0
     header: int = 0
-    hold: SessionLease | None = None
+    lease: SessionLease | None = None
 
     @property
     def cached(self) -> int:
@@ -69,7 +69,7 @@ class PromptMatcher:
         limits: of what may be asked.
         root: what sets the histories of this model apart from those of others.
         vocabulary: how many tokens the model knows.
-        hold: takes hold of sessions, where other servers may have them.
+        acquire_lease: leases sessions, where other servers may answer them too.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class PromptMatcher:
         limits: Limits,
         root: str,
         vocabulary: int,
-        hold: AcquireLease | None = None,
+        acquire_lease: AcquireLease | None = None,
     ) -> None:
         self._wording = wording
         self._store = store
         self._limits = limits
         self._root = root
         self._vocabulary = vocabulary
-        self._hold = hold
+        self._acquire_lease = acquire_lease
 
     def chat(
         self,
@@ -185,6 +185,6 @@ class PromptMatcher:
                 f"that is {len(plan.ids):,} tokens to read, and one request may have "
                 f"{self._limits.prompt:,}; send the rest in further turns"
             )
-        if plan.session is None or self._hold is None:
+        if plan.session is None or self._acquire_lease is None:
             return plan
-        return replace(plan, hold=self._hold(plan.owner, plan.session))
+        return replace(plan, lease=self._acquire_lease(plan.owner, plan.session))

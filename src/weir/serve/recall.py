@@ -133,7 +133,7 @@ def row_at(store: SessionStore, owner: str, node: str, plans: list[LayerPlan]) -
     Raises:
         WeirError: it is not kept any more.
     """
-    return Row(holding_in(plans, store.get(node).state), store.ancestry(owner, node))
+    return Row(holding_in(plans, store.load(node).state), store.ancestry(owner, node))
 
 
 class Recaller:

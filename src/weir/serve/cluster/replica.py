@@ -129,11 +129,10 @@ class Replica:
         )
         self._desk = EngineClient(
             engine,
-            self._store,
             tokenizer,
             settings.name,
             settings.limits,
-            hold=self._store.hold,
+            acquire_lease=self._store.acquire_lease,
         )
         self._keys = Keys(list(settings.keys))
         self._over = threading.Event()

@@ -1,6 +1,5 @@
 """The engine: sequences of many sessions through one model, in rows allocated once."""
 
-from weir.serve.engine.checkpoint import Checkpoint, CheckpointStore, OnSaved
 from weir.serve.engine.compilation import compile_engine, sizes_of
 from weir.serve.engine.engine import Cancelled, Engine, EngineLoad
 from weir.serve.engine.inspection import RowInspection
@@ -21,8 +20,6 @@ from weir.serve.engine.scheduler import Busy, WaitQueue, read_together
 __all__ = [
     "Busy",
     "Cancelled",
-    "Checkpoint",
-    "CheckpointStore",
     "Constraint",
     "Engine",
     "EngineLoad",
@@ -31,7 +28,6 @@ __all__ = [
     "FinishEvent",
     "Listener",
     "Notifier",
-    "OnSaved",
     "OutputQueue",
     "RowInspection",
     "SampledToken",
