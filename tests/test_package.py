@@ -15,6 +15,7 @@ from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 import weir
@@ -120,6 +121,7 @@ weir.cli.main()
 """A process without what the core of weir does not ask for."""
 
 
+@pytest.mark.slow
 def test_the_core_needs_no_command_line_and_no_plots() -> None:
     command = [sys.executable, "-c", LIGHT]
     done = subprocess.run(command, cwd=SOURCE.parent, capture_output=True, text=True)
@@ -159,7 +161,7 @@ def test_what_to_install_is_said_in_one_place_and_in_the_words_of_the_readme() -
 
 OPTIONAL = {
     *("lm_eval", "matplotlib", "numba", "ray", "rich", "rouge_score", "sacrebleu", "triton"),
-    *("llvmlite", "pillow", "torchao", "typer"),
+    *("gguf", "llvmlite", "pillow", "torchao", "typer"),
     *("fastapi", "llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn"),
 }
 """What extras bring."""

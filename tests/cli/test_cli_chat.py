@@ -123,6 +123,7 @@ def test_a_system_turn_is_for_a_conversation_that_has_not_begun(chat, tmp_path):
     assert "--system is for a new conversation" in ended.err
 
 
+@pytest.mark.slow
 def test_words_of_several_lines_are_one_turn(chat):
     several = chat('"""Hello', "/quit", "", 'and you?"""', "And you?")
     assert several.code == 0
@@ -152,7 +153,7 @@ def test_input_that_ends_ends_it(chat):
     assert chat(b"Hello").err.count("tokens seen") == 1  # a last line without an end
 
 
-@pytest.mark.parametrize("word", ["/quit", "/exit", " /quit ".strip()])
+@pytest.mark.parametrize("word", ["/quit", "/exit"])
 def test_it_can_be_left(chat, word):
     ended = chat("Hello", word, "Are you there?")
     assert (ended.code, ended.err.count("tokens seen")) == (0, 1)
@@ -218,19 +219,14 @@ COMPLAINTS = {
 }
 
 
-@pytest.mark.parametrize("line", COMPLAINTS)
-def test_a_command_that_fails_is_one_line_and_the_conversation_goes_on(chat, line):
-    ended = chat("Hello", line, "And you?")
+def test_a_command_that_fails_is_one_line_and_the_conversation_goes_on(chat):
+    lines = [*COMPLAINTS, b"M\xe1rya\n"]
+    ended = chat("Hello", *lines, "And you?")
     assert ended.code == 0
     complaints = [said for said in ended.err.splitlines() if said.startswith("weir: ")]
-    assert complaints == [f"weir: {COMPLAINTS[line]}"]
+    told = [*COMPLAINTS.values(), "that line is not UTF-8"]
+    assert complaints == [f"weir: {said}" for said in told]
     assert ended.err.count("tokens seen,") == 2
-    assert ended.out == chat("Hello", "And you?").out
-
-
-def test_a_line_that_is_not_utf8_spoils_no_other(chat):
-    ended = chat("Hello", b"M\xe1rya\n", "And you?")
-    assert "weir: that line is not UTF-8" in ended.err
     assert ended.out == chat("Hello", "And you?").out
 
 
@@ -249,6 +245,7 @@ def test_what_is_wrong_from_the_start_ends_it(chat, words, says):
     assert says in ended.err
 
 
+@pytest.mark.slow
 def test_an_interrupted_command_changes_nothing_and_the_conversation_goes_on(
     chat, monkeypatch, tmp_path
 ):
@@ -275,6 +272,7 @@ def test_a_conversation_without_a_cache_can_be_held_but_not_saved(chat, tmp_path
     assert "weir: recompute caches nothing" in ended.err
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(model, tmp_path):
     """Answers of this model never end by themselves."""
     path = tmp_path / "talk.safetensors"

@@ -98,6 +98,7 @@ def test_json_is_one_object_and_the_file_has_every_cell(capsys, words, tmp_path)
     assert len(records[0]["cells"]) == 12
 
 
+@pytest.mark.slow
 def test_the_same_grid_twice_gives_the_same_numbers(capsys, words, tmp_path, done):
     run(capsys, *words)
     assert lines(tmp_path / "r.jsonl") == lines(done)
@@ -152,6 +153,7 @@ def test_names_too_long_for_a_terminal_are_broken_and_figures_are_not(
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_killed_in_the_middle_of_a_cell_and_resumed_the_file_is_the_same(
     capsys, words, tmp_path, done
 ):
@@ -167,6 +169,7 @@ def test_killed_in_the_middle_of_a_cell_and_resumed_the_file_is_the_same(
     assert lines(path) == whole
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_what_is_done_and_how_to_go_on(words, text, tmp_path):
     path, long = tmp_path / "r.jsonl", tmp_path / "long.txt"
     # The last six cells would take seconds each, so that Ctrl-C comes in time however busy we are.

@@ -25,6 +25,7 @@ def text(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_report_is_made_of_what_eval_wrote(capsys, model, text, tmp_path):
     results = tmp_path / "r.jsonl"
     run(
@@ -82,6 +83,7 @@ def test_advice_names_lists_of_layers_in_its_table(capsys, model, text):
     assert f"│ {listed} " in ended.out
 
 
+@pytest.mark.slow
 def test_a_trial_in_which_nothing_was_evicted_is_said_to_tell_nothing(
     capsys, model, text, monkeypatch
 ):

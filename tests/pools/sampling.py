@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weir.pools import Fold, Pool
 from weir.pools.counter_rng import CounterRNG
-from weir.slab import Form
+from weir.slab import AttentionParams
 from weir.slab.slots import Slots
 
 
@@ -58,7 +58,7 @@ def folds(
     state = pool.state(held)
     start = 0
     for stop in cuts:
-        fold = Fold(draws, torch.tensor([stop]), Form(1.0), state=state)
+        fold = Fold(draws, torch.tensor([stop]), AttentionParams(1.0), state=state)
         held, _ = pool.fold(held, arrivals(start, stop, heads, keys), fold)
         start = stop
         yield stop, held

@@ -19,7 +19,7 @@ from torch import Tensor
 from weir.policies.pipe import Pipe
 from weir.pools import Fold, Pool
 from weir.pools.counter_rng import CounterRNG
-from weir.slab import Form
+from weir.slab import AttentionParams
 from weir.slab.slots import Slots
 
 
@@ -123,7 +123,7 @@ class Streams:
         ]
         prompt = rows[0].seen == self.prompt
         kept = self.pipe.fold(
-            held, new, Fold(CounterRNG(0), seen, Form(1.0), prompt=prompt), states
+            held, new, Fold(CounterRNG(0), seen, AttentionParams(1.0), prompt=prompt), states
         )
         for pool, slots in zip(self.pipe.pools, kept, strict=True):
             assert len(slots) <= pool.slots()
@@ -147,7 +147,7 @@ def fed(pool: Pool, sizes: list[int], heads: int = 2) -> tuple[Slots, list[Slots
             appeal(3, torch.arange(heads)[:, None], new.position)[0].float(),
             seen + size,
         )
-        fold = Fold(CounterRNG(0), torch.tensor([seen]), Form(1.0), state=state)
+        fold = Fold(CounterRNG(0), torch.tensor([seen]), AttentionParams(1.0), state=state)
         held, rest = pool.fold(held, new, fold)
         gone.append(rest)
     return held, gone

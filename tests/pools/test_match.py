@@ -17,14 +17,14 @@ from weir.errors import WeirError
 from weir.pools import Fold, Heavy, Match, ObservedAttention, Recent
 from weir.pools.counter_rng import CounterRNG
 from weir.pools.match import MOST, fit_weights
-from weir.slab import Form, LayerPositions, Slots
+from weir.slab import AttentionParams, LayerPositions, Slots
 
 PIPES = [
     "sink(2) | recent(8) | match(kcenter(6), window=4)",
     "recent(8) | match(heavy(8), half_life=none, pull=0.1)",
     "match(snap(16, window=3), window=9)",
 ]
-FORM = Form(0.5)
+FORM = AttentionParams(0.5)
 
 
 def random(*shape: int) -> Tensor:
@@ -195,7 +195,7 @@ def test_inside_it_a_pool_stands_where_it_stands():
         ("match(kcenter(9, quiet=3))", "kcenter keeps all, or weighs what it keeps by itself"),
         ("match(heavy(9)) | recent(4)", "match stands last in a pipe"),
         ("recent(4) | match(sink(4))", "sink"),
-        ("attention_matching(budget=40)", "a budget of 40 is too small"),
+        ("attention_matching(budget=40)", "a budget of 40 leaves no room"),
     ],
 )
 def test_what_makes_no_sense_is_refused(text, reason):

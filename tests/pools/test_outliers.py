@@ -14,10 +14,10 @@ import weir
 from weir.errors import WeirError
 from weir.pools import Balance, Fold, Outliers, Recent, Sink
 from weir.pools.counter_rng import CounterRNG
-from weir.slab import Form
+from weir.slab import AttentionParams
 from weir.slab.slots import Slots
 
-FOLD = Fold(CounterRNG(0), torch.tensor([0]), Form(0.5))
+FOLD = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(0.5))
 
 
 def stream(length: int, seed: int = 0) -> Tensor:
@@ -53,7 +53,7 @@ def once(pool: Outliers, keys: Tensor) -> tuple[list[int], list[int]]:
     ],
 )
 def test_it_holds_what_a_naive_loop_holds(pool, chunk, share):
-    length, generator = 1200, torch.Generator().manual_seed(1)
+    length, generator = 500, torch.Generator().manual_seed(1)
     keys = stream(length)
     held = at(keys, torch.empty(2, 2, 0, dtype=torch.int64))
     state = pool.state(held)

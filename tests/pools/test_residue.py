@@ -17,14 +17,14 @@ from weir.pools import Fold, ObservedAttention, Residue
 from weir.pools.counter_rng import CounterRNG
 from weir.pools.residue.merging import merge_nearest
 from weir.pools.residue.residue import GATES, measure_misled
-from weir.slab import Form, LayerPositions, Slots, two_weight_attention
+from weir.slab import AttentionParams, LayerPositions, Slots, two_weight_attention
 
 PIPES = [
     "sink(2) | recent(8) | residue(6, window=4)",
     "recent(8) | kcenter(6) | residue(8, half_life=none)",
     "residue(16, window=9, spread=false)",
 ]
-FORM = Form(0.5)
+FORM = AttentionParams(0.5)
 
 
 def random(*shape: int) -> Tensor:
@@ -181,7 +181,7 @@ def test_what_was_merged_fades_by_what_arrives(llama, ids):
     for _ in range(11):
         wanted = wanted * 0.5 ** (5 / 10) + 5
     for layer in stream.cache.stack:
-        weight = layer.slab.state["1.b"].double().exp().sum(dim=2)
+        weight = layer.state.slab.state["1.b"].double().exp().sum(dim=2)
         bound = weights_off(wanted, 11 * 5) * wanted
         within(weight, torch.full_like(weight, wanted), bound)
 

@@ -13,7 +13,7 @@ from roundings import close_runs
 
 import weir
 from weir.pools.counter_rng import CounterRNG
-from weir.slab import Form
+from weir.slab import AttentionParams
 
 PROMPT, MORE, CHUNK, SEED = 23, 16, 4, 7
 PADDING = (0, 3, 9)
@@ -74,7 +74,13 @@ PIPES = {
 LIMITED = [text for text in PIPES if "rate" not in text]
 
 
-@pytest.mark.parametrize(("prefill", "positions"), [("chunked", "original"), ("full", "rolling")])
+@pytest.mark.parametrize(
+    ("prefill", "positions"),
+    [
+        pytest.param("chunked", "original", marks=pytest.mark.slow),
+        ("full", "rolling"),
+    ],
+)
 @pytest.mark.parametrize("text", PIPES)
 def test_a_padded_batch_gives_what_each_row_gives_alone_token_by_token(
     llama, naive, twins, ids, text, prefill, positions
@@ -165,9 +171,9 @@ def test_bytes_never_change_after_the_first_token(llama, ids, text):
     for piece in tokens[:, 1:].split(50, dim=1):
         stream.feed(piece)
         assert stream.cache.nbytes == first
-    slab = stream.cache.stack[0].slab
+    slab = stream.cache.stack[0].state.slab
     assert len(slab) == 2 + 5 + 6 + CHUNK
-    assert first == sum(layer.slab.nbytes for layer in stream.cache.stack)
+    assert first == sum(layer.state.slab.nbytes for layer in stream.cache.stack)
 
 
 def test_a_sample_without_a_limit_grows_with_the_stream(llama, ids):
@@ -197,7 +203,9 @@ def test_weights_are_exact_however_long_the_stream(text):
     pool = weir.policy(START + text).pools[2]
     none = torch.empty(1, 1, 0)
     like = weir.slab.Slots(none[..., None], none[..., None], none, none, none.long())
-    fold = weir.pools.Fold(CounterRNG(0), torch.tensor([0]), Form(1.0), state=pool.state(like))
+    fold = weir.pools.Fold(
+        CounterRNG(0), torch.tensor([0]), AttentionParams(1.0), state=pool.state(like)
+    )
     held, came = like, 0
     for size in (6, *[1] * 20):
         position = torch.arange(came, came + size)[None, None]

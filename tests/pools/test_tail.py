@@ -18,7 +18,7 @@ from weir.policies.grammar import policy
 from weir.policies.pipe import Pipe
 from weir.pools import Fold, Recent, Sink, Tail
 from weir.pools.counter_rng import CounterRNG
-from weir.slab import Form
+from weir.slab import AttentionParams
 from weir.slab.slots import Slots
 
 SEEDS = 2000
@@ -122,10 +122,10 @@ def test_it_knows_how_far_off_it_is():
     held, _ = pool.fold(
         held,
         arrivals(0, places, SEEDS, keys),
-        Fold(draws, torch.tensor([places]), Form(1.0), state=state),
+        Fold(draws, torch.tensor([places]), AttentionParams(1.0), state=state),
     )
     reading = OneQuery(query, held)
-    later = Fold(draws, torch.tensor([places + 1]), Form(1.0), state=state, read=reading)
+    later = Fold(draws, torch.tensor([places + 1]), AttentionParams(1.0), state=state, read=reading)
     pool.fold(held, arrivals(places, places, SEEDS, keys), later)
     everything = (keys @ query).softmax(dim=0) @ keys
     off = (reading.answers[0, :, 0, 0] - everything).square().sum(dim=1).mean().sqrt()
@@ -140,7 +140,7 @@ def test_no_query_is_counted_by_two_folds():
     ids = tokenizer("The road was long, and 418 was the number of the house. " * 8).input_ids
     stream = weir.Stream(model, "recent(8) | tail(4)", chunk=2)
     stream.feed(ids[:61])
-    state = stream.cache.stack[0].slab.state
+    state = stream.cache.stack[0].state.slab.state
     held_since = 8 + 2  # when the fold that gave the sample its first token was over
     assert (state["1.watched"] == (60 - held_since) * 2).all()
 

@@ -7,21 +7,21 @@ about what transformers asks of a cache, nor how a call goes through the layers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from weir.cache.checks import check_memory
 from weir.cache.for_transformers import ForTransformers
+from weir.cache.layer import Layer
 from weir.cache.layers import LayerPlan, three_axes
-from weir.cache.memory import check_room
-from weir.cache.narrowed import narrowed
+from weir.cache.row_state import RowState, check_kind, check_state, own_tensors
 from weir.cache.rows import Rows
-from weir.cache.state import RowState, check_kind, check_state, own_tensors
 from weir.errors import WeirError, quote
 from weir.models import Attachment, weights_of
 from weir.policies import Policy
@@ -53,7 +53,9 @@ class MovingRows(ForTransformers):
     @property
     def _plans_now(self) -> list[LayerPlan]:
         """The plans; of a model spread over devices by heads, with this device's share."""
-        return [plan.of(layer.slab) for plan, layer in zip(self.plans, self.stack, strict=True)]
+        return [
+            plan.of(layer.state.slab) for plan, layer in zip(self.plans, self.stack, strict=True)
+        ]
 
     @property
     def kind(self) -> dict[str, Any]:
@@ -89,7 +91,7 @@ class MovingRows(ForTransformers):
         tensors: dict[str, Tensor] = {}
         lengths = []
         for index, layer in enumerate(self.stack):
-            its, used = layer.take_row(row)
+            its, used = layer.state.take_row(row)
             tensors |= {f"{index}.{name}": t for name, t in its.items()}
             lengths.append(used)
         facts = {
@@ -99,7 +101,7 @@ class MovingRows(ForTransformers):
             "claimed": only.claimed[0],
             "last": only.last[0],
             "ended": only.ended[0],
-            "seed": self.stack[0].seeds[row],
+            "seed": self.stack[0].state.seeds[row],
             "marks": asdict(only.marks[0]),
             "lengths": lengths,
         }
@@ -144,13 +146,13 @@ class MovingRows(ForTransformers):
         parts += [[Marks(**facts["marks"])], [facts.get("drift", 0)]]  # no drift on one axis
         other = Rows(facts["columns"], *parts)
         for layer, tensors, lengths in zip(self.stack, own, facts["lengths"], strict=True):
-            layer.put_row(row, tensors, lengths, facts["seed"])
+            layer.state.put_row(row, tensors, lengths, facts["seed"])
         self.rows = self.rows.with_row(row, other)
 
     def take_rows(self) -> list[RowState]:
         """The whole state of every row; none before the first token."""
         self._check_whole()
-        if self.rows.batch is None or self.stack[0].slab is None:
+        if self.rows.batch is None or self.stack[0].state.slab is None:
             return []
         kind = self.kind
         return [self._taken(row, kind) for row in range(self.rows.batch)]
@@ -207,7 +209,7 @@ class MovingRows(ForTransformers):
         self._check_whole()
         self._check_row(row)
         for layer in self.stack:
-            layer.reset_row(row, self.origin, self.seed if seed is None else seed)
+            layer.state.reset_row(row, self.origin, self.seed if seed is None else seed)
         self.rows = self.rows.with_row(row, Rows.empty(1))
 
     @property
@@ -259,16 +261,16 @@ class MovingRows(ForTransformers):
         self._check_whole()
         self._check_row(start)
         self._check_row(stop - 1 if fits(stop, int) and stop > start else -1)
-        return narrowed(self, start, stop)
+        return narrow(self, start, stop)
 
     def _open(self, batch: int) -> None:
         """Make the slots of so many empty rows."""
-        check_room(self.plans, self.policy, batch, self._device)
+        check_memory(self.plans, self.policy, batch, self._device)
         model = self._model()
         for layer, plan in zip(self.stack, self.plans, strict=True):
             device = self._device_of(model, plan.spec.index)
             start = torch.full((batch,), self.origin, dtype=torch.int64, device=device)
-            layer.allocate(plan.heads, batch, start, device, [self.seed] * batch)
+            layer.state.allocate(plan.heads, batch, start, device, [self.seed] * batch)
         self.rows = Rows.empty(batch)
 
     def _device_of(self, model: PreTrainedModel | None, layer: int) -> torch.device:
@@ -285,7 +287,7 @@ class MovingRows(ForTransformers):
 
     def _check_row(self, row: int) -> None:
         batch = self.rows.batch
-        if batch is None or self.stack[0].slab is None:
+        if batch is None or self.stack[0].state.slab is None:
             raise WeirError(
                 "this cache has no rows yet: feed it, or make it with batch=n for n empty rows"
             )
@@ -317,3 +319,47 @@ def _written(heads: Heads) -> list[int | str]:
     """The sizes of a layer's heads, as JSON can hold them."""
     sizes = [heads.kv_heads, heads.group, heads.key_dim, heads.value_dim]
     return [*sizes, str(heads.dtype).removeprefix("torch.")]
+
+
+class Narrowable(Protocol):
+    """The cache."""
+
+    stack: list[Layer]
+    rows: Rows
+    broken: bool
+
+
+@contextmanager
+def narrow(cache: Narrowable, start: int, stop: int) -> Iterator[None]:
+    """Within, the rows `start` to `stop` are all that a cache has, numbered from 0.
+
+    Nothing is copied: slots are views. What forwards do to the rows they have done to the cache
+    afterwards, whether or not the last of them failed.
+
+    Args:
+        cache: past its first token, or made with `batch=n`.
+        start, stop: rows that exist.
+
+    Raises:
+        WeirError: pools of the policy have no limit, so that slots may have to be made anew; or the
+            cache is narrowed already.
+    """
+    if any(layer.spec.pipe.slots is None for layer in cache.stack):
+        raise WeirError("this policy has no limit, so that its rows cannot be fed apart")
+    if any(layer.state.narrowed for layer in cache.stack):
+        raise WeirError("this cache is narrowed already")
+    rows = cache.rows
+    if start == 0 and stop == rows.batch:
+        yield
+        return
+    for layer in cache.stack:
+        layer.state.narrow(start, stop)
+    cache.rows = rows.select(list(range(start, stop)))
+    try:
+        yield
+    finally:
+        for layer in cache.stack:
+            layer.state.widen()
+        inside, cache.rows = cache.rows, rows
+        for row in range(start, stop):
+            cache.rows = cache.rows.with_row(row, inside.select([row - start]))

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from weir.cache.default import DEFAULT
+from weir.cache.checks import check_origin
+from weir.cache.default_policy import DEFAULT
 from weir.cache.layers import pipes_of, plan_layers, reach_of
-from weir.cache.origin import check_origin
 from weir.errors import WeirError
 from weir.models import describe, stored_bytes
 from weir.policies import Policy, parse_policy, resolve_chunk, with_slots

@@ -29,9 +29,8 @@ from weir.cli.common import (
     with_compiled_steps,
     with_products,
 )
-from weir.cli.early import known_policy
 from weir.cli.loading import Loading, load_model, loads_model
-from weir.cli.signals import Interrupt, interruptible
+from weir.cli.runtime import Interrupt, interruptible
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
@@ -68,7 +67,6 @@ def chat(
             help="A pipe or a named policy, see `weir policies`; without a budget it gets what the "
             f"model's window and the memory allow, {MOST_SLOTS:,} slots at most. [default: "
             f"weir.toml beside the model, or else {DEFAULT_NAME}]",
-            callback=known_policy,
         ),
     ] = None,
     slots: SlotsName = None,
@@ -197,7 +195,7 @@ def _sized(
         WeirError: not even the smallest budget fits, the template refuses a system turn, or what
             lies with the model is no policy for it.
     """
-    from weir.cache import policy_beside
+    from weir.cache import find_model_policy
     from weir.evals.fitting import budget_in, largest_budget
     from weir.evals.notation import takes_budget, with_budget
     from weir.models import free_memory, input_device
@@ -208,7 +206,7 @@ def _sized(
     if system is not None:
         pinned, header = count_beginning(model, tokenizer, system), HEADER
     told = ""
-    beside = None if given else policy_beside(model)
+    beside = None if given else find_model_policy(model)
     wanted, policy = beside or asked, str(asked)
     if beside is None and takes_budget(policy) and not isinstance(asked, Recompute):
         most = min(MOST_SLOTS, largest_budget(model, chunk + pinned + header))

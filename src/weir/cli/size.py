@@ -9,7 +9,6 @@ import typer
 from weir.cli.app import command
 from weir.cli.common import DEFAULT, AsJson, PolicyChunk, PolicyText, SlotsName, output, print_json
 from weir.cli.common import size as for_people
-from weir.cli.early import known_model
 from weir.cli.loading import Loading, loads_model
 
 
@@ -21,7 +20,6 @@ def size(
         typer.Argument(
             metavar="MODEL",
             help="nano, a folder, a config.json, or a Hugging Face Hub id.",
-            callback=known_model,
         ),
     ],
     policy: PolicyText = DEFAULT,

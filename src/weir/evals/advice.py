@@ -1,4 +1,4 @@
-"""Which policy, and how large: tried on the user's own text within the user's own memory."""
+"""Advice on a policy and its size, from trials on the user's text within the user's memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir.cache import check_origin, size_of
 from weir.errors import WeirError
-from weir.evals.fitting import budget_in, smallest
-from weir.evals.measures import STEP, PerplexityMeter
+from weir.evals.fitting import budget_in, fit_to_memory
 from weir.evals.notation import read_policies, takes_budget, with_budget
+from weir.evals.perplexity import STEP, PerplexityMeter
 from weir.models import window_of
 from weir.policies import is_file, parse_policy
 from weir.stream import Stream, read_stream
@@ -32,17 +32,17 @@ CANDIDATES = (
     "balancekv",
     "window",
 )
-"""What is tried where nobody says."""
+"""The policies that are tried by default."""
 SMALLEST = 96
 """Of these no smaller budget is tried; every one can be made with it."""
 TIMES = 4
-"""A sample is so many times as long as the largest budget, so that something has to go."""
+"""Length of a sample in largest budgets, so that something has to be evicted."""
 LEAST = 4096
 
 
 @dataclass(frozen=True)
-class Try:
-    """What one policy came to on the sample.
+class Trial:
+    """The figures of one policy on the sample.
 
     Attributes:
         policy: with its budget, or the policy file that says it.
@@ -64,7 +64,7 @@ class Try:
 
 @dataclass(frozen=True)
 class Advice:
-    """What was tried, the best first.
+    """All trials, the best first.
 
     Attributes:
         tries: by perplexity; `dense` alone where everything fits.
@@ -72,10 +72,10 @@ class Advice:
         available: tokens of the text.
         window: tokens the model was trained with; None where it does not say.
         everything: whether the whole text fits the window and the memory, so nothing need go.
-        left_out: why it was not tried, by policy that somebody named.
+        left_out: the reason why a named policy was not tried, by policy.
     """
 
-    tries: tuple[Try, ...]
+    tries: tuple[Trial, ...]
     tokens: int
     available: int
     window: int | None
@@ -83,7 +83,7 @@ class Advice:
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def best(self) -> Try:
+    def best(self) -> Trial:
         """The policy to take."""
         return self.tries[0]
 
@@ -100,7 +100,7 @@ def advise(
     seed: int = 0,
     on_step: Callable[[str, float], None] = lambda policy, share: None,
 ) -> Advice:
-    """Try policies with all the slots that fit a memory on the beginning of a text.
+    """Trial policies with all the slots that fit a memory on the beginning of a text.
 
     A budget and a chunk together stay within the model's window, however much memory there is.
 
@@ -115,7 +115,7 @@ def advise(
         tokens: of the sample; by default four times the largest budget, 4,096 at least.
         chunk: tokens between two folds.
         seed: of all random draws.
-        on_step: told which policy is tried, and how much of everything is done.
+        on_step: called with the policy that is tried and the share of everything that is done.
 
     Raises:
         WeirError: the text cannot be read or is shorter than the sample, the model cannot be
@@ -123,13 +123,13 @@ def advise(
             of another model.
         PolicyError: a policy cannot be read.
     """
-    named = None if policies is None else _named(model, policies)
+    named = None if policies is None else _list_policies(model, policies)
     ids = read_stream(tokenizer, text).ids
     if tokens is not None and tokens > len(ids):
         raise WeirError(f"the text has {len(ids):,} tokens, so it cannot be tried on {tokens:,}")
     window = window_of(model.config)
     if window is None or len(ids) <= window:
-        whole = _try(model, "dense", len(ids), ids, chunk, seed, lambda share: None)
+        whole = _try_policy(model, "dense", len(ids), ids, chunk, seed, lambda share: None)
         if whole.kv_bytes <= memory:
             return Advice((whole,), len(ids), len(ids), window, everything=True)
     left_out: dict[str, str] = {}
@@ -142,15 +142,15 @@ def advise(
     tries = []
     for number, (policy, budget) in enumerate(fits.items()):
 
-        def told(share: float, policy: str = policy, number: int = number) -> None:
+        def report(share: float, policy: str = policy, number: int = number) -> None:
             on_step(policy, (number + share) / len(fits))
 
-        tries.append(_try(model, policy, budget, sample, chunk, seed, told))
+        tries.append(_try_policy(model, policy, budget, sample, chunk, seed, report))
     tries.sort(key=lambda one: one.ppl)
     return Advice(tuple(tries), len(sample), len(ids), window, everything=False, left_out=left_out)
 
 
-def _named(model: PreTrainedModel, policies: str) -> list[str]:
+def _list_policies(model: PreTrainedModel, policies: str) -> list[str]:
     """The policies of a list, each once, a policy file by its name."""
     files = {}
     for file in filter(is_file, policies.split(",")):
@@ -163,7 +163,7 @@ def _named(model: PreTrainedModel, policies: str) -> list[str]:
 def _fitting(
     model: PreTrainedModel, named: list[str], memory: int, chunk: int
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """The policies that fit, as `_fitted` has them, and why each of the others does not.
+    """The policies that fit, as `_fit_policy` has them, and why each of the others does not.
 
     Raises:
         WeirError: none does; what is said of the first.
@@ -172,7 +172,7 @@ def _fitting(
     left_out: dict[str, str] = {}
     for policy in named:
         try:
-            sized, slots = _fitted(model, policy, memory, chunk)
+            sized, slots = _fit_policy(model, policy, memory, chunk)
         except WeirError as error:
             left_out[policy] = str(error)
         else:
@@ -182,8 +182,8 @@ def _fitting(
     return fits, left_out
 
 
-def _fitted(model: PreTrainedModel, policy: str, memory: int, chunk: int) -> tuple[str, int]:
-    """A policy that somebody named, with the most slots that fit, and how many these are.
+def _fit_policy(model: PreTrainedModel, policy: str, memory: int, chunk: int) -> tuple[str, int]:
+    """A named policy with the most slots that fit, and the number of slots.
 
     Raises:
         WeirError: it does not fit.
@@ -193,11 +193,7 @@ def _fitted(model: PreTrainedModel, policy: str, memory: int, chunk: int) -> tup
         if takes.stream > memory:
             raise WeirError(f"{policy} takes {takes.stream:,} bytes, more than {memory:,}")
         return policy, max(takes.slots)
-    budget = budget_in(model, policy, memory, chunk)
-    if budget is None:
-        sized, least = smallest(model, policy, chunk)
-        raise WeirError(f"{memory:,} bytes are too few for {policy}: {sized} takes {least:,} bytes")
-    return with_budget(policy, budget), budget
+    return fit_to_memory(model, policy, memory, chunk)
 
 
 def _candidates(
@@ -223,20 +219,20 @@ def _candidates(
     return fits
 
 
-def _try(
+def _try_policy(
     model: PreTrainedModel,
     policy: str,
     budget: int,
     sample: Tensor,
     chunk: int,
     seed: int,
-    told: Callable[[float], None],
-) -> Try:
+    report: Callable[[float], None],
+) -> Trial:
     meter = PerplexityMeter(Stream(model, policy, chunk=chunk, seed=seed))
     for piece in sample.split(STEP):
         meter.take(piece)
-        told(meter.reading.tokens / len(sample))
+        report(meter.reading.tokens / len(sample))
     found = meter.reading
     held = [layer["held"] for layer in meter.stream.report()["layers"]]
     evicted = min(held) < found.tokens
-    return Try(policy, budget, found.kv_bytes, found.ppl, found.tokens_per_s, evicted)
+    return Trial(policy, budget, found.kv_bytes, found.ppl, found.tokens_per_s, evicted)

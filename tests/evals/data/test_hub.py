@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weir.errors import WeirError
-from weir.evals.data.records import read_records
+from weir.evals.records import read_records
 from weir.evals.tasks.choice import Question, question_of
 
 ARC = {

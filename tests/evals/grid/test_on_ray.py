@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from weir.errors import WeirError
-from weir.evals.grid import on_ray as cluster
+from weir.evals.grid import runner as cluster
 from weir.evals.grid.grid import make_grid
-from weir.evals.grid.on_ray import on_ray
-from weir.evals.grid.runner import run
+from weir.evals.grid.runner import on_ray, run
 
 
 def without_times(path: Path) -> list[dict[str, object]]:
@@ -57,7 +56,7 @@ def test_a_worker_that_is_killed_costs_its_own_cell_which_is_run_again(
             os.kill(os.getpid(), signal.SIGKILL)
         return {"cell": number, "status": "done"}
 
-    monkeypatch.setattr(cluster, "_measure", killed_once)
+    monkeypatch.setattr(cluster, "_measure_on_worker", killed_once)
     grid = make_grid(["nano"], "ppl(tokens=300)", "h2o(64), dense, window(9)")
     records = run(grid, tmp_path / "r.jsonl", work=on_ray("local"))
     assert records == [{"cell": number, "status": "done"} for number in range(3)]
@@ -76,7 +75,7 @@ def test_a_worker_that_always_dies_is_given_up(tmp_path, monkeypatch, local):
             os.kill(os.getpid(), signal.SIGKILL)
         return {"cell": number, "status": "done"}
 
-    monkeypatch.setattr(cluster, "_measure", killed)
+    monkeypatch.setattr(cluster, "_measure_on_worker", killed)
     monkeypatch.setattr(cluster, "TRIES", 2)
     records = run(
         make_grid(["nano"], "ppl", "dense, window"), tmp_path / "r.jsonl", work=on_ray("local")

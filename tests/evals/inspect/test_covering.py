@@ -10,11 +10,12 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.evals.inspect.covering import (
+    Covering,
     centers,
     cover,
     covering_radii,
     doublings,
-    shuffled,
+    shuffle_coordinates,
     spread,
 )
 
@@ -69,7 +70,7 @@ def test_no_choice_of_centers_has_less_than_half_the_radius():
 def test_the_control_keeps_every_coordinate_and_loses_what_they_have_in_common():
     x = draw(2, 500, 1)
     points = torch.cat([x, x, x], dim=2)  # three coordinates that are one
-    other = shuffled(points, seed=3)
+    other = shuffle_coordinates(points, seed=3)
     for mine, its in zip(points.mT.flatten(0, 1), other.mT.flatten(0, 1), strict=True):
         assert not torch.equal(mine, its)
         assert torch.equal(mine.sort().values, its.sort().values)
@@ -77,8 +78,8 @@ def test_the_control_keeps_every_coordinate_and_loses_what_they_have_in_common()
         correlated = torch.corrcoef(its.T) - torch.eye(3)
         assert correlated.abs().max() < 0.2  # the standard error is 0.045
     torch.testing.assert_close(spread(other), spread(points))
-    assert torch.equal(other, shuffled(points, seed=3))
-    assert not torch.equal(other, shuffled(points, seed=4))
+    assert torch.equal(other, shuffle_coordinates(points, seed=3))
+    assert not torch.equal(other, shuffle_coordinates(points, seed=4))
 
 
 def test_planted_clusters_score_far_apart_from_a_gaussian():
@@ -120,3 +121,9 @@ def test_too_few_points_and_too_many_centers_are_refused():
         cover(draw(1, 16, 2), counts=(1, 17))
     with pytest.raises(WeirError, match="0 centers"):
         centers(draw(1, 16, 2), 0)
+
+
+def test_one_center_measures_the_whole_and_counts_for_nothing():
+    radius, control = torch.tensor([[3.0, 0.5, 1.0]]), torch.tensor([[1.0, 1.0, 0.0]])
+    # 1 - 0.5 for two centers, and 0 for four, where the control has no radius either.
+    assert Covering((1, 2, 4), radius, control).score.tolist() == [0.25]

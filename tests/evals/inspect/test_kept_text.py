@@ -9,7 +9,7 @@ import torch
 
 import weir
 from weir.cache import Holding
-from weir.evals.inspect.kept_text import STYLE, color_of, fragment_of, label_of, runs_of
+from weir.evals.inspect.kept import STYLE, color_of, fragment_of, label_of, runs_of
 from weir.stream import describe_tokens
 
 

@@ -7,13 +7,7 @@ from statistics import fmean
 import pytest
 
 import weir
-from weir.evals.attention_error.attention_error import (
-    RATES,
-    mean_over_layers,
-    measure_error,
-    set_up,
-    size_policies,
-)
+from weir.evals.attention_error import RATES, mean_over_layers, measure_error, set_up, size_policies
 from weir.stream.text import encode, read_text
 
 UNIFORM, AUTHORS = "uniform", "balancekv(halves=authors)"
@@ -56,6 +50,7 @@ def pieces():
     return measure
 
 
+@pytest.mark.slow
 def test_errors_are_below_those_of_uniform_samples(errors):
     rates = RATES[::2]
     rows, means = errors([UNIFORM, "balancekv", AUTHORS], rates, 2048, 10)
@@ -63,7 +58,7 @@ def test_errors_are_below_those_of_uniform_samples(errors):
     for rate in rates:
         assert means["balancekv", rate] < means[UNIFORM, rate]
         # The authors' rule is biased, but hardly moves from seed to seed. Over twelve pieces of the
-        # book (docs/methods/balancekv.md) the two are within 2 %.
+        # book (docs/methods/samples.md) the two are within 2 %.
         assert means["balancekv", rate] < 1.05 * means[AUTHORS, rate]
         for layer in range(4):
             mine, other = (by_place[n, rate, layer] for n in ("balancekv", UNIFORM))
@@ -71,6 +66,7 @@ def test_errors_are_below_those_of_uniform_samples(errors):
             assert mine.error < other.error + 2 * spread
 
 
+@pytest.mark.slow
 def test_errors_fall_with_the_size_of_blocks(errors):
     names = [f"balancekv(block={size})" for size in (8, 32, 128)]
     _, means = errors(names, (1 / 4,), 4096, 3)
@@ -78,8 +74,9 @@ def test_errors_fall_with_the_size_of_blocks(errors):
     assert small > middle > large
 
 
+@pytest.mark.slow
 def test_keeping_what_points_away_lowers_errors_within_the_window(pieces):
-    # Texts of 512 tokens, as long as nano's window, as in docs/methods/balancekv.md.
+    # Texts of 512 tokens, as long as nano's window, as in docs/methods/samples.md.
     away = "balancekv(outliers=0.33)"
     error = pieces([UNIFORM, "balancekv", AUTHORS, away], (1 / 2, 1 / 8))
     for rate in (1 / 2, 1 / 8):

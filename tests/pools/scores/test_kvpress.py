@@ -30,7 +30,7 @@ from weir.pools import (
     Tova,
 )
 from weir.pools.scores import qfilters
-from weir.slab import Form, LayerPositions, Rotary, Slots
+from weir.slab import AttentionParams, LayerPositions, Rotary, Slots
 
 DATA = Path(__file__).parents[2] / "data" / "kvpress" / "scores.json"
 TOLD: dict[str, Any] = json.loads(DATA.read_text("utf-8"))
@@ -47,7 +47,7 @@ def kept(pool: Pool, heads: int = 2, rotary: Rotary | None = None) -> list[list[
         queries = rotary.rotate(queries.flatten(1, 2), place[None, None]).view(queries.shape)
     weight = torch.zeros(1, heads, N)
     slots = Slots(keys, values, weight, weight, place.expand(1, heads, -1))
-    seen, form = torch.tensor([N]), Form(DIM**-0.5)
+    seen, form = torch.tensor([N]), AttentionParams(DIM**-0.5)
     none = slots.position[:, :, :0]
     read = ObservedAttention(
         lambda: slots, lambda: none, queries, seen, form, LayerPositions(rotary)

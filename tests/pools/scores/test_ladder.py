@@ -16,9 +16,9 @@ from reference.scores import ladder
 import weir
 from weir.errors import WeirError
 from weir.pools import CounterRNG, Fold, Ladder
-from weir.slab import Form
+from weir.slab import AttentionParams
 
-FOLD = Fold(CounterRNG(0), torch.tensor([0]), Form(1.0))
+FOLD = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(1.0))
 
 
 def arrivals(start: int, count: int, rows: int = 1):

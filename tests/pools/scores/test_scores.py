@@ -42,10 +42,10 @@ from weir.pools import (
     Vase,
 )
 from weir.pools.scores.vase import gumbel
-from weir.slab import Form, LayerPositions, Rotary, Slots
+from weir.slab import AttentionParams, LayerPositions, Rotary, Slots
 
 DIM, VALUE, HEADS, GROUP, LENGTH, CHUNK = 8, 5, 2, 2, 60, 6
-FORM = Form(0.4, softcap=6.0)
+FORM = AttentionParams(0.4, softcap=6.0)
 POSITIONS = LayerPositions(Rotary(torch.tensor([0.7, 0.11, 0.013]).double(), scaling=1.25))
 """Six of eight dimensions turn."""
 OFF = softmax_off(DIM, 40)
@@ -310,7 +310,7 @@ def test_scores_of_equal_keys_and_values_are_numbers():
     same_keys = torch.ones(1, 1, 9, 3)
     zero = torch.zeros(1, 1, 9)
     slots = Slots(same_keys, same_keys, zero, zero, place)
-    fold = Fold(CounterRNG(0), torch.tensor([9]), Form(1.0))
+    fold = Fold(CounterRNG(0), torch.tensor([9]), AttentionParams(1.0))
     for pool in (KNorm(4), KeyDiff(4), CurDKV(4), LagKV(7, lag=3)):
         state = pool.state(slots.part(0, 0))
         kept, _ = pool.fold(slots.part(0, 0), slots, replace(fold, state=state))

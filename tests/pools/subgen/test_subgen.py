@@ -23,10 +23,10 @@ import weir
 from weir.errors import WeirError
 from weir.pools import Fold, Recent, Sink, SubGen
 from weir.pools.counter_rng import CounterRNG
-from weir.slab import Form
+from weir.slab import AttentionParams
 from weir.slab.slots import Slots
 
-FOLD = Fold(CounterRNG(0), torch.tensor([0]), Form(1.0))
+FOLD = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(1.0))
 PURPOSES = {"pair": 0, "sample": 1, "merge": 2}
 
 
@@ -126,13 +126,13 @@ UNBOUNDED = SubGen(samples=6, clusters=None, per_cluster=3, delta=7.0)
     ("pool", "chunk", "length", "share", "weighted"),
     [
         (BOUNDED, 1, 400, 1.0, False),
-        (BOUNDED, 64, 3000, 1.0, False),
+        (BOUNDED, 64, 1000, 1.0, False),
         (BOUNDED, 100, 1000, 0.5, True),
         (SubGen(4, 7, 2, delta=3.0), 7, 600, 0.7, False),
         (SubGen(1, 1, 1), 5, 100, 1.0, False),
         (SubGen(6, 5, 3, exact=False), 7, 600, 1.0, True),
         (UNBOUNDED, 1, 200, 1.0, False),
-        (UNBOUNDED, 64, 2000, 0.6, False),
+        (UNBOUNDED, 64, 700, 0.6, False),
         (SubGen(3, None, 2, delta=2.0, exact=False), 9, 300, 1.0, True),
     ],
 )

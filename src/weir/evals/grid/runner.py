@@ -1,10 +1,15 @@
-"""Runs the cells of a grid, one after the other or on a cluster, and records each when it is done.
+"""Run the cells of a grid, in this process or on a Ray cluster, and record each when it is done.
 
-A cell that fails is recorded with its reason and stops nothing. Knows nothing about the terminal.
+A cell that fails is recorded with its reason and stops nothing. On Ray a cell is a task: if its
+worker dies, that cell alone runs again elsewhere. It uses as many threads as this process would, so
+its figures are the same to the last bit; to run more cells side by side, set OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
@@ -17,10 +22,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir import __version__
 from weir.errors import WeirError
-from weir.evals.grid.grid import Cell, Grid, pools_of
-from weir.evals.grid.growing import resumed
-from weir.evals.grid.protocols import Protocol, protocol
+from weir.evals.grid.grid import Cell, Grid, Protocol, match_file_grid, pools_of, protocol
 from weir.evals.notation import takes_budget
+from weir.evals.records import import_optional
 from weir.evals.results import CellRecord, ResultsFile, failures
 from weir.evals.task import Subject
 from weir.models import compile_steps, load
@@ -29,9 +33,9 @@ from weir.policies import parse_policy
 Numbered = tuple[int, Cell]
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 """A model and its tokenizer."""
-Told = Callable[[int, float], None]
-"""Told of a cell, by its number in the grid, how much of it is done."""
-Worker = Callable[[list[Numbered], Told], Iterator[CellRecord]]
+CellProgress = Callable[[int, float], None]
+"""Called with the number of a cell in the grid and the share of it that is done."""
+Worker = Callable[[list[Numbered], CellProgress], Iterator[CellRecord]]
 """Runs cells and yields the record of each as it ends, in any order."""
 
 
@@ -43,7 +47,7 @@ def run(
     add: bool = False,
     models: Mapping[str, Loaded] | None = None,
     work: Worker | None = None,
-    on_progress: Told = lambda number, share: None,
+    on_progress: CellProgress = lambda number, share: None,
     on_record: Callable[[CellRecord], None] = lambda record: None,
 ) -> list[CellRecord]:
     """Run what is not done yet, and return the records of all cells in the order of the grid.
@@ -55,13 +59,13 @@ def run(
         add: the same where the file's grid is the beginning of this one, as `grown` makes them.
         models: models and their tokenizers by the names that the grid has for them; others are
             loaded by their names.
-        work: who runs the cells; by default this process, one after the other.
-        on_progress: told while cells run.
-        on_record: told of each record once it is in the file, and first of those that were there.
+        work: runs the cells; by default this process, one after the other.
+        on_progress: called while cells run.
+        on_record: called with each record that is in the file, the ones that were there first.
 
     Raises:
         WeirError: the file is of another grid or cannot be written; or models were given, and
-            others do the work, who cannot be given any.
+            other processes do the work, which cannot receive them.
     """
     if models and work is not None:
         raise WeirError(
@@ -69,7 +73,7 @@ def run(
             "and name these"
         )
     if resume and not add:
-        grid = resumed(path, grid)
+        grid = match_file_grid(path, grid)
     work = work or partial(one_by_one, models=models)
     with ResultsFile(path, grid.as_json(), resume=resume, add=add) as results:
         results.forget({record["cell"] for record in failures(results.records.values())})
@@ -85,12 +89,12 @@ def run(
 
 def one_by_one(
     cells: list[Numbered],
-    told: Told,
+    on_progress: CellProgress,
     models: Mapping[str, Loaded] | None = None,
 ) -> Iterator[CellRecord]:
     """Cells in this process, in order."""
     for number, cell in cells:
-        yield measure(number, cell, partial(told, number), models)
+        yield measure(number, cell, partial(on_progress, number), models)
 
 
 def measure(
@@ -104,18 +108,18 @@ def measure(
     try:
         found = _figures(cell, progress, models or {})
     except Exception as error:
-        return failed(number, cell, reason(error), time.perf_counter() - begun)
+        return failed_record(number, cell, failure_reason(error), time.perf_counter() - begun)
     return {**_facts(number, cell), **found, "seconds": round(time.perf_counter() - begun, 3)}
 
 
-def failed(number: int, cell: Cell, why: str, seconds: float | None = None) -> CellRecord:
-    """The record of a cell that failed, after so many seconds if that is known."""
+def failed_record(number: int, cell: Cell, why: str, seconds: float | None = None) -> CellRecord:
+    """The record of a cell that failed, with its seconds if they are known."""
     took = None if seconds is None else round(seconds, 3)
     return {**_facts(number, cell), "status": "failed", "reason": why, "seconds": took}
 
 
 def _facts(number: int, cell: Cell) -> CellRecord:
-    """What every record of a cell says."""
+    """The fields that every record of a cell has."""
     return {
         "cell": number,
         "model": cell.model,
@@ -193,11 +197,104 @@ def _loaded(name: str, loading: tuple[tuple[str, Any], ...], compiled: bool) -> 
     return model, tokenizer
 
 
-def reason(error: Exception) -> str:
-    """What went wrong, in one line."""
+def failure_reason(error: Exception) -> str:
+    """The error in one line."""
     lines = str(error).strip().splitlines()
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "out of memory" + (f": {lines[0]}" if lines else "")
     if isinstance(error, WeirError):
         return " ".join(lines)
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+LOCAL = "local"
+TRIES = 4
+"""How often a cell is begun, if its worker dies each time."""
+CLUSTER_PATIENCE = 5.0
+"""Seconds in which a cluster must answer."""
+
+
+def on_ray(address: str) -> Worker:
+    """Make a worker that runs cells on a cluster.
+
+    Args:
+        address: `local` for a cluster of this machine's own, for as long as it is needed; or
+            `host:port` of a cluster's head, or `ray://host:port` of one that takes clients.
+
+    Raises:
+        WeirError: Ray is not installed, or nothing answers at this address.
+    """
+    # Ray's own log would repeat on standard error what is said in one line here.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    # Its workers would step back behind everything else on the machine.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    ray = import_optional("ray", "--cluster", extra="ray")
+    if address != LOCAL:
+        _check_reachable(address)
+    return lambda cells, on_progress: _run_on_ray(ray, address, cells, on_progress)
+
+
+def _run_on_ray(
+    ray: Any, address: str, cells: list[Numbered], on_progress: CellProgress
+) -> Iterator[CellRecord]:
+    if not cells:
+        return
+    threads = torch.get_num_threads()
+    ours = not ray.is_initialized()
+    if ours:
+        _connect(ray, address, threads)
+    try:
+        most = max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
+        # Such a cell must fit somewhere, or Ray would wait for a larger machine for ever.
+        remote = ray.remote(num_cpus=min(threads, most), max_retries=TRIES - 1)(_measure_on_worker)
+        # As a dictionary: a `Cell` would have the worker import all of weir to read it.
+        waiting = {
+            remote.remote(number, cell.as_json(), threads): (number, cell) for number, cell in cells
+        }
+        while waiting:
+            (ended, *_), _ = ray.wait(list(waiting))
+            number, cell = waiting.pop(ended)
+            try:
+                yield ray.get(ended)
+            except ray.exceptions.WorkerCrashedError:
+                yield failed_record(number, cell, f"its worker died {TRIES} times")
+            except ray.exceptions.RayError as error:
+                said = str(error).strip().splitlines() or [type(error).__name__]
+                yield failed_record(
+                    number, cell, f"its worker could not run it: {said[-1].strip()}"
+                )
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def _measure_on_worker(number: int, cell: dict[str, Any], threads: int) -> CellRecord:
+    """A cell, given by its fields, in a worker."""
+    torch.set_num_threads(threads)
+    return measure(number, Cell.of(cell))
+
+
+def _connect(ray: Any, address: str, threads: int) -> None:
+    quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
+    try:
+        if address == LOCAL:
+            ray.init(address=LOCAL, include_dashboard=False, **quiet)
+        else:
+            ray.init(address=address, **quiet)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise WeirError(f"the cluster {address} cannot be used: {reason}") from None
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would try for a minute, and then end the process."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        raise WeirError(
+            f"--cluster takes 'local', 'host:port' or 'ray://host:port', not {address!r}"
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CLUSTER_PATIENCE).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise WeirError(f"no cluster answers at {address}: {reason}") from None

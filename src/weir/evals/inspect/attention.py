@@ -1,6 +1,6 @@
 """The attention of a model while it reads, block of queries by block: logits and weights.
 
-Only sums that somebody makes of a block's numbers are kept, so a map of a long sequence is never
+Callers keep sums over a block's numbers only, so a map of a long sequence is never
 whole anywhere. There are two ways into a model:
 
 - whatever weir streams is read through a dense cache of weir, which sees queries and keys of every
@@ -26,9 +26,9 @@ from transformers.masking_utils import sdpa_mask
 
 from weir.cache import Forward
 from weir.errors import WeirError
-from weir.evals.listening import Listening
+from weir.evals.capture import ListeningCache
 from weir.models import describe, input_device, sink_of, transformers_model
-from weir.slab import Form, LayerPositions
+from weir.slab import AttentionParams, LayerPositions
 
 PIECE = 256
 """Tokens that a model reads in one call."""
@@ -40,7 +40,7 @@ OURS = "weir-inspect"
 
 @dataclass(frozen=True)
 class Attention:
-    """What one layer attends in one call: new tokens' queries, and the keys that they may see.
+    """Queries of one layer in one call, and the keys that they may see.
 
     Attributes:
         layer: which layer, from 0 on.
@@ -48,7 +48,7 @@ class Attention:
         keys: [batch, kv_heads, slots, key_dim].
         first: the place of the first query in the sequence.
         places: of the keys [slots], int64.
-        form: the factor of the logits, their capping, and sink logits.
+        params: the factor of the logits, their capping, and sink logits.
         positions: the layer's window and linear biases, where weir reads them off the model.
         mask: what transformers says in their place: true where a query looks, broadcasts with
             [batch, 1, length, slots]; None for everywhere.
@@ -59,7 +59,7 @@ class Attention:
     keys: Tensor
     first: int
     places: Tensor
-    form: Form
+    params: AttentionParams
     positions: LayerPositions | None = None
     mask: Tensor | None = None
 
@@ -74,7 +74,7 @@ class Attention:
             yield start, min(start + BLOCK, self.length)
 
     def logits(self, start: int, stop: int) -> Tensor:
-        """What goes into the softmax: scaled, capped, with linear biases, before sink logits.
+        """Logits as they enter the softmax: scaled, capped, with linear biases, before sink logits.
 
         ALiBi is counted from the query's own place, where it is 0: a constant of each query is
         nothing to a softmax.
@@ -85,11 +85,11 @@ class Attention:
         Returns:
             [batch, heads, stop - start, slots], float32; -inf where a query does not look.
         """
-        merged = (self.queries[..., start:stop, :].float() * self.form.scale).flatten(2, 3)
+        merged = (self.queries[..., start:stop, :].float() * self.params.scale).flatten(2, 3)
         logits = merged @ self.keys.float().mT
         logits = logits.unflatten(2, (-1, stop - start))
-        if self.form.softcap is not None:
-            logits = logits.div_(self.form.softcap).tanh_().mul_(self.form.softcap)
+        if self.params.softcap is not None:
+            logits = logits.div_(self.params.softcap).tanh_().mul_(self.params.softcap)
         if self.positions is not None:
             here = torch.arange(start, stop, device=self.places.device) + self.first
             self._place(logits, self.positions, here)
@@ -103,7 +103,7 @@ class Attention:
         A model's sink logit takes its part of the sum, so that the weights then sum to less than 1.
         """
         logits = self.logits(start, stop)
-        sinks = self.form.sinks
+        sinks = self.params.sinks
         if sinks is None:
             return logits.softmax(dim=-1)
         extra = sinks.to(logits.device).flatten()[None, :, None, None]
@@ -159,7 +159,7 @@ def watch(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
 
 
 def looks_ahead(model: PreTrainedModel) -> bool:
-    """Whether its tokens see those behind them, as an encoder's do."""
+    """Whether tokens of a model see those after them, as in an encoder."""
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         return False
@@ -167,7 +167,7 @@ def looks_ahead(model: PreTrainedModel) -> bool:
     return bool(modules) and not any(m.is_causal for m in modules)
 
 
-class _Watcher(Listening):
+class _Watcher(ListeningCache):
     """A cache without a limit that shows what each layer is given."""
 
     def __init__(self, model: PreTrainedModel, look: Look) -> None:
@@ -179,27 +179,27 @@ class _Watcher(Listening):
         forward: Forward,
         layer: int,
         asked: tuple[Tensor, Tensor, Tensor],
-        form: Form,
+        params: AttentionParams,
         out: Tensor,
     ) -> None:
         """Show what was asked, and what there was to attend to."""
         queries, keys, _ = asked
-        (piece,) = forward.plan.on(queries.device).pieces  # a call is no longer than the tail
-        its = self.stack[layer]
-        assert its.slab is not None
-        positions = its.spec.positions
+        (piece,) = forward.plan.on(queries.device).segments  # a call is no longer than the tail
+        state = self.stack[layer].state
+        assert state.slab is not None
+        positions = self.stack[layer].spec.positions
         if positions.rotary is not None and not positions.placed:
             queries = positions.rotary.rotate(queries, piece.positions)
         # All rows and heads alike: tokens in order, and those of this call behind them.
-        end = its.ends(piece.waiting)[0] + piece.width
+        end = state.ends(piece.waiting)[0] + piece.width
         self.look(
             Attention(
                 layer,
                 queries.unflatten(1, (keys.shape[1], -1)),
-                its.slab.read(0, end)[0],
+                state.slab.read(0, end)[0],
                 int(piece.start[0]),
-                its.slab.position[0, 0, :end],
-                form,
+                state.slab.position[0, 0, :end],
+                params,
                 positions,
             )
         )
@@ -221,7 +221,9 @@ def _watch_another(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
     seen, shown = 0, 0
     past: Any = None
 
-    def show(module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, form: Form) -> None:
+    def show(
+        module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, params: AttentionParams
+    ) -> None:
         nonlocal shown
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int):
@@ -231,7 +233,7 @@ def _watch_another(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
         end = seen + q.shape[2]
         places = torch.arange(end - k.shape[2], end, device=k.device)
         whole = q.unflatten(1, (k.shape[1], -1))
-        look(Attention(index, whole, k, seen, places, form, None, mask))
+        look(Attention(index, whole, k, seen, places, params, None, mask))
 
     with torch.no_grad(), _ours(model, show):
         for piece in pieces:
@@ -285,14 +287,16 @@ def _attend(
         ([batch, length, heads, value_dim], None), block by block.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    form = Form(scale, softcap, None if s_aux is None else s_aux.float().view(key.shape[1], -1))
+    params = AttentionParams(
+        scale, softcap, None if s_aux is None else s_aux.float().view(key.shape[1], -1)
+    )
     mask = attention_mask
     if mask is not None and mask.dtype != torch.bool:
         raise WeirError(
             "this model adds numbers of its own to its attention logits, which cannot be told from "
             "a mask"
         )
-    _showing[-1](module, query, key, mask, form)
+    _showing[-1](module, query, key, mask, params)
     if softcap is None and s_aux is None:
         out = F.scaled_dot_product_attention(
             query, key, value, mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
@@ -300,7 +304,7 @@ def _attend(
         return out.transpose(1, 2).contiguous(), None
     places = torch.arange(key.shape[2], device=key.device)
     group = query.unflatten(1, (key.shape[1], -1))
-    whole = Attention(0, group, key, 0, places, form, None, mask)
+    whole = Attention(0, group, key, 0, places, params, None, mask)
     parts = []
     for start, stop in whole.blocks():
         weights = whole.weights(start, stop).unflatten(1, (key.shape[1], -1))

@@ -15,8 +15,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
-from weir.evals.data import Record, read_records
-from weir.evals.measures import check_template, counted
+from weir.evals.answers import check_template
+from weir.evals.records import JsonRecord, read_records
+from weir.evals.scores import count_right
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.stream import Conversation, Stream
 
@@ -42,7 +43,7 @@ class Choice(Task):
 
     Attributes:
         file: questions in ARC's JSON lines, `ARC-Easy-Test.jsonl`; or `hub:...`.
-        samples: the first so many of the file; none takes all.
+        samples: use the first questions of the file, this many; none takes all.
         chat: ask in turns of the model's chat template. Without, the stream is text: "Answer: B".
     """
 
@@ -74,14 +75,14 @@ class Choice(Task):
         turns = self._turns(stream, subject.tokenizer)
         streamed, alone = [], []
         for question in questions:
-            streamed.append(answered(stream, *turns(question)))
+            streamed.append(answer_in_place(stream, *turns(question)))
             progress(len(streamed) / (2 * len(questions)))
         for question in questions:
             fresh = subject.stream()
-            alone.append(answered(fresh, *self._turns(fresh, subject.tokenizer)(question)))
+            alone.append(answer_in_place(fresh, *self._turns(fresh, subject.tokenizer)(question)))
             progress((len(questions) + len(alone)) / (2 * len(questions)))
         return {
-            **counted(sum(streamed), len(questions)),
+            **count_right(sum(streamed), len(questions)),
             "one_shot": sum(alone) / len(questions),
             "answers": streamed,
             "one_shot_answers": alone,
@@ -92,7 +93,7 @@ class Choice(Task):
     def _turns(
         self, stream: Stream, tokenizer: PreTrainedTokenizerBase
     ) -> Callable[[Question], tuple[list[int], list[int]]]:
-        """What makes the ids of a question and of its answer, as they follow in the stream."""
+        """A function that gives the ids of a question and of its answer."""
 
         def ids(text: str, start: bool = False) -> list[int]:
             return list(tokenizer(text, add_special_tokens=start)["input_ids"])
@@ -110,7 +111,7 @@ class Choice(Task):
         return turn
 
 
-def answered(stream: Stream, question: Sequence[int], right: Sequence[int]) -> int:
+def answer_in_place(stream: Stream, question: Sequence[int], right: Sequence[int]) -> int:
     """Feed a question and its answer; 1 if each token of the answer was the likeliest, else 0."""
     wanted = torch.tensor(right)
     first = stream.feed(question)[:, None]
@@ -118,7 +119,7 @@ def answered(stream: Stream, question: Sequence[int], right: Sequence[int]) -> i
     return int(bool((torch.cat([first, rest], dim=1).argmax(-1).cpu()[0] == wanted).all()))
 
 
-def question_of(record: Record) -> Question:
+def question_of(record: JsonRecord) -> Question:
     """A question in ARC's format, that of its files or that of the Hub.
 
     The files have an object `question` with `stem` and a list `choices`; on the Hub, `question` is

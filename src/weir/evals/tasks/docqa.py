@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from weir.errors import WeirError
-from weir.evals.data import Record, read_records
-from weir.evals.measures import ask, contains, costs, counted, is_exact
+from weir.evals.answers import ask, costs
+from weir.evals.records import JsonRecord, read_records
+from weir.evals.scores import contains, count_right, is_exact
 from weir.evals.task import Better, Progress, Subject, Task, task
 
 MOST = 100
@@ -20,7 +21,7 @@ MOST = 100
 
 
 @dataclass(frozen=True)
-class Case:
+class DocumentQuestion:
     """A question, its documents as (title, text) in order, and the right answers."""
 
     question: str
@@ -51,8 +52,8 @@ class DocumentQA(Task):
             `hub:...`.
         gold: put the document with the answer at this place, from 0; several with spaces between
             (`"0 4 9"`) are run one by one; none leaves it where the file has it.
-        documents: so many of each question, the one with the answer among them; none takes all.
-        samples: the first so many questions of the file; none takes all.
+        documents: per question, the one with the answer among them; none takes all.
+        samples: use the first questions of the file, this many; none takes all.
         chat: put the prompt into the model's chat template.
     """
 
@@ -105,7 +106,7 @@ class DocumentQA(Task):
             texts.append(answers[-1].text.strip().partition("\n")[0].strip())
             progress(len(texts) / len(cases))
         pairs = list(zip(texts, cases, strict=True))
-        exact = counted(sum(is_exact(text, case.answers) for text, case in pairs), len(cases))
+        exact = count_right(sum(is_exact(text, case.answers) for text, case in pairs), len(cases))
         return {
             "exact_match": exact.pop("accuracy"),
             **exact,
@@ -114,7 +115,7 @@ class DocumentQA(Task):
             **costs(answers),
         }
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[DocumentQuestion]:
         """The questions, their documents in order.
 
         Raises:
@@ -126,7 +127,7 @@ class DocumentQA(Task):
             raise WeirError("docqa runs one place of gold at a time; see its settings")
         return [self._case(record, places) for record in read_records(self.file, self.samples)]
 
-    def _case(self, record: Record, places: list[int]) -> Case:
+    def _case(self, record: JsonRecord, places: list[int]) -> DocumentQuestion:
         documents = record.records("ctxs", least=1)
         is_gold = [document.flag("isgold") for document in documents]
         if is_gold.count(True) != 1:
@@ -145,7 +146,7 @@ class DocumentQA(Task):
         if place > len(documents):
             raise record.wrong("ctxs", f"has {len(documents) + 1} documents and no place {place}")
         documents.insert(place, gold)
-        return Case(
+        return DocumentQuestion(
             record.text("question"),
             tuple((document.text("title"), document.text("text")) for document in documents),
             tuple(record.several_words("answers", least=1)),

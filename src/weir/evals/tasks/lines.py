@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weir.errors import WeirError
-from weir.evals.data import read_records
-from weir.evals.measures import Answer, ask, costs, counted
+from weir.evals.answers import GeneratedAnswer, ask, costs
+from weir.evals.records import read_records
+from weir.evals.scores import count_right
 from weir.evals.task import Better, Progress, Subject, Task, task
 
 SAMPLES = 50
@@ -25,7 +26,7 @@ LARGEST = 50_000
 
 
 @dataclass(frozen=True)
-class Case:
+class LineQuestion:
     """One question: the record of lines with the question, the line's name, and its number."""
 
     prompt: str
@@ -41,7 +42,7 @@ class Lines(Task):
     Attributes:
         file: an official file, `200_lines.jsonl`, or `hub:...`; none makes cases in that format.
         lines: lines of each case that is made.
-        samples: so many questions; of a file, the first.
+        samples: number of questions; the first ones of a file.
         chat: ask in words through the model's chat template. Without, the model is to complete the
             line that is asked for.
     """
@@ -70,23 +71,23 @@ class Lines(Task):
             `taken` says of the caches.
         """
         cases = self.cases(subject.seed)
-        answers: list[Answer] = []
+        answers: list[GeneratedAnswer] = []
         right = 0
         for case in cases:
             answers.append(self._ask(subject, case))
             right += number_in(answers[-1].text, last=self.chat) == case.number
             progress(len(answers) / len(cases))
         texts = [one.text for one in answers]
-        return {**counted(right, len(cases)), "answers": texts, **costs(answers)}
+        return {**count_right(right, len(cases)), "answers": texts, **costs(answers)}
 
-    def _ask(self, subject: Subject, case: Case) -> Answer:
+    def _ask(self, subject: Subject, case: LineQuestion) -> GeneratedAnswer:
         if self.chat:
             return ask(subject, case.prompt, max_new_tokens=100, chat=True)
         return ask(
-            subject, f"{case.prompt}\n{beginning(case.name)}", max_new_tokens=15, stops=(">",)
+            subject, f"{case.prompt}\n{line_start(case.name)}", max_new_tokens=15, stops=(">",)
         )
 
-    def cases(self, seed: int) -> list[Case]:
+    def cases(self, seed: int) -> list[LineQuestion]:
         """The questions.
 
         Raises:
@@ -94,7 +95,7 @@ class Lines(Task):
         """
         if self.file is None:
             draw = random.Random(seed)
-            return [made(self.lines, draw) for _ in range(self.samples)]
+            return [make_case(self.lines, draw) for _ in range(self.samples)]
         found = []
         for record in read_records(self.file, self.samples):
             number = record.count("expected_number")
@@ -104,14 +105,14 @@ class Lines(Task):
                 raise record.wrong(
                     "correct_line", f"must be a line with the number {number}, not {line!r}"
                 )
-            found.append(Case(record.text("prompt"), match["name"], number))
+            found.append(LineQuestion(record.text("prompt"), match["name"], number))
         return found
 
 
 LINE = re.compile(r"line (?P<name>\S+): REGISTER_CONTENT is <(?P<number>\d+)>")
 
 
-def beginning(name: str) -> str:
+def line_start(name: str) -> str:
     """A line, up to its number."""
     return f"line {name}: REGISTER_CONTENT is <"
 
@@ -122,19 +123,19 @@ def number_in(text: str, last: bool) -> int | None:
     return int(found[-1 if last else 0]) if found else None
 
 
-def made(lines: int, draw: random.Random) -> Case:
+def make_case(lines: int, draw: random.Random) -> LineQuestion:
     """A case in LongEval's format, its words and numbers drawn."""
     places = draw.sample(range(len(ADJECTIVES) * len(NOUNS)), lines)
     names = [f"{ADJECTIVES[i // len(NOUNS)]}-{NOUNS[i % len(NOUNS)]}" for i in places]
     numbers = [draw.randint(1, LARGEST) for _ in names]
     asked = draw.randrange(lines)
-    record = "\n".join(f"{beginning(n)}{x}>" for n, x in zip(names, numbers, strict=True))
+    record = "\n".join(f"{line_start(n)}{x}>" for n, x in zip(names, numbers, strict=True))
     prompt = (
         "Remember the following lines. Each of them has a name and, at its end, a number between "
         f"angle brackets.\n\n{record}\n\nThese were the lines. Which number is the "
         f"<REGISTER_CONTENT> of the line {names[asked]}? Answer with the number alone."
     )
-    return Case(prompt, names[asked], numbers[asked])
+    return LineQuestion(prompt, names[asked], numbers[asked])
 
 
 ADJECTIVES = """able amber ample ancient arid autumn bold brave brief bright brisk broad calm candid

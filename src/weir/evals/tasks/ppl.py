@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weir.errors import WeirError
-from weir.evals.measures import STEP, PerplexityMeter
+from weir.evals.perplexity import STEP, PerplexityMeter
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.stream import read_stream
 
@@ -23,7 +23,7 @@ class Perplexity(Task):
     """Streaming perplexity of books, one after the other, on one cache.
 
     Attributes:
-        tokens: read so many; none reads all.
+        tokens: to read; none reads all.
         text: a file of books, UTF-8, plain or .xz; none takes the packaged one.
         block: tokens in a block of `ppl_by_block`.
         start: a text to stand in front in place of the tokenizer's start token.

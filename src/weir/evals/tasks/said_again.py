@@ -14,28 +14,23 @@ import numpy as np
 
 from weir.errors import WeirError
 from weir.evals.task import Better, Progress, Subject, Task, task
-from weir.evals.tasks.facts import Sample, ask_facts, scattered
-from weir.evals.tasks.forms import Form, check_format, form_of
-from weir.evals.tasks.layout import distances_to
+from weir.evals.tasks.facts import (
+    FactFormat,
+    FactStreams,
+    ask_facts,
+    check_format,
+    distances_to,
+    format_of,
+    scatter_facts,
+)
 
 MOST = 9
 """Numbers of one name, each beginning with another digit."""
 
 
 @dataclass(frozen=True)
-class _SaidAgain(Task):
-    """What both have in common.
-
-    Attributes:
-        times: how often each name's number is said before it is asked for.
-        samples: streams, each with one question per distance.
-        farthest: the largest distance, in tokens between a number, where it was said last, and the
-            place of the answer.
-        before: tokens in front of the newest statement that stands farthest back.
-        format: `exercises`, nano's own; `text`, in words; none takes exercises where the tokenizer
-            has their words as single tokens.
-        text: a file of books from which the text between is taken; none takes the packaged one.
-    """
+class _RepeatedFacts(Task):
+    """Parameters and the loop of both tasks."""
 
     times: int = 3
     samples: int = 32
@@ -58,21 +53,21 @@ class _SaidAgain(Task):
             raise WeirError(f"the distances of {self.name} begin at 32, past {self.farthest}")
 
     def _ask(self, subject: Subject, progress: Progress, *, changing: bool) -> dict[str, Any]:
-        form = form_of(subject.tokenizer, self.format)
+        form = format_of(subject.tokenizer, self.format)
         distances = distances_to(self.farthest, form.nearest)
 
-        def draw(form: Form, rows: int, rng: np.random.Generator) -> Sample:
-            told = [form.people(len(distances), self.times, rng) for _ in range(rows)]
+        def draw(form: FactFormat, rows: int, rng: np.random.Generator) -> FactStreams:
+            streams = [form.people(len(distances), self.times, rng) for _ in range(rows)]
             if not changing:
-                told = [[facts[:1] * self.times for facts in stream] for stream in told]
-            return scattered(told, distances, self.before, len(form.front), rng)
+                streams = [[facts[:1] * self.times for facts in stream] for stream in streams]
+            return scatter_facts(streams, distances, self.before, len(form.front), rng)
 
         return ask_facts(subject, form, draw, distances, self.samples, self.text, progress)
 
 
 @task("repeated")
 @dataclass(frozen=True)
-class Repeated(_SaidAgain):
+class Repeated(_RepeatedFacts):
     """Numbers that are said several times, asked for 16, 32, 64 ... tokens after the last.
 
     Attributes:
@@ -95,10 +90,10 @@ class Repeated(_SaidAgain):
 
 @task("changed")
 @dataclass(frozen=True)
-class Changed(_SaidAgain):
+class Changed(_RepeatedFacts):
     """Numbers that change, asked for 16, 32, 64 ... tokens after the newest, which counts.
 
-    No two numbers of a name begin with the same digit, so an answer that is `stale` is told from
+    No two numbers of a name begin with the same digit, so a `stale` answer differs from
     one that is a guess: guessing is stale twice in ten.
 
     Attributes:

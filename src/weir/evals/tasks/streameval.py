@@ -1,7 +1,7 @@
 """`streameval`: lines with numbers on one endless stream, and a query every ten lines.
 
 StreamingLLM (Xiao et al. 2024), section 4.3, Figures 8 and 9, and Table 7: what is asked for stood
-so many lines back; nothing is ever reset, and the model's own answers stay in the stream.
+a given number of lines back; nothing is ever reset, and the model's own answers stay in the stream.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
-from weir.evals.measures import counted
+from weir.evals.scores import count_right
 from weir.evals.task import Better, Progress, Subject, Task, task
-from weir.evals.tasks.lines import ADJECTIVES, LARGEST, NOUNS, beginning
+from weir.evals.tasks.lines import ADJECTIVES, LARGEST, NOUNS, line_start
 from weir.stream import Stream
 from weir.train import DIGITS, Words, practiced
 
@@ -93,9 +93,13 @@ class StreamEval(Task):
             kv_bytes, tokens = max(kv_bytes, stream.nbytes // rows), stream.seen
         asked = self.samples * self.queries
         return {
-            **counted(sum(hits.values()), asked * len(distances)),
+            **count_right(sum(hits.values()), asked * len(distances)),
             "by_distance": [
-                {"distance": d, "tokens": round(d * float(np.mean(per_line))), **counted(n, asked)}
+                {
+                    "distance": d,
+                    "tokens": round(d * float(np.mean(per_line))),
+                    **count_right(n, asked),
+                }
                 for d, n in hits.items()
             ],
             "tokens": tokens,
@@ -178,7 +182,7 @@ class LineSource(ABC):
 
     @abstractmethod
     def right(self, number: int, answer: Tensor) -> int:
-        """How many of the answers [rows, n] are right."""
+        """Count the right ones of some answers [rows, n]."""
 
 
 class ExerciseLines(LineSource):
@@ -228,11 +232,11 @@ class ExerciseLines(LineSource):
         return torch.from_numpy(np.stack(asked))
 
     def answer_length(self, number: int) -> int:
-        """Its digits."""
+        """The number of digits."""
         return DIGITS
 
     def right(self, number: int, answer: Tensor) -> int:
-        """All digits are."""
+        """Count the rows whose digits are all right."""
         return int((answer.numpy() == self.numbers[:, number]).all(axis=1).sum())
 
 
@@ -262,20 +266,20 @@ class TextLines(LineSource):
         """The line in words, and its beginning once more."""
         name = self.names[number]
         return self._ids(
-            f"Which number is the REGISTER_CONTENT of the line {name}?\n{beginning(name)}"
+            f"Which number is the REGISTER_CONTENT of the line {name}?\n{line_start(name)}"
         )
 
     def answer_length(self, number: int) -> int:
-        """Its tokens, and those of the bracket behind it."""
+        """The tokens of the number and the bracket after it."""
         return self._ids(f"{self.numbers[number]}>").shape[1]
 
     def right(self, number: int, answer: Tensor) -> int:
-        """It is written out, and ends where it ends."""
+        """1 if the answer begins with the number and its bracket."""
         text = str(self.tokenizer.decode(answer[0].tolist())).strip()
         return int(text.startswith(f"{self.numbers[number]}>"))
 
     def _said(self, number: int) -> str:
-        return f"{beginning(self.names[number])}{self.numbers[number]}>\n"
+        return f"{line_start(self.names[number])}{self.numbers[number]}>\n"
 
     def _ids(self, text: str, special: bool = False) -> Tensor:
         ids = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]

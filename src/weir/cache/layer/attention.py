@@ -1,0 +1,213 @@
+"""What attention needs of a layer: rotated queries and keys, who sees whom, and whole prompts.
+
+Between the layer, which knows which tokens have come, and `weir.slab.selection`, which knows only
+tensors and numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from weir.cache.layer.plan import Segment, StepEnds
+from weir.cache.layer.spec import LayerSpec
+from weir.slab import (
+    Alibi,
+    AttendedSlots,
+    AttentionParams,
+    LayerPositions,
+    Rotary,
+    Slab,
+    Slots,
+    attention_mass,
+    select_attention,
+)
+
+QUERY_BLOCK = 256
+"""Queries handled at once, so that no mask is as large as the prompt squared."""
+
+
+def rotate_to_positions(
+    spec: LayerSpec, slab: Slab, queries: Tensor, keys: Tensor, segment: Segment
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys at their places in the stream, as attention is to see them.
+
+    Args:
+        spec: the layer.
+        slab: its slots, before the segment is in them.
+        queries: [batch, kv_heads, group, width, key_dim].
+        keys: [batch, kv_heads, width, key_dim].
+        segment: their tokens.
+    """
+    if spec.positions.rotary is not None and not spec.positions.placed:
+        queries, keys = _rotated(spec.positions.rotary, queries, keys, segment.positions)
+    if spec.pipe.log_n:
+        queries = _sharpened(slab, queries, segment)
+    return queries, keys
+
+
+def _rotated(
+    rotary: Rotary, queries: Tensor, keys: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys of a segment at its positions, in one go."""
+    kv_heads, group = queries.shape[1:3]
+    both = rotary.rotate(torch.cat([queries.flatten(1, 2), keys], dim=1), positions)
+    queries, keys = both.split([kv_heads * group, kv_heads], dim=1)
+    return queries.unflatten(1, (kv_heads, group)), keys
+
+
+def _sharpened(slab: Slab, queries: Tensor, segment: Segment) -> Tensor:
+    """Queries times log_512(n), n being the tokens that each sees (BUZZ, section 3.5)."""
+    position, start = slab.position, segment.start[:, None, None]
+    before = ((position >= 0) & (position < start)).sum(dim=2, keepdim=True)
+    n = before + torch.arange(1, segment.width + 1, device=position.device)
+    factor = n.log() / math.log(512)
+    return (queries * factor[:, :, None, :, None]).to(queries.dtype)
+
+
+def mask_of_piece(
+    positions: LayerPositions,
+    slab: Slab,
+    segment: Segment,
+    stop: int,
+    dtype: torch.dtype,
+    *,
+    in_step: bool,
+) -> Tensor | None:
+    """What is added to the logits of a segment's queries over the first `stop` slots.
+
+    Args:
+        positions: what the layer knows about them.
+        slab: the slots, the tokens of the segment among them.
+        segment: the queries' tokens.
+        stop: slots of the longest row.
+        dtype: of a mask without biases.
+        in_step: all rows lie alike, and the segment's tokens are the last of the `stop` slots.
+
+    Returns:
+        -inf where a query must not look, broadcasts with [batch, kv_heads, group, width, slots];
+        None where every query sees everything.
+    """
+    width, window = segment.width, positions.window
+    bias: Tensor | None = None
+    if not in_step:
+        # A slot that waits for its token carries a position in the future.
+        ahead = segment.positions[:, :, None, :, None] - slab.position[:, :, None, None, :stop]
+        seen = (ahead >= 0) & segment.real[:, None, None, :, None]
+        if window is not None:
+            seen &= ahead < window
+        bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
+    elif width > 1 or (window is not None and stop > window):
+        bias = _cached_band(width, stop, window, dtype, slab.position.device)
+    return _tilted(bias, positions, slab, segment, stop)
+
+
+def mask_of_step(
+    positions: LayerPositions, slab: Slab, segment: Segment, ends: StepEnds, dtype: torch.dtype
+) -> Tensor | None:
+    """What is added to the logits of one query of each row, whose rows end in different slots.
+
+    Args:
+        positions: what the layer knows about them.
+        slab: the slots, the token of each row among them.
+        segment: one token of each row.
+        ends: the slots of those tokens; what lies behind its own a row does not see.
+        dtype: of a mask without biases.
+
+    Returns:
+        As `mask_of_piece`, over the slots up to the last of `ends`.
+    """
+    return _tilted(ends.mask(positions.window, dtype), positions, slab, segment, ends.stop)
+
+
+def band(
+    width: int, stop: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The mask of the last `width` of `stop` tokens in a row [1, 1, 1, width, stop]."""
+    with torch.inference_mode(False):
+        query = torch.arange(stop - width, stop, device=device)[:, None]
+        ahead = query - torch.arange(stop, device=device)
+        seen = ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=device)
+        return mask.masked_fill_(~seen, -torch.inf)[None, None, None]
+
+
+_cached_band = lru_cache(maxsize=8)(band)
+
+
+def _tilted(
+    bias: Tensor | None, positions: LayerPositions, slab: Slab, segment: Segment, stop: int
+) -> Tensor | None:
+    """A mask, and on it the layer's linear biases, where it has them."""
+    if positions.alibi is None or slab.frame is None:
+        return bias
+    frame, position = slab.frame[:, :, :stop], slab.position[:, :, :stop]
+    tilt = _tilt(positions, positions.alibi, frame, position, segment)
+    return tilt if bias is None else bias + tilt
+
+
+def _tilt(
+    positions: LayerPositions, alibi: Alibi, frame: Tensor, position: Tensor, segment: Segment
+) -> Tensor:
+    """ALiBi of slots at the places that the frame gives them [batch, kv_heads, slots]."""
+    first: Tensor | int = 0
+    if positions.rolling and alibi.rounding is not None:
+        far = torch.iinfo(frame.dtype).max
+        first = frame.masked_fill(position < 0, far).amin(dim=2, keepdim=True)
+    return alibi.bias(frame, frame.shape[1], first, segment.start[:, None, None])
+
+
+def attend_prompt(
+    spec: LayerSpec,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    params: AttentionParams,
+    segment: Segment,
+    answers: bool = True,
+) -> tuple[Tensor, Slots]:
+    """Answer every query of a prompt from all tokens before it.
+
+    Args:
+        spec: the layer; a pool of its pipe may want the attention that tokens receive.
+        queries: at their places [batch, kv_heads, group, width, key_dim].
+        keys: at their places [batch, kv_heads, width, key_dim].
+        values: [batch, kv_heads, width, value_dim].
+        form: how the layer attends.
+        segment: the prompt's tokens; rows may have fewer than `width`.
+        answers: whether anybody asks; if not, the answers are zeros and only the tokens count.
+
+    Returns:
+        Answers [batch, kv_heads, group, width, value_dim], and the tokens.
+    """
+    kv_heads, width, positions = keys.shape[1], segment.width, spec.positions
+    zeros = torch.zeros(keys.shape[:3], device=keys.device)
+    received = zeros.clone() if spec.pipe.needs_mass else None
+    steps = torch.arange(width, device=keys.device)[None, None]
+    outs = []
+    asked = answers or received is not None
+    for start in range(0, width if asked else 0, QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, width)
+        bias = band(stop - start, stop, positions.window, queries.dtype, keys.device)
+        if positions.alibi is not None:
+            bias = bias + positions.alibi.bias(steps[..., :stop], kv_heads, 0, stop - 1)
+        block, k, v = queries[:, :, :, start:stop], keys[:, :, :stop], values[:, :, :stop]
+        weights = zeros[..., :stop]
+        if received is not None:
+            real = torch.where(segment.real[:, None, None, start:stop, None], 0.0, -torch.inf)
+            received[:, :, :stop] += attention_mass(block, k, weights, params, bias + real)
+        if not answers:
+            continue
+        slots = AttendedSlots(k, v, None, weights, weights, None, 0, stop, plain=True)
+        attend = select_attention(block, slots, params, bias, by="torch")
+        outs.append(attend(block, slots, params, bias).answers)
+    position = segment.positions.expand(-1, kv_heads, -1)
+    shape = (*queries.shape[:-1], values.shape[3])
+    out = torch.cat(outs, dim=3) if answers else values.new_zeros(shape)
+    spans = None
+    if spec.moves_on_axes:
+        spans = segment.spans[:, None].expand(-1, kv_heads, -1, -1)
+    return out, Slots(keys, values, zeros, zeros.clone(), position, received, spans)

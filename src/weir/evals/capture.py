@@ -1,0 +1,216 @@
+"""Queries, keys and values as the attention of each layer gets them while a model reads a text.
+
+A cache that keeps everything records them, so this works for every model that weir serves.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from weir.cache import Forward, StreamingCache
+from weir.errors import WeirError
+from weir.models import describe, input_device, transformers_model
+from weir.slab import AttentionParams, LayerPositions
+
+
+class ListeningCache(StreamingCache, ABC):
+    """A cache that reports the inputs and outputs of its layers, on any model weir serves."""
+
+    @abstractmethod
+    def hear(
+        self,
+        forward: Forward,
+        layer: int,
+        asked: tuple[Tensor, Tensor, Tensor],
+        params: AttentionParams,
+        out: Tensor,
+    ) -> None:
+        """Called for each layer in each call, after it has answered.
+
+        Args:
+            forward: the call.
+            layer: which layer.
+            asked: queries [batch, heads, length, key_dim], keys [batch, kv_heads, length, key_dim]
+                and values [batch, kv_heads, length, value_dim], as the layer got them.
+            params: how it attends.
+            out: what it answered [batch, heads, length, value_dim].
+        """
+
+    def begin(self, given: dict[str, Any], without: tuple[int, ...] = ()) -> Forward:
+        """Begin a forward whose layers report to `hear`."""
+        forward = super().begin(given, without)
+        attend = forward.attend
+
+        def listen(
+            layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
+        ) -> Tensor:
+            out = attend(layer, queries, keys, values, params)
+            self.hear(forward, layer, (queries, keys, values), params, out)
+            return out
+
+        forward.attend = listen  # type: ignore[method-assign]
+        return forward
+
+
+Taken = TypeVar("Taken")
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Inputs of one layer's attention for a whole text, in float32.
+
+    Attributes:
+        layer, layers: which layer, and of how many.
+        queries: [1, heads, length, key_dim]; rotated to their places already if `positions.placed`.
+        keys: [1, kv_heads, length, key_dim], the same.
+        values: [1, kv_heads, length, value_dim].
+        params: how the layer attends.
+        positions: what it knows about positions.
+    """
+
+    layer: int
+    layers: int
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    params: AttentionParams
+    positions: LayerPositions
+
+    def __len__(self) -> int:
+        return self.keys.shape[2]
+
+
+class _CaptureCache(ListeningCache):
+    """A cache without a limit that records the inputs of some layers."""
+
+    def __init__(
+        self, model: PreTrainedModel, length: int, take: Callable[[LayerInputs], Any]
+    ) -> None:
+        super().__init__(model, "dense", positions="original", chunk=length)
+        self.device = input_device(transformers_model(model))
+        self.wanted: frozenset[int] = frozenset()
+        self.take = take
+        self.heard: dict[int, Any] = {}
+
+    def hear(
+        self,
+        forward: Forward,
+        layer: int,
+        asked: tuple[Tensor, Tensor, Tensor],
+        params: AttentionParams,
+        out: Tensor,
+    ) -> None:
+        """Record what was asked."""
+        if layer in self.wanted:
+            spec = self.stack[layer].spec
+            queries, keys, values = (t.float() for t in asked)
+            inputs = LayerInputs(layer, spec.layers, queries, keys, values, params, spec.positions)
+            self.heard[layer] = self.take(inputs)
+
+
+def capture(
+    model: PreTrainedModel, ids: Tensor, layers: Sequence[int] | None = None
+) -> list[LayerInputs]:
+    """Record the inputs of some layers' attention while a model reads a text at once, exactly.
+
+    Args:
+        model: a causal language model.
+        ids: the text [length], int64.
+        layers: which layers, from 0 on; None for all that see the whole text. Layers that slide
+            over a window of their own keep that window whatever the policy, and are left out.
+
+    Raises:
+        WeirError: the model cannot be served, or there is no such layer, or it slides.
+    """
+    windows = [layer.positions.window for layer in describe(model).layers]
+    for layer in layers or ():
+        if 0 <= layer < len(windows) and windows[layer] is not None:
+            raise WeirError(
+                f"layer {layer} slides over a window of {windows[layer]} tokens of its own, "
+                "whatever the policy; take others"
+            )
+    if layers is None:
+        layers = [n for n, window in enumerate(windows) if window is None]
+    if not layers:
+        raise WeirError("every layer of this model slides over a window of its own")
+    return list(capture_each(model, ids, lambda inputs: inputs, layers).values())
+
+
+def capture_each(
+    model: PreTrainedModel,
+    ids: Tensor,
+    take: Callable[[LayerInputs], Taken],
+    layers: Sequence[int] | None = None,
+) -> dict[int, Taken]:
+    """Apply `take` to each layer's queries, keys and values, layer by layer, sliding or not.
+
+    What it does not keep is gone before the next layer, so no more than one layer is held beside
+    the keys and values that the model itself needs to read the text exactly.
+
+    Args:
+        model: a causal language model.
+        ids: the text [length], int64.
+        take: called for each layer in the order of the model.
+        layers: which layers, from 0 on; None for all.
+
+    Returns:
+        By layer, what `take` returned.
+
+    Raises:
+        WeirError: the model cannot be served, or there is no such layer.
+    """
+    listener = _CaptureCache(model, len(ids), take)
+    try:
+        count = len(listener.stack)
+        wanted = range(count) if layers is None else layers
+        for layer in wanted:
+            if not 0 <= layer < count:
+                raise WeirError(
+                    f"layer {layer} does not exist; the model's layers are 0 to {count - 1}"
+                )
+        listener.wanted = frozenset(wanted)
+        decoder = listener.attachment.facts.decoder  # logits of a whole text would be large
+        with torch.no_grad():
+            batch = ids[None].to(listener.device)
+            decoder(input_ids=batch, past_key_values=listener, use_cache=True)
+        return {layer: listener.heard[layer] for layer in sorted(listener.wanted)}
+    finally:
+        listener.detach()
+
+
+def in_place(inputs: LayerInputs, x: Tensor) -> Tensor:
+    """Queries or keys of a layer as its attention reads them, at their places in the text.
+
+    That is how transformers caches keys, and how the pools `kcenter`, `subgen` and `balance`
+    compare them.
+
+    Args:
+        inputs: of the layer; the first token stands at place 0.
+        x: `inputs.queries` or `inputs.keys` [1, heads, length, key_dim].
+    """
+    rotary = inputs.positions.rotary
+    if rotary is None or inputs.positions.placed:
+        return x
+    return rotary.rotate(x, _places(x))
+
+
+def unrotated_keys(inputs: LayerInputs) -> Tensor | None:
+    """The keys of a layer as if all stood at place 0 [1, kv_heads, length, key_dim].
+
+    None for a layer that rotates nothing: its keys stand nowhere.
+    """
+    rotary = inputs.positions.rotary
+    if rotary is None:
+        return None
+    return rotary.move(in_place(inputs, inputs.keys), -_places(inputs.keys))
+
+
+def _places(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[2], device=x.device)[None, None]
