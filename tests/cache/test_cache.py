@@ -105,6 +105,7 @@ def test_a_full_prefill_longer_than_a_block_of_queries_is_exact_too(shallow, ids
 # --- any cut
 
 
+@pytest.mark.slow
 def test_five_thousand_tokens_may_be_cut_in_any_way(shallow, ids):
     tokens = ids(1, 5000)
     generator = torch.Generator().manual_seed(0)

@@ -104,6 +104,7 @@ def test_steps_are_the_usual_ones(llama, ids, taken, policy: str, positions: Any
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.slow
 def test_in_every_family(name: str, taken) -> None:
     # One layer where all layers are alike: the compiler goes through each anew.
     unlike = name in (*MIXED, *UNROTATED, *OWN_ATTENTION)
@@ -115,6 +116,7 @@ def test_in_every_family(name: str, taken) -> None:
     check_same(usual, compiled, model)
 
 
+@pytest.mark.slow
 def test_as_machine_code(shallow, ids, taken) -> None:
     policy, text = "sink(2) | recent(6) | balance(8, block=4)", ids(1, PROMPT + STEPS)
     usual = read(shallow, policy, text)
@@ -128,6 +130,7 @@ def test_as_machine_code(shallow, ids, taken) -> None:
 
 
 @pytest.mark.parametrize("policy", GRAPHS[::2])
+@pytest.mark.slow
 def test_attention_is_loops_of_the_program(fresh_llama, ids, taken, policy: str) -> None:
     made: list[str] = []
 
@@ -147,6 +150,7 @@ def test_attention_is_loops_of_the_program(fresh_llama, ids, taken, policy: str)
 
 
 @pytest.mark.parametrize("looked", [True, False])
+@pytest.mark.slow
 def test_no_garbage_is_looked_for_while_a_step_is_compiled(fresh_llama, ids, looked: bool) -> None:
     seen = []
 
@@ -167,6 +171,7 @@ def test_no_garbage_is_looked_for_while_a_step_is_compiled(fresh_llama, ids, loo
 
 
 @pytest.mark.parametrize("policy", GRAPHS)
+@pytest.mark.slow
 def test_rows_that_stand_apart_share_the_graph_of_rows_in_step(llama, ids, taken, policy) -> None:
     text = ids(3, 44)
     mask = torch.ones_like(text)
@@ -330,6 +335,7 @@ def test_each_size_says_once_what_is_waited_for(fresh_llama, ids, taken, capfd) 
     assert capfd.readouterr().err.count("compiling the decode step") == 3
 
 
+@pytest.mark.slow
 def test_one_size_that_cannot_be_compiled_leaves_the_others_their_graphs(
     fresh_llama, ids, taken, capfd
 ) -> None:
@@ -349,6 +355,7 @@ def test_one_size_that_cannot_be_compiled_leaves_the_others_their_graphs(
     assert "one was enough; those of this size" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_weights_may_be_loaded_trained_and_moved_afterwards(fresh_llama, ids, taken) -> None:
     model, other = fresh_llama(layers=1), fresh_llama(layers=1, seed=1)
     text = ids(1, PROMPT + 2)
@@ -374,6 +381,7 @@ def test_weights_may_be_loaded_trained_and_moved_afterwards(fresh_llama, ids, ta
     assert taken == [1] * 10
 
 
+@pytest.mark.slow
 def test_modules_that_are_replaced_are_noticed(fresh_llama, ids, taken) -> None:
     model, other = fresh_llama(layers=1), fresh_llama(layers=1, seed=1)
     text = ids(1, PROMPT + 2)
@@ -423,6 +431,7 @@ def test_the_first_of_all_tokens_may_come_alone(shallow, ids, taken, policy: str
 
 
 @torch._dynamo.config.patch(recompile_limit=1)
+@pytest.mark.slow
 def test_sizes_of_one_model_do_not_count_for_another(shallow, fresh_llama, ids, taken) -> None:
     for model in (shallow, fresh_llama(layers=2)):
         compile_steps(model, backend="eager")
@@ -466,6 +475,7 @@ def test_what_is_no_decoder_is_refused(model: Any) -> None:
 
 
 @torch._dynamo.config.patch(recompile_limit=2)
+@pytest.mark.slow
 def test_more_sizes_than_the_compiler_allows_go_the_usual_way(shallow, ids, taken) -> None:
     compile_steps(shallow, backend="eager")
     for budget in (8, 9):

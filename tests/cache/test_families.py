@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from reference.models import (
-    CONFIGS,
+    FAMILIES,
     MIXED,
     OWN_ATTENTION,
     UNROTATED,
@@ -28,7 +28,7 @@ from weir.models.model_spec import describe
 
 POLICIES = ("dense", "window(64)", "streaming_llm(64)", "recent(64) | recent(64)")
 
-families = pytest.mark.parametrize("name", CONFIGS)
+families = pytest.mark.parametrize("name", FAMILIES)
 own_attention = pytest.mark.parametrize("name", OWN_ATTENTION)
 
 

@@ -131,6 +131,7 @@ def test_a_prompt_fed_in_pieces_gives_the_same(llama, ids):
     close_runs(got.logits, wanted.logits, llama)
 
 
+@pytest.mark.slow
 def test_three_thousand_tokens_take_no_more_than_the_first(shallow, ids):
     cache = cache_of(shallow, "sink(4) | recent(28)", chunk=16)
     generated(shallow, cache, ids(1, 5), 1, output_logits=False)
@@ -354,6 +355,7 @@ def test_beam_search_is_that_of_a_dynamic_cache_below_the_budget(llama, ids):
     within(got.sequences_scores, wanted.sequences_scores, bound)
 
 
+@pytest.mark.slow
 def test_beam_search_above_the_budget_is_that_of_beams_read_anew(llama, ids):
     class Anew(LogitsProcessor):
         """The whole of every beam through a cache of its own, in place of what was computed."""

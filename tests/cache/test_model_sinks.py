@@ -219,6 +219,7 @@ def test_a_saved_stream_goes_on_bit_for_bit(name, tmp_path):
 
 
 @models
+@pytest.mark.slow
 def test_through_the_kernel_of_a_gpu_it_says_the_same(name, monkeypatch):
     need_triton()
     model, ids = MODELS[name](), text_of(2, 30)

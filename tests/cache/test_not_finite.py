@@ -215,7 +215,7 @@ def test_where_numbers_are_looked_at_late_a_refused_call_leaves_none_behind(
 
     def late(layer: Layer, keys: Tensor, values: Tensor, plan: ForwardPlan) -> None:
         looked = [keys, values] if plan.step else [finite_columns(keys, values)]
-        layer._unchecked = looked
+        layer.unchecked = looked
 
     monkeypatch.setattr(Layer, "_check_finite", late)
     cache = weir.StreamingCache(llama, "sink(2) | recent(6)", chunk=8, batch=2, failures="keep")

@@ -150,6 +150,7 @@ def test_images_on_three_axes(lossless, name, pipe):
 
 
 @pytest.mark.parametrize("pipe", PIPES[5:8:2])
+@pytest.mark.slow
 def test_compiled_steps(llama, ids, lossless, pipe):
     text = ids(2, 60)
     usual, compiled = (StreamingCache(llama, pipe, chunk=CHUNK) for _ in range(2))
@@ -179,6 +180,7 @@ def test_until_a_token_enters_the_middle_nothing_is_lost(llama, ids, policy):
     assert not torch.equal(*(fed(llama, it, ids(2, 20)) for it in (quantized, plain)))
 
 
+@pytest.mark.slow
 def test_a_survivor_of_a_thousand_folds_is_off_by_no_more_than_after_one(shallow, ids):
     # In the only layer keys and values depend on the token alone, so they are what an exact cache
     # holds. Masters are off by half a step, and turned, of each pair by half a step in any

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from reference.models import CONFIGS, WIDE_WINDOW, make, shared, tokens
+from reference.models import FAMILIES, WIDE_WINDOW, make, shared, tokens
 
 from weir import StreamingCache, WeirError
 from weir.cache import Size, read_bytes, size_of
@@ -39,7 +39,7 @@ def bare(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_configuration_tells_what_a_model_and_its_streams_take(bare, name):
     # A forward of some leaves a model with fewer buffers: each stream reads a copy.
     model, empty = make(name), bare(name)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -203,6 +204,16 @@ MIXED = [
 ]
 MIXED.append("gemma3-multimodal")
 """Families with sliding layers beside full ones."""
+
+QUICK = {
+    *("llama", "llama-yarn", "mistral-sliding", "gemma2", "gemma3", "phi3-longrope"),
+    *("gpt-neox", "gpt-oss", "llama-zero-sink", "falcon-alibi", "mpt", "bloom"),
+}
+"""Families that between them have every way of positions, windows, caps and sinks."""
+FAMILIES = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS
+]
+"""All families; those that are no `QUICK` ones in the slow suite only."""
 
 OWN_ATTENTION = [name for name in CONFIGS if name.startswith(("falcon", "mpt", "bloom"))]
 """Families outside transformers' attention interface."""

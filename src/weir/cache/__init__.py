@@ -3,8 +3,9 @@
 from weir.cache.cache import Positions, Prefill, StreamingCache
 from weir.cache.checks import check_origin, describe_window_excess
 from weir.cache.default_policy import DEFAULT, FILE, choose_policy, find_model_policy
-from weir.cache.forward import Folded, Forward
+from weir.cache.forward import Forward
 from weir.cache.generating import generate
+from weir.cache.layer_stack import Folded
 from weir.cache.layers import LayerPlan, pipes_of, plan_layers
 from weir.cache.row_state import RowState, check_state, unlike_policies
 from weir.cache.size import Size, read_bytes, size_of

@@ -1,44 +1,57 @@
 """`StreamingCache`: a transformers `Cache` that holds a policy's slots and no more.
 
-Between transformers and the layers: it answers what a cache is asked, and gives its rows to those
-who move them. Knows nothing about what the pools do, nor how a call goes through the layers.
+Between transformers, people and the layers: it checks what it is given, and has a `LayerStack`
+that holds the slots. Knows nothing about pools, nor how a call goes through the layers.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from weir.cache.checks import check_memory, check_origin, keep_freed_memory, warn_of_window
 from weir.cache.default_policy import choose_policy
-from weir.cache.forward import Folded, Forward
-from weir.cache.layer import Layer
+from weir.cache.forward import Forward
+from weir.cache.layer_stack import Folded, LayerStack
 from weir.cache.layers import pipes_of, plan_layers, reach_of
-from weir.cache.moving import MovingRows
+from weir.cache.row_state import RowState, check_kind, check_state
 from weir.cache.rows import Rows
 from weir.cache.snapshot import Contents, Holding, contents_of, layer_report, snapshot_row
 from weir.errors import WeirError, quote, shorten
 from weir.models import (
+    DROPPING,
     StopTokens,
     attach,
     describe,
     detach,
     input_device,
     transformers_model,
+    weights_of,
 )
 from weir.policies import Policy, resolve_chunk
-from weir.pools import fits
+from weir.pools import Marks, fits
+from weir.slab import Heads
+
+ASSISTED = (
+    "assisted and prompt-lookup decoding take back tokens, which a StreamingCache cannot; "
+    "generate without assistant_model and prompt_lookup_num_tokens"
+)
+"""Why decoding with an assistant is refused, wherever it is asked for."""
 
 Positions = Literal["rolling", "original"]
 Prefill = Literal["chunked", "full"]
 Failures = Literal["raise", "keep"]
 
 
-class StreamingCache(MovingRows):
+class StreamingCache(Cache):
     """A KV cache of fixed size for streams without end.
 
     Pass it to `model.generate(..., past_key_values=cache)` or `model(..., past_key_values=cache)`.
@@ -137,9 +150,9 @@ class StreamingCache(MovingRows):
         keep_freed_memory()
         if rolling:
             warn_of_window(served, self.policy, chunk)
-        self.stack = [Layer(plan.spec) for plan in self.plans]
         self._kind = facts.kind
         self._model = weakref.ref(served)
+        self.stack = LayerStack(self.plans, origin)
         self.attachment = attach(served, self)
         self._batch = batch
         self.reset()
@@ -155,7 +168,7 @@ class StreamingCache(MovingRows):
             WeirError: the call did not come through the model this cache was made for.
         """
         forward = self.attachment.running
-        if not isinstance(forward, Forward) or forward.owner is not self:
+        if not isinstance(forward, Forward) or forward.stack is not self.stack:
             raise WeirError(
                 "this cache was made for another model, or detached from this one; "
                 "a cache serves one model only"
@@ -182,15 +195,25 @@ class StreamingCache(MovingRows):
         Raises:
             WeirError: it is narrowed to some of its rows (`only`).
         """
-        self._check_wide()
-        for layer in self.stack:
-            layer.reset()
-        self.rows = Rows()
-        self.broken = False
-        self.failed: dict[int, WeirError] = {}
-        self.folded: Folded | None = None
+        self.stack.check_wide()
+        self.stack.reset()
         if self._batch is not None:
             self._open(self._batch)
+
+    @property
+    def rows(self) -> Rows:
+        """How far each row of the batch has come."""
+        return self.stack.rows
+
+    @property
+    def broken(self) -> bool:
+        """Whether a call was interrupted while it folded."""
+        return self.stack.broken
+
+    @property
+    def failed(self) -> dict[int, WeirError]:
+        """By row, why its tokens of the last forward were refused; see the class."""
+        return self.stack.failed
 
     @property
     def on_fold(self) -> Callable[[Folded], None] | None:
@@ -209,6 +232,114 @@ class StreamingCache(MovingRows):
     def detach(self) -> None:
         """Take weir out of the model; the cache cannot be used any more."""
         detach(self)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns fed so far, padding too; `generate` feeds what comes after them."""
+        return self.rows.columns
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Sizes for a mask nobody reads: (query_length, 0)."""
+        return query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Columns fed so far."""
+        return self.rows.columns
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """No limit on what can be fed: -1."""
+        return -1
+
+    def __len__(self) -> int:
+        """Layers of the model, as for every cache of transformers."""
+        return len(self.stack)
+
+    def __bool__(self) -> bool:
+        """True, from the first token on and before; but see `models.DROPPING`."""
+        return self._kind not in DROPPING
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: `generate` is not to compile the forward."""
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether anything was fed."""
+        return self.rows.columns > 0
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch; -1 before the first token."""
+        return -1 if self.rows.batch is None else self.rows.batch
+
+    @property
+    def is_croppable(self) -> bool:
+        """False: tokens that were folded cannot be taken back."""
+        return False
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: tokens that were folded cannot be taken back.
+
+        An older transformers finds out here that an assistant needs it, after a first forward.
+
+        Raises:
+            WeirError: always.
+        """
+        raise WeirError(
+            f"a StreamingCache cannot be cropped: what left its slots is gone; {ASSISTED}"
+        )
+
+    def activate_past_recording(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: assisted and prompt-lookup decoding take tokens back.
+
+        Raises:
+            WeirError: always.
+        """
+        raise WeirError(ASSISTED)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows change places, as beam search asks after each step; `beam_idx` [batch]."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` [n], in that order; a row may come more than once.
+
+        Raises:
+            WeirError: there is no such row, none is named, or the cache is narrowed (`only`).
+        """
+        self.stack.check_wide()
+        batch = self.rows.batch
+        if batch is None:
+            return
+        wanted = indices.tolist()
+        if not wanted or not all(0 <= row < batch for row in wanted):
+            raise WeirError(
+                f"rows {quote(str(wanted))} cannot be kept: the rows are 0 to {batch - 1}, and one "
+                "at least has to stay"
+            )
+        self.stack.select(wanted)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times.
+
+        Raises:
+            WeirError: that is less than once.
+        """
+        if not fits(repeats, int) or repeats < 1:
+            raise WeirError(f"rows are repeated once or more, not {quote(repeats)} times")
+        if self.rows.batch is not None:
+            self.batch_select_indices(torch.arange(self.rows.batch).repeat_interleave(repeats))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: the model would have to go along.
+
+        Raises:
+            WeirError: always.
+        """
+        raise WeirError(
+            "a StreamingCache cannot be pickled or copied shallowly; copy.deepcopy makes a second "
+            "one, and weir.Stream saves to a file"
+        )
 
     # --- what people, the stream and the command line ask
 
@@ -235,7 +366,7 @@ class StreamingCache(MovingRows):
     @property
     def nbytes(self) -> int:
         """Bytes of all slabs; fixed from the first token on."""
-        return sum(layer.state.slab.nbytes for layer in self.stack if layer.state.slab is not None)
+        return self.stack.nbytes
 
     @property
     def waiting(self) -> list[int]:
@@ -270,7 +401,7 @@ class StreamingCache(MovingRows):
             WeirError: nothing was fed yet, or there is no such row.
         """
         self._check_whole()
-        self._check_row(row)
+        self.stack.check_row(row)
         return snapshot_row(
             self.stack, row, self.rows.seen[row], self.rows.waiting[row], self.origin
         )
@@ -302,6 +433,205 @@ class StreamingCache(MovingRows):
             "origin": self.origin,
         }
 
+    # --- rows that come and go
+
+    @property
+    def kind(self) -> dict[str, Any]:
+        """What a cache must have in common with this one to go on with its rows (`RowState`)."""
+        facts = self.attachment.facts
+        return {
+            "policy": str(self.policy),
+            "pools": self.policy.stands_for,
+            "chunk": self.chunk,
+            "positions": self.positions,
+            "origin": self.origin,
+            "model": {
+                "kind": facts.kind,
+                "layers": len(self.stack),
+                "heads": [_written(plan.heads) for plan in self.stack.plans_now],
+            },
+            "weights": weights_of(facts.decoder, facts.config),
+        }
+
+    def take_row(self, row: int) -> RowState:
+        """The whole state of a row, to be put into this cache or another; the row stays as it is.
+
+        Raises:
+            WeirError: there is no such row.
+        """
+        self.stack.check_row(row)
+        self._check_whole()
+        return self.stack.take(row, self.kind)
+
+    def put_row(self, row: int, state: RowState, *, check: bool = True) -> None:
+        """Put a row in the place of another, to go on as it would have where it was taken.
+
+        Args:
+            row: which row; of a cache that nothing was fed to, row 0 makes it a cache of one row.
+            state: from `take_row` of any cache of the same model, policy, chunk, positions and
+                origin.
+            check: whether all its numbers are looked at, which takes longer than to put it. Who has
+                it from `take_row`, and knows that nobody changed it since, needs that not; of what
+                cache it is is looked at all the same.
+
+        Raises:
+            WeirError: there is no such row, or the state is of another model, policy, chunk or
+                dtype, or one that no row can have; the row is as it was.
+        """
+        _check_states([state])
+        self._check_whole()
+        new = self.rows.batch is None and fits(row, int) and row == 0
+        if not new:
+            self.stack.check_row(row)
+        if check:
+            self._check([state])
+        else:
+            check_kind(self.kind, state.kind)
+        if new:
+            self._open(1)
+        self.stack.put(row, state)
+
+    def take_rows(self) -> list[RowState]:
+        """The whole state of every row; none before the first token."""
+        self._check_whole()
+        if self.rows.batch is None or not self.stack.is_open:
+            return []
+        kind = self.kind
+        return [self.stack.take(row, kind) for row in range(self.rows.batch)]
+
+    def put_rows(self, states: Iterable[RowState]) -> None:
+        """Take over rows of another cache in place of all of its own.
+
+        Raises:
+            WeirError: as `put_row`, or what is given are no states; the rows are as they were.
+        """
+        given = list(states) if isinstance(states, Iterable) else states
+        if not isinstance(given, list):
+            raise WeirError(f"rows are a list of what take_row gives, not {quote(states)}")
+        self.stack.check_wide()
+        _check_states(given)
+        self._check(given)
+        self.reset()
+        if not given:
+            return
+        self._open(len(given))
+        for row, state in enumerate(given):
+            self.stack.put(row, state)
+        columns = max(state.facts["columns"] for state in given)
+        self.stack.rows = replace(self.rows, columns=columns)
+
+    def _check(self, states: list[RowState]) -> None:
+        """Refuse states that are not of rows of such a cache.
+
+        Raises:
+            WeirError: naming what differs, or what is wrong.
+        """
+        kind, plans = self.kind, self.stack.plans_now
+        for state in states:
+            check_kind(kind, state.kind)
+            check_state(
+                plans,
+                state,
+                vocabulary=self.attachment.facts.vocabulary,
+                chunk=self.chunk,
+                origin=self.origin,
+            )
+
+    def reset_row(self, row: int, *, seed: int | None = None) -> None:
+        """Empty a row, for a new stream; the others stay as they are.
+
+        Args:
+            row: which row.
+            seed: of its draws; None for the cache's.
+
+        Raises:
+            WeirError: there is no such row, or the seed is none.
+        """
+        if seed is not None and (not fits(seed, int) or seed < 0):
+            raise WeirError(f"seed must be a whole number from 0 on, not {quote(seed)}")
+        self._check_whole()
+        self.stack.check_row(row)
+        self.stack.empty_row(row, self.seed if seed is None else seed)
+
+    @property
+    def marks(self) -> list[Marks]:
+        """What each row was told of its stream (`mark`)."""
+        return list(self.rows.marks)
+
+    def mark(self, row: int, marks: Marks) -> None:
+        """Tell a row of its stream what pools cannot see in tokens, in place of what it was told.
+
+        The pools `beginning` and `header` go by it, from the next fold on; for all others it does
+        not matter. Marks go along where the row goes.
+
+        Args:
+            row: which row; 0 of a cache that has none yet makes it a cache of one row.
+            marks: of its stream.
+
+        Raises:
+            WeirError: there is no such row; or tokens of it were folded already, and its beginning
+                was another.
+        """
+        if not isinstance(marks, Marks):
+            raise WeirError(f"a row is told weir.pools.Marks, not {quote(marks)}")
+        self._check_whole()
+        if row == 0 and self.rows.batch is None:
+            self._open(1)
+        self.stack.check_row(row)
+        before = self.rows.marks[row]
+        if self.rows.seen[row] > self.rows.waiting[row] and before.beginning != marks.beginning:
+            raise WeirError(
+                f"the beginning of row {row} is {before.beginning} tokens and cannot become "
+                f"{marks.beginning} any more: it has been folded"
+            )
+        self.stack.rows = self.rows.marked(row, marks)
+
+    def only(self, start: int, stop: int) -> AbstractContextManager[None]:
+        """While it lasts, the rows `start` to `stop` are all that this cache has, from 0 on.
+
+            with cache.only(2, 3):  # a prompt for row 2, and nothing is computed for the others
+                model(prompt, past_key_values=cache)
+
+        Args:
+            start: the first of them.
+            stop: behind the last of them.
+
+        Raises:
+            WeirError: there are no such rows, it is narrowed already, or the policy has no limit.
+        """
+        self._check_whole()
+        self.stack.check_row(start)
+        self.stack.check_row(stop - 1 if fits(stop, int) and stop > start else -1)
+        return self.stack.narrow(start, stop)
+
+    def _open(self, batch: int) -> None:
+        """Make the slots of so many empty rows."""
+        check_memory(self.plans, self.policy, batch, self._device)
+        devices = [self._device_of(layer) for layer in range(len(self.plans))]
+        self.stack.open([self.seed] * batch, devices)
+
+    def _device_of(self, layer: int) -> torch.device:
+        """Where the keys of a layer come to be."""
+        model = self._model()
+        placed = getattr(model, "hf_device_map", None)
+        if model is None or not placed:
+            return self._device
+        module = self.attachment.facts.attentions[layer]
+        held = next(module.parameters(), None)
+        where = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if where is not None:
+            return torch.device(where)
+        return self._device if held is None or held.device.type == "meta" else held.device
+
+    def _check_whole(self) -> None:
+        if self.broken:
+            self.attachment.wait()  # it may be folding in another thread
+        if self.broken:
+            raise WeirError(
+                "a call with this cache was interrupted while it folded; reset() it or restore a "
+                "saved session"
+            )
+
     # --- what the hooks of the model ask
 
     def begin(self, given: dict[str, Any], without: tuple[int, ...] = ()) -> Forward:
@@ -314,7 +644,7 @@ class StreamingCache(MovingRows):
         if self not in self.attachment.caches:
             raise WeirError("this cache was detached from its model; make a new one")
         if not without:
-            self.failed, self.folded = {}, None
+            self.stack.failed, self.stack.folded = {}, None
         begun = self.rows.begin(
             given,
             StopTokens.of(getattr(self._model(), "generation_config", None)),
@@ -327,7 +657,7 @@ class StreamingCache(MovingRows):
         )
         if self.rows.batch is None and len(begun.after.seen) > 1:
             check_memory(self.plans, self.policy, len(begun.after.seen), self._device)
-        return Forward(self, given, begun, self._rotaries, without)
+        return Forward(self.stack, given, begun, self._rotaries, self.begin, without)
 
     def end(self) -> None:
         """A forward has ended.
@@ -335,13 +665,31 @@ class StreamingCache(MovingRows):
         Raises:
             WeirError: tokens of a row were refused; the other rows went on.
         """
-        folded, self.folded = self.folded, None
+        stack = self.stack
+        folded, stack.folded = stack.folded, None
         if folded is not None and self.on_fold is not None:
             self.on_fold(folded)
-        if self.failed and self.failures == "raise":
+        if stack.failed and self.failures == "raise":
             # An error that is raised knows this frame: held here, it would keep the cache alive.
-            failed, self.failed = self.failed, {}
+            failed, stack.failed = stack.failed, {}
             raise failed[min(failed)]
+
+
+def _check_states(states: list[RowState]) -> None:
+    """Refuse what did not come from `take_row`.
+
+    Raises:
+        WeirError: the first that did not.
+    """
+    for state in states:
+        if not isinstance(state, RowState):
+            raise WeirError(f"a row's state is what take_row gives, not {quote(state)}")
+
+
+def _written(heads: Heads) -> list[int | str]:
+    """The sizes of a layer's heads, as JSON can hold them."""
+    sizes = [heads.kv_heads, heads.group, heads.key_dim, heads.value_dim]
+    return [*sizes, str(heads.dtype).removeprefix("torch.")]
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

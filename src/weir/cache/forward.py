@@ -8,67 +8,43 @@ are no numbers, the call is finished, or made again, without these rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from weir.cache.layer import DecodeSlots, ForwardPlan, Layer, RowsNotFinite
-from weir.cache.rows import BegunForward, Rows
+from weir.cache.layer import DecodeSlots, ForwardPlan, RowsNotFinite
+from weir.cache.layer_stack import Folded, LayerStack
+from weir.cache.rows import BegunForward
 from weir.errors import NotFiniteError, WeirError
 from weir.kernels import materialize
 from weir.slab import AttentionParams, Rotary, rotation_tables
-
-
-@dataclass(frozen=True)
-class Folded:
-    """A forward in which rows folded, for those who listen (`StreamingCache.on_fold`).
-
-    Attributes:
-        rows: the rows that folded, in all layers.
-        seconds: how long all layers took for it; on an accelerator, how long it took to ask.
-    """
-
-    rows: tuple[int, ...]
-    seconds: float
-
-
-class Owner(Protocol):
-    """The cache that a forward is of."""
-
-    stack: list[Layer]
-    rows: Rows
-    broken: bool
-    failed: dict[int, WeirError]
-    folded: Folded | None
-
-    def begin(self, given: dict[str, Any], without: tuple[int, ...] = ()) -> Forward:
-        """Another forward with the same arguments, without some rows."""
 
 
 class Forward:
     """One call through all layers.
 
     Attributes:
-        owner: the cache it is of.
+        stack: the layers and rows it goes through.
         given: the decoder's arguments by name.
         plan: how the call is cut.
     """
 
     def __init__(
         self,
-        owner: Owner,
+        stack: LayerStack,
         given: dict[str, Any],
         begun: BegunForward,
         rotaries: dict[str | None, Rotary],
+        begin: Callable[[dict[str, Any], tuple[int, ...]], Forward],
         without: tuple[int, ...] = (),
     ) -> None:
         self.given = given if begun.ids is None else {**given, "input_ids": begun.ids}
         self.plan: ForwardPlan = begun.plan
-        self.owner = owner
+        self.stack = stack
+        self._begin = begin
         self._begun = begun
         self._rotaries = rotaries
         self._without = without
@@ -85,7 +61,7 @@ class Forward:
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
         """One layer's attention; see `models.hooks.Attending`."""
-        its, plan = self.owner.stack[layer], self.plan.on(queries.device)
+        its, plan = self.stack[layer], self.plan.on(queries.device)
         if not torch.is_grad_enabled():  # to ask is cheaper than to switch what is switched already
             return its.attend(queries, keys, values, params, plan)
         with torch.no_grad():
@@ -102,12 +78,12 @@ class Forward:
             return None
         places = segment.start if segment.drift is None else segment.start + segment.drift
         slots = []
-        for layer in self.owner.stack:
+        for layer in self.stack:
             its = layer.decode_slots()
             if its is None or its.keys.device != segment.device:
                 return None
             slots.append(its)
-        ends = [layer.state.ends(segment.waiting) for layer in self.owner.stack]
+        ends = [layer.state.ends(segment.waiting) for layer in self.stack]
         return Step(
             slots,
             torch.tensor(ends, device=segment.device),
@@ -121,8 +97,8 @@ class Forward:
         (segment,) = self.plan.segments
         # One look at all layers, and at each of them where something is amiss.
         whole = math.isfinite(step.largest.amax().item())
-        each = [None] * len(self.owner.stack) if whole else step.largest
-        for layer, largest in zip(self.owner.stack, each, strict=True):
+        each = [None] * len(self.stack) if whole else step.largest
+        for layer, largest in zip(self.stack, each, strict=True):
             layer.commit_step(segment, largest)
 
     # --- its end
@@ -140,17 +116,17 @@ class Forward:
         failed = self._unfinite()
         if failed and not self.plan.step:
             return self._again(failed)
-        owner = self.owner
+        stack = self.stack
         if failed:
-            for layer in owner.stack:
+            for layer in stack:
                 layer.undo_rows(sorted(failed))
             failed = {row: it for row, it in failed.items() if self.plan.segments[0].counts[row]}
             if failed and len(failed) == sum(self.plan.segments[0].counts):
                 self._undo()
                 raise self._noted(failed) from None
         self._commit()
-        owner.rows = self._begun.after.keeping(owner.rows, failed) if failed else self._begun.after
-        owner.failed |= self._begun.refused
+        stack.rows = self._begun.after.keeping(stack.rows, failed) if failed else self._begun.after
+        stack.failed |= self._begun.refused
         if failed:
             self._noted(failed)
         return None
@@ -177,32 +153,32 @@ class Forward:
             raise error from None
         # `given` has ids that can be looked up, so rows of others would no longer be refused.
         refused = self._begun.refused
-        self.owner.failed |= refused
-        return self.owner.begin(self.given, (*self._without, *refused, *failed))
+        self.stack.failed |= refused
+        return self._begin(self.given, (*self._without, *refused, *failed))
 
     def _with_tokens(self) -> set[int]:
         """The rows that have a token in this call."""
         return {row for segment in self.plan.segments for row, n in enumerate(segment.counts) if n}
 
     def _commit(self) -> None:
-        owner = self.owner
+        stack = self.stack
         due = tuple(sorted({row for segment in self.plan.segments for row in segment.due}))
         # Until the last layer has folded, an interruption leaves layers that do not fit together.
-        owner.broken = True
-        for layer in owner.stack:
+        stack.broken = True
+        for layer in stack:
             layer.commit()
-        owner.broken = False
+        stack.broken = False
         if due:
-            seconds = sum(layer.take_fold_seconds() for layer in owner.stack)
-            owner.folded = Folded(due, seconds)
+            seconds = sum(layer.take_fold_seconds() for layer in stack)
+            stack.folded = Folded(due, seconds)
 
     def _undo(self) -> None:
-        for layer in self.owner.stack:
+        for layer in self.stack:
             layer.undo()
 
     def _unfinite(self) -> dict[int, tuple[int, int]]:
         """By row, the first layer and column that are not finite; {} where all is well."""
-        unchecked = [t for layer in self.owner.stack for t in layer.unchecked]
+        unchecked = [t for layer in self.stack for t in layer.unchecked]
         if not unchecked:
             return {}
         # One look at all of them, since a look means waiting for an accelerator.
@@ -216,7 +192,7 @@ class Forward:
         if fine:
             return {}
         found: dict[int, tuple[int, int]] = {}
-        for index, layer in enumerate(self.owner.stack):
+        for index, layer in enumerate(self.stack):
             for row, column in layer.unfinite(self.plan).items():
                 found.setdefault(row, (index, column))
         return found
@@ -225,7 +201,7 @@ class Forward:
         """Tell the cache which rows failed; what is to be said of the first, to be raised."""
         others = bool(self._with_tokens() - set(failed))
         for row, (layer, column) in failed.items():
-            self.owner.failed[row] = self._refusal(row, layer, column, others=others)
+            self.stack.failed[row] = self._refusal(row, layer, column, others=others)
         # Not the one that the cache holds: raised, it would hold the cache in turn.
         return self._refusal(min(failed), *failed[min(failed)])
 

@@ -18,8 +18,7 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 
-from weir.cache.cache import Positions, Prefill, StreamingCache
-from weir.cache.for_transformers import ASSISTED
+from weir.cache.cache import ASSISTED, Positions, Prefill, StreamingCache
 from weir.errors import WeirError, quote
 from weir.policies import Policy
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,7 +230,7 @@ class LayerRow:
 
 
 def snapshot_row(
-    layers: Sequence[Layer], row: int, seen: int, waiting: int, origin: int
+    layers: Iterable[Layer], row: int, seen: int, waiting: int, origin: int
 ) -> Holding:
     """What the layers hold of one row.
 

@@ -1,0 +1,205 @@
+"""The layers of a cache and the rows of its batch, which come, go and move together.
+
+A server feeds a prompt to one row and a token to those that answer. A call over all rows would
+compute for those that have nothing, so a stack can be narrowed to rows that lie side by side, in
+the slots they always have. Knows nothing about what transformers asks of a cache, nor how a call
+goes through the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weir.cache.layer import Layer
+from weir.cache.layers import LayerPlan, three_axes
+from weir.cache.row_state import RowState, own_tensors
+from weir.cache.rows import Rows
+from weir.errors import WeirError, quote
+from weir.pools import Marks, fits
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A forward in which rows folded, for those who listen (`StreamingCache.on_fold`).
+
+    Attributes:
+        rows: the rows that folded, in all layers.
+        seconds: how long all layers took for it; on an accelerator, how long it took to ask.
+    """
+
+    rows: tuple[int, ...]
+    seconds: float
+
+
+class LayerStack:
+    """The layers of a cache, by index, and how far each row of the batch has come.
+
+    Attributes:
+        plans: of each layer its pipe and the sizes of its slots.
+        rows: how far each row has come.
+        broken: whether a call was interrupted while it folded.
+        failed: by row, why its tokens of the last forward were refused.
+        folded: what folded in the last forward, until the listener was told.
+    """
+
+    def __init__(self, plans: list[LayerPlan], origin: int) -> None:
+        self.plans = plans
+        self._origin = origin
+        self._layers = [Layer(plan.spec) for plan in plans]
+        self.reset()
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __getitem__(self, index: int) -> Layer:
+        return self._layers[index]
+
+    def __iter__(self) -> Iterator[Layer]:
+        return iter(self._layers)
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        for layer in self._layers:
+            layer.reset()
+        self.rows = Rows()
+        self.broken = False
+        self.failed: dict[int, WeirError] = {}
+        self.folded: Folded | None = None
+
+    def open(self, seeds: list[int], devices: list[torch.device]) -> None:
+        """Make the slots of as many empty rows as there are seeds, each layer's on its device."""
+        batch = len(seeds)
+        for layer, plan, device in zip(self._layers, self.plans, devices, strict=True):
+            start = torch.full((batch,), self._origin, dtype=torch.int64, device=device)
+            layer.state.allocate(plan.heads, batch, start, device, seeds)
+        self.rows = Rows.empty(batch)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are slots."""
+        return self._layers[0].state.slab is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slabs."""
+        slabs = (layer.state.slab for layer in self._layers)
+        return sum(slab.nbytes for slab in slabs if slab is not None)
+
+    @property
+    def plans_now(self) -> list[LayerPlan]:
+        """The plans; of a model spread over devices by heads, with this device's share."""
+        both = zip(self.plans, self._layers, strict=True)
+        return [plan.of(layer.state.slab) for plan, layer in both]
+
+    def check_row(self, row: int) -> None:
+        """Refuse a row that does not exist.
+
+        Raises:
+            WeirError: there are no rows yet, or not this one.
+        """
+        batch = self.rows.batch
+        if batch is None or not self.is_open:
+            raise WeirError(
+                "this cache has no rows yet: feed it, or make it with batch=n for n empty rows"
+            )
+        if not fits(row, int) or not 0 <= row < batch:
+            raise WeirError(f"row {quote(row)} does not exist; the rows are 0 to {batch - 1}")
+
+    def check_wide(self) -> None:
+        """Refuse what changes which rows there are, while the stack is narrowed.
+
+        Raises:
+            WeirError: it is.
+        """
+        if any(layer.state.narrowed for layer in self._layers):
+            raise WeirError("this cache is narrowed to some of its rows; leave only() first")
+
+    def take(self, row: int, kind: dict[str, Any]) -> RowState:
+        """Copy a row of a cache of this kind."""
+        only = self.rows.select([row])
+        tensors: dict[str, Tensor] = {}
+        lengths = []
+        for index, layer in enumerate(self._layers):
+            taken, used = layer.state.take_row(row)
+            tensors |= {f"{index}.{name}": t for name, t in taken.items()}
+            lengths.append(used)
+        facts = {
+            "columns": only.columns,
+            "seen": only.seen[0],
+            "waiting": only.waiting[0],
+            "claimed": only.claimed[0],
+            "last": only.last[0],
+            "ended": only.ended[0],
+            "seed": self._layers[0].state.seeds[row],
+            "marks": asdict(only.marks[0]),
+            "lengths": lengths,
+        }
+        if three_axes(self.plans):
+            facts["drift"] = only.drift[0]
+        return RowState(kind, facts, tensors)
+
+    def put(self, row: int, state: RowState) -> None:
+        """Put a row whose state has been checked."""
+        own = [own_tensors(layer, state) for layer in self._layers]
+        facts = state.facts
+        names = ("seen", "waiting", "claimed", "last", "ended")
+        parts: list[Any] = [[facts[name]] for name in names]
+        parts += [[Marks(**facts["marks"])], [facts.get("drift", 0)]]  # no drift on one axis
+        other = Rows(facts["columns"], *parts)
+        for layer, tensors, lengths in zip(self._layers, own, facts["lengths"], strict=True):
+            layer.state.put_row(row, tensors, lengths, facts["seed"])
+        self.rows = self.rows.with_row(row, other)
+
+    def empty_row(self, row: int, seed: int) -> None:
+        """Empty a row, for a new stream with draws of this seed."""
+        for layer in self._layers:
+            layer.state.reset_row(row, self._origin, seed)
+        self.rows = self.rows.with_row(row, Rows.empty(1))
+
+    def select(self, rows: list[int]) -> None:
+        """Keep, repeat or reorder the rows."""
+        for layer in self._layers:
+            slab = layer.state.slab
+            if slab is not None:
+                layer.state.select_rows(torch.tensor(rows, device=slab.keys.device))
+        self.rows = self.rows.select(rows)
+
+    @contextmanager
+    def narrow(self, start: int, stop: int) -> Iterator[None]:
+        """Hold the rows `start` to `stop` alone while the context lasts, numbered from 0.
+
+        Nothing is copied: slots are views. What forwards do to these rows they have done to the
+        stack afterwards, whether or not the last of them failed.
+
+        Args:
+            start, stop: rows that exist.
+
+        Raises:
+            WeirError: pools of the policy have no limit, so that slots may have to be made anew; or
+                the stack is narrowed already.
+        """
+        if any(layer.spec.pipe.slots is None for layer in self._layers):
+            raise WeirError("this policy has no limit, so that its rows cannot be fed apart")
+        if any(layer.state.narrowed for layer in self._layers):
+            raise WeirError("this cache is narrowed already")
+        rows = self.rows
+        if start == 0 and stop == rows.batch:
+            yield
+            return
+        for layer in self._layers:
+            layer.state.narrow(start, stop)
+        self.rows = rows.select(list(range(start, stop)))
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer.state.widen()
+            inside, self.rows = self.rows, rows
+            for row in range(start, stop):
+                self.rows = self.rows.with_row(row, inside.select([row - start]))
