@@ -29,10 +29,10 @@ _BY_DEVICE = {"cpu": "numba", "cuda": "triton"}
 _LIBRARIES = ("numba", "triton")
 _MADE = {
     ("numba", "walk"): ("weir.kernels.cpu.walk", "walk"),
-    ("numba", "walk_pairs"): ("weir.kernels.cpu.walk_pairs", "walk_pairs"),
+    ("numba", "walk_pairs"): ("weir.kernels.cpu.walk", "walk_pairs"),
     ("numba", "farthest_first"): ("weir.kernels.cpu.farthest_first", "farthest_first"),
     ("numba", "draw_uniform"): ("weir.kernels.cpu.counter_rng", "draw_uniform"),
-    ("numba", "decode_exact"): ("weir.kernels.cpu.decode_exact", "decode_exact"),
+    ("numba", "decode_exact"): ("weir.kernels.cpu.decode", "decode_exact"),
     ("numba", "decode_quantized"): ("weir.kernels.cpu.decode_quantized", "decode_quantized"),
     ("numba", "distances"): ("weir.kernels.cpu.distances", "distances"),
     ("numba", "resample"): ("weir.kernels.cpu.resample", "resample"),
@@ -57,7 +57,7 @@ def walk(device: torch.device) -> Callable[..., Any] | None:
 
 def walk_pairs(keys: torch.Tensor) -> Callable[..., Any] | None:
     """What walks through the pairs of blocks of such keys and makes their inner products on the way
-    (see `weir.kernels.cpu.walk_pairs`); None for PyTorch's products and `walk`.
+    (see `weir.kernels.cpu.walk`); None for PyTorch's products and `walk`.
     """
     return _of_floats("walk_pairs", keys)
 
@@ -70,7 +70,7 @@ def decode(device: torch.device) -> Callable[..., Any] | None:
 
 
 def decode_exact(device: torch.device, dtype: torch.dtype) -> Callable[..., Any] | None:
-    """What answers one query a head over exact slots (see `weir.kernels.cpu.decode_exact`); None
+    """What answers one query a head over exact slots (see `weir.kernels.cpu.decode`); None
     for PyTorch.
 
     Args:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weir.kernels.cpu.compilation import compiled
+from weir.kernels.cpu.compilation import compile_kernel
 
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(11)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -39,7 +39,7 @@ def _fill(begun: np.ndarray, first: int, position: np.ndarray, out: np.ndarray) 
                     out[row, head, slot, index] = np.float64(x >> _SHIFTS[3]) * 2.0**-53
 
 
-_compiled_fill = compiled(_fill)
+_compiled_fill = compile_kernel(_fill)
 
 
 def draw_uniform(begun: list[int], first: int, position: Tensor, count: int) -> Tensor:
