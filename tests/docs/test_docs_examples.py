@@ -22,6 +22,7 @@ import weir
 from weir.cli import main
 from weir.models.loading import ASSETS
 from weir.pools import POOLS, Pool
+from weir.pools.observed_attention import ObservedAttention
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"(<!-- not run: [^\n]*-->\n)?^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -76,10 +77,18 @@ def test_every_python_example_is_python(page: str) -> None:
         ast.parse(code, page)
 
 
+QUICK = ("docs/images.md", "docs/writing-a-pool.md")
+"""Pages whose examples load nothing large; the others are slow."""
+
+
 @needs_nano
 @pytest.mark.parametrize(
     "page",
-    ["README.md", "docs/images.md", "docs/quickstart.md", "docs/rows.md", "docs/writing-a-pool.md"],
+    [
+        pytest.param(page, marks=() if page in QUICK else pytest.mark.slow)
+        for page in pages()
+        if blocks(page, "python")
+    ],
 )
 def test_the_examples_of_a_page_run_one_after_the_other(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pools_as_before: None
@@ -160,6 +169,14 @@ def test_the_new_pool_keeps_the_loudest_of_all_that_left_the_window(
     middle = dense.values[:, :, 2 : 203 - 203 % 5 - 16].norm(dim=-1)
     kept = held.values.norm(dim=-1).masked_fill(held.pool != held.pools.index("loud"), -1.0)
     close(kept.topk(8).values, middle.topk(8).values, terms=16 + 5)
+
+
+def test_what_a_fold_is_said_to_have_is_there() -> None:
+    page = (ROOT / "docs" / "writing-a-pool.md").read_text("utf-8")
+    table = page.split("| of the fold's `read` |")[1].split("\n\n")[0]
+    named = set(re.findall(r"`([a-z_]+)(?:\([a-z, ]+\))?`[,| ]", table)) - {"None", "window"}
+    assert len(named) > 12
+    assert not [name for name in named if not hasattr(ObservedAttention, name)]
 
 
 def test_below_its_budget_the_new_pool_changes_nothing(

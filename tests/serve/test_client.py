@@ -19,8 +19,8 @@ from weir.serve import (
     Message,
     OutputQueue,
     Plan,
-    Record,
     SamplingParams,
+    TurnRecord,
     Wish,
     chain,
 )
@@ -29,7 +29,7 @@ from weir.serve import (
 def test_a_learned_sink_stands_in_front_of_what_is_read_first():
     plain = make_desk()
     set_sink(plain.engine.model.config, "learnable", (7, 8))
-    desk = EngineClient(plain.engine, plain.store, plain.tokenizer, "small", Limits())
+    desk = EngineClient(plain.engine, plain.tokenizer, "small", Limits())
     messages = [Message("user", "Hi")]
     chat, without = (one.planner.chat("", messages, None).ids for one in (desk, plain))
     assert chat == [7, 8, *without]
@@ -39,7 +39,7 @@ def test_a_learned_sink_stands_in_front_of_what_is_read_first():
     assert desk.planner.text("", [1, 2]).ids == [1, 2]  # who names tokens names them all
 
 
-def ask(desk: EngineClient, *messages: Message) -> tuple[Plan, str, Record]:
+def ask(desk: EngineClient, *messages: Message) -> tuple[Plan, str, TurnRecord]:
     """How a history was planned, what was answered, and the record of that."""
     plan = desk.planner.chat("", messages, None)
     with contextlib.closing(asyncio.new_event_loop()) as loop:
@@ -50,7 +50,7 @@ def ask(desk: EngineClient, *messages: Message) -> tuple[Plan, str, Record]:
     answer = "".join(event.text for event in mailbox._events)
     end = mailbox._events[-1]
     assert isinstance(end, FinishEvent)
-    record = desk.store.at("", chain(plan.chain, [Message("assistant", answer)])[0])
+    record = desk.store.find_history("", chain(plan.chain, [Message("assistant", answer)])[0])
     assert record.usage["pinned"] == end.standing.pinned
     return plan, answer, record
 
@@ -99,14 +99,14 @@ def places_of(cache: StreamingCache) -> set[int]:
 def test_a_plan_whose_turns_cannot_be_made_lets_go_of_its_session():
     desk, let_go = make_desk(), []
 
-    class Hold:
+    class Lease:
         def release(self) -> None:
             let_go.append(True)
 
     def broken() -> None:
         raise MemoryError("no memory")
 
-    plan = replace(desk.planner.chat("", [Message("user", "Hi")], None), hold=Hold())
+    plan = replace(desk.planner.chat("", [Message("user", "Hi")], None), lease=Lease())
     wish = Wish([SamplingParams()], 4, (), frozenset(), constraint=broken)
     with contextlib.closing(asyncio.new_event_loop()) as loop, pytest.raises(MemoryError):
         desk.ask(plan, wish, OutputQueue(loop, 9))

@@ -23,9 +23,9 @@ from weir.models.loading import load
 from weir.train import PRESETS, folder, loop, practiced
 from weir.train.log import read_log
 from weir.train.loop import Lesson
-from weir.train.recipe import Recipe
+from weir.train.recipe import TrainingRecipe
 
-TINY = Recipe(
+TINY = TrainingRecipe(
     tokens=10 * 4 * 192,
     rows=4,
     length=192,
@@ -54,6 +54,7 @@ def run(recipe, text, out, **options):
     return folder.run(recipe, text, out, **{"vocabulary": 640, "compiled": False, **options})
 
 
+@pytest.mark.slow
 def test_from_books_to_a_folder_with_a_model_and_its_figures(text, tokens, tmp_path):
     out = tmp_path / "deep" / "out"
     figures = run(TINY, text, out)
@@ -121,6 +122,7 @@ def test_a_model_of_every_sink_is_one_that_transformers_and_weir_load(
         ({"shape": "alibi", "heads": 4, "kv_heads": 4, "sink": "learnable"}, "mpt", 4),
     ],
 )
+@pytest.mark.slow
 def test_a_model_of_every_shape_is_one_that_transformers_and_weir_load(
     text, tmp_path, changes, kind, kv_heads
 ):
@@ -259,7 +261,7 @@ import os, signal
 from functools import partial
 from pathlib import Path
 import torch
-from weir.train import Recipe, run
+from weir.train import TrainingRecipe, run
 
 torch.compile = partial(torch.compile, backend="aot_eager")
 
@@ -267,19 +269,20 @@ def stop(step, steps, facts):
     if step == {killed_after}:
         os.kill(os.getpid(), signal.SIGKILL)
 
-recipe = Recipe(**{recipe!r})
+recipe = TrainingRecipe(**{recipe!r})
 run(recipe, Path({text!r}), Path({out!r}), vocabulary=640, compiled={compiled}, on_step=stop)
 """
 
 
 def script(recipe, text, out, *, killed_after=None, compiled=False):
     """The source of a process that trains, and is killed after so many steps."""
-    values = {name: getattr(recipe, name) for name in Recipe.__dataclass_fields__}
+    values = {name: getattr(recipe, name) for name in TrainingRecipe.__dataclass_fields__}
     return SCRIPT.format(
         recipe=values, text=str(text), out=str(out), killed_after=killed_after, compiled=compiled
     )
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_with_the_same_losses_to_the_last_bit(
     text, tmp_path, monkeypatch
@@ -305,6 +308,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_losses_to_the_last_bit(
     assert files[0] == files[1]
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_two_processes_train_what_one_trains(text, tmp_path):
     pytest.importorskip("accelerate")

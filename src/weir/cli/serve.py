@@ -22,7 +22,6 @@ from weir.cli.common import (
     waiting,
     with_products,
 )
-from weir.cli.early import known_model, known_policy
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.errors import WeirError
 
@@ -46,7 +45,6 @@ def serve(
         typer.Argument(
             metavar="MODEL",
             help="nano, a folder, or a Hugging Face Hub id.",
-            callback=known_model,
         ),
     ],
     policy: Annotated[
@@ -54,7 +52,6 @@ def serve(
         typer.Option(
             help="A pipe or a named policy; see `weir policies` [default: weir.toml beside the "
             f"model, or else {DEFAULT}]",
-            callback=known_policy,
         ),
     ] = None,
     slots: SlotsName = None,
@@ -128,11 +125,19 @@ def serve(
 
     Clients of OpenAI's API only need the address. Without --keys only this machine is served.
     """
-    from weir.cache import policy_beside, read_bytes
-    from weir.policies import chunk_of, policy_of, with_pin, with_slots
-    from weir.serve import Book, Engine, EngineClient, Limits, MemoryStore, Store, estimate_memory
+    from weir.cache import find_model_policy, read_bytes
+    from weir.policies import parse_policy, resolve_chunk, with_pin, with_slots
+    from weir.serve import (
+        Engine,
+        EngineClient,
+        Limits,
+        MemoryStore,
+        ResponseStore,
+        SessionStore,
+        estimate_memory,
+    )
     from weir.serve.api import Keys, bind, log_json, make_app, run_app
-    from weir.serve.store import DiskStore
+    from weir.serve.sessions import SQLiteStore
 
     if cluster is None:
         say_unused(context, ("replicas", "routing"), "they are for --cluster")
@@ -149,10 +154,10 @@ def serve(
     most = None if disk is None else read_bytes(disk)
 
     given = policy is not None or slots is not None
-    beside = None if given else policy_beside(model_name, loading.get("revision"))
-    named = beside or policy_of(DEFAULT if policy is None else policy)
+    beside = None if given else find_model_policy(model_name, loading.get("revision"))
+    named = beside or parse_policy(DEFAULT if policy is None else policy)
     wanted = with_pin(with_slots(named, slots), pin)
-    chunk = chunk_of(wanted, chunk)
+    chunk = resolve_chunk(wanted, chunk)
     limits = Limits(prompt=max_prompt, answer=max_answer, queue=queue, drain=drain)
     taken = Keys() if keys is None else Keys.read(keys)
     bound = bind(host, port, taken)  # first, so that nothing is loaded in vain
@@ -203,14 +208,14 @@ def serve(
             return
         model, tokenizer = load_model(model_name, loading)
         say_window(model, wanted, chunk)
-        store: Store
+        store: SessionStore
         if data is None:
             store = MemoryStore(room.kept)
         else:
-            store = ending.enter_context(DiskStore(data, model, wanted, chunk=chunk, limit=most))
+            store = ending.enter_context(SQLiteStore(data, model, wanted, chunk=chunk, limit=most))
             room_there = "" if most is None else f", at most {size(most)}"
             say(f"ends of turns in {data}, {size(room.row)} each{room_there}")
-        book = Book(None if data is None else Path(data) / "book.db", limits.texts)
+        book = ResponseStore(None if data is None else Path(data) / "book.db", limits.texts)
         ending.callback(book.close)
         engine = Engine(
             with_products(model),
@@ -223,7 +228,7 @@ def serve(
         )
         if compiled:
             compile_or_say(engine)
-        desk = EngineClient(engine, store, tokenizer, name or model_name, limits, book)
+        desk = EngineClient(engine, tokenizer, name or model_name, limits, book)
         log_json()
         app = make_app(desk, taken)
         address, number = bound.getsockname()[:2]

@@ -1,6 +1,5 @@
 """Endless sessions of many clients at once, through one model."""
 
-from weir.serve.book import Book
 from weir.serve.client import Asked, EngineClient, Wish
 from weir.serve.engine import (
     Busy,
@@ -11,32 +10,34 @@ from weir.serve.engine import (
     FailureEvent,
     FinishEvent,
     Listener,
-    Node,
     OutputQueue,
     SampledToken,
     Sampler,
     SamplingParams,
     Sequence,
-    Shelf,
     StreamStats,
     TokenEvent,
     compile_engine,
     sizes_of,
 )
 from weir.serve.limits import Limits
-from weir.serve.memory import MemoryStore
 from weir.serve.memory_estimate import MemoryEstimate, estimate_memory
 from weir.serve.messages import Message, chain
 from weir.serve.prefix_match import Plan, TooLong
-from weir.serve.records import Record, Session, Store
-from weir.serve.sessions import Sessions, Unknown
-from weir.serve.shelf import MemoryShelf
+from weir.serve.sessions import (
+    Checkpoint,
+    MemoryStore,
+    ResponseStore,
+    SessionStore,
+    SessionSummary,
+    TurnRecord,
+)
 
 __all__ = [
     "Asked",
-    "Book",
     "Busy",
     "Cancelled",
+    "Checkpoint",
     "Constraint",
     "Engine",
     "EngineClient",
@@ -46,25 +47,21 @@ __all__ = [
     "Limits",
     "Listener",
     "MemoryEstimate",
-    "MemoryShelf",
     "MemoryStore",
     "Message",
-    "Node",
     "OutputQueue",
     "Plan",
-    "Record",
+    "ResponseStore",
     "SampledToken",
     "Sampler",
     "SamplingParams",
     "Sequence",
-    "Session",
-    "Sessions",
-    "Shelf",
-    "Store",
+    "SessionStore",
+    "SessionSummary",
     "StreamStats",
     "TokenEvent",
     "TooLong",
-    "Unknown",
+    "TurnRecord",
     "Wish",
     "chain",
     "compile_engine",

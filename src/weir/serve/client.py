@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
 from weir.models import StopTokens, sink_of, transformers_model
-from weir.serve.book import Book
 from weir.serve.engine import (
     Busy,
     Constraint,
@@ -31,15 +30,19 @@ from weir.serve.engine import (
     Sequence,
     Stage,
 )
-from weir.serve.holding import Holder
 from weir.serve.limits import Limits
-from weir.serve.locks import Locks
 from weir.serve.messages import Message, call_id, chain
-from weir.serve.output_processor import Answer, OutputProcessor
+from weir.serve.output_processor import OutputProcessor
 from weir.serve.prefix_match import Plan, PromptMatcher
-from weir.serve.records import Record, Store, packed
 from weir.serve.rendering import PromptRenderer
-from weir.serve.sessions import Sessions
+from weir.serve.sessions import (
+    AcquireLease,
+    ConversationLocks,
+    ResponseStore,
+    TurnRecord,
+    pack_ids,
+)
+from weir.serve.sessions.manager import SessionManager
 from weir.serve.tools import Tool, read_calls
 
 
@@ -95,12 +98,11 @@ class EngineClient:
 
     Args:
         engine: answers them; its thread is this desk's from `open` on.
-        store: the engine's shelf.
         tokenizer: of its model.
         name: of the model, as clients call it.
         limits: of what they may ask.
-        book: keeps responses and conversations; in memory where none is given.
-        hold: takes hold of sessions, where other servers may have them.
+        responses: keeps responses and conversations; in memory where none is given.
+        acquire_lease: leases sessions, where other servers may answer them too.
 
     Attributes:
         wording: how what is said becomes tokens.
@@ -114,22 +116,21 @@ class EngineClient:
     def __init__(
         self,
         engine: Engine,
-        store: Store,
         tokenizer: PreTrainedTokenizerBase,
         name: str,
         limits: Limits,
-        book: Book | None = None,
-        hold: Holder | None = None,
+        responses: ResponseStore | None = None,
+        acquire_lease: AcquireLease | None = None,
     ) -> None:
         self.engine = engine
-        self.store = store
+        self.store = engine.store
         self.tokenizer = tokenizer
         self.name = name
         self.limits = limits
-        self.book = book or Book(most=limits.texts)
-        self.shares = hold is not None
-        self.locks = Locks()
-        self.sessions = Sessions(engine, store, self.book, limits)
+        self.responses = responses or ResponseStore(most=limits.texts)
+        self.shares = acquire_lease is not None
+        self.locks = ConversationLocks()
+        self.sessions = SessionManager(engine, self.responses, limits)
         self.failure: Exception | None = None
         self.ends = frozenset(StopTokens.of(engine.model.generation_config).stops)
         sink = sink_of(transformers_model(engine.model).config)
@@ -143,7 +144,9 @@ class EngineClient:
         # What is kept of one model and policy is of no use to another.
         kind = [name, str(engine.cache.policy), engine.cache.chunk, engine.cache.positions]
         root = hashlib.sha256(json.dumps(kind).encode()).hexdigest()
-        self.planner = PromptMatcher(self.wording, store, limits, root, self.vocabulary, hold)
+        self.planner = PromptMatcher(
+            self.wording, self.store, limits, root, self.vocabulary, acquire_lease
+        )
 
     # --- its engine
 
@@ -189,8 +192,8 @@ class EngineClient:
 
     def drop(self, plan: Plan) -> None:
         """A plan is not asked for, or is over."""
-        if plan.hold is not None:
-            plan.hold.release()
+        if plan.lease is not None:
+            plan.lease.release()
 
     # --- answers
 
@@ -221,15 +224,18 @@ class EngineClient:
         return asked
 
     def _turn(self, plan: Plan, wish: Wish, answer: int, mailbox: OutputQueue) -> Sequence:
-        def save(turn: Sequence, answer: Answer) -> None:
-            if plan.session is not None:
-                self._save(plan, wish, turn, answer)
-
         choosing = wish.choosings[answer]
         cache = self.engine.cache
         kept = self.wording.special.values() if wish.tools else ()
         relay = OutputProcessor(
-            answer, cache, self.tokenizer, wish.stops, mailbox, self._bell, save, kept
+            answer,
+            cache,
+            self.tokenizer,
+            wish.stops,
+            mailbox,
+            self._bell,
+            partial(self._trim, plan),
+            kept,
         )
         relay.turn = Sequence(
             node=secrets.token_hex(16),
@@ -244,18 +250,22 @@ class EngineClient:
             client=plan.owner,
             beginning=plan.beginning,
             header=plan.header,
-            keep=plan.session is not None,
+            record=None if plan.session is None else partial(self._record, plan, wish, relay),
         )
         return relay.turn
 
-    def _save(self, plan: Plan, wish: Wish, turn: Sequence, whole: Answer) -> None:
+    def _record(
+        self, plan: Plan, wish: Wish, relay: OutputProcessor, turn: Sequence, reason: str
+    ) -> TurnRecord:
+        """The record of a turn that has ended."""
         assert plan.session is not None
+        whole = relay.finish(reason)
         standing, answer = whole.standing, Message("assistant", whole.text)
         if wish.tools:
             form, ids, cut = self.wording.form, partial(call_id, turn.node), whole.cut
             answer = read_calls(form, wish.tools, whole.text, ids, cut=cut, alone=wish.alone)
         (end,) = chain(plan.chain, [answer])
-        record = Record(
+        return TurnRecord(
             node=turn.node,
             owner=plan.owner,
             session=plan.session,
@@ -274,16 +284,15 @@ class EngineClient:
                 "pinned": standing.pinned,
                 "beginning": standing.beginning,
             },
-            ids=packed([*plan.ids, *turn.chosen]),
+            ids=pack_ids([*plan.ids, *turn.chosen]),
+            epoch=0 if plan.lease is None else plan.lease.epoch,
         )
-        try:
-            (plan.hold or self.store).add(record)
-        except Exception:
-            self.engine.forget(turn.node)
-            raise
-        if plan.parent is not None and plan.parent.session == plan.session:
-            return
-        self.sessions.trim(plan.owner)
+
+    def _trim(self, plan: Plan) -> None:
+        """A turn is saved: where it began a session, the owner may have one too many."""
+        begins = plan.parent is None or plan.parent.session != plan.session
+        if plan.session is not None and begins:
+            self.sessions.trim(plan.owner)
 
     def cancel(self, asked: Asked) -> None:
         """Nobody wants a request's answers any more."""

@@ -23,7 +23,7 @@ from weir.serve.engine import (
     StreamStats,
     TokenEvent,
 )
-from weir.stream import AnswerText
+from weir.stream import Detokenizer
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,6 @@ class Answer:
     standing: StreamStats
 
 
-Save = Callable[[Sequence, Answer], None]
-"""Keeps the record of a turn that ended."""
-
-
 class OutputProcessor:
     """Who is told about one answer.
 
@@ -55,7 +51,7 @@ class OutputProcessor:
         stops: texts that end the answer.
         mailbox: who is told further.
         bell: rung when the engine has told of a step's tokens.
-        save: what is done before anybody hears that the turn ended.
+        saved: called when the end of the turn is safe, before the client hears of it.
         kept: special tokens that are part of the answer's text.
 
     Attributes:
@@ -72,16 +68,17 @@ class OutputProcessor:
         stops: list[str],
         mailbox: OutputQueue,
         bell: Notifier,
-        save: Save,
+        saved: Callable[[], None],
         kept: Collection[int] = (),
     ) -> None:
         self._answer = answer
         self._cache = cache
-        self._text = AnswerText(tokenizer, stops, kept)
+        self._text = Detokenizer(tokenizer, stops, kept)
         self._said: list[str] = []
         self._mailbox = mailbox
         self._bell = bell
-        self._save = save
+        self._saved = saved
+        self._rest: str | None = None  # text that was held back until the answer ended
         self._standing: StreamStats | None = None
 
     def chose(self, choice: SampledToken) -> str | None:
@@ -102,18 +99,23 @@ class OutputProcessor:
             self._standing = standing(self._cache, turn.row)
         return "stop" if self._text.stopped else None
 
-    def ended(self, reason: str) -> None:
-        """The end of the turn is safe: so is its record, and then the client may know."""
+    def finish(self, reason: str) -> Answer:
+        """The whole answer, once it has ended."""
         assert self._standing is not None
-        held = "" if self._text.stopped else self._text.end()
+        if self._rest is None:
+            self._rest = "" if self._text.stopped else self._text.end()
+        return Answer("".join([*self._said, self._rest]), reason == "length", self._standing)
+
+    def ended(self, reason: str) -> None:
+        """The turn is safe: the client may hear of its end."""
         try:
-            text = "".join([*self._said, held])
-            self._save(self.turn, Answer(text, reason == "length", self._standing))
+            answer = self.finish(reason)
+            self._saved()
         except Exception as error:
             self.failed(error)
             return
-        tokens = len(self.turn.chosen)
-        self._mailbox.post(FinishEvent(self._answer, held, reason, tokens, self._standing))
+        tokens, rest = len(self.turn.chosen), self._rest or ""
+        self._mailbox.post(FinishEvent(self._answer, rest, reason, tokens, answer.standing))
 
     def failed(self, error: Exception) -> None:
         """The turn never happened."""

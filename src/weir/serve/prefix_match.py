@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from weir.errors import WeirError, quote
-from weir.serve.holding import Hold, Holder
 from weir.serve.limits import Limits
 from weir.serve.messages import Message, chain
-from weir.serve.records import Record, Store
 from weir.serve.rendering import PromptRenderer
+from weir.serve.sessions import AcquireLease, SessionLease, SessionStore, TurnRecord
 from weir.serve.tools import Tool, written
 
 
@@ -37,18 +36,18 @@ class Plan:
         beginning: how many of `ids` are the stream's beginning, which is to stay; of a plan without
             a parent.
         header: how many of the last of `ids` the template puts in front of the answer.
-        hold: of its session, where other servers may have it.
+        lease: of its session, where other servers may answer it too.
     """
 
     owner: str
     ids: list[int]
-    parent: Record | None = None
+    parent: TurnRecord | None = None
     session: str | None = None
     chain: str = ""
     messages: tuple[Message, ...] = ()
     beginning: int = 0
     header: int = 0
-    hold: Hold | None = None
+    lease: SessionLease | None = None
 
     @property
     def cached(self) -> int:
@@ -70,24 +69,24 @@ class PromptMatcher:
         limits: of what may be asked.
         root: what sets the histories of this model apart from those of others.
         vocabulary: how many tokens the model knows.
-        hold: takes hold of sessions, where other servers may have them.
+        acquire_lease: leases sessions, where other servers may answer them too.
     """
 
     def __init__(
         self,
         wording: PromptRenderer,
-        store: Store,
+        store: SessionStore,
         limits: Limits,
         root: str,
         vocabulary: int,
-        hold: Holder | None = None,
+        acquire_lease: AcquireLease | None = None,
     ) -> None:
         self._wording = wording
         self._store = store
         self._limits = limits
         self._root = root
         self._vocabulary = vocabulary
-        self._hold = hold
+        self._acquire_lease = acquire_lease
 
     def chat(
         self,
@@ -112,7 +111,7 @@ class PromptMatcher:
         for at in range(len(messages) - 2, -1, -1):
             if messages[at].role != "assistant":
                 continue
-            parent = self._store.at(owner, hashes[at])
+            parent = self._store.find_history(owner, hashes[at])
             if parent is None:
                 continue
             if plan := self.after(parent, messages[at + 1 :], session, tools):
@@ -134,7 +133,7 @@ class PromptMatcher:
 
     def after(
         self,
-        parent: Record,
+        parent: TurnRecord,
         messages: Sequence[Message],
         session: str | None = None,
         tools: Sequence[Tool] = (),
@@ -186,6 +185,6 @@ class PromptMatcher:
                 f"that is {len(plan.ids):,} tokens to read, and one request may have "
                 f"{self._limits.prompt:,}; send the rest in further turns"
             )
-        if plan.session is None or self._hold is None:
+        if plan.session is None or self._acquire_lease is None:
             return plan
-        return replace(plan, hold=self._hold(plan.owner, plan.session))
+        return replace(plan, lease=self._acquire_lease(plan.owner, plan.session))

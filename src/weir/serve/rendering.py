@@ -16,7 +16,7 @@ from weir.errors import WeirError
 from weir.models import ModelSink
 from weir.serve.messages import Message
 from weir.serve.tools import CallFormat, Tool, form_of
-from weir.stream import Turns
+from weir.stream import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PromptRenderer:
         self, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int], sink: ModelSink
     ) -> None:
         self._tokenizer = tokenizer
-        self._turns = Turns(tokenizer, ends)
+        self._turns = ChatTemplate(tokenizer, ends)
         self._sink = sink
         self._form = _form_of(tokenizer)
         self._alone = threading.Lock()
@@ -91,7 +91,7 @@ class PromptRenderer:
             WeirError: the template refuses it.
         """
         rendered, told = self._rendered(messages, tools)
-        turns = self._turns.telling(told)
+        turns = self._turns.with_tools(told)
         with self._alone:
             said = turns.whole(rendered)
             beginning, header = turns.beginning(rendered, said), self._turns.header(said)
@@ -116,7 +116,7 @@ class PromptRenderer:
         said, told = self._rendered(messages, tools if known else ())
         try:
             with self._alone:
-                ids = self._turns.telling(told).after(said, last)
+                ids = self._turns.with_tools(told).after(said, last)
                 return RenderedPrompt(ids, header=self._turns.header(ids)) if ids else None
         except WeirError:
             return None  # a template that wants more of a history than stands for it here

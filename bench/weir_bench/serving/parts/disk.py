@@ -11,9 +11,9 @@ import torch
 
 from weir.cache import StreamingCache
 from weir.models import load
-from weir.serve import Node
-from weir.serve.store import DiskShelf
-from weir_bench.figure import Row
+from weir.serve import Checkpoint, TurnRecord
+from weir.serve.sessions import SQLiteStore
+from weir_bench.figure import Row, compare
 from weir_bench.serving.load import Heard
 from weir_bench.serving.part import Plan, part
 from weir_bench.timing import undisturbed
@@ -36,40 +36,29 @@ def disk(plan: Plan) -> Iterator[Row | Heard]:
     plan.say("a row to disk and back")
     with (
         undisturbed(),
-        DiskShelf(plan.scratch / "disk", model, plan.policy, chunk=CHUNK) as shelf,
+        SQLiteStore(plan.scratch / "disk", model, plan.policy, chunk=CHUNK) as store,
     ):
         for piece in ids.split(256, dim=1):
             model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
         for number in range(TIMES):
             began = time.perf_counter()
-            _put(shelf, str(number), Node(cache.take_row(0), (1,)))
+            _save(store, str(number), Checkpoint(cache.take_row(0), (1,)))
             safe = time.perf_counter()
-            cache.put_row(1, shelf.get(str(number)).state, check=False)
+            cache.put_row(1, store.load(str(number)).state, check=False)
             back.append(time.perf_counter() - safe)
             saved.append(safe - began)
     size = cache.nbytes / 2 / 1e6
-    whole = median(back) * 1e3
-    yield Row(
-        f"a row of {size:.3g} MB back from disk ÷ {MOST:g} ms",
-        whole,
-        MOST,
-        "ms",
-        whole / MOST,
-        1.0 if plan.model == "nano" else None,
-        note=f"at most {max(back) * 1e3:.3g} ms in {TIMES}; the system has read the file before",
-    )
-    yield Row(
-        f"a row of {size:.3g} MB safe on disk ÷ back from there",
-        median(saved) * 1e3,
-        whole,
-        "ms",
-        median(saved) * 1e3 / whole,
-        note="written, synced, renamed, committed; in a thread of its own, and not in the engine's",
-    )
+    note = f"at most {max(back) * 1e3:.3g} ms in {TIMES}; the system has read the file before"
+    what = f"a row of {size:.3g} MB back from disk ÷ {MOST:g} ms"
+    target = 1.0 if plan.model == "nano" else None
+    yield compare(what, median(back), MOST / 1e3, target, note=note)
+    note = "written, synced, renamed, committed; in a thread of its own, and not in the engine's"
+    what = f"a row of {size:.3g} MB safe on disk ÷ back from there"
+    yield compare(what, median(saved), median(back), note=note)
 
 
-def _put(shelf: DiskShelf, name: str, node: Node) -> None:
-    """Put a node and wait until it is safe."""
+def _save(store: SQLiteStore, name: str, checkpoint: Checkpoint) -> None:
+    """Save a turn and wait until it is safe."""
     safe = threading.Event()
     wrong: list[Exception] = []
 
@@ -78,7 +67,8 @@ def _put(shelf: DiskShelf, name: str, node: Node) -> None:
             wrong.append(error)
         safe.set()
 
-    shelf.put(name, node, done)
+    record = TurnRecord(name, "", name, None, name, (), checkpoint.pending[-1], 1)
+    store.save(checkpoint, record, done)
     safe.wait()
     if wrong:
         raise wrong[0]

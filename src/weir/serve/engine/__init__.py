@@ -1,6 +1,5 @@
 """The engine: sequences of many sessions through one model, in rows allocated once."""
 
-from weir.serve.engine.checkpoint import Done, Node, Shelf
 from weir.serve.engine.compilation import compile_engine, sizes_of
 from weir.serve.engine.engine import Cancelled, Engine, EngineLoad
 from weir.serve.engine.inspection import RowInspection
@@ -22,14 +21,12 @@ __all__ = [
     "Busy",
     "Cancelled",
     "Constraint",
-    "Done",
     "Engine",
     "EngineLoad",
     "Event",
     "FailureEvent",
     "FinishEvent",
     "Listener",
-    "Node",
     "Notifier",
     "OutputQueue",
     "RowInspection",
@@ -37,7 +34,6 @@ __all__ = [
     "Sampler",
     "SamplingParams",
     "Sequence",
-    "Shelf",
     "Stage",
     "StreamStats",
     "TokenEvent",

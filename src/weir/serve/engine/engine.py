@@ -22,13 +22,13 @@ from weir.cache import StreamingCache
 from weir.errors import WeirError
 from weir.policies import Policy
 from weir.pools import Marks
-from weir.serve.engine.checkpoint import Node, Shelf
 from weir.serve.engine.inspection import InspectionQueue, RowInspection, look
 from weir.serve.engine.request import Sequence, Stage
 from weir.serve.engine.rows import RowAllocator
 from weir.serve.engine.runner import ModelRunner
 from weir.serve.engine.sampler import SampledToken, choose
 from weir.serve.engine.scheduler import WaitQueue, read_together
+from weir.serve.sessions import Checkpoint, SessionStore
 
 PIECE = 256
 """Tokens of a prompt that are read between two decode calls."""
@@ -67,7 +67,7 @@ class Engine:
         model: a causal language model; nobody else may feed it meanwhile.
         policy: of every row.
         rows: turns that are answered at once.
-        shelf: where ends of turns are kept.
+        store: keeps the ends of turns.
         chunk: tokens between two folds; None for what the policy was measured with, or 64.
         piece: tokens of prompts that are read between two decode calls.
         queue: turns that may wait while no row is free.
@@ -89,7 +89,7 @@ class Engine:
         model: PreTrainedModel,
         policy: str | Policy,
         rows: int,
-        shelf: Shelf,
+        store: SessionStore,
         *,
         chunk: int | None = None,
         piece: int = PIECE,
@@ -98,7 +98,7 @@ class Engine:
     ) -> None:
         self.model = model
         self.cache = StreamingCache(model, policy, chunk=chunk, batch=rows, failures="keep")
-        self.shelf = shelf
+        self.store = store
         self.on_step: Callable[[], None] = lambda: None
         self._piece = piece
         self.deterministic = deterministic
@@ -153,10 +153,10 @@ class Engine:
             self._news.notify()
 
     def forget(self, node: str) -> None:
-        """Nobody will go on from a node any more: its row is free, and it leaves the shelf."""
+        """Nobody will go on from a node any more: its row is free, and it leaves the store."""
         with self._news:
             self._table.forget(node)
-        self.shelf.drop(node)
+        self.store.drop(node)
 
     def load(self) -> EngineLoad:
         """What the engine is doing."""
@@ -228,9 +228,9 @@ class Engine:
             self.cache.reset_row(turn.row, seed=turn.seed)
             beginning: int | None = turn.beginning
         else:
-            node = self.shelf.get(turn.start)
+            node = self.store.load(turn.start)
             if not there:
-                # A shelf gives back what it was given: one on disk knows by a checksum.
+                # A store returns what it was given: one on disk checks that by a checksum.
                 self.cache.put_row(turn.row, node.state, check=False)
             turn.todo = [*node.pending, *turn.todo]
             beginning = self.cache.marks[turn.row].beginning
@@ -359,7 +359,7 @@ class Engine:
         """Save where a turn has come to; its listener is told when that is safe."""
         assert turn.row is not None
         # The copy may find no memory; then the turn fails, which one that is done cannot.
-        state = self.cache.take_row(turn.row) if turn.keep else None
+        state = self.cache.take_row(turn.row) if turn.record else None
         turn.stage = Stage.DONE
         with self._news:
             self._turns.remove(turn)
@@ -367,7 +367,7 @@ class Engine:
                 self._table.release(turn.row)
             else:
                 self._table.rest(turn.row, turn.node)
-        if state is None:
+        if state is None or turn.record is None:
             turn.listener.ended(reason)
             return
 
@@ -380,7 +380,8 @@ class Engine:
             turn.listener.failed(error)
 
         try:
-            self.shelf.put(turn.node, Node(state, (turn.chosen[-1],)), done)
+            record = turn.record(turn, reason)
+            self.store.save(Checkpoint(state, (turn.chosen[-1],)), record, done)
         except Exception as error:
             done(error)
 
@@ -403,7 +404,7 @@ class Engine:
     def _start_over(self, error: Exception) -> None:
         """A call was interrupted while it folded, so that no row can be trusted: all are emptied.
 
-        Ends of turns are on the shelf; turns under way have failed.
+        Ends of turns are in the store; turns under way have failed.
         """
         for turn in list(self._turns):
             self._fail(turn, error)

@@ -8,6 +8,7 @@ nothing about text, models or rows' contents.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from weir.cache import RowState
 from weir.serve.engine.sampler import SampledToken, Sampler
+from weir.serve.sessions import TurnRecord
 
 
 class Stage(enum.Enum):
@@ -60,7 +62,8 @@ class Sequence:
         beginning: how many of `ids` are the stream's beginning, where it is new.
         header: how many of the last of `ids` stand for the answer to come.
         answers: further turns that begin where its prompt ends: other answers to the same prompt.
-        keep: whether its end is saved.
+        record: makes the record of the turn, of it and of why it ended (`Listener.ended`), which is
+            saved with its end; None where the end is not saved.
     """
 
     node: str
@@ -75,7 +78,7 @@ class Sequence:
     beginning: int = 0
     header: int = 0
     answers: list[Sequence] = field(default_factory=list)
-    keep: bool = True
+    record: Callable[[Sequence, str], TurnRecord] | None = None
 
     # How it goes; the engine's alone.
     stage: Stage = Stage.WAITING

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.stream import Repetition, Sampling, check_penalty
+from weir.stream import RepetitionPenalty, Sampling, check_penalty
 
 TOGETHER = 2**17
 """Logits that are drawn from in one go; copies of more do not fit into a processor's cache."""
@@ -112,7 +112,7 @@ class Sampler:
         if choosing.bias:
             biased = torch.tensor(list(choosing.bias), dtype=torch.int64)
             self._bias = biased, torch.tensor(list(choosing.bias.values()), dtype=torch.float32)
-        self._repetition = Repetition(choosing.repetition, before) if repeats else None
+        self._repetition = RepetitionPenalty(choosing.repetition, before) if repeats else None
         self.generator = torch.Generator().manual_seed(choosing.seed % 2**63)
 
     @property
@@ -147,7 +147,7 @@ class Sampler:
         if not (self.constraint or choosing.bias or self._repetition or (told and counts)):
             return logits
         if self._repetition is not None:
-            changed = self._repetition.penalized(logits)
+            changed = self._repetition.penalize(logits)
         else:
             changed = logits.clone()
         if counts and told:

@@ -1,0 +1,247 @@
+"""What is kept of a turn: a checkpoint of its row, and a record of whose it is and what was said.
+
+Also the protocol of stores that keep both. Knows nothing about HTTP or models.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
+from typing import Protocol
+
+from weir.cache import RowState
+from weir.errors import WeirError
+from weir.serve.messages import Message
+
+OnSaved = Callable[[Exception | None], None]
+"""Called once: with None when a turn is safe, or with the reason why it cannot be kept."""
+TOPIC = 80
+"""Characters of `TurnRecord.topic`."""
+
+
+class NameTaken(WeirError):
+    """The owner already has a session of this name."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The end of a turn: all that is needed to continue from there.
+
+    Attributes:
+        state: of the row.
+        pending: tokens of the turn that the row has not read yet: the last of its answer.
+    """
+
+    state: RowState
+    pending: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LazyCheckpoint(Checkpoint):
+    """A checkpoint whose state is read on access; not read if the row is still resident.
+
+    Accessing `state` raises a WeirError if it cannot be read.
+    """
+
+    def __init__(self, pending: tuple[int, ...], read: Callable[[], Checkpoint]) -> None:
+        object.__setattr__(self, "pending", pending)
+        object.__setattr__(self, "_read", read)
+
+    @property  # type: ignore[misc]  # mypy expects a plain attribute
+    def state(self) -> RowState:
+        """The row, read anew each time."""
+        read: Callable[[], Checkpoint] = getattr(self, "_read")  # noqa: B009
+        return read().state
+
+
+@dataclass(frozen=True)
+class TurnRecord:
+    """A saved turn: its owner, its place in a conversation, and what was said.
+
+    Attributes:
+        node: the turn's name, and that of its checkpoint.
+        owner: hash of the API key it was asked with; empty where the server needs none.
+        session: the session it belongs to; names are unique per owner.
+        parent: the turn it continues; None at the beginning of a stream.
+        chain: hash of all messages up to and including its answer.
+        messages: of this turn, its answer last.
+        last: the last token of its answer.
+        seen: tokens of the stream so far, including `last`.
+        usage: token counts, as the client was told.
+        created: when it ended, in seconds since 1970.
+        ids: the tokens of this turn, prompt and answer, as `pack_ids` writes them; they end at
+            `seen`. Empty if unknown.
+        epoch: the claim on the session that the turn began under (`SessionLease`); 0 where no
+            other server shares it.
+    """
+
+    node: str
+    owner: str
+    session: str
+    parent: str | None
+    chain: str
+    messages: tuple[Message, ...]
+    last: int
+    seen: int
+    usage: dict[str, int] = field(default_factory=dict)
+    created: float = field(default_factory=time.time)
+    ids: bytes = b""
+    epoch: int = 0
+
+    @property
+    def topic(self) -> str:
+        """The beginning of the last user message, in one line."""
+        users = (message.content for message in reversed(self.messages) if message.role == "user")
+        line = " ".join(next(users, "")[: 4 * TOPIC].split())[:TOPIC]
+        return line.encode("utf-8", "replace").decode()
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Token ids in four bytes each."""
+    return array("I", ids).tobytes()
+
+
+def unpack_ids(ids: bytes) -> array[int]:
+    """The token ids that `pack_ids` wrote."""
+    found = array("I")
+    found.frombytes(ids)
+    return found
+
+
+@dataclass(frozen=True)
+class TurnTokens:
+    """The tokens of one turn in its stream.
+
+    Attributes:
+        node: the turn's name.
+        end: tokens of the stream at its end.
+        ids: `TurnRecord.ids`.
+    """
+
+    node: str
+    end: int
+    ids: bytes
+
+    @property
+    def start(self) -> int:
+        """The position in the stream of its first token."""
+        return self.end - len(self.ids) // 4
+
+
+@dataclass(frozen=True)
+class SessionSummary:
+    """A session as a list shows it, without what was said.
+
+    Attributes:
+        id: its name, unique per owner.
+        head: its newest turn.
+        turns: how many are kept.
+        created: when the first that is kept ended, in seconds since 1970.
+        used: when the newest ended.
+        seen: tokens of the stream at the newest.
+        usage: of the newest.
+        topic: of the newest.
+    """
+
+    id: str
+    head: str
+    turns: int
+    created: float
+    used: float
+    seen: int
+    usage: dict[str, int]
+    topic: str
+
+
+class SessionStore(Protocol):
+    """Keeps the turns of all owners. Called from any thread.
+
+    A turn is saved whole, checkpoint and record, or not at all, and no client hears that it ended
+    before it is safe. Where there is no room, the least recently used turns are deleted; a session
+    ends with its last turn. What `load` returns is number for number what `save` was given.
+
+    A turn may be in several sessions, since a fork shares its ancestors. It is deleted when it is
+    in none any more; the session of its record is the one it has been in for longest.
+    """
+
+    def load(self, node: str) -> Checkpoint:
+        """The checkpoint of a turn.
+
+        Raises:
+            WeirError: it is not kept, or cannot be read.
+        """
+
+    def save(self, checkpoint: Checkpoint, record: TurnRecord, done: OnSaved) -> None:
+        """Save a turn as the newest of its session, and call `done`, perhaps in another thread."""
+
+    def drop(self, node: str) -> None:
+        """Delete a turn, if there is one of that name.
+
+        Raises:
+            WeirError: the disk refuses.
+        """
+
+    def find_history(self, owner: str, chain: str) -> TurnRecord | None:
+        """The owner's newest turn that ends a conversation of this hash."""
+
+    def find_turn(self, owner: str, node: str) -> TurnRecord | None:
+        """A turn of the owner's."""
+
+    def ancestry(self, owner: str, node: str) -> list[TurnTokens]:
+        """The tokens that led to a turn of the owner's, the oldest first: back to the beginning of
+        the stream, or to the last turn that is not kept or whose tokens are unknown.
+        """
+
+    def get_session(self, owner: str, session: str) -> SessionSummary | None:
+        """A session of the owner's."""
+
+    def list_sessions(self, owner: str) -> list[SessionSummary]:
+        """All sessions of the owner, the least recently used first."""
+
+    def list_turns(self, owner: str, session: str) -> list[TurnRecord]:
+        """The turns of a session that are kept, in the order they came; empty if there is none."""
+
+    def fork(self, owner: str, node: str, session: str) -> SessionSummary:
+        """Begin a session that ends with a turn of another: that one and its ancestors.
+
+        Raises:
+            NameTaken: the owner has a session of this name.
+            WeirError: the owner has no such turn.
+        """
+
+    def remove_turns(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:
+        """Take turns out of a session; returns those that were in no other and are now deleted.
+
+        Raises:
+            WeirError: the disk refuses.
+        """
+
+    def import_session(
+        self, records: Sequence[TurnRecord], checkpoints: Sequence[Checkpoint]
+    ) -> SessionSummary:
+        """Save the turns of one new session, parents first; all or none.
+
+        Raises:
+            WeirError: they cannot be kept.
+        """
+
+    def make_scratch_folder(self) -> TemporaryDirectory[str]:
+        """A folder for a large file in transit, on the disk that checkpoints are on."""
+
+
+def find_path(node: str, parents: Mapping[str, str | None]) -> list[str]:
+    """A turn and its ancestors, the oldest first.
+
+    Args:
+        node: the turn.
+        parents: the parent of each turn; the path ends at one that is not in it.
+    """
+    path: dict[str, None] = {}
+    at: str | None = node
+    while at is not None and at in parents and at not in path:
+        path[at] = None
+        at = parents[at]
+    return list(reversed(path))

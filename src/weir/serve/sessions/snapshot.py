@@ -1,0 +1,183 @@
+"""Checkpoints as bytes: a safetensors file of one row, and back.
+
+A file of our own is known by its checksum and not looked through; one from somebody else is
+validated in full (`decode_foreign`). Knows nothing about folders or owners.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from transformers import PreTrainedModel
+
+from weir.cache import (
+    LayerPlan,
+    RowState,
+    StreamingCache,
+    ValidationError,
+    check_state,
+    integer,
+    list_of,
+    record,
+    unlike_policies,
+)
+from weir.errors import WeirError, quote
+from weir.models import fingerprint
+from weir.policies import Policy
+from weir.serve.sessions.records import Checkpoint
+
+FORMAT = 3
+KEY = "weir_node"
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """The model and policy that rows of a store belong to.
+
+    Attributes:
+        model: the model's fingerprint.
+        kind: of the rows (`RowState.kind`).
+        plans: of each layer of a cache of theirs.
+        vocabulary: token ids run from 0 to this, exclusive.
+    """
+
+    model: dict[str, Any]
+    kind: dict[str, Any]
+    plans: list[LayerPlan]
+    vocabulary: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, policy: str | Policy, chunk: int | None) -> RowFormat:
+        """The format of an engine's rows; no memory is taken for a cache.
+
+        Raises:
+            WeirError: there is no such cache.
+        """
+        cache = StreamingCache(model, policy, chunk=chunk)
+        vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
+        return cls(fingerprint(model), cache.kind, cache.plans, vocabulary)
+
+    def to_json(self) -> dict[str, Any]:
+        """The model and the kind, which a store or a file states about its rows."""
+        return {"model": self.model, "kind": self.kind}
+
+    def check(self, stated: Any) -> None:
+        """Refuse rows of another model or policy.
+
+        Args:
+            stated: what `to_json` of their format returned, perhaps.
+
+        Raises:
+            WeirError: naming what differs.
+        """
+        mine = self.to_json()
+        if not isinstance(stated, dict) or not all(isinstance(stated.get(n), dict) for n in mine):
+            raise WeirError("it does not say which model and policy it is of")
+        theirs = stated["model"]
+        differ = [name for name, value in self.model.items() if theirs.get(name) != value]
+        if differ:
+            what = ", ".join(f"{n} {quote(theirs.get(n))}, here {self.model[n]}" for n in differ)
+            raise WeirError(f"it is of another model ({what})")
+        unlike = unlike_policies(self.kind, stated["kind"])
+        if unlike is not None:
+            raise WeirError(f"its rows have the policy {quote(unlike[1])}, here {quote(unlike[0])}")
+        for name, value in self.kind.items():
+            other = stated["kind"].get(name)
+            if name not in ("policy", "pools") and other != value:
+                raise WeirError(f"its rows have the {name} {quote(other)}, here {quote(value)}")
+
+
+def encode_checkpoint(row_format: RowFormat, checkpoint: Checkpoint) -> bytes:
+    """A checkpoint as a safetensors file."""
+    state = checkpoint.state
+    facts = {
+        "format": FORMAT,
+        **row_format.to_json(),
+        "row": state.facts,
+        "pending": list(checkpoint.pending),
+    }
+    tensors = {name: t.detach().cpu().contiguous() for name, t in state.tensors.items()}
+    return save(tensors, {KEY: json.dumps(facts)})
+
+
+def decode_checkpoint(row_format: RowFormat, data: bytes) -> Checkpoint:
+    """The checkpoint in a file that `encode_checkpoint` wrote, which a checksum has to show.
+
+    Raises:
+        WeirError: it is damaged, or of another version.
+    """
+    facts, state = _decode(row_format, data)
+    return Checkpoint(state, tuple(facts["pending"]))
+
+
+def decode_foreign(row_format: RowFormat, data: bytes) -> Checkpoint:
+    """The checkpoint in somebody else's file, validated as a session's row is.
+
+    Args:
+        row_format: the format that its row must have.
+        data: the whole file; no tensor is larger than what is in it.
+
+    Raises:
+        WeirError: it is damaged, of another model or policy, or its row is one that no stream has.
+    """
+    facts, state = _decode(row_format, data)
+    row_format.check(facts)
+    token = integer(0, row_format.vocabulary - 1)
+    try:
+        record(
+            format=integer(FORMAT, FORMAT),
+            model=_accept,
+            kind=_accept,
+            row=_accept,
+            pending=list_of(token),
+        )(facts, "")
+    except ValidationError as wrong:
+        raise WeirError(f"what it says cannot be: {wrong}") from None
+    check_state(
+        row_format.plans,
+        state,
+        vocabulary=row_format.vocabulary,
+        chunk=row_format.kind["chunk"],
+        origin=row_format.kind["origin"],
+    )
+    return Checkpoint(state, tuple(facts["pending"]))
+
+
+def _decode(row_format: RowFormat, data: bytes) -> tuple[dict[str, Any], RowState]:
+    """What a file states, and its row as it is.
+
+    Raises:
+        WeirError: it is no snapshot, or of another version.
+    """
+    try:
+        facts = json.loads(_read_metadata(data)[KEY])
+        tensors = load(data)
+    except (SafetensorError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise WeirError(f"it is damaged or no snapshot of weir ({quote(str(error))})") from None
+    found = facts.get("format") if isinstance(facts, dict) else facts
+    if found != FORMAT:
+        raise WeirError(f"it has the format {quote(found)}, and this weir reads {FORMAT}")
+    return facts, RowState(row_format.kind, facts.get("row"), tensors)
+
+
+def _accept(value: Any, place: str) -> None:
+    """No check here: the value is compared as a whole elsewhere."""
+
+
+def _read_metadata(data: bytes) -> dict[str, str]:
+    """The texts at the beginning of a safetensors file, which `load` leaves out.
+
+    Raises:
+        ValueError, LookupError, RecursionError: there are none.
+    """
+    length = int.from_bytes(data[:8], "little")
+    if not 0 < length <= len(data) - 8:
+        raise ValueError("its header is longer than it is")
+    found = json.loads(data[8 : 8 + length])["__metadata__"]
+    if not isinstance(found, dict):
+        raise ValueError("it says nothing of itself")
+    return found

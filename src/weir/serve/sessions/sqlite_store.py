@@ -1,0 +1,343 @@
+"""SQLite-backed session store: checkpoints, and the records of the turns that they end.
+
+Every query names the owner, so that another owner's sessions look absent. Names that come from
+clients are values in tables, never parts of a path. Knows nothing about HTTP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sqlite3
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any, Self
+
+from transformers import PreTrainedModel
+
+from weir.errors import WeirError
+from weir.policies import Policy
+from weir.serve.messages import Message
+from weir.serve.sessions.database import fetch_all, fetch_one
+from weir.serve.sessions.records import (
+    Checkpoint,
+    NameTaken,
+    OnSaved,
+    SessionSummary,
+    TurnRecord,
+    TurnTokens,
+)
+from weir.serve.sessions.snapshot import RowFormat
+from weir.serve.sessions.sqlite_checkpoints import SQLiteCheckpoints
+from weir.serve.sessions.writer import BackgroundWriter
+
+SCRATCH = "moving"
+_KEPT = "node, owner, parent, chain, messages, last, seen, usage, created, ids"
+_COLUMNS = f"""{_KEPT}, (
+    SELECT session FROM members WHERE members.node = records.node ORDER BY members.number LIMIT 1
+) AS session"""
+
+
+class SQLiteStore:
+    """Sessions on disk (`SessionStore`), written by a thread of their own.
+
+    Args:
+        folder: where they are kept; created if missing. One process at a time may use it.
+        model: whose rows they are.
+        policy: of the rows.
+        chunk: of the rows; None for what the policy was measured with, or 64.
+        limit: bytes of all snapshots; past it the least recently used turns are deleted. None for
+            no limit.
+        queue: turns that may wait to be written; `save` of one more waits.
+
+    Raises:
+        WeirError: the folder cannot be used, another process uses it, or what is in it is of
+            another model or policy.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        model: PreTrainedModel,
+        policy: str | Policy,
+        *,
+        chunk: int | None = None,
+        limit: int | None = None,
+        queue: int = 2,
+    ) -> None:
+        row_format = RowFormat.of(model, policy, chunk)
+        self.checkpoints = SQLiteCheckpoints(Path(folder), row_format, limit)
+        self._scratch = self.checkpoints.folder / SCRATCH
+        shutil.rmtree(self._scratch, ignore_errors=True)  # what a killed process left
+        self._writer = BackgroundWriter(self._write, queue)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Write what waits, and release the folder."""
+        self._writer.close()
+        self.checkpoints.close()
+
+    # --- saving
+
+    def load(self, node: str) -> Checkpoint:
+        """A checkpoint; its state is read from disk when it is first needed."""
+        return self.checkpoints.load(node)
+
+    def save(self, checkpoint: Checkpoint, record: TurnRecord, done: OnSaved) -> None:
+        """Save a turn in the writer's thread, which calls `done`."""
+        self._writer.submit(checkpoint, record, done)
+
+    def _write(self, checkpoint: Checkpoint, record: TurnRecord) -> None:
+        with self._checking_names():
+            added = [(record.node, checkpoint)]
+            with self.checkpoints.adding(added, "one turn") as db:
+                _insert(db, record)
+
+    def import_session(
+        self, records: Sequence[TurnRecord], checkpoints: Sequence[Checkpoint]
+    ) -> SessionSummary:
+        """Save the turns of one new session, parents first; all or none."""
+        added = [(r.node, checkpoint) for r, checkpoint in zip(records, checkpoints, strict=True)]
+        with self._checking_names(), self.checkpoints.adding(added, "the session") as db:
+            for record in records:
+                _insert(db, record)
+        found = self.get_session(records[0].owner, records[0].session)
+        if found is None:
+            raise WeirError("the session was imported, but others took its room at once")
+        return found
+
+    def drop(self, node: str) -> None:
+        """Delete a turn, if there is one of that name."""
+        self.checkpoints.delete([node])
+
+    @contextmanager
+    def _checking_names(self) -> Iterator[None]:
+        """Refuse names that are no text: SQLite cannot hold lone surrogates."""
+        try:
+            yield
+        except UnicodeEncodeError:
+            raise WeirError("the name of this session is no text") from None
+
+    # --- finding
+
+    def find_history(self, owner: str, chain: str) -> TurnRecord | None:
+        """The owner's newest turn that ends a conversation of this hash."""
+        return self._record("owner = ? AND chain = ?", owner, chain)
+
+    def find_turn(self, owner: str, node: str) -> TurnRecord | None:
+        """A turn of the owner's."""
+        return self._record("owner = ? AND node = ?", owner, node)
+
+    def ancestry(self, owner: str, node: str) -> list[TurnTokens]:
+        """The tokens that led to a turn of the owner's, as far back as its turns are kept."""
+        if not _is_text(owner, node):
+            return []
+        with self.checkpoints.reading() as db:
+            found = fetch_all(
+                db,
+                "WITH RECURSIVE line (node, parent, seen, ids) AS (SELECT node, parent, seen, ids "
+                "FROM records WHERE node = ?1 AND owner = ?2 UNION ALL SELECT records.node, "
+                "records.parent, records.seen, records.ids FROM records JOIN line "
+                "ON records.node = line.parent AND records.owner = ?2 "
+                "AND records.seen = line.seen - length(line.ids) / 4 AND records.seen < line.seen) "
+                "SELECT node, seen, ids FROM line ORDER BY seen",
+                node,
+                owner,
+            )
+        return [TurnTokens(row["node"], row["seen"], row["ids"]) for row in found]
+
+    def get_session(self, owner: str, session: str) -> SessionSummary | None:
+        """A session of the owner's."""
+        found = self._summaries("owner = ? AND session = ?", owner, session)
+        return found[0] if found else None
+
+    def list_sessions(self, owner: str) -> list[SessionSummary]:
+        """All sessions of the owner, the least recently used first."""
+        return self._summaries("owner = ?", owner)
+
+    def list_turns(self, owner: str, session: str) -> list[TurnRecord]:
+        """The turns of a session that are kept, in the order they came."""
+        if not _is_text(owner, session):
+            return []
+        with self.checkpoints.reading() as db:
+            found = fetch_all(
+                db,
+                f"SELECT {_COLUMNS} FROM records JOIN (SELECT node AS member, number AS place FROM "
+                "members WHERE owner = ? AND session = ?) ON member = node ORDER BY place",
+                owner,
+                session,
+            )
+        return [_read(row) for row in found]
+
+    def _record(self, where: str, *values: str) -> TurnRecord | None:
+        """The newest record of which a condition is true."""
+        if not _is_text(*values):
+            return None
+        with self.checkpoints.reading() as db:
+            row = fetch_one(
+                db,
+                f"SELECT {_COLUMNS} FROM records WHERE {where} ORDER BY number DESC LIMIT 1",
+                *values,
+            )
+        return None if row is None else _read(row)
+
+    def _summaries(self, where: str, *values: str) -> list[SessionSummary]:
+        """Sessions of which a condition is true; their messages are not read."""
+        if not _is_text(*values):
+            return []
+        uses = json.dumps(self.checkpoints.unwritten_uses())
+        with self.checkpoints.reading() as db:
+            found = fetch_all(
+                db,
+                "WITH own AS (SELECT session, count(*) AS turns, max(members.number) AS newest, "
+                "min(members.number) AS oldest, max(max(used, coalesce(uses.value, 0))) AS used "
+                "FROM members JOIN nodes ON name = node LEFT JOIN json_each(?) AS uses ON "
+                f"uses.key = node WHERE {where} GROUP BY session) "
+                "SELECT own.session, turns, head.node AS head, head.seen, head.usage, "
+                "head.topic, head.created AS used, begin.created AS created FROM own "
+                "JOIN members AS late ON late.number = newest "
+                "JOIN records AS head ON head.node = late.node "
+                "JOIN members AS early ON early.number = oldest "
+                "JOIN records AS begin ON begin.node = early.node ORDER BY own.used",
+                uses,
+                *values,
+            )
+        return [
+            SessionSummary(
+                row["session"],
+                row["head"],
+                row["turns"],
+                created=row["created"],
+                used=row["used"],
+                seen=row["seen"],
+                usage=json.loads(row["usage"]),
+                topic=row["topic"],
+            )
+            for row in found
+        ]
+
+    # --- sessions that exist
+
+    def fork(self, owner: str, node: str, session: str) -> SessionSummary:
+        """Begin a session that ends with a turn of another: that one and its ancestors."""
+        if not _is_text(owner, node, session):
+            raise WeirError("the name of this session is no text")
+        try:
+            with self.checkpoints.changing() as db:
+                path = fetch_all(
+                    db,
+                    "WITH RECURSIVE above (ancestor) AS (VALUES (?) UNION SELECT parent FROM "
+                    "records JOIN above ON node = ancestor WHERE owner = ?) SELECT node FROM "
+                    "records JOIN above ON node = ancestor WHERE owner = ? ORDER BY number",
+                    node,
+                    owner,
+                    owner,
+                )
+                if not path:
+                    raise WeirError("there is no such turn")
+                taken = "SELECT 1 FROM members WHERE owner = ? AND session = ?"
+                if fetch_one(db, taken, owner, session) is not None:
+                    raise NameTaken("there is a session of this name already")
+                for row in path:
+                    _join(db, owner, session, row["node"])
+        except sqlite3.Error as error:
+            raise self.checkpoints.refusal(error) from None
+        found = self.get_session(owner, session)
+        if found is None:
+            raise WeirError("there is no such turn")  # it was deleted this moment
+        return found
+
+    def remove_turns(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:
+        """Take turns out of a session; those that are in no other are deleted and returned."""
+        if not _is_text(owner, session, *nodes):
+            return []
+        with self.checkpoints.exclusive():
+            with self.checkpoints.reading() as db:
+                found = fetch_all(
+                    db,
+                    "SELECT node, (SELECT count(*) FROM members AS m WHERE m.node = members.node) "
+                    "AS places FROM members WHERE owner = ? AND session = ? AND node IN "
+                    "(SELECT value FROM json_each(?))",
+                    owner,
+                    session,
+                    json.dumps(sorted(nodes)),
+                )
+            gone = [row["node"] for row in found if row["places"] == 1]
+            shared = json.dumps([row["node"] for row in found if row["places"] > 1])
+            self.checkpoints.delete(gone)
+            try:
+                with self.checkpoints.changing() as db:
+                    db.execute(
+                        "DELETE FROM members WHERE owner = ? AND session = ? AND node IN "
+                        "(SELECT value FROM json_each(?))",
+                        (owner, session, shared),
+                    )
+            except sqlite3.Error as error:
+                raise self.checkpoints.refusal(error) from None
+        return gone
+
+    def make_scratch_folder(self) -> TemporaryDirectory[str]:
+        """A folder for a large file in transit; the next start deletes what a crash leaves."""
+        with contextlib.suppress(FileExistsError):
+            self._scratch.mkdir(mode=0o700)
+        return TemporaryDirectory(dir=self._scratch)
+
+
+def _insert(db: sqlite3.Connection, record: TurnRecord) -> None:
+    """Insert a record in place of the one that its checkpoint has."""
+    for table in ("records", "members"):
+        db.execute(f"DELETE FROM {table} WHERE node = ?", (record.node,))
+    db.execute(
+        f"INSERT INTO records ({_KEPT}, topic) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            record.node,
+            record.owner,
+            record.parent,
+            record.chain,
+            json.dumps([message.kept() for message in record.messages]),
+            record.last,
+            record.seen,
+            json.dumps(record.usage),
+            record.created,
+            record.ids,
+            record.topic,
+        ),
+    )
+    _join(db, record.owner, record.session, record.node)
+
+
+def _join(db: sqlite3.Connection, owner: str, session: str, node: str) -> None:
+    """Put a turn into a session, as its newest."""
+    db.execute(
+        "INSERT INTO members (owner, session, node) VALUES (?, ?, ?)", (owner, session, node)
+    )
+
+
+def _read(row: sqlite3.Row) -> TurnRecord:
+    values: dict[str, Any] = dict(row)
+    values["messages"] = tuple(Message.read(kept) for kept in json.loads(values["messages"]))
+    values["usage"] = json.loads(values["usage"])
+    return TurnRecord(**values)
+
+
+def _is_text(*values: str) -> bool:
+    """Whether SQLite can hold these: no lone surrogates."""
+    try:
+        "".join(values).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
