@@ -264,10 +264,10 @@ def _pick_of_pairs(
             reach[at] = -1.0
             line = distances[at].ctypes.data
             _come_nearer(line, to_heavy, to_reach, len(reach), to_most, to_where, lanes)
-            largest, at = most[0], np.int64(where[0])
+            largest, at = most[0], int(where[0])
             for lane in range(1, lanes):
                 if most[lane] > largest or (most[lane] == largest and where[lane] < at):
-                    largest, at = most[lane], np.int64(where[lane])
+                    largest, at = most[lane], int(where[lane])
 
 
 _compiled_pick, _compiled_pick_of_pairs = compile_kernel(_pick), compile_kernel(_pick_of_pairs)

@@ -37,7 +37,7 @@ _FASTMATH = {"reassoc", "contract", "nsz"}
 
 
 @njit(nogil=True, fastmath=_FASTMATH)
-def _two_products(a: np.ndarray, b: np.ndarray, row: np.ndarray) -> tuple[float, float]:
+def _two_products(a: np.ndarray, b: np.ndarray, row: np.ndarray) -> tuple[np.float32, np.float32]:
     """Inner products of two lines, as they are stored, with a row."""
     p = q = np.float32(0.0)
     for j in range(row.shape[0]):
