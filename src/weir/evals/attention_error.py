@@ -309,8 +309,8 @@ def _answer(it: LayerInputs, pipe: Pipe, seed: int, setup: ErrorSetup) -> _Answe
         out = _feed(layer, it, before, setup.tokens)
     else:
         out = _feed(layer, it, 0, setup.tokens)[:, :, before:]
-    assert layer.slab is not None
-    held = layer.slab.position[0, :, : layer.used[0]] >= 0
+    assert layer.state.slab is not None
+    held = layer.state.slab.position[0, :, : layer.state.used[0]] >= 0
     kept = float(held.sum(dim=1).float().mean()) / before
     return _Answer(out.float(), kept, sum(timed.spent))
 

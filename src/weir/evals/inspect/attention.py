@@ -186,19 +186,19 @@ class _Watcher(ListeningCache):
         queries, keys, _ = asked
         (piece,) = forward.plan.on(queries.device).segments  # a call is no longer than the tail
         its = self.stack[layer]
-        assert its.slab is not None
+        assert its.state.slab is not None
         positions = its.spec.positions
         if positions.rotary is not None and not positions.placed:
             queries = positions.rotary.rotate(queries, piece.positions)
         # All rows and heads alike: tokens in order, and those of this call behind them.
-        end = its.ends(piece.waiting)[0] + piece.width
+        end = its.state.ends(piece.waiting)[0] + piece.width
         self.look(
             Attention(
                 layer,
                 queries.unflatten(1, (keys.shape[1], -1)),
-                its.slab.read(0, end)[0],
+                its.state.slab.read(0, end)[0],
                 int(piece.start[0]),
-                its.slab.position[0, 0, :end],
+                its.state.slab.position[0, 0, :end],
                 form,
                 positions,
             )
