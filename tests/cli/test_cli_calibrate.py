@@ -53,6 +53,7 @@ def test_the_file_is_a_policy_for_every_command(capsys, model, text, tmp_path):
         assert "was calibrated for another model (layers 1, here 4," in ended.err
 
 
+@pytest.mark.slow
 def test_a_table_says_what_was_found(capsys, model, text, tmp_path):
     path = tmp_path / "budgets.toml"
     ended = run(
