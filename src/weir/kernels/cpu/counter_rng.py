@@ -20,7 +20,7 @@ _STEP, _BEGIN = np.uint64(0x9E3779B97F4A7C15), np.uint64(0x632BE59BD9B4E019)
 
 @numba.njit(inline="always")
 def _step(x: np.uint64, part: np.uint64) -> np.uint64:
-    """What a part of a draw's name makes of what those before have made (SplitMix64)."""
+    """Mix one more part of a draw's name into the state (SplitMix64)."""
     x = x + (part * _STEP + _BEGIN)
     x = (x ^ (x >> _SHIFTS[0])) * _FIRST
     x = (x ^ (x >> _SHIFTS[1])) * _SECOND
@@ -46,7 +46,7 @@ def draw_uniform(begun: list[int], first: int, position: Tensor, count: int) -> 
     """Uniform numbers in [0, 1) [batch, kv_heads, n, count], float64.
 
     Args:
-        begun: what seed, layer, pool and purpose make, of each row [batch].
+        begun: the state after seed, layer, pool and purpose, of each row [batch].
         first: the number of the first head.
         position: places in the stream [batch, kv_heads, n], int64.
         count: numbers of each token, those of the indices from 0 on.

@@ -34,7 +34,7 @@ _compiled_measure = compile_kernel(_measure, fastmath=("reassoc", "contract", "n
 
 
 def distances(keys: Tensor, others: Tensor) -> Tensor:
-    """From each key to each other [batch, kv_heads, n, m], float64.
+    """Distances from each key to each other [batch, kv_heads, n, m], float64.
 
     Args:
         keys: [batch, kv_heads, n, key_dim].

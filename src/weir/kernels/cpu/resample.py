@@ -34,7 +34,7 @@ _compiled_take = compile_kernel(_take)
 
 
 def resample(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Arguments and answer of `weir.pools.subgen.clusters.resample`."""
+    """Fill reservoirs; arguments and answer as of `weir.pools.subgen.clusters.resample`."""
     after = total.clone(memory_format=torch.contiguous_format)
     last = torch.full((*total.shape, u.shape[3]), -1, device="cpu")
     if weight.numel():

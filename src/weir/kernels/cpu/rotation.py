@@ -1,4 +1,4 @@
-"""Keys turned on by so many positions, on the CPU: `weir.slab.positions.Rotary.move`, to rounding.
+"""Keys rotated on by some positions, on the CPU: `weir.slab.positions.Rotary.move`, to rounding.
 
 Turns are reduced to a part of one in float64, as there, and then to an eighth, where a short
 polynomial has sine and cosine. Angles, sines and products of a key are never written down.
@@ -28,7 +28,7 @@ _TAU = np.float32(6.283185307179586)
 def _rotate_one(
     key: np.ndarray, by: float, per_turn: np.ndarray, turns: np.ndarray, out: np.ndarray
 ) -> None:
-    """One key [dim] into `out`, its first numbers turned; `turns` is room for half of those."""
+    """One key [dim] into `out`, its first numbers rotated; `turns` is room for half of those."""
     half = per_turn.shape[0]
     for i in range(half):
         turn = by * per_turn[i]
@@ -93,10 +93,10 @@ def rotate_keys(keys: Tensor, by: Tensor, per_turn: Tensor, out: Tensor | None =
 
     Args:
         keys: [batch, heads, n, dim], float32.
-        by: so many positions [batch or 1, heads or 1, n], int64.
+        by: positions to move on [batch or 1, heads or 1, n], int64.
         per_turn: turns for each position, of each pair (i, i + half) of the first numbers of a key
             [half], float64.
-        out: where they are written, of the shape of `keys`; None for new memory.
+        out: memory for the answer, of the shape of `keys`; None for new memory.
 
     Raises:
         WeirError: the numbers of a key do not lie side by side in `out`.
