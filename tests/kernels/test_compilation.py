@@ -39,7 +39,7 @@ def written(tmp_path: Path, monkeypatch) -> Iterator[Callable[[int], float]]:
         importlib.invalidate_caches()
         monkeypatch.setattr(sys, "dont_write_bytecode", True)
         out = np.zeros(1)
-        compilation.compiled(importlib.import_module("kernel").write)(out)
+        compilation.compile_kernel(importlib.import_module("kernel").write)(out)
         return float(out[0])
 
     yield write
@@ -48,10 +48,10 @@ def written(tmp_path: Path, monkeypatch) -> Iterator[Callable[[int], float]]:
 
 
 def test_a_kernel_is_made_anew_when_what_it_shares_with_others_has_changed(written, monkeypatch):
-    monkeypatch.setattr(compilation, "sources", lambda _path: "before")
+    monkeypatch.setattr(compilation, "source_digest", lambda _path: "before")
     assert written(1) == 1
     assert written(2) == 1  # what was kept: numba looks at the kernel's own file alone
-    monkeypatch.setattr(compilation, "sources", lambda _path: "after")
+    monkeypatch.setattr(compilation, "source_digest", lambda _path: "after")
     assert written(2) == 2
 
 
@@ -59,8 +59,8 @@ def test_every_file_below_a_kernel_tells_and_no_other(tmp_path):
     def stamp(name: str, text: str) -> str:
         (tmp_path / f"{name}.py").parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.py").write_text(text)
-        compilation.sources.cache_clear()
-        return compilation.sources(tmp_path / "cpu" / "one.py")
+        compilation.source_digest.cache_clear()
+        return compilation.source_digest(tmp_path / "cpu" / "one.py")
 
     stamp("three", "x = 1\n")
     stamp("cpu/two", "from weir.kernels.three import x\n")
@@ -97,8 +97,8 @@ def test_lines_are_found_in_the_memory_they_lie_in(to_write):
     held = torch.arange(2 * 3 * 9 * 5, dtype=torch.float32).view(2, 3, 9, 5)
     parts = held[:, 1:, 2:7], held[..., 3:4], held[:1, :, 8:], held.transpose(1, 2)
     for part in parts:  # of a part of one number a line, the next is that of another line
-        lines = compilation.in_lines(part, written=to_write)
-        where, steps = compilation.address(lines)
+        lines = compilation.with_unit_stride(part, writable=to_write)
+        where, steps = compilation.address_of(lines)
         place = sum((n - 1) * step for n, step in zip(part.shape, steps, strict=False))
         assert lines is part
         assert where + 4 * place == part[-1, -1, -1].data_ptr()
@@ -107,7 +107,7 @@ def test_lines_are_found_in_the_memory_they_lie_in(to_write):
 def test_what_would_be_written_to_a_copy_is_refused():
     turned = torch.zeros(1, 1, 4, 3).mT
     with pytest.raises(WeirError, match="side by side"):
-        compilation.in_lines(turned, written=True)
-    lines = compilation.in_lines(turned)
+        compilation.with_unit_stride(turned, writable=True)
+    lines = compilation.with_unit_stride(turned)
     assert torch.equal(lines, turned)
-    assert compilation.address(lines) == (lines.data_ptr(), (12, 12, 4))
+    assert compilation.address_of(lines) == (lines.data_ptr(), (12, 12, 4))

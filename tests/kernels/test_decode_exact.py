@@ -16,7 +16,7 @@ from weir.cache import StreamingCache
 from weir.slab.attention import AttentionParams, two_weight_attention
 
 kernel = pytest.importorskip(
-    "weir.kernels.cpu.decode_exact",
+    "weir.kernels.cpu.decode",
     reason="not installed: pip install 'weir-kv[fast]'",
     exc_type=ImportError,
 )

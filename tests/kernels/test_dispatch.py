@@ -72,7 +72,7 @@ def test_the_environment_may_ask_for_a_library(
     assert (on_cpu["walk"], on_cpu["decode"]) == ("triton", "triton")
     installed.remove("triton")
     dispatch._kernel.cache_clear()
-    with pytest.raises(WeirError, match=r"WEIR_KERNELS.*triton.*not installed.*'\.\[gpu\]'"):
+    with pytest.raises(WeirError, match=r"WEIR_KERNELS.*triton.*not installed.*'weir-kv\[gpu\]'"):
         kernels.paths(CPU)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton", reason="not installed: pip install 'weir-kv[gpu]'")
+pytestmark = pytest.mark.slow
 
 
 def test_kernels_compile_to_machine_code(tmp_path: Path) -> None:

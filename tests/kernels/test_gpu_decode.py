@@ -31,6 +31,7 @@ pytest.importorskip("triton", reason="not installed: pip install 'weir-kv[gpu]'"
 from weir.kernels.gpu.decode import decode
 
 need_triton()
+pytestmark = pytest.mark.slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOG_MILLION = 20 * math.log(2)

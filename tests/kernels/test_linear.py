@@ -187,11 +187,11 @@ def test_threads_hold_what_they_read_and_write_when_nobody_waits_for_them(monkey
             raise KeyboardInterrupt
 
     monkeypatch.setattr(linear_kernel, "_WORTH_A_THREAD", 1)
-    monkeypatch.setattr(linear_kernel, "_pool", lambda threads: Interrupted())
+    monkeypatch.setattr("weir.kernels.cpu.compilation._pool", lambda threads: Interrupted())
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     x, weight, bias = drawn(1, 8, 16, torch.float32, True)
     for multiply, matrix in ((linear, weight), (linear_kernel.linear_int8, weight.char())):
         with pytest.raises(KeyboardInterrupt):
             multiply(x, matrix, bias)
         held, part, *_ = submitted.pop()
-        assert [t.data_ptr() for t in held] == list(part.args[3:])
+        assert [t.data_ptr() for t in held] == list(part.args[4:])

@@ -19,7 +19,7 @@ from weir.pools.balance.halving import Halving, Sets
 LIBRARIES = {"numba": "fast", "triton": "gpu"}
 
 
-@pytest.fixture(params=LIBRARIES)
+@pytest.fixture(params=["numba", pytest.param("triton", marks=pytest.mark.slow)])
 def library(request: pytest.FixtureRequest) -> str:
     """A library that walks; skips the test where it is not installed."""
     extra = LIBRARIES[request.param]

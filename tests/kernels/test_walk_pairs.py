@@ -17,7 +17,7 @@ from weir import kernels
 from weir.pools.balance.halving import Halving, Sets
 
 halves = pytest.importorskip(
-    "weir.kernels.cpu.walk_pairs",
+    "weir.kernels.cpu.walk",
     reason="not installed: pip install 'weir-kv[fast]'",
     exc_type=ImportError,
 )

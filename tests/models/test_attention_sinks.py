@@ -210,6 +210,7 @@ def test_weir_loads_it_as_it_was_trained(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["attn_implementation"] == ATTENTION
 
 
+@pytest.mark.slow
 def test_without_weir_transformers_says_that_it_does_not_know_the_attention(tmp_path):
     model = make("llama")
     set_sink(model.config, "zero")

@@ -233,6 +233,7 @@ def test_a_cache_made_during_a_call_reads_the_model_and_not_the_call() -> None:
     assert torch.equal(found, alone[:, :30])
 
 
+@pytest.mark.slow
 def test_compiled_steps_in_threads() -> None:
     model, ids = make("llama"), tokens(1, 50)
     usual = stepped(model, ids)
@@ -252,6 +253,7 @@ def test_compiled_steps_in_threads() -> None:
         torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_compiling_is_switched_on_and_off_while_a_thread_runs() -> None:
     model, ids = make("llama"), tokens(1, 36)
     usual, done = stepped(model, ids), threading.Event()
@@ -393,7 +395,9 @@ assert not [name for name in sys.modules if name.startswith("weir.")]
 """
 
 
-@pytest.mark.parametrize("name", ["llama", "falcon", "mpt", "bloom"])
+@pytest.mark.parametrize(
+    "name", ["llama", "falcon", pytest.param("mpt", marks=pytest.mark.slow), "bloom"]
+)
 def test_a_model_is_pickled_without_its_caches(name: str, tmp_path: Path) -> None:
     model, ids = make(name), tokens(1, 20)
     plain, own = logits(model, ids), logits(model, ids, past_key_values=cached(model))

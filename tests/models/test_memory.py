@@ -83,7 +83,7 @@ def test_what_was_moved_is_not_moved_again_until_it_lies_elsewhere(offered, weig
 
 
 def test_linux_gives_large_pages(weight):
-    if not memory._offered():
+    if not memory._has_large_pages():
         pytest.skip("this system has no large pages")
     weights = [nn.Parameter(torch.randn(1100, 500)) for _ in range(8)]
     move_to_huge_pages(weights)

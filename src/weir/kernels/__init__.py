@@ -1,4 +1,4 @@
-"""What can be done faster than its reference, and which way is taken; nothing here is needed."""
+"""Optional kernels that are faster than their readable references, and which one is taken."""
 
 from weir.kernels.compiled_ops import dot_products, materialize, register_operator, weighted_sums
 from weir.kernels.dispatch import (

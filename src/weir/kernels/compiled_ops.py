@@ -34,7 +34,7 @@ def register_operator(
     like: Callable[..., Tensor],
     *others: Callable[..., Any],
 ) -> Any:
-    """A function as one operator, which the compiler looks into after it has read the model.
+    """Register a function as one operator, which the compiler expands after it has read the model.
 
     To read Python is most of what a step takes to be compiled when PyTorch has kept it from before,
     and an operator is one line of it. What PyTorch keeps it finds by the names of operators: so a
@@ -50,7 +50,7 @@ def register_operator(
     Returns:
         The operator, to be called as the function.
     """
-    called: list[Callable[..., Any]] = [
+    functions: list[Callable[..., Any]] = [
         function,
         like,
         *others,
@@ -60,20 +60,18 @@ def register_operator(
         _halves,
         _columns,
     ]
-    name = f"{name}_{zlib.crc32(_written(called)):08x}"
+    name = f"{name}_{zlib.crc32(_sources(functions)):08x}"
     torch.library.define(f"weir::{name}", signature)
 
     def made(*given: Any) -> Tensor:
-        return (like if _sized(given[0]) else function)(*given)
+        return (like if _needs_shape_only(given[0]) else function)(*given)
 
     torch.library.impl(f"weir::{name}", "CompositeImplicitAutograd", made)
     return getattr(torch.ops.weir, name)
 
 
-def _sized(t: Tensor) -> bool:
-    """Whether PyTorch asks for the sizes of an operator's answer and for nothing else, as it does
-    while it reads a model: nobody follows then what the answer is made of.
-    """
+def _needs_shape_only(t: Tensor) -> bool:
+    """Whether PyTorch asks only for the answer's shape, as it does while it reads a model."""
     return (
         isinstance(t, FakeTensor)
         and torch._C._len_torch_dispatch_stack() <= 1  # the mode of such tensors, and no other
@@ -82,16 +80,16 @@ def _sized(t: Tensor) -> bool:
     )
 
 
-def _written(functions: Iterable[Callable[..., Any]]) -> bytes:
-    """The files that functions stand in, or they alone where code came without files."""
-    written: dict[str, bytes] = {}
+def _sources(functions: Iterable[Callable[..., Any]]) -> bytes:
+    """The source files of functions, or their byte code where there are no files."""
+    sources: dict[str, bytes] = {}
     for function in functions:
         code = function.__code__
         try:
-            written[code.co_filename] = Path(code.co_filename).read_bytes()
+            sources[code.co_filename] = Path(code.co_filename).read_bytes()
         except OSError:  # as in an archive
-            written[code.co_filename + code.co_qualname] = marshal.dumps(code)
-    return b"".join(written.values())
+            sources[code.co_filename + code.co_qualname] = marshal.dumps(code)
+    return b"".join(sources.values())
 
 
 def materialize(t: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which kernel is taken, by where tensors are, what is installed and what the user asks for.
+"""Selection of a kernel, by where tensors are, what is installed and what the user asks for.
 
 A kernel is chosen by the device of the tensors and by what is installed: numba on the CPU, Triton
 on a GPU, and the reference (`weir.pools.balance.halving.walk`, `weir.slab.attention`) everywhere
@@ -21,18 +21,18 @@ import torch
 from weir.errors import WeirError, describe_missing
 
 LEAST_LANES = 16
-"""A kernel that takes queries in vectors takes so many, and values of so many numbers, at least."""
+"""Queries, and numbers of a value, that a kernel for segments of a prompt takes at least."""
 QuantizedVectors = tuple[torch.Tensor, torch.Tensor, int]
 """Quantized vectors: numbers as they are stored, their peaks, and how many steps make a peak."""
 VARIABLE = "WEIR_KERNELS"
 _BY_DEVICE = {"cpu": "numba", "cuda": "triton"}
 _LIBRARIES = ("numba", "triton")
-_MADE = {
+_KERNELS = {
     ("numba", "walk"): ("weir.kernels.cpu.walk", "walk"),
-    ("numba", "walk_pairs"): ("weir.kernels.cpu.walk_pairs", "walk_pairs"),
+    ("numba", "walk_pairs"): ("weir.kernels.cpu.walk", "walk_pairs"),
     ("numba", "farthest_first"): ("weir.kernels.cpu.farthest_first", "farthest_first"),
     ("numba", "draw_uniform"): ("weir.kernels.cpu.counter_rng", "draw_uniform"),
-    ("numba", "decode_exact"): ("weir.kernels.cpu.decode_exact", "decode_exact"),
+    ("numba", "decode_exact"): ("weir.kernels.cpu.decode", "decode_exact"),
     ("numba", "decode_quantized"): ("weir.kernels.cpu.decode_quantized", "decode_quantized"),
     ("numba", "distances"): ("weir.kernels.cpu.distances", "distances"),
     ("numba", "resample"): ("weir.kernels.cpu.resample", "resample"),
@@ -47,31 +47,31 @@ _MADE = {
     ("triton", "decode"): ("weir.kernels.gpu.decode", "decode"),
     ("triton", "decode_quantized"): ("weir.kernels.gpu.decode_quantized", "decode_quantized"),
 }
-"""What there is: (library, kernel) and where it lies."""
+"""The module and the function of each kernel of each library."""
 
 
 def walk(device: torch.device) -> Callable[..., Any] | None:
-    """What does as `weir.pools.balance.halving.walk` on a device; None for the reference."""
+    """The kernel for `weir.pools.balance.halving.walk`; None for the reference."""
     return _kernel(_library(device), "walk")
 
 
 def walk_pairs(keys: torch.Tensor) -> Callable[..., Any] | None:
-    """What walks through the pairs of blocks of such keys and makes their inner products on the way
-    (see `weir.kernels.cpu.walk_pairs`); None for PyTorch's products and `walk`.
+    """The kernel that walks through pairs of blocks and makes their inner products on the way (see
+    `weir.kernels.cpu.walk`); None for PyTorch's products and `walk`.
     """
-    return _of_floats("walk_pairs", keys)
+    return _for_floats("walk_pairs", keys)
 
 
 def decode(device: torch.device) -> Callable[..., Any] | None:
-    """What does as `weir.slab.attention.two_weight_attention` for one query a head on a
-    device; None for PyTorch.
+    """The kernel for `weir.slab.attention.two_weight_attention` with one query a head; None for
+    PyTorch.
     """
     return _kernel(_library(device), "decode")
 
 
 def decode_exact(device: torch.device, dtype: torch.dtype) -> Callable[..., Any] | None:
-    """What answers one query a head over exact slots (see `weir.kernels.cpu.decode_exact`); None
-    for PyTorch.
+    """The kernel for one query a head over exact slots (see `weir.kernels.cpu.decode`); None for
+    PyTorch.
 
     Args:
         device, dtype: of the slots.
@@ -85,85 +85,83 @@ def decode_exact(device: torch.device, dtype: torch.dtype) -> Callable[..., Any]
 
 
 def decode_quantized(device: torch.device) -> Callable[..., Any] | None:
-    """What answers one query a head over slots of which the first are quantized (see
+    """The kernel for one query a head over slots of which the first are quantized (see
     `weir.kernels.cpu.decode_quantized`); None where they are dequantized before they are read.
     """
     return _kernel(_library(device), "decode_quantized")
 
 
 def farthest_first(device: torch.device) -> Callable[..., Any] | None:
-    """What does the same as `weir.pools.kcenter.farthest_first` on a device; None for the
-    reference.
-    """
+    """The kernel for `weir.pools.kcenter.farthest_first`; None for the reference."""
     return _kernel(_library(device), "farthest_first")
 
 
 def draw_uniform(device: torch.device) -> Callable[..., Any] | None:
-    """What makes random numbers by name on a device (see `weir.kernels.cpu.counter_rng`); None for
-    `weir.pools.counter_rng` alone.
+    """The kernel for random numbers by name (see `weir.kernels.cpu.counter_rng`); None for
+    `weir.pools.draws` alone.
     """
     return _kernel(_library(device), "draw_uniform")
 
 
 def distances(device: torch.device) -> Callable[..., Any] | None:
-    """What measures Euclidean distances on a device (see `weir.kernels.cpu.distances`); None for
+    """The kernel for Euclidean distances (see `weir.kernels.cpu.distances`); None for
     `torch.cdist`.
     """
     return _kernel(_library(device), "distances")
 
 
 def resample(device: torch.device) -> Callable[..., Any] | None:
-    """What does as `weir.pools.subgen.clusters.resample` on a device; None for the reference."""
+    """The kernel for `weir.pools.subgen.clusters.resample`; None for the reference."""
     return _kernel(_library(device), "resample")
 
 
 def causal(queries: torch.Tensor, values: torch.Tensor) -> Callable[..., Any] | None:
-    """What answers the newest tokens over all slots (see `weir.kernels.cpu.causal`); None for
-    PyTorch.
+    """The kernel for attention of the newest tokens over all slots (see `weir.kernels.cpu.causal`);
+    None for PyTorch.
 
     Args:
         queries: [batch, kv_heads, group, length, key_dim].
         values: as they lie in the slab [batch, kv_heads, slots, value_dim].
     """
-    return _of_piece("causal", queries, values)
+    return _for_segment("causal", queries, values)
 
 
 def causal_and_received(queries: torch.Tensor, values: torch.Tensor) -> Callable[..., Any] | None:
-    """What does so and tells how much attention slots received; None where nothing does both."""
-    return _of_piece("causal_and_received", queries, values)
+    """As `causal`, a kernel that also returns the attention that slots received; None for none."""
+    return _for_segment("causal_and_received", queries, values)
 
 
 def rotate_keys(keys: torch.Tensor) -> Callable[..., Any] | None:
-    """What does as `weir.slab.positions.Rotary.move` for such keys (see
-    `weir.kernels.cpu.rotation`); None for PyTorch.
+    """The kernel for `weir.slab.positions.Rotary.move` (see `weir.kernels.cpu.rotation`); None for
+    PyTorch.
     """
-    return _of_floats("rotate_keys", keys)
+    return _for_floats("rotate_keys", keys)
 
 
 def dequantize_int8(out: torch.Tensor) -> Callable[..., Any] | None:
-    """What does as `weir.slab.quantization.dequantize` for vectors of 8 bits that are read into
-    such a tensor (see `weir.kernels.cpu.int8_codec`); None for PyTorch.
+    """The kernel that reads vectors of 8 bits into such a tensor (see
+    `weir.kernels.cpu.int8_codec`); None for PyTorch.
     """
-    return _of_floats("dequantize_int8", out)
+    return _for_floats("dequantize_int8", out)
 
 
 def quantize_int8(x: torch.Tensor) -> Callable[..., Any] | None:
-    """What does as `weir.slab.quantization.quantize` for such vectors and 8 bits (see
-    `weir.kernels.cpu.int8_codec`); None for PyTorch.
+    """The kernel that quantizes such vectors to 8 bits (see `weir.kernels.cpu.int8_codec`); None
+    for PyTorch.
     """
-    return _of_floats("quantize_int8", x)
+    return _for_floats("quantize_int8", x)
 
 
 def linear(device: torch.device) -> Callable[..., Any] | None:
-    """What does as `torch.nn.functional.linear` for few rows on a device (see
-    `weir.kernels.cpu.linear`); None where PyTorch alone does.
+    """The kernel for `torch.nn.functional.linear` with few rows (see `weir.kernels.cpu.linear`);
+    None for PyTorch.
     """
     return _kernel(_library(device), "linear")
 
 
 def linear_int8(device: torch.device) -> Callable[..., Any] | None:
-    """A product of few rows with a weight of 8 bits on a device (see `weir.kernels.cpu.linear`);
-    None where there is none.
+    """The kernel for products of few rows with a weight of 8 bits (see `weir.kernels.cpu.linear`);
+    None for none.
     """
     return _kernel(_library(device), "linear_int8")
 
@@ -182,24 +180,24 @@ def is_compiling() -> bool:
 
 
 def paths(device: torch.device) -> dict[str, str]:
-    """Which way each kernel goes on a device: the library's name, or `reference`."""
+    """The library that runs each kernel on a device, or `reference`."""
     library = _library(device)
-    names = dict.fromkeys(kernel for _, kernel in _MADE)
+    names = dict.fromkeys(kernel for _, kernel in _KERNELS)
     return {name: library if _kernel(library, name) else "reference" for name in names}
 
 
-def _of_piece(name: str, queries: torch.Tensor, values: torch.Tensor) -> Callable[..., Any] | None:
-    """A kernel for the queries of a piece of a prompt."""
+def _for_segment(
+    name: str, queries: torch.Tensor, values: torch.Tensor
+) -> Callable[..., Any] | None:
+    """A kernel for the queries of a segment of a prompt."""
     # PyTorch shares the heads out among threads.
     if torch.get_num_threads() > 1 or min(queries.shape[3], values.shape[3]) < LEAST_LANES:
         return None
-    return _of_floats(name, queries) if values.dtype == queries.dtype else None
+    return _for_floats(name, queries) if values.dtype == queries.dtype else None
 
 
-def _of_floats(name: str, t: torch.Tensor) -> Callable[..., Any] | None:
-    """A kernel for float32 on the CPU; none in a graph that is being compiled, for gradients, or
-    where PyTorch follows what is done.
-    """
+def _for_floats(name: str, t: torch.Tensor) -> Callable[..., Any] | None:
+    """A kernel for float32 on the CPU; None for gradients and while PyTorch compiles or traces."""
     if t.device.type != "cpu" or t.dtype != torch.float32 or t.requires_grad:
         return None
     if is_compiling():
@@ -208,10 +206,10 @@ def _of_floats(name: str, t: torch.Tensor) -> Callable[..., Any] | None:
 
 
 def _library(device: torch.device) -> str:
-    """The library that is asked for.
+    """The library to take.
 
     Raises:
-        WeirError: the environment asks for one that there is not.
+        WeirError: the environment asks for a library that does not exist or is not installed.
     """
     wanted = os.environ.get(VARIABLE, "")
     if not wanted:
@@ -225,9 +223,9 @@ def _library(device: torch.device) -> str:
 
 @lru_cache
 def _kernel(library: str, name: str) -> Callable[..., Any] | None:
-    if (library, name) not in _MADE or find_spec(library) is None:
+    if (library, name) not in _KERNELS or find_spec(library) is None:
         return None
-    module, function = _MADE[library, name]
+    module, function = _KERNELS[library, name]
     try:
         return getattr(import_module(module), function)
     except ImportError:  # installed, but not for this Python, NumPy or PyTorch

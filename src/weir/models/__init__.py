@@ -1,4 +1,4 @@
-"""What weir must know of a model, and how it gets inside."""
+"""Loading and describing transformers models, and the hooks that weir puts on them."""
 
 # First, before a file that needs what other releases of transformers do not have.
 from weir.models.versions import check_versions

@@ -1,4 +1,4 @@
-"""Which attention sink a model was trained with, and softmax-off-by-one for those with a Zero Sink.
+"""The attention sink a model was trained with, and softmax-off-by-one for a Zero Sink.
 
 StreamingLLM (Xiao et al. 2023), section 3.3, trains models in three ways: as ever; with SoftMax_1,
 whose denominator has one more, so that attention need not sum up to one ("Zero Sink"); and with a

@@ -26,19 +26,19 @@ WAITING = (
     "compiling the decode step of this model, which takes from seconds to minutes, and less where "
     "PyTorch has kept it from before"
 )
-"""What is said before something is compiled."""
+"""The notice before something is compiled."""
 
 
 class CompiledStep(Protocol):
-    """What stands for the cache in a compiled step."""
+    """The cache's stand-in in a compiled step."""
 
     @property
     def sizes(self) -> Hashable:
-        """What the compiler makes graphs of their own for."""
+        """The sizes that the compiler makes a graph of its own for."""
 
 
 class Compiling:
-    """How the steps of one model are to be compiled, from its first cache to its last.
+    """Compilation of one model's steps, from its first cache to its last.
 
     `torch.compile` keeps and counts what it has compiled by the code object of a function. All
     models of a class share the code of their forward, so the sizes of one would use up the limit of
@@ -141,7 +141,7 @@ def _around(forward: Callable[..., Any]) -> FunctionType:
 
 
 class Compiled:
-    """A decoder's forward, whose steps with caches of weir are compiled."""
+    """Compiled forward of a decoder, for steps with caches of weir."""
 
     def __init__(self, own: Callable[..., Any], compiling: Compiling) -> None:
         self._graph = compiling.of(own)
@@ -165,7 +165,7 @@ class Compiled:
         if not made and not how.strict:
             _say(WAITING)
         try:
-            with nullcontext() if made else _uncollected():
+            with nullcontext() if made else _without_garbage_collection():
                 output = self._graph(**{**given, "past_key_values": step})
         except exc.FailOnRecompileLimitHit:
             how.refused.add(sizes)
@@ -192,9 +192,9 @@ class Compiled:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Python looks for no garbage meanwhile: compiling makes millions of objects which live until
-    it is done, and to walk through them again and again took a seventh of it and more.
+def _without_garbage_collection() -> Iterator[None]:
+    """Pause garbage collection: compiling makes millions of objects that live until it is done, and
+    to walk through them again and again took a seventh of the time and more.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -206,12 +206,12 @@ def _uncollected() -> Iterator[None]:
 
 
 def _say(sentence: str) -> None:
-    """On standard error, from which those who wait learn why."""
+    """Write a sentence to standard error, for those who wait."""
     sys.stderr.write(f"weir: {sentence}\n")
     sys.stderr.flush()
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong, in a line; a backend's name comes first, and what it says after it."""
+    """The reason in one line; a backend's error has its name first and the reason after it."""
     first, *others = str(error).strip().splitlines()
     return others[0] if others and first.endswith("raised:") else first

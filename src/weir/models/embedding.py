@@ -26,13 +26,13 @@ COMPLAINTS = (
     ("do not match", "feature"),
     ("<image> tokens not divisible",),  # SmolVLM's, and transformers' until it counted features
 )
-"""What errors say of images and image tokens that do not fit: all the words of one of these."""
+"""Words of errors about images that do not fit their tokens: all those of one line."""
 
 
 def embed(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor:
-    """What the decoder of a model reads in place of ids, images in the place of their tokens.
+    """The embeddings that a model's decoder reads, with images in the place of their tokens.
 
-    The model makes it itself: it is called as ever, but that its decoder answers at once.
+    The model makes them: it is called as usual, with a decoder that returns its input.
 
     Args:
         model: with images that weir streams.
@@ -73,9 +73,9 @@ def embed(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor:
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-            told = mismatch(error)
-            if told is not None:
-                raise told from None
+            complaint = mismatch(error)
+            if complaint is not None:
+                raise complaint from None
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise WeirError(
                 f"the model cannot read these ids and images ({reason}); pass what its own "
@@ -87,7 +87,7 @@ def embed(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor:
 
 
 def mismatch(error: BaseException) -> WeirError | None:
-    """A model's own complaint that images and image tokens do not fit, as one sentence.
+    """Restate a model's complaint that images and image tokens do not fit.
 
     Args:
         error: what a call of the model raised.

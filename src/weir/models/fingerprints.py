@@ -1,4 +1,4 @@
-"""What tells one model from another, read from what is at hand: no weight is made dense or loaded.
+"""Fingerprints of models from the weights at hand: no weight is made dense or loaded.
 
 Of an ordinary model these are some numbers of all its weights. Of one that is sharded, quantized or
 offloaded they are numbers of the local shard, of the quantized payload, and of the weights where
@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 SOME = 64
-"""Numbers of each weight that are looked at, the first ones."""
+"""Numbers of each weight that are read, the first ones."""
 PLACES = ("rope_parameters", "layer_types", "sliding_window")
-"""What a configuration says of positions and windows: no weights, but another model."""
+"""Settings of positions and windows, which make another model of the same weights."""
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
@@ -40,10 +40,9 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def weights_of(decoder: nn.Module, config: Any) -> str:
-    """What tells a decoder's weights from others of the same shapes; worked out once for each.
+    """Checksum of a decoder's weights, kept until a weight is replaced or written to.
 
-    It is worked out again when a weight was replaced or written to. What is written behind
-    PyTorch's back, through `weight.data`, is not noticed.
+    A write behind PyTorch's back, through `weight.data`, is not noticed.
 
     Args:
         decoder: the module that caches are for.
@@ -58,8 +57,8 @@ def weights_of(decoder: nn.Module, config: Any) -> str:
     known = _KNOWN.get(decoder)
     if known is not None and known.said == said and len(known.seen) == len(now):
         same = (
-            was() is weight and its == more
-            for (was, *its), (weight, *more) in zip(known.seen, now, strict=True)
+            was() is weight and before == after
+            for (was, *before), (weight, *after) in zip(known.seen, now, strict=True)
         )
         if all(same):
             return known.digest
@@ -94,7 +93,7 @@ def _said(config: Any) -> str:
 
 
 def _version(weight: Tensor) -> int:
-    """How often a weight was written to; 0 where nobody counts."""
+    """How often a weight was written to; 0 where PyTorch does not count."""
     try:
         return weight._version
     except RuntimeError:  # made in inference mode

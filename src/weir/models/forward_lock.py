@@ -1,6 +1,6 @@
-"""Whose turn it is to call a model: what a call switches, another thread must not see.
+"""Lock around forwards of a model: another thread must not see what a call switches.
 
-Models made from one configuration object switch attention together, so they take turns together.
+Models made from one configuration object switch attention together, so they share one lock.
 Knows nothing about caches or attention.
 """
 
@@ -17,23 +17,22 @@ from typing import Any
 from torch import nn
 
 _LOCKS: weakref.WeakValueDictionary[int, ForwardLock] = weakref.WeakValueDictionary()
-"""By the id of a configuration, which they hold on to."""
+"""By the id of a configuration, which the lock holds on to."""
 
 _MAKING = threading.RLock()
-"""By one thread twice where its garbage is collected while it holds it."""
+"""Reentrant: a thread's garbage may be collected while it holds the lock."""
 
 _CALL = nn.Module._call_impl.__code__
-
 
 _LOOKING = threading.Lock()
 """Held by the thread that has switched garbage collection off."""
 
 
 class ForwardLock:
-    """Whose turn it is to call the models of one configuration: `with lock:` takes it.
+    """Reentrant lock around calls of one configuration's models.
 
-    A lock of its own would not do: these turns are the same for all only as long as somebody holds
-    them, and who waits for a lock holds no more than that.
+    A class, since `threading.RLock` cannot be held weakly: the lock of a configuration is the same
+    for all only as long as somebody holds this object, and a waiting thread does.
     """
 
     def __init__(self, config: Any) -> None:
@@ -48,7 +47,7 @@ class ForwardLock:
 
 
 def forward_lock_of(config: Any) -> ForwardLock:
-    """The turns of the models of a configuration, the same as long as anybody holds them."""
+    """The lock of a configuration's models, the same object as long as anybody holds it."""
     with _MAKING:
         found = _LOCKS.get(id(config))
         if found is None:
@@ -57,13 +56,13 @@ def forward_lock_of(config: Any) -> ForwardLock:
 
 
 def wait_for_others(module: nn.Module, taking: CodeType) -> None:
-    """Wait for the calls of a module that began in other threads before it was made to take turns.
+    """Wait for calls of a module that other threads began before it had a lock.
 
-    They hold no lock, so they are looked for where they are: in the threads' stacks.
+    They hold no lock, so the threads' stacks are searched for them.
 
     Args:
-        module: the module; the turn to call it is the caller's.
-        taking: the code of the function that takes turns; a call within it is one that waits.
+        module: the module; the caller holds its lock.
+        taking: the code of the function that takes the lock; calls inside it are waiting.
     """
     # By frame, whether it calls the module: each is looked into once (`_self_of`).
     judged: dict[FrameType, bool] = {}
@@ -78,7 +77,7 @@ def wait_for_others(module: nn.Module, taking: CodeType) -> None:
 def _calls(
     frame: FrameType | None, module: nn.Module, taking: CodeType, judged: dict[FrameType, bool]
 ) -> bool:
-    """Whether a thread whose innermost frame this is calls the module, not taking turns."""
+    """Whether a thread with this innermost frame calls the module without the lock."""
     while frame is not None and frame.f_code is not taking:
         if frame.f_code is _CALL:
             if frame not in judged:

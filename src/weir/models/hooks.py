@@ -33,11 +33,11 @@ from weir.models.compiling import Compiled, CompiledStep, Compiling
 from weir.models.embedding import mismatch
 from weir.models.forward_lock import forward_lock_of, wait_for_others
 from weir.models.images import pictures_in
-from weir.models.legacy_attention import install, unmasked
+from weir.models.legacy_attention import install, mask_for
 from weir.models.linear_kernels import choose_products
 from weir.models.method_patch import MethodPatch
 from weir.models.model_spec import ModelSpec, describe, input_device
-from weir.models.mrope import OFFSETS, noting_sizes, offsets
+from weir.models.mrope import OFFSETS, note_sizes, offsets
 from weir.models.quantized_weights import quantizes_inputs
 from weir.slab import AttentionParams
 
@@ -151,7 +151,7 @@ class Attachment:
         if facts.images is not None and facts.images.axes:
             for kind in ("image", "video"):
                 name = f"get_{kind}_features"
-                self._towers.append(MethodPatch(facts.decoder, name, noting_sizes(kind)))
+                self._towers.append(MethodPatch(facts.decoder, name, note_sizes(kind)))
         self._uninstall = install(facts.kind, facts.decoder, facts.attentions, self)
 
     def wait(self) -> None:
@@ -270,7 +270,7 @@ class Attachment:
         ids = given.get("input_ids")
         tokens = given["inputs_embeds"] if ids is None else ids
         alibi = any(layer.positions.alibi is not None for layer in self.facts.layers)
-        replaced: dict[str, Any] = {"attention_mask": unmasked(self.facts.kind, alibi, tokens)}
+        replaced: dict[str, Any] = {"attention_mask": mask_for(self.facts.kind, alibi, tokens)}
         if "position_ids" in self._signature.parameters:
             # Some scalings of RoPE change a model for good when they meet a high position.
             zeros = torch.zeros(1, tokens.shape[1], dtype=torch.int64, device=tokens.device)

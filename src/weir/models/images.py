@@ -1,4 +1,4 @@
-"""Images in a stream: which models have them, which are streamed, and what makes no sense.
+"""Images in a stream: models that have them, those that are streamed, and calls that are refused.
 
 In the models named here an image is tokens like any other once the model has put its features in
 the place of image tokens: causal attention, and one place each, or three (`mrope`). weir lets the
@@ -34,7 +34,7 @@ PICTURES = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
 
 @dataclass(frozen=True)
 class Images:
-    """What weir knows of a model's images.
+    """Description of a model's images.
 
     Attributes:
         kind: the model type around the decoder.
@@ -117,14 +117,16 @@ def pictures_in(given: Mapping[str, Any]) -> list[str]:
         given: the arguments by name.
     """
 
-    def brings(it: Any) -> bool:
-        return any(map(brings, it.values())) if isinstance(it, dict) else it is not None
+    def brings(value: Any) -> bool:
+        if isinstance(value, dict):
+            return any(map(brings, value.values()))
+        return value is not None
 
     return [name for name in PICTURES if brings(given.get(name))]
 
 
 def images_of(config: Any) -> Images | None:
-    """What is known of the images of a model with this configuration; None for a text model.
+    """Describe the images of a model with this configuration; None for a text model.
 
     Args:
         config: of the model around the decoder.
@@ -139,7 +141,7 @@ def images_of(config: Any) -> Images | None:
 
 
 def unfitting(reason: str) -> WeirError:
-    """Images and image tokens of a call do not fit each other, for this reason."""
+    """The error for images and image tokens that do not fit each other, with the reason."""
     return WeirError(
         f"the images of this call do not fit its image tokens ({reason}); pass each image with "
         "all of its tokens, and none that was fed before; what is to be cut inside an image is fed "

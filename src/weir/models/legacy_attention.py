@@ -22,7 +22,7 @@ from weir.slab import AttentionParams
 
 
 class Runner(Protocol):
-    """Who attends: `hooks.Attachment`."""
+    """Runs attention: `hooks.Attachment`."""
 
     @property
     def running(self) -> object | None:
@@ -53,12 +53,12 @@ def falcon(module: Any, attend: Attend, hidden: Tensor) -> tuple[Tensor, None]:
     Returns:
         ([batch, length, hidden], None): the module's output, and no attention weights.
     """
-    queries, keys, values = grouped(
+    queries, keys, values = split_groups(
         module.query_key_value(hidden), module.num_kv_heads, module.head_dim
     )
     params = AttentionParams(scale=module.inv_norm_factor)
     out = attend(module.layer_idx, queries, keys, values, params)
-    return module.dense(merged(out)), None
+    return module.dense(merge_heads(out)), None
 
 
 def bloom(module: Any, attend: Attend, hidden: Tensor, residual: Tensor) -> tuple[Tensor, None]:
@@ -71,11 +71,11 @@ def bloom(module: Any, attend: Attend, hidden: Tensor, residual: Tensor) -> tupl
     Returns:
         ([batch, length, hidden], None).
     """
-    queries, keys, values = grouped(
+    queries, keys, values = split_groups(
         module.query_key_value(hidden), module.num_heads, module.head_dim
     )
     params = AttentionParams(scale=module.inv_norm_factor)
-    out = module.dense(merged(attend(module.layer_idx, queries, keys, values, params)))
+    out = module.dense(merge_heads(attend(module.layer_idx, queries, keys, values, params)))
     return residual + F.dropout(out, module.hidden_dropout, module.training), None
 
 
@@ -90,7 +90,9 @@ def mpt(module: Any, attend: Attend, hidden: Tensor) -> tuple[Tensor, None]:
     split = mixed.unflatten(2, (3, module.n_heads, module.head_dim))
     queries, keys, values = split.transpose(1, 3).unbind(2)
     params = AttentionParams(scale=module.softmax_scale)
-    return module.out_proj(merged(attend(module.layer_idx, queries, keys, values, params))), None
+    return module.out_proj(
+        merge_heads(attend(module.layer_idx, queries, keys, values, params))
+    ), None
 
 
 FORWARDS: dict[str, Callable[..., tuple[Tensor, None]]] = {
@@ -98,10 +100,10 @@ FORWARDS: dict[str, Callable[..., tuple[Tensor, None]]] = {
     "bloom": bloom,
     "mpt": mpt,
 }
-"""What takes the place of an attention module's forward, by model type."""
+"""Replacements of an attention module's forward, by model type."""
 
 
-def grouped(mixed: Tensor, kv_heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def split_groups(mixed: Tensor, kv_heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of a projection that holds, per KV head, its queries and the two.
 
     Args:
@@ -116,8 +118,8 @@ def grouped(mixed: Tensor, kv_heads: int, dim: int) -> tuple[Tensor, Tensor, Ten
     return split[:, :, :-2].flatten(1, 2), split[:, :, -2], split[:, :, -1]
 
 
-def merged(out: Tensor) -> Tensor:
-    """[batch, heads, length, dim] to [batch, length, heads * dim]."""
+def merge_heads(out: Tensor) -> Tensor:
+    """Join heads: [batch, heads, length, dim] to [batch, length, heads * dim]."""
     return out.transpose(1, 2).flatten(2)
 
 
@@ -133,27 +135,27 @@ def install(
         runner: asked at each call whether weir attends in it.
 
     Returns:
-        What undoes it; the model is then as it was.
+        A function that restores the model.
     """
-    arounds: list[MethodPatch] = []
+    patches: list[MethodPatch] = []
     if kind in FORWARDS:
         for module in attentions:
-            arounds.append(
-                MethodPatch(module, "forward", _attending(FORWARDS[kind], runner, module))
+            patches.append(
+                MethodPatch(module, "forward", _with_weir(FORWARDS[kind], runner, module))
             )
     if kind == "mpt":
         # A bias for max_seq_len columns, made at every step, that weir does not read.
-        arounds.append(MethodPatch(decoder, "build_mpt_alibi_tensor", _unbuilt(runner)))
+        patches.append(MethodPatch(decoder, "build_mpt_alibi_tensor", _without_bias(runner)))
 
     def remove_all() -> None:
-        for around in arounds:
-            around.remove()
+        for patch in patches:
+            patch.remove()
 
     return remove_all
 
 
-def unmasked(kind: str, alibi: bool, tokens: Tensor) -> Tensor | None:
-    """The attention mask to pass to a decoder so that it builds nothing as long as the stream.
+def mask_for(kind: str, alibi: bool, tokens: Tensor) -> Tensor | None:
+    """The smallest mask a decoder accepts, so that it builds nothing as long as the stream.
 
     weir has read the real one and does its own masking. Most decoders ask their attention
     implementation for a mask and get none. MPT must have one, and takes a 4D one as it is. Falcon,
@@ -172,7 +174,7 @@ def unmasked(kind: str, alibi: bool, tokens: Tensor) -> Tensor | None:
     return None
 
 
-def _attending(
+def _with_weir(
     make: Callable[..., tuple[Tensor, None]], runner: Runner, module: nn.Module
 ) -> Callable[..., Any]:
     def forward(own: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +186,7 @@ def _attending(
     return forward
 
 
-def _unbuilt(runner: Runner) -> Callable[..., Any]:
+def _without_bias(runner: Runner) -> Callable[..., Any]:
     def build(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return None if runner.running is not None else own(*args, **kwargs)
 

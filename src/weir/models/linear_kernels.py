@@ -1,4 +1,4 @@
-"""Matrix products of decode steps, each computed the way that is faster here.
+"""Choice of the faster matrix product for decode steps: PyTorch's or weir's kernel.
 
 PyTorch hands products to a BLAS, and how near that comes to the bandwidth of memory with the few
 rows of a decode step differs from machine to machine: on one it reaches the limit, on another a
@@ -107,14 +107,14 @@ def choose_products(
         )
     for module in model.modules():
         put = vars(module).get("forward")
-        if isinstance(put, _Multiplied):
+        if isinstance(put, _LinearPatch):
             put.remove()
     kernel = kernels.linear(torch.device("cpu"))
     if not on or kernel is None:
         return {}
     alike: dict[tuple[str, int, int, bool], list[nn.Linear]] = defaultdict(list)
     for module in model.modules():
-        if _can(module):
+        if _is_plain_linear(module):
             assert isinstance(module, nn.Linear)
             name = str(module.weight.dtype).removeprefix("torch.")
             shape = (name, *module.weight.shape, module.bias is not None)
@@ -137,7 +137,7 @@ def choose_products(
                 gains[loop] = known[loop]
         if any(called) or any(looped):
             for module in modules:
-                _Multiplied(module, kernel, _taken(called, looped))
+                _LinearPatch(module, kernel, _pack_choices(called, looped))
     if gains:
         _remember(file, known)
     return gains
@@ -147,8 +147,8 @@ _BITS = 40
 """Of the number that says which way is taken, those for calls; above them are those for loops."""
 
 
-def _taken(called: Sequence[bool], looped: Sequence[bool]) -> int:
-    """For which numbers of rows weir's way is taken, as the bits of one number.
+def _pack_choices(called: Sequence[bool], looped: Sequence[bool]) -> int:
+    """Numbers of rows for which weir's way is taken, as the bits of one number.
 
     A number, because the compiler asks before each step whether what it has read of a model is
     still so, and of a list it asks for every element, in every layer.
@@ -166,8 +166,8 @@ def _taken(called: Sequence[bool], looped: Sequence[bool]) -> int:
     return each(called) | each(looped) << _BITS
 
 
-class _Multiplied(MethodPatch):
-    """A linear layer's forward, of which some numbers of rows go weir's way."""
+class _LinearPatch(MethodPatch):
+    """Patch of a linear layer's forward that uses weir's kernel for some numbers of rows."""
 
     def __init__(self, module: nn.Linear, kernel: Callable[..., Tensor], taken: int) -> None:
         self._linear = module
@@ -196,13 +196,13 @@ class _Multiplied(MethodPatch):
             kernels.is_compiling()
             or torch.is_grad_enabled()
             or type(x) is not Tensor
-            or not _plain(weight)
+            or not _is_plain(weight)
             or x.dtype != weight.dtype
             or x.device != weight.device
         ):
             return own(x)
         rows = x.numel() // weight.shape[1]
-        if not _among(rows, _called(self._taken)) or torch.is_autocast_enabled("cpu"):
+        if not _has_bit(rows, _call_bits(self._taken)) or torch.is_autocast_enabled("cpu"):
             return own(x)
         return self._kernel(x, weight, bias)
 
@@ -212,11 +212,11 @@ def _chosen(x: Tensor, weight: Tensor, bias: Tensor | None, taken: int) -> Tenso
 
     Args:
         x, weight, bias: as of `torch.nn.functional.linear`.
-        taken: of `_taken`.
+        taken: of `_pack_choices`.
     """
     usual = nn.functional.linear
     if (
-        not of_a_step(x)
+        not is_decode_step(x)
         or torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")
         or weight.device.type != "cpu"
@@ -226,21 +226,21 @@ def _chosen(x: Tensor, weight: Tensor, bias: Tensor | None, taken: int) -> Tenso
         return usual(x, weight, bias)
     rows = x.numel() // weight.shape[1]
     if rows <= LOOPED:
-        return (in_a_loop if _among(rows, taken >> _BITS) else usual)(x, weight, bias)
-    return (_by_kernel if _among(rows, _called(taken)) else usual)(x, weight, bias)
+        return (in_a_loop if _has_bit(rows, taken >> _BITS) else usual)(x, weight, bias)
+    return (_by_kernel if _has_bit(rows, _call_bits(taken)) else usual)(x, weight, bias)
 
 
-def _called(taken: int) -> int:
-    """The bits of `_taken` that are for calls."""
+def _call_bits(taken: int) -> int:
+    """The bits of `_pack_choices` for calls."""
     return taken & (1 << _BITS) - 1
 
 
-def _among(rows: int, taken: int) -> bool:
-    """Whether a number of rows is one of those of which a bit of `taken` is set."""
+def _has_bit(rows: int, taken: int) -> bool:
+    """Whether `taken` has the bit for a number of rows."""
     return bool(taken >> rows & 1)
 
 
-def of_a_step(x: Tensor) -> bool:
+def is_decode_step(x: Tensor) -> bool:
     """Whether an input [batch, 1, inputs] or [1, inputs] is that of a decode step.
 
     To ask how many rows another has would bind what is being compiled to their number.
@@ -283,7 +283,7 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _like(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What it returns, but for its numbers."""
+    """An empty tensor like the product."""
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
@@ -302,25 +302,25 @@ torch.library.register_fake("weir::linear", _like)
 _by_kernel: Callable[..., Tensor] = torch.ops.weir.linear.default
 
 
-def _can(module: nn.Module) -> bool:
-    """Whether a module is a linear layer as PyTorch has it, whose forward nobody has changed."""
+def _is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module is PyTorch's own linear layer with its own forward."""
     return (
         type(module) is nn.Linear
-        and own_forward(module)
-        and _plain(module.weight)
+        and has_own_forward(module)
+        and _is_plain(module.weight)
         and module.weight.numel() > 0
-        and (module.bias is None or _plain(module.bias))
+        and (module.bias is None or _is_plain(module.bias))
     )
 
 
 def _movable(model: nn.Module) -> list[Tensor]:
-    """Parameters that lie on the CPU by themselves: no process uses their memory, nor another one.
+    """Parameters on the CPU that share memory with no other tensor or process.
 
     All of them, and not only those that are multiplied with: a file that was mapped into memory is
     let go when the last of its weights is elsewhere.
     """
     held = sorted(
-        (each for each in (*model.parameters(), *model.buffers()) if _addressed(each)),
+        (each for each in (*model.parameters(), *model.buffers()) if _has_address(each)),
         key=Tensor.data_ptr,
     )
     found: list[Tensor] = []
@@ -335,7 +335,7 @@ def _movable(model: nn.Module) -> list[Tensor]:
     return found
 
 
-def own_forward(module: nn.Module) -> bool:
+def has_own_forward(module: nn.Module) -> bool:
     """Whether a module has the forward of its class.
 
     A copy of a module that had a `MethodPatch` holds that forward among its attributes.
@@ -344,23 +344,23 @@ def own_forward(module: nn.Module) -> bool:
     return put is None or getattr(put, "__func__", None) is type(module).forward
 
 
-def _plain(weight: Tensor) -> bool:
+def _is_plain(weight: Tensor) -> bool:
     """Whether a weight can be multiplied with as it is."""
-    return _lies(weight) and weight.dtype in (torch.float32, torch.bfloat16)
+    return _is_contiguous(weight) and weight.dtype in (torch.float32, torch.bfloat16)
 
 
-def _lies(weight: Tensor) -> bool:
-    """Whether a weight lies in memory as it is: it is not quantized, shared out or elsewhere."""
-    return _strided(weight) and weight.is_contiguous()
+def _is_contiguous(weight: Tensor) -> bool:
+    """Whether a weight is an ordinary contiguous tensor: not quantized, sharded or offloaded."""
+    return _is_strided(weight) and weight.is_contiguous()
 
 
-def _strided(t: Tensor) -> bool:
+def _is_strided(t: Tensor) -> bool:
     return t.device.type == "cpu" and type(t.data) is Tensor and t.layout is torch.strided
 
 
-def _addressed(t: Tensor) -> bool:
+def _has_address(t: Tensor) -> bool:
     """Whether PyTorch can say where a tensor lies, contiguous or not."""
-    return not nn.parameter.is_lazy(t) and not t.is_nested and _strided(t)
+    return not nn.parameter.is_lazy(t) and not t.is_nested and _is_strided(t)
 
 
 def _end(t: Tensor) -> int:
@@ -419,7 +419,7 @@ def _file() -> Path:
 
 
 def _machine() -> str:
-    """What a timing is true of."""
+    """The processor, threads and versions that a timing is valid for."""
     processor = platform.processor() or platform.machine()
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():

@@ -69,12 +69,12 @@ def load(
     source = _Source(name, revision, trust_remote_code)
     kind = AutoModelForCausalLM, "a causal language model"
     if weights is None:
-        return _loaded(source, *kind, dtype, device, device_map)
+        return _load_as(source, *kind, dtype, device, device_map)
     check_bits(weights)
     if device_map is not None:
         raise WeirError("weights= is for a model on one device; leave out device_map or weights")
     check_not_quantized(name, source.config())
-    model, tokenizer = _loaded(source, *kind, dtype, device, None)
+    model, tokenizer = _load_as(source, *kind, dtype, device, None)
     quantize_weights(model, weights)
     return model, tokenizer
 
@@ -93,7 +93,7 @@ def load_encoder(
     Arguments and errors as for `load`.
     """
     source = _Source(name, revision, trust_remote_code)
-    return _loaded(source, AutoModel, "an encoder", dtype, device, device_map)
+    return _load_as(source, AutoModel, "an encoder", dtype, device, device_map)
 
 
 def is_encoder(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> bool:
@@ -122,13 +122,13 @@ class _Source:
     revision: str | None = None
     trust_remote_code: bool = False
 
-    def read(self, kind: Any, told: str, place: str, **more: Any) -> Any:
+    def read(self, kind: Any, beginning: str, place: str, **more: Any) -> Any:
         """What one of transformers' Auto classes makes of the files at a place.
 
         Raises:
-            WeirError: it makes nothing of them; the message begins as `told`.
+            WeirError: it makes nothing of them; the message starts with `beginning`.
         """
-        with _told_as(told):
+        with _report_as(beginning):
             return kind.from_pretrained(
                 place, revision=self.revision, trust_remote_code=self.trust_remote_code, **more
             )
@@ -145,7 +145,7 @@ class _Source:
         return self.read(AutoConfig, where, place)
 
 
-def _loaded(
+def _load_as(
     source: _Source,
     kind: Any,
     what: str,
@@ -186,7 +186,7 @@ def _loaded(
     model, found = loaded
     _check_weights(name, found)
     if device_map is None:
-        with _told_as(f"the model cannot be put on the device {str(device)!r}"):
+        with _report_as(f"the model cannot be put on the device {str(device)!r}"):
             model.to(device)  # type: ignore[arg-type]
     return model.eval(), tokenizer
 
@@ -235,7 +235,7 @@ def skeleton(
         )
     if wanted == "auto":
         wanted = getattr(config, "dtype", None) or torch.float32
-    with _told_as(f"{name} is no causal language model"), torch.device("meta"):
+    with _report_as(f"{name} is no causal language model"), torch.device("meta"):
         model: PreTrainedModel = _class_for(config, AutoModelForCausalLM).from_config(
             config, dtype=wanted, trust_remote_code=trust_remote_code
         )
@@ -275,7 +275,7 @@ def _class_for(config: Any, kind: Any) -> Any:
 
 
 def from_where(loading: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the arguments of `load` is about a model's files, and not about where it lives."""
+    """The arguments of `load` that are about a model's files, and not about its device."""
     return {k: v for k, v in loading.items() if k in ("revision", "trust_remote_code")}
 
 
@@ -314,7 +314,7 @@ def sidecar_path(
 
 
 def _place(name: str) -> tuple[str, str]:
-    """Where transformers is to look, and what to say if there is nothing."""
+    """Where transformers is to look, and the start of the error if there is nothing."""
     if name == "nano":
         return str(ASSETS / "nano"), "the packaged model cannot be read"
     if (file := find_gguf(name)) is not None:
@@ -334,7 +334,7 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _check_weights(name: str, found: dict[str, Any]) -> None:
-    """Refuse what transformers would fill up with random numbers."""
+    """Refuse a model whose missing weights transformers would fill with random numbers."""
     # What stands on top of an encoder is not in every file of its weights, and not looked at.
     missing = sorted(key for key in found["missing_keys"] if not key.startswith("pooler."))
     if missing:
@@ -348,7 +348,7 @@ def _check_weights(name: str, found: dict[str, Any]) -> None:
 
 
 def default_device() -> str:
-    """Where models live if nobody says so."""
+    """The device for models where none is given."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -365,8 +365,8 @@ def _dtype(name: str, dtype: str | torch.dtype, device: str | torch.device) -> A
 
 
 @contextmanager
-def _told_as(beginning: str) -> Iterator[None]:
-    """Whatever the libraries raise inside, as one sentence."""
+def _report_as(beginning: str) -> Iterator[None]:
+    """Turn whatever the libraries raise inside into one sentence."""
     try:
         yield
     except Exception as error:

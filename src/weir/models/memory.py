@@ -22,23 +22,23 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from weir.slab import LARGE_PAGE
 
 GROUP = Path("/sys/fs/cgroup")
-"""Where a container sees its control group (version 2)."""
+"""Control group of a container (version 2)."""
 _LIMITED = ("max", "current")
 LINE = 64
 """Bytes of a processor's cache line, at which each weight begins."""
 MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-"""Whether Linux gives large pages to those who ask."""
+"""Linux's setting for large pages."""
 ALONE = 2**24
-"""Bytes from which on a weight has a piece of memory of its own."""
+"""Bytes from which on a weight gets its own piece of memory."""
 SPARE = 1.25
-"""How many times the bytes of the weights have to be free, so that they are moved."""
+"""Weights are moved if this many times their bytes are free."""
 
 _MOVED = WeakTensorKeyDictionary()
-"""Where each tensor that was moved lay afterwards: it may have been given other memory since."""
+"""The address each moved tensor got: it may have been given other memory since."""
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can be allocated on a device; None where nobody says so."""
+    """Bytes that can be allocated on a device; None where the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     of_machine = _of_machine()
@@ -50,7 +50,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def _of_container() -> int:
-    """What a control group has left, pages of files with it, which the system takes back."""
+    """Bytes a control group has left, with pages of files, which the system takes back."""
     limit, taken = (int((GROUP / f"memory.{name}").read_text("ascii")) for name in _LIMITED)
     lines = (GROUP / "memory.stat").read_text("ascii").splitlines()
     parts = dict(line.split() for line in lines)
@@ -100,8 +100,8 @@ def move_to_huge_pages(weights: Iterable[Tensor]) -> int:
     moving = [
         each for each in weights if not each.is_inference() and _MOVED.get(each) != each.data_ptr()
     ]
-    needed = sum(_whole(each.nbytes, LINE) for each in moving)
-    if needed < LARGE_PAGE or not _offered() or free is None or free < SPARE * needed:
+    needed = sum(_round_up(each.nbytes, LINE) for each in moving)
+    if needed < LARGE_PAGE or not _has_large_pages() or free is None or free < SPARE * needed:
         return 0
     # Memory is given back when the last that lies in it has gone: large weights go by themselves.
     together = [each for each in moving if each.nbytes < ALONE]
@@ -110,30 +110,30 @@ def move_to_huge_pages(weights: Iterable[Tensor]) -> int:
 
 
 def _move(weights: Sequence[Tensor]) -> int:
-    """Into one piece of memory; the bytes of all, or 0 where the system gives none."""
-    needed = sum(_whole(each.nbytes, LINE) for each in weights)
+    """Move tensors into one piece of memory; their bytes, or 0 where the system gives none."""
+    needed = sum(_round_up(each.nbytes, LINE) for each in weights)
     try:
         memory = mmap.mmap(-1, needed + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
     except (OSError, ValueError):  # no room for so much at once, or a kernel without them
         return 0
     start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    place = _whole(start, LARGE_PAGE) - start
+    place = _round_up(start, LARGE_PAGE) - start
     for weight in weights:
         # Each from the memory anew: as parts of one tensor they would be saved as one.
         moved = torch.frombuffer(memory, dtype=weight.dtype, count=weight.numel(), offset=place)
         weight.data = moved.view(weight.shape).copy_(weight)
         _MOVED[weight] = weight.data_ptr()
-        place += _whole(weight.nbytes, LINE)
+        place += _round_up(weight.nbytes, LINE)
     return needed
 
 
-def _whole(count: int, of: int) -> int:
-    """The next multiple."""
+def _round_up(count: int, of: int) -> int:
+    """Round up to a multiple."""
     return -(-count // of) * of
 
 
-def _offered() -> bool:
+def _has_large_pages() -> bool:
     try:
         return "[never]" not in MODE.read_text("ascii")
     except (OSError, ValueError):

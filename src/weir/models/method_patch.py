@@ -1,7 +1,7 @@
-"""A method put in front of a module's own, on one object, so that copies have their own.
+"""Replacement of a method on one module object, which copies of the module do not have.
 
-What is put on a module lies in its `__dict__`, and goes along when the module is copied or pickled.
-There it must not lead back here: a copy has the method of its class. Knows nothing about weir.
+The patch lies in the module's `__dict__`, which is copied and pickled with the module. A copy must
+not lead back to the patch: it has the method of its class. Knows nothing about weir.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 
 class MethodPatch:
-    """Calls `around(own, *args, **kwargs)` where a module's method was called.
+    """Call `around(own, *args, **kwargs)` in place of a module's method.
 
     Attributes:
         own: the method as it was.
@@ -26,7 +26,7 @@ class MethodPatch:
         self.put(around)
 
     def put(self, around: Callable[..., Any]) -> None:
-        """Put `around` in front of the method; once more after it was removed."""
+        """Put the patch on the module, or put it back after it was removed."""
         own: Callable[..., Any] = getattr(self._module, self._name)
         if own != self.own:  # else the same object, for which a program may have been made
             self.own = own
@@ -36,7 +36,7 @@ class MethodPatch:
         vars(self._module)[self._name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the method, with `around` in front."""
+        """Call `around` with the method."""
         around = self._around  # another thread may remove it
         if around is None:
             return self.own(*args, **kwargs)
@@ -52,7 +52,7 @@ class MethodPatch:
         return functools.partial, (self._before,)
 
     def remove(self) -> None:
-        """Give the module back what it had; what another library put there since stays."""
+        """Restore the module's method; a patch that another library has put there since stays."""
         self._around = None
         if vars(self._module).get(self._name) is not self:
             return

@@ -1,4 +1,4 @@
-"""What weir needs to know of a model: its layers' positions, their windows, if it can be served.
+"""A model as weir sees it: positions and windows of its layers, and whether it can be served.
 
 All families here keep keys and values of every token and attend to them by softmax; rotary
 embeddings are half-split. Anything else is refused in one sentence.
@@ -31,7 +31,7 @@ INTERFACE_FAMILIES = frozenset(
 """Model types whose attention goes through transformers' attention interface."""
 
 OWN_FAMILIES = frozenset({"falcon", "mpt", "bloom"})
-"""Model types with attention of their own; `families` has what it takes to serve them."""
+"""Model types with attention of their own; `legacy_attention` serves them."""
 
 SUNK = frozenset({"gpt_oss"})
 """Model types with sink logits of their own, one for each head, which they have learned."""
@@ -45,15 +45,15 @@ window. Their frequencies change there, and weir's do not: caches of these model
 
 
 WINDOW_NAMES = ("max_position_embeddings", "max_seq_len", "seq_length")
-"""What it is called: by most, by MPT, and by Bloom where it says so at all."""
+"""Names of a model's window: most models', MPT's, and Bloom's where it has one."""
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer of a model.
+    """Description of one layer.
 
     Attributes:
-        positions: what it does with them, for keys that stay where they were said.
+        positions: how it treats positions, for keys that keep theirs.
         heads: the sizes of its attention; of a model whose heads are shared out over processes
             (`tp_plan`), of this one's share.
         first_head: the first KV head of that share.
@@ -66,7 +66,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What weir needs to know of one model.
+    """Description of one model.
 
     Attributes:
         kind: the model type of its configuration.
@@ -109,7 +109,7 @@ class StopTokens:
 
     @classmethod
     def of(cls, config: Any) -> StopTokens:
-        """As a generation configuration names them; none without one, as base models have it."""
+        """Read a generation configuration; None, as of base models, has no stop tokens."""
         if config is None:
             return cls((), None)
         stops = config.eos_token_id
@@ -120,7 +120,7 @@ class StopTokens:
 
 
 def describe(model: PreTrainedModel, reach: int | None = None) -> ModelSpec:
-    """Read a model's facts.
+    """Describe a model.
 
     Args:
         model: a causal language model.
@@ -453,7 +453,7 @@ def check_ids(ids: Tensor, vocabulary: int) -> None:
 
 
 def out_of_range(token: int, vocabulary: int, where: str = "") -> WeirError:
-    """What is to be said of a token id that a model has no embedding of; `where` in front."""
+    """The error for a token id that a model has no embedding of; `where` is put in front."""
     return WeirError(
         f"{where}token id {token} is out of range; the model knows 0 to {vocabulary - 1}"
     )

@@ -1,4 +1,4 @@
-"""Where the pieces of an image stand on three axes, as the model itself says.
+"""Multimodal rotary positions: where pieces of an image are on three axes.
 
 In Qwen2-VL and its kin (Wang et al. 2024, section 2.1) a word moves on in time, height and width
 alike, and the pieces of an image spread over height and width, those of a video over time as well.
@@ -24,10 +24,10 @@ OFFSETS = "weir_offsets"
 """The argument of a decoder that brings offsets to a cache of weir."""
 
 MOST_OFFSET = 2**20
-"""No image reaches so far."""
+"""Bound of an image's places."""
 
 _KINDS = {"image": 1, "video": 2}
-"""What the model calls them among its types of tokens."""
+"""Types of tokens, as models number them."""
 _PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 
 
@@ -38,7 +38,7 @@ def offsets(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor | None:
         model: a model, or its base model.
         given: its arguments by name: `input_ids` [batch, length] and what its processor made of
             images, of which the sizes in patches are read (`image_grid_thw`, `video_grid_thw`);
-            `generate` of newer transformers has put features in their place (`noting_sizes`).
+            `generate` of newer transformers has put features in their place (`note_sizes`).
 
     Returns:
         [batch, length, 5], int64: a token's place in time, height and width, counted from where
@@ -67,22 +67,24 @@ def offsets(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor | None:
         pieces = images.in_ids(words).nonzero()[:, 0].tolist()
         while pieces:
             start = pieces[0]
-            its = next(pictures[int(words[start])], None)
-            if its is None:
+            places = next(pictures[int(words[start])], None)
+            if places is None:
                 raise unfitting("there are more image tokens than pieces of images")
-            stop = start + len(its)
+            stop = start + len(places)
             whole = words[start:stop] == words[start]
-            if len(whole) < len(its) or not bool(whole.all()):
-                raise unfitting(f"an image has {len(its)} pieces, and fewer tokens stand together")
-            found[row, start:stop] = its
-            pieces = pieces[len(its) :]
+            if len(whole) < len(places) or not bool(whole.all()):
+                raise unfitting(
+                    f"an image has {len(places)} pieces, and fewer tokens stand together"
+                )
+            found[row, start:stop] = places
+            pieces = pieces[len(places) :]
     if any(next(left, None) is not None for left in pictures.values()):
         raise unfitting("there are more images than image tokens")
     return found.to(ids.device)
 
 
-def noting_sizes(kind: str) -> Callable[..., Any]:
-    """What is put around a vision tower's method: features know how large their image is.
+def note_sizes(kind: str) -> Callable[..., Any]:
+    """A patch of a vision tower's method that notes on features how large their image is.
 
     `generate` gives the decoder features in the place of pixels, without their sizes.
 
@@ -95,8 +97,8 @@ def noting_sizes(kind: str) -> Callable[..., Any]:
         sizes = signature(own).bind_partial(*args, **kwargs).arguments.get(f"{kind}_grid_thw")
         features = getattr(made, "pooler_output", None)
         if sizes is not None and features is not None:
-            for its, size in zip(features, sizes.tolist(), strict=False):
-                its.weir_size = size
+            for feature, size in zip(features, sizes.tolist(), strict=False):
+                feature.weir_size = size
         return made
 
     return around
@@ -113,7 +115,7 @@ def _sizes(kind: str, given: Mapping[str, Any]) -> list[list[int]]:
     if sizes is None:
         made = (given.get("mm_encoder_outputs") or {}).get(kind)
         features = () if made is None else made.pooler_output
-        noted = [its.weir_size for its in features if hasattr(its, "weir_size")]
+        noted = [t.weir_size for t in features if hasattr(t, "weir_size")]
         if len(noted) < len(features):
             raise WeirError(
                 f"nothing says how large the {kind} is: features came without their sizes; pass "

@@ -1,4 +1,4 @@
-"""The projection that a layer's attention goes through before it is added to the stream.
+"""Output projection of attention (`o_proj`), for pools that judge tokens by their values.
 
 What a value adds to a layer's output is W_o v, not v: methods that judge tokens by their values
 measure it there (CriticalKV, CAOTE, DefensiveKV). Finds W_o in the attention modules of the

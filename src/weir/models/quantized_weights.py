@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 
 from weir import kernels
 from weir.errors import WeirError, describe_missing, quote
-from weir.models.linear_kernels import LOOPED, choose_products, in_a_loop, own_forward
+from weir.models.linear_kernels import LOOPED, choose_products, has_own_forward, in_a_loop
 from weir.models.memory import move_to_huge_pages
 
 BITS = ("int8", "int4")
-"""What weights may be: one scale for each row of 8 bits, or for each `GROUP` numbers of 4."""
+"""Kinds of quantized weights: 8 bits with a scale a row, 4 bits with one for `GROUP` numbers."""
 GROUP = 32
 """Numbers of 4 bits that share a scale: the smallest group that torchao has a kernel for."""
 LINES = 16
@@ -30,11 +30,11 @@ LINES = 16
 FEW = 16
 """Rows of a product up to which a weight of 8 bits is read as it lies."""
 LINEAR = ("Linear", "FalconLinear")
-"""Classes that do what `nn.Linear` does; of others nobody knows what they do with their weight."""
+"""Classes that compute what `nn.Linear` does; others are left alone."""
 
 
 def check_bits(weights: str | None) -> None:
-    """Refuse what weights cannot be.
+    """Refuse unknown kinds of weights.
 
     Raises:
         WeirError: it is neither of `BITS` nor None.
@@ -47,7 +47,7 @@ def check_bits(weights: str | None) -> None:
 
 
 def check_not_quantized(name: str, config: Any) -> None:
-    """Refuse to quantize what was saved in few bits.
+    """Refuse to quantize a model that was saved quantized.
 
     Raises:
         WeirError: the configuration says that the weights are quantized.
@@ -61,7 +61,7 @@ def check_not_quantized(name: str, config: Any) -> None:
 
 
 def quantize_weights(model: PreTrainedModel, weights: str) -> None:
-    """Put numbers of 8 or 4 bits in the place of the weights of all linear layers, for good.
+    """Quantize the weights of all linear layers to 8 or 4 bits, for good.
 
     The model cannot be trained afterwards, but for adapters beside its weights.
 
@@ -93,7 +93,7 @@ def quantize_weights(model: PreTrainedModel, weights: str) -> None:
     numbers: list[Tensor] = []
     for name, many in bits.items():
         module = model.get_submodule(name)
-        if own_forward(module):
+        if has_own_forward(module):
             vars(module).pop("forward", None)  # in a copy it is that of the class it had
         module.__class__ = Int8Linear if many == 8 else Int4Linear
         if isinstance(module, Int8Linear):
@@ -103,7 +103,7 @@ def quantize_weights(model: PreTrainedModel, weights: str) -> None:
     move_to_huge_pages(numbers)
     model.config.tie_word_embeddings = False
     model.requires_grad_(False)
-    model.register_load_state_dict_pre_hook(_refuse_others)
+    model.register_load_state_dict_pre_hook(_refuse_plain_weights)
 
 
 def shrink(skeleton: PreTrainedModel, weights: str) -> None:
@@ -175,7 +175,7 @@ class QuantizedLinear(nn.Linear):
         return self
 
     def _check(self, dtype: torch.dtype, wanted: torch.dtype) -> None:
-        """Refuse to go on where the weight cannot have the dtype that is wanted."""
+        """Raise where the weight cannot have the dtype that is wanted."""
 
 
 class Int4Linear(QuantizedLinear):
@@ -211,7 +211,7 @@ class Int8Linear(QuantizedLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """As of `nn.Linear`: [..., in_features] to [..., out_features]."""
-        if not torch.compiler.is_compiling() and self._holds() is not self.numbers:
+        if not torch.compiler.is_compiling() and self._numbers_of_weight() is not self.numbers:
             self.take_apart()  # the weight was put there past `__setattr__`, as hooks do
         numbers, scales = self.numbers, self.scales
         rows = input.numel() // self.in_features
@@ -230,17 +230,17 @@ class Int8Linear(QuantizedLinear):
         return out if self.bias is None else out + self.bias
 
     def take_apart(self) -> None:
-        """Find what the weight holds; again whenever another one may have come."""
-        self.numbers = self._holds()
+        """Read numbers and scales from the weight, again whenever it may be another one."""
+        self.numbers = self._numbers_of_weight()
         weight: Any = self.weight
         self.scales = None if self.numbers is None else weight.scale.flatten()
 
-    def _holds(self) -> Tensor | None:
+    def _numbers_of_weight(self) -> Tensor | None:
         found: Tensor | None = getattr(self.weight, "qdata", None)
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As of any module; another weight is taken apart."""
+        """Set an attribute; a new weight is taken apart."""
         super().__setattr__(name, value)
         if name == "weight":
             self.take_apart()
@@ -256,7 +256,7 @@ def _kernel(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
 
 
 def _like(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
-    """What it returns, but for its numbers."""
+    """An empty tensor like the product."""
     return x.new_empty(*x.shape[:-1], numbers.shape[0])
 
 
@@ -278,8 +278,10 @@ def _four_bits(device: torch.device) -> Any:
     return Int4WeightOnlyConfig(group_size=GROUP, set_inductor_config=False)
 
 
-def _refuse_others(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-    """Before weights are loaded into a quantized model: they have to be such weights too."""
+def _refuse_plain_weights(
+    module: nn.Module, state: dict[str, Any], prefix: str, *args: Any
+) -> None:
+    """Refuse to load ordinary weights into a quantized model."""
     for name, weight in module.named_parameters():
         given = state.get(prefix + name)
         if given is not None and type(given.data) is not type(weight.data):

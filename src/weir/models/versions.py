@@ -1,4 +1,4 @@
-"""Whether PyTorch and transformers are of versions that weir works with; said when it is imported.
+"""Check of the versions of PyTorch and transformers, made when it is imported.
 
 Knows nothing else of either. It is the first file that this room's face loads: the others import
 names that releases out of range may not have, and an ImportError would not say why.

@@ -1,11 +1,11 @@
 """Attention of the newest tokens over all slots, themselves among them, on one thread of a CPU.
 
-What a piece of a prompt asks. PyTorch's fused attention adds a mask as large as queries times
-slots, though a query sees all slots but the few behind its own. Here 8 or 16 queries of a head are
-the lanes of a vector. Their logits over all slots up to the last that one of them sees are made by
-tiles, whose sums stay in registers; one pass has their largest, one the exponentials, and the
-weighted values are tiles again. No more logits are held than those of these queries, and keys are
-packed once for all heads that share them. Sums are float32, in the order of slots.
+This is what a piece of a prompt asks. PyTorch's fused attention adds a mask as large as queries
+times slots, though a query sees all slots but the few behind its own. Here 8 or 16 queries of a
+head are the lanes of a vector. Their logits over all slots up to the last that one of them sees are
+made by tiles, whose sums stay in registers; one pass has their largest, one the exponentials, and
+the weighted values are tiles again. No more logits are held than those of these queries, and keys
+are packed once for all heads that share them. Sums are float32, in the order of slots.
 
 Roofline: two products and two sums for each number of each key that a query sees, at the pace of
 the processor.
@@ -18,53 +18,49 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import njit
 from numba.core.cgutils import alloca_once_value, for_range
-from numba.extending import intrinsic
 from torch import Tensor
 
 from weir.errors import WeirError
 from weir.kernels.cpu.compilation import (
     WHOLE,
-    Steps,
-    address,
-    bytes_at,
-    compiled,
+    Strides,
+    address_of,
+    compile_kernel,
     floats_at,
-    in_lines,
-    shorts_at,
+    with_unit_stride,
 )
-from weir.kernels.cpu.panels import MATH, multiply, packed, products
+from weir.kernels.cpu.int8_codec import read_head
+from weir.kernels.cpu.softmax import LEAST, LN2_HIGH, LN2_LOW, LOG2E, POLYNOMIAL
 from weir.kernels.cpu.vectors import (
-    FLOAT,
     INT,
     LONG,
-    everywhere,
+    broadcast,
+    call_for_each,
+    combine,
+    constant,
+    floats,
+    for_lanes,
     lanes,
-    of_each,
-    turned,
-    vector_at,
+    llvm_function,
+    load_at,
+    multiply,
+    multiply_add,
+    pack,
+    store_at,
+    switch,
+    transpose,
 )
 from weir.kernels.dispatch import LEAST_LANES, QuantizedVectors
 
-_LOG2E, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, 0.693359375, -2.12194440e-4
-_LEAST = -87.0
-_POLYNOMIAL = (
-    1.9875691500e-4,
-    1.3981999507e-3,
-    8.3334519073e-3,
-    4.1665795894e-2,
-    1.6666665459e-1,
-    5.0000001201e-1,
-)
-"""Cephes', of e^f for f in half an octave of 0."""
-Codes = tuple[int, Steps, int, Steps, float]
-"""Vectors of 8 bits: `address` of numbers and of peaks, and how many steps make a peak."""
+Codes = tuple[int, Strides, int, Strides, float]
+"""Vectors of 8 bits: `address_of` numbers and of peaks, and how many steps make a peak."""
 
 
-@intrinsic(prefer_literal=True)
+@llvm_function
 def _answer(
-    typing: Any,
+    builder: ir.IRBuilder,
     x: Any,
     numbers: Any,
     count: Any,
@@ -73,29 +69,22 @@ def _answer(
     out: Any,
     out_step: Any,
     lanes: Any,
-) -> Any:
-    """`out[lane, i] = share[lane] * products[i, lane]`; arguments as there, by address."""
-    width = lanes.literal_value
-    signature = types.void(*[types.uintp] * 7, lanes)
+) -> None:
+    """`out[lane, i] = share[lane] * combine(x, numbers, count, step)[i, lane]`, by address."""
 
-    def write(context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
-        x_at, numbers_at, share_at, out_at = (
-            builder.inttoptr(given[i], FLOAT.as_pointer()) for i in (0, 1, 4, 5)
-        )
-        share = builder.load(vector_at(builder, share_at, LONG(0), width), align=4)
-        sums = products(builder, x_at, numbers_at, given[2], given[3], width)
-        weighed = [builder.fmul(line, share) for line in sums]
-        for i, line in enumerate(turned(builder, weighed)):
-            at = vector_at(builder, out_at, builder.mul(given[6], LONG(i)), width)
-            builder.store(line, at, align=4)
-        return context.get_dummy_value()
+    def emit(width: int) -> None:
+        factor = load_at(builder, floats(builder, share), LONG(0), width)
+        pointers = floats(builder, x), floats(builder, numbers)
+        sums = combine(builder, *pointers, count, step, width)
+        for i, line in enumerate(transpose(builder, [builder.fmul(s, factor) for s in sums])):
+            store_at(builder, line, floats(builder, out), builder.mul(out_step, LONG(i)))
 
-    return signature, write
+    for_lanes(builder, lanes, emit)
 
 
-@intrinsic(prefer_literal=True)
+@llvm_function
 def _weigh(
-    typing: Any,
+    builder: ir.IRBuilder,
     logits: Any,
     mask: Any,
     above: Any,
@@ -104,56 +93,43 @@ def _weigh(
     share: Any,
     apart: Any,
     lanes: Any,
-) -> Any:
+) -> None:
     """Logits, with a number for each slot added, become exponentials of what they are below the
     largest; the sum of these is the denominator.
 
     Args:
-        typing: of the call; numba's.
+        builder: of the code.
         logits: address of float32 [count, lanes], written over.
         mask: address of float32 [count].
-        above, below: addresses of float32 [count]: what exponentials are multiplied by, and what
-            they count in the denominator.
+        above, below: addresses of float32 [count]: factors of an exponential in the numerator and
+            in the denominator.
         count: slots.
         share: address of float32 [lanes], which are written: one over the sum of each lane. 0
             where every logit is -inf, not a number where one is not, or is infinite.
-        apart: 1 where these two are read, 0 where they are all 1, a constant.
-        lanes: 8 or 16, a constant.
+        apart: 1 where these two are read, 0 where they are all 1.
+        lanes: 8 or 16.
     """
-    width = lanes.literal_value
-    vector, whole = ir.VectorType(FLOAT, width), ir.VectorType(INT, width)
-    signature = types.void(*[types.uintp] * 6, apart, lanes)
 
-    def write(context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
-        logits_at, mask_at, above_at, below_at, share_at = (
-            builder.inttoptr(given[i], FLOAT.as_pointer()) for i in (0, 1, 2, 3, 5)
-        )
-        count = given[4]
+    def emit(width: int, factors: bool) -> None:
+        exponents = floats(builder, logits)
 
         def of_slot(numbers: Any, place: Any) -> Any:
-            return everywhere(builder, builder.load(builder.gep(numbers, [place])), width)
+            number = builder.load(builder.gep(floats(builder, numbers), [place]))
+            return broadcast(builder, number, width)
 
         def of(number: float) -> Any:
-            return ir.Constant(vector, [number] * width)
+            return constant(number, width)
 
-        def times_plus(x: Any, factor: Any, term: Any) -> Any:
-            product = builder.fmul(x, factor, flags=MATH)
-            return builder.fadd(product, term, flags=MATH)
-
-        def at(place: Any) -> Any:
-            return vector_at(builder, logits_at, builder.mul(place, LONG(width)), width)
-
-        highest, total = (alloca_once_value(builder, of(0.0)) for _ in range(2))
-        builder.store(of(-math.inf), highest)
-        builder.store(of(0.0), total)
+        highest = alloca_once_value(builder, of(-math.inf))
+        total = alloca_once_value(builder, of(0.0))
         with for_range(builder, count) as loop:
-            more = of_slot(mask_at, loop.index)
-            logit = builder.fadd(builder.load(at(loop.index), align=4), more)
-            builder.store(logit, at(loop.index), align=4)
+            place = builder.mul(loop.index, LONG(width))
+            read = load_at(builder, exponents, place, width)
+            logit = builder.fadd(read, of_slot(mask, loop.index))
+            store_at(builder, logit, exponents, place)
             yet = builder.load(highest)
-            builder.store(
-                builder.select(builder.fcmp_ordered(">", logit, yet), logit, yet), highest
-            )
+            higher = builder.select(builder.fcmp_ordered(">", logit, yet), logit, yet)
+            builder.store(higher, highest)
             builder.store(builder.fadd(builder.load(total), logit), total)
         top, added = builder.load(highest), builder.load(total)
         wrong = builder.or_(
@@ -163,68 +139,77 @@ def _weigh(
         top = builder.select(builder.fcmp_ordered("==", top, of(-math.inf)), of(0.0), top)
         builder.store(of(0.0), total)
         with for_range(builder, count) as loop:
-            # e^x = 2^n e^f, with f in half an octave of 0.
-            x = builder.fsub(builder.load(at(loop.index), align=4), top)
-            counts = builder.fcmp_ordered(">", x, of(_LEAST))
-            x = builder.select(counts, x, of(_LEAST))
-            n = of_each(builder, "floor", times_plus(x, of(_LOG2E), of(0.5)))
-            f = times_plus(n, of(-_LN2_LOW), times_plus(n, of(-_LN2_HIGH), x))
-            p = of(_POLYNOMIAL[0])
-            for factor in _POLYNOMIAL[1:]:
-                p = times_plus(p, f, of(factor))
-            p = builder.fadd(times_plus(builder.fmul(p, f), f, f), of(1.0))
-            power = builder.add(builder.fptosi(n, whole), ir.Constant(whole, [127] * width))
-            power = builder.shl(power, ir.Constant(whole, [23] * width))
-            p = builder.fmul(p, builder.bitcast(power, vector))
-            p = builder.select(counts, p, of(0.0))
-            if apart.literal_value:
-                counted = builder.fmul(p, of_slot(below_at, loop.index))
-                p = builder.fmul(p, of_slot(above_at, loop.index))
-            else:
-                counted = p
-            builder.store(p, at(loop.index), align=4)
+            place = builder.mul(loop.index, LONG(width))
+            x = builder.fsub(load_at(builder, exponents, place, width), top)
+            counts = builder.fcmp_ordered(">", x, of(LEAST))
+            p = _exponential(builder, builder.select(counts, x, of(LEAST)))
+            counted = p = builder.select(counts, p, of(0.0))
+            if factors:
+                counted = builder.fmul(p, of_slot(below, loop.index))
+                p = builder.fmul(p, of_slot(above, loop.index))
+            store_at(builder, p, exponents, place)
             builder.store(builder.fadd(builder.load(total), counted), total)
         added = builder.load(total)
-        share = builder.fdiv(of(1.0), added)
-        share = builder.select(builder.fcmp_ordered("==", added, of(0.0)), of(0.0), share)
-        share = builder.select(wrong, of(math.nan), share)
-        builder.store(share, vector_at(builder, share_at, LONG(0), width), align=4)
-        return context.get_dummy_value()
+        factor = builder.fdiv(of(1.0), added)
+        factor = builder.select(builder.fcmp_ordered("==", added, of(0.0)), of(0.0), factor)
+        factor = builder.select(wrong, of(math.nan), factor)
+        store_at(builder, factor, floats(builder, share), LONG(0))
 
-    return signature, write
+    for_lanes(
+        builder,
+        lanes,
+        lambda width: switch(builder, apart, (0, 1), lambda read: emit(width, bool(read))),
+    )
 
 
-@njit(nogil=True)
-def _widened(
-    numbers_at: int,
-    steps: Steps,
-    peaks_at: int,
-    peak_steps: Steps,
-    levels: float,
-    row: int,
-    head: int,
-    bits: np.ndarray,
-    out: np.ndarray,
-) -> None:
-    """Vectors of 8 bits of a head into `out` [n, dim], as many as it holds; `bits` is room for a
-    number.
+def _exponential(builder: ir.IRBuilder, x: Any) -> Any:
+    """e^x = 2^n e^f of each number, with f in half an octave of 0."""
+    width = x.type.count
+
+    def of(number: float) -> Any:
+        return constant(number, width)
+
+    n = call_for_each(builder, "floor", multiply_add(builder, x, of(LOG2E), of(0.5)))
+    f = multiply_add(builder, n, of(-LN2_HIGH), x)
+    f = multiply_add(builder, n, of(-LN2_LOW), f)
+    p = of(POLYNOMIAL[0])
+    for factor in POLYNOMIAL[1:]:
+        p = multiply_add(builder, p, f, of(factor))
+    p = builder.fadd(multiply_add(builder, builder.fmul(p, f), f, f), of(1.0))
+    power = builder.fptosi(n, ir.VectorType(INT, width))
+    power = builder.add(power, constant(127, width, INT))
+    power = builder.shl(power, constant(23, width, INT))
+    return builder.fmul(p, builder.bitcast(power, x.type))
+
+
+@llvm_function
+def _add(builder: ir.IRBuilder, weights: Any, share: Any, count: Any, out: Any, lanes: Any) -> None:
+    """Add the shares of some queries' attention, `weights[slot, lane] * share[lane]`, to `out`.
+
+    Args:
+        builder: of the code.
+        weights, out: addresses of float32 [count, lanes].
+        share: address of float32 [lanes].
+        count: slots.
+        lanes: 8 or 16.
     """
-    numbers, peaks = bytes_at(numbers_at, WHOLE)[0], shorts_at(peaks_at, WHOLE)[0]
-    at = row * steps[0] + head * steps[1]
-    top = row * peak_steps[0] + head * peak_steps[1]
-    count, dim, most = out.shape[0], out.shape[1], np.float32(levels)
-    for place in range(count):
-        # A bfloat16 is the upper half of a float32.
-        bits[0] = np.int32(peaks[top + place * peak_steps[2]]) << 16
-        step = bits.view(np.float32)[0] / most
-        start = at + place * steps[2]
-        codes, vector = numbers[start : start + dim], out[place]
-        for i in range(dim):
-            vector[i] = np.float32(codes[i]) * step
+
+    def emit(width: int) -> None:
+        factor = load_at(builder, floats(builder, share), LONG(0), width)
+        with for_range(builder, count) as loop:
+            place = builder.mul(loop.index, LONG(width))
+            weight, total = (
+                load_at(builder, floats(builder, numbers), place, width)
+                for numbers in (weights, out)
+            )
+            sums = multiply_add(builder, weight, factor, total)
+            store_at(builder, sums, floats(builder, out), place)
+
+    for_lanes(builder, lanes, emit)
 
 
 @njit(nogil=True)
-def _copied(lines: np.ndarray, at: int, step: int, out: np.ndarray) -> None:
+def _copy(lines: np.ndarray, at: int, step: int, out: np.ndarray) -> None:
     """Lines from place `at` on into `out` [n, dim]."""
     count, dim = out.shape
     for place in range(count):
@@ -234,77 +219,44 @@ def _copied(lines: np.ndarray, at: int, step: int, out: np.ndarray) -> None:
             vector[i] = line[i]
 
 
-@intrinsic(prefer_literal=True)
-def _add(typing: Any, weights: Any, share: Any, count: Any, out: Any, lanes: Any) -> Any:
-    """Add the shares of some queries' attention, `weights[slot, lane] * share[lane]`, to `out`.
-
-    Args:
-        typing: of the call; numba's.
-        weights, out: addresses of float32 [count, lanes].
-        share: address of float32 [lanes].
-        count: slots.
-        lanes: 8 or 16, a constant.
-    """
-    width = lanes.literal_value
-    signature = types.void(*[types.uintp] * 4, lanes)
-
-    def write(context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
-        weights_at, share_at, out_at = (
-            builder.inttoptr(given[i], FLOAT.as_pointer()) for i in (0, 1, 3)
-        )
-        share = builder.load(vector_at(builder, share_at, LONG(0), width), align=4)
-        with for_range(builder, given[2]) as loop:
-            place = builder.mul(loop.index, LONG(width))
-            weight, total = (
-                vector_at(builder, numbers, place, width) for numbers in (weights_at, out_at)
-            )
-            product = builder.fmul(builder.load(weight, align=4), share, flags=MATH)
-            product = builder.fadd(builder.load(total, align=4), product, flags=MATH)
-            builder.store(product, total, align=4)
-        return context.get_dummy_value()
-
-    return signature, write
-
-
 def _attend(
     queries_at: int,
-    query_steps: Steps,
+    query_steps: Strides,
     keys_at: int,
-    key_steps: Steps,
+    key_steps: Strides,
     values_at: int,
-    value_steps: Steps,
+    value_steps: Strides,
     mask_at: int,
     above_at: int,
     below_at: int,
-    mask_steps: Steps,
+    mask_steps: Strides,
     key_codes: Codes,
     value_codes: Codes,
     coded: int,
     scale: float,
-    widest: int,
+    lanes: int,
     dim: int,
     slots: int,
     out: np.ndarray,
     received: np.ndarray,
 ) -> None:
     """Answers [batch, heads, group, length, value_dim] into `out`, and where that has any place
-    what slots received into `received` [batch, heads, length / widest, slots]; see `causal`.
+    what slots received into `received` [batch, heads, length / lanes, slots]; see `causal`.
     """
     batch, heads, group, length, width = out.shape
-    apart, counted = above_at != 0, received.shape[2] > 0
+    apart, counted = 1 if above_at else 0, received.shape[2] > 0
     queries, keys = floats_at(queries_at, WHOLE)[0], floats_at(keys_at, WHOLE)[0]
     values = floats_at(values_at, WHOLE)[0]
-    panels = np.empty(((slots + widest - 1) // widest, dim * widest), np.float32)
-    asked = np.empty(dim * widest, np.float32)
-    logits = np.empty((len(panels) * widest, widest), np.float32)
-    totals = np.empty((slots if counted else 0, widest), np.float32)
-    share, none = np.empty(widest, np.float32), np.zeros(slots, np.float32)
+    panels = np.empty(((slots + lanes - 1) // lanes, dim * lanes), np.float32)
+    asked = np.empty(dim * lanes, np.float32)
+    logits = np.empty((len(panels) * lanes, lanes), np.float32)
+    totals = np.empty((slots if counted else 0, lanes), np.float32)
+    share, none = np.empty(lanes, np.float32), np.zeros(slots, np.float32)
     # Where slots are quantized, those of a head are read before it is asked; otherwise the last few
     # keys, which are no panel.
-    whole = 0 if coded else slots // widest
-    read_keys = np.zeros(((len(panels) - whole) * widest, dim), np.float32)
+    whole = 0 if coded else slots // lanes
+    read_keys = np.zeros(((len(panels) - whole) * lanes, dim), np.float32)
     read_values = np.empty((slots if coded else 0, width), np.float32)
-    bits = np.empty(1, np.int32)
     to_asked, to_logits, to_share = asked.ctypes.data, logits.ctypes.data, share.ctypes.data
     to_totals = totals.ctypes.data
     for both in range(batch * heads):
@@ -312,19 +264,19 @@ def _attend(
         at = row * key_steps[0] + head * key_steps[1]
         value_at = row * value_steps[0] + head * value_steps[1]
         for panel in range(whole):
-            first = at + panel * widest * key_steps[2]
-            packed(keys, first, key_steps[2], dim, 1.0, widest, panels[panel])
-        alone = slots - coded - whole * widest
-        first = at + whole * widest * key_steps[2]
-        _copied(keys, first, key_steps[2], read_keys[coded : coded + alone])
-        if coded:
-            _widened(*key_codes, row, head, bits, read_keys[:coded])
-            _widened(*value_codes, row, head, bits, read_values[:coded])
-            _copied(values, value_at, value_steps[2], read_values[coded:])
+            first = at + panel * lanes * key_steps[2]
+            pack(keys, first, key_steps[2], dim, 1.0, lanes, panels[panel])
+        alone = slots - coded - whole * lanes
+        first = at + whole * lanes * key_steps[2]
+        _copy(keys, first, key_steps[2], read_keys[coded : coded + alone])
         lines = read_keys.reshape(-1)
+        if coded:
+            read_head(*key_codes, row, head, lines, 0, dim, coded, dim)
+            read_head(*value_codes, row, head, read_values.reshape(-1), 0, width, coded, width)
+            _copy(values, value_at, value_steps[2], read_values[coded:])
         for panel in range(whole, len(panels)):
-            first = (panel - whole) * widest * dim
-            packed(lines, first, dim, dim, 1.0, widest, panels[panel])
+            first = (panel - whole) * lanes * dim
+            pack(lines, first, dim, dim, 1.0, lanes, panels[panel])
         to_values, value_step = values[value_at:].ctypes.data, value_steps[2]
         if coded:
             to_values, value_step = read_values.ctypes.data, width
@@ -333,53 +285,37 @@ def _attend(
         to_above = above_at + weight if apart else none.ctypes.data
         to_below = below_at + weight if apart else none.ctypes.data
         at = row * query_steps[0] + head * query_steps[1]
-        for begin in range(0, length, widest):
+        for begin in range(0, length, lanes):
             # The last few, where they are no vector, are asked with some before them again.
-            start = min(begin, length - widest)
+            start = min(begin, length - lanes)
             # The first of these queries sees the slots up to this one, each next one more.
             own = slots - length + start
-            seen = own + widest
+            seen = own + lanes
             totals[:] = np.float32(0.0)
             for member in range(group):
                 first = at + member * query_steps[2] + start * query_steps[3]
-                packed(queries, first, query_steps[3], dim, scale, widest, asked)
-                for panel in range((seen + widest - 1) // widest):
-                    to = to_logits + 4 * widest * widest * panel
-                    number = panels[panel].ctypes.data
-                    if widest == 16:
-                        multiply(to_asked, number, dim, 16, to, 16)
-                    else:
-                        multiply(to_asked, number, dim, 8, to, 8)
-                for ahead in range(1, widest):
+                pack(queries, first, query_steps[3], dim, scale, lanes, asked)
+                for panel in range((seen + lanes - 1) // lanes):
+                    to = to_logits + 4 * lanes * lanes * panel
+                    multiply(to_asked, panels[panel].ctypes.data, dim, to, lanes)
+                for ahead in range(1, lanes):
                     for lane in range(ahead):
                         logits[own + ahead, lane] = -np.inf
-                if widest == 16 and apart:
-                    _weigh(to_logits, to_mask, to_above, to_below, seen, to_share, 1, 16)
-                elif widest == 16:
-                    _weigh(to_logits, to_mask, to_above, to_below, seen, to_share, 0, 16)
-                elif apart:
-                    _weigh(to_logits, to_mask, to_above, to_below, seen, to_share, 1, 8)
-                else:
-                    _weigh(to_logits, to_mask, to_above, to_below, seen, to_share, 0, 8)
+                _weigh(to_logits, to_mask, to_above, to_below, seen, to_share, apart, lanes)
                 answers = out[row, head, member, start].ctypes.data
-                for part in range(0, width, widest):
-                    place = 4 * min(part, width - widest)
+                for part in range(0, width, lanes):
+                    place = 4 * min(part, width - lanes)
                     number, to = to_values + place, answers + place
-                    if widest == 16:
-                        _answer(to_logits, number, seen, value_step, to_share, to, width, 16)
-                    else:
-                        _answer(to_logits, number, seen, value_step, to_share, to, width, 8)
-                if counted and widest == 16:
-                    _add(to_logits, to_share, seen, to_totals, 16)
-                elif counted:
-                    _add(to_logits, to_share, seen, to_totals, 8)
+                    _answer(to_logits, number, seen, value_step, to_share, to, width, lanes)
+                if counted:
+                    _add(to_logits, to_share, seen, to_totals, lanes)
             if counted:
-                place = received[row, head, begin // widest]
+                line = received[row, head, begin // lanes]
                 for slot in range(slots):
-                    place[slot] = totals[slot].sum()
+                    line[slot] = totals[slot].sum()
 
 
-_run = compiled(_attend)
+_run = compile_kernel(_attend)
 _NO_CODES = 0, (0, 0, 0), 0, (0, 0, 0), 1.0
 
 
@@ -404,15 +340,15 @@ def causal(
         scale: factor of the logits.
         factors: of slots in the numerator and in the denominator, beside the mask, as
             `weir.slab.attention.split_weights` has them; None where all are 1.
-        coded: of the keys and of the values of quantized slots in front of the exact ones their
-            numbers [batch, kv_heads, coded, dim], int8, the peaks of each
+        coded: the keys and the values of quantized slots in front of the exact ones: numbers
+            [batch, kv_heads, coded, dim], int8, the peak of each vector
             [batch, kv_heads, coded, 1], bfloat16, and how many steps make a peak.
 
     Raises:
         WeirError: there are fewer queries or numbers of a value, or fewer slots than queries: it
             would write past its memory.
     """
-    return _answered(queries, keys, values, mask, scale, factors, coded, counted=False)[0]
+    return _compute(queries, keys, values, mask, scale, factors, coded, counted=False)[0]
 
 
 def causal_and_received(
@@ -433,10 +369,10 @@ def causal_and_received(
     """
     if queries.shape[3] % lanes():
         return None
-    return _answered(queries, keys, values, mask, scale, None, coded, counted=True)
+    return _compute(queries, keys, values, mask, scale, None, coded, counted=True)
 
 
-def _answered(
+def _compute(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -463,19 +399,19 @@ def _answered(
     out = queries.new_empty((*queries.shape[:4], values.shape[3]))
     parts = queries.shape[3] // width if counted else 0
     received = queries.new_empty((*queries.shape[:2], parts, slots))
-    queries, keys, values = map(in_lines, (queries, keys, values))
+    queries, keys, values = map(with_unit_stride, (queries, keys, values))
     of_slots = (mask, *(factors or (None, None)))
     weights = [None if t is None else t.contiguous() for t in of_slots]
-    where = [0 if t is None else t.data_ptr() for t in weights]
+    addresses = [0 if t is None else t.data_ptr() for t in weights]
     steps = next((t.stride()[:2] for t in weights if t is not None), (0, 0))
-    codes = [_NO_CODES, _NO_CODES] if coded is None else list(map(_in_lines, coded))
-    given = *address(queries), *address(keys), *address(values), *where, steps
+    codes = [_NO_CODES, _NO_CODES] if coded is None else [_addresses(stored) for stored in coded]
+    tensors = *address_of(queries), *address_of(keys), *address_of(values), *addresses, steps
     numbers = count, scale, width, keys.shape[3], slots
-    _run(*given, *codes, *numbers, out.numpy(), received.numpy())
+    _run(*tensors, *codes, *numbers, out.numpy(), received.numpy())
     return out, received
 
 
-def _in_lines(stored: QuantizedVectors) -> Codes:
-    """As the kernel has them: buffers of quantized slots lie in lines."""
+def _addresses(stored: QuantizedVectors) -> Codes:
+    """Quantized vectors as the kernel takes them."""
     numbers, peaks, levels = stored
-    return *address(numbers), *address(peaks), float(levels)
+    return *address_of(numbers), *address_of(peaks), float(levels)

@@ -1,8 +1,9 @@
-"""What kernels in numba share: compiling with a cache, and threads that leave PyTorch's alone."""
+"""What kernels in numba share: machine code that is kept, threads, and tensors by their address."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,114 +22,157 @@ from numba.extending import intrinsic
 
 from weir.errors import WeirError
 
-Steps = tuple[int, ...]
+Strides = tuple[int, ...]
 """How many numbers apart the rows, heads, slots and so on of a buffer are."""
 
 
-def compiled(function: Callable[..., None], fastmath: Collection[str] = ()) -> Callable[..., None]:
+def compile_kernel(
+    function: Callable[..., None], fastmath: Collection[str] = ()
+) -> Callable[..., None]:
     """The function in machine code, without the interpreter's lock; kept for the next process.
 
     Args:
         function: in the part of Python that numba knows.
-        fastmath: what LLVM may do to sums and products, by its own names.
+        fastmath: what LLVM may do to sums and products, by LLVM's own names.
     """
-    made = numba.njit(function, nogil=True, fastmath=set(fastmath))
+    kernel = numba.njit(function, nogil=True, fastmath=set(fastmath))
     # Nowhere to keep it, neither beside this file nor for the user, or another numba's cache.
     with suppress(RuntimeError, AttributeError):
-        made._cache = _Kept(function)
-    return made
+        kernel._cache = _CodeCache(function)
+    return kernel
 
 
 @lru_cache
-def sources(path: Path) -> str:
-    """What tells a file of kernels, and those that it imports, from those of another version."""
-    if not path.exists():  # weir in an archive, of which numba has looked at the date
+def source_digest(path: Path) -> str:
+    """A checksum of a kernel's file and of all files of kernels that it imports."""
+    if not path.exists():  # weir in an archive; numba looks at the date of that
         return ""
     text = path.read_text(encoding="utf-8")
-    found = hashlib.sha256(text.encode())
+    digest = hashlib.sha256(text.encode())
     for name in re.findall(r"^from weir\.kernels\.([\w.]+) import", text, re.MULTILINE):
-        below = path.parents[1].joinpath(*name.split(".")).with_suffix(".py")
-        found.update(sources(below).encode())
-    return found.hexdigest()
+        imported = path.parents[1].joinpath(*name.split(".")).with_suffix(".py")
+        digest.update(source_digest(imported).encode())
+    return digest.hexdigest()
 
 
-class _Kept(FunctionCache):  # type: ignore[misc, unused-ignore]
-    """A function's machine code on disk, made anew after a change of its file or of those below.
+class _CodeCache(FunctionCache):  # type: ignore[misc, unused-ignore]
+    """A function's machine code on disk, made anew after a change of any file it is made from.
 
-    numba looks at the file of the function alone. Kernels share functions of other files, and what
-    was kept of one would outlive an upgrade that mends those.
+    numba looks at the file of the function alone. Kernels share functions of other files, and the
+    code on disk would outlive an upgrade that mends those.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
         super().__init__(function)
         file = self._cache_file
-        file._source_stamp = file._source_stamp, sources(Path(function.__code__.co_filename))
+        path = Path(function.__code__.co_filename)
+        file._source_stamp = file._source_stamp, source_digest(path)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """What was kept for some types; None where there is nothing, or it is broken."""
+        """The code for some types; None where there is none on disk, or it is broken."""
         try:
             return super().load_overload(sig, target_context)
-        except Exception:  # what a broken pickle raises is anything
+        except Exception:  # a broken pickle may raise anything
             with suppress(OSError):
-                self.flush()  # or it would be in the way of what is kept next
+                self.flush()  # or it would be in the way of the code that is kept next
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep it for the next process, unless the disk is full: then it serves this one alone."""
+        """Keep code for the next process, unless the disk is full: then it serves this one."""
         with suppress(OSError):
             super().save_overload(sig, data)
 
 
-def spread(function: Callable[..., None], arrays: Sequence[np.ndarray], limit: int) -> None:
-    """Call a function with arrays, cut along their first axis among at most `limit` threads.
+# --- threads
 
-    Threads of Python's, not numba's: those would change how many PyTorch uses.
+
+def run_in_threads(
+    part: Callable[[int, int], None], count: int, most: int, held: object = None
+) -> None:
+    """Call `part(start, stop)` for ranges that make up `range(count)`, each in a thread.
+
+    Threads are Python's, not numba's: those would change how many PyTorch uses. They stay, since to
+    start one takes as long as many a product.
+
+    Args:
+        part: does a range.
+        count: one or more.
+        most: threads that are worth it; there are no more of them than PyTorch has.
+        held: tensors that `part` reads by address. A thread holds them, for Ctrl-C ends the wait
+            for a thread and not the thread.
     """
-    count = arrays[0].shape[0]
-    threads = min(torch.get_num_threads(), count, limit)
-    if threads == 1:
-        function(*arrays)
+    threads = min(torch.get_num_threads(), count, most)
+    if threads <= 1:
+        part(0, count)
         return
     cuts = [count * thread // threads for thread in range(threads + 1)]
-    spans = [[array[start:stop] for array in arrays] for start, stop in pairwise(cuts)]
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(lambda span: function(*span), spans))
+    (start, stop), *others = pairwise(cuts)
+    pool = _pool(threads - 1)
+    waiting = [pool.submit(_call_holding, held, part, *cut) for cut in others]
+    part(start, stop)
+    for future in waiting:
+        future.result()
 
 
-def in_lines(t: torch.Tensor, *, written: bool = False) -> torch.Tensor:
-    """The tensor itself, or a copy where the numbers of a line [..., dim] are not side by side.
+def run_on_rows(function: Callable[..., None], arrays: Sequence[np.ndarray], most: int) -> None:
+    """Call a function with arrays that are cut along their first axis, each part in a thread."""
 
-    Hold it until the kernel has returned, which is given no more than its `address`.
+    def part(start: int, stop: int) -> None:
+        function(*(array[start:stop] for array in arrays))
+
+    run_in_threads(part, len(arrays[0]), most)
+
+
+def _call_holding(_held: object, part: Callable[[int, int], None], start: int, stop: int) -> None:
+    part(start, stop)
+
+
+@lru_cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="weir kernels")
+
+
+if hasattr(os, "register_at_fork"):  # a fork has none of its parent's threads
+    os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
+# --- memory
+
+
+def with_unit_stride(t: torch.Tensor, *, writable: bool = False) -> torch.Tensor:
+    """The tensor, or a copy where the numbers of a line [..., dim] are not side by side.
+
+    Hold it until the kernel has returned, which gets no more than the `address_of` it.
 
     Args:
         t: on the CPU.
-        written: lines are written, which would be lost with a copy.
+        writable: the kernel writes to it; a copy would lose that.
 
     Raises:
-        WeirError: to be written, and the numbers of a line are not side by side.
+        WeirError: it is to be written, and the numbers of a line are not side by side.
     """
     if t.stride(-1) == 1 or t.shape[-1] == 1:
         return t
-    if written:
+    if writable:
         raise WeirError("a kernel writes lines whose numbers lie side by side, and no others")
     return t.contiguous()
 
 
-def address(t: torch.Tensor) -> tuple[int, Steps]:
-    """Where a tensor `in_lines` begins in memory, and how far its lines are apart.
+def address_of(t: torch.Tensor) -> tuple[int, Strides]:
+    """Where a tensor of `with_unit_stride` begins in memory, and how far its lines are apart.
 
-    To hand an array to numba takes several times as long as to hand it numbers; and an array of
-    several dimensions with gaps between its lines is to numba one whose lines may have gaps too,
-    and loops over those are not made into vectors.
+    To hand an array to numba takes several times as long as to hand it numbers; and to numba an
+    array of several dimensions with gaps between its lines may have gaps within lines too, and
+    loops over those are not made into vectors.
     """
     return t.data_ptr(), t.stride()[:-1]
 
 
-def _at(number: Any) -> Callable[..., Any]:
-    """An array of a type of numbers where an address says, for what runs in numba."""
+def _arrays_of(number: Any) -> Callable[..., Any]:
+    """A function for code in numba: an array of such numbers at an address."""
 
     @intrinsic
-    def pointer(typing: Any, address: Any) -> Any:
+    def pointer(_typing: Any, address: Any) -> Any:
         def write(context: Any, builder: Any, signature: Any, given: Any) -> Any:
             return builder.inttoptr(given[0], context.get_value_type(signature.return_type))
 
@@ -141,6 +185,6 @@ def _at(number: Any) -> Callable[..., Any]:
     return array
 
 
-floats_at, shorts_at, bytes_at = _at(types.float32), _at(types.int16), _at(types.int8)
+floats_at, shorts_at, bytes_at = map(_arrays_of, (types.float32, types.int16, types.int8))
 WHOLE = (1, 2**60)
 """The shape of an array that stands for all memory from an address on, in one line."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weir.kernels.cpu.compilation import compiled
+from weir.kernels.cpu.compilation import compile_kernel
 
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(11)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -20,7 +20,7 @@ _STEP, _BEGIN = np.uint64(0x9E3779B97F4A7C15), np.uint64(0x632BE59BD9B4E019)
 
 @numba.njit(inline="always")
 def _step(x: np.uint64, part: np.uint64) -> np.uint64:
-    """What a part of a draw's name makes of what those before have made (SplitMix64)."""
+    """Mix one more part of a draw's name into the state (SplitMix64)."""
     x = x + (part * _STEP + _BEGIN)
     x = (x ^ (x >> _SHIFTS[0])) * _FIRST
     x = (x ^ (x >> _SHIFTS[1])) * _SECOND
@@ -39,14 +39,14 @@ def _fill(begun: np.ndarray, first: int, position: np.ndarray, out: np.ndarray) 
                     out[row, head, slot, index] = np.float64(x >> _SHIFTS[3]) * 2.0**-53
 
 
-_compiled_fill = compiled(_fill)
+_compiled_fill = compile_kernel(_fill)
 
 
 def draw_uniform(begun: list[int], first: int, position: Tensor, count: int) -> Tensor:
     """Uniform numbers in [0, 1) [batch, kv_heads, n, count], float64.
 
     Args:
-        begun: what seed, layer, pool and purpose make, of each row [batch].
+        begun: the state after seed, layer, pool and purpose, of each row [batch].
         first: the number of the first head.
         position: places in the stream [batch, kv_heads, n], int64.
         count: numbers of each token, those of the indices from 0 on.

@@ -1,9 +1,10 @@
 """Attention of one query a head over slots of which the first are in 8 bits or 4, on a CPU.
 
-Numbers are widened in registers, and the steps go into logits and weights: <q, c> * step and
-p * step; steps of groups of a value's numbers into those. So keys and values are read once, as they
-lie, and no copy of them is made. Sums are float32. One pass has the logits of all slots, one their
-exponentials, one the weighted values.
+Whole numbers of 8 bits with one peak a vector go to `decode`. The others, bytes of floating point
+and two numbers to a byte, are widened here slot by slot, and the steps go into logits and weights:
+<q, c> * step and p * step; steps of groups of a value's numbers into those. So keys and values are
+read once, as they lie, and no copy of them is made. Sums are float32. One pass has the logits of
+all slots, one their exponentials, one the weighted values.
 """
 
 from __future__ import annotations
@@ -12,17 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weir.kernels.cpu.compilation import compiled
-from weir.kernels.cpu.decode_int8 import LEAST, decode_int8
-from weir.kernels.cpu.slot_products import VECTORS
+from weir.kernels.cpu.compilation import compile_kernel
+from weir.kernels.cpu.decode import LEAST, decode_int8
 from weir.kernels.cpu.softmax import ATTENTION_MATH, softmax
-from weir.kernels.cpu.vectors import lanes
+from weir.kernels.cpu.vectors import as_float
 from weir.kernels.dispatch import QuantizedVectors
 
 _BYTES = torch.from_numpy(np.arange(256, dtype=np.uint8))  # on the CPU, whatever the default is
 _E4M3 = _BYTES.view(torch.float8_e4m3fn).float().numpy()
-"""What each byte says as a number of 4 bits of exponent and 3 of mantissa."""
-_NO_TABLE = np.empty(0, np.float32)
+"""The number that each byte stands for: 4 bits of exponent and 3 of mantissa."""
+_NO_TABLE, _NO_MASK = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 
 
 def _widen(codes: np.ndarray, table: np.ndarray, wide: np.ndarray) -> None:
@@ -40,7 +40,7 @@ def _widen(codes: np.ndarray, table: np.ndarray, wide: np.ndarray) -> None:
             wide[i] = np.float32(codes[i])
 
 
-_widen_one = compiled(_widen)
+_widen_one = compile_kernel(_widen)
 
 
 def _attend(
@@ -69,17 +69,13 @@ def _attend(
     count = coded - first + exact
     logits = np.empty((group, count), np.float32)
     power = np.empty(count, np.int32)
-    bits = np.empty((coded, groups + 1), np.int32)
-    steps = bits.view(np.float32)
+    steps = np.empty((coded, groups + 1), np.float32)
     wide_key, wide_value = np.empty(dim, np.float32), np.empty(width, np.float32)
     for head in range(heads):
         for slot in range(first, coded):
-            # A bfloat16 is the upper half of a float32.
-            bits[slot, groups] = np.int32(peaks[head, slot, 0]) << 16
-            steps[slot, groups] /= levels
+            steps[slot, groups] = as_float(peaks[head, slot, 0]) / levels
             for part in range(groups):
-                bits[slot, part] = np.int32(value_peaks[head, slot, part]) << 16
-                steps[slot, part] /= value_levels
+                steps[slot, part] = as_float(value_peaks[head, slot, part]) / value_levels
         for slot in range(first, coded):
             _widen_one(codes[head, slot], table, wide_key)
             for member in range(group):
@@ -127,7 +123,7 @@ def _attend(
                     answer[i] += weight * value[i]
 
 
-_run = compiled(_attend, fastmath=ATTENTION_MATH)
+_run = compile_kernel(_attend, fastmath=ATTENTION_MATH)
 
 
 def decode_quantized(
@@ -154,38 +150,34 @@ def decode_quantized(
         scale: factor of the logits.
         slots: of all slots, from the first that is read to behind the last.
     """
-    batch, kv_heads, group = queries.shape[:3]
-    exact = slots[1] - coded[0][0].shape[2]
-
-    def flat(t: Tensor) -> np.ndarray:
-        return t.reshape(batch * kv_heads, *t.shape[2:]).numpy()
-
-    def stored(numbers: Tensor, peaks: Tensor, levels: int) -> tuple[object, ...]:
-        return flat(numbers), flat(peaks.view(torch.int16)), np.float32(levels)
-
-    asked = flat((queries.float() * scale)[:, :, :, 0])
-    width = values.shape[3]
-    out = torch.empty(batch, kv_heads, group, 1, width, dtype=torch.float32, device="cpu")
-    given = (
-        asked,
-        *stored(*coded[0]),
-        *stored(*coded[1]),
-        flat(keys[:, :, :exact].float().contiguous()),
-        flat(values[:, :, :exact].float().contiguous()),
-        np.empty((0, 0), np.float32) if mask is None else flat(mask.contiguous()),
+    exact, width = slots[1] - coded[0][0].shape[2], values.shape[3]
+    if _is_int8(coded) and min(keys.shape[3], width) >= LEAST:
+        out = decode_int8(queries, coded, keys, values, mask, scale, (slots[0], 0, exact))
+        return out.to(values.dtype)
+    out = torch.empty(*queries.shape[:4], width, dtype=torch.float32, device="cpu")
+    stored = [
+        (_flat(numbers), _flat(peaks.view(torch.int16)), np.float32(levels))
+        for numbers, peaks, levels in coded
+    ]
+    _run(
+        _flat((queries.float() * scale)[:, :, :, 0]),
+        *stored[0],
+        *stored[1],
+        *(_flat(t[:, :, :exact].float()) for t in (keys, values)),
+        _NO_MASK if mask is None else _flat(mask),
+        _E4M3 if coded[0][0].dtype == torch.uint8 else _NO_TABLE,
+        *slots,
+        out.flatten(0, 1)[:, :, 0].numpy(),
     )
-    found = out.view(batch * kv_heads, group, -1).numpy()
-    if _eight(coded) and min(keys.shape[3], width) >= LEAST:
-        decode_int8(lanes() if width >= lanes() * VECTORS else 8, *given, *slots, found)
-    else:
-        table = _E4M3 if coded[0][0].dtype == torch.uint8 else _NO_TABLE
-        _run(*given, table, *slots, found)
     return out.to(values.dtype)
 
 
-def _eight(coded: tuple[QuantizedVectors, QuantizedVectors]) -> bool:
+def _flat(t: Tensor) -> np.ndarray:
+    """[batch, heads, ...] as an array [batch * heads, ...], contiguous."""
+    array: np.ndarray = t.contiguous().flatten(0, 1).numpy()
+    return array
+
+
+def _is_int8(coded: tuple[QuantizedVectors, QuantizedVectors]) -> bool:
     """Whether all numbers are whole ones of 8 bits, each vector with one peak."""
-    return all(
-        numbers.dtype == torch.int8 and peaks.shape[3] == 1 and numbers.is_contiguous()
-        for numbers, peaks, _ in coded
-    )
+    return all(numbers.dtype == torch.int8 and peaks.shape[3] == 1 for numbers, peaks, _ in coded)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weir.kernels.cpu.compilation import compiled, spread
+from weir.kernels.cpu.compilation import compile_kernel, run_on_rows
 
 _WORTH_A_THREAD = 2**22
 """Differences below which a thread of their own costs more than it saves."""
@@ -30,11 +30,11 @@ def _measure(keys: np.ndarray, others: np.ndarray, out: np.ndarray) -> None:
                 out[head, place, other] = np.sqrt(total)
 
 
-_compiled_measure = compiled(_measure, fastmath=("reassoc", "contract", "nsz"))
+_compiled_measure = compile_kernel(_measure, fastmath=("reassoc", "contract", "nsz"))
 
 
 def distances(keys: Tensor, others: Tensor) -> Tensor:
-    """From each key to each other [batch, kv_heads, n, m], float64.
+    """Distances from each key to each other [batch, kv_heads, n, m], float64.
 
     Args:
         keys: [batch, kv_heads, n, key_dim].
@@ -44,5 +44,5 @@ def distances(keys: Tensor, others: Tensor) -> Tensor:
     if out.numel():
         parts = (keys.double(), others.double(), out)
         arrays = [t.contiguous().flatten(0, 1).numpy() for t in parts]
-        spread(_compiled_measure, arrays, 1 + out.numel() * keys.shape[3] // _WORTH_A_THREAD)
+        run_on_rows(_compiled_measure, arrays, 1 + out.numel() * keys.shape[3] // _WORTH_A_THREAD)
     return out

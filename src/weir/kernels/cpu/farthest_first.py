@@ -1,23 +1,47 @@
 """Greedy k-center on the CPU: `weir.pools.kcenter.farthest_first`, pick for pick.
 
 Each pick asks for the distance of all keys that are left to one of them. Where a good part of the
-keys is picked, all distances are made beforehand, by tiles (`pairwise`); of many keys they would
-be too many to be held, and of few picks most would be made for nothing. Then keys lie with their
-slots side by side, and a pick goes through them once. Roofline: that of the distances, or at most k
-times the keys of a head, read from the cache of the processor. Sums run over the dimensions of a
-key in another order than PyTorch's, so a distance may differ by roundings.
+keys is picked, all distances are made beforehand, by tiles: the distances between two panels of
+keys (`vectors`), from differences, in float32. What is above the diagonal is made, and transposed
+for what is below it. Of many keys all distances would be too many to be held, and of few picks most
+would be made for nothing. Then keys lie with their slots side by side, and a pick goes through them
+once.
+
+Sums run over the dimensions of a key in another order than PyTorch's, so a distance may differ by
+roundings. Roofline: a difference, a product and a sum for each number of each pair, at the pace of
+the processor; or at most k times the keys of a head, read from the processor's cache.
 """
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
+from llvmlite import ir
+from numba import njit
+from numba.core.cgutils import alloca_once_value, for_range_slice
 from torch import Tensor
 
-from weir.kernels.cpu.compilation import compiled, spread
-from weir.kernels.cpu.pairwise import nearer, pairs
-from weir.kernels.cpu.vectors import lanes
+from weir.kernels.cpu.compilation import compile_kernel, run_on_rows
+from weir.kernels.cpu.vectors import (
+    INT,
+    LONG,
+    add_product,
+    call_for_each,
+    combine,
+    constant,
+    floats,
+    for_lanes,
+    lanes,
+    llvm_function,
+    load_at,
+    pack_rows,
+    store_at,
+    transpose,
+)
 
 _WORTH_A_THREAD = 2**26
 """Differences below which a thread of their own costs more than it saves."""
@@ -28,9 +52,12 @@ _TOGETHER = 8
 _AT_ONCE = 2**20
 """Distances that are held, of a head and in each thread: 4 MB."""
 _SHARE = 5
-"""All distances are made if one of so many keys is picked, or more: the tiles take about a quarter
+"""All distances are made if at least one key in this many is picked: the tiles take about a quarter
 of the time for each, and make those to keys that are picked early too.
 """
+
+
+# --- few picks of many keys
 
 
 def _pick(
@@ -95,6 +122,116 @@ def _pick(
             reach[at] = -1.0
 
 
+# --- many picks, of all distances
+
+
+@llvm_function
+def _measure_tile(
+    builder: ir.IRBuilder,
+    ours: Any,
+    theirs: Any,
+    dim: Any,
+    out: Any,
+    mirrored: Any,
+    stride: Any,
+    lanes: Any,
+) -> None:
+    """Distances of the keys of one panel to those of another.
+
+    Args:
+        builder: of the code.
+        ours, theirs: addresses of panels, float32 [dim, lanes].
+        dim: numbers of a key.
+        out: address of `out[i, j]`, how far ours[:, i] is from theirs[:, j].
+        mirrored: address of `mirrored[j, i]`, the same.
+        stride: numbers from a line of either to the next.
+        lanes: 8 or 16.
+    """
+
+    def add_square(builder: ir.IRBuilder, total: Any, other: Any, number: Any) -> None:
+        apart = builder.fsub(other, number)
+        add_product(builder, total, apart, apart)
+
+    def emit(width: int) -> None:
+        pointers = floats(builder, theirs), floats(builder, ours)
+        squares = combine(builder, *pointers, dim, LONG(width), width, add_square)
+        lines = [call_for_each(builder, "sqrt", sums) for sums in squares]
+        for start, distances in ((out, lines), (mirrored, transpose(builder, lines))):
+            for i, line in enumerate(distances):
+                store_at(builder, line, floats(builder, start), builder.mul(stride, LONG(i)))
+
+    for_lanes(builder, lanes, emit)
+
+
+@llvm_function
+def _come_nearer(
+    builder: ir.IRBuilder,
+    distances: Any,
+    weight: Any,
+    reach: Any,
+    count: Any,
+    most: Any,
+    where: Any,
+    lanes: Any,
+) -> None:
+    """`reach = min(reach, distances * weight)`, and the largest that is left.
+
+    Args:
+        builder: of the code.
+        distances, weight, reach: addresses of float32 [count].
+        count: a multiple of `lanes`.
+        most: address of float32 [lanes]: the largest of each lane, which is written.
+        where: address of int32 [lanes]: its place, of equal ones the first, which is written.
+        lanes: 8 or 16.
+    """
+
+    def emit(width: int) -> None:
+        whole = ir.VectorType(INT, width)
+        top = alloca_once_value(builder, constant(-math.inf, width))
+        best = alloca_once_value(builder, constant(0, width, INT))
+        index = alloca_once_value(builder, ir.Constant(whole, list(range(width))))
+        with for_range_slice(builder, LONG(0), count, LONG(width)) as (place, _):
+            far, factor, was = (
+                load_at(builder, floats(builder, start), place, width)
+                for start in (distances, weight, reach)
+            )
+            far = builder.fmul(far, factor)
+            now = builder.select(builder.fcmp_ordered("<", far, was), far, was)
+            store_at(builder, now, floats(builder, reach), place)
+            most_yet, best_yet, here = builder.load(top), builder.load(best), builder.load(index)
+            higher = builder.fcmp_ordered(">", now, most_yet)
+            builder.store(builder.select(higher, now, most_yet), top)
+            builder.store(builder.select(higher, here, best_yet), best)
+            builder.store(builder.add(here, constant(width, width, INT)), index)
+        store_at(builder, builder.load(top), floats(builder, most), LONG(0))
+        place = builder.inttoptr(where, whole.as_pointer())
+        builder.store(builder.load(best), place, align=4)
+
+    for_lanes(builder, lanes, emit)
+
+
+@njit(nogil=True)
+def _measure(keys: np.ndarray, lanes: int, panels: np.ndarray, out: np.ndarray) -> None:
+    """Distances of all keys to all.
+
+    Args:
+        keys: float32 [n, dim].
+        lanes: 8 or 16.
+        panels: room for the keys [panels, dim * lanes], float32; as many panels as hold them all.
+        out: float32 [panels * lanes, panels * lanes], which is written; lines and columns of no
+            key mean nothing.
+    """
+    for panel in range(len(panels)):
+        pack_rows(keys, panel * lanes, lanes, panels[panel])
+    stride, size, dim = out.shape[1], 4 * panels.shape[1], keys.shape[1]
+    start, square = panels.ctypes.data, out.ctypes.data
+    for i in range(len(panels)):
+        for j in range(i, len(panels)):
+            above = square + 4 * lanes * (i * stride + j)
+            below = square + 4 * lanes * (j * stride + i)
+            _measure_tile(start + i * size, start + j * size, dim, above, below, stride, lanes)
+
+
 def _pick_of_pairs(
     keys: np.ndarray,
     far: np.ndarray,
@@ -104,14 +241,16 @@ def _pick_of_pairs(
     widest: np.ndarray,
 ) -> None:
     heads, slots, dim = keys.shape
-    width = widest[0]
-    number = (slots + width - 1) // width
-    panels = np.empty((number, dim * width), np.float32)
-    distances = np.empty((number * width, number * width), np.float32)
-    reach, heavy = np.empty(number * width, np.float32), np.ones(number * width, np.float32)
-    most, where = np.empty(width, np.float32), np.empty(width, np.int32)
+    lanes = widest[0]
+    number = (slots + lanes - 1) // lanes
+    panels = np.empty((number, dim * lanes), np.float32)
+    distances = np.empty((number * lanes, number * lanes), np.float32)
+    reach, heavy = np.empty(number * lanes, np.float32), np.ones(number * lanes, np.float32)
+    most, where = np.empty(lanes, np.float32), np.empty(lanes, np.int32)
+    to_reach, to_heavy = reach.ctypes.data, heavy.ctypes.data
+    to_most, to_where = most.ctypes.data, where.ctypes.data
     for head in range(heads):
-        pairs(keys[head], width, panels, distances)
+        _measure(keys[head], lanes, panels, distances)
         reach[:slots], heavy[:slots] = far[head], weight[head]
         reach[slots:] = -1.0
         largest, at = np.float32(-1.0), 0
@@ -123,14 +262,20 @@ def _pick_of_pairs(
                 break
             order[head, at] = done
             reach[at] = -1.0
-            largest, at = nearer(distances[at], heavy, reach, width, most, where)
+            line = distances[at].ctypes.data
+            _come_nearer(line, to_heavy, to_reach, len(reach), to_most, to_where, lanes)
+            largest, at = most[0], int(where[0])
+            for lane in range(1, lanes):
+                if most[lane] > largest or (most[lane] == largest and where[lane] < at):
+                    largest, at = most[lane], int(where[lane])
 
 
-_compiled_pick, _compiled_pick_of_pairs = compiled(_pick), compiled(_pick_of_pairs)
+_compiled_pick, _compiled_pick_of_pairs = compile_kernel(_pick), compile_kernel(_pick_of_pairs)
 
 
 def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = None) -> Tensor:
-    """In which order keys are picked [batch, kv_heads, n], int64, -1 for no; as the reference.
+    """The order in which keys are picked [batch, kv_heads, n], int64, -1 for those
+    that are not.
 
     Args:
         keys: [batch, kv_heads, n, key_dim].
@@ -154,5 +299,5 @@ def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = 
             lines, pick = whole.mT.clone(memory_format=torch.contiguous_format), _compiled_pick
             heavy, more = heavy.clone(), []  # packed with the keys that are left
         arrays = [t.numpy() for t in (lines, far, heavy, order)]
-        spread(pick, [*arrays[:3], wanted, arrays[3], *more], threads)
+        run_on_rows(pick, [*arrays[:3], wanted, arrays[3], *more], threads)
     return order.view_as(among)

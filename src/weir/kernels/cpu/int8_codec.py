@@ -8,33 +8,35 @@ division for each number that is written, a product for each that is read.
 from __future__ import annotations
 
 import numpy as np
+from numba import njit
 from torch import Tensor
 
 from weir.kernels.cpu.compilation import (
     WHOLE,
-    Steps,
-    address,
+    Strides,
+    address_of,
     bytes_at,
-    compiled,
+    compile_kernel,
     floats_at,
-    in_lines,
     shorts_at,
+    with_unit_stride,
 )
+from weir.kernels.cpu.vectors import as_float
 
 _SIGN = np.int32(0x7FFFFFFF)
 _UP = np.float32(12582912.0)
-"""A sum with it has no places behind the point, so it rounds, of two equally near ones to the even
-one.
+"""A sum with this number has no places behind the point, so it rounds, of two equally near ones to
+the even one.
 """
 
 
 def _write(
     x_at: int,
-    steps: Steps,
+    steps: Strides,
     codes_at: int,
-    code_steps: Steps,
+    code_steps: Strides,
     peaks_at: int,
-    peak_steps: Steps,
+    peak_steps: Strides,
     shape: tuple[int, int, int, int],
     levels: np.float32,
     low: np.float32,
@@ -71,38 +73,65 @@ def _write(
                 top += peak_steps[2]
 
 
+@njit(nogil=True)
+def read_head(
+    codes_at: int,
+    steps: Strides,
+    peaks_at: int,
+    peak_steps: Strides,
+    levels: float,
+    row: int,
+    head: int,
+    out: np.ndarray,
+    to: int,
+    out_step: int,
+    count: int,
+    dim: int,
+) -> None:
+    """Vectors of one head as float32.
+
+    Args:
+        codes_at, steps, peaks_at, peak_steps: of `address_of` numbers and peaks.
+        levels: how many steps make a peak.
+        row, head: which.
+        out: what is written, from place `to` on; vectors are `out_step` apart.
+        to, out_step: as said.
+        count, dim: vectors, and numbers of one.
+    """
+    codes, peaks = bytes_at(codes_at, WHOLE)[0], shorts_at(peaks_at, WHOLE)[0]
+    at = row * steps[0] + head * steps[1]
+    top = row * peak_steps[0] + head * peak_steps[1]
+    most = np.float32(levels)
+    for _ in range(count):
+        step = as_float(peaks[top]) / most
+        written, vector = codes[at : at + dim], out[to : to + dim]
+        for i in range(dim):
+            vector[i] = np.float32(written[i]) * step
+        at += steps[2]
+        top += peak_steps[2]
+        to += out_step
+
+
 def _read(
     codes_at: int,
-    steps: Steps,
+    steps: Strides,
     peaks_at: int,
-    peak_steps: Steps,
+    peak_steps: Strides,
+    levels: float,
     shape: tuple[int, int, int, int],
-    levels: np.float32,
     out_at: int,
-    out_steps: Steps,
+    out_steps: Strides,
 ) -> None:
     batch, heads, count, dim = shape
-    codes, peaks = bytes_at(codes_at, WHOLE)[0], shorts_at(peaks_at, WHOLE)[0]
-    out = floats_at(out_at, WHOLE)[0]
-    peak_bits = np.empty(1, np.int32)
-    peak = peak_bits.view(np.float32)
+    out, step = floats_at(out_at, WHOLE)[0], out_steps[2]
     for row in range(batch):
         for head in range(heads):
-            at = row * steps[0] + head * steps[1]
-            top = row * peak_steps[0] + head * peak_steps[1]
             to = row * out_steps[0] + head * out_steps[1]
-            for _ in range(count):
-                peak_bits[0] = np.int32(peaks[top]) << np.int32(16)
-                step = peak[0] / levels
-                written, vector = codes[at : at + dim], out[to : to + dim]
-                for i in range(dim):
-                    vector[i] = np.float32(written[i]) * step
-                at += steps[2]
-                top += peak_steps[2]
-                to += out_steps[2]
+            stored = (codes_at, steps, peaks_at, peak_steps, levels)
+            read_head(*stored, row, head, out, to, step, count, dim)
 
 
-_compiled_write, _compiled_read = compiled(_write), compiled(_read)
+_compiled_write, _compiled_read = compile_kernel(_write), compile_kernel(_read)
 
 
 def quantize_int8(
@@ -122,9 +151,11 @@ def quantize_int8(
     """
     if x.numel():
         bounds = np.float32(levels), np.float32(low), np.float32(high)
-        x, codes, peaks = in_lines(x), in_lines(codes, written=True), in_lines(peaks, written=True)
-        into = *address(codes), *address(peaks)
-        _compiled_write(*address(x), *into, tuple(x.shape), *bounds)
+        x = with_unit_stride(x)
+        codes = with_unit_stride(codes, writable=True)
+        peaks = with_unit_stride(peaks, writable=True)
+        into = *address_of(codes), *address_of(peaks)
+        _compiled_write(*address_of(x), *into, tuple(x.shape), *bounds)
 
 
 def dequantize_int8(codes: Tensor, peaks: Tensor, levels: int, out: Tensor) -> None:
@@ -133,6 +164,7 @@ def dequantize_int8(codes: Tensor, peaks: Tensor, levels: int, out: Tensor) -> N
     The other arguments are those of `quantize_int8`.
     """
     if codes.numel():
-        codes, peaks, out = in_lines(codes), in_lines(peaks), in_lines(out, written=True)
-        whence = *address(codes), *address(peaks)
-        _compiled_read(*whence, tuple(codes.shape), np.float32(levels), *address(out))
+        codes, peaks = with_unit_stride(codes), with_unit_stride(peaks)
+        out = with_unit_stride(out, writable=True)
+        stored = *address_of(codes), *address_of(peaks), float(levels)
+        _compiled_read(*stored, tuple(codes.shape), *address_of(out))

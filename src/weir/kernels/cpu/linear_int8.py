@@ -15,20 +15,24 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
 from numba.core.cgutils import alloca_once_value, for_range_slice
-from numba.extending import intrinsic
 
-from weir.kernels.cpu.compilation import compiled, floats_at
+from weir.kernels.cpu.compilation import compile_kernel, floats_at
 from weir.kernels.cpu.vectors import (
     BYTE,
     CACHE_LINE,
-    FLOAT,
     INT,
     LONG,
     add_product,
-    fetch,
+    constant,
+    floats,
+    llvm_function,
+    load_at,
+    prefetch,
+    shuffle,
+    switch,
     vector_at,
+    widen,
 )
 
 TOGETHER = 4
@@ -39,90 +43,74 @@ _WIDTH = 16
 """Numbers of a vector; a processor that has none so wide takes two for it."""
 
 
-@intrinsic(prefer_literal=True)
-def _pair(typing: Any, x: Any, one: Any, other: Any, inputs: Any, sums: Any, rows: Any) -> Any:
-    """`sums[i, row] = sum over j of x[row, j] * line i[j]` of two lines, in LLVM's language.
+@llvm_function
+def _multiply_pair(
+    builder: ir.IRBuilder, x: Any, one: Any, other: Any, inputs: Any, sums: Any, rows: Any
+) -> None:
+    """`sums[i, row] = sum over j of x[row, j] * line i[j]` of two lines.
 
     Args:
-        typing: of the call; numba's.
+        builder: of the code.
         x: address of float32 [rows, inputs].
         one, other: addresses of int8 [inputs], the lines.
         inputs: of the weight.
         sums: address of float32 [2, rows], which are written.
-        rows: 1 to `TOGETHER`, a constant.
+        rows: 1 to `TOGETHER`.
     """
-    count = rows.literal_value
-    vector = ir.VectorType(FLOAT, _WIDTH)
-    whole = ir.VectorType(INT, _WIDTH)
-    packed = ir.VectorType(BYTE, _WIDTH)
-    signature = types.void(*[types.uintp] * 5, rows)
 
-    def write(context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
-        length = given[3]
-        x_at, sums_at = (builder.inttoptr(given[place], FLOAT.as_pointer()) for place in (0, 4))
-        lines = [builder.inttoptr(given[place], BYTE.as_pointer()) for place in (1, 2)]
-        row_at = [builder.gep(x_at, [builder.mul(length, LONG(row))]) for row in range(count)]
-        nothing = ir.Constant(vector, [0.0] * _WIDTH)
+    def emit(count: int) -> None:
+        lines = [builder.inttoptr(address, BYTE.as_pointer()) for address in (one, other)]
+        start, found = floats(builder, x), floats(builder, sums)
+        row_at = [builder.gep(start, [builder.mul(inputs, LONG(row))]) for row in range(count)]
+        nothing = constant(0.0, _WIDTH)
         total = {
             (i, row): alloca_once_value(builder, nothing) for i in range(2) for row in range(count)
         }
 
         def step(j: Any) -> None:
-            read = [builder.bitcast(builder.gep(line, [j]), packed.as_pointer()) for line in lines]
-            wide = [
-                builder.sitofp(builder.sext(builder.load(it, align=1), whole), vector)
-                for it in read
-            ]
+            places = [vector_at(builder, line, j, _WIDTH) for line in lines]
+            wide = [widen(builder, builder.load(place, align=1)) for place in places]
             for row in range(count):
-                numbers = builder.load(vector_at(builder, row_at[row], j, _WIDTH), align=4)
+                numbers = load_at(builder, row_at[row], j, _WIDTH)
                 for i in range(2):
                     add_product(builder, total[i, row], wide[i], numbers)
 
-        aligned = builder.and_(length, LONG(-CACHE_LINE))
-        vectors = builder.and_(length, LONG(-_WIDTH))
+        aligned = builder.and_(inputs, LONG(-CACHE_LINE))
+        vectors = builder.and_(inputs, LONG(-_WIDTH))
         with for_range_slice(builder, LONG(0), aligned, LONG(CACHE_LINE)) as (j, _):
             for line in lines:
-                fetch(builder, builder.gep(line, [builder.add(j, LONG(_AHEAD))]))
-            for start in range(0, CACHE_LINE, _WIDTH):
-                step(builder.add(j, LONG(start)))
+                prefetch(builder, builder.gep(line, [builder.add(j, LONG(_AHEAD))]))
+            for begin in range(0, CACHE_LINE, _WIDTH):
+                step(builder.add(j, LONG(begin)))
         with for_range_slice(builder, aligned, vectors, LONG(_WIDTH)) as (j, _):
             step(j)
 
         alone = {
-            which: alloca_once_value(builder, _added_up(builder, builder.load(place)))
+            which: alloca_once_value(builder, _add_up(builder, builder.load(place)))
             for which, place in total.items()
         }
-        with for_range_slice(builder, vectors, length, LONG(1)) as (j, _):
+        with for_range_slice(builder, vectors, inputs, LONG(1)) as (j, _):
             for i in range(2):
-                number = builder.sitofp(builder.load(builder.gep(lines[i], [j])), FLOAT)
+                number = widen(builder, builder.load(builder.gep(lines[i], [j])))
                 for row in range(count):
-                    its = builder.load(builder.gep(row_at[row], [j]))
-                    add_product(builder, alone[i, row], number, its)
+                    given = builder.load(builder.gep(row_at[row], [j]))
+                    add_product(builder, alone[i, row], number, given)
         for (i, row), place in alone.items():
-            builder.store(builder.load(place), builder.gep(sums_at, [LONG(i * count + row)]))
-        return context.get_dummy_value()
+            builder.store(builder.load(place), builder.gep(found, [LONG(i * count + row)]))
 
-    return signature, write
+    switch(builder, rows, range(1, TOGETHER + 1), emit)
 
 
-def _added_up(builder: ir.IRBuilder, numbers: Any) -> Any:
+def _add_up(builder: ir.IRBuilder, numbers: Any) -> Any:
     """The sum of a vector's numbers: half added to half, until one is left."""
-    width = _WIDTH
-    while width > 1:
-        width //= 2
-        halves = [
-            builder.shuffle_vector(
-                numbers,
-                ir.Constant(numbers.type, ir.Undefined),
-                ir.Constant(ir.VectorType(INT, width), list(range(start, start + width))),
-            )
-            for start in (0, width)
-        ]
-        numbers = builder.fadd(*halves)
+    while numbers.type.count > 1:
+        half = numbers.type.count // 2
+        halves = range(half), range(half, 2 * half)
+        numbers = builder.fadd(*(shuffle(builder, numbers, numbers, at) for at in halves))
     return builder.extract_element(numbers, INT(0))
 
 
-def _few_of_bytes(
+def _few_rows(
     together: int,
     rows: int,
     inputs: int,
@@ -152,18 +140,11 @@ def _few_of_bytes(
         far = min(i + half, stop - 1)  # of an odd number the last is made twice
         one, other, to = numbers + i * inputs, numbers + far * inputs, sums.ctypes.data
         for first in range(0, rows, together):
-            some, at = min(together, rows - first), x + 4 * first * inputs
-            if some == 1:
-                _pair(at, one, other, inputs, to, 1)
-            elif some == 2:
-                _pair(at, one, other, inputs, to, 2)
-            elif some == 3:
-                _pair(at, one, other, inputs, to, 3)
-            else:
-                _pair(at, one, other, inputs, to, 4)
+            some = min(together, rows - first)
+            _multiply_pair(x + 4 * first * inputs, one, other, inputs, to, some)
             for row in range(some):
                 found[first + row, i] = sums[row] * scales[0, i]
                 found[first + row, far] = sums[some + row] * scales[0, far]
 
 
-few_of_bytes = compiled(_few_of_bytes)
+few_rows_int8 = compile_kernel(_few_rows)

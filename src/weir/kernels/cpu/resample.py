@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weir.kernels.cpu.compilation import compiled
+from weir.kernels.cpu.compilation import compile_kernel
 
 
 def _take(
@@ -30,11 +30,11 @@ def _take(
                 held[entry] = arrival if drawn[entry] * after < mine else held[entry]
 
 
-_compiled_take = compiled(_take)
+_compiled_take = compile_kernel(_take)
 
 
 def resample(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Arguments and answer of `weir.pools.subgen.clusters.resample`."""
+    """Fill reservoirs; arguments and answer as of `weir.pools.subgen.clusters.resample`."""
     after = total.clone(memory_format=torch.contiguous_format)
     last = torch.full((*total.shape, u.shape[3]), -1, device="cpu")
     if weight.numel():

@@ -1,4 +1,4 @@
-"""Keys turned on by so many positions, on the CPU: `weir.slab.positions.Rotary.move`, to rounding.
+"""Keys rotated on by some positions, on the CPU: `weir.slab.positions.Rotary.move`, to rounding.
 
 Turns are reduced to a part of one in float64, as there, and then to an eighth, where a short
 polynomial has sine and cosine. Angles, sines and products of a key are never written down.
@@ -12,7 +12,14 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from weir.kernels.cpu.compilation import WHOLE, Steps, address, compiled, floats_at, in_lines
+from weir.kernels.cpu.compilation import (
+    WHOLE,
+    Strides,
+    address_of,
+    compile_kernel,
+    floats_at,
+    with_unit_stride,
+)
 
 _TAU = np.float32(6.283185307179586)
 
@@ -21,7 +28,7 @@ _TAU = np.float32(6.283185307179586)
 def _rotate_one(
     key: np.ndarray, by: float, per_turn: np.ndarray, turns: np.ndarray, out: np.ndarray
 ) -> None:
-    """One key [dim] into `out`, its first numbers turned; `turns` is room for half of those."""
+    """One key [dim] into `out`, its first numbers rotated; `turns` is room for half of those."""
     half = per_turn.shape[0]
     for i in range(half):
         turn = by * per_turn[i]
@@ -52,12 +59,12 @@ def _rotate_one(
 
 def _turn(
     keys_at: int,
-    steps: Steps,
+    steps: Strides,
     by: np.ndarray,
     per_turn: np.ndarray,
     dim: int,
     out_at: int,
-    out_steps: Steps,
+    out_steps: Strides,
 ) -> None:
     batch, heads, count = by.shape
     keys, out = floats_at(keys_at, WHOLE)[0], floats_at(out_at, WHOLE)[0]
@@ -78,7 +85,7 @@ def _turn(
                 to += out_steps[2]
 
 
-_compiled_turn = compiled(_turn, fastmath=("contract",))
+_compiled_turn = compile_kernel(_turn, fastmath=("contract",))
 
 
 def rotate_keys(keys: Tensor, by: Tensor, per_turn: Tensor, out: Tensor | None = None) -> Tensor:
@@ -86,10 +93,10 @@ def rotate_keys(keys: Tensor, by: Tensor, per_turn: Tensor, out: Tensor | None =
 
     Args:
         keys: [batch, heads, n, dim], float32.
-        by: so many positions [batch or 1, heads or 1, n], int64.
+        by: positions to move on [batch or 1, heads or 1, n], int64.
         per_turn: turns for each position, of each pair (i, i + half) of the first numbers of a key
             [half], float64.
-        out: where they are written, of the shape of `keys`; None for new memory.
+        out: memory for the answer, of the shape of `keys`; None for new memory.
 
     Raises:
         WeirError: the numbers of a key do not lie side by side in `out`.
@@ -97,7 +104,7 @@ def rotate_keys(keys: Tensor, by: Tensor, per_turn: Tensor, out: Tensor | None =
     out = torch.empty_like(keys, memory_format=torch.contiguous_format) if out is None else out
     if keys.numel():
         every = by.expand(keys.shape[:3]).contiguous().numpy()
-        keys, lines = in_lines(keys), in_lines(out, written=True)
-        where = *address(keys), every, per_turn.numpy(), keys.shape[3]
-        _compiled_turn(*where, *address(lines))
+        keys, lines = with_unit_stride(keys), with_unit_stride(out, writable=True)
+        where = *address_of(keys), every, per_turn.numpy(), keys.shape[3]
+        _compiled_turn(*where, *address_of(lines))
     return out

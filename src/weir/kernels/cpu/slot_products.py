@@ -1,35 +1,52 @@
-"""The two products of attention of one query a head, over slots as they lie: dots and sums.
+"""The two products of attention of one query a head, over slots as they lie in memory.
 
 Few query heads share a KV head, so that each number of a key or value serves few multiplications.
-Loops of Python's leave sums in memory or add up parts for every slot by itself, and then take
-longer than reading does. Here sums stay in the processor's registers: four keys for three query
-heads, or four vectors of a value for three query heads. The four keys lie far from each other:
-processors fetch ahead what is read in order, and several such streams came faster than one, unlike
-those of values.
+Loops in Python leave sums in memory or add up parts for every slot by itself, and then take longer
+than reading does. Here sums stay in the processor's registers: four keys for three query heads, or
+four vectors of a value for three query heads. The four keys lie far from each other: processors
+fetch ahead what is read in order, and several such streams came faster than one, unlike those of
+values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import njit
 from numba.core.cgutils import alloca_once_value, for_range_slice
-from numba.extending import intrinsic
 
-from weir.kernels.cpu.vectors import BYTE, FLOAT, INT, LONG, add_product, everywhere
+from weir.kernels.cpu.vectors import (
+    LONG,
+    add_product,
+    broadcast,
+    constant,
+    floats,
+    for_lanes,
+    llvm_function,
+    load_at,
+    shuffle,
+    store_at,
+    switch,
+    vector_at,
+    widen,
+)
 
-STREAMS = 4
-"""Keys that are read at once."""
 VECTORS = 4
 """Vectors of a value that are summed at once."""
+_STREAMS = 4
+"""Keys that are read at once."""
+_MEMBERS = 3
+"""Query heads that are served at once."""
 _AT_ONCE = 4
 """Values that are added before it is asked whether there are more."""
 
 
-@intrinsic(prefer_literal=True)
-def dots(
-    typing: Any,
+@llvm_function
+def _dot_four(
+    builder: ir.IRBuilder,
     queries: Any,
     slots: Any,
     first: Any,
@@ -39,63 +56,56 @@ def dots(
     count: Any,
     lanes: Any,
     members: Any,
-) -> Any:
+) -> None:
     """`logits[member, i * step] = sum over j of queries[member, j] * slots[i * step, j]`.
 
-    For `i` below STREAMS.
+    For `i` below _STREAMS.
 
     Args:
-        typing: of the call; numba's.
-        queries: address of float32 [members, dim as a multiple of lanes]; the last vector of each
-            is of the last `lanes` numbers, and 0 where the one before had them.
+        builder: of the code.
+        queries: address of float32 [members, dim as a multiple of lanes], of `pad_query`.
         slots: an array, float32, int8, or the bits of bfloat16 as int16.
         first: where in it the first of the four slots begins.
         step: slots from one of the four to the next.
         dim: at least `lanes`.
         logits: address of the first of the logits [members, count], which are written.
         count: logits of each member.
-        lanes: numbers of a vector, 8 or 16, a constant.
-        members: query heads, a constant.
+        lanes: numbers of a vector, 8 or 16.
+        members: query heads, 1 to _MEMBERS.
     """
-    width, heads = lanes.literal_value, members.literal_value
-    signature = types.void(types.uintp, slots, *[types.uintp] * 5, lanes, members)
 
-    def write(context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
-        asked, _, begin, far, size, found, row = given[:7]
-        numbers = context.make_array(slots)(context, builder, given[1]).data
-        question = builder.inttoptr(asked, FLOAT.as_pointer())
-        nothing = ir.Constant(ir.VectorType(FLOAT, width), [0.0] * width)
+    def emit(width: int, heads: int) -> None:
+        asked, found = floats(builder, queries), floats(builder, logits)
         total = [
-            [alloca_once_value(builder, nothing) for _ in range(STREAMS)] for _ in range(heads)
+            [alloca_once_value(builder, constant(0.0, width)) for _ in range(_STREAMS)]
+            for _ in range(heads)
         ]
-        padded = _padded(builder, size, width)
-        apart = builder.mul(far, size)
-        last = builder.sub(size, LONG(width))
-        starts = [builder.add(begin, builder.mul(apart, LONG(i))) for i in range(STREAMS)]
+        padded = builder.and_(builder.add(dim, LONG(width - 1)), LONG(-width))
+        apart, last = builder.mul(step, dim), builder.sub(dim, LONG(width))
+        starts = [builder.add(first, builder.mul(apart, LONG(i))) for i in range(_STREAMS)]
         rows = [builder.mul(padded, LONG(member)) for member in range(heads)]
-        with for_range_slice(builder, LONG(0), size, LONG(width)) as (j, _):
+        with for_range_slice(builder, LONG(0), dim, LONG(width)) as (j, _):
             place = builder.select(builder.icmp_unsigned("<", j, last), j, last)
-            read = [_vector(builder, numbers, builder.add(start, place), width) for start in starts]
+            read = [_load(builder, slots, builder.add(start, place), width) for start in starts]
             for member in range(heads):
-                query = _vector(builder, question, builder.add(rows[member], j), width)
-                for i in range(STREAMS):
+                query = load_at(builder, asked, builder.add(rows[member], j), width)
+                for i in range(_STREAMS):
                     add_product(builder, total[member][i], query, read[i])
         for member in range(heads):
-            parts = [builder.load(each) for each in total[member]]
-            four = _added(builder, parts, width)
-            for i in range(STREAMS):
-                index = builder.add(builder.mul(row, LONG(member)), builder.mul(far, LONG(i)))
-                to = builder.inttoptr(found, FLOAT.as_pointer())
-                builder.store(builder.extract_element(four, INT(i)), builder.gep(to, [index]))
-        return context.get_dummy_value()
+            four = _add_up(builder, [builder.load(sums) for sums in total[member]])
+            for i in range(_STREAMS):
+                index = builder.add(builder.mul(count, LONG(member)), builder.mul(step, LONG(i)))
+                number = builder.extract_element(four, ir.IntType(32)(i))
+                builder.store(number, builder.gep(found, [index]))
 
-    return signature, write
+    _for_members(builder, lanes, members, emit)
 
 
-@intrinsic(prefer_literal=True)
-def sums(
-    typing: Any,
-    weights: Any,
+@llvm_function
+def _sum_vectors(
+    builder: ir.IRBuilder,
+    shares: Any,
+    apart: Any,
     count: Any,
     slots: Any,
     first: Any,
@@ -103,115 +113,172 @@ def sums(
     answers: Any,
     lanes: Any,
     members: Any,
-) -> Any:
-    """`answers[member, j] = sum over i of weights[member, i] * slots[i, j]`.
+) -> None:
+    """`answers[member, j] = sum over i of shares[member, i] * slots[i, j]`.
 
     For `j` below `lanes * VECTORS`.
 
     Args:
-        typing: of the call; numba's.
-        weights: address of float32 [members, count].
+        builder: of the code.
+        shares: address of float32 [members, count].
+        apart: numbers from one member's shares to the next's.
         count: slots.
         slots: an array, float32, int8, or the bits of bfloat16 as int16.
         first: where in it the slots [count, dim] begin, or a later number of the first of them.
         dim: of a slot, and of an answer.
         answers: address of the same number of the first of the answers [members, dim], float32.
-        lanes: numbers of a vector, 8 or 16, a constant.
-        members: query heads, a constant.
+        lanes: numbers of a vector, 8 or 16.
+        members: query heads, 1 to _MEMBERS.
     """
-    width, heads = lanes.literal_value, members.literal_value
-    signature = types.void(*[types.uintp] * 2, slots, *[types.uintp] * 3, lanes, members)
 
-    def write(context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
-        factors, number, _, begin, size, found = given[:6]
-        numbers = context.make_array(slots)(context, builder, given[2]).data
-        vector = ir.VectorType(FLOAT, width)
-        nothing = ir.Constant(vector, [0.0] * width)
+    def emit(width: int, heads: int) -> None:
+        factors, found = floats(builder, shares), floats(builder, answers)
         total = [
-            [alloca_once_value(builder, nothing) for _ in range(VECTORS)] for _ in range(heads)
+            [alloca_once_value(builder, constant(0.0, width)) for _ in range(VECTORS)]
+            for _ in range(heads)
         ]
-        weight = builder.inttoptr(factors, FLOAT.as_pointer())
-        rows = [builder.mul(number, LONG(member)) for member in range(heads)]
+        rows = [builder.mul(apart, LONG(member)) for member in range(heads)]
 
         def step(slot: Any) -> None:
-            start = builder.add(begin, builder.mul(slot, size))
+            start = builder.add(first, builder.mul(slot, dim))
             read = [
-                _vector(builder, numbers, builder.add(start, LONG(c * width)), width)
-                for c in range(VECTORS)
+                _load(builder, slots, builder.add(start, LONG(part * width)), width)
+                for part in range(VECTORS)
             ]
             for member in range(heads):
-                one = builder.load(builder.gep(weight, [builder.add(rows[member], slot)]))
-                shared = everywhere(builder, one, width)
-                for c in range(VECTORS):
-                    add_product(builder, total[member][c], shared, read[c])
+                share = builder.load(builder.gep(factors, [builder.add(rows[member], slot)]))
+                shared = broadcast(builder, share, width)
+                for part in range(VECTORS):
+                    add_product(builder, total[member][part], shared, read[part])
 
-        whole = builder.and_(number, LONG(-_AT_ONCE))
+        whole = builder.and_(count, LONG(-_AT_ONCE))
         with for_range_slice(builder, LONG(0), whole, LONG(_AT_ONCE)) as (slot, _):
             for i in range(_AT_ONCE):
                 step(builder.add(slot, LONG(i)))
-        with for_range_slice(builder, whole, number, LONG(1)) as (slot, _):
+        with for_range_slice(builder, whole, count, LONG(1)) as (slot, _):
             step(slot)
         for member in range(heads):
-            for c in range(VECTORS):
-                index = builder.add(builder.mul(size, LONG(member)), LONG(c * width))
-                to = builder.gep(builder.inttoptr(found, FLOAT.as_pointer()), [index])
-                place = builder.bitcast(to, vector.as_pointer())
-                builder.store(builder.load(total[member][c]), place, align=4)
-        return context.get_dummy_value()
+            for part in range(VECTORS):
+                place = builder.add(builder.mul(dim, LONG(member)), LONG(part * width))
+                store_at(builder, builder.load(total[member][part]), found, place)
 
-    return signature, write
+    _for_members(builder, lanes, members, emit)
 
 
-def _padded(builder: ir.IRBuilder, size: Any, width: int) -> Any:
-    """The next multiple of a vector's numbers."""
-    return builder.and_(builder.add(size, LONG(width - 1)), LONG(-width))
+def _for_members(
+    builder: ir.IRBuilder, lanes: Any, members: Any, emit: Callable[[int, int], None]
+) -> None:
+    """Emit code for vectors of 8 or of 16 numbers and for each number of query heads."""
+
+    def emit_for(width: int) -> None:
+        switch(builder, members, range(1, _MEMBERS + 1), lambda heads: emit(width, heads))
+
+    for_lanes(builder, lanes, emit_for)
 
 
-def _vector(builder: ir.IRBuilder, numbers: Any, index: Any, width: int) -> Any:
-    """Numbers in a row, as float32; those in bfloat16 are the upper halves of such."""
-    kind = numbers.type.pointee
-    place = builder.gep(numbers, [index])
-    place = builder.bitcast(place, ir.VectorType(kind, width).as_pointer())
-    if kind == FLOAT:
-        return builder.load(place, align=4)
-    if kind == BYTE:
-        return builder.sitofp(builder.load(place, align=1), ir.VectorType(FLOAT, width))
-    bits = ir.VectorType(INT, width)
-    read = builder.zext(builder.load(place, align=2), bits)
-    raised = builder.shl(read, ir.Constant(bits, [16] * width))
-    return builder.bitcast(raised, ir.VectorType(FLOAT, width))
+def _load(builder: ir.IRBuilder, numbers: Any, place: Any, width: int) -> Any:
+    """A vector of stored numbers, as float32."""
+    size = {"float": 4, "i16": 2, "i8": 1}[str(numbers.type.pointee)]
+    return widen(builder, builder.load(vector_at(builder, numbers, place, width), align=size))
 
 
-def _added(builder: ir.IRBuilder, parts: list[Any], width: int) -> Any:
+def _add_up(builder: ir.IRBuilder, parts: list[Any]) -> Any:
     """A vector of the sums of four vectors each, whose numbers are added by pairs that lie in the
     same quarter first, as processors do without moving any to another one.
     """
-    quarters = range(0, width, 4)
+    width = parts[0].type.count
 
-    def pairs(one: Any, other: Any) -> Any:
-        def every(odd: int) -> Any:
-            at = [
-                quarter + i + (0 if half == 0 else width)
-                for quarter in quarters
-                for half in (0, 1)
-                for i in (odd, odd + 2)
+    def add_pairs(one: Any, other: Any) -> Any:
+        even, odd = (
+            [
+                quarter + i + half
+                for quarter in range(0, width, 4)
+                for half in (0, width)
+                for i in (first, first + 2)
             ]
-            mask = ir.Constant(ir.VectorType(INT, width), at)
-            return builder.shuffle_vector(one, other, mask)
-
-        return builder.fadd(every(0), every(1))
+            for first in (0, 1)
+        )
+        return builder.fadd(*(shuffle(builder, one, other, places) for places in (even, odd)))
 
     a, b, c, d = parts
-    four = pairs(pairs(a, b), pairs(c, d))
-    while width > 4:
-        width //= 2
-        low, high = (
-            builder.shuffle_vector(
-                four,
-                four,
-                ir.Constant(ir.VectorType(INT, width), list(range(first, first + width))),
-            )
-            for first in (0, width)
-        )
-        four = builder.fadd(low, high)
+    four = add_pairs(add_pairs(a, b), add_pairs(c, d))
+    while four.type.count > 4:
+        half = four.type.count // 2
+        halves = range(half), range(half, 2 * half)
+        four = builder.fadd(*(shuffle(builder, four, four, places) for places in halves))
     return four
+
+
+@njit(nogil=True)
+def pad_query(query: np.ndarray, scale: np.float32, lanes: int, row: np.ndarray) -> None:
+    """A scaled query as `dot_products` reads it, in vectors.
+
+    The last vector is that of the last `lanes` numbers, with 0 where the one before had them.
+    """
+    dim = query.shape[0]
+    row[:] = 0.0
+    for i in range(dim // lanes * lanes):
+        row[i] = query[i] * scale
+    for i in range(dim // lanes * lanes, dim):
+        row[row.shape[0] - dim + i] = query[i] * scale
+
+
+@njit(nogil=True)
+def dot_products(
+    queries: np.ndarray,
+    keys: np.ndarray,
+    start: int,
+    dim: int,
+    logits: np.ndarray,
+    place: int,
+    number: int,
+    lanes: int,
+) -> None:
+    """Logits of `number` slots into `logits` [group, count], from `place` on.
+
+    Args:
+        queries: of `pad_query` [group, dim as a multiple of lanes].
+        keys: an array of slots, of which `start` is the first that is read.
+        dim: of a key.
+        logits: what is written.
+        place, number: which of them.
+        lanes: numbers of a vector, 8 or 16.
+    """
+    group, count = logits.shape
+    part = number // _STREAMS
+    for slot in range(part + number % _STREAMS):
+        # The last few, where four does not divide them, are one slot four times.
+        at, step = (slot, part) if slot < part else (slot + (_STREAMS - 1) * part, 0)
+        for member in range(0, group, _MEMBERS):
+            few = min(_MEMBERS, group - member)
+            asked, found = queries[member:].ctypes.data, logits[member:, place + at :].ctypes.data
+            _dot_four(asked, keys, (start + at) * dim, step, dim, found, count, lanes, few)
+
+
+@njit(nogil=True)
+def weighted_sums(
+    shares: np.ndarray,
+    place: int,
+    number: int,
+    values: np.ndarray,
+    start: int,
+    out: np.ndarray,
+    lanes: int,
+) -> None:
+    """Answers [group, value_dim] of `number` slots, whose shares are those from `place` on.
+
+    Args:
+        shares: [group, count], contiguous.
+        place, number: which of them.
+        values: an array of slots, of which `start` is the first that is read.
+        out: what is written; contiguous.
+        lanes: numbers of a vector, 8 or 16; `lanes * VECTORS` is no more than value_dim.
+    """
+    (group, count), width = shares.shape, out.shape[1]
+    for member in range(0, group, _MEMBERS):
+        few = min(_MEMBERS, group - member)
+        weights, answers = shares[member:, place:].ctypes.data, out[member:]
+        for begin in range(0, width, lanes * VECTORS):
+            column = min(begin, width - lanes * VECTORS)
+            answer, first = answers[:, column:].ctypes.data, start * width + column
+            _sum_vectors(weights, count, number, values, first, width, answer, lanes, few)

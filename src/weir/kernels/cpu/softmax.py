@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 import numpy as np
+from numba import njit
 
-from weir.kernels.cpu.compilation import compiled
+from weir.kernels.cpu.compilation import compile_kernel
 
-_LOG2E = np.float32(1.4426950408889634)
-_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-_LEAST = np.float32(-87.0)
+LOG2E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 0.693359375, -2.12194440e-4
+LEAST = -87.0
+"""The exponent below which e^x is taken for 0."""
+POLYNOMIAL = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
+"""Cephes': e^f is 1 + f + f^2 times this, highest power first, for f in half an octave of 0."""
 ATTENTION_MATH = ("reassoc", "contract", "nsz")
 """What LLVM may do to add in parallel; infinities keep their meaning."""
+
+_LOG2E, _LN2_HIGH, _LN2_LOW = np.float32(LOG2E), np.float32(LN2_HIGH), np.float32(LN2_LOW)
+_LEAST, _HALF, _ONE, _ZERO = map(np.float32, (LEAST, 0.5, 1.0, 0.0))
+_P0, _P1, _P2, _P3, _P4, _P5 = map(np.float32, POLYNOMIAL)
+
+
+@njit(inline="always")
+def split_exponential(x: np.float32) -> tuple[np.float32, np.int32]:
+    """e^x as a number near 1 and the bits, as float32, of a power of two to multiply it by."""
+    n = np.floor(x * _LOG2E + _HALF)
+    f = x - n * _LN2_HIGH - n * _LN2_LOW
+    p = _P0 * f + _P1
+    p = p * f + _P2
+    p = p * f + _P3
+    p = p * f + _P4
+    p = p * f + _P5
+    return p * f * f + f + _ONE, (np.int32(n) + np.int32(127)) << np.int32(23)
 
 
 def _softmax(row: np.ndarray, power: np.ndarray) -> None:
@@ -23,7 +50,7 @@ def _softmax(row: np.ndarray, power: np.ndarray) -> None:
     """
     count = row.shape[0]
     scaled = power.view(np.float32)
-    top, total = row[0], np.float32(0.0)
+    top, total = row[0], _ZERO
     for slot in range(count):
         top = max(top, row[slot])
         total += row[slot]
@@ -31,27 +58,18 @@ def _softmax(row: np.ndarray, power: np.ndarray) -> None:
         row[:] = np.nan
         return
     if top == -np.inf:
-        top = np.float32(0.0)
-    total = np.float32(0.0)
+        top = _ZERO
+    total = _ZERO
     for slot in range(count):
-        # e^x = 2^n e^f, with f in half an octave of 0; the polynomial is Cephes'.
         x = max(row[slot] - top, _LEAST)
-        n = np.floor(x * _LOG2E + np.float32(0.5))
-        f = x - n * _LN2_HIGH - n * _LN2_LOW
-        p = np.float32(1.9875691500e-4)
-        p = p * f + np.float32(1.3981999507e-3)
-        p = p * f + np.float32(8.3334519073e-3)
-        p = p * f + np.float32(4.1665795894e-2)
-        p = p * f + np.float32(1.6666665459e-1)
-        p = p * f + np.float32(5.0000001201e-1)
-        row[slot] = (p * f * f + f + np.float32(1.0)) if x > _LEAST else np.float32(0.0)
-        power[slot] = (np.int32(n) + np.int32(127)) << np.int32(23)
+        near_one, power[slot] = split_exponential(x)
+        row[slot] = near_one if x > _LEAST else _ZERO
     for slot in range(count):
         row[slot] *= scaled[slot]
         total += row[slot]
-    share = np.float32(1.0) / total if total > 0 else np.float32(0.0)
+    share = _ONE / total if total > 0 else _ZERO
     for slot in range(count):
         row[slot] *= share
 
 
-softmax = compiled(_softmax, fastmath=ATTENTION_MATH)
+softmax = compile_kernel(_softmax, fastmath=ATTENTION_MATH)

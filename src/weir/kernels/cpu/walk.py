@@ -1,20 +1,31 @@
-"""The self-balancing walk on the CPU, blocks in parallel, sign for sign.
+"""The self-balancing walk on the CPU, over inner products that are given or made on the way.
 
-`weir.pools.balance.halving.walk` is what it must equal. Both add the rows of the inner products to
-the sums of all later tokens, in the order of the walk and in float32. A product times a sign is
-exact, so there is one answer. Roofline: each inner product above the diagonal is read once.
+`walk` does as `weir.pools.balance.halving.walk`, sign for sign, blocks in parallel. Both add the
+rows of the inner products to the sums of all later tokens, in the order of the walk and in float32.
+A product times a sign is exact, so there is one answer. Roofline: each inner product above the
+diagonal is read once.
+
+`walk_pairs` does what `Gram.of`, `Gram.differences` and `walk` of `weir.pools.balance` do in some
+sixty operations of PyTorch, each of which takes longer to ask for than to do. Products come tile by
+tile (`vectors`), and what is left of a tile is the differences of its pairs. A product may differ
+from PyTorch's by roundings, so a sign may where a pair lay on the edge between both. Roofline: a
+product and a sum for each number of each pair of tokens, an exponential for each pair.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from numba import njit
 from torch import Tensor
 
-from weir.kernels.cpu.compilation import compiled, spread
+from weir.kernels.cpu.compilation import compile_kernel, run_on_rows
+from weir.kernels.cpu.softmax import LEAST, split_exponential
+from weir.kernels.cpu.vectors import MATH, lanes, multiply, pack
 
-_WORTH_A_THREAD = 2**20
-"""Inner products below which a thread of their own costs more than it saves."""
+_WORTH_A_THREAD, _PAIRS_WORTH_A_THREAD = 2**20, 2**18
+"""Inner products, read or made, below which a thread of their own costs more than it saves."""
+_LEAST, _ONE, _NONE = map(np.float32, (LEAST, 1.0, 0.0))
 
 
 def _signs(
@@ -39,7 +50,7 @@ def _signs(
                     total[i] -= row[i]
 
 
-_compiled_signs = compiled(_signs)
+_compiled_signs = compile_kernel(_signs)
 
 
 def walk(products: Tensor, gain: Tensor, u: Tensor, free: Tensor) -> Tensor:
@@ -57,5 +68,161 @@ def walk(products: Tensor, gain: Tensor, u: Tensor, free: Tensor) -> Tensor:
         parts = (products.float(), gain.float(), u.double(), free, signs)
         shapes = ((-1, n, n), (-1,), (-1, n), (-1, n), (-1, n))
         arrays = [t.contiguous().view(s).numpy() for t, s in zip(parts, shapes, strict=True)]
-        spread(_compiled_signs, arrays, 1 + arrays[0].size // _WORTH_A_THREAD)
+        run_on_rows(_compiled_signs, arrays, 1 + arrays[0].size // _WORTH_A_THREAD)
+    return signs
+
+
+# --- pairs of blocks, with their inner products
+
+
+@njit(nogil=True, fastmath=set(MATH))
+def _weigh(
+    products: np.ndarray,
+    rate: np.float32,
+    top: np.float32,
+    sums: np.ndarray,
+    bits: np.ndarray,
+    power: np.ndarray,
+) -> None:
+    """`sums *= e^(rate * products - top)`, where no exponent is above 0; `bits` and `power` are one
+    room for as many numbers, as int32 and as float32.
+    """
+    for j in range(len(sums)):
+        near_one, bits[j] = split_exponential(max(products[j] * rate - top, _LEAST))
+        sums[j] *= near_one
+    for j in range(len(sums)):
+        sums[j] *= power[j]
+
+
+@njit(nogil=True, fastmath=set(MATH))
+def _center(keys: np.ndarray, mean: np.ndarray, out: np.ndarray) -> np.float32:
+    """Keys less their mean, into `out`; the largest squared length of one of them."""
+    mean[:] = _NONE
+    for i in range(len(keys)):
+        key = keys[i]
+        for part in range(len(mean)):
+            mean[part] += key[part]
+    for part in range(len(mean)):
+        mean[part] /= np.float32(len(keys))
+    longest = _NONE
+    for i in range(len(keys)):
+        key, line, square = keys[i], out[i], _NONE
+        for part in range(len(mean)):
+            line[part] = key[part] - mean[part]
+        for part in range(len(mean)):
+            square += line[part] * line[part]
+        longest = max(longest, square)
+    return longest
+
+
+@njit(nogil=True)
+def _largest_weight(weight: np.ndarray) -> np.float32:
+    """The largest log-weight; 0 where there is no weight."""
+    top = weight.max()
+    return _NONE if np.isinf(top) else top
+
+
+def _walk_pairs(
+    keys: np.ndarray,
+    values: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
+    u: np.ndarray,
+    free: np.ndarray,
+    signs: np.ndarray,
+    rate: float,
+    constant: float,
+    gamma: float,
+    steepest: float,
+    lanes: int,
+) -> None:
+    (blocks, tokens, dim), width = keys.shape, values.shape[2]
+    pairs, panels, half = tokens // 2, (tokens + lanes - 1) // lanes, lanes // 2
+    mean, total = np.empty(dim, np.float32), np.empty(panels * half, np.float32)
+    # What a token adds to the denominator is one number more of what it adds to the numerator.
+    centered = np.zeros((panels * lanes, dim), np.float32)
+    heavy = np.zeros((panels * lanes, width + 1), np.float32)
+    of_keys = np.empty((panels, dim * lanes), np.float32)
+    of_sums = np.empty((panels, (width + 1) * lanes), np.float32)
+    products, sums = np.empty(lanes * lanes, np.float32), np.empty(lanes * lanes, np.float32)
+    bits = np.empty(lanes * lanes, np.int32)
+    power = bits.view(np.float32)
+    to_products, to_sums = products.ctypes.data, sums.ctypes.data
+    differences = np.empty((panels * half, panels * half), np.float32)
+    root = np.sqrt(constant)
+    for block in range(blocks):
+        top = np.float32(rate) * _center(keys[block], mean, centered)
+        gain = np.float64(np.float32(gamma * np.exp(min(np.float64(top), steepest))))
+        most_above, most_below = _largest_weight(a[block]), _largest_weight(b[block])
+        for i in range(tokens):
+            weight, value, line = np.exp(a[block, i] - most_above), values[block, i], heavy[i]
+            for part in range(width):
+                line[part] = value[part] * weight
+            line[width] = np.float32(np.exp(b[block, i] - most_below) * root)
+        for panel in range(panels):
+            first = panel * lanes
+            pack(centered.reshape(-1), first * dim, dim, dim, 1.0, lanes, of_keys[panel])
+            more = width + 1
+            pack(heavy.reshape(-1), first * more, more, more, 1.0, lanes, of_sums[panel])
+        for one in range(panels):
+            for other in range(one, panels):
+                ours, theirs = of_keys[one].ctypes.data, of_keys[other].ctypes.data
+                mine, others = of_sums[one].ctypes.data, of_sums[other].ctypes.data
+                multiply(ours, theirs, dim, to_products, lanes)
+                multiply(mine, others, width + 1, to_sums, lanes)
+                _weigh(products, np.float32(rate), top, sums, bits, power)
+                for i in range(half):
+                    line = differences[one * half + i]
+                    for j in range(half):
+                        at = 2 * j * lanes + 2 * i
+                        first = sums[at] - sums[at + lanes]
+                        second = sums[at + 1] - sums[at + lanes + 1]
+                        line[other * half + j] = first - second
+        total[:] = _NONE
+        for pair in range(pairs):
+            if not free[block, pair]:
+                signs[block, pair] = _NONE
+                continue
+            less = u[block, pair] < 0.5 - gain * np.float64(total[pair])
+            sign = _ONE if less else -_ONE
+            signs[block, pair] = sign
+            line = differences[pair]
+            for later in range(pair + 1, pairs):
+                total[later] += sign * line[later]
+
+
+_compiled_walk = compile_kernel(_walk_pairs)
+
+
+def walk_pairs(
+    keys: Tensor,
+    values: Tensor,
+    a: Tensor,
+    b: Tensor,
+    u: Tensor,
+    free: Tensor,
+    rate: float,
+    constant: float,
+    gamma: float,
+    steepest: float,
+) -> Tensor:
+    """Signs of the pairs of blocks [blocks, tokens / 2], float32; 0 for those that take no part.
+
+    Args:
+        keys, values: [blocks, tokens, dim], float32, every one of them a token's; an even number.
+        a, b: log-weights [blocks, tokens], float32.
+        u: uniform numbers [blocks, tokens / 2], float64.
+        free: which pairs take part [blocks, tokens / 2], bool.
+        rate: the factor of the inner products of keys.
+        constant: the weight of the denominator.
+        gamma: the gain of a walk is gamma times e to the largest squared length of a key times the
+            rate.
+        steepest: the bound of that exponent.
+    """
+    signs = u.new_empty(u.shape, dtype=torch.float32)
+    if signs.numel():
+        arrays = [t.contiguous().numpy() for t in (keys, values, a, b, u, free, signs)]
+        numbers = rate, constant, gamma, steepest, lanes()
+        threads = 1 + keys.shape[0] * keys.shape[1] ** 2 // _PAIRS_WORTH_A_THREAD
+        run_on_rows(lambda *blocks: _compiled_walk(*blocks, *numbers), arrays, threads)
     return signs
