@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from weir.serve.cluster.leases import LeaseTable
-from weir.serve.cluster.ledger import PAGES, Ledger, Page
+from weir.serve.cluster.ledger import PAGES, Ledger, LedgerPage
 from weir.serve.sessions import LeaseLost
 
 FOLDER = "session"
@@ -37,7 +37,7 @@ class Memory:
     def read(self, path: str) -> bytes | None:
         return self.files.get(path)
 
-    def names(self, path: str) -> list[str]:
+    def list_names(self, path: str) -> list[str]:
         return sorted(name.rpartition("/")[2] for name in self.files if name.startswith(path))
 
     def delete(self, path: str) -> None:
@@ -49,7 +49,7 @@ class Turn:
     """A turn under way: who answers, the page it began at."""
 
     replica: str
-    page: Page
+    page: LedgerPage
 
 
 class Cluster(RuleBasedStateMachine):
@@ -61,13 +61,13 @@ class Cluster(RuleBasedStateMachine):
         self.ledger = Ledger(self.shared)
         self.now = 0.0
         self.table = LeaseTable(10.0, clock=lambda: self.now)
-        self.pages: dict[str, Page] = {}  # each replica's own
+        self.pages: dict[str, LedgerPage] = {}  # each replica's own
         self.turns: list[Turn] = []
         self.killed: list[Turn] = []  # of replicas that were killed, or only slept
         self.kept: list[str] = []  # turns whose end a client saw
         self.heads: dict[tuple[str, ...], int] = {}  # the epoch in which a head was gone on from
 
-    def claim(self, replica: str) -> Page:
+    def claim(self, replica: str) -> LedgerPage:
         """What a replica does before each turn."""
         newest = self.ledger.read(FOLDER)
         if newest is None or newest != self.pages.get(replica):
