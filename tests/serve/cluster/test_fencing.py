@@ -150,6 +150,23 @@ TestCluster = Cluster.TestCase
 TestCluster.settings = settings(max_examples=25, stateful_step_count=20)
 
 
+class LongCluster(Cluster):
+    """The same, six times as often and half as long again."""
+
+
+TestLongCluster = LongCluster.TestCase
+TestLongCluster.settings = settings(max_examples=150, stateful_step_count=30)
+TestLongCluster.pytestmark = [pytest.mark.slow]
+
+
+def test_claims_in_turns_leave_few_pages():
+    shared = Memory()
+    ledger = Ledger(shared)
+    for n in range(3 * PAGES):
+        assert ledger.claim(FOLDER, "ab"[n % 2]).epoch == n + 1
+    assert len(shared.files) == PAGES
+
+
 def test_a_turn_under_way_keeps_its_session_until_its_replica_is_silent_for_too_long():
     now = 0.0
     table = LeaseTable(10.0, clock=lambda: now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
 import threading
@@ -16,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "sessions"))
 from stores import FORM, MODEL, NODES, record, same, save
 
 from weir.errors import WeirError
-from weir.serve.cluster import LeaseTable, SharedStore, Storage, open_storage
+from weir.serve.cluster import LeaseTable, SharedStore, Storage, open_storage, storage
 from weir.serve.cluster.ledger import PAGES
 from weir.serve.cluster.store import folder_of
 from weir.serve.messages import Call, Message
@@ -203,6 +204,22 @@ def test_a_folder_of_another_policy_is_refused(shared):
     other = RowFormat.of(MODEL, "recent(6)", 4)
     with pytest.raises(WeirError, match="cannot be used here: its rows have the policy"):
         SharedStore(shared, LeaseTable(), "c", other)
+
+
+def test_a_shared_file_is_synced_before_it_has_its_name(tmp_path, monkeypatch):
+    calls = []
+
+    def note(name: str) -> None:
+        real = getattr(os, name)
+        monkeypatch.setattr(storage.os, name, lambda *given: (calls.append(name), real(*given)))
+
+    for name in ("fsync", "link", "replace"):
+        note(name)
+    shared = open_storage(str(tmp_path))
+    assert shared.create("folder/file", b"x")
+    shared.write("folder/file", b"y")
+    assert calls == ["fsync", "link", "fsync", "fsync", "replace", "fsync"]
+    assert shared.read("folder/file") == b"y"
 
 
 def test_of_those_who_make_a_file_at_once_one_does(tmp_path):
