@@ -144,9 +144,9 @@ class Weir(Decoding):
         """Bytes of keys and values that a step reads, the tail half full."""
         total = 0
         for layer in self.cache.stack:
-            assert layer.slab is not None
-            slots = sum(layer.lengths[0]) + self.cache.chunk // 2
-            for t in (layer.slab.keys, layer.slab.values):
+            assert layer.state.slab is not None
+            slots = sum(layer.state.lengths[0]) + self.cache.chunk // 2
+            for t in (layer.state.slab.keys, layer.state.slab.values):
                 total += t[:, :, :slots].nbytes
         return total
 

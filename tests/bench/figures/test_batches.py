@@ -19,7 +19,7 @@ def test_rows_in_step_lie_alike_and_ragged_ones_do_not_and_none_folds():
     model, made = model_of(SETTING), {}
     for ragged in (False, True):
         batch = made[ragged] = QuietRows(model, 32, 16, 4, ragged=ragged)
-        assert all(sum(lengths) == 32 for lengths in batch.cache.stack[0].lengths)
+        assert all(sum(lengths) == 32 for lengths in batch.cache.stack[0].state.lengths)
         batch.step()
     assert made[False].cache.waiting == [1, 1, 1, 1]
     assert made[True].cache.waiting == [1, 6, 3, 8]
