@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from weir.serve.cluster.leases import LeaseTable
-from weir.serve.cluster.ledger import PAGES, Ledger, Page
+from weir.serve.cluster.ledger import PAGES, Ledger, LedgerPage
 from weir.serve.sessions import LeaseLost
 
 FOLDER = "session"
@@ -37,7 +37,7 @@ class Memory:
     def read(self, path: str) -> bytes | None:
         return self.files.get(path)
 
-    def names(self, path: str) -> list[str]:
+    def list_names(self, path: str) -> list[str]:
         return sorted(name.rpartition("/")[2] for name in self.files if name.startswith(path))
 
     def delete(self, path: str) -> None:
@@ -49,7 +49,7 @@ class Turn:
     """A turn under way: who answers, the page it began at."""
 
     replica: str
-    page: Page
+    page: LedgerPage
 
 
 class Cluster(RuleBasedStateMachine):
@@ -61,13 +61,13 @@ class Cluster(RuleBasedStateMachine):
         self.ledger = Ledger(self.shared)
         self.now = 0.0
         self.table = LeaseTable(10.0, clock=lambda: self.now)
-        self.pages: dict[str, Page] = {}  # each replica's own
+        self.pages: dict[str, LedgerPage] = {}  # each replica's own
         self.turns: list[Turn] = []
         self.killed: list[Turn] = []  # of replicas that were killed, or only slept
         self.kept: list[str] = []  # turns whose end a client saw
         self.heads: dict[tuple[str, ...], int] = {}  # the epoch in which a head was gone on from
 
-    def claim(self, replica: str) -> Page:
+    def claim(self, replica: str) -> LedgerPage:
         """What a replica does before each turn."""
         newest = self.ledger.read(FOLDER)
         if newest is None or newest != self.pages.get(replica):
@@ -148,6 +148,23 @@ class Cluster(RuleBasedStateMachine):
 
 TestCluster = Cluster.TestCase
 TestCluster.settings = settings(max_examples=25, stateful_step_count=20)
+
+
+class LongCluster(Cluster):
+    """The same, six times as often and half as long again."""
+
+
+TestLongCluster = LongCluster.TestCase
+TestLongCluster.settings = settings(max_examples=150, stateful_step_count=30)
+TestLongCluster.pytestmark = [pytest.mark.slow]
+
+
+def test_claims_in_turns_leave_few_pages():
+    shared = Memory()
+    ledger = Ledger(shared)
+    for n in range(3 * PAGES):
+        assert ledger.claim(FOLDER, "ab"[n % 2]).epoch == n + 1
+    assert len(shared.files) == PAGES
 
 
 def test_a_turn_under_way_keeps_its_session_until_its_replica_is_silent_for_too_long():

@@ -69,7 +69,7 @@ def test_the_session_of_a_killed_replica_goes_on_elsewhere(url):
         seen.append(whole["usage"])
         said.append(whole["choices"][0]["message"])
         said.append({"role": "user", "content": "And then?"})
-        holder = ray.get(router.table().holder.remote("one"))
+        holder = ray.get(router.find_table().holder.remote("one"))
         if turn == 1:
             (killed,) = [name for name in replicas() if name.endswith(holder)]
             ray.kill(ray.get_actor(killed, namespace=replicas()[killed]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
 import threading
@@ -16,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "sessions"))
 from stores import FORM, MODEL, NODES, record, same, save
 
 from weir.errors import WeirError
-from weir.serve.cluster import LeaseTable, Shared, SharedStore, shared_at
+from weir.serve.cluster import LeaseTable, SharedStore, Storage, open_storage, storage
 from weir.serve.cluster.ledger import PAGES
+from weir.serve.cluster.store import folder_of
 from weir.serve.messages import Call, Message
 from weir.serve.sessions import (
     AnsweredElsewhere,
@@ -39,15 +41,15 @@ class Clock:
 
 
 @pytest.fixture(params=["folder", "fsspec"])
-def shared(request, tmp_path) -> Shared:
+def shared(request, tmp_path) -> Storage:
     memory = f"memory://{secrets.token_hex(4)}/weir"
-    return shared_at(str(tmp_path / "shared") if request.param == "folder" else memory)
+    return open_storage(str(tmp_path / "shared") if request.param == "folder" else memory)
 
 
 class Replicas:
     """Stores of two replicas, and the table between them."""
 
-    def __init__(self, shared: Shared, **given: Any) -> None:
+    def __init__(self, shared: Storage, **given: Any) -> None:
         self.clock = Clock()
         table = LeaseTable(10.0, clock=self.clock)
         self.a, self.b = (SharedStore(shared, table, name, FORM, **given) for name in "ab")
@@ -73,11 +75,9 @@ def turn(
     return made
 
 
-def files(shared: Shared, store: SharedStore, made: TurnRecord) -> list[str]:
+def files(shared: Storage, store: SharedStore, made: TurnRecord) -> list[str]:
     """The files of turns in a session's folder."""
-    from weir.serve.cluster.index import folder_of
-
-    return [n for n in shared.names(folder_of(made.owner, made.session)) if "." in n]
+    return [n for n in shared.list_names(folder_of(made.owner, made.session)) if "." in n]
 
 
 def test_a_turn_is_gone_on_from_on_another_replica_bit_for_bit(replicas):
@@ -145,18 +145,10 @@ def test_a_turn_that_began_before_its_session_was_lost_and_won_again_cannot_end(
 def test_what_a_killed_replica_was_writing_goes_when_its_session_goes_on(replicas, shared):
     first = turn(replicas.a, record("n0", 0), 0)
     writing = record("half", 1)
-    replicas.a._files.write(
-        "/".join(["sessions", *_parts(first)]), writing, replicas.a._files.snapshot(NODES[1])
-    )
+    replicas.a._write_files(folder_of("me", "s"), writing, NODES[1])
     assert len(files(shared, replicas.a, first)) == 4
     replicas.b.acquire_lease("me", "s").release()
     assert len(files(shared, replicas.a, first)) == 2
-
-
-def _parts(made: TurnRecord) -> list[str]:
-    from weir.serve.cluster.index import folder_of
-
-    return folder_of(made.owner, made.session).split("/")[1:]
 
 
 def test_the_newest_turns_of_a_session_are_kept_and_old_pages_go(shared):
@@ -166,9 +158,9 @@ def test_the_newest_turns_of_a_session_are_kept_and_old_pages_go(shared):
     assert replicas.a.list_turns("me", "s") == made[-2:]
     assert replicas.b.find_history("me", made[0].chain) is None
     assert len(files(shared, replicas.a, made[0])) == 4
-    folder = "/".join(["sessions", *_parts(made[0]), "pages"])
-    assert len(shared.names(folder)) == PAGES
-    assert len(shared.names("owners")) <= 1
+    pages = f"{folder_of('me', 's')}/pages"
+    assert len(shared.list_names(pages)) == PAGES
+    assert len(shared.list_names("owners")) <= 1
 
 
 def test_a_session_is_rewound_and_deleted_from_any_replica(replicas, shared):
@@ -214,8 +206,24 @@ def test_a_folder_of_another_policy_is_refused(shared):
         SharedStore(shared, LeaseTable(), "c", other)
 
 
+def test_a_shared_file_is_synced_before_it_has_its_name(tmp_path, monkeypatch):
+    calls = []
+
+    def note(name: str) -> None:
+        real = getattr(os, name)
+        monkeypatch.setattr(storage.os, name, lambda *given: (calls.append(name), real(*given)))
+
+    for name in ("fsync", "link", "replace"):
+        note(name)
+    shared = open_storage(str(tmp_path))
+    assert shared.create("folder/file", b"x")
+    shared.write("folder/file", b"y")
+    assert calls == ["fsync", "link", "fsync", "fsync", "replace", "fsync"]
+    assert shared.read("folder/file") == b"y"
+
+
 def test_of_those_who_make_a_file_at_once_one_does(tmp_path):
-    shared = shared_at(str(tmp_path))
+    shared = open_storage(str(tmp_path))
     at_once, made = threading.Barrier(8), []
 
     def make(n: int) -> None:
@@ -231,7 +239,7 @@ def test_of_those_who_make_a_file_at_once_one_does(tmp_path):
         thread.join()
     assert sorted(file for file, _ in made) == list(range(20))
     assert all(shared.read(f"folder/{file}") == bytes([n]) * 1000 for file, n in made)
-    assert len(shared.names("folder")) == 20
+    assert len(shared.list_names("folder")) == 20
 
 
 @pytest.mark.parametrize("place", ["nothing://x", "s3"])
@@ -239,7 +247,7 @@ def test_a_storage_that_is_none_is_refused_or_a_folder(place, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     if "://" in place:
         with pytest.raises(WeirError, match="cannot be used"):
-            shared_at(place)
+            open_storage(place)
     else:
-        shared_at(place)
+        open_storage(place)
         assert (tmp_path / place).is_dir()

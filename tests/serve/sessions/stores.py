@@ -116,15 +116,15 @@ def record(node: str, n: int = 0, checkpoint: Checkpoint | None = None, **given:
 
 def pack(its: SessionStore, owner: str, session: str, path: Path, most: int = 100) -> int:
     """Write a session into a file; how many turns it has."""
-    parcel = SessionArchive.of(its, owner, session, most)
-    parcel.write(path, FORM)
-    return len(parcel.records)
+    archive = SessionArchive.of(its, owner, session, most)
+    archive.write(path, FORM)
+    return len(archive.records)
 
 
 def unpack(its: SessionStore, owner: str, path: Path, limit: int | None = None) -> SessionSummary:
     """Take in a session from a file."""
-    parcel = SessionArchive.read(path, FORM, limit).renamed(owner)
-    return its.import_session(parcel.records, parcel.nodes)
+    archive = SessionArchive.read(path, FORM, limit).renamed(owner)
+    return its.import_session(archive.records, archive.checkpoints)
 
 
 class Killed(BaseException):

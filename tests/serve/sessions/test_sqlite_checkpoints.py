@@ -89,6 +89,31 @@ def test_who_saves_too_much_waits_and_nothing_is_there_before_it_is_safe(tmp_pat
         assert all(has(again, f"n{n}", NODES[n]) for n in range(3))
 
 
+def test_a_turn_is_there_only_when_its_file_is_safe(tmp_path, monkeypatch):
+    calls = []
+
+    class Noting:
+        """`os`, which notes changes of the disk and whether the turn is there already."""
+
+        def __getattr__(self, name):
+            real = getattr(os, name)
+            if name not in ("write", "fsync", "rename"):
+                return real
+
+            def call(*given, **named):
+                calls.append((name, has(one, "n0", NODES[0])))
+                return real(*given, **named)
+
+            return call
+
+    with store(tmp_path) as one:
+        monkeypatch.setattr(folder_file, "os", Noting())
+        assert kept(one, "n0", NODES[0]) is None
+        monkeypatch.undo()
+        assert has(one, "n0", NODES[0])
+    assert calls == [(name, False) for name in ("write", "fsync", "rename", "fsync")]
+
+
 def test_nothing_is_kept_after_the_end(tmp_path):
     one = store(tmp_path)
     one.close()
@@ -361,6 +386,15 @@ def test_a_folder_that_is_none_of_ours_is_refused_and_left_alone(tmp_path):
     with pytest.raises(WeirError, match="not an ordinary file"):
         store(tmp_path / "c")
     assert (tmp_path / "file").read_text() == "x"
+
+
+def test_a_database_of_another_version_is_refused_by_name(tmp_path):
+    store(tmp_path).close()
+    with sqlite3.connect(tmp_path / "weir.db") as db:
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+    with pytest.raises(WeirError, match=r"weir\.db has version 1, and this weir reads 2"):
+        store(tmp_path)
 
 
 def test_only_its_owner_reads_a_store(tmp_path):

@@ -1,8 +1,8 @@
-"""One server on many machines: replicas that share their sessions, and none ends another's turn."""
+"""Replicas of one server that share their sessions, each answered by one at a time."""
 
-from weir.serve.cluster.leases import Leases, LeaseTable
-from weir.serve.cluster.ledger import Ledger, Page
-from weir.serve.cluster.shared import Shared, shared_at
+from weir.serve.cluster.leases import LeaseTable
+from weir.serve.cluster.ledger import Ledger, LedgerPage
+from weir.serve.cluster.storage import Storage, open_storage
 from weir.serve.cluster.store import SharedStore
 
-__all__ = ["LeaseTable", "Leases", "Ledger", "Page", "Shared", "SharedStore", "shared_at"]
+__all__ = ["LeaseTable", "Ledger", "LedgerPage", "SharedStore", "Storage", "open_storage"]

@@ -1,10 +1,10 @@
-"""What a session's turns are, said once for all replicas: numbered pages, each made by one of them.
+"""The turns of a session, agreed between replicas: numbered pages, each made by one of them.
 
-A page lists the turns; the one of the highest number holds. Whoever is to answer first makes a page
-that is theirs, a claim of the next epoch. A turn ends by making the next page after one's own, so
-that it cannot end once another has claimed: that page is there. So no clock and no lease decides
-who may end a turn, and however late a replica wakes up, it finds its page made by somebody else.
-Knows nothing about what a turn is.
+A page lists the turns; the page of the highest number holds. Before it answers, a replica makes a
+page in its own name, a claim of the next epoch. It ends the turn by making the page after its own,
+which fails once another replica has claimed: that page is there. So neither a clock nor a lease
+decides who may end a turn, and however late a replica wakes up, its page is taken. Knows nothing
+about what a turn is.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 
 from weir.errors import WeirError
-from weir.serve.cluster.shared import Shared
+from weir.serve.cluster.storage import Storage
 from weir.serve.sessions import LeaseLost
 
 PAGES = 8
-"""Pages of a session that stay: one would do, but a storage may list what was there just now."""
+"""Pages of a session that are kept: one would do, but a storage may list pages just deleted."""
 
 TAKEN = "another replica has this session now, so that the turn is not kept; ask again"
 
 
 @dataclass(frozen=True)
-class Page:
-    """What a session was at one moment.
+class LedgerPage:
+    """A session at one moment.
 
     Attributes:
         number: of the page.
         epoch: how often the session was claimed.
-        replica: by whom, for people.
-        turns: the ends of turns that are kept, the oldest first.
-        after: the word of the page before; empty at the first.
-        word: that no other page has.
+        replica: that made the page, for people who look.
+        turns: that are kept, the oldest first.
+        after: `word` of the page before; empty on the first.
+        word: random, so that no other page has it.
     """
 
     number: int
@@ -44,26 +44,26 @@ class Page:
     after: str = ""
     word: str = field(default_factory=lambda: secrets.token_hex(8))
 
-    def next(self, turns: Iterable[str]) -> Page:
+    def next(self, turns: Iterable[str]) -> LedgerPage:
         """The page after this one, by the same replica."""
-        return Page(self.number + 1, self.epoch, self.replica, tuple(turns), self.word)
+        return LedgerPage(self.number + 1, self.epoch, self.replica, tuple(turns), self.word)
 
 
 class Ledger:
     """The pages of all sessions.
 
-    A session that was deleted keeps one page without turns: its numbers go on, if its name is used
-    again, so that nobody who comes late finds a number free.
+    A deleted session keeps one page without turns: if its name is used again its numbers continue,
+    so that a replica that comes late finds no number free.
 
     Args:
-        shared: where they are.
+        storage: of all replicas.
     """
 
-    def __init__(self, shared: Shared) -> None:
-        self._shared = shared
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
 
-    def read(self, folder: str) -> Page | None:
-        """The page of a session that holds; None where there never was one.
+    def read(self, folder: str) -> LedgerPage | None:
+        """The page that holds; None where there never was one.
 
         Raises:
             WeirError: it cannot be read.
@@ -72,20 +72,20 @@ class Ledger:
             numbers = self._numbers(folder)
             if not numbers:
                 return None
-            data = self._shared.read(_path(folder, numbers[-1]))
+            data = self._storage.read(_path(folder, numbers[-1]))
             if data is not None:
                 return _page(data, numbers[-1])
         raise WeirError(f"the pages of {folder} go faster than they can be read")
 
-    def claim(self, folder: str, replica: str) -> Page:
-        """Take a session over: turns that others have under way cannot end any more.
+    def claim(self, folder: str, replica: str) -> LedgerPage:
+        """Take a session over: turns that other replicas have under way cannot end any more.
 
         Raises:
             WeirError: others claim it again and again.
         """
         for _ in range(100):
             before = self.read(folder)
-            mine = Page(1, 1, replica)
+            mine = LedgerPage(1, 1, replica)
             if before is not None:
                 mine = replace(before.next(before.turns), epoch=before.epoch + 1, replica=replica)
             try:
@@ -96,8 +96,8 @@ class Ledger:
             return mine
         raise WeirError("other replicas claim this session again and again")
 
-    def put(self, folder: str, page: Page) -> None:
-        """Make the page after one's own.
+    def put(self, folder: str, page: LedgerPage) -> None:
+        """Make the page after this replica's own.
 
         Raises:
             LeaseLost: another replica has claimed the session; nothing has changed.
@@ -105,28 +105,28 @@ class Ledger:
         self._make(folder, page)
         self._delete_old(folder, page)
 
-    def _delete_old(self, folder: str, page: Page) -> None:
+    def _delete_old(self, folder: str, page: LedgerPage) -> None:
         for number in self._numbers(folder):
             if number <= page.number - PAGES:
-                self._shared.delete(_path(folder, number))
+                self._storage.delete(_path(folder, number))
 
-    def _make(self, folder: str, page: Page) -> None:
-        said = asdict(page)
-        del said["number"]
+    def _make(self, folder: str, page: LedgerPage) -> None:
+        facts = asdict(page)
+        del facts["number"]
         path = _path(folder, page.number)
-        if not self._shared.create(path, json.dumps(said).encode()):
+        if not self._storage.create(path, json.dumps(facts).encode()):
             raise LeaseLost(TAKEN)
         if self._numbers(folder)[-1:] == [page.number]:
             return
-        # Somebody has gone on from it, or it had been made before, and was deleted as old.
-        after = self._shared.read(_path(folder, page.number + 1))
+        # Another replica continued from this page, or the number is an old one, deleted before.
+        after = self._storage.read(_path(folder, page.number + 1))
         if after is None or _page(after, page.number + 1).after != page.word:
-            self._shared.delete(path)
+            self._storage.delete(path)
             raise LeaseLost(TAKEN)
 
     def _numbers(self, folder: str) -> list[int]:
-        """The numbers of all pages that are there, the lowest first."""
-        names = self._shared.names(f"{folder}/pages")
+        """The numbers of all pages, the lowest first."""
+        names = self._storage.list_names(f"{folder}/pages")
         return sorted(int(name.removesuffix(".json")) for name in names)
 
 
@@ -134,9 +134,9 @@ def _path(folder: str, number: int) -> str:
     return f"{folder}/pages/{number:016}.json"
 
 
-def _page(data: bytes, number: int) -> Page:
+def _page(data: bytes, number: int) -> LedgerPage:
     try:
-        said = json.loads(data)
-        return Page(number, **{**said, "turns": tuple(said["turns"])})
+        facts = json.loads(data)
+        return LedgerPage(number, **{**facts, "turns": tuple(facts["turns"])})
     except (ValueError, LookupError, TypeError) as error:
         raise WeirError(f"page {number} of a session is damaged: {error}") from None

@@ -1,6 +1,6 @@
-"""A replica: the same server as without a cluster, whose store and leases are shared with others.
+"""A replica: the same server as without a cluster, with a store and leases that others share.
 
-Runs in an actor of Ray Serve's, with an engine of its own. Knows nothing about how many there are.
+It runs in an actor of Ray Serve, with an engine of its own. Knows nothing about how many there are.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from weir.serve.api import Keys, log_json, make_app
 from weir.serve.client import EngineClient
 from weir.serve.cluster.leases import SECONDS
 from weir.serve.cluster.router import TABLE
-from weir.serve.cluster.shared import shared_at
+from weir.serve.cluster.storage import open_storage
 from weir.serve.cluster.store import SharedStore
 from weir.serve.engine import Engine
 from weir.serve.limits import Limits
 from weir.serve.sessions import RowFormat
 
 PATIENCE = 5.0
-"""Seconds that the table of leases has to answer."""
+"""Seconds that the lease table has to answer."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Settings:
 
     Attributes:
         model, policy, chunk, rows: as for `weir serve`.
-        place: what all of them share (`shared_at`).
+        place: of the storage that all share (`open_storage`).
         name: what clients call the model.
         most: turns that a replica has in memory.
         keys: SHA-256 of each.
@@ -62,13 +62,13 @@ class Settings:
 
 
 class RayLeases:
-    """The table of leases, in its actor. Where it does not answer, the ledger alone decides."""
+    """The lease table in its actor; while that does not answer, the ledger alone decides."""
 
     def __init__(self) -> None:
         self._actor: Any = None
 
     def begin(self, session: str, replica: str) -> float:
-        """A turn is to begin; seconds until it may."""
+        """Lease a session for a turn; 0, or seconds until it is worth asking again."""
         try:
             found: float = ray.get(self._table().begin.remote(session, replica), timeout=PATIENCE)
         except (ray.exceptions.RayError, ValueError):
@@ -77,11 +77,11 @@ class RayLeases:
         return found
 
     def end(self, session: str, replica: str) -> None:
-        """A turn is over; nobody waits for the table to know."""
+        """End a turn, without waiting for the table."""
         self._tell("end", session, replica)
 
     def beat(self, replica: str, sessions: Iterable[str]) -> None:
-        """A replica lives."""
+        """Note that a replica lives and answers these."""
         self._tell("beat", replica, list(sessions))
 
     def _tell(self, what: str, *given: Any) -> None:
@@ -98,10 +98,10 @@ class RayLeases:
 
 @serve.ingress()
 class Replica:
-    """One engine behind OpenAI's HTTP.
+    """One engine behind OpenAI's HTTP API.
 
     Args:
-        settings: what it serves.
+        settings: of every replica.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -112,7 +112,7 @@ class Replica:
         choose_products(model)
         form = RowFormat.of(model, settings.policy, settings.chunk)
         self._store = SharedStore(
-            shared_at(settings.place),
+            open_storage(settings.place),
             RayLeases(),
             serve.get_replica_context().replica_id.unique_id,
             form,
@@ -139,14 +139,14 @@ class Replica:
         threading.Thread(target=self._beat, name="weir-beat", daemon=True).start()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """The application, once this is made."""
+        """The ASGI application, which Ray asks for."""
         return make_app(self._desk, self._keys)
 
     def check_health(self) -> None:
-        """Ray replaces a replica whose engine has failed.
+        """Let Ray replace a replica whose engine has failed.
 
         Raises:
-            WeirError: it has.
+            WeirError: the engine has failed.
         """
         if self._desk.failure is not None:
             raise WeirError("the engine has failed, and nothing is answered any more")

@@ -1,7 +1,4 @@
-"""Replicas on Ray Serve, from the first to the last request.
-
-Ray is told what to run and where requests come in; the rest is the replicas' own business.
-"""
+"""Replicas on Ray Serve: join a cluster, deploy, and wait for the end."""
 
 from __future__ import annotations
 
@@ -29,26 +26,26 @@ ROUTERS = {
     "leases": "weir.serve.cluster.router.LeaseRouter",
     "hash": "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter",
 }
-"""Routers by the names that a command line has for them."""
+"""Routers by their names on the command line."""
 PATIENCE = 5.0
 """Seconds in which a cluster must answer."""
 
 
 @contextmanager
 def joined(address: str) -> Iterator[None]:
-    """Be part of a cluster while this lasts; then answers under way end, and no replica is left.
+    """Join a cluster meanwhile; afterwards answers under way end, and no replica is left.
 
-    SIGTERM is as SIGINT meanwhile.
+    SIGTERM works like SIGINT meanwhile.
 
     Args:
-        address: `local` for one of this machine's own, for as long as this process lives; or
+        address: `local` for a cluster of this machine alone that ends with this process, or
             `host:port` of a cluster's head.
 
     Raises:
-        WeirError: nothing answers there, or it lets anybody in.
+        WeirError: no cluster answers there, or one that lets anybody in.
     """
     _connect(address)
-    # Ray has put its own in place, under which the process would be aborted.
+    # Ray has installed its own handler, which aborts the process.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -59,8 +56,7 @@ def joined(address: str) -> Iterator[None]:
 
 
 def _connect(address: str) -> None:
-    # Ray says at length what is told in one line here, and its workers would step back behind
-    # everything else on the machine.
+    # One line of ours replaces Ray's long logs; and its workers get the usual priority.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     os.environ.setdefault("RAY_worker_niceness", "0")
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
@@ -79,7 +75,7 @@ def _connect(address: str) -> None:
 
 
 def _check(address: str) -> None:
-    """Refuse a cluster that is none, or that runs anybody's code (CVE-2023-48022)."""
+    """Refuse an address without a cluster, and one that runs anybody's code (CVE-2023-48022)."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise WeirError(f"--cluster takes 'local' or 'host:port', not {address!r}")
@@ -97,10 +93,10 @@ def _check(address: str) -> None:
 
 
 def deploy(settings: Settings, replicas: int, host: str, port: int, routing: str) -> None:
-    """Have replicas answer at an address; returns when all of them do.
+    """Deploy replicas at an address; returns when all of them answer.
 
     Args:
-        settings: what they serve.
+        settings: of every replica.
         replicas: how many.
         host, port: where requests come in, on each machine of the cluster.
         routing: a name in `ROUTERS`.

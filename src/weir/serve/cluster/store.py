@@ -1,30 +1,41 @@
-"""A store that replicas share: turns in files, and of each session a ledger that says which count.
+"""Session store that replicas share: turns in files, and a ledger of which turns count.
 
-A turn is safe in this order: its snapshot, its record, its page in the ledger; what finds it again
-comes after. In memory is what this replica has met of it, the rest is read when somebody asks.
-Of each session so many turns are kept. Knows nothing about Ray or HTTP.
+A turn is safe in this order: its snapshot, its record, its page in the ledger; entries by which
+others find it come after. A replica keeps in memory what it has met of a session and reads the rest
+on demand. Names and owners that come from clients are hashed, and never part of a path. Knows
+nothing about Ray or HTTP.
+
+The files:
+    form.json                                the model and policy of all rows
+    sessions/HASH/NODE.safetensors, .json    a turn: its snapshot, and its record
+    sessions/HASH/pages/NUMBER.json          the ledger
+    chains/HASH, nodes/HASH                  the session of a history, and of a turn
+    owners/HASH/SESSION-TIME-HEAD.json       a session as lists show it
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import secrets
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, fields, replace
 from tempfile import TemporaryDirectory
+from typing import Any, Protocol
 
 from weir.errors import WeirError
-from weir.serve.cluster.index import Index, folder_of
-from weir.serve.cluster.leases import Leases
-from weir.serve.cluster.ledger import TAKEN, Ledger, Page
-from weir.serve.cluster.shared import Shared
-from weir.serve.cluster.turnfiles import TurnFiles
+from weir.serve.cluster.ledger import TAKEN, Ledger, LedgerPage
+from weir.serve.cluster.storage import Storage
+from weir.serve.messages import Message
 from weir.serve.sessions import (
     AnsweredElsewhere,
     BackgroundWriter,
     Checkpoint,
+    LazyCheckpoint,
     LeaseLost,
     MemoryStore,
     NameTaken,
@@ -33,47 +44,59 @@ from weir.serve.sessions import (
     SessionSummary,
     TurnRecord,
     TurnTokens,
+    decode_checkpoint,
+    encode_checkpoint,
     find_path,
 )
 
 KEPT = 8
-"""Turns of a session that are kept, the newest ones."""
+"""The newest turns of a session, which are kept."""
+
+
+class Leases(Protocol):
+    """What a store asks of the `LeaseTable`, wherever that is."""
+
+    def begin(self, session: str, replica: str) -> float:
+        """Lease a session for a turn; 0, or seconds until it is worth asking again."""
+
+    def end(self, session: str, replica: str) -> None:
+        """End a turn."""
+
+    def beat(self, replica: str, sessions: Collection[str]) -> None:
+        """Note that a replica lives and answers these."""
 
 
 @dataclass(eq=False)
 class SharedLease:
-    """A session, for one turn that is to end on this replica.
+    """The right to answer a session, for one turn (`SessionLease`).
 
     Attributes:
-        store: the replica's.
-        owner, session: which.
+        store: of the replica.
+        session: which.
         epoch: of the claim that the turn began under.
     """
 
     store: SharedStore
-    owner: str
     session: str
     epoch: int
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _over: bool = False
+    _released: bool = False
 
     def release(self) -> None:
-        """The turn is over."""
-        with self._lock:
-            if self._over:
-                return
-            self._over = True
-        self.store.release(self.session)
+        """End the lease; a second time does nothing."""
+        with self.store._counting:
+            released, self._released = self._released, True
+        if not released:
+            self.store.release(self.session)
 
 
 class SharedStore:
-    """A store of one replica, of what all of them have (`weir.serve.Store`).
+    """The store of one replica, of what all of them share (`SessionStore`).
 
     Args:
-        shared: where all replicas have their files.
-        leases: who answers what.
+        storage: of all replicas.
+        leases: which replica answers what.
         replica: the name of this one; no other ever had it.
-        form: what rows are rows of.
+        row_format: of the rows.
         most: turns that are in memory.
         kept: turns of a session that are kept.
 
@@ -83,35 +106,44 @@ class SharedStore:
 
     def __init__(
         self,
-        shared: Shared,
+        storage: Storage,
         leases: Leases,
         replica: str,
-        form: RowFormat,
+        row_format: RowFormat,
         *,
         most: int = 256,
         kept: int = KEPT,
     ) -> None:
         self.replica = replica
+        self._storage = storage
         self._leases = leases
+        self._row_format = row_format
         self._kept = kept
-        self._files = TurnFiles(shared, form)
-        self._index = Index(shared)
-        self._ledger = Ledger(shared)
+        self._ledger = Ledger(storage)
         self._near = MemoryStore(most)
-        self._pages: dict[str, Page] = {}  # this replica's own, by folder
-        self._alone = threading.RLock()  # whoever makes pages or changes what is near
+        self._pages: dict[str, LedgerPage] = {}  # this replica's own, by folder
+        self._alone = threading.RLock()  # held by whoever makes pages or changes what is near
+        self._summaries: dict[str, dict[str, SessionSummary]] = {}  # by owner and file
         self._answering: Counter[str] = Counter()
         self._counting = threading.Lock()
+        storage.create("form.json", json.dumps(row_format.to_json()).encode())
+        try:
+            row_format.check(json.loads(storage.read("form.json") or b"null"))
+        except (WeirError, ValueError) as error:
+            raise WeirError(
+                f"the shared folder cannot be used here: {error}; give it its own model and "
+                "policy, or another folder"
+            ) from None
         self._writer = BackgroundWriter(self._write, 2)
 
     def close(self) -> None:
-        """Write what was put."""
+        """Write what waits."""
         self._writer.close()
 
-    # --- a turn
+    # --- leases
 
     def acquire_lease(self, owner: str, session: str) -> SharedLease:
-        """Take hold of a session for a turn, and learn what others have made of it.
+        """Lease a session for a turn, and learn what other replicas have made of it.
 
         Raises:
             AnsweredElsewhere: another replica is answering it.
@@ -123,14 +155,13 @@ class SharedStore:
             seconds = self._leases.begin(session, self.replica)
             if seconds > 0:
                 raise AnsweredElsewhere(seconds)
-            page = self._claim(owner, session)
+            return SharedLease(self, session, self._claim(owner, session).epoch)
         except BaseException:
             self.release(session)
             raise
-        return SharedLease(self, owner, session, page.epoch)
 
     def release(self, session: str) -> None:
-        """A turn of a session is over."""
+        """End a turn of a session."""
         with self._counting:
             self._answering[session] -= 1
             if not self._answering[session]:
@@ -162,38 +193,34 @@ class SharedStore:
 
     def _write(self, checkpoint: Checkpoint, record: TurnRecord) -> None:
         folder = folder_of(record.owner, record.session)
-        snapshot = self._files.snapshot(checkpoint)
-        with self._alone, self._undone(folder, [record]):
-            self._files.write(folder, record, snapshot)
+        with self._alone, self._undoing(folder, [record]):
+            self._write_files(folder, record, checkpoint)
             page = self._pages.get(folder)
             if page is None or page.epoch != record.epoch:
                 raise LeaseLost(TAKEN)
             turns = (*page.turns, record.node)
             self._put(folder, page.next(turns[-self._kept :]))
-            gone = turns[: -self._kept]
             self._near.save(checkpoint, record, _ignore)
             self._publish(record.owner, record.session, [record])
-            self._remove(record.owner, record.session, gone)
+            self._forget(record.owner, record.session, turns[: -self._kept])
 
     def drop(self, node: str) -> None:
         """Forget a turn on this replica."""
         self._near.drop(node)
 
-    # --- what a store does
+    # --- finding
 
     def find_history(self, owner: str, chain: str) -> TurnRecord | None:
         """The owner's newest turn that ends a conversation of this hash, wherever it was made."""
         found = self._near.find_history(owner, chain)
-        if found is None and (session := self._index.chain(owner, chain)) is not None:
-            self._learn(owner, session)
+        if found is None and self._learn_from(owner, "chains", chain):
             found = self._near.find_history(owner, chain)
         return found
 
     def find_turn(self, owner: str, node: str) -> TurnRecord | None:
         """A turn of the owner's, wherever it was made."""
         found = self._near.find_turn(owner, node)
-        if found is None and (session := self._index.node(owner, node)) is not None:
-            self._learn(owner, session)
+        if found is None and self._learn_from(owner, "nodes", node):
             found = self._near.find_turn(owner, node)
         return found
 
@@ -208,16 +235,28 @@ class SharedStore:
         return self._near.get_session(owner, session)
 
     def list_sessions(self, owner: str) -> list[SessionSummary]:
-        """All of the owner's, those used longest ago first."""
-        return sorted(self._index.sessions(owner), key=lambda session: session.used)
+        """All sessions of the owner, the least recently used first."""
+        folder = f"owners/{_hash(owner)}"
+        # Sorted by session, then time: of two entries of a session the newer one is the last.
+        names = {name.partition("-")[0]: name for name in self._storage.list_names(folder)}
+        known, found = self._summaries.get(owner, {}), {}
+        for name in names.values():
+            if name in known:  # an entry never changes: there is another one instead
+                found[name] = known[name]
+            elif (data := self._storage.read(f"{folder}/{name}")) is not None:
+                found[name] = SessionSummary(**json.loads(data))
+        self._summaries[owner] = found
+        return sorted(found.values(), key=lambda session: session.used)
 
     def list_turns(self, owner: str, session: str) -> list[TurnRecord]:
         """The turns of a session that are kept, in the order they came."""
         self._learn(owner, session)
         return self._near.list_turns(owner, session)
 
+    # --- sessions that exist
+
     def fork(self, owner: str, node: str, session: str) -> SessionSummary:
-        """Begin a session with copies of a turn and of those it goes on from.
+        """Begin a session with copies of a turn and of its ancestors.
 
         Raises:
             NameTaken: the owner has a session of this name.
@@ -226,15 +265,15 @@ class SharedStore:
         record = self.find_turn(owner, node)
         if record is None:
             raise WeirError("there is no such turn")
-        whole = {each.node: each for each in self._near.list_turns(owner, record.session)}
-        path = find_path(node, {name: each.parent for name, each in whole.items()})
+        turns = {turn.node: turn for turn in self._near.list_turns(owner, record.session)}
+        path = find_path(node, {name: turn.parent for name, turn in turns.items()})
         names = {name: secrets.token_hex(16) for name in path}
         copies = [
             replace(
-                whole[name],
+                turns[name],
                 node=names[name],
                 session=session,
-                parent=names.get(whole[name].parent or ""),
+                parent=names.get(turns[name].parent or ""),
             )
             for name in path
         ]
@@ -242,35 +281,35 @@ class SharedStore:
 
     def remove_turns(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:
         """Take turns out of a session, also where another replica is answering it just now."""
-        folder = folder_of(owner, session)
+        folder, unwanted = folder_of(owner, session), set(nodes)
         with self._alone:
             page = self._claim(owner, session)
-            gone = [node for node in page.turns if node in set(nodes)]
+            gone = [node for node in page.turns if node in unwanted]
             if gone:
-                self._put(folder, page.next(n for n in page.turns if n not in set(gone)))
-                self._remove(owner, session, gone)
+                self._put(folder, page.next(n for n in page.turns if n not in unwanted))
+                self._forget(owner, session, gone)
                 self._publish(owner, session, [])
         return gone
 
     def import_session(
-        self, records: Sequence[TurnRecord], nodes: Sequence[Checkpoint]
+        self, records: Sequence[TurnRecord], checkpoints: Sequence[Checkpoint]
     ) -> SessionSummary:
-        """Keep turns of one new session.
+        """Save the newest turns of one new session.
 
         Raises:
             NameTaken: the owner has a session of this name.
             WeirError: they cannot be kept.
         """
-        records, nodes = records[-self._kept :], nodes[-self._kept :]
+        records, checkpoints = records[-self._kept :], checkpoints[-self._kept :]
         owner, session = records[0].owner, records[0].session
         folder = folder_of(owner, session)
         with self._alone:
             page = self._claim(owner, session)
             if page.turns:
                 raise NameTaken("there is a session of this name already")
-            with self._undone(folder, records):
-                for record, node in zip(records, nodes, strict=True):
-                    self._files.write(folder, record, self._files.snapshot(node))
+            with self._undoing(folder, records):
+                for record, checkpoint in zip(records, checkpoints, strict=True):
+                    self._write_files(folder, record, checkpoint)
                 self._put(folder, page.next(record.node for record in records))
                 self._learn(owner, session)
                 self._publish(owner, session, records)
@@ -280,26 +319,29 @@ class SharedStore:
         return found
 
     def make_scratch_folder(self) -> TemporaryDirectory[str]:
-        """A folder for a large file on its way."""
+        """A folder for a large file in transit."""
         return self._near.make_scratch_folder()
 
     # --- pages
 
-    def _claim(self, owner: str, session: str) -> Page:
-        """This replica's page of a session, after which no other's turn can end.
+    def _claim(self, owner: str, session: str) -> LedgerPage:
+        """This replica's page of a session, after which no other replica's turn can end.
 
-        What others were writing when they lost the session is in no page, and goes.
+        Files of turns that no page has were being written by replicas that lost the session.
         """
         folder = folder_of(owner, session)
         with self._alone:
             page, newest = self._pages.get(folder), self._ledger.read(folder)
             if page is None or page != newest:
                 page = self._pages[folder] = self._ledger.claim(folder, self.replica)
-                self._files.keep_only(folder, page.turns)
+                for file in self._storage.list_names(folder):
+                    name, _, kind = file.partition(".")
+                    if kind in ("json", "safetensors") and name not in page.turns:
+                        self._storage.delete(f"{folder}/{file}")
                 self._meet(owner, session, page)
             return page
 
-    def _put(self, folder: str, page: Page) -> None:
+    def _put(self, folder: str, page: LedgerPage) -> None:
         """Make a page of this replica's.
 
         Raises:
@@ -313,52 +355,147 @@ class SharedStore:
         self._pages[folder] = page
 
     def _learn(self, owner: str, session: str) -> None:
-        """Know the turns of a session as they are now."""
-        folder = folder_of(owner, session)
+        """Bring the turns of a session in memory up to date."""
         with self._alone:
-            page = self._ledger.read(folder)
+            page = self._ledger.read(folder_of(owner, session))
             if page is not None:
                 self._meet(owner, session, page)
 
-    def _meet(self, owner: str, session: str, page: Page) -> None:
-        """Have the turns of a page near, and no others of its session."""
+    def _learn_from(self, owner: str, kind: str, name: str) -> bool:
+        """Learn the session that an entry names; False if there is no entry."""
+        data = self._storage.read(_entry(kind, owner, name))
+        if data is None:
+            return False
+        with contextlib.suppress(ValueError, LookupError, TypeError):  # an entry is only a hint
+            self._learn(owner, str(json.loads(data)[0]))
+        return True
+
+    def _meet(self, owner: str, session: str, page: LedgerPage) -> None:
+        """Have the turns of a page in memory, and no others of its session."""
         near = {record.node for record in self._near.list_turns(owner, session)}
         if near == set(page.turns):
             return
         self._near.remove_turns(owner, session, near)
         folder = folder_of(owner, session)
         for name in page.turns:
-            record = self._files.record(folder, name)
-            if record is not None:  # it may have gone this moment
-                self._near.save(self._files.node(folder, record), record, _ignore)
+            if (record := self._read_record(folder, name)) is not None:
+                self._near.save(self._lazy_checkpoint(folder, record), record, _ignore)
+
+    # --- files of turns
+
+    def _write_files(self, folder: str, record: TurnRecord, checkpoint: Checkpoint) -> None:
+        """Write the snapshot of a turn, and then its record.
+
+        Raises:
+            WeirError: they cannot be written.
+        """
+        snapshot = encode_checkpoint(self._row_format, checkpoint)
+        try:
+            self._storage.write(f"{folder}/{record.node}.safetensors", snapshot)
+            self._storage.write(f"{folder}/{record.node}.json", _record_to_json(record))
+        except OSError as error:
+            reason = error.strerror or error
+            raise WeirError(f"the turn cannot be kept in the shared folder: {reason}") from None
+
+    def _read_record(self, folder: str, name: str) -> TurnRecord | None:
+        """The record of a turn; None if it was just deleted, or cannot be read."""
+        data = self._storage.read(f"{folder}/{name}.json")
+        try:
+            return None if data is None else _record_from_json(data)
+        except (ValueError, TypeError, LookupError):
+            return None
+
+    def _lazy_checkpoint(self, folder: str, record: TurnRecord) -> Checkpoint:
+        """The checkpoint of a turn, read when its state is needed."""
+
+        def read() -> Checkpoint:
+            data = self._storage.read(f"{folder}/{record.node}.safetensors")
+            if data is None:
+                raise WeirError("what this turn goes on from is not kept any more")
+            found = decode_checkpoint(self._row_format, data)
+            if found.pending != (record.last,):
+                raise WeirError("what this turn goes on from is the end of another one")
+            return found
+
+        return LazyCheckpoint((record.last,), read)
+
+    def _delete_files(self, folder: str, node: str) -> None:
+        for kind in ("json", "safetensors"):
+            self._storage.delete(f"{folder}/{node}.{kind}")
 
     @contextmanager
-    def _undone(self, folder: str, records: Sequence[TurnRecord]) -> Iterator[None]:
-        """What is written while this lasts goes again if it fails, unless a page has it."""
+    def _undoing(self, folder: str, records: Sequence[TurnRecord]) -> Iterator[None]:
+        """Delete the files of these turns if this fails, unless a page has them."""
         try:
             yield
         except BaseException:
             page = self._ledger.read(folder)
             for record in records:
                 if page is None or record.node not in page.turns:
-                    self._files.delete(folder, record.node)
+                    self._delete_files(folder, record.node)
             raise
 
-    def _publish(self, owner: str, session: str, new: Sequence[TurnRecord]) -> None:
-        """Let turns be found, and their session."""
-        for record in new:
-            self._index.add(record)
-        self._index.stands(owner, session, self._near.get_session(owner, session))
+    # --- entries by which turns are found
 
-    def _remove(self, owner: str, session: str, nodes: Collection[str]) -> None:
-        """Forget turns that no page has any more."""
+    def _publish(self, owner: str, session: str, new: Sequence[TurnRecord]) -> None:
+        """Let new turns be found, and their session as it is now."""
+        for record in new:
+            entry = json.dumps([record.session, record.node]).encode()
+            for kind, name in (("chains", record.chain), ("nodes", record.node)):
+                self._storage.write(_entry(kind, owner, name), entry)
+        folder, name = f"owners/{_hash(owner)}", _hash(owner, session)
+        before = [each for each in self._storage.list_names(folder) if each.startswith(name)]
+        now, file = self._near.get_session(owner, session), None
+        if now is not None:
+            file = f"{name}-{round(now.used * 1e6):020}-{now.head[:8]}.json"
+            self._storage.write(f"{folder}/{file}", json.dumps(asdict(now)).encode())
+        for each in before:
+            if each != file:
+                self._storage.delete(f"{folder}/{each}")
+
+    def _forget(self, owner: str, session: str, nodes: Collection[str]) -> None:
+        """Delete turns that no page has any more, and the entries that lead to them."""
         for node in nodes:
             record = self._near.find_turn(owner, node)
             if record is not None:
-                self._index.remove(record)
-            self._files.delete(folder_of(owner, session), node)
+                self._storage.delete(_entry("nodes", owner, node))
+                path = _entry("chains", owner, record.chain)
+                data = self._storage.read(path)
+                if data is not None and json.loads(data)[1] == node:
+                    self._storage.delete(path)
+            self._delete_files(folder_of(owner, session), node)
         self._near.remove_turns(owner, session, nodes)
 
 
+def folder_of(owner: str, session: str) -> str:
+    """The folder of a session."""
+    name = _hash(owner, session)
+    return f"sessions/{name[:2]}/{name}"
+
+
+def _entry(kind: str, owner: str, name: str) -> str:
+    found = _hash(owner, name)
+    return f"{kind}/{found[:2]}/{found}"
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _record_to_json(record: TurnRecord) -> bytes:
+    values: dict[str, Any] = {f.name: getattr(record, f.name) for f in fields(record)}
+    del values["epoch"]
+    values["messages"] = [message.kept() for message in record.messages]
+    values["ids"] = record.ids.hex()
+    return json.dumps(values).encode()
+
+
+def _record_from_json(data: bytes) -> TurnRecord:
+    values = json.loads(data)
+    values["messages"] = tuple(Message.read(kept) for kept in values["messages"])
+    values["ids"] = bytes.fromhex(values["ids"])
+    return TurnRecord(**values)
+
+
 def _ignore(error: Exception | None) -> None:
-    """Nothing is done when a turn is in memory."""
+    """Memory is safe at once: nobody waits."""

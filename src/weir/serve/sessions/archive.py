@@ -1,8 +1,8 @@
-"""A session on its way from one store to another: one safetensors file.
+"""Session archive: the turns of a session in one safetensors file, to take to another server.
 
-Of each turn it has the snapshot, as a store on disk has it, and the record; as text a checksum of
-each. Nothing is believed of one that comes back: its turns are checked as if they were
-new, and get new names. Knows nothing about tables.
+For each turn it has the snapshot as a tensor of bytes, and as text the record and the snapshot's
+checksum. A file that comes in is somebody else's: everything in it is validated, and its turns get
+new names. Knows nothing about databases.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ KEY = "weir_sessions"
 
 @dataclass
 class SessionArchive:
-    """Turns of a session, those that go on from others behind them.
+    """Turns of a session, parents first.
 
     Attributes:
         records: of the turns.
-        nodes: of the same.
+        checkpoints: of the same turns.
     """
 
     records: list[TurnRecord] = field(default_factory=list)
-    nodes: list[Checkpoint] = field(default_factory=list)
+    checkpoints: list[Checkpoint] = field(default_factory=list)
 
     @classmethod
     def of(cls, store: SessionStore, owner: str, session: str, most: int) -> SessionArchive:
@@ -50,26 +50,26 @@ class SessionArchive:
         Raises:
             WeirError: the owner has no such session, or a turn of it is damaged.
         """
-        parcel = cls()
+        archive = cls()
         for record in store.list_turns(owner, session)[-most:]:
             try:
-                node = store.load(record.node)
-                parcel.add(record, Checkpoint(node.state, node.pending))
+                found = store.load(record.node)
+                archive.add(record, Checkpoint(found.state, found.pending))
             except WeirError:
                 if store.find_turn(owner, record.node) is not None:
                     raise
-                # It has gone meanwhile.
-        if not parcel.records:
+                # Otherwise it was just deleted: leave it out.
+        if not archive.records:
             raise WeirError("there is no such session")
-        return parcel
+        return archive
 
-    def add(self, record: TurnRecord, node: Checkpoint) -> None:
-        """One turn more."""
+    def add(self, record: TurnRecord, checkpoint: Checkpoint) -> None:
+        """Append a turn."""
         self.records.append(record)
-        self.nodes.append(node)
+        self.checkpoints.append(checkpoint)
 
     def renamed(self, owner: str) -> SessionArchive:
-        """The same as a session of this owner's, and under names that nobody has."""
+        """The same turns as a new session of this owner, under new names."""
         session = f"sess_{secrets.token_hex(16)}"
         names = {record.node: secrets.token_hex(16) for record in self.records}
         records = [
@@ -82,23 +82,23 @@ class SessionArchive:
             )
             for record in self.records
         ]
-        return SessionArchive(records, self.nodes)
+        return SessionArchive(records, self.checkpoints)
 
-    def write(self, path: Path, form: RowFormat) -> None:
+    def write(self, path: Path, row_format: RowFormat) -> None:
         """Write a file, whole or not at all.
 
         Args:
             path: of the file.
-            form: what its rows are rows of.
+            row_format: of its rows.
 
         Raises:
             WeirError: it cannot be written.
         """
-        snapshots = [encode_checkpoint(form, node) for node in self.nodes]
-        said = {
+        snapshots = [encode_checkpoint(row_format, checkpoint) for checkpoint in self.checkpoints]
+        facts = {
             "format": FORMAT,
             "turns": [
-                {**_said(record), "sha256": hashlib.sha256(data).hexdigest()}
+                {**_record_to_json(record), "sha256": hashlib.sha256(data).hexdigest()}
                 for record, data in zip(self.records, snapshots, strict=True)
             ],
         }
@@ -109,7 +109,7 @@ class SessionArchive:
         try:
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.name}.") as folder:
                 new = Path(folder) / "new"
-                save_file(tensors, str(new), metadata={KEY: json.dumps(said)})
+                save_file(tensors, str(new), metadata={KEY: json.dumps(facts)})
                 with open(new, "rb+") as file:
                     os.fsync(file.fileno())
                 os.replace(new, path)
@@ -118,13 +118,13 @@ class SessionArchive:
             raise WeirError(f"the session cannot be written: {reason}") from None
 
     @classmethod
-    def read(cls, path: Path, form: RowFormat, limit: int | None) -> SessionArchive:
+    def read(cls, path: Path, row_format: RowFormat, limit: int | None) -> SessionArchive:
         """Read a file.
 
         Args:
             path: of the file.
-            form: what its rows must be rows of.
-            limit: bytes that it may have; None for any number.
+            row_format: that its rows must have.
+            limit: bytes that it may have; None for no limit.
 
         Raises:
             WeirError: it is missing, too large, damaged or no export of weir, or a turn in it
@@ -137,35 +137,37 @@ class SessionArchive:
             raise WeirError(f"the file has {size:,} bytes, and {limit:,} are taken")
         try:
             with safe_open(str(path), framework="pt") as file:
-                said = json.loads((file.metadata() or {})[KEY])
-                mapped = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                facts = json.loads((file.metadata() or {})[KEY])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError, ValueError, LookupError, RecursionError) as error:
             raise WeirError(
                 f"the file is damaged or no session that weir exported ({quote(str(error))})"
             ) from None
         try:
-            return cls._checked(said, mapped, form)
+            return cls._validated(facts, tensors, row_format)
         except (ValidationError, WeirError) as error:
             raise WeirError(f"the file cannot be imported: {error}") from None
 
     @classmethod
-    def _checked(
-        cls, said: Any, mapped: dict[str, torch.Tensor], form: RowFormat
+    def _validated(
+        cls, facts: Any, tensors: dict[str, torch.Tensor], row_format: RowFormat
     ) -> SessionArchive:
-        """What a file says and holds, looked through.
+        """The archive that a file holds, validated in full.
 
         Raises:
-            Wrong, WeirError: naming what is wrong.
+            ValidationError, WeirError: naming what is wrong.
         """
-        facts_of(format=integer(FORMAT, FORMAT), turns=list_of(_turn(form.vocabulary)))(said, "")
-        turns = said["turns"]
-        if set(mapped) != {str(n) for n in range(len(turns))} or not turns:
-            raise ValidationError(f"it has {len(mapped)} snapshots of {len(turns)} turns")
-        parcel = cls()
+        facts_of(format=integer(FORMAT, FORMAT), turns=list_of(_turn(row_format.vocabulary)))(
+            facts, ""
+        )
+        turns = facts["turns"]
+        if set(tensors) != {str(n) for n in range(len(turns))} or not turns:
+            raise ValidationError(f"it has {len(tensors)} snapshots of {len(turns)} turns")
+        archive = cls()
         known: set[str] = set()
         names = {turn["node"] for turn in turns}
         for n, turn in enumerate(turns):
-            t = mapped[str(n)]
+            t = tensors[str(n)]
             if t.dtype != torch.uint8 or t.dim() != 1:
                 raise ValidationError(f"snapshot {n} is no file")
             data = t.numpy().tobytes()
@@ -174,11 +176,11 @@ class SessionArchive:
                     f"turns[{n}] is damaged: its checksum is not that of its snapshot"
                 )
             try:
-                node = decode_foreign(form, data)
+                checkpoint = decode_foreign(row_format, data)
             except WeirError as error:
                 raise ValidationError(f"turns[{n}]: {error}") from None
-            seen = node.state.facts["seen"] + len(node.pending)
-            if (turn["last"],) != node.pending or turn["seen"] != seen:
+            seen = checkpoint.state.facts["seen"] + len(checkpoint.pending)
+            if (turn["last"],) != checkpoint.pending or turn["seen"] != seen:
                 raise ValidationError(f"turns[{n}] does not end where its snapshot does")
             if turn["node"] in known:
                 raise ValidationError(f"turns[{n}] is there twice")
@@ -187,19 +189,21 @@ class SessionArchive:
             known.add(turn["node"])
             if len(turn["ids"]) > turn["seen"]:
                 raise ValidationError(f"turns[{n}] has more tokens than its stream")
-            messages = tuple(Message.read(each) for each in turn.pop("messages"))
+            messages = tuple(Message.read(kept) for kept in turn.pop("messages"))
             ids = pack_ids(turn.pop("ids"))
-            parcel.add(TurnRecord(owner="", session="", messages=messages, ids=ids, **turn), node)
-        return parcel
+            archive.add(
+                TurnRecord(owner="", session="", messages=messages, ids=ids, **turn), checkpoint
+            )
+        return archive
 
 
-def _said(record: TurnRecord) -> dict[str, Any]:
-    """A record as it travels: not whose it was, nor under which name."""
+def _record_to_json(record: TurnRecord) -> dict[str, Any]:
+    """A record in an archive: without its owner and its session."""
     return {
         "node": record.node,
         "parent": record.parent,
         "chain": record.chain,
-        "messages": [each.kept() for each in record.messages],
+        "messages": [message.kept() for message in record.messages],
         "last": record.last,
         "seen": record.seen,
         "usage": record.usage,
@@ -209,7 +213,7 @@ def _said(record: TurnRecord) -> dict[str, Any]:
 
 
 def _turn(vocabulary: int) -> Any:
-    """What is said of a turn."""
+    """The check of a turn's record."""
     return facts_of(
         node=text(),
         parent=optional(text()),
@@ -258,4 +262,4 @@ def _time(value: Any, place: str) -> None:
 
 
 def _anything(value: Any, place: str) -> None:
-    """What is looked at afterwards."""
+    """No check here: the parts are checked one by one."""

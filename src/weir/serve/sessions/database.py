@@ -1,9 +1,7 @@
-"""Database in SQLite, in a file or in memory; and those of a store.
+"""SQLite database, in a file or in memory, and the tables of a session store.
 
-A store's say which node is in which file, and what is known of turns.
-
-Whoever writes has the one connection that writes, and what was committed is there after a power cut
-too. Readers of a file have another and wait for no commit. Knows nothing about files or models.
+One connection writes, and what it committed survives a power cut; another one reads, and waits for
+no commit. Knows nothing about snapshot files or models.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from typing import Any
 from weir.errors import WeirError
 
 VERSION = 2
-"""Of the tables (`PRAGMA user_version`)."""
+"""Version of the tables (`PRAGMA user_version`)."""
 
 _TABLES = """
 CREATE TABLE facts (
@@ -64,17 +62,17 @@ CREATE INDEX members_node ON members (node);
 
 
 class Database:
-    """Database, open until `close`.
+    """A database, open until `close`.
 
     Args:
-        path: of the file; None for tables in memory.
-        begin: make it if there is none.
-        tables: the statements that make them.
-        version: of them.
+        path: of the file; None for memory.
+        begin: create the file if there is none.
+        tables: the statements that create them.
+        version: of the tables.
 
     Raises:
-        WeirError: it is not there and not to be made, is not an ordinary file, is damaged, or of
-            another weir.
+        WeirError: it is missing and may not be created, is not an ordinary file, is damaged, or
+            has another version.
     """
 
     def __init__(
@@ -87,7 +85,7 @@ class Database:
     ) -> None:
         if path is None:
             self._writing = threading.RLock()
-            self._reading: Any = self._writing  # there is one connection, for one at a time
+            self._reading: Any = self._writing  # both are one connection
             self._writer = self._reader = _connected(":memory:")
             self._make(tables, version)
             return
@@ -100,13 +98,13 @@ class Database:
             )
         self._writing, self._reading = threading.RLock(), threading.Lock()
         try:
-            # What was said is its owner's alone, and SQLite gives its logs the rights of the file.
+            # Only the user of the server may read it; SQLite gives its logs the same rights.
             os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
             self._writer = _connected(path)
         except (OSError, sqlite3.Error) as error:
             raise WeirError(f"{path} is damaged or cannot be opened: {error}") from None
         try:
-            # Before anything else: a database that was just made has neither version nor tables.
+            # Before anything else: a new database has neither version nor tables.
             found = self._writer.execute("PRAGMA user_version").fetchone()[0]
             there = self._writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
             if begin and found == 0 and there == 0:
@@ -131,20 +129,20 @@ class Database:
             db.execute(f"PRAGMA user_version = {version}")
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         with self._reading:
             self._reader.close()
         with self._writing:
             self._writer.close()
 
     def shorten(self) -> None:
-        """Empty the log of changes, as far as there is room for that."""
+        """Empty the log of changes, as far as there is room to."""
         with self._writing, contextlib.suppress(sqlite3.Error):
             self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """All that is written while it lasts, or nothing of it; one thread at a time.
+        """One transaction, of one thread at a time: all of it is written, or nothing.
 
         Raises:
             sqlite3.Error: it cannot be written.
@@ -161,7 +159,7 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """What was committed last."""
+        """The database as it was committed last."""
         with self._reading:
             yield self._reader
 
@@ -173,14 +171,14 @@ def _connected(path: Path | str) -> sqlite3.Connection:
     return found
 
 
-def fetch_all(db: sqlite3.Connection, question: str, *values: Any) -> list[sqlite3.Row]:
-    """All that answers a question, by the names of its columns."""
+def fetch_all(db: sqlite3.Connection, query: str, *values: Any) -> list[sqlite3.Row]:
+    """All rows of a query, by column name."""
     cursor = db.cursor()
     cursor.row_factory = sqlite3.Row
-    found: list[sqlite3.Row] = cursor.execute(question, values).fetchall()
+    found: list[sqlite3.Row] = cursor.execute(query, values).fetchall()
     return found
 
 
-def fetch_one(db: sqlite3.Connection, question: str, *values: Any) -> sqlite3.Row | None:
-    """What answers a question first; None if nothing does."""
-    return next(iter(fetch_all(db, question, *values)), None)
+def fetch_one(db: sqlite3.Connection, query: str, *values: Any) -> sqlite3.Row | None:
+    """The first row of a query; None if there is none."""
+    return next(iter(fetch_all(db, query, *values)), None)

@@ -1,4 +1,4 @@
-"""Items of OpenAI's responses and conversations, and the messages that a model is asked with.
+"""Items of OpenAI's responses and conversations, and the messages that they stand for.
 
 A new kind of item needs a line in `messages_of` and a form in `serve/api/schemas/items.py`. Knows
 nothing about where items are kept.
@@ -14,11 +14,11 @@ from typing import Any
 from weir.serve.messages import Call, Message
 
 Item = dict[str, Any]
-"""As a client is told of it, with its id."""
+"""As the client sees it, with its id."""
 
 
 def new_id(kind: str) -> str:
-    """An id that nobody has: of a `msg`, an `fc`, an `fco`, a `conv`."""
+    """A random id with a prefix: `msg`, `fc`, `fco` or `conv`."""
     return f"{kind}_{secrets.token_hex(16)}"
 
 
@@ -43,7 +43,7 @@ def answer_item(
 
     Args:
         name: its id.
-        text: what was said; None where nothing is known of it yet.
+        text: of the answer; None while there is none yet.
         status: "in_progress", "completed" or "incomplete".
         logprobs: of its tokens.
     """
@@ -61,8 +61,8 @@ def call_item(name: str, call: Call, status: str) -> Item:
 
     Args:
         name: the item's id, which is not the call's.
-        call: it.
-        status: as `answer_item` has it.
+        call: of the function.
+        status: as in `answer_item`.
     """
     return {
         "id": name,
@@ -75,7 +75,7 @@ def call_item(name: str, call: Call, status: str) -> Item:
 
 
 def result_item(call: str, output: str | list[dict[str, Any]]) -> Item:
-    """What a function has returned, as a text or as parts that are texts; `call`: the call's id."""
+    """The result of a function, a text or text parts; `call` is the call's id."""
     return {
         "id": new_id("fco"),
         "type": "function_call_output",
@@ -86,9 +86,9 @@ def result_item(call: str, output: str | list[dict[str, Any]]) -> Item:
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:
-    """What items say to a model.
+    """The messages that items stand for.
 
-    An answer is one message: its calls, and what it says before and between them, are items of
+    An answer is one message, though its calls and the text before and between them are items of
     their own.
     """
     said: list[Message] = []

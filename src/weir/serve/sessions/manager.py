@@ -1,7 +1,6 @@
-"""What an owner does with sessions that stand: fork, rewind, delete, and take them elsewhere.
+"""Operations on saved sessions: fork, rewind, delete, export and import.
 
-Nothing is answered here. Whoever calls it is told of another's session, or one that never was, the
-same. Knows nothing about HTTP or text.
+Another owner's session looks like one that never was. Knows nothing about HTTP or text.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from weir.serve.sessions.snapshot import RowFormat
 
 
 class UnknownSession(WeirError):
-    """There is no such session or turn of the owner's."""
+    """The owner has no such session or turn."""
 
 
 class HeldByConversation(WeirError):
-    """A session is a conversation's, and goes with that."""
+    """The session belongs to a conversation, and is deleted with that."""
 
 
 class SessionManager:
     """The sessions of all owners.
 
     Args:
-        engine: stands at some of their turns.
+        engine: answers them; its store keeps them.
         responses: and conversations of OpenAI's responses API that were answered in them.
-        limits: of what an owner may have.
+        limits: on what an owner may have.
     """
 
     def __init__(self, engine: Engine, responses: ResponseStore, limits: Limits) -> None:
@@ -44,16 +43,16 @@ class SessionManager:
         self._store = engine.store
         self._responses = responses
         self._limits = limits
-        self._packing = threading.Lock()
+        self._transfer = threading.Lock()
 
     @cached_property
-    def form(self) -> RowFormat:
-        """What all rows here are rows of."""
+    def row_format(self) -> RowFormat:
+        """The format of the engine's rows."""
         cache = self._engine.cache
         return RowFormat.of(self._engine.model, cache.policy, cache.chunk)
 
     def list_turns(self, owner: str, session: str) -> tuple[list[TurnRecord], set[str]]:
-        """The turns of a session in the order they came, and the nodes that lead to its newest.
+        """The turns of a session in the order they came, and the path to its newest.
 
         Raises:
             UnknownSession: there is no such session.
@@ -64,13 +63,13 @@ class SessionManager:
         return records, set(find_path(records[-1].node, {r.node: r.parent for r in records}))
 
     def fork(self, owner: str, session: str, node: str | None, name: str | None) -> SessionSummary:
-        """A session that begins with what led to a turn of another; that one stays as it is.
+        """Begin a session with a turn of another and its ancestors; the other stays as it is.
 
         Args:
             owner: whose they are.
             session: of the turn.
             node: of the turn; None for the newest.
-            name: of the new session; None for one that nobody has.
+            name: of the new session; None for a random one.
 
         Raises:
             UnknownSession: there is no such session, or no such turn in it.
@@ -82,59 +81,59 @@ class SessionManager:
         return found
 
     def rewind(self, owner: str, session: str, node: str) -> SessionSummary:
-        """Let a session end with one of its turns: what does not lead there leaves it.
+        """Make one of its turns the newest of a session: all others but its ancestors leave it.
 
         Raises:
             UnknownSession: there is no such session, or no such turn in it.
-            HeldByConversation: it is a conversation's.
-            WeirError: the disk does not let go of the others.
+            HeldByConversation: it belongs to a conversation.
+            WeirError: the disk refuses.
         """
         self._turn(owner, session, node)
-        self._free(owner, session)
+        self._require_free(owner, session)
         records = self._store.list_turns(owner, session)
         stay = set(find_path(node, {record.node: record.parent for record in records}))
         self._leave(owner, session, [r.node for r in records if r.node not in stay])
         found = self._store.get_session(owner, session)
         if found is None:
-            raise _unknown("session")  # it was deleted at this moment
+            raise _unknown("session")  # it was deleted this moment
         return found
 
     def delete(self, owner: str, session: str) -> bool:
         """Delete a session of an owner's; False if there is none.
 
         Raises:
-            HeldByConversation: it is a conversation's.
-            WeirError: the disk does not let go of it.
+            HeldByConversation: it belongs to a conversation.
+            WeirError: the disk refuses.
         """
         records = self._store.list_turns(owner, session)
         if records:
-            self._free(owner, session)
+            self._require_free(owner, session)
         self._leave(owner, session, [record.node for record in records])
-        # Those whose states had to make room; what a fork has of them stays.
+        # Responses whose checkpoints were deleted for room; a fork may still have some.
         gone = [
             name
             for name in self._responses.list_responses(owner, session)
-            if not self._stands(owner, name)
+            if not self._is_kept(owner, name)
         ]
         self._responses.delete_responses(owner, gone)
         return bool(records)
 
-    def _stands(self, owner: str, response: str) -> bool:
+    def _is_kept(self, owner: str, response: str) -> bool:
         return self._store.find_turn(owner, response.removeprefix("resp_")) is not None
 
     def delete_conversation(self, owner: str, conversation: str) -> None:
-        """Delete a conversation of an owner's, and the session that it is.
+        """Delete a conversation of an owner's, and its session.
 
         Raises:
-            WeirError: the disk does not let go of it.
+            WeirError: the disk refuses.
         """
         self._responses.delete_conversation(owner, conversation)
         self.delete(owner, conversation)
 
     def trim(self, owner: str) -> None:
-        """Let the sessions used longest ago go of an owner who has more than allowed.
+        """Delete the least recently used sessions of an owner who has more than allowed.
 
-        Texts of theirs that are in the book stay, and can be read again.
+        Responses are kept as text, and can be read again.
         """
         sessions = self._store.list_sessions(owner)
         for session in sessions[: max(0, len(sessions) - self._limits.sessions)]:
@@ -152,7 +151,7 @@ class SessionManager:
 
         Raises:
             UnknownSession: there is no such session.
-            Busy: another one is on its way.
+            Busy: another export or import is running.
             WeirError: it is too large for a file, or damaged, or the file cannot be written.
         """
         found = self._store.get_session(owner, session)
@@ -166,20 +165,20 @@ class SessionManager:
                 f"{turns} turns take {size:,} bytes, and a file may have {self._limits.parcel:,}; "
                 "ask for fewer of the newest turns"
             )
-        with _one_at_a_time(self._packing):
-            SessionArchive.of(self._store, owner, session, turns).write(path, self.form)
+        with _one_at_a_time(self._transfer):
+            SessionArchive.of(self._store, owner, session, turns).write(path, self.row_format)
 
     def import_file(self, owner: str, path: Path) -> SessionSummary:
-        """Take in a session from a file, as a new one of the owner's.
+        """Import a session from a file, as a new one of the owner's.
 
         Raises:
-            Busy: another one is on its way.
+            Busy: another export or import is running.
             WeirError: it is no export of weir, or damaged, or of another model or policy, or there
                 is no room for it; nothing of it is kept.
         """
-        with _one_at_a_time(self._packing):
-            parcel = SessionArchive.read(path, self.form, self._limits.parcel).renamed(owner)
-            found = self._store.import_session(parcel.records, parcel.nodes)
+        with _one_at_a_time(self._transfer):
+            archive = SessionArchive.read(path, self.row_format, self._limits.parcel).renamed(owner)
+            found = self._store.import_session(archive.records, archive.checkpoints)
         self.trim(owner)
         return found
 
@@ -200,17 +199,17 @@ class SessionManager:
             self._engine.forget(node)
         self._responses.delete_responses(owner, [f"resp_{node}" for node in gone])
 
-    def _free(self, owner: str, session: str) -> None:
+    def _require_free(self, owner: str, session: str) -> None:
         if self._responses.get_conversation(owner, session) is not None:
             raise HeldByConversation("this session is a conversation: delete that, or items of it")
 
 
 @contextmanager
 def _one_at_a_time(lock: threading.Lock) -> Iterator[None]:
-    """A file is in memory as a whole, so that there is one.
+    """Allow one export or import at a time: the whole file is in memory.
 
     Raises:
-        Busy: there is one already.
+        Busy: one is running.
     """
     if not lock.acquire(blocking=False):
         raise Busy("another session is being exported or imported")

@@ -89,7 +89,7 @@ class TurnRecord:
     usage: dict[str, int] = field(default_factory=dict)
     created: float = field(default_factory=time.time)
     ids: bytes = b""
-    epoch: int = 0
+    epoch: int = field(default=0, compare=False)  # of this turn's end, and not kept
 
     @property
     def topic(self) -> str:

@@ -1,8 +1,8 @@
-"""Responses and conversations of all owners, as text: their turns' states are in a store.
+"""SQLite-backed store of OpenAI's responses and conversations, as text.
 
-Text is small beside a state, so that it stays longer: what has lost its state is read again from
-here. Everything is asked for together with its owner, and what is another's is as what never was.
-Knows nothing about models or HTTP.
+Text is small beside a checkpoint and is kept longer: a turn whose checkpoint was deleted is read
+again from here. Every query names the owner, so that another owner's data looks absent. Knows
+nothing about models or HTTP.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weir.serve.sessions.items import Item, new_id
 
 VERSION = 1
 OVERHEAD = 500
-"""Bytes that a row takes beside its text, about."""
+"""Bytes that a row takes beside its text, roughly."""
 
 _TABLES = """
 CREATE TABLE responses (
@@ -33,7 +33,7 @@ CREATE TABLE responses (
     previous TEXT,
     instructions TEXT,
     input TEXT NOT NULL,  -- JSON: items
-    body TEXT NOT NULL,  -- JSON: as the client was told of it
+    body TEXT NOT NULL,  -- JSON: as it was sent to the client
     bytes INTEGER NOT NULL
 );
 CREATE INDEX responses_owner ON responses (owner, number, bytes);
@@ -54,7 +54,7 @@ CREATE TABLE items (
     id TEXT NOT NULL,
     owner TEXT NOT NULL,
     conversation TEXT NOT NULL REFERENCES conversations (id) ON DELETE CASCADE,
-    body TEXT NOT NULL,  -- JSON: as the client is told of it
+    body TEXT NOT NULL,  -- JSON: as the client sees it
     bytes INTEGER NOT NULL,
     UNIQUE (conversation, id)
 );
@@ -64,15 +64,15 @@ CREATE INDEX items_owner ON items (owner, number, bytes);
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response that is kept.
+    """A stored response.
 
     Attributes:
-        id: `resp_` and the node of its turn.
+        id: `resp_` and the name of its turn.
         session: of its turn.
-        previous: the response it goes on from.
-        instructions: the system message it was answered under; they are its own.
+        previous: the response it continues.
+        instructions: its system message; the next response does not inherit it.
         input: the items that it answers.
-        body: all that the client was told.
+        body: as it was sent to the client.
     """
 
     id: str
@@ -85,14 +85,14 @@ class StoredResponse:
 
 @dataclass(frozen=True)
 class StoredConversation:
-    """A conversation.
+    """A stored conversation.
 
     Attributes:
         id: its name.
         created: in seconds since 1970.
-        metadata: a client's own.
+        metadata: of the client.
         head: the response whose turn has read its items up to `read`.
-        read: the place of the last of them.
+        read: the number of the last of these.
         whole: whether all its items are kept.
     """
 
@@ -105,12 +105,12 @@ class StoredConversation:
 
 
 class ResponseStore:
-    """Keeps responses and conversations, open until `close`.
+    """Responses and conversations of all owners, open until `close`.
 
     Args:
         path: of its file; None for memory.
         most: bytes of an owner's responses, and as many of the items of its conversations. The
-            oldest go first.
+            oldest are deleted first.
 
     Raises:
         WeirError: the file is damaged, or of another weir.
@@ -121,7 +121,7 @@ class ResponseStore:
         self._most = most
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._tables.close()
 
     # --- responses
@@ -133,19 +133,19 @@ class ResponseStore:
         conversation: str | None = None,
         items: Sequence[Item] = (),
     ) -> None:
-        """Keep a response.
+        """Save a response.
 
         Args:
-            owner: whose it is.
-            response: it.
-            conversation: that it is the newest of; None for none.
+            owner: of the response.
+            response: to save.
+            conversation: whose newest response it is; None for none.
             items: of the response that the conversation does not have yet.
 
         Raises:
             WeirError: it cannot be kept.
         """
         with self._changing() as db:
-            told = json.dumps(response.input), json.dumps(response.body)
+            written = json.dumps(response.input), json.dumps(response.body)
             db.execute(
                 "INSERT INTO responses (id, owner, session, previous, instructions, input, body, "
                 "bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -155,8 +155,8 @@ class ResponseStore:
                     response.session,
                     response.previous,
                     response.instructions,
-                    *told,
-                    sum(map(len, told)) + OVERHEAD,
+                    *written,
+                    sum(map(len, written)) + OVERHEAD,
                 ),
             )
             self._trim(db, "responses", owner)
@@ -174,9 +174,9 @@ class ResponseStore:
             row = fetch_one(db, "SELECT * FROM responses WHERE id = ? AND owner = ?", name, owner)
         if row is None:
             return None
-        told = json.loads(row["input"]), json.loads(row["body"])
+        written = json.loads(row["input"]), json.loads(row["body"])
         return StoredResponse(
-            row["id"], row["session"], row["previous"], row["instructions"], *told
+            row["id"], row["session"], row["previous"], row["instructions"], *written
         )
 
     def list_responses(self, owner: str, session: str) -> list[str]:
@@ -188,10 +188,10 @@ class ResponseStore:
         return [row["id"] for row in found]
 
     def delete_responses(self, owner: str, names: Sequence[str]) -> None:
-        """Forget responses of the owner's.
+        """Delete responses of the owner's.
 
         Raises:
-            WeirError: the disk does not let go of them.
+            WeirError: the disk refuses.
         """
         with self._changing() as db:
             db.execute(
@@ -204,16 +204,16 @@ class ResponseStore:
     def create_conversation(
         self, owner: str, metadata: dict[str, str], items: Sequence[Item]
     ) -> StoredConversation:
-        """A new conversation.
+        """Begin a conversation.
 
         Raises:
             WeirError: it cannot be kept.
         """
-        name, told = new_id("conv"), json.dumps(metadata)
+        name, written = new_id("conv"), json.dumps(metadata)
         with self._changing() as db:
             db.execute(
                 "INSERT INTO conversations VALUES (?, ?, 0, ?, ?, NULL, 0, 1, ?)",
-                (name, owner, int(time.time()), told, len(told) + OVERHEAD),
+                (name, owner, int(time.time()), written, len(written) + OVERHEAD),
             )
             self._append(db, owner, name, items)
             self._trim(db, "conversations", owner)
@@ -239,7 +239,7 @@ class ResponseStore:
         )
 
     def set_metadata(self, owner: str, name: str, metadata: dict[str, str]) -> None:
-        """Change what a client says of a conversation.
+        """Replace the metadata of a conversation.
 
         Raises:
             WeirError: it cannot be kept.
@@ -251,16 +251,16 @@ class ResponseStore:
             )
 
     def delete_conversation(self, owner: str, name: str) -> None:
-        """Forget a conversation and its items.
+        """Delete a conversation and its items.
 
         Raises:
-            WeirError: the disk does not let go of it.
+            WeirError: the disk refuses.
         """
         with self._changing() as db:
             db.execute("DELETE FROM conversations WHERE id = ? AND owner = ?", (name, owner))
 
     def list_items(self, owner: str, conversation: str, after: int = 0) -> list[Item]:
-        """The items of a conversation behind a place in it, the oldest first."""
+        """The items of a conversation with a number above `after`, the oldest first."""
         with self._tables.reading() as db:
             found = fetch_all(
                 db,
@@ -275,12 +275,12 @@ class ResponseStore:
     def page_items(
         self, owner: str, conversation: str, after: str | None, most: int, *, newest: bool
     ) -> list[Item] | None:
-        """Some of the items of a conversation.
+        """A page of the items of a conversation.
 
         Args:
-            owner, conversation: whose, and which.
-            after: the item before the first; None to begin.
-            most: how many.
+            owner, conversation: which.
+            after: the item before the first of the page; None for the first page.
+            most: items of the page.
             newest: the newest first.
 
         Returns:
@@ -321,7 +321,7 @@ class ResponseStore:
         return None if row is None else json.loads(row["body"])
 
     def add_items(self, owner: str, conversation: str, items: Sequence[Item]) -> None:
-        """Put items into a conversation; the next response reads them.
+        """Add items to a conversation; the next response reads them.
 
         Raises:
             WeirError: they cannot be kept.
@@ -330,10 +330,10 @@ class ResponseStore:
             self._append(db, owner, conversation, items)
 
     def remove_item(self, owner: str, conversation: str, name: str) -> None:
-        """Take an item out of a conversation; what has read it goes on from before it.
+        """Delete an item; if it was read, the next response reads the conversation from the start.
 
         Raises:
-            WeirError: the disk does not let go of it.
+            WeirError: the disk refuses.
         """
         which = "conversation = ? AND owner = ? AND id = ?"
         values = (conversation, owner, name)
@@ -364,15 +364,15 @@ class ResponseStore:
             (conversation, owner),
         )
         for item in items:
-            told = json.dumps(item)
+            written = json.dumps(item)
             db.execute(
                 "INSERT INTO items (id, owner, conversation, body, bytes) VALUES (?, ?, ?, ?, ?)",
-                (item["id"], owner, conversation, told, len(told) + OVERHEAD),
+                (item["id"], owner, conversation, written, len(written) + OVERHEAD),
             )
         self._trim(db, "items", owner)
 
     def _trim(self, db: sqlite3.Connection, table: str, owner: str) -> None:
-        """Let the oldest of an owner's rows go where they are too many bytes, a tenth at once."""
+        """Delete the oldest rows of an owner who exceeds the limit, a tenth at once."""
         ((held,),) = db.execute(
             f"SELECT coalesce(sum(bytes), 0) FROM {table} WHERE owner = ?", (owner,)
         )

@@ -1,7 +1,7 @@
-"""A folder of files that the server named itself: each is written whole or not at all.
+"""A folder of snapshot files, each written whole or not at all.
 
-Files are opened through one descriptor of the folder and never through a link, and no name but
-those of `new_name` is opened, whoever asks. Knows nothing about what the files hold.
+Files are opened through one descriptor of the folder, never through a link, and only under names
+that `new_name` makes. Knows nothing about what the files hold.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _PART = re.compile(r"[0-9a-f]{32}\.part")
 
 
 def new_name() -> str:
-    """A name that no file has."""
+    """A random file name."""
     return f"{secrets.token_hex(16)}.safetensors"
 
 
 class SnapshotFolder:
-    """A folder, open until `close`; made if there is none.
+    """A folder, open until `close`; created if missing.
 
     Args:
         path: of the folder; it may not be a link.
 
     Raises:
-        OSError: it cannot be made or opened.
+        OSError: it cannot be created or opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,23 +44,23 @@ class SnapshotFolder:
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Close the folder."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
 
     def list_names(self) -> list[str]:
-        """The names of all files that were written, and of what stands in such a file's place."""
+        """All names that files of ours have, whatever is found under them."""
         return sorted(name for name in os.listdir(self._fd) if _FILE.fullmatch(name))
 
     def delete_parts(self) -> None:
-        """Remove what was being written when a process was killed."""
+        """Delete what was being written when a process was killed."""
         for name in os.listdir(self._fd):
             if _PART.fullmatch(name):
                 self._unlink(name)
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None if there is none, or no ordinary one, of that name."""
+        """Bytes of a file; None if there is no ordinary file of that name."""
         if not _FILE.fullmatch(name):
             return None
         try:
@@ -70,7 +70,7 @@ class SnapshotFolder:
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file; when this returns it will be there after a power cut too.
+        """Write a file; once this returns, it survives a power cut.
 
         Raises:
             OSError: it cannot be written; nothing is left of it.
@@ -96,7 +96,7 @@ class SnapshotFolder:
             raise
 
     def read(self, name: str, size: int) -> bytes:
-        """The bytes of a file of so many; of a file of another size, none is read.
+        """The bytes of a file; one of another size is not read.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -104,7 +104,7 @@ class SnapshotFolder:
             OSError: it cannot be read.
         """
         _check(name)
-        # A pipe in the place of a file does not make anybody wait.
+        # Non-blocking: a pipe in the place of the file would make the reader wait.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             fd = os.open(name, flags, dir_fd=self._fd)
@@ -124,7 +124,7 @@ class SnapshotFolder:
             os.close(fd)
 
     def delete(self, name: str) -> None:
-        """Remove a file, if there is one of that name."""
+        """Delete a file, if there is one of that name."""
         _check(name)
         self._unlink(name)
 
@@ -139,16 +139,16 @@ def _check(name: str) -> None:
 
 
 def lock_file(path: Path) -> int:
-    """Keep other processes out; the system lets go of the lock when this one ends.
+    """Lock a file, so that other processes stay out; the system unlocks it when this one ends.
 
     Args:
-        path: of a file that is there for its lock only.
+        path: of a file that exists for its lock only.
 
     Returns:
-        A descriptor; closing it lets go.
+        A descriptor; closing it unlocks the file.
 
     Raises:
-        BlockingIOError: another process has it, or this one already.
+        BlockingIOError: another process has the lock, or this one already.
         OSError: the file cannot be opened.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -161,11 +161,11 @@ def lock_file(path: Path) -> int:
 
 
 class DiskReserve:
-    """Room on the disk that is given up where it is full: to delete takes some as well.
+    """Room on the disk for the moment when it is full: deleting takes some too.
 
     Args:
-        path: of a file that is there for its size only.
-        size: bytes of it.
+        path: of a file that exists for its size only.
+        size: of it in bytes.
     """
 
     def __init__(self, path: Path, size: int = 2**19) -> None:
@@ -174,7 +174,7 @@ class DiskReserve:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """The room is free while this lasts, and taken again behind it, if there is still some."""
+        """Free the room meanwhile, and take it again afterwards if there is some."""
         with contextlib.suppress(OSError):
             self._path.unlink()
         try:

@@ -1,0 +1,153 @@
+"""Files that several machines share: through fsspec, or on a file system that all of them mount.
+
+The ledger asks two things of a storage: of those who create a file at once one succeeds, and the
+file is whole; and whoever lists a folder sees what was created before. Knows nothing about what the
+files hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from weir.errors import WeirError
+
+
+def open_storage(place: str) -> Storage:
+    """A storage.
+
+    Args:
+        place: a folder that every replica has at this path, or an address of fsspec's, as in
+            `s3://bucket/folder`.
+
+    Raises:
+        WeirError: it cannot be used.
+    """
+    scheme, found, rest = place.partition("://")
+    if not found or scheme == "file":
+        return LocalStorage(Path(rest if found else place))
+    return Storage(place)
+
+
+class Storage:
+    """A storage that fsspec knows and that can create a file only where there is none.
+
+    Paths are names with slashes between them.
+
+    Args:
+        address: of a folder.
+
+    Raises:
+        WeirError: fsspec does not know the storage, or lacks a package for it.
+    """
+
+    def __init__(self, address: str) -> None:
+        import fsspec
+
+        try:
+            self._files: Any
+            self._files, root = fsspec.url_to_fs(address, use_listings_cache=False)
+        except (ValueError, ImportError) as error:
+            raise WeirError(f"{address} cannot be used: {error}") from None
+        self._root = str(root).rstrip("/")
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Create a file, whole and safe; False where there is one."""
+        try:
+            self._files.pipe_file(f"{self._root}/{path}", data, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+    def write(self, path: str, data: bytes) -> None:
+        """Create a file or replace it."""
+        self._files.pipe_file(f"{self._root}/{path}", data)
+
+    def read(self, path: str) -> bytes | None:
+        """The bytes of a file; None if there is none."""
+        try:
+            found: bytes = self._files.cat_file(f"{self._root}/{path}")
+        except FileNotFoundError:
+            return None
+        return found
+
+    def list_names(self, path: str) -> list[str]:
+        """The files in a folder, sorted; none if there is no folder."""
+        try:
+            found = self._files.ls(f"{self._root}/{path}", detail=False)
+        except FileNotFoundError:
+            return []
+        names = (str(name).rstrip("/").rpartition("/")[2] for name in found)
+        return sorted(name for name in names if not name.endswith(".part"))
+
+    def delete(self, path: str) -> None:
+        """Delete a file, if there is one."""
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(f"{self._root}/{path}")
+
+
+class LocalStorage(Storage):
+    """A folder of a file system that all machines mount; fsspec alone would not sync its files.
+
+    Args:
+        root: the folder; created if missing.
+
+    Raises:
+        WeirError: it cannot be created.
+    """
+
+    def __init__(self, root: Path) -> None:
+        import fsspec
+
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise WeirError(f"{root} cannot be used: {error.strerror}") from None
+        self._files = fsspec.filesystem("file")
+        self._root = str(root.absolute())
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Create a file, whole and safe; False where there is one.
+
+        The file is written under another name and linked: link(2) lets one succeed, on NFS too.
+        """
+        part = self._write_part(path, data)
+        try:
+            os.link(part, Path(self._root) / path)
+        except FileExistsError:
+            return False
+        finally:
+            part.unlink()
+        _sync(part.parent)
+        return True
+
+    def write(self, path: str, data: bytes) -> None:
+        """Create a file or replace it, whole and safe."""
+        part = self._write_part(path, data)
+        os.replace(part, Path(self._root) / path)
+        _sync(part.parent)
+
+    def _write_part(self, path: str, data: bytes) -> Path:
+        """Write and sync a file beside the one that is meant."""
+        part = (Path(self._root) / path).parent / f"{secrets.token_hex(8)}.part"
+        part.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            with open(part, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        return part
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
