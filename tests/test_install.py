@@ -224,15 +224,12 @@ print(json.dumps({"old": old, "missing": missing}))
 """
 """Where no extra is: what weir says of an old transformers, and what each of its files misses."""
 
-ELSEWHERE = {"kvpress"}
-"""What no extra brings: an optional peer."""
-
 
 @pytest.fixture(scope="module")
 def probed(place: Path) -> dict[str, Any]:
     """What `PROBE` found in the environment, with the core's dependencies beside it."""
     paths = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    asked = json.dumps(paths), json.dumps([*EXTRAS, *ELSEWHERE])
+    asked = json.dumps(paths), json.dumps([*EXTRAS])
     said = done(place / "bin" / "python", "-I", "-c", PROBE, *asked)
     found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
@@ -243,11 +240,9 @@ def test_without_extras_every_file_is_imported_or_says_what_to_install(
 ) -> None:
     missing = probed["missing"]
     for file, package in missing:
-        assert package.partition(".")[0] in {*EXTRAS, *ELSEWHERE}, (
-            f"{file} needs {package}: of what?"
-        )
+        assert package.partition(".")[0] in EXTRAS, f"{file} needs {package}: of what?"
     rooms = {file.split(".")[1] for file, *_ in missing}
-    assert rooms == {"bench", "cli", "evals", "kernels", "serve"}
+    assert rooms == {"cli", "evals", "kernels", "serve"}
     assert {file for file, *_ in missing if ".evals." in file} == {"weir.evals.harness"}
 
 
@@ -260,10 +255,10 @@ PARTS = {
     "cli": ("cli",),
     "cluster": ("serve",),
     "eval": ("evals", "cli"),
-    "fast": ("kernels/numba",),
+    "fast": ("kernels/cpu",),
     "images": ("train/images", "models/images"),
     "inspect": ("evals/inspect", "cli/inspect"),
-    "plots": ("evals/results", "evals/demo", "evals/look", "evals/attention_error", "bench/report"),
+    "plots": ("evals/results", "evals/demo", "evals/look", "evals/attention_error"),
     "ray": ("evals/grid",),
     "serve": ("serve/api", "serve/structured", "serve/engine", "serve/client", "cli/serve"),
     "train": ("train/processes", "cli/train"),

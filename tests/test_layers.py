@@ -19,7 +19,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "weir"
 
 ORDER = (
     "errors < kernels < slab < pools, models < policies < cache < stream < weir"
-    " < train, serve < evals, bench < cli < __main__"
+    " < train, serve < evals < cli < __main__"
 )
 """Each imports to its left only; `weir` is the face of all, and `__main__` what Python runs."""
 LEVEL = {room: n for n, level in enumerate(ORDER.split(" < ")) for room in level.split(", ")}
@@ -123,7 +123,7 @@ class House:
             yield f"in a circle, or on the way from one to the next: {', '.join(left)}"
 
     def root_files(self) -> Iterator[str]:
-        """At the root are twelve rooms at most, `assets`, errors.py, the face and `__main__.py`."""
+        """At the root are eleven rooms at most, `assets`, errors.py, the face and `__main__.py`."""
         here = {path.name for path in self.root.iterdir()} - {"__pycache__"}
         files = {"errors.py", "__init__.py", "__main__.py", "py.typed"}
         for name in sorted(here - ROOMS - {"assets"} - files):
@@ -183,8 +183,13 @@ def test_the_house_keeps_its_rules(ours: House, rule: str) -> None:
     assert broken(ours, rule) == []
 
 
-def test_there_are_twelve_rooms_and_a_place_for_each(ours: House) -> None:
-    assert len(ROOMS) == 12
+@pytest.mark.parametrize("rule", ["circles", "faces"])
+def test_the_bench_beside_the_package_keeps_them_too(rule: str) -> None:
+    assert broken(House(SOURCE.parents[1] / "bench" / "weir_bench"), rule) == []
+
+
+def test_there_are_eleven_rooms_and_a_place_for_each(ours: House) -> None:
+    assert len(ROOMS) == 11
     assert {room_of(name) for name in ours.trees} >= LEVEL.keys() - {"serve"}
 
 
@@ -196,14 +201,14 @@ SOUND = {
     "slab/__init__.py": '"""Slots."""\nfrom weir.slab.slots import Slots\n__all__ = ["Slots"]\n',
     "slab/slots.py": "import torch\nfrom weir.errors import WeirError\n",
     "models/__init__.py": '"""Models."""\n',
-    "models/facts.py": "from weir.slab import Slots\n",
+    "models/model_spec.py": "from weir.slab import Slots\n",
     "pools/__init__.py": '"""Pools."""\nfrom weir.pools.heavy import Heavy\n',
     "pools/heavy.py": "from weir.pools.balance import halve\n",
     "pools/balance/__init__.py": '"""Halves."""\nfrom weir.pools.balance.halving import halve\n',
     "pools/balance/halving.py": "",
     "cache/__init__.py": '"""A cache."""\nfrom weir.cache.cache import Cache\n',
     "cache/cache.py": "from weir.cache.rows import Rows\nfrom weir.slab import Slots\n",
-    "cache/rows.py": "from weir.models.facts import describe\nimport weir.pools\n",
+    "cache/rows.py": "from weir.models.model_spec import describe\nimport weir.pools\n",
     "cache/plot.py": "from weir.cache.cache import Cache\n",
     "cli/__init__.py": '"""Commands."""\n',
     "cli/show.py": "def show():\n    import weir\n    from weir.cache.plot import plot\n",
@@ -226,7 +231,7 @@ PLANTED = {
     "up": ("climbs", "slab/slots.py", "from weir.cache import Cache"),
     "up in a function": ("climbs", "slab/slots.py", "def f():\n    import weir.cache"),
     "up for types": ("climbs", "slab/slots.py", "if TYPE_CHECKING:\n    import weir.cache"),
-    "sideways": ("climbs", "pools/heavy.py", "from weir.models.facts import describe"),
+    "sideways": ("climbs", "pools/heavy.py", "from weir.models.model_spec import describe"),
     "the face from below": ("climbs", "cache/rows.py", "from weir import Cache"),
     "errors from above": ("climbs", "errors.py", "from weir.slab import Slots"),
     "a file": ("behind_faces", "cli/show.py", "from weir.cache.rows import Rows"),

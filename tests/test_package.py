@@ -19,12 +19,13 @@ import yaml
 
 import weir
 from weir.errors import EXTRAS, describe_missing
-from weir.models.facts import INTERFACE_FAMILIES, OWN_FAMILIES
+from weir.models.model_spec import INTERFACE_FAMILIES, OWN_FAMILIES
 from weir.policies.registry import NAMED
 from weir.pools import POOLS
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "weir"
+BENCH = ROOT / "bench" / "weir_bench"
 DOCS = ROOT / "docs"
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -182,7 +183,7 @@ def test_every_import_is_a_declared_dependency() -> None:
     assert {name_of(line) for extra in extras.values() for line in extra} >= OPTIONAL
     brought = {name_of(line) for name in BRINGING for line in requires(name) or []}
     used: set[str] = set()
-    for path in SOURCE.rglob("*.py"):
+    for path in [*SOURCE.rglob("*.py"), *BENCH.rglob("*.py")]:
         found: set[str] = set()
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Import):
@@ -191,7 +192,7 @@ def test_every_import_is_a_declared_dependency() -> None:
                 found.add(node.module.partition(".")[0])
         used |= found - FOREIGN.get(path.name, set())
     called = {"yaml": "pyyaml", "PIL": "pillow"}
-    foreign = used - set(sys.stdlib_module_names) - {"weir"}
+    foreign = used - set(sys.stdlib_module_names) - {"weir", "weir_bench"}
     wanted = {called.get(name, name).replace("_", "-") for name in foreign}
     assert wanted <= {name.replace("_", "-") for name in declared | brought}
 

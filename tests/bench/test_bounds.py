@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weir.bench import bounds
-from weir.bench.bounds import CALLS, Bound, of_prompt, of_step, of_work, weights_of
-from weir.bench.caches import Weir
-from weir.bench.figure import FIGURES, QUICK, Figure, Row, Setting
-from weir.bench.model import model_of
-from weir.bench.report import bound
-from weir.bench.run import measure
+from weir_bench import bounds
+from weir_bench.bounds import CALLS, Bound, of_prompt, of_step, of_work, weights_of
+from weir_bench.caches import Weir
+from weir_bench.figure import FIGURES, QUICK, Figure, Row, Setting
+from weir_bench.model import model_of
+from weir_bench.report import bound
+from weir_bench.run import measure
 
 SETTING = Setting(QUICK)
 
@@ -51,7 +51,7 @@ def test_a_row_says_its_own_bound_or_that_of_its_figure(monkeypatch):
     rows = [Row("a", 1, 1, "ms", 1, share=0.25, bound="bytes"), Row("b", 1, 1, "ms", 1)]
     made = {"it": Figure(lambda setting: iter(rows), "of it", by_dtype=False, bound="calls")}
     for module in ("run", "figure"):
-        monkeypatch.setattr(f"weir.bench.{module}.FIGURES", made)
+        monkeypatch.setattr(f"weir_bench.{module}.FIGURES", made)
     said = [bound(row) for _, _, row in measure(SETTING, [], [torch.float32]).rows]
     assert said == ["bytes 0.25", "calls"]
     assert CALLS.share is None

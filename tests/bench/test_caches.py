@@ -6,9 +6,9 @@ import pytest
 import torch
 from roundings import close_runs
 
-from weir.bench.caches import Dynamic, Static, Weir
-from weir.bench.figure import QUICK, Setting
-from weir.bench.model import bandwidth, config, model_of, weight_bytes
+from weir_bench.caches import Dynamic, Static, Weir
+from weir_bench.figure import QUICK, Setting
+from weir_bench.model import bandwidth, config, model_of, weight_bytes
 
 
 @pytest.fixture(scope="module")

@@ -10,18 +10,18 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from weir.bench import measure
-from weir.bench.figure import FIGURES, QUICK, Row, Setting, Skipped, chosen, figure
-from weir.bench.figures import flat, memory
-from weir.bench.figures import halvings as halves
-from weir.bench.figures import kvpress as presses
-from weir.bench.figures.decode import PLAIN
-from weir.bench.figures.policies import comparable
-from weir.bench.report import markdown, plot
-from weir.bench.timing import settled
 from weir.errors import WeirError
 from weir.policies import NAMED
 from weir.pools.balance import Gram, Halving, Sets
+from weir_bench.figure import FIGURES, QUICK, Row, Setting, Skipped, chosen, figure
+from weir_bench.figures import flat, memory
+from weir_bench.figures import halvings as halves
+from weir_bench.figures import kvpress as presses
+from weir_bench.figures.decode import PLAIN
+from weir_bench.figures.policies import comparable
+from weir_bench.report import markdown, plot
+from weir_bench.run import measure
+from weir_bench.timing import settled
 
 SETTING = Setting(QUICK, policies=("snapkv", "weir"))
 """Policies of two kinds: one needs attention by token, and the other reads with log-weights."""
@@ -52,9 +52,9 @@ def test_without_names_all_are_meant_that_need_not_be_asked_for():
 @pytest.fixture
 def made(monkeypatch):
     """Figures that measure nothing."""
-    monkeypatch.setattr("weir.bench.figure.FIGURES", {})
-    monkeypatch.setattr("weir.bench.run.FIGURES", figures := {})
-    monkeypatch.setattr("weir.bench.figure.FIGURES", figures)
+    monkeypatch.setattr("weir_bench.figure.FIGURES", {})
+    monkeypatch.setattr("weir_bench.run.FIGURES", figures := {})
+    monkeypatch.setattr("weir_bench.figure.FIGURES", figures)
 
     @figure("both", "of each dtype")
     def both(setting):

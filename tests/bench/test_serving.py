@@ -14,14 +14,15 @@ from pathlib import Path
 import pytest
 from serve.servers import make_desk, serving
 
-from weir.bench.serving.load import Heard, Manner, closed, opened, percentiles, together
-from weir.bench.serving.models import words
-from weir.bench.serving.part import PARTS, chosen
-from weir.bench.serving.parts.compaction import ASK, Compacting
-from weir.bench.serving.parts.peer import Forgetting
-from weir.bench.serving.server import weir_serves
-from weir.bench.serving.talk import ById, Listening, Reply, Talk
 from weir.errors import WeirError
+from weir_bench.serving.load import Heard, Manner, closed, opened, percentiles, together
+from weir_bench.serving.models import words
+from weir_bench.serving.part import chosen
+from weir_bench.serving.parts.compaction import ASK, Compacting
+from weir_bench.serving.parts.peer import Forgetting
+from weir_bench.serving.run import PARTS
+from weir_bench.serving.server import weir_serves
+from weir_bench.serving.talk import ById, Listening, Reply, Talk
 
 MANNER = Manner(words=1, tokens=5)
 
@@ -220,9 +221,10 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path):
         pass
 
 
-OUTER = """
+OUTER = f"""
 import sys
-from weir.bench.serving.server import _running
+sys.path.append({str(Path(__file__).parents[2] / "bench")!r})
+from weir_bench.serving.server import _running
 with _running([sys.executable, "-c", "import time; time.sleep(60)"]) as (process, said):
     print(process.pid, flush=True)
     process.wait()

@@ -7,8 +7,8 @@ import gc
 import pytest
 import torch
 
-from weir.bench import timing
-from weir.bench.timing import Contender, in_turns, middle, settled, undisturbed
+from weir_bench import timing
+from weir_bench.timing import Contender, in_turns, middle, settled, undisturbed
 
 
 class Clock:

@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from weir.bench.timing import Doing, in_turns
-from weir.bench.tracing import trace, traced
 from weir.errors import WeirError
+from weir_bench.timing import Doing, in_turns
+from weir_bench.tracing import trace, traced
 
 
 def names(path) -> list[str]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weir import StreamingCache, WeirError
-from weir.models.facts import describe
+from weir.models.model_spec import describe
 
 POLICIES = ("dense", "window(64)", "streaming_llm(64)", "recent(64) | recent(64)")
 

@@ -61,7 +61,7 @@ def lossless(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (quantized, coded):
         monkeypatch.setattr(module, "dequantize", dequantize)
     monkeypatch.setattr(coded, "are_levels", lambda numbers, code: True)
-    monkeypatch.setattr(kernels, "decode_coded", lambda device: None)
+    monkeypatch.setattr(kernels, "decode_quantized", lambda device: None)
 
 
 def check_same(one: StreamingCache, other: StreamingCache, model: PreTrainedModel) -> None:

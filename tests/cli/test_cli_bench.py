@@ -8,8 +8,8 @@ import pytest
 import torch
 from terminal import run
 
-from weir.bench.figure import Row
-from weir.cli.bench import figures
+from weir_bench.command import figures
+from weir_bench.figure import Row
 
 QUICK = ("bench", "--quick", "--only", "decode", "--dtype", "float32", "--threads", 1)
 
@@ -102,3 +102,12 @@ def test_what_cannot_be_is_one_line(capsys, words, problem):
     assert ended.err.startswith("weir: ")
     assert problem in ended.err
     assert ended.err.count("\n") == 1
+
+
+def test_without_a_clone_one_line_says_where_it_runs(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("weir.cli.commands.BENCH", tmp_path)
+    ended = run(capsys, "bench", "--quick")
+    assert (ended.code, ended.out, ended.err.count("\n")) == (1, "", 1)
+    assert ended.err.startswith(
+        "weir: weir bench is not among what is installed: run it in a clone"
+    )

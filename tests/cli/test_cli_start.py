@@ -132,8 +132,8 @@ def test_garbage_is_collected_as_usual_once_the_model_is_loaded_and_when_a_comma
 @pytest.mark.parametrize(
     ("words", "first"),
     [
-        ("bench", "weir.bench.measure"),
-        ("bench serve", "weir.bench.serving.measure"),
+        ("bench", "weir_bench.run.measure"),
+        ("bench serve", "weir_bench.serving.run.measure"),
         ("eval --out x", "weir.evals.grid.make_grid"),
         ("train --text x --out x", "weir.cli.train.preset_of"),
         ("train --images --out x", "weir.train.images.train_captioner"),

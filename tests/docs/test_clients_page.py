@@ -17,7 +17,7 @@ from servers import Server, serving
 
 import weir
 from weir.models.loading import ASSETS
-from weir.serve import Book, Engine, EngineClient, Limits, MemoryStore
+from weir.serve import Engine, EngineClient, Limits, MemoryStore, ResponseStore
 
 PAGE = (Path(__file__).parents[2] / "docs" / "clients.md").read_text("utf-8")
 SECTION = re.compile(r"^## (\w+)\n(.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
@@ -44,7 +44,7 @@ def server() -> Iterator[Server]:
     limits, store = Limits(), MemoryStore(64)
     policy = "pinned(streaming_llm(budget=256), n=64, header=16)"
     engine = Engine(model, policy, 4, store, queue=limits.queue)
-    desk = EngineClient(engine, store, tokenizer, "nano", limits, Book(None, limits.texts))
+    desk = EngineClient(engine, store, tokenizer, "nano", limits, ResponseStore(None, limits.texts))
     with serving(desk) as server:
         yield server
 

@@ -13,7 +13,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from weir.kernels import triton_decode, triton_decode_coded, triton_walk
+from weir.kernels.gpu import decode as decode_kernel
+from weir.kernels.gpu import decode_quantized as quantized_kernel
+from weir.kernels.gpu import walk as walk_kernel
 
 
 def size(
@@ -31,7 +33,7 @@ def size(
 
 def walk(target: GPUTarget) -> int:
     kinds = {"u": "*fp64", "free": "*u8", "tokens": "i32"}
-    return size(triton_walk._signs, lambda name: kinds.get(name, "*fp32"), {"PLACES": 256}, target)
+    return size(walk_kernel._signs, lambda name: kinds.get(name, "*fp32"), {"PLACES": 256}, target)
 
 
 def read(target: GPUTarget, dtype: str, everything: bool) -> int:
@@ -46,7 +48,7 @@ def read(target: GPUTarget, dtype: str, everything: bool) -> int:
     constants |= dict.fromkeys(["CAPPED", "BIASED", "SUNK"], everything)
     if not everything:
         constants |= dict.fromkeys(["bias", "sinks"])
-    return size(triton_decode._read, lambda name: kinds.get(name, "i32"), constants, target)
+    return size(decode_kernel._read, lambda name: kinds.get(name, "i32"), constants, target)
 
 
 def read_coded(target: GPUTarget, dtype: str, keys: str, values: str) -> int:
@@ -59,13 +61,13 @@ def read_coded(target: GPUTarget, dtype: str, keys: str, values: str) -> int:
     constants |= {"KEY_DIM": 80, "KEY_TILE": 128, "VALUE_DIM": 64, "VALUE_TILE": 64}
     constants |= {"SLOTS_TILE": 64, "SPLITS": 8, "GROUPED": 32}
     constants["HALVES"] = keys != values
-    return size(triton_decode_coded._read, lambda name: kinds.get(name, "i32"), constants, target)
+    return size(quantized_kernel._read, lambda name: kinds.get(name, "i32"), constants, target)
 
 
 def gather(target: GPUTarget) -> int:
     constants = {"GROUP": 4, "VALUE_DIM": 80, "VALUE_TILE": 128, "SPLITS": 8, "SPLITS_TILE": 8}
     kinds = {"out": "*bf16"}
-    return size(triton_decode._gather, lambda name: kinds.get(name, "*fp32"), constants, target)
+    return size(decode_kernel._gather, lambda name: kinds.get(name, "*fp32"), constants, target)
 
 
 if __name__ == "__main__":

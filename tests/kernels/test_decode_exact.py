@@ -15,8 +15,8 @@ from weir import kernels
 from weir.cache import StreamingCache
 from weir.slab.attention import Form, two_weight_attention
 
-numba_decode_exact = pytest.importorskip(
-    "weir.kernels.numba_decode_exact",
+kernel = pytest.importorskip(
+    "weir.kernels.cpu.decode_exact",
     reason="not installed: pip install 'weir[fast]'",
     exc_type=ImportError,
 )
@@ -40,9 +40,7 @@ def is_the_formula(seed, batch, kv_heads, group, span, dims, masked, dtype):
         mask = torch.randn(mask.shape, generator=draw) * 4
         mask[torch.rand(mask.shape, generator=draw) < 0.3] = -math.inf
     form = Form(dims[0] ** -0.5)
-    found = numba_decode_exact.decode_exact(
-        queries, keys, values, mask if masked else None, form.scale, span
-    )
+    found = kernel.decode_exact(queries, keys, values, mask if masked else None, form.scale, span)
     read = [t[:, :, first:stop].float() for t in (keys, values)]
     weights = mask[:, :, first:]
     wanted = two_weight_attention(queries.float(), *read, weights, weights, form)
@@ -75,7 +73,7 @@ def test_it_is_the_formula(seed, batch, kv_heads, group, count, first, dims, mas
 def test_heads_that_are_no_whole_number_of_vectors_and_groups_of_any_size(
     dims, widest, monkeypatch
 ):
-    monkeypatch.setattr(numba_decode_exact, "lanes", lambda: widest)
+    monkeypatch.setattr(kernel, "lanes", lambda: widest)
     for dtype in (torch.float32, torch.bfloat16):
         for group in range(1, 6):
             for count in (3, 10):
@@ -86,7 +84,7 @@ def test_a_query_that_sees_nothing_is_answered_by_zero():
     slots = torch.randn(1, 1, 6, 8)
     mask = torch.full((1, 1, 6), -math.inf)
     query = torch.randn(1, 1, 2, 1, 8)
-    found = numba_decode_exact.decode_exact(query, slots, slots, mask, 1.0, (0, 6))
+    found = kernel.decode_exact(query, slots, slots, mask, 1.0, (0, 6))
     assert torch.equal(found, torch.zeros_like(found))
 
 
@@ -95,7 +93,7 @@ def test_what_is_no_number_stays_none(number):
     keys = torch.randn(1, 1, 6, 8)
     keys[0, 0, 3, 2] = number
     query = torch.ones(1, 1, 2, 1, 8)
-    found = numba_decode_exact.decode_exact(query, keys, torch.randn(1, 1, 6, 8), None, 1.0, (0, 6))
+    found = kernel.decode_exact(query, keys, torch.randn(1, 1, 6, 8), None, 1.0, (0, 6))
     assert found.isnan().all()
 
 

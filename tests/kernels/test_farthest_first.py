@@ -10,12 +10,12 @@ from torch import Tensor
 
 import weir
 from weir import kernels
-from weir.kernels import kernels as choice
+from weir.kernels import dispatch
 from weir.pools.kcenter import farthest_first
 
 pytest.importorskip("numba", reason="not installed: pip install 'weir[fast]'")
 
-from weir.kernels import numba_farthest_first as numba_centers
+from weir.kernels.cpu import farthest_first as centers
 
 
 @st.composite
@@ -29,7 +29,7 @@ def keys_of_whole_numbers(draw) -> tuple[Tensor, Tensor, int]:
     return keys, among, draw(st.integers(1, shape[2]))
 
 
-@pytest.mark.parametrize("at_once", [0, numba_centers._AT_ONCE])
+@pytest.mark.parametrize("at_once", [0, centers._AT_ONCE])
 @given(case=keys_of_whole_numbers())
 def test_it_picks_what_the_reference_picks_the_oldest_of_equal_ones(at_once, case):
     keys, among, k = case
@@ -37,9 +37,9 @@ def test_it_picks_what_the_reference_picks_the_oldest_of_equal_ones(at_once, cas
     weight = 2.0 ** (torch.arange(keys.shape[2]) % 5 - 2).expand(among.shape)
     before = keys.clone(), weight.clone()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(numba_centers, "_AT_ONCE", at_once)
+        patched.setattr(centers, "_AT_ONCE", at_once)
         for its in (None, weight):
-            got = numba_centers.farthest_first(keys, among, k, its)
+            got = centers.farthest_first(keys, among, k, its)
             assert torch.equal(got, farthest_first(keys, among, k, its))
     assert torch.equal(keys, before[0])
     assert torch.equal(weight, before[1])
@@ -52,49 +52,47 @@ def test_it_picks_what_the_reference_picks_of_any_keys(dim, dtype, k):
     # With float keys a distance may differ by roundings; near ties that would show are unlikely.
     keys = torch.randn(1, 3, 300, dim, generator=torch.Generator().manual_seed(dim)).to(dtype)
     among = torch.ones(1, 3, 300, dtype=torch.bool)
-    got = numba_centers.farthest_first(keys, among, k)
+    got = centers.farthest_first(keys, among, k)
     assert torch.equal(got, farthest_first(keys, among, k))
 
 
 @pytest.mark.parametrize("lanes", [8, 16])
 def test_a_vector_may_have_8_numbers_or_16(lanes, monkeypatch):
-    monkeypatch.setattr(numba_centers, "lanes", lambda: lanes)
+    monkeypatch.setattr(centers, "lanes", lambda: lanes)
     keys = torch.randn(1, 2, 77, 21, generator=torch.Generator().manual_seed(3))
     among = torch.arange(77).expand(1, 2, 77) % 5 > 0
-    got = numba_centers.farthest_first(keys, among, 40)
+    got = centers.farthest_first(keys, among, 40)
     assert torch.equal(got, farthest_first(keys, among, 40))
 
 
 def test_so_many_distances_as_cannot_be_held_are_made_pick_by_pick(monkeypatch):
     keys = torch.randn(1, 2, 60, 8, generator=torch.Generator().manual_seed(4))
     among = torch.ones(1, 2, 60, dtype=torch.bool)
-    called, pick = [], numba_centers._compiled_pick_of_pairs
+    called, pick = [], centers._compiled_pick_of_pairs
     with monkeypatch.context() as patched:
-        patched.setattr(
-            numba_centers, "_compiled_pick_of_pairs", lambda *a: called.append(1) or pick(*a)
-        )
+        patched.setattr(centers, "_compiled_pick_of_pairs", lambda *a: called.append(1) or pick(*a))
         for most in (60 * 60, 60 * 60 - 1):
-            patched.setattr(numba_centers, "_AT_ONCE", most)
-            got = numba_centers.farthest_first(keys, among, 50)
+            patched.setattr(centers, "_AT_ONCE", most)
+            got = centers.farthest_first(keys, among, 50)
             assert torch.equal(got, farthest_first(keys, among, 50))
     assert len(called) == 1
 
 
 def test_threads_share_the_heads(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(numba_centers, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(centers, "_WORTH_A_THREAD", 1)
     keys = torch.randn(2, 2, 40, 8, generator=torch.Generator().manual_seed(1))
     among = torch.ones(2, 2, 40, dtype=torch.bool)
-    got = numba_centers.farthest_first(keys, among, 30)
+    got = centers.farthest_first(keys, among, 30)
     assert torch.equal(got, farthest_first(keys, among, 30))
 
 
 def test_the_pool_goes_the_way_that_is_asked_for(llama, ids, monkeypatch):
     called = []
-    pick = numba_centers.farthest_first
-    kernel = choice._kernel
+    pick = centers.farthest_first
+    kernel = dispatch._kernel
     kernel.cache_clear()
-    monkeypatch.setattr(numba_centers, "farthest_first", lambda *a: called.append(1) or pick(*a))
+    monkeypatch.setattr(centers, "farthest_first", lambda *a: called.append(1) or pick(*a))
     for way in ("numba", "reference"):
         monkeypatch.setenv(kernels.VARIABLE, way)
         called.clear()

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-numba_linear = pytest.importorskip("weir.kernels.numba_linear", reason="numba is not installed")
-linear = numba_linear.linear
+linear_kernel = pytest.importorskip("weir.kernels.cpu.linear", reason="numba is not installed")
+linear = linear_kernel.linear
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(1, 1), (2, 3), (5, 7), (6, 33), (7, 64), (12, 3), (13, 16), (30, 129)]
@@ -37,7 +37,7 @@ def bound(x, weight, bias):
 @pytest.fixture(params=[8, 16])
 def widest(request, monkeypatch):
     """Tiles of as many rows as on a processor with such vectors, or without."""
-    monkeypatch.setattr(numba_linear, "lanes", lambda: request.param)
+    monkeypatch.setattr(linear_kernel, "lanes", lambda: request.param)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -59,7 +59,7 @@ def test_products_with_8_bits_are_those_of_what_the_bits_stand_for(dtype, widest
             x, weight, scale = drawn(rows, outputs, inputs, dtype, True)
             numbers = (60 * weight.float()).clamp(-128, 127).to(torch.int8)
             numbers[0, 0] = -128
-            out = numba_linear.linear8(x.view(1, rows, inputs), numbers, scale)
+            out = linear_kernel.linear_int8(x.view(1, rows, inputs), numbers, scale)
             assert out.dtype == dtype and out.shape == (1, rows, outputs)
             meant = numbers.double() * scale.double()[:, None]
             assert (out[0].double() - x.double() @ meant.T).abs().le(bound(x, meant, None)).all()
@@ -71,7 +71,7 @@ def test_with_8_bits_what_is_no_number_stays_none(rows, widest):
     numbers = (60 * weight).clamp(1, 127).to(torch.int8)
     x[0, 70] = torch.nan
     x[-1, 3] = torch.inf if rows > 1 else torch.nan
-    out = numba_linear.linear8(x, numbers, scale.abs())
+    out = linear_kernel.linear_int8(x, numbers, scale.abs())
     assert out[0].isnan().all()
     assert rows == 1 or (out[-1] == torch.inf).all()
     assert out[1:-1].isfinite().all()
@@ -120,7 +120,7 @@ def test_what_is_no_number_stays_none(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_however_many_threads_there_are_the_answer_is_the_same(dtype, monkeypatch):
-    monkeypatch.setattr(numba_linear, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(linear_kernel, "_WORTH_A_THREAD", 1)
     before = torch.get_num_threads()
     for rows in (1, 3, 5, 10):
         x, weight, bias = drawn(rows, 29, 40, dtype, True)
@@ -128,7 +128,7 @@ def test_however_many_threads_there_are_the_answer_is_the_same(dtype, monkeypatc
         for threads in (1, 2, 3, 5):
             monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
             bits = 40 * weight.float()
-            eight = numba_linear.linear8(x, bits.clamp(-127, 127).to(torch.int8), bias)
+            eight = linear_kernel.linear_int8(x, bits.clamp(-127, 127).to(torch.int8), bias)
             answers.append(torch.cat([linear(x, weight, bias), eight]))
         assert all(torch.equal(answer, answers[0]) for answer in answers)
         tiny = linear(*drawn(rows, 1, 4, dtype, True))  # fewer outputs than threads
@@ -138,7 +138,7 @@ def test_however_many_threads_there_are_the_answer_is_the_same(dtype, monkeypatc
 
 
 def test_a_fork_has_threads_of_its_own(monkeypatch):
-    monkeypatch.setattr(numba_linear, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(linear_kernel, "_WORTH_A_THREAD", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     x, weight, _ = drawn(1, 8, 16, torch.float32, False)
     wanted = linear(x, weight)
@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_refused_as_by_pytorch():
             with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|at least 1D"):
                 multiply(wrong)
         with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|at least 1D"):
-            numba_linear.linear8(wrong, numbers, bias)
+            linear_kernel.linear_int8(wrong, numbers, bias)
     assert torch.equal(linear(x, weight, bias[:1]), F.linear(x, weight, bias[:1]))
     with pytest.raises(RuntimeError):
         linear(x, weight, bias[:3])
@@ -171,7 +171,7 @@ def test_products_of_nothing_are_those_of_pytorch(rows):
     for outputs, inputs in ((5, 0), (0, 8), *(((13, 16),) if rows == 0 else ())):
         x, weight, bias = drawn(rows, outputs, inputs, torch.float32, True)
         assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
-        eight = numba_linear.linear8(x, weight.to(torch.int8), bias)
+        eight = linear_kernel.linear_int8(x, weight.to(torch.int8), bias)
         assert torch.equal(eight, torch.zeros(rows, outputs))
 
 
@@ -186,11 +186,11 @@ def test_threads_hold_what_they_read_and_write_when_nobody_waits_for_them(monkey
         def result(self):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(numba_linear, "_WORTH_A_THREAD", 1)
-    monkeypatch.setattr(numba_linear, "_pool", lambda threads: Interrupted())
+    monkeypatch.setattr(linear_kernel, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(linear_kernel, "_pool", lambda threads: Interrupted())
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     x, weight, bias = drawn(1, 8, 16, torch.float32, True)
-    for multiply, matrix in ((linear, weight), (numba_linear.linear8, weight.char())):
+    for multiply, matrix in ((linear, weight), (linear_kernel.linear_int8, weight.char())):
         with pytest.raises(KeyboardInterrupt):
             multiply(x, matrix, bias)
         held, part, *_ = submitted.pop()

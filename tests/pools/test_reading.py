@@ -20,7 +20,7 @@ import weir
 from weir.cache.layer.layer import Layer
 from weir.cache.layer.spec import LayerSpec
 from weir.errors import WeirError
-from weir.models.facts import describe
+from weir.models.model_spec import describe
 from weir.policies.pipe import Pipe
 from weir.pools import Fold, Reading, Recent, Sink
 from weir.slab import Alibi, Form, LayerPositions, Rotary, Slots

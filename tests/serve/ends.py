@@ -18,7 +18,7 @@ import torch
 from toychat import END, HEADER, OPEN, USER, answer, asked, beginning, train
 from transformers import PreTrainedModel
 
-from weir.serve import Engine, MemoryShelf, SampledToken, Sampler, SamplingParams, Sequence
+from weir.serve import Engine, MemoryCheckpoints, SampledToken, Sampler, SamplingParams, Sequence
 from weir.stream import Sampling
 
 WINDOW = 16
@@ -85,7 +85,7 @@ def shares(
         turns: of each session that are looked at.
         read: turns that are not looked at are read with their answers, many at once.
     """
-    shelf = MemoryShelf(2 * sessions)
+    shelf = MemoryCheckpoints(2 * sessions)
     engine = Engine(model, policy, sessions, shelf, chunk=4)
     dice = random.Random(0)
     stops = [dice.randrange(24) for _ in range(sessions)]

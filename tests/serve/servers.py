@@ -19,9 +19,9 @@ from reference.naive import make_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from weir.serve import Book, Engine, EngineClient, Limits, MemoryStore, Store
+from weir.serve import Engine, EngineClient, Limits, MemoryStore, ResponseStore, SessionStore
 from weir.serve.api import Keys, bind, make_app
-from weir.serve.store import DiskStore
+from weir.serve.sessions import SQLiteStore
 
 POLICY = "sink(2) | recent(6) | heavy(4)"
 SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>"]
@@ -98,11 +98,11 @@ def make_desk(
     limits = limits or Limits()
     tokenizer = make_tokenizer(template)
     model = make_model(tokenizer)
-    store: Store = MemoryStore(most)
+    store: SessionStore = MemoryStore(most)
     if data is not None:
-        store = DiskStore(data, model, policy, chunk=4)
+        store = SQLiteStore(data, model, policy, chunk=4)
     engine = Engine(model, policy, rows, store, chunk=4, queue=limits.queue)
-    book = Book(None if data is None else data / "book.db", limits.texts)
+    book = ResponseStore(None if data is None else data / "book.db", limits.texts)
     return EngineClient(engine, store, tokenizer, "small", limits, book)
 
 
@@ -131,8 +131,8 @@ def serving(desk: EngineClient, keys: Keys | None = None) -> Iterator[Server]:
         thread.join(30)
         bound.close()
         assert not thread.is_alive()
-        desk.book.close()
-        if isinstance(desk.store, DiskStore):
+        desk.responses.close()
+        if isinstance(desk.store, SQLiteStore):
             desk.store.close()
 
 

@@ -19,8 +19,8 @@ from weir.serve import (
     Message,
     OutputQueue,
     Plan,
-    Record,
     SamplingParams,
+    TurnRecord,
     Wish,
     chain,
 )
@@ -39,7 +39,7 @@ def test_a_learned_sink_stands_in_front_of_what_is_read_first():
     assert desk.planner.text("", [1, 2]).ids == [1, 2]  # who names tokens names them all
 
 
-def ask(desk: EngineClient, *messages: Message) -> tuple[Plan, str, Record]:
+def ask(desk: EngineClient, *messages: Message) -> tuple[Plan, str, TurnRecord]:
     """How a history was planned, what was answered, and the record of that."""
     plan = desk.planner.chat("", messages, None)
     with contextlib.closing(asyncio.new_event_loop()) as loop:
@@ -50,7 +50,7 @@ def ask(desk: EngineClient, *messages: Message) -> tuple[Plan, str, Record]:
     answer = "".join(event.text for event in mailbox._events)
     end = mailbox._events[-1]
     assert isinstance(end, FinishEvent)
-    record = desk.store.at("", chain(plan.chain, [Message("assistant", answer)])[0])
+    record = desk.store.find_history("", chain(plan.chain, [Message("assistant", answer)])[0])
     assert record.usage["pinned"] == end.standing.pinned
     return plan, answer, record
 

@@ -17,7 +17,7 @@ from weir.serve import (
     Busy,
     Cancelled,
     Engine,
-    MemoryShelf,
+    MemoryCheckpoints,
     SampledToken,
     Sampler,
     SamplingParams,
@@ -66,7 +66,9 @@ class Heard:
 
 def engine(rows: int = 3, **given) -> Engine:
     given = {"policy": POLICY, "chunk": CHUNK, "piece": 5, **given}
-    return Engine(MODEL, given.pop("policy"), rows, given.pop("shelf", MemoryShelf()), **given)
+    return Engine(
+        MODEL, given.pop("policy"), rows, given.pop("shelf", MemoryCheckpoints()), **given
+    )
 
 
 def turn(node: str, ids, start: str | None = None, limit: int = 6, **given) -> Sequence:
@@ -197,7 +199,7 @@ def test_a_turn_may_be_gone_on_from_again_and_after_its_row_went_on():
 
 
 def test_a_row_that_stands_where_a_turn_starts_is_not_filled_anew():
-    shelf = MemoryShelf()
+    shelf = MemoryCheckpoints()
     served = engine(rows=2, shelf=shelf)
     work(served, turn("a", words(0, 20)))
     puts = []
@@ -316,7 +318,7 @@ def test_a_call_that_fails_is_the_end_of_its_turns_and_of_nothing_else(monkeypat
     assert again.listener.tokens == alone([(words(0, 20), 6), (words(1, 9), 6)])[1]
 
 
-class Full(MemoryShelf):
+class Full(MemoryCheckpoints):
     """A shelf that takes nothing."""
 
     def put(self, name, node, done):

@@ -11,7 +11,7 @@ import pytest
 from servers import POLICY, Server, make_desk, serving
 
 from weir.cache import Holding, StreamingCache
-from weir.serve import Engine, MemoryShelf
+from weir.serve import Engine, MemoryCheckpoints
 from weir.serve.api import Keys
 
 CHAT = "/v1/chat/completions"
@@ -46,7 +46,7 @@ def memory(server: Server, session: str, **asked: int) -> dict[str, Any]:
 def head_holding(server: Server, session: str) -> Holding:
     """What the row at a session's end holds, as a cache says that it was put into."""
     desk = server.desk
-    found = desk.store.session("", session)
+    found = desk.store.get_session("", session)
     assert found is not None
     cache = StreamingCache(desk.engine.model, POLICY, chunk=4)
     cache.put_row(0, desk.store.get(found.head).state)
@@ -127,8 +127,8 @@ def test_a_turn_under_way_is_looked_at_while_it_answers(server):
 
 def test_what_was_dropped_is_held_without_its_text(server):
     talk(server, "old", 12)  # eight ends of turns are kept
-    found = server.desk.store.session("", "old")
-    begins = server.desk.store.line("", found.head)[0].start
+    found = server.desk.store.get_session("", "old")
+    begins = server.desk.store.ancestry("", found.head)[0].start
     tokens = memory(server, "old")["tokens"]
     assert all((token["text"] is None) == (token["at"] < begins) for token in tokens)
     assert [token["pools"][0] > 0 for token in tokens[:3]] == [True, True, False]
@@ -155,7 +155,7 @@ def test_memory_is_the_owners_alone_and_asked_for_in_numbers(server):
 def test_who_looks_at_a_turn_without_a_row_waits_for_nothing():
     from test_engine import engine, turn
 
-    made: Engine = engine(rows=1, shelf=MemoryShelf())
+    made: Engine = engine(rows=1, shelf=MemoryCheckpoints())
     first, second = turn("a", [1, 2, 3], limit=50), turn("b", [4, 5])
     made.submit(first)
     made.submit(second)

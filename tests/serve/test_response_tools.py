@@ -361,7 +361,7 @@ def test_a_turn_of_a_chat_goes_on_with_the_tools_it_was_told_of(server, client):
         seed=1,
         extra_headers={"x-session-id": "chat-with-tools"},
     )
-    head = server.desk.store.session("", "chat-with-tools").head
+    head = server.desk.store.get_session("", "chat-with-tools").head
     (call,) = chat.choices[0].message.tool_calls
     sent = [{"type": "function_call_output", "call_id": call.id, "output": "Sunny"}]
     on = {"previous_response_id": f"resp_{head}", "max_output_tokens": 5}

@@ -394,7 +394,7 @@ def test_a_turn_that_cannot_be_kept_fails_and_leaves_nothing(server, client, mon
         raise WeirError("the disk is full")
 
     before = len(server.desk.store._records)
-    monkeypatch.setattr(server.desk.book, "keep", refuse)
+    monkeypatch.setattr(server.desk.responses, "save_response", refuse)
     with pytest.raises(openai.InternalServerError):
         say(client, "Hello")
     *_, last = say(client, "Hello", stream=True)
@@ -585,7 +585,7 @@ def test_one_request_at_a_time_is_at_a_conversation(server, client):
     thread.start()
     try:
         assert started.wait(60)
-        server.desk.locks.take("", made.id)  # a name belongs to its key
+        server.desk.locks.acquire("", made.id)  # a name belongs to its key
         for ask in (
             lambda: say(client, "Short", conversation=made.id),
             lambda: client.conversations.items.create(made.id, items=[message("x")]),
@@ -596,7 +596,7 @@ def test_one_request_at_a_time_is_at_a_conversation(server, client):
             assert error.value.code == "conversation_locked"
             assert error.value.response.headers["retry-after"] == "1"
     finally:
-        server.desk.locks.give("", made.id)
+        server.desk.locks.release("", made.id)
         ended.set()
         thread.join()
     say(client, "Short", conversation=made.id)

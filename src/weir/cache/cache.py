@@ -27,7 +27,7 @@ from weir.cache.rows import Rows
 from weir.cache.window import warn_of_window
 from weir.errors import WeirError, quote, shorten
 from weir.models import (
-    Endings,
+    StopTokens,
     attach,
     describe,
     detach,
@@ -319,7 +319,7 @@ class StreamingCache(MovingRows):
             self.failed, self.folded = {}, None
         begun = self.rows.begin(
             given,
-            Endings.of(getattr(self._model(), "generation_config", None)),
+            StopTokens.of(getattr(self._model(), "generation_config", None)),
             vocabulary=self.attachment.facts.vocabulary,
             chunk=self.chunk,
             prefill=self.prefill == "full",

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from weir.cache.origin import check_origin
 from weir.errors import WeirError
-from weir.models import file_beside
+from weir.models import sidecar_path
 from weir.policies import Layered, Policy, policy_of, with_slots
 
 DEFAULT = "weir(budget=256)"
@@ -36,7 +36,7 @@ def policy_beside(model: PreTrainedModel | str, revision: str | None = None) -> 
         WeirError: what lies there is no policy file, or of another model. It is not passed over:
             who put it there would not notice.
     """
-    file = file_beside(model, FILE, revision)
+    file = sidecar_path(model, FILE, revision)
     if file is None:
         return None
     try:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from weir.cache.layer import LayerSpec
 from weir.errors import WeirError
-from weir.models import ModelFacts, OutputProjection
+from weir.models import ModelSpec, OutputProjection
 from weir.policies import Pipe, Policy
 from weir.pools import Draws, Recent
 from weir.slab import Heads, Slab, SlabSpec
@@ -38,7 +38,7 @@ class LayerPlan:
         return self if heads == self.heads else replace(self, heads=heads)
 
 
-def pipes_of(policy: Policy, facts: ModelFacts) -> list[Pipe]:
+def pipes_of(policy: Policy, facts: ModelSpec) -> list[Pipe]:
     """The pipe of each layer, before a layer's own window is looked at.
 
     Sliding layers beside full ones keep their own window; the policy shares out the others.
@@ -66,7 +66,7 @@ def reach_of(pipes: list[Pipe], chunk: int, *, rolling: bool) -> int | None:
 
 
 def plan_layers(
-    facts: ModelFacts, pipes: list[Pipe], chunk: int, *, seed: int, rolling: bool
+    facts: ModelSpec, pipes: list[Pipe], chunk: int, *, seed: int, rolling: bool
 ) -> list[LayerPlan]:
     """Every layer of a cache.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weir.cache.layer import Plan, cut, on_axes
 from weir.errors import WeirError
-from weir.models import OFFSETS, Endings, out_of_range
+from weir.models import OFFSETS, StopTokens, out_of_range
 from weir.pools import Marks
 
 GO_ON = (
@@ -104,7 +104,7 @@ class Rows:
     def begin(
         self,
         given: Mapping[str, Any],
-        endings: Endings,
+        endings: StopTokens,
         *,
         vocabulary: int,
         chunk: int,
@@ -232,7 +232,7 @@ class Rows:
         real = mask[:, -length:].bool()
         return None if bool(real.all()) else real
 
-    def _ended(self, ids: Tensor | None, endings: Endings, *, stepping: bool) -> list[bool]:
+    def _ended(self, ids: Tensor | None, endings: StopTokens, *, stepping: bool) -> list[bool]:
         """Rows that have ended: generate() goes on feeding them padding, with mask 1."""
         if ids is None or ids.shape[1] != 1 or ids.shape[0] == 1 or not stepping:
             return [False] * len(self.ended)

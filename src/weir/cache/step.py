@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from weir.cache.layer import DecodeSlots
-from weir.kernels import in_memory
+from weir.kernels import materialize
 from weir.slab import Form, Rotary, rotation_tables
 
 
@@ -73,7 +73,7 @@ class Step(Cache):
         """Cosines and sines at the rows' places; see `models.hooks.Attending`."""
         made = rotation_tables(self.rotaries, kind, self.positions, width)
         # Once: the compiler would work them out anew for each head of each layer.
-        return None if made is None else (in_memory(made[0]), in_memory(made[1]))
+        return None if made is None else (materialize(made[0]), materialize(made[1]))
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form

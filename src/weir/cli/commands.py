@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -17,6 +18,7 @@ from typer.main import get_command
 from weir import __version__
 from weir.cli.app import MADE, PLAIN, Commands
 from weir.cli.importing import import_modules, without_import
+from weir.errors import WeirError
 
 # typer brings click with it in some versions and not in others: what a wrong option raises.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -45,12 +47,27 @@ COMMANDS = {
     "bench": "Time weir and its peers in turns, and print ratios beside their targets.",
 }
 """Every command, and the first sentence of what it says of itself."""
-FILES = {
-    "attention-error": ("attention_error",),
-    "bench": ("bench", "bench_serve"),
-    "eval": ("evaluate",),
-}
-"""The files of a command that are not one of its name."""
+FILES = {"attention-error": "attention_error", "eval": "evaluate"}
+"""The file of a command that has another name."""
+BENCH = Path(__file__).parents[3] / "bench"
+"""In a clone, the folder that has `weir_bench`, which is not part of what is installed."""
+
+
+def import_bench() -> None:
+    """Import the commands `weir bench` and `weir bench serve` from the clone.
+
+    Raises:
+        WeirError: weir does not run from a clone.
+    """
+    if not (BENCH / "weir_bench").is_dir():
+        raise WeirError(
+            "weir bench is not among what is installed: run it in a clone of weir, after "
+            "pip install -e . there"
+        )
+    if str(BENCH) not in sys.path:
+        sys.path.append(str(BENCH))
+    import_module("weir_bench.command")
+    import_module("weir_bench.serving.command")
 
 
 class _Imported(Mapping[str, Any]):
@@ -59,8 +76,10 @@ class _Imported(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in COMMANDS:
             raise KeyError(name)
-        for file in FILES.get(name, (name,)):
-            import_module(f"weir.cli.{file}")
+        if name == "bench":
+            import_bench()
+        else:
+            import_module(f"weir.cli.{FILES.get(name, name)}")
         return get_command(MADE[name])
 
     def __iter__(self) -> Iterator[str]:

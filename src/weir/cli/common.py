@@ -147,15 +147,15 @@ def say_set_aside(
     """Say so where `--slots` alone takes the usual policy in place of one that lies with the model.
 
     Args:
-        model, revision: as for `models.file_beside`.
+        model, revision: as for `models.sidecar_path`.
         policy, slots: what `--policy` and `--slots` say.
     """
     if policy is not None or slots is None:
         return
     from weir.cache import FILE
-    from weir.models import file_beside
+    from weir.models import sidecar_path
 
-    if (file := file_beside(model, FILE, revision)) is not None:
+    if (file := sidecar_path(model, FILE, revision)) is not None:
         say(
             f"{file} lies with the model and is set aside by --slots; if its own slots are exact, "
             f"--policy {file} --slots {slots} takes both"

@@ -130,9 +130,17 @@ def serve(
     """
     from weir.cache import policy_beside, read_bytes
     from weir.policies import chunk_of, policy_of, with_pin, with_slots
-    from weir.serve import Book, Engine, EngineClient, Limits, MemoryStore, Store, estimate_memory
+    from weir.serve import (
+        Engine,
+        EngineClient,
+        Limits,
+        MemoryStore,
+        ResponseStore,
+        SessionStore,
+        estimate_memory,
+    )
     from weir.serve.api import Keys, bind, log_json, make_app, run_app
-    from weir.serve.store import DiskStore
+    from weir.serve.sessions import SQLiteStore
 
     if cluster is None:
         say_unused(context, ("replicas", "routing"), "they are for --cluster")
@@ -203,14 +211,14 @@ def serve(
             return
         model, tokenizer = load_model(model_name, loading)
         say_window(model, wanted, chunk)
-        store: Store
+        store: SessionStore
         if data is None:
             store = MemoryStore(room.kept)
         else:
-            store = ending.enter_context(DiskStore(data, model, wanted, chunk=chunk, limit=most))
+            store = ending.enter_context(SQLiteStore(data, model, wanted, chunk=chunk, limit=most))
             room_there = "" if most is None else f", at most {size(most)}"
             say(f"ends of turns in {data}, {size(room.row)} each{room_there}")
-        book = Book(None if data is None else Path(data) / "book.db", limits.texts)
+        book = ResponseStore(None if data is None else Path(data) / "book.db", limits.texts)
         ending.callback(book.close)
         engine = Engine(
             with_products(model),

@@ -4,21 +4,18 @@
 from weir.models.versions import check_versions
 
 # isort: split
-from weir.models.axes import MOST_OFFSET, OFFSETS, offsets
-from weir.models.beside import file_beside
-from weir.models.embedding import embed
-from weir.models.endings import Endings
-from weir.models.facts import (
-    DROPPING,
-    LayerFacts,
-    ModelFacts,
-    describe,
-    input_device,
-    transformers_model,
+from weir.models.attention_sinks import (
+    ModelSink,
+    set_sink,
+    sink_at_work,
+    sink_of,
+    zero_sink_attention,
 )
-from weir.models.fewbits import BITS, quantize_weights
+from weir.models.embedding import embed
+from weir.models.fingerprints import fingerprint, weights_of
 from weir.models.hooks import Attachment, attach, compile_steps, detach
 from weir.models.images import PICTURES, Images, images_of
+from weir.models.linear_kernels import choose_products
 from weir.models.loading import (
     ASSETS,
     default_device,
@@ -28,15 +25,25 @@ from weir.models.loading import (
     load,
     load_encoder,
     load_processor,
+    sidecar_path,
     skeleton,
 )
-from weir.models.memory import free_memory
-from weir.models.output import OutputProjection, output_weight
-from weir.models.products import choose_products
-from weir.models.sinks import ModelSink, set_sink, sink_at_work, sink_of, zero_sink_attention
-from weir.models.vocabulary import check_ids, out_of_range
-from weir.models.weights import fingerprint, stored_bytes, weights_of
-from weir.models.window import window_of
+from weir.models.memory import free_memory, stored_bytes
+from weir.models.model_spec import (
+    DROPPING,
+    LayerSpec,
+    ModelSpec,
+    StopTokens,
+    check_ids,
+    describe,
+    input_device,
+    out_of_range,
+    transformers_model,
+    window_of,
+)
+from weir.models.mrope import MOST_OFFSET, OFFSETS, offsets
+from weir.models.o_proj import OutputProjection, output_weight
+from weir.models.quantized_weights import BITS, quantize_weights
 
 __all__ = [
     "ASSETS",
@@ -46,12 +53,12 @@ __all__ = [
     "OFFSETS",
     "PICTURES",
     "Attachment",
-    "Endings",
     "Images",
-    "LayerFacts",
-    "ModelFacts",
+    "LayerSpec",
     "ModelSink",
+    "ModelSpec",
     "OutputProjection",
+    "StopTokens",
     "attach",
     "check_ids",
     "check_versions",
@@ -61,7 +68,6 @@ __all__ = [
     "describe",
     "detach",
     "embed",
-    "file_beside",
     "fingerprint",
     "free_memory",
     "from_where",
@@ -77,6 +83,7 @@ __all__ = [
     "output_weight",
     "quantize_weights",
     "set_sink",
+    "sidecar_path",
     "sink_at_work",
     "sink_of",
     "skeleton",

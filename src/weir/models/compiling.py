@@ -20,7 +20,7 @@ import torch
 from torch._dynamo import exc
 
 from weir.errors import WeirError
-from weir.models.methods import Around
+from weir.models.method_patch import MethodPatch
 
 WAITING = (
     "compiling the decode step of this model, which takes from seconds to minutes, and less where "
@@ -66,7 +66,7 @@ class Compiling:
         self.refused: set[Hashable] = set()
         # A graph is good for as long as what it called is there: the same objects stand in front of
         # the rotary embeddings of the model whenever it has a cache.
-        self.rotaries: list[Around] = []
+        self.rotaries: list[MethodPatch] = []
         self._code = _around(lambda: None).__code__.replace()
         try:
             self.of(lambda: None)

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from weir.errors import WeirError
-from weir.models.axes import check_sizes
-from weir.models.facts import input_device
+from weir.models.forward_lock import forward_lock_of
 from weir.models.images import images_of, pictures_in, unfitting
-from weir.models.methods import Around
-from weir.models.turns import turns_of
+from weir.models.method_patch import MethodPatch
+from weir.models.model_spec import input_device
+from weir.models.mrope import check_sizes
 
 COMPLAINTS = (
     ("do not match", "feature"),
@@ -66,8 +66,8 @@ def embed(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor:
         read.append(kwargs["inputs_embeds"])
         return BaseModelOutputWithPast(last_hidden_state=kwargs["inputs_embeds"])
 
-    with turns_of(model.config.get_text_config(decoder=True)), torch.no_grad():
-        around = Around(model.get_decoder(), "forward", answer)
+    with forward_lock_of(model.config.get_text_config(decoder=True)), torch.no_grad():
+        around = MethodPatch(model.get_decoder(), "forward", answer)
         try:
             model.base_model(**there, use_cache=False)
         except torch.OutOfMemoryError:

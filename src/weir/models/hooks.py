@@ -4,7 +4,7 @@ A model that has caches of weir is as it was between calls, and in calls without
 During a call with one:
 
 - the attention implementation of its configuration is `weir`, or, for families that have attention
-  of their own, their attention modules pass it on to weir (`own_attention`);
+  of their own, their attention modules pass it on to weir (`legacy_attention`);
 - its rotary embedding returns cosines and sines of weir's own positions, exact however far out, so
   that queries and keys arrive where weir wants them;
 - its decoder gets no attention mask and small positions: weir has read the real ones, and nothing
@@ -28,17 +28,17 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from weir.errors import WeirError
-from weir.models.axes import OFFSETS, noting_sizes, offsets
+from weir.models.attention_sinks import SUNK_ATTENTION
 from weir.models.compiling import Compiled, CompiledStep, Compiling
 from weir.models.embedding import mismatch
-from weir.models.facts import ModelFacts, describe, input_device
-from weir.models.fewbits import quantizes_inputs
+from weir.models.forward_lock import forward_lock_of, wait_for_others
 from weir.models.images import pictures_in
-from weir.models.methods import Around
-from weir.models.own_attention import install, unmasked
-from weir.models.products import choose_products
-from weir.models.sinks import SUNK_ATTENTION
-from weir.models.turns import turns_of, wait_for_others
+from weir.models.legacy_attention import install, unmasked
+from weir.models.linear_kernels import choose_products
+from weir.models.method_patch import MethodPatch
+from weir.models.model_spec import ModelSpec, describe, input_device
+from weir.models.mrope import OFFSETS, noting_sizes, offsets
+from weir.models.quantized_weights import quantizes_inputs
 from weir.slab import Form
 
 _COMPILED: weakref.WeakKeyDictionary[nn.Module, Compiling] = weakref.WeakKeyDictionary()
@@ -128,33 +128,35 @@ class Attachment:
         running: the call that is under way; None between calls.
     """
 
-    def __init__(self, facts: ModelFacts) -> None:
+    def __init__(self, facts: ModelSpec) -> None:
         self.facts = facts
         self.caches: weakref.WeakSet[Any] = weakref.WeakSet()
         self.running: Attending | None = None
-        self._turns = turns_of(facts.config)
+        self._lock = forward_lock_of(facts.config)
         self._attention = "weir" if facts.sink.kind != "zero" else SUNK_ATTENTION
         self._alone = False
         self._signature = inspect.signature(facts.decoder.forward)
-        self._forward = Around(facts.decoder, "forward", self._call)
+        self._forward = MethodPatch(facts.decoder, "forward", self._call)
         compiling = _COMPILED.get(facts.decoder)
         self._rotaries = [] if compiling is None else compiling.rotaries
         for kept in self._rotaries:
             kept.put(self._rotate)
         if not self._rotaries:
-            self._rotaries = [Around(rotary, "forward", self._rotate) for rotary in facts.rotaries]
+            self._rotaries = [
+                MethodPatch(rotary, "forward", self._rotate) for rotary in facts.rotaries
+            ]
         self._compiled: Compiled | None = None
         self.compile(compiling)
         self._towers = []
         if facts.images is not None and facts.images.axes:
             for kind in ("image", "video"):
                 name = f"get_{kind}_features"
-                self._towers.append(Around(facts.decoder, name, noting_sizes(kind)))
+                self._towers.append(MethodPatch(facts.decoder, name, noting_sizes(kind)))
         self._uninstall = install(facts.kind, facts.decoder, facts.attentions, self)
 
     def wait(self) -> None:
         """Wait for the call that another thread may be making."""
-        with self._turns:
+        with self._lock:
             pass
 
     def attend(
@@ -174,7 +176,7 @@ class Attachment:
 
     def give_up(self, cache: Streaming) -> None:
         """One cache less, after the call that is under way."""
-        with self._turns:
+        with self._lock:
             self.caches.discard(cache)
             _leave_unused(self.facts.decoder)
 
@@ -186,7 +188,7 @@ class Attachment:
 
     def _call(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The decoder's forward, with a cache of weir or without one."""
-        with self._turns:
+        with self._lock:
             given = self._named(args, kwargs)
             cache: Any = given.get("past_key_values")
             if self.running is not None or not isinstance(
@@ -368,7 +370,7 @@ def compile_steps(
     if on and options.get("backend", "inductor") == "inductor":
         # Others make no loops, for which products are written. Weights are moved, and a call of
         # another thread that is under way would read on where they lay.
-        with turns_of(facts.config):
+        with forward_lock_of(facts.config):
             choose_products(model)
         if compiling is not None and input_device(model).type == "cpu" and quantizes_inputs(model):
             compiling.give_up(

@@ -1,7 +1,7 @@
 """Images in a stream: which models have them, which are streamed, and what makes no sense.
 
 In the models named here an image is tokens like any other once the model has put its features in
-the place of image tokens: causal attention, and one place each, or three (`axes`). weir lets the
+the place of image tokens: causal attention, and one place each, or three (`mrope`). weir lets the
 model do that and has nothing else to know of pixels. Knows nothing about caches.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -24,9 +27,9 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from weir.errors import WeirError
-from weir.models.fewbits import check_bits, check_not_quantized, quantize_weights, shrink
+from weir.models.attention_sinks import attend_by_sink, begin_with_sink, sink_of
 from weir.models.images import images_of
-from weir.models.sinks import attend_by_sink, begin_with_sink, sink_of
+from weir.models.quantized_weights import check_bits, check_not_quantized, quantize_weights, shrink
 
 ASSETS = Path(str(resources.files("weir"))) / "assets"
 DEEPEST = 2000
@@ -274,6 +277,35 @@ def from_where(loading: Mapping[str, Any]) -> dict[str, Any]:
 def is_local(name: str) -> bool:
     """Whether `load` finds the model on this machine, without the Hub."""
     return name == "nano" or Path(name).expanduser().is_dir()
+
+
+def sidecar_path(
+    model: PreTrainedModel | str, name: str, revision: str | None = None
+) -> str | None:
+    """Where a file lies beside a model; None where there is none.
+
+    Args:
+        model: the model, which says where it was read; or its name, as `load` takes it.
+        name: of the file.
+        revision: of a Hub id that is given as a name, as for `load`.
+    """
+    place: str | None
+    if isinstance(model, str):
+        place = str(ASSETS / "nano") if model == "nano" else model
+    else:
+        # The commit that was read, not the newest.
+        place, revision = model.name_or_path, getattr(model.config, "_commit_hash", None)
+    if not place:
+        return None
+    folder = Path(place).expanduser()
+    if folder.is_dir():
+        path = folder / name
+        return str(path) if os.path.lexists(path) else None  # a link to nothing is an error
+    try:
+        found = try_to_load_from_cache(place, name, revision=revision)
+    except HFValidationError:  # a folder that is gone by now, as an id
+        return None
+    return found if isinstance(found, str) else None
 
 
 def _place(name: str) -> tuple[str, str]:

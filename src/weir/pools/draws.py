@@ -124,7 +124,7 @@ class Draws:
 
     def _by_kernel(self, purpose: int, position: Tensor, count: int) -> Tensor | None:
         """`several`; None where no kernel makes it."""
-        kernel = kernels.draws(position.device)
+        kernel = kernels.draw_uniform(position.device)
         if kernel is None:
             return None
         made: Tensor = kernel(self._begun(purpose, position.shape[0]), self.first, position, count)

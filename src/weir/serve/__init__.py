@@ -1,42 +1,48 @@
 """Endless sessions of many clients at once, through one model."""
 
-from weir.serve.book import Book
 from weir.serve.client import Asked, EngineClient, Wish
 from weir.serve.engine import (
     Busy,
     Cancelled,
+    Checkpoint,
+    CheckpointStore,
     Constraint,
     Engine,
     EngineLoad,
     FailureEvent,
     FinishEvent,
     Listener,
-    Node,
     OutputQueue,
     SampledToken,
     Sampler,
     SamplingParams,
     Sequence,
-    Shelf,
     StreamStats,
     TokenEvent,
     compile_engine,
     sizes_of,
 )
 from weir.serve.limits import Limits
-from weir.serve.memory import MemoryStore
 from weir.serve.memory_estimate import MemoryEstimate, estimate_memory
 from weir.serve.messages import Message, chain
 from weir.serve.prefix_match import Plan, TooLong
-from weir.serve.records import Record, Session, Store
-from weir.serve.sessions import Sessions, Unknown
-from weir.serve.shelf import MemoryShelf
+from weir.serve.sessions import (
+    MemoryCheckpoints,
+    MemoryStore,
+    ResponseStore,
+    SessionManager,
+    SessionStore,
+    SessionSummary,
+    TurnRecord,
+    UnknownSession,
+)
 
 __all__ = [
     "Asked",
-    "Book",
     "Busy",
     "Cancelled",
+    "Checkpoint",
+    "CheckpointStore",
     "Constraint",
     "Engine",
     "EngineClient",
@@ -45,26 +51,25 @@ __all__ = [
     "FinishEvent",
     "Limits",
     "Listener",
+    "MemoryCheckpoints",
     "MemoryEstimate",
-    "MemoryShelf",
     "MemoryStore",
     "Message",
-    "Node",
     "OutputQueue",
     "Plan",
-    "Record",
+    "ResponseStore",
     "SampledToken",
     "Sampler",
     "SamplingParams",
     "Sequence",
-    "Session",
-    "Sessions",
-    "Shelf",
-    "Store",
+    "SessionManager",
+    "SessionStore",
+    "SessionSummary",
     "StreamStats",
     "TokenEvent",
     "TooLong",
-    "Unknown",
+    "TurnRecord",
+    "UnknownSession",
     "Wish",
     "chain",
     "compile_engine",

@@ -17,8 +17,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
-from weir.models import Endings, sink_of, transformers_model
-from weir.serve.book import Book
+from weir.models import StopTokens, sink_of, transformers_model
 from weir.serve.engine import (
     Busy,
     Constraint,
@@ -31,15 +30,20 @@ from weir.serve.engine import (
     Sequence,
     Stage,
 )
-from weir.serve.holding import Holder
 from weir.serve.limits import Limits
-from weir.serve.locks import Locks
 from weir.serve.messages import Message, call_id, chain
 from weir.serve.output_processor import Answer, OutputProcessor
 from weir.serve.prefix_match import Plan, PromptMatcher
-from weir.serve.records import Record, Store, packed
 from weir.serve.rendering import PromptRenderer
-from weir.serve.sessions import Sessions
+from weir.serve.sessions import (
+    AcquireLease,
+    ConversationLocks,
+    ResponseStore,
+    SessionManager,
+    SessionStore,
+    TurnRecord,
+    pack_ids,
+)
 from weir.serve.tools import Tool, read_calls
 
 
@@ -99,7 +103,7 @@ class EngineClient:
         tokenizer: of its model.
         name: of the model, as clients call it.
         limits: of what they may ask.
-        book: keeps responses and conversations; in memory where none is given.
+        responses: keeps responses and conversations; in memory where none is given.
         hold: takes hold of sessions, where other servers may have them.
 
     Attributes:
@@ -114,24 +118,24 @@ class EngineClient:
     def __init__(
         self,
         engine: Engine,
-        store: Store,
+        store: SessionStore,
         tokenizer: PreTrainedTokenizerBase,
         name: str,
         limits: Limits,
-        book: Book | None = None,
-        hold: Holder | None = None,
+        responses: ResponseStore | None = None,
+        hold: AcquireLease | None = None,
     ) -> None:
         self.engine = engine
         self.store = store
         self.tokenizer = tokenizer
         self.name = name
         self.limits = limits
-        self.book = book or Book(most=limits.texts)
+        self.responses = responses or ResponseStore(most=limits.texts)
         self.shares = hold is not None
-        self.locks = Locks()
-        self.sessions = Sessions(engine, store, self.book, limits)
+        self.locks = ConversationLocks()
+        self.sessions = SessionManager(engine, store, self.responses, limits)
         self.failure: Exception | None = None
-        self.ends = frozenset(Endings.of(engine.model.generation_config).stops)
+        self.ends = frozenset(StopTokens.of(engine.model.generation_config).stops)
         sink = sink_of(transformers_model(engine.model).config)
         self.wording = PromptRenderer(tokenizer, self.ends, sink)
         self._bell = Notifier()
@@ -255,7 +259,7 @@ class EngineClient:
             form, ids, cut = self.wording.form, partial(call_id, turn.node), whole.cut
             answer = read_calls(form, wish.tools, whole.text, ids, cut=cut, alone=wish.alone)
         (end,) = chain(plan.chain, [answer])
-        record = Record(
+        record = TurnRecord(
             node=turn.node,
             owner=plan.owner,
             session=plan.session,
@@ -274,7 +278,7 @@ class EngineClient:
                 "pinned": standing.pinned,
                 "beginning": standing.beginning,
             },
-            ids=packed([*plan.ids, *turn.chosen]),
+            ids=pack_ids([*plan.ids, *turn.chosen]),
         )
         try:
             (plan.hold or self.store).add(record)

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from weir.errors import WeirError, quote
-from weir.serve.holding import Hold, Holder
 from weir.serve.limits import Limits
 from weir.serve.messages import Message, chain
-from weir.serve.records import Record, Store
 from weir.serve.rendering import PromptRenderer
+from weir.serve.sessions import AcquireLease, SessionLease, SessionStore, TurnRecord
 from weir.serve.tools import Tool, written
 
 
@@ -42,13 +41,13 @@ class Plan:
 
     owner: str
     ids: list[int]
-    parent: Record | None = None
+    parent: TurnRecord | None = None
     session: str | None = None
     chain: str = ""
     messages: tuple[Message, ...] = ()
     beginning: int = 0
     header: int = 0
-    hold: Hold | None = None
+    hold: SessionLease | None = None
 
     @property
     def cached(self) -> int:
@@ -76,11 +75,11 @@ class PromptMatcher:
     def __init__(
         self,
         wording: PromptRenderer,
-        store: Store,
+        store: SessionStore,
         limits: Limits,
         root: str,
         vocabulary: int,
-        hold: Holder | None = None,
+        hold: AcquireLease | None = None,
     ) -> None:
         self._wording = wording
         self._store = store
@@ -112,7 +111,7 @@ class PromptMatcher:
         for at in range(len(messages) - 2, -1, -1):
             if messages[at].role != "assistant":
                 continue
-            parent = self._store.at(owner, hashes[at])
+            parent = self._store.find_history(owner, hashes[at])
             if parent is None:
                 continue
             if plan := self.after(parent, messages[at + 1 :], session, tools):
@@ -134,7 +133,7 @@ class PromptMatcher:
 
     def after(
         self,
-        parent: Record,
+        parent: TurnRecord,
         messages: Sequence[Message],
         session: str | None = None,
         tools: Sequence[Tool] = (),

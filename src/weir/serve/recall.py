@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from weir.cache import Holding, LayerPlan, StreamingCache, holding_in
 from weir.serve.engine import RowInspection, Sequence, Stage
-from weir.serve.records import Store, Stretch, packed, unpacked
+from weir.serve.sessions import SessionStore, TurnTokens, pack_ids, unpack_ids
 from weir.stream import tokens_as_text
 
 BLOCK = 32
@@ -98,7 +98,7 @@ class Row:
     """
 
     holding: Holding
-    line: list[Stretch]
+    line: list[TurnTokens]
     doing: str | None = None
 
     @property
@@ -109,7 +109,7 @@ class Row:
         return max(self.holding.seen, self.line[-1].end if self.line else 0)
 
 
-def row_of_turn(store: Store, owner: str, turn: Sequence, glance: RowInspection) -> Row:
+def row_of_turn(store: SessionStore, owner: str, turn: Sequence, glance: RowInspection) -> Row:
     """The row of a turn under way.
 
     Args:
@@ -118,22 +118,22 @@ def row_of_turn(store: Store, owner: str, turn: Sequence, glance: RowInspection)
         turn: the turn.
         glance: what was seen of its row.
     """
-    line = [] if turn.start is None else store.line(owner, turn.start)
+    line = [] if turn.start is None else store.ancestry(owner, turn.start)
     if turn.start is None or line:
         ids = [*turn.ids, *glance.chosen]
         before = line[-1].end if line else 0
-        line.append(Stretch(turn.node, before + len(ids), packed(ids)))
+        line.append(TurnTokens(turn.node, before + len(ids), pack_ids(ids)))
     answering = turn.stage is not Stage.READING
     return Row(glance.holding, line, "answering" if answering else "reading")
 
 
-def row_at(store: Store, owner: str, node: str, plans: list[LayerPlan]) -> Row:
+def row_at(store: SessionStore, owner: str, node: str, plans: list[LayerPlan]) -> Row:
     """The row at the end of a saved turn.
 
     Raises:
         WeirError: it is not kept any more.
     """
-    return Row(holding_in(plans, store.get(node).state), store.line(owner, node))
+    return Row(holding_in(plans, store.get(node).state), store.ancestry(owner, node))
 
 
 class Recaller:
@@ -201,7 +201,7 @@ class Recaller:
         )
 
     def _texts(
-        self, line: list[Stretch], places: list[int]
+        self, line: list[TurnTokens], places: list[int]
     ) -> Iterator[tuple[int, tuple[str, bool]]]:
         """What tokens at rising places say, and whether they are special, where it is known."""
         near = {place - back for place in places for back in range(BEFORE + 1)}
@@ -222,14 +222,14 @@ class Recaller:
         return found
 
 
-def _ids(line: list[Stretch], places: list[int]) -> Iterator[tuple[int, int]]:
+def _ids(line: list[TurnTokens], places: list[int]) -> Iterator[tuple[int, int]]:
     """The tokens at rising places of a stream, where they are known."""
     starts = [stretch.start for stretch in line]
     for number, group in groupby(places, key=lambda place: bisect_right(starts, place) - 1):
         if number < 0:
             continue
         stretch = line[number]
-        ids = unpacked(stretch.ids)
+        ids = unpack_ids(stretch.ids)
         for place in group:
             if place < stretch.end:
                 yield place, ids[place - stretch.start]

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weir.errors import WeirError
-from weir.serve.book import Item, Response, messages_of
 from weir.serve.client import EngineClient
 from weir.serve.messages import Message, NoCall, placed
 from weir.serve.prefix_match import Plan
-from weir.serve.records import Record
+from weir.serve.sessions import Item, StoredResponse, TurnRecord, messages_of
 from weir.serve.tools import Tool, written
 
 
@@ -89,9 +88,11 @@ class ResponseTurn:
         if session is None:
             return
         try:
-            self.desk.book.keep(
+            self.desk.responses.save_response(
                 owner,
-                Response(body["id"], session, self._after, self.instructions, self._read, body),
+                StoredResponse(
+                    body["id"], session, self._after, self.instructions, self._read, body
+                ),
                 self.conversation,
                 [*self.items, *body["output"]],
             )
@@ -100,8 +101,8 @@ class ResponseTurn:
             raise
 
     def _after_previous(self, owner: str, previous: str) -> Plan:
-        found = self.desk.book.response(owner, previous)
-        record = self.desk.store.find(owner, node_of(previous))
+        found = self.desk.responses.get_response(owner, previous)
+        record = self.desk.store.find_turn(owner, node_of(previous))
         if found is None and record is None:
             raise NoPrevious(f"Previous response with id '{previous[:80]}' not found.")
         self._after = previous
@@ -112,7 +113,7 @@ class ResponseTurn:
         session = self.session or (None if record is None else record.session)
         return self._whole(owner, self._history(owner, previous), self.items, session)
 
-    def _same(self, found: Response | None, record: Record) -> bool:
+    def _same(self, found: StoredResponse | None, record: TurnRecord) -> bool:
         """Whether a turn was answered under the same instructions, and with the same tools.
 
         One that was no response, or is known as a turn only, has no instructions but its first
@@ -135,46 +136,46 @@ class ResponseTurn:
             (first.role, first.content) == ("system", self.instructions)
         )
 
-    def _fits(self, found: Response) -> bool:
+    def _fits(self, found: StoredResponse) -> bool:
         """Whether a response had the instructions and the tools that this one is to have."""
         same = written(self.tools) == written([_tool(told) for told in found.body["tools"]])
         return same and found.instructions == self.instructions
 
-    def _turns_to(self, record: Record) -> list[Record]:
+    def _turns_to(self, record: TurnRecord) -> list[TurnRecord]:
         """A turn and those that it goes on from, as far as they are kept, the oldest first."""
         found = [record]
         while (parent := found[-1].parent) is not None:
-            before = self.desk.store.find(record.owner, parent)
+            before = self.desk.store.find_turn(record.owner, parent)
             if before is None:
                 break
             found.append(before)
         return found[::-1]
 
     def _in_conversation(self, owner: str, name: str) -> Plan:
-        book = self.desk.book
-        found = book.conversation(owner, name)
+        book = self.desk.responses
+        found = book.get_conversation(owner, name)
         if found is None:
             raise NoPrevious(f"Conversation with id '{name[:80]}' not found.")
         self._after = found.head
-        self._read = [*book.items(owner, name, found.read), *self.items]
-        head = None if found.head is None else book.response(owner, found.head)
-        record = None if head is None else self.desk.store.find(owner, node_of(head.id))
+        self._read = [*book.list_items(owner, name, found.read), *self.items]
+        head = None if found.head is None else book.get_response(owner, found.head)
+        record = None if head is None else self.desk.store.find_turn(owner, node_of(head.id))
         if head is not None and record is not None and self._fits(head):
             plan = self._going_on(record, self._read, lambda: self._read_before(owner, name), name)
             if plan is not None:
                 return plan
         if not found.whole:
             raise NotKept("the beginning of this conversation is not kept any more")
-        return self._whole(owner, [], [*book.items(owner, name), *self.items], name)
+        return self._whole(owner, [], [*book.list_items(owner, name), *self.items], name)
 
     def _read_before(self, owner: str, conversation: str) -> list[Message]:
         """What a conversation's newest turn and those before it were told and said."""
-        items = self.desk.book.items(owner, conversation)
+        items = self.desk.responses.list_items(owner, conversation)
         return messages_of(items[: len(items) + len(self.items) - len(self._read)])
 
     def _going_on(
         self,
-        record: Record,
+        record: TurnRecord,
         items: list[Item],
         before: Callable[[], list[Message]],
         session: str | None = None,
@@ -217,8 +218,8 @@ class ResponseTurn:
         parts: list[list[Message]] = []
         at: str | None = name
         while at is not None:
-            found = self.desk.book.response(owner, at)
-            record = None if found else self.desk.store.find(owner, node_of(at))
+            found = self.desk.responses.get_response(owner, at)
+            record = None if found else self.desk.store.find_turn(owner, node_of(at))
             if found is not None:
                 parts.append(messages_of([*found.input, *found.body["output"]]))
                 at = found.previous

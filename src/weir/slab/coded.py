@@ -129,7 +129,9 @@ class Coded:
         )
         return keys, values
 
-    def bytes_of(self, start: int, stop: int) -> tuple[kernels.Stored, kernels.Stored] | None:
+    def bytes_of(
+        self, start: int, stop: int
+    ) -> tuple[kernels.QuantizedVectors, kernels.QuantizedVectors] | None:
         """`stored` of some slots, where keys and values are whole numbers of 8 bits with one peak
         each; None where they are not.
         """

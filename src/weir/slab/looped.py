@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weir.kernels import as_one, dots, sums
+from weir.kernels import dot_products, register_operator, weighted_sums
 from weir.slab.attention import Form
 
 SHARING = 8
@@ -64,7 +64,7 @@ def _looped(
     above: Tensor | None,
     below: Tensor | None,
 ) -> Tensor:
-    logits = dots(queries[:, :, :, 0].float() * scale, keys)
+    logits = dot_products(queries[:, :, :, 0].float() * scale, keys)
     if softcap is not None:
         logits = (logits / softcap).tanh() * softcap
     logits = logits + mask[:, :, None]
@@ -78,11 +78,11 @@ def _looped(
     total = lower.sum(dim=-1, keepdim=True)
     if sinks is not None:
         total = total + (sinks[..., None] - top).exp()
-    out = sums(upper, values) / total.masked_fill(total == 0, torch.inf)
+    out = weighted_sums(upper, values) / total.masked_fill(total == 0, torch.inf)
     return out.to(values.dtype)[:, :, :, None]
 
 
-_LOOPED = as_one(
+_LOOPED = register_operator(
     "looped",
     "(Tensor queries, Tensor keys, Tensor values, Tensor mask, float scale, float? softcap, "
     "Tensor? sinks, Tensor? above, Tensor? below) -> Tensor",

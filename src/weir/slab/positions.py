@@ -114,7 +114,7 @@ class Rotary:
             keys, by: other memory than `out`'s.
             out: where they are written; None for new memory.
         """
-        turned = kernels.turned(keys)
+        turned = kernels.rotate_keys(keys)
         if turned is not None and (out is None or out.dtype == keys.dtype):
             # The frequencies are where the model's are; of one on several devices, on one of them.
             moved: Tensor = turned(keys, by, self._per_turn.to(keys.device), out)

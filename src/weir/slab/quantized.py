@@ -132,7 +132,7 @@ def quantize(x: Tensor, code: Code) -> tuple[Tensor, Tensor]:
 
 def quantize_into(x: Tensor, code: Code, numbers: Tensor, peaks: Tensor) -> None:
     """`quantize` into tensors of the shapes and dtypes that it returns; x of four dimensions."""
-    write = kernels.write8(x) if whole_bytes(code) else None
+    write = kernels.quantize_int8(x) if whole_bytes(code) else None
     if write is not None:
         write(x, numbers, peaks, code.levels, _LEAST, torch.finfo(PEAK).max)
         return
@@ -155,9 +155,9 @@ def dequantize(numbers: Tensor, peaks: Tensor, code: Code, dtype: torch.dtype) -
 
 def dequantize_into(numbers: Tensor, peaks: Tensor, code: Code, out: Tensor) -> None:
     """`dequantize` into a tensor of four dimensions [..., dim]."""
-    read8 = kernels.read8(out) if whole_bytes(code) else None
-    if read8 is not None:
-        read8(numbers, peaks, code.levels, out)
+    read = kernels.dequantize_int8(out) if whole_bytes(code) else None
+    if read is not None:
+        read(numbers, peaks, code.levels, out)
     else:
         out.copy_(dequantize(numbers, peaks, code, out.dtype))
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from weir.cache import Contents, Holding, Positions, Prefill, StreamingCache, policy_for
 from weir.errors import NotFiniteError, WeirError
-from weir.models import Endings, fingerprint, images_of, input_device, transformers_model
+from weir.models import StopTokens, fingerprint, images_of, input_device, transformers_model
 from weir.policies import Policy, Recompute
 from weir.stream import session
 from weir.stream.fed import Fed, read_fed
@@ -130,7 +130,7 @@ class Stream:
     @property
     def ends(self) -> set[int]:
         """The tokens that end an answer, as the model's generation configuration names them."""
-        return set(Endings.of(self.model.generation_config).stops)
+        return set(StopTokens.of(self.model.generation_config).stops)
 
     @property
     def nbytes(self) -> int:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from weir.bench.figure import QUICK, Setting
-from weir.bench.figures import batches as figure
-from weir.bench.figures.batches import Batch, batches
-from weir.bench.model import model_of
+from weir_bench.figure import QUICK, Setting
+from weir_bench.figures import batches as figure
+from weir_bench.figures.batches import Batch, batches
+from weir_bench.model import model_of
 
 SETTING = Setting(replace(QUICK, layers=1, slots=32))
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from weir import kernels
-from weir.bench.figure import Setting, Skipped
-from weir.bench.figures.kernel import DIM, GROUP, KV_HEADS, kernel, reached
+from weir_bench.figure import Setting, Skipped
+from weir_bench.figures.kernel import DIM, GROUP, KV_HEADS, kernel, reached
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -29,7 +29,7 @@ def test_both_bandwidths_are_of_the_same_bytes(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(kernels.VARIABLE, "triton")
     batch, slots = 2, 70
     times = {"ours": [4.0], "copy": [1.0]}
-    timed = "weir.bench.figures.kernel.in_turns"
+    timed = "weir_bench.figures.kernel.in_turns"
     monkeypatch.setattr(timed, lambda both, rounds, warm: ran(both, times))
     row = reached(torch.device("cpu"), batch, slots, rounds=1)
     heads = batch * KV_HEADS

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from weir.bench.figure import QUICK, Setting
-from weir.bench.figures import prompts as figure
-from weir.bench.figures.prompts import _beyond, _beyond_squared, prompts
+from weir_bench.figure import QUICK, Setting
+from weir_bench.figures import prompts as figure
+from weir_bench.figures.prompts import _beyond, _beyond_squared, prompts
 
 
 def test_every_policy_stands_beside_exact_attention_at_each_length(monkeypatch):

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from weir.bench.figure import QUICK, Setting, Skipped
-from weir.bench.figures import start as figure
-from weir.bench.figures.start import run, start
+from weir_bench.figure import QUICK, Setting, Skipped
+from weir_bench.figures import start as figure
+from weir_bench.figures.start import run, start
 
 
 def test_a_process_that_fails_is_told_by_its_last_word(tmp_path):

@@ -24,7 +24,7 @@ from weir.evals.attention_error.attention_error import (
     size_policies,
 )
 from weir.evals.attention_error.capture import capture, capture_each
-from weir.models.facts import attention_modules
+from weir.models.model_spec import attention_modules
 from weir.policies.pipe import Pipe
 from weir.pools import POOLS, Fold, Pool, Recent, pool
 from weir.slab.slots import Slots

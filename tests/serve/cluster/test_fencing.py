@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from weir.serve.cluster.leases import LeaseTable
 from weir.serve.cluster.ledger import PAGES, Ledger, Page
-from weir.serve.holding import Lost
+from weir.serve.sessions import LeaseLost
 
 FOLDER = "session"
 NAMES = st.sampled_from(["a", "b"])
@@ -83,7 +83,7 @@ class Cluster(RuleBasedStateMachine):
         page = mine.next([*mine.turns, node][-PAGES:])
         try:
             self.ledger.put(FOLDER, page)
-        except Lost:
+        except LeaseLost:
             self.pages.pop(turn.replica)
             return
         self.pages[turn.replica] = page

@@ -10,17 +10,22 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "sessions"))
 
 from stores import FORM, MODEL, NODES, kept, record, same
 
 from weir.errors import WeirError
 from weir.serve.cluster import LeaseTable, Shared, SharedStore, shared_at
 from weir.serve.cluster.ledger import PAGES
-from weir.serve.holding import Elsewhere, Hold, Lost
 from weir.serve.messages import Call, Message
-from weir.serve.records import Record, Taken
-from weir.serve.store import Form
+from weir.serve.sessions import (
+    AnsweredElsewhere,
+    LeaseLost,
+    NameTaken,
+    RowFormat,
+    SessionLease,
+    TurnRecord,
+)
 
 
 class Clock:
@@ -52,7 +57,9 @@ def replicas(shared) -> Replicas:
     return Replicas(shared)
 
 
-def turn(store: SharedStore, made: Record, n: int, hold: Hold | None = None) -> Record:
+def turn(
+    store: SharedStore, made: TurnRecord, n: int, hold: SessionLease | None = None
+) -> TurnRecord:
     """A turn that ends on a replica."""
     held = hold or store.hold(made.owner, made.session)
     try:
@@ -63,7 +70,7 @@ def turn(store: SharedStore, made: Record, n: int, hold: Hold | None = None) -> 
     return made
 
 
-def files(shared: Shared, store: SharedStore, made: Record) -> list[str]:
+def files(shared: Shared, store: SharedStore, made: TurnRecord) -> list[str]:
     """The files of turns in a session's folder."""
     from weir.serve.cluster.index import folder_of
 
@@ -76,31 +83,31 @@ def test_a_turn_is_gone_on_from_on_another_replica_bit_for_bit(replicas):
         Message("assistant", "", calls=(Call("c", "f", "{}"),)),
     )
     first = turn(replicas.a, record("n0", 0, messages=said), 0)
-    assert replicas.b.at("me", first.chain) == first
-    assert replicas.b.find("me", "n0") == first
+    assert replicas.b.find_history("me", first.chain) == first
+    assert replicas.b.find_turn("me", "n0") == first
     found = replicas.b.get("n0")
     assert found.pending == NODES[0].pending
     assert same(type(NODES[0])(found.state, found.pending), NODES[0])
     second = turn(replicas.b, record("n1", 1, parent="n0"), 1)
-    assert replicas.a.turns("me", "s") == [first, second]
-    session = replicas.a.session("me", "s")
-    assert session == replicas.b.session("me", "s")
-    assert replicas.a.sessions("me") == [session]
-    assert [stretch.node for stretch in replicas.a.line("me", "n1")][-1] == "n1"
+    assert replicas.a.list_turns("me", "s") == [first, second]
+    session = replicas.a.get_session("me", "s")
+    assert session == replicas.b.get_session("me", "s")
+    assert replicas.a.list_sessions("me") == [session]
+    assert [stretch.node for stretch in replicas.a.ancestry("me", "n1")][-1] == "n1"
 
 
 def test_what_is_anothers_is_not_found(replicas):
     first = turn(replicas.a, record("n0", 0), 0)
     for store in (replicas.a, replicas.b):
-        assert store.at("you", first.chain) is None
-        assert store.find("you", "n0") is None
-        assert store.session("you", "s") is None
-        assert store.sessions("you") == []
+        assert store.find_history("you", first.chain) is None
+        assert store.find_turn("you", "n0") is None
+        assert store.get_session("you", "s") is None
+        assert store.list_sessions("you") == []
 
 
 def test_a_session_that_is_answered_is_not_begun_elsewhere(replicas):
     held = replicas.a.hold("me", "s")
-    with pytest.raises(Elsewhere) as refused:
+    with pytest.raises(AnsweredElsewhere) as refused:
         replicas.b.hold("me", "s")
     assert refused.value.seconds == 10
     replicas.b.hold("me", "other").release()
@@ -114,11 +121,11 @@ def test_a_replica_that_was_silent_for_too_long_cannot_end_its_turn(replicas, sh
     late = replicas.a.hold("me", "s")
     replicas.clock.now = 11
     held = replicas.b.hold("me", "s")
-    with pytest.raises(Lost):
+    with pytest.raises(LeaseLost):
         turn(replicas.a, record("late", 1, parent="n0"), 1, late)
-    assert replicas.b.find("me", "late") is None
+    assert replicas.b.find_turn("me", "late") is None
     second = turn(replicas.b, record("n2", 2, parent="n0"), 2, held)
-    assert replicas.a.turns("me", "s") == [first, second]
+    assert replicas.a.list_turns("me", "s") == [first, second]
     assert {name.partition(".")[0] for name in files(shared, replicas.a, first)} == {"n0", "n2"}
 
 
@@ -127,9 +134,9 @@ def test_a_turn_that_began_before_its_session_was_lost_and_won_again_cannot_end(
     replicas.clock.now = 11
     turn(replicas.b, record("n1", 1), 1)
     turn(replicas.a, record("n2", 2), 2)
-    with pytest.raises(Lost):
+    with pytest.raises(LeaseLost):
         turn(replicas.a, record("late", 3), 3, late)
-    assert [each.node for each in replicas.b.turns("me", "s")] == ["n1", "n2"]
+    assert [each.node for each in replicas.b.list_turns("me", "s")] == ["n1", "n2"]
 
 
 def test_what_a_killed_replica_was_writing_goes_when_its_session_goes_on(replicas, shared):
@@ -143,7 +150,7 @@ def test_what_a_killed_replica_was_writing_goes_when_its_session_goes_on(replica
     assert len(files(shared, replicas.a, first)) == 2
 
 
-def _parts(made: Record) -> list[str]:
+def _parts(made: TurnRecord) -> list[str]:
     from weir.serve.cluster.index import folder_of
 
     return folder_of(made.owner, made.session).split("/")[1:]
@@ -152,9 +159,9 @@ def _parts(made: Record) -> list[str]:
 def test_the_newest_turns_of_a_session_are_kept_and_old_pages_go(shared):
     replicas = Replicas(shared, kept=2)
     made = [turn(replicas.a, record(f"n{n}", n % 6, chain=f"{n:064x}"), n % 6) for n in range(12)]
-    assert replicas.b.turns("me", "s") == made[-2:]
-    assert replicas.a.turns("me", "s") == made[-2:]
-    assert replicas.b.at("me", made[0].chain) is None
+    assert replicas.b.list_turns("me", "s") == made[-2:]
+    assert replicas.a.list_turns("me", "s") == made[-2:]
+    assert replicas.b.find_history("me", made[0].chain) is None
     assert len(files(shared, replicas.a, made[0])) == 4
     folder = "/".join(["sessions", *_parts(made[0]), "pages"])
     assert len(shared.names(folder)) == PAGES
@@ -164,18 +171,18 @@ def test_the_newest_turns_of_a_session_are_kept_and_old_pages_go(shared):
 def test_a_session_is_rewound_and_deleted_from_any_replica(replicas, shared):
     made = [turn(replicas.a, record(f"n{n}", n), n) for n in range(3)]
     late = replicas.a.hold("me", "s")
-    assert replicas.b.leave("me", "s", ["n2", "none"]) == ["n2"]
-    with pytest.raises(Lost):
+    assert replicas.b.remove_turns("me", "s", ["n2", "none"]) == ["n2"]
+    with pytest.raises(LeaseLost):
         turn(replicas.a, record("late", 3), 3, late)
-    assert replicas.a.turns("me", "s") == made[:2]
-    assert sorted(replicas.a.leave("me", "s", ["n0", "n1"])) == ["n0", "n1"]
+    assert replicas.a.list_turns("me", "s") == made[:2]
+    assert sorted(replicas.a.remove_turns("me", "s", ["n0", "n1"])) == ["n0", "n1"]
     for store in (replicas.a, replicas.b):
-        assert store.session("me", "s") is None
-        assert store.sessions("me") == []
-        assert store.find("me", "n0") is None
+        assert store.get_session("me", "s") is None
+        assert store.list_sessions("me") == []
+        assert store.find_turn("me", "n0") is None
     assert files(shared, replicas.a, made[0]) == []
     again = turn(replicas.b, record("n4", 4), 4)
-    assert replicas.a.turns("me", "s") == [again]
+    assert replicas.a.list_turns("me", "s") == [again]
 
 
 def test_a_fork_is_a_session_of_its_own(replicas):
@@ -183,15 +190,15 @@ def test_a_fork_is_a_session_of_its_own(replicas):
     turn(replicas.a, record("n1", 1, parent="n0"), 1)
     turn(replicas.a, record("n2", 2, parent="n0"), 2)
     fork = replicas.b.fork("me", "n2", "fork")
-    copies = replicas.a.turns("me", "fork")
+    copies = replicas.a.list_turns("me", "fork")
     assert [each.last for each in copies] == [0, 2]
     assert copies[1].parent == copies[0].node != "n0"
     assert (fork.head, fork.turns) == (copies[1].node, 2)
     found = replicas.a.get(fork.head)
     assert same(type(NODES[2])(found.state, found.pending), NODES[2])
-    replicas.a.leave("me", "s", ["n0", "n1", "n2"])
-    assert replicas.b.turns("me", "fork") == copies
-    with pytest.raises(Taken):
+    replicas.a.remove_turns("me", "s", ["n0", "n1", "n2"])
+    assert replicas.b.list_turns("me", "fork") == copies
+    with pytest.raises(NameTaken):
         replicas.a.fork("me", fork.head, "fork")
     with pytest.raises(WeirError, match="no such turn"):
         replicas.a.fork("you", fork.head, "mine")
@@ -199,7 +206,7 @@ def test_a_fork_is_a_session_of_its_own(replicas):
 
 def test_a_folder_of_another_policy_is_refused(shared):
     Replicas(shared)
-    other = Form.of(MODEL, "recent(6)", 4)
+    other = RowFormat.of(MODEL, "recent(6)", 4)
     with pytest.raises(WeirError, match="cannot be used here: its rows have the policy"):
         SharedStore(shared, LeaseTable(), "c", other)
 

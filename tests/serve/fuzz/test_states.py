@@ -26,7 +26,7 @@ from servers import POLICY, make_model, make_tokenizer, serving
 from weir import Stream
 from weir.serve import Engine, EngineClient, Limits
 from weir.serve.api import Keys
-from weir.serve.store import DiskStore
+from weir.serve.sessions import SQLiteStore
 
 OWNERS = ("wk-alice-0123456789", "wk-bob-0123456789")
 KEYS = Keys([hashlib.sha256(key.encode()).hexdigest() for key in OWNERS])
@@ -99,7 +99,7 @@ class Machine(RuleBasedStateMachine):
     def open(self) -> None:
         self.running = contextlib.ExitStack()
         data = self.folder / str(self.lives)
-        store = self.running.enter_context(DiskStore(data, MODEL, POLICY, chunk=4))
+        store = self.running.enter_context(SQLiteStore(data, MODEL, POLICY, chunk=4))
         engine = Engine(MODEL, POLICY, 2, store, chunk=4, queue=8)
         desk = EngineClient(engine, store, TOKENIZER, "small", Limits())
         self.server = self.running.enter_context(serving(desk, KEYS))
@@ -113,7 +113,7 @@ class Machine(RuleBasedStateMachine):
             timeout=60,
         )
 
-    def turns_of(self, owner: Owner, session: str) -> list[dict[str, Any]]:
+    def forward_lock_of(self, owner: Owner, session: str) -> list[dict[str, Any]]:
         answer = self.ask(owner, "GET", f"/v1/sessions/{session}/turns")
         found: list[dict[str, Any]] = answer.json()["data"]
         return found
@@ -151,7 +151,7 @@ class Machine(RuleBasedStateMachine):
         assert content.strip() == answer_to(history)
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert (cached > 0) == bool(before)
-        newest = self.turns_of(owner, name)[-1]
+        newest = self.forward_lock_of(owner, name)[-1]
         # Of turns at which the same was said it goes on from any, in another session too.
         known = (told for each in owner.sessions.values() for told in each)
         same = {told.id for told in known if told.history == before}
@@ -231,7 +231,7 @@ class Machine(RuleBasedStateMachine):
                 name: (len(turns), turns[-1].id) for name, turns in owner.sessions.items()
             }
             for name, turns in owner.sessions.items():
-                kept = self.turns_of(owner, name)
+                kept = self.forward_lock_of(owner, name)
                 assert [(each["id"], each["parent"]) for each in kept] == [
                     (turn.id, turn.parent) for turn in turns
                 ]

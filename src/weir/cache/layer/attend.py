@@ -130,7 +130,7 @@ def watch(
     if not (whole_tail and fits and plain and queries.device.type == "cpu"):
         return None
     everywhere = spec.positions.window is not None or spec.positions.alibi is not None
-    kernel, b = kernels.causal_counted(queries, slab.values), slab.b[:, :, start:stop]
+    kernel, b = kernels.causal_and_received(queries, slab.values), slab.b[:, :, start:stop]
     watched = None
     if kernel is not None and not spec.pipe.needs_shares and not everywhere:
         exact, coded = _as_stored(slab, slots)
@@ -148,7 +148,7 @@ def watch(
 
 def _as_stored(
     slab: Slab, slots: tuple[int, int]
-) -> tuple[tuple[Tensor, Tensor], tuple[kernels.Stored, kernels.Stored] | None]:
+) -> tuple[tuple[Tensor, Tensor], tuple[kernels.QuantizedVectors, kernels.QuantizedVectors] | None]:
     """Some slots for a kernel that reads 8 bits by itself: (keys and values, and those of quantized
     slots in front of them); these are None where there are none, or all is read beforehand.
     """
@@ -182,7 +182,7 @@ def _by_kernel(
     if coded is None:
         kernel = kernels.decode_exact(slab.keys.device, slab.keys.dtype)
     else:
-        kernel = kernels.decode_coded(queries.device)
+        kernel = kernels.decode_quantized(queries.device)
     if kernel is None:
         return None
     mask = None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weir.cache.layer.spec import LayerSpec
-from weir.kernels import as_one
+from weir.kernels import register_operator
 from weir.slab import (
     Coded,
     Form,
@@ -194,7 +194,7 @@ def _attended(
     return held.answer(queries, keys, values, form, ends, waiting, largest, looped)
 
 
-_ATTENDED = as_one(
+_ATTENDED = register_operator(
     "attended",
     "(Tensor queries, Tensor keys, Tensor values, Tensor(a!) held_keys, Tensor(b!) held_values, "
     "Tensor(c!)? held_queries, Tensor(d!) largest, Tensor? a, Tensor b, Tensor? mask, "

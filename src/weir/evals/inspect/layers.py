@@ -19,7 +19,7 @@ from weir.errors import WeirError
 from weir.evals.inspect.attention import looks_ahead
 from weir.evals.inspect.section import Asked, Picture, Section, Table, drawing
 from weir.evals.inspect.shares import FIRST, MOST
-from weir.models import ModelFacts, describe, window_of
+from weir.models import ModelSpec, describe, window_of
 from weir.policies import Layered, Pipe
 from weir.pools import Fold, Pool, Recent, Sink
 from weir.slab import Slots
@@ -175,7 +175,7 @@ def section(asked: Asked) -> Section:
     return _told(setup, len(ids), _ppl(seen), _ppl(unseen), without, alone, by_head)
 
 
-def set_up(asked: Asked, facts: ModelFacts) -> Setup:
+def set_up(asked: Asked, facts: ModelSpec) -> Setup:
     """How a model is to read: half of its window in slots, `BUDGET` at most."""
     windows = [layer.positions.window for layer in facts.layers]
     served = [n for n, window in enumerate(windows) if window is None] or list(range(len(windows)))
@@ -206,7 +206,7 @@ def losses_of(
 
 
 def _heads(
-    asked: Asked, facts: ModelFacts, setup: Setup, layers: Sequence[int]
+    asked: Asked, facts: ModelSpec, setup: Setup, layers: Sequence[int]
 ) -> list[tuple[int, int]]:
     """The KV heads that are measured one by one, each with its layer."""
     group = facts.layers[layers[0]].heads.group

@@ -22,9 +22,9 @@ from weir.serve.api.schemas.items import (
     result_param,
 )
 from weir.serve.api.sessions import done
-from weir.serve.book import Conversation, Item, messages_of
 from weir.serve.client import EngineClient
 from weir.serve.messages import strays
+from weir.serve.sessions import Item, StoredConversation, messages_of
 
 router = APIRouter()
 PATH = "/v1/conversations/{name}"
@@ -37,7 +37,9 @@ async def create(request: Request, owner: str = Depends(authorized)) -> dict[str
     desk: EngineClient = request.app.state.desk
     items = [item.item() for item in body.items or ()]
     _placed(items)
-    return told(await done(lambda: desk.book.begin(owner, body.metadata or {}, items)))
+    return told(
+        await done(lambda: desk.responses.create_conversation(owner, body.metadata or {}, items))
+    )
 
 
 @router.get(PATH)
@@ -52,7 +54,7 @@ async def describe(name: str, request: Request, owner: str = Depends(authorized)
     body = await read_body(request, MetadataBody, owner)
     await _found(request, owner, name)
     desk: EngineClient = request.app.state.desk
-    await done(lambda: desk.book.describe(owner, name, body.metadata or {}))
+    await done(lambda: desk.responses.set_metadata(owner, name, body.metadata or {}))
     return told(await _found(request, owner, name))
 
 
@@ -61,7 +63,7 @@ async def delete(name: str, request: Request, owner: str = Depends(authorized)) 
     """Delete a conversation with its items, its responses and their states."""
     await _taken(request, owner, name)
     desk: EngineClient = request.app.state.desk
-    await done(lambda: desk.sessions.end(owner, name))
+    await done(lambda: desk.sessions.delete_conversation(owner, name))
     return {"id": name, "object": "conversation.deleted", "deleted": True}
 
 
@@ -74,7 +76,7 @@ async def items(
     desk: EngineClient = request.app.state.desk
     newest = page.order == "desc"
     found = await asyncio.to_thread(
-        desk.book.page, owner, name, page.after, page.limit + 1, newest=newest
+        desk.responses.page_items, owner, name, page.after, page.limit + 1, newest=newest
     )
     if found is None:
         raise not_found("item")
@@ -89,8 +91,8 @@ async def add(name: str, request: Request, owner: str = Depends(authorized)) -> 
     desk: EngineClient = request.app.state.desk
     made = [item.item() for item in body.items]
     if any(each["type"] == "function_call_output" for each in made):
-        _placed(made, await asyncio.to_thread(desk.book.items, owner, name))
-    await done(lambda: desk.book.add(owner, name, made))
+        _placed(made, await asyncio.to_thread(desk.responses.list_items, owner, name))
+    await done(lambda: desk.responses.add_items(owner, name, made))
     return listed(made)
 
 
@@ -111,20 +113,20 @@ async def remove(
     gone = await _item(request, owner, name, item)
     desk: EngineClient = request.app.state.desk
     if gone["type"] == "function_call":
-        _no_stray(gone, await asyncio.to_thread(desk.book.items, owner, name))
-    await done(lambda: desk.book.remove(owner, name, item))
+        _no_stray(gone, await asyncio.to_thread(desk.responses.list_items, owner, name))
+    await done(lambda: desk.responses.remove_item(owner, name, item))
     return told(found)
 
 
-async def _found(request: Request, owner: str, name: str) -> Conversation:
+async def _found(request: Request, owner: str, name: str) -> StoredConversation:
     desk: EngineClient = request.app.state.desk
-    found = await asyncio.to_thread(desk.book.conversation, owner, name)
+    found = await asyncio.to_thread(desk.responses.get_conversation, owner, name)
     if found is None:
         raise not_found("conversation")
     return found
 
 
-async def _taken(request: Request, owner: str, name: str) -> Conversation:
+async def _taken(request: Request, owner: str, name: str) -> StoredConversation:
     """A conversation that is this request's alone from now on."""
     found = await _found(request, owner, name)
     lock(request, owner, name)
@@ -133,7 +135,7 @@ async def _taken(request: Request, owner: str, name: str) -> Conversation:
 
 async def _item(request: Request, owner: str, name: str, item: str) -> Item:
     desk: EngineClient = request.app.state.desk
-    found = await asyncio.to_thread(desk.book.item, owner, name, item)
+    found = await asyncio.to_thread(desk.responses.get_item, owner, name, item)
     if found is None:
         raise not_found("item")
     return found
@@ -164,7 +166,7 @@ def _no_stray(call: Item, items: Sequence[Item]) -> None:
         )
 
 
-def told(conversation: Conversation) -> dict[str, Any]:
+def told(conversation: StoredConversation) -> dict[str, Any]:
     """A conversation as JSON."""
     return {
         "id": conversation.id,

@@ -28,8 +28,8 @@ from weir.serve.engine import (
     Stage,
     TokenEvent,
 )
-from weir.serve.holding import Elsewhere, Lost
 from weir.serve.prefix_match import Plan, TooLong
+from weir.serve.sessions import AnsweredElsewhere, LeaseLost
 from weir.serve.structured import BadSchema
 
 T = TypeVar("T")
@@ -194,7 +194,7 @@ async def begin(
             made = await _made(desk, plan, owner)
         except TooLong as error:
             raise Refused(400, str(error), param=param, code="prompt_too_long") from None
-        except Elsewhere as error:
+        except AnsweredElsewhere as error:
             raise locked(str(error), error.seconds) from None
         except WeirError as error:
             raise Refused(400, str(error), param=param, code="invalid_value") from None
@@ -254,7 +254,7 @@ async def _first(asked: Asked, desk: EngineClient) -> Sequence[Event]:
 def _dropped(desk: EngineClient, plan: Plan) -> bool:
     """Whether the turn that a plan goes on from is not kept any more."""
     parent = plan.parent
-    return parent is not None and desk.store.find(plan.owner, parent.node) is None
+    return parent is not None and desk.store.find_turn(plan.owner, parent.node) is None
 
 
 async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -289,7 +289,7 @@ def why(error: Exception) -> Refused:
         return closing()
     if isinstance(error, BadSchema):
         return Refused(400, str(error), code="invalid_json_schema")
-    if isinstance(error, Lost):
+    if isinstance(error, LeaseLost):
         return locked(str(error), 1.0)
     LOG.error("turn failed", exc_info=error)
     if isinstance(error, NotFiniteError):

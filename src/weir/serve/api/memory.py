@@ -76,7 +76,7 @@ def row_of(
     """
     if turn is not None and glance is not None:
         return row_of_turn(desk.store, owner, turn, glance)
-    found = desk.store.session(owner, session)
+    found = desk.store.get_session(owner, session)
     if found is None:
         raise not_found("session")
     return row_at(desk.store, owner, found.head, desk.engine.cache.plans)

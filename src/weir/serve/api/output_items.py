@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weir.serve.book import Item, answer_item, answer_part, call_item, new_id
 from weir.serve.messages import Call
+from weir.serve.sessions import Item, answer_item, answer_part, call_item, new_id
 from weir.serve.tools import CallEnd, CallParser, CallStart, Part, Said
 
 Told = tuple[str, dict[str, Any]]

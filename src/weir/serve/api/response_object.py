@@ -17,11 +17,11 @@ from weir.serve.api.logs import LOG
 from weir.serve.api.output_items import OutputItems, Told
 from weir.serve.api.schemas.responses import ResponseBody
 from weir.serve.api.sse import DONE
-from weir.serve.book import Item
 from weir.serve.client import Wish
 from weir.serve.engine import FinishEvent, TokenEvent
 from weir.serve.messages import call_id
 from weir.serve.response_turn import ResponseTurn
+from weir.serve.sessions import Item
 from weir.serve.tools import CallParser
 
 

@@ -21,12 +21,11 @@ from weir.serve.api.schemas.items import Page, result_param
 from weir.serve.api.schemas.responses import ResponseBody
 from weir.serve.api.sending import sent
 from weir.serve.api.sessions import done
-from weir.serve.book import Response as Kept
 from weir.serve.client import EngineClient
-from weir.serve.locks import Locked
 from weir.serve.messages import NoCall
 from weir.serve.prefix_match import Plan
 from weir.serve.response_turn import NoPrevious, NotKept, ResponseTurn, node_of
+from weir.serve.sessions import ConversationLocked, StoredResponse
 
 router = APIRouter()
 
@@ -78,7 +77,7 @@ async def delete(name: str, request: Request, owner: str = Depends(authorized)) 
     """Delete a response, its text and its state; those that go on from it stay."""
     desk: EngineClient = request.app.state.desk
     await _found(request, owner, name)
-    await done(lambda: desk.book.drop(owner, [name]))
+    await done(lambda: desk.responses.delete_responses(owner, [name]))
     await done(lambda: desk.engine.forget(node_of(name)))
     return {"id": name, "object": "response", "deleted": True}
 
@@ -104,9 +103,9 @@ async def input_items(
     return page.told(page.of((await _found(request, owner, name)).input))
 
 
-async def _found(request: Request, owner: str, name: str) -> Kept:
+async def _found(request: Request, owner: str, name: str) -> StoredResponse:
     desk: EngineClient = request.app.state.desk
-    found = await asyncio.to_thread(desk.book.response, owner, name)
+    found = await asyncio.to_thread(desk.responses.get_response, owner, name)
     if found is None:
         raise not_found("response")
     return found
@@ -164,8 +163,8 @@ def lock(request: Request, owner: str, conversation: str) -> None:
     """
     desk: EngineClient = request.app.state.desk
     try:
-        desk.locks.take(owner, conversation)
-    except Locked as error:
+        desk.locks.acquire(owner, conversation)
+    except ConversationLocked as error:
         raise Refused(
             409,
             str(error),
@@ -173,4 +172,4 @@ def lock(request: Request, owner: str, conversation: str) -> None:
             code="conversation_locked",
             headers={"Retry-After": "1"},
         ) from None
-    at_end(request.scope, lambda: desk.locks.give(owner, conversation))
+    at_end(request.scope, lambda: desk.locks.release(owner, conversation))

@@ -21,8 +21,13 @@ from weir.serve.api.schemas.items import Page
 from weir.serve.api.sse import EventStream
 from weir.serve.client import EngineClient
 from weir.serve.engine import Busy
-from weir.serve.records import Record, Session, Taken
-from weir.serve.sessions import Held, Unknown
+from weir.serve.sessions import (
+    HeldByConversation,
+    NameTaken,
+    SessionSummary,
+    TurnRecord,
+    UnknownSession,
+)
 
 FILE = "application/octet-stream"
 READ = 2**18
@@ -63,7 +68,7 @@ class TurnPage(Page):
 async def sessions(request: Request, owner: str = Depends(authorized)) -> dict[str, Any]:
     """All sessions, the one first whose newest turn is."""
     desk: EngineClient = request.app.state.desk
-    found = await asyncio.to_thread(desk.store.sessions, owner)
+    found = await asyncio.to_thread(desk.store.list_sessions, owner)
     # What was imported or forked is new here, and its turns are not.
     found = sorted(found, key=lambda session: session.used)
     return {"object": "list", "data": [told(session) for session in reversed(found)]}
@@ -76,19 +81,19 @@ async def take_in(request: Request, owner: str = Depends(authorized)) -> dict[st
     """Take in a session that was exported, as a new one."""
     desk = enter(request, owner)
     limits = desk.limits
-    with desk.store.scratch() as folder:
+    with desk.store.make_scratch_folder() as folder:
         path = Path(folder) / "session"
         with open(path, "wb") as file:
             async for chunk in chunks(request, FILE, limits.parcel, SLOWEST * limits.stall):
                 await asyncio.to_thread(file.write, chunk)
-        return told(await done(lambda: desk.sessions.unpack(owner, path)))
+        return told(await done(lambda: desk.sessions.import_file(owner, path)))
 
 
 @router.get("/v1/sessions/{name}")
 async def session(name: str, request: Request, owner: str = Depends(authorized)) -> dict[str, Any]:
     """One session."""
     desk: EngineClient = request.app.state.desk
-    found = await asyncio.to_thread(desk.store.session, owner, name)
+    found = await asyncio.to_thread(desk.store.get_session, owner, name)
     if found is None:
         raise not_found("session")
     return told(found)
@@ -112,7 +117,7 @@ async def turns(
 ) -> dict[str, Any]:
     """The turns of a session that are kept, in the order they came, so many at a time."""
     desk: EngineClient = request.app.state.desk
-    records, path = await done(lambda: desk.sessions.turns(owner, name))
+    records, path = await done(lambda: desk.sessions.list_turns(owner, name))
     return page.told(page.of([turn(each, each.node in path) for each in records]))
 
 
@@ -143,10 +148,10 @@ async def export(
 ) -> Response:
     """A session as a file, all of it or its newest turns."""
     desk = enter(request, owner)
-    folder = desk.store.scratch()
+    folder = desk.store.make_scratch_folder()
     path = Path(folder.name) / "session"
     try:
-        await done(lambda: desk.sessions.pack(owner, name, turns, path))
+        await done(lambda: desk.sessions.export_file(owner, name, turns, path))
     except BaseException:
         folder.cleanup()
         raise
@@ -173,19 +178,19 @@ async def done(work: Callable[[], T]) -> T:
     """
     try:
         return await asyncio.to_thread(work)
-    except Unknown as error:
+    except UnknownSession as error:
         raise not_found(str(error).rpartition(" ")[2]) from None
     except Busy as error:
         raise overloaded(str(error)) from None
-    except Taken as error:
+    except NameTaken as error:
         raise conflict(str(error), "already_exists", param="id") from None
-    except Held as error:
+    except HeldByConversation as error:
         raise conflict(str(error), "is_conversation") from None
     except WeirError as error:
         raise Refused(400, str(error), code="invalid_value") from None
 
 
-def told(session: Session) -> dict[str, Any]:
+def told(session: SessionSummary) -> dict[str, Any]:
     """A session as JSON."""
     return {
         "id": session.id,
@@ -204,7 +209,7 @@ def told(session: Session) -> dict[str, Any]:
     }
 
 
-def turn(record: Record, leads: bool) -> dict[str, Any]:
+def turn(record: TurnRecord, leads: bool) -> dict[str, Any]:
     """A turn as JSON.
 
     Args:

@@ -12,7 +12,7 @@ import json
 from dataclasses import asdict
 
 from weir.serve.cluster.shared import Shared
-from weir.serve.records import Record, Session
+from weir.serve.sessions import SessionSummary, TurnRecord
 
 
 def _hash(*parts: str) -> str:
@@ -34,7 +34,7 @@ class Index:
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        self._read: dict[str, Session] = {}  # entries of sessions never change
+        self._read: dict[str, SessionSummary] = {}  # entries of sessions never change
 
     def chain(self, owner: str, chain: str) -> str | None:
         """The session whose turn was the last to end a conversation of this hash."""
@@ -44,7 +44,7 @@ class Index:
         """The session of a turn."""
         return self._session(_place("nodes", owner, node))
 
-    def sessions(self, owner: str) -> list[Session]:
+    def sessions(self, owner: str) -> list[SessionSummary]:
         """The sessions of an owner as they stood when a turn ended last."""
         folder = f"owners/{_hash(owner)}"
         newest: dict[str, str] = {}
@@ -57,20 +57,20 @@ class Index:
                 data = self._shared.read(path)
                 if data is None:
                     continue  # it has just been replaced
-                self._read[path] = Session(**json.loads(data))
+                self._read[path] = SessionSummary(**json.loads(data))
             found.append(self._read[path])
         kept = {f"{folder}/{name}" for name in newest.values()}
         for path in [p for p in self._read if p.startswith(f"{folder}/") and p not in kept]:
             del self._read[path]
         return found
 
-    def add(self, record: Record) -> None:
+    def add(self, record: TurnRecord) -> None:
         """A turn has ended."""
         entry = json.dumps([record.session, record.node]).encode()
         for kind, name in (("chains", record.chain), ("nodes", record.node)):
             self._shared.write(_place(kind, record.owner, name), entry)
 
-    def remove(self, record: Record) -> None:
+    def remove(self, record: TurnRecord) -> None:
         """A turn is not kept any more."""
         self._shared.delete(_place("nodes", record.owner, record.node))
         path = _place("chains", record.owner, record.chain)
@@ -78,7 +78,7 @@ class Index:
         if data is not None and json.loads(data)[1] == record.node:
             self._shared.delete(path)
 
-    def stands(self, owner: str, session: str, now: Session | None) -> None:
+    def stands(self, owner: str, session: str, now: SessionSummary | None) -> None:
         """A session stands elsewhere than before, or is gone."""
         folder, name = f"owners/{_hash(owner)}", _hash(owner, session)
         before = [each for each in self._shared.names(folder) if each.startswith(name)]

@@ -16,7 +16,7 @@ from typing import Protocol
 SECONDS = 10.0
 """Without a word from a replica for so long, others may have what it answers."""
 REMEMBERED = 1_000_000
-"""Sessions whose last replica is remembered."""
+"""SessionManager whose last replica is remembered."""
 
 
 class Leases(Protocol):

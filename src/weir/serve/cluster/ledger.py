@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from weir.errors import WeirError
 from weir.serve.cluster.shared import Shared
-from weir.serve.holding import Lost
+from weir.serve.sessions import LeaseLost
 
 PAGES = 8
 """Pages of a session that stay: one would do, but a storage may list what was there just now."""
@@ -90,8 +90,9 @@ class Ledger:
                 mine = replace(before.next(before.turns), epoch=before.epoch + 1, replica=replica)
             try:
                 self._make(folder, mine)
-            except Lost:
+            except LeaseLost:
                 continue
+            self._delete_old(folder, mine)  # replicas may claim in turns and end nothing
             return mine
         raise WeirError("other replicas claim this session again and again")
 
@@ -99,9 +100,12 @@ class Ledger:
         """Make the page after one's own.
 
         Raises:
-            Lost: another replica has claimed the session; nothing has changed.
+            LeaseLost: another replica has claimed the session; nothing has changed.
         """
         self._make(folder, page)
+        self._delete_old(folder, page)
+
+    def _delete_old(self, folder: str, page: Page) -> None:
         for number in self._numbers(folder):
             if number <= page.number - PAGES:
                 self._shared.delete(_path(folder, number))
@@ -111,14 +115,14 @@ class Ledger:
         del said["number"]
         path = _path(folder, page.number)
         if not self._shared.create(path, json.dumps(said).encode()):
-            raise Lost(TAKEN)
+            raise LeaseLost(TAKEN)
         if self._numbers(folder)[-1:] == [page.number]:
             return
         # Somebody has gone on from it, or it had been made before, and was deleted as old.
         after = self._shared.read(_path(folder, page.number + 1))
         if after is None or _page(after, page.number + 1).after != page.word:
             self._shared.delete(path)
-            raise Lost(TAKEN)
+            raise LeaseLost(TAKEN)
 
     def _numbers(self, folder: str) -> list[int]:
         """The numbers of all pages that are there, the lowest first."""

@@ -25,7 +25,7 @@ from weir.serve.cluster.shared import shared_at
 from weir.serve.cluster.store import SharedStore
 from weir.serve.engine import Engine
 from weir.serve.limits import Limits
-from weir.serve.store import Form
+from weir.serve.sessions import RowFormat
 
 PATIENCE = 5.0
 """Seconds that the table of leases has to answer."""
@@ -110,7 +110,7 @@ class Replica:
         log_json()
         model, tokenizer = load(settings.model, **settings.loading)
         choose_products(model)
-        form = Form.of(model, settings.policy, settings.chunk)
+        form = RowFormat.of(model, settings.policy, settings.chunk)
         self._store = SharedStore(
             shared_at(settings.place),
             RayLeases(),

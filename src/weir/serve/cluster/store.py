@@ -21,18 +21,27 @@ from weir.serve.cluster.leases import Leases
 from weir.serve.cluster.ledger import TAKEN, Ledger, Page
 from weir.serve.cluster.shared import Shared
 from weir.serve.cluster.turnfiles import TurnFiles
-from weir.serve.engine import Done, Node
-from weir.serve.holding import Elsewhere, Lost
-from weir.serve.memory import MemoryStore
-from weir.serve.records import Record, Session, Stretch, Taken, path_to
-from weir.serve.store import Form, Job, Writer
+from weir.serve.engine import Checkpoint, OnSaved
+from weir.serve.sessions import (
+    AnsweredElsewhere,
+    CheckpointWriter,
+    LeaseLost,
+    MemoryStore,
+    NameTaken,
+    RowFormat,
+    SessionSummary,
+    TurnRecord,
+    TurnTokens,
+    WriteJob,
+    find_path,
+)
 
 KEPT = 8
 """Turns of a session that are kept, the newest ones."""
 
 
 @dataclass(eq=False)
-class SharedHold:
+class SharedLease:
     """A session, for one turn that is to end on this replica.
 
     Attributes:
@@ -48,11 +57,11 @@ class SharedHold:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _over: bool = False
 
-    def add(self, record: Record) -> None:
+    def add(self, record: TurnRecord) -> None:
         """Keep the record of a node.
 
         Raises:
-            Lost: the session went to another replica meanwhile.
+            LeaseLost: the session went to another replica meanwhile.
             WeirError: it cannot be kept.
         """
         self.store.end_turn(record, self.epoch)
@@ -86,7 +95,7 @@ class SharedStore:
         shared: Shared,
         leases: Leases,
         replica: str,
-        form: Form,
+        form: RowFormat,
         *,
         most: int = 256,
         kept: int = KEPT,
@@ -103,7 +112,7 @@ class SharedStore:
         self._answering: Counter[str] = Counter()
         self._counting = threading.Lock()
         self._ready: dict[str, bytes] = {}  # snapshots whose records are to come
-        self._writer = Writer(self._snapshot, 2)
+        self._writer = CheckpointWriter(self._snapshot, 2)
 
     def close(self) -> None:
         """Write what was put."""
@@ -111,11 +120,11 @@ class SharedStore:
 
     # --- a turn
 
-    def hold(self, owner: str, session: str) -> SharedHold:
+    def hold(self, owner: str, session: str) -> SharedLease:
         """Take hold of a session for a turn, and learn what others have made of it.
 
         Raises:
-            Elsewhere: another replica is answering it.
+            AnsweredElsewhere: another replica is answering it.
             WeirError: it cannot be claimed.
         """
         with self._counting:
@@ -123,12 +132,12 @@ class SharedStore:
         try:
             seconds = self._leases.begin(session, self.replica)
             if seconds > 0:
-                raise Elsewhere(seconds)
+                raise AnsweredElsewhere(seconds)
             page = self._claim(owner, session)
         except BaseException:
             self.release(session)
             raise
-        return SharedHold(self, owner, session, page.epoch)
+        return SharedLease(self, owner, session, page.epoch)
 
     def release(self, session: str) -> None:
         """A turn of a session is over."""
@@ -144,11 +153,11 @@ class SharedStore:
             answering = list(self._answering.elements())
         self._leases.beat(self.replica, answering)
 
-    def end_turn(self, record: Record, epoch: int) -> None:
+    def end_turn(self, record: TurnRecord, epoch: int) -> None:
         """Keep the record of a node, as the end of a turn that began under a claim.
 
         Raises:
-            Lost: another replica has claimed the session since.
+            LeaseLost: another replica has claimed the session since.
             WeirError: it cannot be kept.
         """
         folder = folder_of(record.owner, record.session)
@@ -159,7 +168,7 @@ class SharedStore:
             self._files.write(folder, record, snapshot)
             page = self._pages.get(folder)
             if page is None or page.epoch != epoch:
-                raise Lost(TAKEN)
+                raise LeaseLost(TAKEN)
             turns = (*page.turns, record.node)
             self._put(folder, page.next(turns[-self._kept :]))
             gone = turns[: -self._kept]
@@ -169,7 +178,7 @@ class SharedStore:
 
     # --- what a shelf does
 
-    def get(self, name: str) -> Node:
+    def get(self, name: str) -> Checkpoint:
         """A node; one that another replica made is read when its state is asked for.
 
         Raises:
@@ -177,7 +186,7 @@ class SharedStore:
         """
         return self._writer.find(name) or self._near.get(name)
 
-    def put(self, name: str, node: Node, done: Done) -> None:
+    def put(self, name: str, node: Checkpoint, done: OnSaved) -> None:
         """Make a node ready to be kept; `done` is called in the thread that writes."""
         self._writer.put(name, node, done)
 
@@ -187,18 +196,18 @@ class SharedStore:
         self._ready.pop(name, None)
         self._near.drop(name)
 
-    def _snapshot(self, job: Job) -> None:
+    def _snapshot(self, job: WriteJob) -> None:
         if not job.dropped:
             self._ready[job.name] = self._files.snapshot(job.node)
             self._near.put(job.name, job.node, lambda error: None)
 
     # --- what a store does
 
-    def add(self, record: Record) -> None:
+    def add(self, record: TurnRecord) -> None:
         """Keep the record of a node whose turn held nothing.
 
         Raises:
-            Elsewhere: another replica is answering its session.
+            AnsweredElsewhere: another replica is answering its session.
             WeirError: it cannot be kept.
         """
         held = self.hold(record.owner, record.session)
@@ -207,53 +216,53 @@ class SharedStore:
         finally:
             held.release()
 
-    def at(self, owner: str, chain: str) -> Record | None:
+    def find_history(self, owner: str, chain: str) -> TurnRecord | None:
         """The owner's newest turn that ends a conversation of this hash, wherever it was made."""
-        found = self._near.at(owner, chain)
+        found = self._near.find_history(owner, chain)
         if found is None and (session := self._index.chain(owner, chain)) is not None:
             self._learn(owner, session)
-            found = self._near.at(owner, chain)
+            found = self._near.find_history(owner, chain)
         return found
 
-    def find(self, owner: str, node: str) -> Record | None:
+    def find_turn(self, owner: str, node: str) -> TurnRecord | None:
         """A turn of the owner's, wherever it was made."""
-        found = self._near.find(owner, node)
+        found = self._near.find_turn(owner, node)
         if found is None and (session := self._index.node(owner, node)) is not None:
             self._learn(owner, session)
-            found = self._near.find(owner, node)
+            found = self._near.find_turn(owner, node)
         return found
 
-    def line(self, owner: str, node: str) -> list[Stretch]:
+    def ancestry(self, owner: str, node: str) -> list[TurnTokens]:
         """The tokens that led to a turn of the owner's, as far back as its turns are kept."""
-        self.find(owner, node)
-        return self._near.line(owner, node)
+        self.find_turn(owner, node)
+        return self._near.ancestry(owner, node)
 
-    def session(self, owner: str, session: str) -> Session | None:
+    def get_session(self, owner: str, session: str) -> SessionSummary | None:
         """A session of the owner's."""
         self._learn(owner, session)
-        return self._near.session(owner, session)
+        return self._near.get_session(owner, session)
 
-    def sessions(self, owner: str) -> list[Session]:
+    def list_sessions(self, owner: str) -> list[SessionSummary]:
         """All of the owner's, those used longest ago first."""
         return sorted(self._index.sessions(owner), key=lambda session: session.used)
 
-    def turns(self, owner: str, session: str) -> list[Record]:
+    def list_turns(self, owner: str, session: str) -> list[TurnRecord]:
         """The turns of a session that are kept, in the order they came."""
         self._learn(owner, session)
-        return self._near.turns(owner, session)
+        return self._near.list_turns(owner, session)
 
-    def fork(self, owner: str, node: str, session: str) -> Session:
+    def fork(self, owner: str, node: str, session: str) -> SessionSummary:
         """Begin a session with copies of a turn and of those it goes on from.
 
         Raises:
-            Taken: the owner has a session of this name.
+            NameTaken: the owner has a session of this name.
             WeirError: the owner has no such turn, or it cannot be kept.
         """
-        record = self.find(owner, node)
+        record = self.find_turn(owner, node)
         if record is None:
             raise WeirError("there is no such turn")
-        whole = {each.node: each for each in self._near.turns(owner, record.session)}
-        path = path_to(node, {name: each.parent for name, each in whole.items()})
+        whole = {each.node: each for each in self._near.list_turns(owner, record.session)}
+        path = find_path(node, {name: each.parent for name, each in whole.items()})
         names = {name: secrets.token_hex(16) for name in path}
         copies = [
             replace(
@@ -264,9 +273,9 @@ class SharedStore:
             )
             for name in path
         ]
-        return self.take_in(copies, [self.get(name) for name in path])
+        return self.import_session(copies, [self.get(name) for name in path])
 
-    def leave(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:
+    def remove_turns(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:
         """Take turns out of a session, also where another replica is answering it just now."""
         folder = folder_of(owner, session)
         with self._alone:
@@ -278,11 +287,13 @@ class SharedStore:
                 self._publish(owner, session, [])
         return gone
 
-    def take_in(self, records: Sequence[Record], nodes: Sequence[Node]) -> Session:
+    def import_session(
+        self, records: Sequence[TurnRecord], nodes: Sequence[Checkpoint]
+    ) -> SessionSummary:
         """Keep turns of one new session.
 
         Raises:
-            Taken: the owner has a session of this name.
+            NameTaken: the owner has a session of this name.
             WeirError: they cannot be kept.
         """
         records, nodes = records[-self._kept :], nodes[-self._kept :]
@@ -291,21 +302,21 @@ class SharedStore:
         with self._alone:
             page = self._claim(owner, session)
             if page.turns:
-                raise Taken("there is a session of this name already")
+                raise NameTaken("there is a session of this name already")
             with self._undone(folder, records):
                 for record, node in zip(records, nodes, strict=True):
                     self._files.write(folder, record, self._files.snapshot(node))
                 self._put(folder, page.next(record.node for record in records))
                 self._learn(owner, session)
                 self._publish(owner, session, records)
-        found = self._near.session(owner, session)
+        found = self._near.get_session(owner, session)
         if found is None:
             raise WeirError("the session was taken in, but others took its room at once")
         return found
 
-    def scratch(self) -> TemporaryDirectory[str]:
+    def make_scratch_folder(self) -> TemporaryDirectory[str]:
         """A folder for a large file on its way."""
-        return self._near.scratch()
+        return self._near.make_scratch_folder()
 
     # --- pages
 
@@ -327,11 +338,11 @@ class SharedStore:
         """Make a page of this replica's.
 
         Raises:
-            Lost: another replica has claimed the session.
+            LeaseLost: another replica has claimed the session.
         """
         try:
             self._ledger.put(folder, page)
-        except Lost:
+        except LeaseLost:
             self._pages.pop(folder, None)
             raise
         self._pages[folder] = page
@@ -346,10 +357,10 @@ class SharedStore:
 
     def _meet(self, owner: str, session: str, page: Page) -> None:
         """Have the turns of a page near, and no others of its session."""
-        near = {record.node for record in self._near.turns(owner, session)}
+        near = {record.node for record in self._near.list_turns(owner, session)}
         if near == set(page.turns):
             return
-        self._near.leave(owner, session, near)
+        self._near.remove_turns(owner, session, near)
         folder = folder_of(owner, session)
         for name in page.turns:
             record = self._files.record(folder, name)
@@ -358,7 +369,7 @@ class SharedStore:
                 self._near.add(record)
 
     @contextmanager
-    def _undone(self, folder: str, records: Sequence[Record]) -> Iterator[None]:
+    def _undone(self, folder: str, records: Sequence[TurnRecord]) -> Iterator[None]:
         """What is written while this lasts goes again if it fails, unless a page has it."""
         try:
             yield
@@ -369,17 +380,17 @@ class SharedStore:
                     self._files.delete(folder, record.node)
             raise
 
-    def _publish(self, owner: str, session: str, new: Sequence[Record]) -> None:
+    def _publish(self, owner: str, session: str, new: Sequence[TurnRecord]) -> None:
         """Let turns be found, and their session."""
         for record in new:
             self._index.add(record)
-        self._index.stands(owner, session, self._near.session(owner, session))
+        self._index.stands(owner, session, self._near.get_session(owner, session))
 
     def _remove(self, owner: str, session: str, nodes: Collection[str]) -> None:
         """Forget turns that no page has any more."""
         for node in nodes:
-            record = self._near.find(owner, node)
+            record = self._near.find_turn(owner, node)
             if record is not None:
                 self._index.remove(record)
             self._files.delete(folder_of(owner, session), node)
-        self._near.leave(owner, session, nodes)
+        self._near.remove_turns(owner, session, nodes)

@@ -13,10 +13,15 @@ from typing import Any
 
 from weir.errors import WeirError
 from weir.serve.cluster.shared import Shared
-from weir.serve.engine import Node
+from weir.serve.engine import Checkpoint
 from weir.serve.messages import Message
-from weir.serve.records import Record
-from weir.serve.store import Form, Later, read, written
+from weir.serve.sessions import (
+    LazyCheckpoint,
+    RowFormat,
+    TurnRecord,
+    decode_checkpoint,
+    encode_checkpoint,
+)
 
 
 class TurnFiles:
@@ -30,7 +35,7 @@ class TurnFiles:
         WeirError: what is there is of another model or policy.
     """
 
-    def __init__(self, shared: Shared, form: Form) -> None:
+    def __init__(self, shared: Shared, form: RowFormat) -> None:
         self._shared = shared
         self._form = form
         shared.create("form.json", json.dumps(form.said).encode())
@@ -43,11 +48,11 @@ class TurnFiles:
                 "policy, or another folder"
             ) from None
 
-    def snapshot(self, node: Node) -> bytes:
+    def snapshot(self, node: Checkpoint) -> bytes:
         """A node as a file."""
-        return written(self._form, Node(node.state, node.pending))
+        return encode_checkpoint(self._form, Checkpoint(node.state, node.pending))
 
-    def write(self, folder: str, record: Record, snapshot: bytes) -> None:
+    def write(self, folder: str, record: TurnRecord, snapshot: bytes) -> None:
         """Write both files of a turn.
 
         Raises:
@@ -60,7 +65,7 @@ class TurnFiles:
             reason = error.strerror or error
             raise WeirError(f"the turn cannot be kept in the shared folder: {reason}") from None
 
-    def record(self, folder: str, name: str) -> Record | None:
+    def record(self, folder: str, name: str) -> TurnRecord | None:
         """The record of a turn; None if it is not there, or cannot be read."""
         data = self._shared.read(f"{folder}/{name}.json")
         if data is None:
@@ -70,19 +75,19 @@ class TurnFiles:
         except (ValueError, TypeError, LookupError):
             return None
 
-    def node(self, folder: str, record: Record) -> Node:
+    def node(self, folder: str, record: TurnRecord) -> Checkpoint:
         """The node of a turn, read when its state is asked for."""
 
-        def now() -> Node:
+        def now() -> Checkpoint:
             data = self._shared.read(f"{folder}/{record.node}.safetensors")
             if data is None:
                 raise WeirError("what this turn goes on from is not kept any more")
-            node = read(self._form, data)
+            node = decode_checkpoint(self._form, data)
             if node.pending != (record.last,):
                 raise WeirError("what this turn goes on from is the end of another one")
             return node
 
-        return Later((record.last,), now)
+        return LazyCheckpoint((record.last,), now)
 
     def delete(self, folder: str, name: str) -> None:
         """Remove both files of a turn, if they are there."""
@@ -97,13 +102,13 @@ class TurnFiles:
                 self._shared.delete(f"{folder}/{file}")
 
 
-def _said(record: Record) -> dict[str, Any]:
+def _said(record: TurnRecord) -> dict[str, Any]:
     said = {each.name: getattr(record, each.name) for each in fields(record)}
     said["messages"] = [each.kept() for each in record.messages]
     said["ids"] = record.ids.hex()
     return said
 
 
-def _record(said: dict[str, Any]) -> Record:
+def _record(said: dict[str, Any]) -> TurnRecord:
     messages = tuple(Message.read(each) for each in said["messages"])
-    return Record(**{**said, "messages": messages, "ids": bytes.fromhex(said["ids"])})
+    return TurnRecord(**{**said, "messages": messages, "ids": bytes.fromhex(said["ids"])})

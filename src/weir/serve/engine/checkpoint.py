@@ -8,11 +8,11 @@ from typing import Protocol
 
 from weir.cache import RowState
 
-Done = Callable[[Exception | None], None]
+OnSaved = Callable[[Exception | None], None]
 
 
 @dataclass(frozen=True)
-class Node:
+class Checkpoint:
     """The end of a turn: all that is needed to go on from there.
 
     Attributes:
@@ -24,20 +24,20 @@ class Node:
     pending: tuple[int, ...]
 
 
-class Shelf(Protocol):
+class CheckpointStore(Protocol):
     """Keeps nodes by name. Called in the engine's thread; `put` may go on in another.
 
     What `get` gives is what `put` was given, number for number: nobody checks it again.
     """
 
-    def get(self, name: str) -> Node:
+    def get(self, name: str) -> Checkpoint:
         """A node.
 
         Raises:
             WeirError: there is none of that name, or it cannot be read.
         """
 
-    def put(self, name: str, node: Node, done: Done) -> None:
+    def put(self, name: str, node: Checkpoint, done: OnSaved) -> None:
         """Keep a node, and tell when it is safe, or why it cannot be; from then on `get` has it."""
 
     def drop(self, name: str) -> None:

@@ -19,8 +19,8 @@ from pydantic import (
 
 from weir.serve.api.errors import not_found
 from weir.serve.api.schemas.base import Arguments, Name, Strict, refused
-from weir.serve.book import Item, call_item, input_item, new_id, result_item
 from weir.serve.messages import Call, NoCall
+from weir.serve.sessions import Item, call_item, input_item, new_id, result_item
 
 Metadata = Annotated[
     dict[

@@ -21,7 +21,7 @@ from weir.serve.api.schemas.formats import (
     ResponseFormat,
 )
 from weir.serve.api.schemas.items import AnyItem, Metadata
-from weir.serve.book import Item, input_item
+from weir.serve.sessions import Item, input_item
 
 IGNORED = (
     "context_management",

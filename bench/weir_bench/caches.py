@@ -1,0 +1,207 @@
+"""Decode steps with a cache of weir, and with those of transformers, as contenders."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import StaticLayer
+
+from weir.cache import StreamingCache
+from weir.errors import WeirError
+from weir.models import choose_products, compile_steps
+from weir.stream import PIECE
+from weir_bench.figure import Setting
+from weir_bench.model import model_of, twin_of
+from weir_bench.timing import Contender
+
+
+class Decoding(Contender):
+    """One token through a model, with a cache.
+
+    Attributes:
+        model: the model.
+        cache: the cache.
+        token: what is fed at every step [rows, 1].
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: object, rows: int = 1) -> None:
+        self.model = model
+        self.cache = cache
+        self.token = torch.ones(rows, 1, dtype=torch.int64)
+
+    def step(self) -> None:
+        """One forward of one token of each row."""
+        self.feed(self.token)
+
+    def feed(self, ids: Tensor) -> None:
+        """A forward of `ids` [1, n]."""
+        self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+
+
+class Dynamic(Decoding):
+    """A step with `DynamicCache` that holds `tokens`, the new one among them."""
+
+    cache: DynamicCache
+
+    def __init__(self, model: PreTrainedModel, tokens: int) -> None:
+        super().__init__(model, DynamicCache(config=model.config))
+        _fill(model, self.cache, tokens - 1)
+
+    def rewind(self) -> None:
+        """Take the token out again."""
+        self.cache.crop(-1)
+
+
+class Static(Decoding):
+    """A step with `StaticCache` that holds `tokens` and is full then."""
+
+    cache: StaticCache
+
+    def __init__(self, model: PreTrainedModel, tokens: int) -> None:
+        super().__init__(model, StaticCache(config=model.config, max_cache_len=tokens))
+        _fill(model, self.cache, tokens - 1)
+
+    def rewind(self) -> None:
+        """The next token takes the place of this one."""
+        for layer in self.cache.layers:
+            assert isinstance(layer, StaticLayer)
+            layer.cumulative_length.sub_(1)
+
+
+class CompiledStatic(Static):
+    """A step with `StaticCache`, compiled as a whole, its products chosen as those of weir's steps.
+
+    Raises:
+        WeirError: it cannot be compiled here.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokens: int, backend: str) -> None:
+        super().__init__(model, tokens)
+        if backend == "inductor":
+            choose_products(model)
+        # Of the bound method: the model is as it was for all others.
+        self._forward = torch.compile(model.forward, fullgraph=True, dynamic=False, backend=backend)
+        try:
+            with torch.no_grad():
+                self.step()
+        except TorchDynamoException as error:
+            raise WeirError(f"StaticCache cannot be compiled here: {error}") from error
+        self.rewind()
+
+    def feed(self, ids: Tensor) -> None:
+        """A compiled forward of `ids` [1, n]."""
+        self._forward(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+
+
+class Weir(Decoding):
+    """A step with a `StreamingCache`, past its budget, and how long its folds took.
+
+    Attributes:
+        folds: seconds of each fold since the start, all layers together.
+    """
+
+    cache: StreamingCache
+
+    def __init__(self, model: PreTrainedModel, policy: str, chunk: int = 64, rows: int = 1) -> None:
+        super().__init__(model, StreamingCache(model, policy, chunk=chunk, batch=rows), rows)
+        self.folds: list[float] = []
+        self.cache.on_fold = lambda folded: self.folds.append(folded.seconds)
+
+    def fill(self, tokens: int) -> None:
+        """Feed so many random tokens."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self.model.config.vocab_size, (1, tokens), generator=generator)
+        with torch.no_grad():
+            for piece in ids.split(PIECE, dim=1):
+                self.feed(piece)
+
+    def start_afresh(self) -> None:
+        """Feed tokens until the tail is empty, and forget the folds so far."""
+        if self.waiting:
+            self.fill(self.cache.chunk - self.waiting)
+        self.folds.clear()
+
+    @property
+    def waiting(self) -> int:
+        """Tokens in the tail."""
+        return sum(self.cache.waiting)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of keys and values that a step reads, the tail half full."""
+        total = 0
+        for layer in self.cache.stack:
+            assert layer.slab is not None
+            slots = sum(layer.lengths[0]) + self.cache.chunk // 2
+            for t in (layer.slab.keys, layer.slab.values):
+                total += t[:, :, :slots].nbytes
+        return total
+
+
+def feed_prompt(ours: Weir, ids: Tensor, piece: int = PIECE) -> None:
+    """A prompt [1, n] from the start, as a stream feeds it, or in other pieces."""
+    ours.cache.reset()
+    for part in ids.split(piece, dim=1):
+        ours.feed(part)
+
+
+def hold_prompt(exact: Decoding, ids: Tensor) -> None:
+    """A prompt [1, n] from the start, at once, all of it kept."""
+    exact.cache = DynamicCache(config=exact.model.config)
+    exact.feed(ids)
+
+
+def full(setting: Setting, model: PreTrainedModel, policy: str, slots: int, more: str = "") -> Weir:
+    """A cache of a policy with so many slots, full, and its tail empty.
+
+    Args:
+        setting: whose chunk is meant.
+        model: of that setting.
+        policy: a named policy.
+        slots: its budget.
+        more: other parameters, written behind the budget.
+    """
+    cache = Weir(model, f"{policy}(budget={slots}{more})", setting.sizes.chunk)
+    cache.fill(slots + setting.sizes.chunk)
+    cache.start_afresh()
+    return cache
+
+
+def as_it_is_and_compiled(
+    setting: Setting, policy: str, slots: int, more: str = ""
+) -> dict[str, Weir]:
+    """A `full` cache, and the same with compiled steps where they can be compiled; what to add to
+    the name of a row for each.
+    """
+    caches = {"": full(setting, model_of(setting), policy, slots, more)}
+    compiled = full_compiled(setting, twin_of(setting), policy, slots, more)
+    return caches if compiled is None else {**caches, ", compiled": compiled}
+
+
+def full_compiled(
+    setting: Setting, model: PreTrainedModel, policy: str, slots: int, more: str = ""
+) -> Weir | None:
+    """As `full`, with compiled steps, of which one has been made; None where none can be."""
+    setting.say(f"compiling a step of {policy}")
+    compile_steps(model, strict=True, backend=setting.sizes.backend)
+    cache = full(setting, model, policy, slots, more)
+    try:
+        with torch.no_grad():
+            cache.step()
+    except WeirError as error:
+        setting.say(str(error))
+        return None
+    cache.start_afresh()
+    return cache
+
+
+def _fill(model: PreTrainedModel, cache: DynamicCache | StaticCache, tokens: int) -> None:
+    """Put random keys and values of so many tokens into every layer."""
+    config = model.config
+    shape = (1, config.num_key_value_heads, tokens, config.head_dim)
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(config.num_hidden_layers):
+        keys, values = (torch.randn(shape, generator=generator).to(model.dtype) for _ in range(2))
+        cache.update(keys, values, layer)

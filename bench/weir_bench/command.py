@@ -1,0 +1,245 @@
+"""`weir bench`: figures of speed and memory, each beside a peer in the same run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weir.cli.app import group
+from weir.cli.collecting import as_usual
+from weir.cli.common import (
+    AsJson,
+    messages,
+    output,
+    print_json,
+    print_table,
+    say,
+    say_unused,
+    was_given,
+)
+from weir.errors import WeirError, quote, suggest
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from weir_bench.figure import Row
+    from weir_bench.run import Bench
+
+
+class Dtype(StrEnum):
+    """What `--dtype` may be."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    both = "both"
+
+
+benches = group("bench")
+
+
+@benches.callback(invoke_without_command=True)
+def bench(
+    context: typer.Context,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only this figure; may be given again.")
+    ] = None,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="Of models and caches [default: both, and with --quick float32]"),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Of PyTorch; all cores unless given.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A tiny model: only whether everything runs.")
+    ] = False,
+    layers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of the model; fewer take less time [default: 30]"),
+    ] = None,
+    flat: Annotated[
+        bool, typer.Option("--flat", help="A long stream through nano, instead of the others.")
+    ] = False,
+    tokens: Annotated[int, typer.Option(min=20_000, help="Of the long stream.")] = 1_000_000,
+    policies: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the figures policies, folds and prompts, only these, with commas between."
+        ),
+    ] = None,
+    kvpress: Annotated[
+        str | None, typer.Option(help="The Python of an environment that has kvpress.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for bench.json, bench.md and bench.svg.")
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="File for a trace of a step of each, which opens in Perfetto."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time weir and its peers in turns, and print ratios beside their targets.
+
+    With --out, what there is is written after every row. `weir bench serve` measures a server.
+    """
+    if context.invoked_subcommand is not None:
+        _check_alone(context)
+        return
+    import torch
+
+    from weir_bench.figure import QUICK, Setting, Sizes
+    from weir_bench.run import measure
+    from weir_bench.tracing import traced
+
+    as_usual()
+    wanted = _policies(policies)
+    if flat and only:
+        raise WeirError("--flat is a figure of its own; give it without --only")
+    if not flat and "flat" not in (only or []):
+        say_unused(context, ("tokens",), "it is for --flat")
+    if flat:
+        say_unused(context, ("layers", "policies"), "--flat is of nano, and of its own policies")
+    elif only and not {"policies", "folds", "prompts"} & set(only):
+        say_unused(context, ("policies",), "no figure of --only compares policies")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if kvpress is not None and shutil.which(kvpress) is None:
+        raise WeirError(f"--kvpress {kvpress} is no program that can be run")
+    if out is not None:
+        make_folder(out)
+    dtype = dtype or (Dtype.float32 if quick else Dtype.both)
+    names = ["float32", "bfloat16"] if dtype is Dtype.both else [dtype.value]
+    sizes = QUICK if quick else Sizes()
+    setting = Setting(
+        sizes if layers is None else replace(sizes, layers=layers),
+        flat=tokens,
+        kvpress=kvpress,
+        policies=wanted,
+        say=lambda what: say(f"measuring {what}") if messages().is_terminal else None,
+    )
+    with traced(profile):
+        made = measure(
+            setting,
+            ["flat"] if flat else only or [],
+            [getattr(torch, name) for name in names],
+            on_row=lambda so_far: None if out is None else _write(so_far, out),
+        )
+    if as_json:
+        print_json({"quick": quick, **made.as_json()})
+        return
+    _print(made, quick)
+
+
+def _policies(text: str | None) -> tuple[str, ...]:
+    """The policies that were named, by commas.
+
+    Raises:
+        WeirError: one is none that a figure compares.
+    """
+    if text is None:
+        return ()
+    from weir_bench.figures.decode import PLAIN
+    from weir_bench.figures.policies import comparable
+
+    names = tuple(word for part in text.split(",") if (word := part.strip()))
+    known = [PLAIN, *comparable()]
+    wrong = [name for name in names if name not in known]
+    if wrong or not names:
+        asked = wrong[0] if wrong else text
+        like = suggest(asked, known) or f"; there are {', '.join(known)}"
+        raise WeirError(f"--policies takes names that figures compare, not {quote(asked)}{like}")
+    return names
+
+
+def _check_alone(context: typer.Context) -> None:
+    """Refuse options of `weir bench` in front of another command: nobody would read them."""
+    for name in context.params:
+        if was_given(context, name):
+            option = "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
+            raise WeirError(
+                f"{option} is of weir bench; write it behind {context.invoked_subcommand}"
+            )
+
+
+def make_folder(out: Path) -> None:
+    """Make a folder for figures.
+
+    Raises:
+        WeirError: it cannot be made.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WeirError(f"cannot make the folder {out}: {error.strerror}") from None
+
+
+def _write(made: Bench, out: Path) -> None:
+    from weir.evals.results import for_json
+    from weir_bench.report import markdown, plot
+
+    try:
+        (out / "bench.json").write_text(
+            json.dumps(for_json(made.as_json()), indent=1, ensure_ascii=False) + "\n", "utf-8"
+        )
+        (out / "bench.md").write_text(markdown(made), "utf-8")
+        (out / "bench.svg").write_text(plot(made) + "\n", "utf-8")
+    except OSError as error:
+        raise WeirError(f"cannot write to {out}: {error.strerror}") from None
+
+
+def _print(made: Bench, quick: bool) -> None:
+    from weir_bench.report import machine_line
+
+    title = "a tiny model: these figures say nothing, and targets are not for it"
+    print_table(figures(made.rows, title if quick else None, targets=not quick))
+    for name, dtype, why in made.skipped:
+        say(f"not measured: {name} {dtype}: {why}")
+    output().print(machine_line(made), markup=False, highlight=False, soft_wrap=True)
+
+
+def figures(
+    rows: Sequence[tuple[str, str, Row]],
+    title: str | None = None,
+    *,
+    dtypes: bool = True,
+    targets: bool = True,
+) -> Table:
+    """A table of figures.
+
+    Args:
+        rows: each with the name of its part and its precision.
+        title: of the table.
+        dtypes: whether precisions have a column.
+        targets: whether what a ratio is to reach has one, and whether it was met.
+    """
+    from rich.table import Table
+
+    from weir_bench.report import bound, number, target
+
+    bounds = any(bound(row) for _, _, row in rows)
+    table = Table(title=title)
+    table.add_column("figure", min_width=24)
+    aims = ["target", "met"] if targets else []
+    for head in (*(["dtype"] if dtypes else []), "weir", "peer", "ratio", *aims):
+        table.add_column(head, justify="right", no_wrap=True)
+    if bounds:
+        table.add_column("bound by", justify="right")
+    for _, dtype, row in rows:
+        table.add_row(
+            row.what,
+            *([dtype] if dtypes else []),
+            f"{number(row.ours)} {row.unit}",
+            f"{number(row.peer)} {row.unit}",
+            number(row.ratio),
+            *([target(row), {True: "yes", False: "no", None: ""}[row.met]] if targets else []),
+            *([bound(row)] if bounds else []),
+        )
+    return table

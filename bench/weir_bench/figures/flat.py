@@ -1,0 +1,127 @@
+"""The figure of endless streams: a million tokens through `nano`, time and memory by decade."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from weir.models import load
+from weir.stream import PIECE, Stream
+from weir_bench.figure import Row, Setting, figure
+from weir_bench.timing import Doing, in_turns, seconds, undisturbed
+
+POLICY = "streaming_llm(budget=256)"
+EARLY = 10_000
+CHUNK = 64
+STEPS = 256
+"""Decode steps timed at each mark."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How far a stream has come, and what it takes there.
+
+    Attributes:
+        tokens: tokens of the stream so far.
+        ms_per_token: of a decode step, the median.
+        cache_bytes: of the cache.
+        process_bytes: the most memory the process has had.
+    """
+
+    tokens: int
+    ms_per_token: float
+    cache_bytes: int
+    process_bytes: int
+
+
+@figure(
+    "flat",
+    "a million tokens: time per token and memory by decade",
+    by_dtype=False,
+    asked=True,
+    bound="calls",
+)
+def flat(setting: Setting) -> Iterator[Row]:
+    """Time per token far out against that at 10,000 tokens, in turns."""
+    model, _ = load("nano")
+    early, late, marks = run(Stream(model, POLICY, chunk=CHUNK), setting)
+    token = torch.tensor([[5]])
+    both = {
+        "late": Doing(lambda: _cycle(late, token)),
+        "early": Doing(lambda: _cycle(early, token)),
+    }
+    times = {name: median(taken) / CHUNK for name, taken in in_turns(both, 40, warm=2).items()}
+    first, last = marks[0], marks[-1]
+    yield Row(
+        f"time per token at position {late.seen:,} ÷ at {EARLY:,}, `nano`, `{POLICY}`",
+        times["late"] * 1e3,
+        times["early"] * 1e3,
+        "ms",
+        times["late"] / times["early"],
+        1.03,
+    )
+    yield Row(
+        f"memory of the process after {last.tokens:,} tokens ÷ after {first.tokens:,}, the same",
+        last.process_bytes / 1e6,
+        first.process_bytes / 1e6,
+        "MB",
+        last.process_bytes / first.process_bytes,
+    )
+
+
+def run(stream: Stream, setting: Setting) -> tuple[Stream, Stream, list[Mark]]:
+    """(the stream as it was early on, as it is at its end, what it took at the marks between)."""
+    early = stream
+    marks: list[Mark] = []
+    for mark in _marks(setting.flat):
+        _read(stream, mark - STEPS)
+        marks.append(_look(stream))
+        setting.on_mark([asdict(each) for each in marks])
+        setting.say(
+            f"{mark:,} tokens: {marks[-1].ms_per_token:.2f} ms a token, "
+            f"{marks[-1].process_bytes / 1e6:.0f} MB"
+        )
+        if mark == EARLY:
+            with tempfile.TemporaryDirectory() as folder:
+                stream.save(Path(folder) / "early")
+                early = Stream.restore(stream.model, Path(folder) / "early")
+    return early, stream, marks
+
+
+def _marks(tokens: int) -> list[int]:
+    """10,000, and 1, 2 and 5 times every power of ten beyond, up to `tokens`."""
+    powers = [10**n for n in range(4, len(str(tokens)) + 1)]
+    every = [m * power for power in powers for m in (1, 2, 5)]
+    return sorted({EARLY, *(mark for mark in every if mark < tokens), tokens})
+
+
+def _read(stream: Stream, tokens: int) -> None:
+    """Feed random tokens until the stream has seen so many."""
+    vocabulary = stream.model.config.vocab_size
+    generator = torch.Generator().manual_seed(stream.seen)
+    while (left := tokens - stream.seen) > 0:
+        stream.feed(torch.randint(vocabulary, (1, min(PIECE, left)), generator=generator))
+
+
+def _look(stream: Stream) -> Mark:
+    """Decode `STEPS` tokens and time them."""
+    token = torch.tensor([[5]])
+    with undisturbed():
+        taken = [seconds(lambda: stream.feed(token)) for _ in range(STEPS)]
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    unit = 1 if sys.platform == "darwin" else 1024
+    return Mark(stream.seen, median(taken) * 1e3, stream.nbytes, most * unit)
+
+
+def _cycle(stream: Stream, token: Tensor) -> None:
+    """All tokens between two folds, and the fold."""
+    for _ in range(CHUNK):
+        stream.feed(token)

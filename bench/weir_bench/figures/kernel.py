@@ -1,0 +1,65 @@
+"""The figure of the decode kernel: how near it comes to the bandwidth of a GPU's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from weir import kernels
+from weir_bench.figure import Row, Setting, Skipped, figure
+from weir_bench.timing import Doing, in_turns, middle
+
+BATCH = 32
+SLOTS = 2048
+KV_HEADS = 8
+GROUP = 4
+DIM = 128
+
+
+@figure(
+    "kernel",
+    "the decode kernel's bandwidth beside a copy on the device",
+    by_dtype=False,
+    bound="bytes",
+)
+def kernel(setting: Setting) -> Iterator[Row]:
+    """One layer's decode step of a Llama of eight billion parameters, bfloat16, on a GPU."""
+    if not torch.cuda.is_available():
+        raise Skipped("there is no GPU here")
+    yield reached(torch.device("cuda"), BATCH, SLOTS, rounds=50)
+
+
+def reached(device: torch.device, batch: int, slots: int, rounds: int) -> Row:
+    """The kernel beside a copy of as many bytes as it has to read.
+
+    Raises:
+        Skipped: there is no decode kernel for the device.
+    """
+    decode = kernels.decode(device)
+    if decode is None:
+        raise Skipped(f"there is no decode kernel on {device.type} (weir[gpu] brings it)")
+    queries = torch.randn(batch, KV_HEADS, GROUP, 1, DIM, device=device).bfloat16()
+    keys, values = torch.randn(2, batch, KV_HEADS, slots, DIM, device=device).bfloat16()
+    a, b = torch.zeros(2, batch, KV_HEADS, slots, device=device)
+    moved = sum(t.nbytes for t in (queries, keys, values, a, b))
+    source = torch.empty(moved // 2, dtype=torch.uint8, device=device)  # read, and written
+    target = torch.empty_like(source)
+    both = {
+        "ours": Doing(lambda: decode(queries, keys, values, a, b, DIM**-0.5)),
+        "copy": Doing(lambda: target.copy_(source)),
+    }
+    times = middle(in_turns(both, rounds, warm=3))
+    share = times["copy"] / times["ours"]
+    return Row(
+        f"decode kernel at batch {batch}, {slots:,} slots: its bandwidth ÷ a copy's",
+        moved / times["ours"] / 1e9,
+        moved / times["copy"] / 1e9,
+        "GB/s",
+        share,
+        0.8,
+        least=True,
+        share=share,
+        note=f"decode: {kernels.paths(device)['decode']}; {KV_HEADS} key-value heads, {GROUP} "
+        f"queries each, {DIM} dimensions, bfloat16",
+    )

@@ -1,0 +1,159 @@
+"""Runs figures one after the other and collects their rows, with what they were made on.
+
+`figure` says what a figure is, `report` writes rows down; the other files measure. A figure is a
+ratio of things that took turns, so what else the machine does meets both.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import transformers
+
+import weir
+from weir.kernels import paths
+from weir_bench.figure import FIGURES, Row, Setting, Skipped, chosen
+from weir_bench.figures import (
+    answer,
+    batches,
+    decode,
+    deterministic,
+    flat,
+    halvings,
+    kernel,
+    kvpress,
+    memory,
+    policies,
+    products,
+    prompts,
+    recompute,
+    rows,
+    slots,
+    start,
+    weights,
+)
+from weir_bench.timing import settled
+
+# They register.
+_MEASURE = (
+    decode,
+    weights,
+    products,
+    slots,
+    rows,
+    batches,
+    policies,
+    recompute,
+    answer,
+    halvings,
+    memory,
+    kvpress,
+    kernel,
+    start,
+)
+_ASKED = (flat, deterministic, prompts)
+
+
+@dataclass
+class Bench:
+    """What figures were made, and on what.
+
+    Attributes:
+        machine: processor, threads, versions, and which way kernels went.
+        rows: (figure, dtype, row), as they came.
+        skipped: (figure, dtype, why).
+        marks: what the long stream showed at its marks, if it ran.
+    """
+
+    machine: dict[str, Any]
+    rows: list[tuple[str, str, Row]] = field(default_factory=list)
+    skipped: list[tuple[str, str, str]] = field(default_factory=list)
+    marks: list[dict[str, Any]] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, as JSON can hold it."""
+        return {
+            "machine": self.machine,
+            "rows": [{"figure": f, "dtype": d, **row.as_json()} for f, d, row in self.rows],
+            "skipped": [{"figure": f, "dtype": d, "why": why} for f, d, why in self.skipped],
+            "marks": self.marks,
+        }
+
+
+def measure(
+    setting: Setting,
+    names: Sequence[str],
+    dtypes: Sequence[torch.dtype],
+    on_row: Callable[[Bench], None] = lambda bench: None,
+) -> Bench:
+    """Make figures.
+
+    Args:
+        setting: how; its dtype is replaced by each of `dtypes`.
+        names: which; none for all that need not be asked for.
+        dtypes: of models and caches; figures that do not depend on it are made with the first.
+        on_row: told after every row and every mark of the long stream, so that what there is can be
+            kept.
+
+    Raises:
+        WeirError: there is no figure of such a name, or a peer failed.
+    """
+    bench = Bench({**machine(), "layers": setting.sizes.layers})
+
+    def mark(marks: list[dict[str, Any]]) -> None:
+        bench.marks = marks
+        on_row(bench)
+
+    for name in chosen(list(names)):
+        figure = FIGURES[name]
+        for dtype in dtypes if figure.by_dtype else dtypes[:1]:
+            its = str(dtype).removeprefix("torch.") if figure.by_dtype else ""
+            setting.say(f"{name} {its}".strip())
+            try:
+                with settled():
+                    for row in figure.measure(replace(setting, dtype=dtype, on_mark=mark)):
+                        whole = replace(row, bound=row.bound or figure.bound)
+                        bench.rows.append((name, its, whole))
+                        on_row(bench)
+            except Skipped as reason:
+                bench.skipped.append((name, its, str(reason)))
+                on_row(bench)
+    return bench
+
+
+def machine() -> dict[str, Any]:
+    """What figures are made on, and with."""
+    return {
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "weir": weir.__version__,
+        "kernels": paths(torch.device("cpu")),
+        **_accelerator(),
+    }
+
+
+def _accelerator() -> dict[str, Any]:
+    """A GPU's name and which way kernels go there, where there is one."""
+    if not torch.cuda.is_available():
+        return {}
+    device = torch.device("cuda")
+    return {"gpu": torch.cuda.get_device_name(device), "gpu_kernels": paths(device)}
+
+
+def _processor() -> str:
+    """Its name, where the system tells."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,1 @@
+"""`weir bench serve`: figures of a server under load, as its clients see it."""

@@ -1,0 +1,126 @@
+"""`weir bench serve`: a server under load, as its clients see it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weir.cli.app import quick_command
+from weir.cli.collecting import as_usual
+from weir.cli.common import AsJson, messages, output, print_json, print_table, say
+from weir.errors import WeirError
+from weir_bench.command import benches, figures, make_folder
+
+if TYPE_CHECKING:
+    from weir_bench.serving.load import Heard
+    from weir_bench.serving.run import Served
+
+
+@benches.command("serve", cls=quick_command)
+def bench_serve(
+    model_name: Annotated[
+        str, typer.Argument(metavar="[MODEL]", help="nano, 135m (random), a folder or a Hub id.")
+    ] = "nano",
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only this part; may be given again.")
+    ] = None,
+    sessions: Annotated[int, typer.Option(min=1, help="At once, beside one.")] = 16,
+    budget: Annotated[int, typer.Option(min=8, help="Slots of streaming_llm.")] = 256,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Of each run.")] = 10.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns that contenders take.")] = 3,
+    tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 128,
+    far: Annotated[int, typer.Option(min=100, help="Tokens of the long session.")] = 100_000,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Of the soak, --only soak.")] = 30.0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A tiny model: only whether everything runs.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="A file for all of it as JSON, written as it comes.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Talk to `weir serve` as many clients do, through HTTP, and print what they saw.
+
+    Parts: pace, share, alone, far, disk, compaction, transformers; soak if asked for.
+    """
+    from weir_bench.serving.load import Manner
+    from weir_bench.serving.part import QUICK, Plan
+    from weir_bench.serving.run import measure
+
+    as_usual()
+    if out is not None:
+        make_folder(out.parent)
+    given: dict[str, Any] = {
+        "model": model_name,
+        "sessions": sessions,
+        "budget": budget,
+        "seconds": seconds,
+        "rounds": rounds,
+        "far": far,
+        "minutes": minutes,
+        "manner": Manner(tokens=tokens),
+    }
+    if quick:
+        given |= {"model": "tiny", **QUICK}
+    plan = Plan(
+        **given,
+        say=lambda what: say(f"measuring {what}") if messages().is_terminal else None,
+    )
+    served = measure(plan, only or [], lambda so_far: None if out is None else _write(so_far, out))
+    if as_json:
+        print_json({"quick": quick, **served.as_json()})
+        return
+    _print(served, quick)
+
+
+def _write(served: Served, out: Path) -> None:
+    from weir.evals.results import for_json
+
+    try:
+        out.write_text(json.dumps(for_json(served.as_json())) + "\n", "utf-8")
+    except OSError as error:
+        raise WeirError(f"cannot write to {out}: {error.strerror}") from None
+
+
+def _print(served: Served, quick: bool) -> None:
+    from rich.table import Table
+
+    from weir_bench.report import machine_line
+
+    if served.runs:
+        table = Table(title="a tiny model: these figures say nothing" if quick else None)
+        table.add_column("run")
+        for head in ("tokens/s", "turns", "errors", "first token, ms", "between tokens, ms", "MB"):
+            table.add_column(head, justify="right")
+        for _, heard in served.runs:
+            table.add_row(*_cells(heard))
+        print_table(table)
+        output().print("times: p50 / p95 / p99", highlight=False)
+    if served.rows:
+        print_table(figures(served.rows, dtypes=False, targets=not quick))
+    for name, model, why in served.skipped:
+        say(f"not measured: {name} {model}: {why}")
+    for line in (machine_line(served), served.command):
+        output().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _cells(heard: Heard) -> list[str]:
+    from weir_bench.report import number
+    from weir_bench.serving.load import percentiles
+
+    def times(seconds: list[float]) -> str:
+        return " / ".join(number(value) for value in percentiles(seconds).values())
+
+    memory = heard.memory[-1][1] if heard.memory else 0
+    return [
+        heard.what,
+        number(heard.pace),
+        str(len(heard.first)),
+        str(len(heard.errors)),
+        times(heard.first),
+        times(heard.between),
+        number(memory / 1e6),
+    ]

@@ -1,0 +1,297 @@
+"""Many conversations at once: as fast as each is answered, or arriving by chance.
+
+Closed loop: N clients, each of which says the next thing when it has its answer. Open loop: turns
+arrive as a Poisson process whatever the server does, and each is the next one of a conversation
+that nobody is waiting in; so a server that is too slow shows in the times, and not in fewer turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import quantiles
+from typing import Any, TypeVar
+
+from weir.errors import WeirError
+from weir_bench.serving.server import Server
+from weir_bench.serving.talk import Reply, Talk, something
+
+T = TypeVar("T")
+WORK = 100_000
+"""Numbers that are added up to see how busy the machine is; some two milliseconds."""
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How clients talk.
+
+    Attributes:
+        words: of each thing said; the tokenizers of the figures make some four tokens of one.
+        tokens: of each answer.
+        seed: of what is said and when.
+    """
+
+    words: int = 4
+    tokens: int = 128
+    seed: int = 0
+
+
+@dataclass
+class Heard:
+    """What all clients of a run heard.
+
+    Attributes:
+        what: the run, in words.
+        clients: at once; 0 where they come by chance.
+        spans: (since, until) of what is measured, by `time.perf_counter`; one for each round.
+        replies: answers of which a part came then.
+        errors: what went wrong, each time.
+        memory: (seconds since the start, bytes) of the server.
+        worked: seconds that processors worked for the server, with what was done before and after
+            it was measured.
+        work: (seconds since the start, seconds) that some work of always the same size took beside
+            it: what else the machine was doing.
+        processor: (when, seconds) that processors had worked for the server until then.
+    """
+
+    what: str
+    clients: int
+    spans: list[tuple[float, float]]
+    replies: list[Reply] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    memory: list[tuple[float, int]] = field(default_factory=list)
+    work: list[tuple[float, float]] = field(default_factory=list)
+    worked: float = 0.0
+    processor: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """How long was measured, all rounds together."""
+        return sum(until - since for since, until in self.spans)
+
+    @property
+    def pace(self) -> float:
+        """Tokens of answers a second, all clients together."""
+        tokens = 0.0
+        for reply in self.replies:
+            inside = sum(self._within(when) for when in reply.arrived)
+            tokens += reply.tokens * inside / len(reply.arrived)
+        return tokens / self.seconds
+
+    @property
+    def worked_a_token(self) -> float:
+        """Seconds that processors worked for each token of an answer."""
+        return self.worked / max(1, sum(reply.tokens for reply in self.replies))
+
+    @property
+    def first(self) -> list[float]:
+        """Seconds to the first token of each turn that was asked for meanwhile."""
+        return [reply.first for reply in self.replies if self._within(reply.asked)]
+
+    @property
+    def between(self) -> list[float]:
+        """Seconds between tokens."""
+        return [
+            after - before
+            for reply in self.replies
+            for before, after in zip(reply.arrived, reply.arrived[1:], strict=False)
+            if self._within(before) and self._within(after)
+        ]
+
+    def third(self, number: int) -> Heard:
+        """The first, second or third third of a run of one round: 0, 1 or 2."""
+        ((since, until),) = self.spans
+        third = (until - since) / 3
+        return replace(self, spans=[(since + number * third, since + (number + 1) * third)])
+
+    @property
+    def worked_within(self) -> float | None:
+        """Seconds that processors worked for each token, from the first look at them to the last.
+
+        None where nobody looked twice, no token came meanwhile or the system does not tell.
+        """
+        inside = [look for look in self.processor if self._within(look[0])]
+        if len(inside) < 2:
+            return None
+        (since, before), (until, after) = inside[0], inside[-1]
+        tokens = replace(self, spans=[(since, until)]).pace * (until - since)
+        return (after - before) / tokens if tokens and after > before else None
+
+    def _within(self, when: float) -> bool:
+        return any(since <= when < until for since, until in self.spans)
+
+    def as_json(self) -> dict[str, Any]:
+        """What is to be known of it, as JSON can hold it."""
+        return {
+            "what": self.what,
+            "clients": self.clients,
+            "seconds": self.seconds,
+            "turns": len(self.first),
+            "tokens_per_second": self.pace,
+            "first_token_ms": percentiles(self.first),
+            "between_tokens_ms": percentiles(self.between),
+            "errors": len(self.errors),
+            "error_kinds": sorted(set(self.errors))[:10],
+            "worked_ms_a_token": self.worked_a_token * 1e3,
+            "memory": self.memory,
+            "work": self.work,
+        }
+
+
+def together(what: str, rounds: Sequence[Heard]) -> Heard:
+    """Rounds of one contender as one run."""
+
+    def all_of(lists: Iterable[list[T]]) -> list[T]:
+        return list(itertools.chain.from_iterable(lists))
+
+    return Heard(
+        what,
+        rounds[0].clients,
+        all_of(each.spans for each in rounds),
+        all_of(each.replies for each in rounds),
+        all_of(each.errors for each in rounds),
+        all_of(each.memory for each in rounds),
+        all_of(each.work for each in rounds),
+        sum(each.worked for each in rounds),
+    )
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """p50, p95 and p99 in milliseconds; none of nothing."""
+    if not seconds:
+        return {}
+    cuts = quantiles([*seconds, *seconds[:1]], n=100, method="inclusive")
+    return {f"p{at}": cuts[at - 1] * 1e3 for at in (50, 95, 99)}
+
+
+async def closed(
+    server: Server,
+    talks: Sequence[Talk],
+    manner: Manner,
+    *,
+    what: str,
+    seconds: float,
+    warm: float = 0.0,
+    every: float = 1.0,
+    on_sample: Callable[[Heard], None] = lambda heard: None,
+) -> Heard:
+    """Every client talks without a pause; conversations go on where they stand, and then rest.
+
+    Args:
+        server: who answers.
+        talks: one for each client.
+        manner: how they talk.
+        what: the run, in words.
+        seconds: how long is measured.
+        warm: seconds before, which are not.
+        every: seconds from one look at the server's memory to the next.
+        on_sample: told of each.
+    """
+    since = time.perf_counter() + warm
+    until = since + seconds
+    heard = Heard(what, len(talks), [(since, until)])
+
+    async def client(number: int, talk: Talk) -> None:
+        chance = random.Random(f"{manner.seed} {number} {time.perf_counter_ns()}")
+        while time.perf_counter() < until and server.running:
+            await _turn(heard, talk, manner, chance)
+
+    try:
+        work = [client(*each) for each in enumerate(talks)]
+        await _watched(server, heard, every, on_sample, work)
+    finally:
+        for talk in talks:
+            talk.close()  # a connection is of one event loop
+    return heard
+
+
+async def opened(
+    server: Server,
+    talks: Sequence[Talk],
+    manner: Manner,
+    *,
+    what: str,
+    seconds: float,
+    rate: float,
+    every: float = 1.0,
+) -> Heard:
+    """Turns arrive by chance, `rate` a second; each goes on with a conversation that rests.
+
+    A turn that arrives while all of `talks` are being answered waits for one, and its time to the
+    first token begins when it arrived.
+    """
+    since = time.perf_counter()
+    until = since + seconds
+    heard = Heard(what, 0, [(since, until)])
+    chance = random.Random(manner.seed)
+    resting: asyncio.Queue[Talk] = asyncio.Queue()
+    for talk in talks:
+        resting.put_nowait(talk)
+
+    async def one(arrived: float) -> None:
+        talk = await resting.get()
+        await _turn(heard, talk, manner, chance, arrived)
+        resting.put_nowait(talk)
+
+    async def arrivals() -> None:
+        at, turns = since, []
+        while (at := at + chance.expovariate(rate)) < until and server.running:
+            await asyncio.sleep(max(0.0, at - time.perf_counter()))
+            turns.append(asyncio.ensure_future(one(at)))
+        await asyncio.gather(*turns)
+
+    try:
+        await _watched(server, heard, every, lambda heard: None, [arrivals()])
+    finally:
+        for talk in talks:
+            talk.close()
+    return heard
+
+
+async def _turn(
+    heard: Heard, talk: Talk, manner: Manner, chance: random.Random, arrived: float | None = None
+) -> None:
+    """One turn; whatever becomes of it is noted."""
+    try:
+        reply = await talk.turn(something(chance, manner.words), manner.tokens)
+    except WeirError as error:
+        heard.errors.append(str(error))
+        await asyncio.sleep(0.05)  # a server that refuses everything is not asked without a pause
+        return
+    if arrived is not None:
+        reply = replace(reply, asked=arrived)
+    if reply.arrived[-1] >= heard.spans[0][0]:
+        heard.replies.append(reply)
+
+
+async def _watched(
+    server: Server,
+    heard: Heard,
+    every: float,
+    on_sample: Callable[[Heard], None],
+    work: Sequence[Any],
+) -> None:
+    """Do work, and look at the server's memory meanwhile."""
+    start, before = time.perf_counter(), server.worked
+
+    async def watch() -> None:
+        while True:
+            now = time.perf_counter()
+            heard.memory.append((now - start, server.memory))
+            heard.processor.append((now, server.worked))
+            sum(range(WORK))
+            heard.work.append((now - start, time.perf_counter() - now))
+            on_sample(heard)
+            await asyncio.sleep(every)
+
+    watching = asyncio.ensure_future(watch())
+    try:
+        await asyncio.gather(*work)
+    finally:
+        watching.cancel()
+    heard.worked = server.worked - before
+    heard.memory.append((time.perf_counter() - start, server.memory))

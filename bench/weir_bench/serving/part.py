@@ -1,0 +1,129 @@
+"""What a part of `weir bench serve` is: something that measures, and rows and runs that it makes.
+
+Knows nothing about what is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from weir.errors import WeirError
+from weir_bench.figure import Row
+from weir_bench.serving.load import Heard, Manner, closed
+from weir_bench.serving.server import Server
+from weir_bench.serving.talk import Talk
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a server is measured.
+
+    Attributes:
+        model: "nano", "135m", "tiny", a folder or a Hub id.
+        folder: where the model is, with a chat template (`models.make_folder`).
+        scratch: a folder for what is written meanwhile; both are made by `measure`.
+        budget: slots of `streaming_llm`, the policy of all parts.
+        sessions: at once, beside one.
+        seconds: of each run.
+        rounds: how often the contenders take turns.
+        far, near: tokens of the long and the short session.
+        minutes: of the soak.
+        manner: how clients talk.
+        say: told what is under way.
+        on_heard: told what a long run has heard so far.
+    """
+
+    model: str
+    folder: Path = Path()
+    scratch: Path = Path()
+    budget: int = 256
+    sessions: int = 16
+    seconds: float = 10.0
+    rounds: int = 3
+    far: int = 100_000
+    near: int = 1_000
+    minutes: float = 30.0
+    manner: Manner = field(default_factory=Manner)
+    say: Callable[[str], None] = lambda what: None
+    on_heard: Callable[[Heard], None] = lambda heard: None
+
+    @property
+    def policy(self) -> str:
+        """Of every server."""
+        return f"streaming_llm(budget={self.budget})"
+
+    @property
+    def options(self) -> list[str]:
+        """Of every `weir serve`, but for its rows."""
+        return ["--policy", self.policy]
+
+
+QUICK: dict[str, Any] = {
+    "budget": 32,
+    "sessions": 2,
+    "seconds": 0.5,
+    "rounds": 1,
+    "far": 2000,
+    "near": 100,
+    "minutes": 0.02,
+    "manner": Manner(words=2, tokens=8),
+}
+"""Sizes so small that everything has run in a minute or two; the figures say nothing."""
+
+Measure = Callable[[Plan], Iterator[Row | Heard]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A group of rows and runs that are measured together.
+
+    Attributes:
+        measure: makes them.
+        about: what they are about, in a line.
+        asked: only measured if asked for by name.
+    """
+
+    measure: Measure
+    about: str
+    asked: bool = False
+
+
+PARTS: dict[str, Part] = {}
+"""Every part by its name."""
+
+
+def part(name: str, about: str, *, asked: bool = False) -> Callable[[Measure], Measure]:
+    """Make what measures a part known under a name; parameters as in `Part`."""
+
+    def register(measure: Measure) -> Measure:
+        PARTS[name] = Part(measure, about, asked)
+        return measure
+
+    return register
+
+
+def chosen(names: list[str]) -> list[str]:
+    """The parts that are meant; without names, all that need not be asked for.
+
+    Raises:
+        WeirError: there is no part of such a name.
+    """
+    for name in names:
+        if name not in PARTS:
+            raise WeirError(f"there is no part {name!r}; there are {', '.join(PARTS)}")
+    return names or [name for name, each in PARTS.items() if not each.asked]
+
+
+def loop(plan: Plan, server: Server, talks: Sequence[Talk], what: str = "") -> Heard:
+    """One round of a closed loop."""
+    return asyncio.run(closed(server, talks, plan.manner, what=what, seconds=plan.seconds))
+
+
+def ratio(ours: list[float], peer: list[float]) -> float:
+    """The median of the ratios of what took turns."""
+    return median(a / max(b, 1e-9) for a, b in zip(ours, peer, strict=True))

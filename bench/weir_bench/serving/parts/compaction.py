@@ -1,0 +1,80 @@
+"""What others do where a conversation gets too long: summarize it, and read the summary anew.
+
+A client of a server with a window asks for a summary when the conversation has reached 80 % of it,
+and goes on with the summary alone. The cache is lost with it: the summary is written, then read,
+while the user waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from weir_bench.figure import Row
+from weir_bench.serving.load import Heard, percentiles, together
+from weir_bench.serving.part import Plan, loop, part
+from weir_bench.serving.server import weir_serves
+from weir_bench.serving.talk import Reply, Talk
+
+FULL = 0.8
+"""The share of the window at which a conversation is summarized."""
+SUMMARY = 0.2
+"""The share of the window that a summary has."""
+ASK = "Summarize all of this."
+
+
+@dataclass
+class Compacting(Talk):
+    """A conversation whose client keeps it within a window."""
+
+    window: int = 2048
+    _held: int = 0
+    compactions: int = 0
+
+    async def turn(self, words: str, tokens: int) -> Reply:
+        """Say something and hear the answer, after a summary where one is due."""
+        began: float | None = None
+        if self._held + tokens > FULL * self.window:
+            asked = await super().turn(ASK, max(1, int(SUMMARY * self.window)))
+            began, self.compactions = asked.asked, self.compactions + 1
+            self.messages = [
+                {"role": "user", "content": f"What was said so far: {asked.text}"},
+                {"role": "assistant", "content": "I see."},
+            ]
+        reply = await super().turn(words, tokens)
+        self._held = reply.prompt + reply.tokens
+        if began is None:
+            return reply
+        return replace(reply, asked=began)
+
+
+@part("compaction", "endless conversations beside clients that summarize at 80 % of the window")
+def compaction(plan: Plan) -> Iterator[Row | Heard]:
+    """The same server and bytes for both: the window is the budget."""
+    few = max(1, plan.sessions // 4)
+    with weir_serves(plan.folder, *plan.options, "--rows", few) as server:
+        ours = [Talk(server.port, server.model) for _ in range(few)]
+        theirs = [Compacting(server.port, server.model, window=plan.budget) for _ in range(few)]
+        plan.say(f"{few} clients, endless and summarizing")
+        heards: dict[str, list[Heard]] = {"endless": [], "summarizing": []}
+        for turn in range(plan.rounds + 1):
+            for name, talks in (("endless", ours), ("summarizing", theirs)):
+                heard = loop(plan, server, talks, name)
+                if turn:
+                    heards[name].append(heard)
+        made = sum(talk.compactions for talk in theirs)
+    endless = together(f"{few} endless sessions", heards["endless"])
+    other = together(f"{few} clients that summarize, {made} times", heards["summarizing"])
+    yield endless
+    yield other
+    if not made or not endless.first or not other.first:
+        return
+    for at in ("p50", "p99"):
+        slow, quick = percentiles(other.first)[at], percentiles(endless.first)[at]
+        yield Row(
+            f"{at} of the first token, summarizing at 80 % of {plan.budget:,} tokens ÷ endless",
+            quick,
+            slow,
+            "ms",
+            slow / quick,
+        )

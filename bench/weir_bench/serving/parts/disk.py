@@ -1,0 +1,84 @@
+"""A row that goes to disk and comes back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from statistics import median
+
+import torch
+
+from weir.cache import StreamingCache
+from weir.models import load
+from weir.serve import Checkpoint
+from weir.serve.sessions import SQLiteCheckpoints
+from weir_bench.figure import Row
+from weir_bench.serving.load import Heard
+from weir_bench.serving.part import Plan, part
+from weir_bench.timing import undisturbed
+
+CHUNK = 64
+TIMES = 20
+MOST = 20.0
+"""Milliseconds that a row of nano may take to come back."""
+
+
+@part("disk", "a row saved to disk, and put back from there")
+def disk(plan: Plan) -> Iterator[Row | Heard]:
+    """What an evicted session costs its next turn, and what each turn's end costs."""
+    model, _ = load(str(plan.folder), dtype="float32")
+    cache = StreamingCache(model, plan.policy, chunk=CHUNK, batch=2)
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.arange(2 * (plan.budget + CHUNK)).view(2, -1) % vocabulary
+    saved: list[float] = []
+    back: list[float] = []
+    plan.say("a row to disk and back")
+    with (
+        undisturbed(),
+        SQLiteCheckpoints(plan.scratch / "disk", model, plan.policy, chunk=CHUNK) as shelf,
+    ):
+        for piece in ids.split(256, dim=1):
+            model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        for number in range(TIMES):
+            began = time.perf_counter()
+            _put(shelf, str(number), Checkpoint(cache.take_row(0), (1,)))
+            safe = time.perf_counter()
+            cache.put_row(1, shelf.get(str(number)).state, check=False)
+            back.append(time.perf_counter() - safe)
+            saved.append(safe - began)
+    size = cache.nbytes / 2 / 1e6
+    whole = median(back) * 1e3
+    yield Row(
+        f"a row of {size:.3g} MB back from disk ÷ {MOST:g} ms",
+        whole,
+        MOST,
+        "ms",
+        whole / MOST,
+        1.0 if plan.model == "nano" else None,
+        note=f"at most {max(back) * 1e3:.3g} ms in {TIMES}; the system has read the file before",
+    )
+    yield Row(
+        f"a row of {size:.3g} MB safe on disk ÷ back from there",
+        median(saved) * 1e3,
+        whole,
+        "ms",
+        median(saved) * 1e3 / whole,
+        note="written, synced, renamed, committed; in a thread of its own, and not in the engine's",
+    )
+
+
+def _put(shelf: SQLiteCheckpoints, name: str, node: Checkpoint) -> None:
+    """Put a node and wait until it is safe."""
+    safe = threading.Event()
+    wrong: list[Exception] = []
+
+    def done(error: Exception | None) -> None:
+        if error is not None:
+            wrong.append(error)
+        safe.set()
+
+    shelf.put(name, node, done)
+    safe.wait()
+    if wrong:
+        raise wrong[0]

@@ -1,0 +1,84 @@
+"""`transformers serve --continuous-batching` beside `weir serve`, with as many bytes.
+
+Its conversations cannot be longer than its memory: its clients forget everything and begin again
+where a conversation has come to its share of that.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from weir.errors import WeirError
+from weir_bench.figure import Row, Skipped
+from weir_bench.serving.load import Heard, percentiles, together
+from weir_bench.serving.part import Plan, loop, part, ratio
+from weir_bench.serving.server import Server, transformers_serves, weir_serves
+from weir_bench.serving.talk import Reply, Talk
+
+BLOCK = 32
+"""Tokens of a block of its memory."""
+CHUNK = 64
+"""Slots of a row beside its budget."""
+
+
+@dataclass
+class Forgetting(Talk):
+    """A conversation that begins anew where it would not fit any more."""
+
+    window: int = 1024
+    _held: int = 0
+
+    async def turn(self, words: str, tokens: int) -> Reply:
+        """Say something and hear the answer, from the beginning where there is no room."""
+        if self._held + 2 * tokens > self.window:
+            self.messages, self._held = [], 0
+        reply = await super().turn(words, tokens)
+        self._held = reply.prompt + reply.tokens
+        return reply
+
+
+@part("transformers", "--sessions clients of transformers serve --continuous-batching, in turns")
+def transformers(plan: Plan) -> Iterator[Row | Heard]:
+    """The same clients at both servers, a round each."""
+    for needed in ("fastapi", "uvicorn", "openai"):
+        if importlib.util.find_spec(needed) is None:
+            raise Skipped(f"transformers serve needs {needed}: pip install 'transformers[serving]'")
+    many, slots = plan.sessions, plan.budget + CHUNK
+    own = weir_serves(plan.folder, *plan.options, "--rows", many)
+    options = ("--cb-block-size", BLOCK, "--cb-num-blocks", -(-many * slots // BLOCK))
+    with own as ours, transformers_serves(plan.folder, *options) as theirs:
+        talks: Mapping[Server, Sequence[Talk]] = {
+            ours: [Talk(ours.port, ours.model) for _ in range(many)],
+            theirs: [
+                Forgetting(theirs.port, theirs.model, more={}, window=slots) for _ in range(many)
+            ],
+        }
+        plan.say(f"{many} clients at weir serve and at transformers serve")
+        heards: dict[Server, list[Heard]] = {server: [] for server in talks}
+        for turn in range(plan.rounds + 1):
+            for server, clients in talks.items():
+                heard = loop(plan, server, clients)
+                if turn:
+                    heards[server].append(heard)
+                elif heard.errors:
+                    raise WeirError(f"a server does not answer the bench: {heard.errors[0]}")
+    both = {
+        ours: together(f"weir serve, {many} endless sessions", heards[ours]),
+        theirs: together(f"transformers serve, {many} that begin anew", heards[theirs]),
+    }
+    yield from both.values()
+    own_pace, peer_pace = ([each.pace for each in rounds] for rounds in heards.values())
+    yield Row(
+        f"tokens per second of weir serve, {many} sessions ÷ transformers serve, same bytes",
+        median(own_pace),
+        median(peer_pace),
+        "tokens/s",
+        ratio(own_pace, peer_pace),
+    )
+    if both[ours].first and both[theirs].first:
+        quick, slow = (percentiles(heard.first)["p50"] for heard in both.values())
+        what = "median first token of transformers serve ÷ of weir serve"
+        yield Row(what, quick, slow, "ms", slow / quick)

@@ -1,0 +1,81 @@
+"""A long time under load: memory does not grow, and nobody waits longer at its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from statistics import mean, median
+
+from weir_bench.figure import Row, Skipped
+from weir_bench.serving.load import Heard, closed
+from weir_bench.serving.part import Plan, part
+from weir_bench.serving.server import weir_serves
+from weir_bench.serving.talk import Talk
+
+WARM = 1 / 6
+"""The share of the run after which memory is compared: rows, threads and pools have been used."""
+
+
+@part(
+    "soak", "endless conversations for --minutes: memory, errors, first third and last", asked=True
+)
+def soak(plan: Plan) -> Iterator[Row | Heard]:
+    """As many rows as sessions; ends of turns on disk."""
+    seconds = plan.minutes * 60
+    data = plan.scratch / "soak"
+    rows = ("--rows", str(plan.sessions), "--data", str(data), "--disk", "1GB")
+    plan.say(f"{plan.sessions} sessions for {plan.minutes:g} minutes")
+    with weir_serves(plan.folder, *plan.options, *rows) as server:
+        talks = [Talk(server.port, server.model) for _ in range(plan.sessions)]
+        heard = asyncio.run(
+            closed(
+                server,
+                talks,
+                plan.manner,
+                what=f"soak of {plan.minutes:g} minutes, {plan.sessions} sessions",
+                seconds=seconds,
+                warm=min(10.0, seconds / 10),
+                every=max(0.1, seconds / 360),
+                on_sample=plan.on_heard,
+            )
+        )
+    yield heard
+    if heard.errors:
+        raise Skipped(f"{len(heard.errors)} turns failed, the first of them: {heard.errors[0]}")
+    last, first = (median(heard.third(number).between) * 1e3 for number in (2, 0))
+    third = heard.work[-1][0] / 3
+    late, early = (
+        mean(took for when, took in heard.work if number * third <= when <= (number + 1) * third)
+        for number in (2, 0)
+    )
+    yield Row(
+        "median time between tokens, last third of the soak ÷ first",
+        last,
+        first,
+        "ms",
+        last / first,
+        1.05,
+        note=f"work of one size, done beside it, took {late / early:.3g} times as long",
+    )
+    last_work, first_work = (heard.third(number).worked_within for number in (2, 0))
+    if last_work and first_work:
+        yield Row(
+            "processor time a token, last third of the soak ÷ first",
+            last_work * 1e3,
+            first_work * 1e3,
+            "ms",
+            last_work / first_work,
+            note="all threads of the server; what else the machine does counts less in it",
+        )
+    end = heard.memory[-1][0]
+    after = [size for when, size in heard.memory if when > 0.95 * end]
+    before = [size for when, size in heard.memory if WARM * end <= when < (WARM + 0.05) * end]
+    if after and before and all(before):
+        yield Row(
+            "memory of the server at the end of the soak ÷ after its first sixth",
+            mean(after) / 1e6,
+            mean(before) / 1e6,
+            "MB",
+            mean(after) / mean(before),
+            1.01,
+        )

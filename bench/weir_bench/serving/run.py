@@ -1,0 +1,77 @@
+"""Measures the parts that are asked for, and collects their rows and runs."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from weir_bench.figure import Skipped
+from weir_bench.run import Bench
+from weir_bench.run import machine as machine_of
+from weir_bench.serving.load import Heard
+from weir_bench.serving.models import make_folder
+from weir_bench.serving.part import PARTS, Plan, chosen
+from weir_bench.serving.parts import compaction, disk, far, pace, peer, soak
+
+_MEASURE = (pace, far, disk, compaction, peer, soak)  # they register
+
+
+@dataclass
+class Served(Bench):
+    """What was measured of servers, and on what.
+
+    Attributes:
+        command: that measured it.
+        runs: (part, what its clients heard), as they came.
+    """
+
+    command: str = ""
+    runs: list[tuple[str, Heard]] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, as JSON can hold it."""
+        runs = [{"part": name, **heard.as_json()} for name, heard in self.runs]
+        return {"command": self.command, **super().as_json(), "runs": runs}
+
+
+def measure(
+    plan: Plan, names: Sequence[str], on_more: Callable[[Served], None] = lambda served: None
+) -> Served:
+    """Measure parts, one after the other.
+
+    Args:
+        plan: how; its folders are made here.
+        names: which; none for all that need not be asked for.
+        on_more: told after every row and run, and now and then in a long one.
+
+    Raises:
+        WeirError: there is no such part or model, or a server does not start.
+    """
+    wanted = chosen(list(names))
+    command = shlex.join(["weir", *sys.argv[1:]])
+    served = Served(machine_of(), command=command)
+    with tempfile.TemporaryDirectory(prefix="weir-bench-") as scratch:
+        folder = make_folder(plan.model, Path(scratch) / "model")
+        for name in wanted:
+
+            def so_far(heard: Heard, name: str = name) -> None:
+                on_more(replace(served, runs=[*served.runs, (name, heard)]))
+
+            plan.say(name)
+            its = replace(plan, folder=folder, scratch=Path(scratch), on_heard=so_far)
+            try:
+                for made in PARTS[name].measure(its):
+                    if isinstance(made, Heard):
+                        served.runs.append((name, made))
+                    else:
+                        served.rows.append((name, plan.model, made))
+                    on_more(served)
+            except Skipped as reason:
+                served.skipped.append((name, plan.model, str(reason)))
+                on_more(served)
+    return served

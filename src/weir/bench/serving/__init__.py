@@ -1,7 +1,0 @@
-"""Figures of a server under load, as its clients see it."""
-
-from weir.bench.serving.load import Heard, Manner, percentiles
-from weir.bench.serving.part import PARTS, QUICK, Plan
-from weir.bench.serving.run import Served, measure
-
-__all__ = ["PARTS", "QUICK", "Heard", "Manner", "Plan", "Served", "measure", "percentiles"]

@@ -1,0 +1,152 @@
+"""Decode steps of a CPU, written so that PyTorch's compiler makes loops of them.
+
+A step reads much and computes little, and a library's function that is made for many queries or
+rows does so at a fraction of the pace of memory. What stands here is a multiplication and a sum for
+each of a few rows: the compiler makes one loop over what they share, at the pace of memory, in one
+program with all that comes before and after. Outside of what is being compiled it is right, and
+slow.
+"""
+
+from __future__ import annotations
+
+import marshal
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+APART = 2**18
+"""Numbers from which on lines are read at two places at once."""
+CACHE_LINE = 64
+"""Bytes that come from memory at once."""
+WIDE, NARROW = 256, 64
+"""Sums that fit into the registers of a processor: half of 32 of 16 numbers, and of 16 of 8."""
+
+
+def register_operator(
+    name: str,
+    signature: str,
+    function: Callable[..., Tensor],
+    like: Callable[..., Tensor],
+    *others: Callable[..., Any],
+) -> Any:
+    """A function as one operator, which the compiler looks into after it has read the model.
+
+    To read Python is most of what a step takes to be compiled when PyTorch has kept it from before,
+    and an operator is one line of it. What PyTorch keeps it finds by the names of operators: so a
+    part of this one's follows from how it is written.
+
+    Args:
+        name: the operator's.
+        signature: its arguments and what it returns, as `torch.library.define` takes them.
+        function: what it is made of, for any device.
+        like: takes the same and returns what `function` returns, but for its numbers.
+        others: functions of other files that it calls.
+
+    Returns:
+        The operator, to be called as the function.
+    """
+    called: list[Callable[..., Any]] = [
+        function,
+        like,
+        *others,
+        materialize,
+        dot_products,
+        weighted_sums,
+        _halves,
+        _columns,
+    ]
+    name = f"{name}_{zlib.crc32(_written(called)):08x}"
+    torch.library.define(f"weir::{name}", signature)
+
+    def made(*given: Any) -> Tensor:
+        return (like if _sized(given[0]) else function)(*given)
+
+    torch.library.impl(f"weir::{name}", "CompositeImplicitAutograd", made)
+    return getattr(torch.ops.weir, name)
+
+
+def _sized(t: Tensor) -> bool:
+    """Whether PyTorch asks for the sizes of an operator's answer and for nothing else, as it does
+    while it reads a model: nobody follows then what the answer is made of.
+    """
+    return (
+        isinstance(t, FakeTensor)
+        and torch._C._len_torch_dispatch_stack() <= 1  # the mode of such tensors, and no other
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.is_grad_enabled()
+    )
+
+
+def _written(functions: Iterable[Callable[..., Any]]) -> bytes:
+    """The files that functions stand in, or they alone where code came without files."""
+    written: dict[str, bytes] = {}
+    for function in functions:
+        code = function.__code__
+        try:
+            written[code.co_filename] = Path(code.co_filename).read_bytes()
+        except OSError:  # as in an archive
+            written[code.co_filename + code.co_qualname] = marshal.dumps(code)
+    return b"".join(written.values())
+
+
+def materialize(t: Tensor) -> Tensor:
+    """The tensor, contiguous, computed once; what it is made of would be computed anew by each
+    loop that reads it, for each number that it makes.
+    """
+    t = t.contiguous()
+    return torch.as_strided(t, t.shape, t.stride())  # with these strides it has to be in memory
+
+
+def dot_products(rows: Tensor, lines: Tensor) -> Tensor:
+    """The product of each row with each line.
+
+    Args:
+        rows: a few [..., rows, dim], float32.
+        lines: many [..., lines, dim], of any type that becomes float32.
+
+    Returns:
+        [..., rows, lines], float32.
+    """
+    rows, parts = materialize(rows), _halves(lines, rows.shape[-2])
+    found = [(row[..., None, :] * part).sum(-1) for row in rows.unbind(-2) for part in parts]
+    return torch.cat(found, dim=-1).unflatten(-1, (rows.shape[-2], lines.shape[-2]))
+
+
+def weighted_sums(weights: Tensor, lines: Tensor) -> Tensor:
+    """The sum of all lines for each row, weighted.
+
+    Args:
+        weights: of a few rows [..., rows, lines], float32.
+        lines: many [..., lines, dim], of any type that becomes float32.
+
+    Returns:
+        [..., rows, dim], float32.
+    """
+    weights, parts = materialize(weights), _columns(lines, weights.shape[-2])
+    found = [(row[..., None] * part).sum(-2) for row in weights.unbind(-2) for part in parts]
+    return torch.cat(found, dim=-1).unflatten(-1, (weights.shape[-2], lines.shape[-1]))
+
+
+def _halves(lines: Tensor, rows: int) -> list[Tensor]:
+    """Lines in one loop with those that lie half of them further, for one row: processors fetch
+    ahead what is read in order, and two such streams come faster than one. Rows have sums of their
+    own, and short lists are read before that tells.
+    """
+    count, dim = lines.shape[-2:]
+    apart = rows == 1 and count % 2 == 0 and count * dim >= APART
+    return [part.float() for part in lines.chunk(2 if apart else 1, dim=-2)]
+
+
+def _columns(lines: Tensor, rows: int) -> list[Tensor]:
+    """Lines by as many numbers as come from memory at once, all in one loop: one after another,
+    each loop would jump from line to line. Where their sums do not fit into registers it is jumped.
+    """
+    dim, width = lines.shape[-1], CACHE_LINE // lines.element_size()
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    fit = dim % width == 0 and rows * dim <= (WIDE if wide else NARROW)
+    return [part.float() for part in lines.split(width if fit else dim, dim=-1)]

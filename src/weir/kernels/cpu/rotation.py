@@ -1,0 +1,103 @@
+"""Keys turned on by so many positions, on the CPU: `weir.slab.positions.Rotary.move`, to rounding.
+
+Turns are reduced to a part of one in float64, as there, and then to an eighth, where a short
+polynomial has sine and cosine. Angles, sines and products of a key are never written down.
+Roofline: three operations in float64 and some thirty in float32 for each pair of numbers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from weir.kernels.cpu.compilation import WHOLE, Steps, address, compiled, floats_at, in_lines
+
+_TAU = np.float32(6.283185307179586)
+
+
+@njit(nogil=True)
+def _rotate_one(
+    key: np.ndarray, by: float, per_turn: np.ndarray, turns: np.ndarray, out: np.ndarray
+) -> None:
+    """One key [dim] into `out`, its first numbers turned; `turns` is room for half of those."""
+    half = per_turn.shape[0]
+    for i in range(half):
+        turn = by * per_turn[i]
+        turns[i] = turn - np.floor(turn + 0.5)
+    for i in range(half):
+        turn = turns[i]
+        # The nearest quarter, from -2 to 2, and what is left, an eighth of a turn at most.
+        quarter = np.floor(np.float32(4.0) * turn + np.float32(0.5))
+        a = (turn - np.float32(0.25) * quarter) * _TAU
+        z = a * a
+        # Cephes' polynomials, off by less than 2^-24 up to an eighth of a turn.
+        sine = np.float32(-1.9515295891e-4) * z + np.float32(8.3321608736e-3)
+        sine = (sine * z + np.float32(-1.6666654611e-1)) * z * a + a
+        cosine = np.float32(2.443315711809948e-5) * z + np.float32(-1.388731625493765e-3)
+        cosine = (cosine * z + np.float32(4.166664568298827e-2)) * z * z
+        cosine = cosine - np.float32(0.5) * z + np.float32(1.0)
+        which = np.int32(quarter)
+        odd = (which & np.int32(1)) != 0
+        s, c = (cosine, sine) if odd else (sine, cosine)
+        s = -s if (which & np.int32(2)) != 0 else s
+        c = -c if ((which + np.int32(1)) & np.int32(2)) != 0 else c
+        one, two = key[i], key[half + i]
+        out[i] = one * c - two * s
+        out[half + i] = two * c + one * s
+    for i in range(2 * half, key.shape[0]):
+        out[i] = key[i]
+
+
+def _turn(
+    keys_at: int,
+    steps: Steps,
+    by: np.ndarray,
+    per_turn: np.ndarray,
+    dim: int,
+    out_at: int,
+    out_steps: Steps,
+) -> None:
+    batch, heads, count = by.shape
+    keys, out = floats_at(keys_at, WHOLE)[0], floats_at(out_at, WHOLE)[0]
+    turns = np.empty(per_turn.shape[0], np.float32)
+    for row in range(batch):
+        for head in range(heads):
+            at = row * steps[0] + head * steps[1]
+            to = row * out_steps[0] + head * out_steps[1]
+            for place in range(count):
+                _rotate_one(
+                    keys[at : at + dim],
+                    float(by[row, head, place]),
+                    per_turn,
+                    turns,
+                    out[to : to + dim],
+                )
+                at += steps[2]
+                to += out_steps[2]
+
+
+_compiled_turn = compiled(_turn, fastmath=("contract",))
+
+
+def rotate_keys(keys: Tensor, by: Tensor, per_turn: Tensor, out: Tensor | None = None) -> Tensor:
+    """Rotated keys moved on.
+
+    Args:
+        keys: [batch, heads, n, dim], float32.
+        by: so many positions [batch or 1, heads or 1, n], int64.
+        per_turn: turns for each position, of each pair (i, i + half) of the first numbers of a key
+            [half], float64.
+        out: where they are written, of the shape of `keys`; None for new memory.
+
+    Raises:
+        WeirError: the numbers of a key do not lie side by side in `out`.
+    """
+    out = torch.empty_like(keys, memory_format=torch.contiguous_format) if out is None else out
+    if keys.numel():
+        every = by.expand(keys.shape[:3]).contiguous().numpy()
+        keys, lines = in_lines(keys), in_lines(out, written=True)
+        where = *address(keys), every, per_turn.numpy(), keys.shape[3]
+        _compiled_turn(*where, *address(lines))
+    return out

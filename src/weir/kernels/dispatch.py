@@ -1,0 +1,234 @@
+"""Which kernel is taken, by where tensors are, what is installed and what the user asks for.
+
+A kernel is chosen by the device of the tensors and by what is installed: numba on the CPU, Triton
+on a GPU, and the reference (`weir.pools.balance.halving.walk`, `weir.slab.attention`) everywhere
+else. The environment variable `WEIR_KERNELS` overrides that: `reference` for no kernel at all,
+`numba` or `triton` for one of them wherever it runs (Triton on the CPU with `TRITON_INTERPRET=1`,
+to be tested).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from weir.errors import WeirError, describe_missing
+
+LEAST_LANES = 16
+"""A kernel that takes queries in vectors takes so many, and values of so many numbers, at least."""
+QuantizedVectors = tuple[torch.Tensor, torch.Tensor, int]
+"""Quantized vectors: numbers as they are stored, their peaks, and how many steps make a peak."""
+VARIABLE = "WEIR_KERNELS"
+_BY_DEVICE = {"cpu": "numba", "cuda": "triton"}
+_LIBRARIES = ("numba", "triton")
+_MADE = {
+    ("numba", "walk"): ("weir.kernels.cpu.walk", "walk"),
+    ("numba", "walk_pairs"): ("weir.kernels.cpu.walk_pairs", "walk_pairs"),
+    ("numba", "farthest_first"): ("weir.kernels.cpu.farthest_first", "farthest_first"),
+    ("numba", "draw_uniform"): ("weir.kernels.cpu.counter_rng", "draw_uniform"),
+    ("numba", "decode_exact"): ("weir.kernels.cpu.decode_exact", "decode_exact"),
+    ("numba", "decode_quantized"): ("weir.kernels.cpu.decode_quantized", "decode_quantized"),
+    ("numba", "distances"): ("weir.kernels.cpu.distances", "distances"),
+    ("numba", "resample"): ("weir.kernels.cpu.resample", "resample"),
+    ("numba", "causal"): ("weir.kernels.cpu.causal", "causal"),
+    ("numba", "causal_and_received"): ("weir.kernels.cpu.causal", "causal_and_received"),
+    ("numba", "rotate_keys"): ("weir.kernels.cpu.rotation", "rotate_keys"),
+    ("numba", "dequantize_int8"): ("weir.kernels.cpu.int8_codec", "dequantize_int8"),
+    ("numba", "quantize_int8"): ("weir.kernels.cpu.int8_codec", "quantize_int8"),
+    ("numba", "linear"): ("weir.kernels.cpu.linear", "linear"),
+    ("numba", "linear_int8"): ("weir.kernels.cpu.linear", "linear_int8"),
+    ("triton", "walk"): ("weir.kernels.gpu.walk", "walk"),
+    ("triton", "decode"): ("weir.kernels.gpu.decode", "decode"),
+    ("triton", "decode_quantized"): ("weir.kernels.gpu.decode_quantized", "decode_quantized"),
+}
+"""What there is: (library, kernel) and where it lies."""
+
+
+def walk(device: torch.device) -> Callable[..., Any] | None:
+    """What does as `weir.pools.balance.halving.walk` on a device; None for the reference."""
+    return _kernel(_library(device), "walk")
+
+
+def walk_pairs(keys: torch.Tensor) -> Callable[..., Any] | None:
+    """What walks through the pairs of blocks of such keys and makes their inner products on the way
+    (see `weir.kernels.cpu.walk_pairs`); None for PyTorch's products and `walk`.
+    """
+    return _of_floats("walk_pairs", keys)
+
+
+def decode(device: torch.device) -> Callable[..., Any] | None:
+    """What does as `weir.slab.attention.two_weight_attention` for one query a head on a
+    device; None for PyTorch.
+    """
+    return _kernel(_library(device), "decode")
+
+
+def decode_exact(device: torch.device, dtype: torch.dtype) -> Callable[..., Any] | None:
+    """What answers one query a head over exact slots (see `weir.kernels.cpu.decode_exact`); None
+    for PyTorch.
+
+    Args:
+        device, dtype: of the slots.
+    """
+    kernel = _kernel(_library(device), "decode_exact")
+    known = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+    if kernel is None or not known:
+        return None
+    # It runs on one thread, and PyTorch shares heads out among all there are.
+    return kernel if torch.get_num_threads() == 1 else None
+
+
+def decode_quantized(device: torch.device) -> Callable[..., Any] | None:
+    """What answers one query a head over slots of which the first are quantized (see
+    `weir.kernels.cpu.decode_quantized`); None where they are dequantized before they are read.
+    """
+    return _kernel(_library(device), "decode_quantized")
+
+
+def farthest_first(device: torch.device) -> Callable[..., Any] | None:
+    """What does the same as `weir.pools.kcenter.farthest_first` on a device; None for the
+    reference.
+    """
+    return _kernel(_library(device), "farthest_first")
+
+
+def draw_uniform(device: torch.device) -> Callable[..., Any] | None:
+    """What makes random numbers by name on a device (see `weir.kernels.cpu.counter_rng`); None for
+    `weir.pools.draws` alone.
+    """
+    return _kernel(_library(device), "draw_uniform")
+
+
+def distances(device: torch.device) -> Callable[..., Any] | None:
+    """What measures Euclidean distances on a device (see `weir.kernels.cpu.distances`); None for
+    `torch.cdist`.
+    """
+    return _kernel(_library(device), "distances")
+
+
+def resample(device: torch.device) -> Callable[..., Any] | None:
+    """What does as `weir.pools.subgen.clusters.resample` on a device; None for the reference."""
+    return _kernel(_library(device), "resample")
+
+
+def causal(queries: torch.Tensor, values: torch.Tensor) -> Callable[..., Any] | None:
+    """What answers the newest tokens over all slots (see `weir.kernels.cpu.causal`); None for
+    PyTorch.
+
+    Args:
+        queries: [batch, kv_heads, group, length, key_dim].
+        values: as they lie in the slab [batch, kv_heads, slots, value_dim].
+    """
+    return _of_piece("causal", queries, values)
+
+
+def causal_and_received(queries: torch.Tensor, values: torch.Tensor) -> Callable[..., Any] | None:
+    """What does so and tells how much attention slots received; None where nothing does both."""
+    return _of_piece("causal_and_received", queries, values)
+
+
+def rotate_keys(keys: torch.Tensor) -> Callable[..., Any] | None:
+    """What does as `weir.slab.positions.Rotary.move` for such keys (see
+    `weir.kernels.cpu.rotation`); None for PyTorch.
+    """
+    return _of_floats("rotate_keys", keys)
+
+
+def dequantize_int8(out: torch.Tensor) -> Callable[..., Any] | None:
+    """What does as `weir.slab.quantized.dequantize` for vectors of 8 bits that are read into such a
+    tensor (see `weir.kernels.cpu.int8_codec`); None for PyTorch.
+    """
+    return _of_floats("dequantize_int8", out)
+
+
+def quantize_int8(x: torch.Tensor) -> Callable[..., Any] | None:
+    """What does as `weir.slab.quantized.quantize` for such vectors and 8 bits (see
+    `weir.kernels.cpu.int8_codec`); None for PyTorch.
+    """
+    return _of_floats("quantize_int8", x)
+
+
+def linear(device: torch.device) -> Callable[..., Any] | None:
+    """What does as `torch.nn.functional.linear` for few rows on a device (see
+    `weir.kernels.cpu.linear`); None where PyTorch alone does.
+    """
+    return _kernel(_library(device), "linear")
+
+
+def linear_int8(device: torch.device) -> Callable[..., Any] | None:
+    """A product of few rows with a weight of 8 bits on a device (see `weir.kernels.cpu.linear`);
+    None where there is none.
+    """
+    return _kernel(_library(device), "linear_int8")
+
+
+def is_compiling() -> bool:
+    """Whether PyTorch compiles, traces, intercepts or transforms (`torch.vmap`) the operations.
+
+    A kernel reads memory by address, which PyTorch cannot record.
+    """
+    return bool(
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
+def paths(device: torch.device) -> dict[str, str]:
+    """Which way each kernel goes on a device: the library's name, or `reference`."""
+    library = _library(device)
+    names = dict.fromkeys(kernel for _, kernel in _MADE)
+    return {name: library if _kernel(library, name) else "reference" for name in names}
+
+
+def _of_piece(name: str, queries: torch.Tensor, values: torch.Tensor) -> Callable[..., Any] | None:
+    """A kernel for the queries of a piece of a prompt."""
+    # PyTorch shares the heads out among threads.
+    if torch.get_num_threads() > 1 or min(queries.shape[3], values.shape[3]) < LEAST_LANES:
+        return None
+    return _of_floats(name, queries) if values.dtype == queries.dtype else None
+
+
+def _of_floats(name: str, t: torch.Tensor) -> Callable[..., Any] | None:
+    """A kernel for float32 on the CPU; none in a graph that is being compiled, for gradients, or
+    where PyTorch follows what is done.
+    """
+    if t.device.type != "cpu" or t.dtype != torch.float32 or t.requires_grad:
+        return None
+    if is_compiling():
+        return None
+    return _kernel(_library(t.device), name)
+
+
+def _library(device: torch.device) -> str:
+    """The library that is asked for.
+
+    Raises:
+        WeirError: the environment asks for one that there is not.
+    """
+    wanted = os.environ.get(VARIABLE, "")
+    if not wanted:
+        return _BY_DEVICE.get(device.type, "reference")
+    if wanted != "reference" and wanted not in _LIBRARIES:
+        raise WeirError(f"{VARIABLE} is reference, numba or triton, not {wanted!r}")
+    if wanted in _LIBRARIES and find_spec(wanted) is None:
+        raise WeirError(describe_missing(f"{VARIABLE}={wanted}", wanted))
+    return wanted
+
+
+@lru_cache
+def _kernel(library: str, name: str) -> Callable[..., Any] | None:
+    if (library, name) not in _MADE or find_spec(library) is None:
+        return None
+    module, function = _MADE[library, name]
+    try:
+        return getattr(import_module(module), function)
+    except ImportError:  # installed, but not for this Python, NumPy or PyTorch
+        return None

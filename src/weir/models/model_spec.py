@@ -1,0 +1,459 @@
+"""What weir needs to know of a model: its layers' positions, their windows, if it can be served.
+
+All families here keep keys and values of every token and attend to them by softmax; rotary
+embeddings are half-split. Anything else is refused in one sentence.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from weir.errors import WeirError
+from weir.models.attention_sinks import ModelSink, sink_at_work, sink_of
+from weir.models.forward_lock import forward_lock_of
+from weir.models.images import BOTH_WAYS, CAUSAL, TEXT_ONLY, Images, images_of
+from weir.slab import Alibi, Heads, LayerPositions, Rotary
+
+INTERFACE_FAMILIES = frozenset(
+    """llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 olmo2 smollm3 gpt_neox gpt_oss
+    apertus arcee exaone4 granite granitemoe ministral mixtral nemotron olmo olmo3 olmoe persimmon
+    phi qwen2_moe qwen2_vl_text qwen2_5_vl_text qwen3_moe seed_oss stablelm starcoder2""".split()
+)
+"""Model types whose attention goes through transformers' attention interface."""
+
+OWN_FAMILIES = frozenset({"falcon", "mpt", "bloom"})
+"""Model types with attention of their own; `families` has what it takes to serve them."""
+
+SUNK = frozenset({"gpt_oss"})
+"""Model types with sink logits of their own, one for each head, which they have learned."""
+
+MULTIMODAL = CAUSAL | TEXT_ONLY
+"""Model types around a decoder of another type; of some weir streams the text only (`images`)."""
+
+DROPPING = frozenset({"phi3"})
+"""Model types whose `generate` drops a cache that is true once the text is as long as the original
+window. Their frequencies change there, and weir's do not: caches of these models are false."""
+
+
+WINDOW_NAMES = ("max_position_embeddings", "max_seq_len", "seq_length")
+"""What it is called: by most, by MPT, and by Bloom where it says so at all."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer of a model.
+
+    Attributes:
+        positions: what it does with them, for keys that stay where they were said.
+        heads: the sizes of its attention; of a model whose heads are shared out over processes
+            (`tp_plan`), of this one's share.
+        first_head: the first KV head of that share.
+    """
+
+    positions: LayerPositions
+    heads: Heads
+    first_head: int = 0
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What weir needs to know of one model.
+
+    Attributes:
+        kind: the model type of its configuration.
+        decoder: the module that takes token ids and a cache; hooks go there.
+        layers: each layer's facts.
+        attentions: each layer's attention module.
+        rotaries: modules that make cosines and sines.
+        rotations: the rotary embedding of each type of layers that has one; of the type None where
+            a model does not tell its layers apart.
+        config: the configuration that says which attention is used.
+        vocabulary: token ids run from 0 to this, exclusive.
+        sink: the attention sink it was trained with.
+        images: what there is to know of its images; None for a text model.
+    """
+
+    kind: str
+    decoder: nn.Module
+    layers: tuple[LayerSpec, ...]
+    attentions: tuple[nn.Module, ...]
+    rotaries: tuple[nn.Module, ...]
+    rotations: dict[str | None, Rotary]
+    config: Any
+    vocabulary: int
+    sink: ModelSink
+    images: Images | None = None
+
+    @property
+    def sliding(self) -> int | None:
+        """The window where every layer slides; None where one layer sees everything."""
+        windows = [layer.positions.window for layer in self.layers]
+        return None if None in windows else min(w for w in windows if w is not None)
+
+
+@dataclass(frozen=True)
+class StopTokens:
+    """The tokens that end a row in `generate`, and the one it is then fed."""
+
+    stops: tuple[int, ...]
+    pad: int | None
+
+    @classmethod
+    def of(cls, config: Any) -> StopTokens:
+        """As a generation configuration names them; none without one, as base models have it."""
+        if config is None:
+            return cls((), None)
+        stops = config.eos_token_id
+        stops = (stops,) if isinstance(stops, int) else tuple(stops or ())
+        # Where no padding token is named, generate() takes the first of those that end a row.
+        pad = next((p for p in (config.pad_token_id, *stops) if p is not None), None)
+        return cls(stops, pad)
+
+
+def describe(model: PreTrainedModel, reach: int | None = None) -> ModelSpec:
+    """Read a model's facts.
+
+    Args:
+        model: a causal language model.
+        reach: the highest position attention will meet, where that is known; some scalings of RoPE
+            choose their frequencies by it.
+
+    Raises:
+        WeirError: the model is of a kind weir cannot serve; the sentence says why.
+    """
+    model = transformers_model(model)
+    config = model.config.get_text_config(decoder=True)
+    with forward_lock_of(config):  # during a call in another thread its attention is called weir
+        return _describe(model, config, reach)
+
+
+def _describe(model: PreTrainedModel, config: Any, reach: int | None) -> ModelSpec:
+    _refuse(model, config)
+    decoder = model.get_decoder()
+    modules = attention_modules(decoder)
+    _refuse_closed(config.model_type, modules)
+    alibi = read_alibi(config, decoder) if _has_alibi(config) else None
+    rotary_module = getattr(decoder, "rotary_emb", None)
+    layers = []
+    kind_placed = config.model_type not in OWN_FAMILIES
+    known: dict[str | None, Rotary] = {}  # shared, so that layers share what it works out
+    for index, module in enumerate(modules):
+        kind = _layer_type(config, index)
+        rotary = None
+        if rotary_module is not None and _rotates(config, module):
+            if kind not in known:
+                known[kind] = read_rotary(rotary_module, kind, reach)
+            rotary = known[kind]
+        positions = LayerPositions(
+            rotary, alibi, _window(config, kind), rolling=False, placed=kind_placed
+        )
+        layers.append(LayerSpec(positions, *_heads(config, module, model.dtype)))
+    return ModelSpec(
+        kind=config.model_type,
+        # MethodPatch a multimodal model's decoder there is another module, which makes the masks.
+        decoder=model.base_model,
+        layers=tuple(layers),
+        attentions=tuple(modules),
+        rotaries=() if rotary_module is None else (rotary_module,),
+        rotations=known,
+        config=config,
+        vocabulary=config.vocab_size,
+        sink=_sink(config),
+        images=images_of(model.config),
+    )
+
+
+def transformers_model(model: object) -> PreTrainedModel:
+    """The transformers model that is served: `model`, or what a PEFT adapter was put into.
+
+    Raises:
+        WeirError: it is none, or wrapped in something that calls it in a way weir cannot follow;
+            the sentence says what to do instead.
+    """
+    kind = type(model).__name__
+    if isinstance(model, PreTrainedModel):
+        if getattr(model, "_compiled_call_impl", None) is not None:
+            raise WeirError(f"this {kind} was compiled as a whole; {_INSTEAD_OF_COMPILING}")
+        return model
+    if isinstance(model, nn.Module) and hasattr(model, "_orig_mod"):
+        raise WeirError(f"this model went through torch.compile; {_INSTEAD_OF_COMPILING}")
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise WeirError(
+            f"a {kind} deals its rows out to copies of a model, and a stream belongs to one model; "
+            "give weir the module inside it, model.module"
+        )
+    adapters = getattr(model, "peft_config", None)
+    if isinstance(adapters, dict) and hasattr(model, "get_base_model"):
+        if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters.values()):
+            raise WeirError(
+                f"this {kind} puts learned prompts in front of its text, in a cache of its own; "
+                "weir serves adapters that change weights, such as LoRA"
+            )
+        return transformers_model(model.get_base_model())
+    raise WeirError(f"weir serves transformers models, not a {kind}; weir.load gives one")
+
+
+_INSTEAD_OF_COMPILING = (
+    "give weir the model as it was before, and let weir.compile_steps(model) compile its steps"
+)
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where token ids are to be put: where the weights are, or where accelerate takes them.
+
+    Raises:
+        WeirError: the model has no weights anywhere.
+    """
+    device = model.device
+    if device.type != "meta":
+        return device
+    # Offloaded weights are on "meta" between calls; the hook that brings them knows to where.
+    for module in model.modules():
+        where = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if where is not None:
+            return torch.device(where)
+    raise WeirError(
+        "this model has no weights: its parameters are on the device meta; load it, or move it "
+        "with model.to_empty and load its weights"
+    )
+
+
+def attention_modules(decoder: nn.Module) -> list[nn.Module]:
+    """The attention modules of a decoder, in the order of its layers."""
+    blocks = next(getattr(decoder, n) for n in ("layers", "h", "blocks") if hasattr(decoder, n))
+    names = ("self_attn", "attention", "self_attention", "attn")
+    return [next(getattr(b, n) for n in names if hasattr(b, n)) for b in blocks]
+
+
+def _refuse(model: PreTrainedModel, config: Any) -> None:
+    kind, outer = config.model_type, model.config.model_type
+    types = getattr(config, "layer_types", None) or []
+    if outer in BOTH_WAYS - MULTIMODAL:
+        raise WeirError(
+            f"the tokens of an image attend both ways in {outer}; weir streams causal decoders only"
+        )
+    if model.config.is_encoder_decoder or config.is_encoder_decoder:
+        raise WeirError(f"{kind} is an encoder-decoder; weir streams decoders only")
+    if getattr(config, "kv_lora_rank", None):
+        raise WeirError(
+            f"{kind} uses multi-head latent attention: it caches compressed latents, not keys and "
+            "values that a pool could choose from"
+        )
+    if getattr(model, "_is_stateful", False) or any("linear" in t or "mamba" in t for t in types):
+        raise WeirError(
+            f"{kind} is a state-space or linear-attention model: its memory is of fixed size "
+            "already and holds no tokens that a pool could choose from"
+        )
+    if getattr(config, "use_bidirectional_attention", False):
+        raise WeirError(f"this {kind} attends both ways; weir streams causal decoders only")
+    if kind not in INTERFACE_FAMILIES | OWN_FAMILIES or outer not in MULTIMODAL | {kind}:
+        known = ", ".join(sorted(INTERFACE_FAMILIES | OWN_FAMILIES | MULTIMODAL))
+        raise WeirError(f"weir does not know how {outer} attends; it serves {known}")
+    if not hasattr(model, "get_decoder"):
+        raise WeirError(f"{type(model).__name__} has no decoder that takes token ids")
+
+
+def _refuse_closed(kind: str, modules: list[nn.Module]) -> None:
+    """Refuse attention that would not ask for weir's, as Nemotron's in transformers 5.12.
+
+    Raises:
+        WeirError: the file it is written in does not use transformers' attention interface.
+    """
+    if kind in OWN_FAMILIES:
+        return
+    written_in = (sys.modules[part.__module__] for part in type(modules[0]).__mro__)
+    if not any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in written_in):
+        raise WeirError(
+            f"the attention of this {kind} cannot be replaced: its code does not use transformers' "
+            f"attention interface (transformers {transformers.__version__}; a newer one may)"
+        )
+
+
+def _sink(config: Any) -> ModelSink:
+    """The model's sink, where its attention has it.
+
+    Raises:
+        WeirError: the configuration says one thing and the attention does another.
+    """
+    if sink_of(config).kind == "zero" and config.model_type in OWN_FAMILIES | SUNK:
+        raise WeirError(
+            f"the attention of {config.model_type} takes no Zero Sink, and the model's "
+            "configuration says that it was trained with one"
+        )
+    return sink_at_work(config)
+
+
+def _layer_type(config: Any, index: int) -> str | None:
+    types = getattr(config, "layer_types", None)
+    return None if types is None else types[index]
+
+
+def _window(config: Any, kind: str | None) -> int | None:
+    if kind is not None and kind != "sliding_attention":
+        return None
+    window = getattr(config, "sliding_window", None)
+    return None if window is None else int(window)
+
+
+def _heads(config: Any, module: Any, dtype: torch.dtype) -> tuple[Heads, int]:
+    """The sizes of an attention module, as its keys and values come to weir, and its first head."""
+    names = ("num_attention_heads", "num_heads", "n_heads", "n_head")
+    heads = next(int(n) for name in names if (n := getattr(config, name, None)) is not None)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if config.model_type == "falcon":
+        kv_heads = module.num_kv_heads
+    dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+    dim = dim or config.hidden_size // heads
+    shares, mine = _shares(module)
+    if kv_heads % shares == 0:
+        heads, kv_heads = heads // shares, kv_heads // shares
+    else:
+        mine = 0
+    return Heads(kv_heads, heads // kv_heads, int(dim), int(dim), dtype), mine * kv_heads
+
+
+def _shares(module: nn.Module) -> tuple[int, int]:
+    """Over how many processes the heads of an attention module are shared out (`tp_plan`), and
+    which of them this one is.
+    """
+    p: Any
+    part: Any
+    for p in module.parameters():
+        if not hasattr(p, "device_mesh"):  # of a DTensor, a class that takes a second to import
+            continue
+        mesh = p.device_mesh
+        at = mesh.get_coordinate() or [0] * mesh.ndim
+        # Other dimensions of a mesh share out data or layers, and say so by their names.
+        names = mesh.mesh_dim_names or ("tp",) * mesh.ndim
+        for dim, placement in enumerate(p.placements):
+            # Projections to heads are cut by rows, the one back from them by columns.
+            if placement.is_shard(0) and names[dim] == "tp":
+                return mesh.size(dim), at[dim]
+    for part in module.modules():  # an older transformers keeps plain tensors, and says it here
+        if getattr(part, "_hf_tp_plan", None) in ("colwise", "packed_colwise"):
+            mesh = part._hf_device_mesh
+            return int(mesh.size()), int(mesh.get_local_rank())
+    return 1, 0
+
+
+def _rotates(config: Any, module: Any) -> bool:
+    """Whether an attention module rotates its queries and keys."""
+    if config.model_type == "falcon":
+        return not config.alibi
+    if config.model_type == "exaone4":
+        # Where some layers slide, those that see everything do without positions.
+        return module.sliding_window is None or bool(module.is_sliding)
+    return bool(getattr(module, "use_rope", True))
+
+
+def _has_alibi(config: Any) -> bool:
+    # transformers' MPT adds its biases whatever `attn_config.alibi` says.
+    return config.model_type in ("bloom", "mpt") or bool(getattr(config, "alibi", False))
+
+
+def read_rotary(module: nn.Module, kind: str | None, reach: int | None) -> Rotary:
+    """The rotary embedding of layers of one type.
+
+    Args:
+        module: a model's `rotary_emb`.
+        kind: the layers' type; it matters where a model rotates its types of layers differently.
+        reach: as in `describe`.
+    """
+    several = kind is not None and hasattr(module, f"{kind}_inv_freq")
+    prefix = f"{kind}_" if several else ""
+    frequencies = getattr(module, f"{prefix}inv_freq")
+    scaling = getattr(module, f"{prefix}attention_scaling")
+    rope_type: Any = getattr(module, "rope_type", "default")
+    rope_type = rope_type[kind] if several else rope_type
+    if rope_type in ("longrope", "dynamic"):
+        # These change their frequencies with the length of the call; the reach of a cache is fixed.
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](
+            module.config,
+            frequencies.device,
+            seq_len=reach or 1,
+            **({"layer_type": kind} if several else {}),
+        )
+    return Rotary(frequencies.detach().to(torch.float64), float(scaling), _sections(module))
+
+
+def _sections(module: Any) -> tuple[int, ...] | None:
+    """How many frequencies turn by each of three axes; None for one axis."""
+    found = getattr(module, "mrope_section", None)
+    if found is None:
+        config = getattr(module, "config", None)
+        found = (getattr(config, "rope_parameters", None) or {}).get("mrope_section")
+    return None if found is None else tuple(found)
+
+
+def read_alibi(config: Any, decoder: Any) -> Alibi:
+    """ALiBi as a model computes it (Press, Smith and Lewis 2022).
+
+    The slopes are read off the bias that the model's own function gives to the place next to a
+    place without any, so they are what the model uses to the last bit.
+
+    Args:
+        config: of a Bloom, Falcon or MPT model.
+        decoder: its decoder.
+    """
+    device = next(decoder.parameters()).device
+    if device.type == "meta":  # offloaded, or described before it is loaded
+        device = torch.device("cpu")
+    if config.model_type == "mpt":
+        # Places count up to 0, the newest.
+        bias = decoder.build_mpt_alibi_tensor(config.n_heads, 2, device=device)
+        return Alibi(-bias[:, 0, 0].float())
+    two = torch.ones(1, 2, dtype=torch.int64, device=device)
+    heads = config.num_attention_heads
+    if config.model_type == "bloom":
+        bias = decoder.build_alibi_tensor(two, heads, torch.float32)
+        return Alibi(bias[:, 0, 1])
+    # Imported where it is needed: it takes a sixth of a second.
+    from transformers.models.falcon.modeling_falcon import build_alibi_tensor
+
+    bias = build_alibi_tensor(two, heads, torch.float32)
+    # The bias is made before the logits are scaled, and scaled with them; transformers' eager
+    # attention adds it twice, once more within the mask.
+    times = 2 if config._attn_implementation == "eager" else 1
+    scale = times / math.sqrt(config.head_dim)
+    return Alibi(bias[:, 0, 1], rounding=torch.bfloat16, factor=scale)
+
+
+def window_of(config: PreTrainedConfig) -> int | None:
+    """How many tokens a model reads at once as it was trained; None where it does not say.
+
+    Args:
+        config: of a model; of one with several parts, the text decoder's is read.
+    """
+    text = config.get_text_config(decoder=True)
+    return next((int(size) for name in WINDOW_NAMES if (size := getattr(text, name, None))), None)
+
+
+def check_ids(ids: Tensor, vocabulary: int) -> None:
+    """Refuse token ids of any shape, one or more, that a model has no embedding of.
+
+    Args:
+        ids: whole numbers.
+        vocabulary: ids run from 0 to this, exclusive.
+
+    Raises:
+        WeirError: one of them is out of range.
+    """
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocabulary:
+        raise out_of_range(low if low < 0 else high, vocabulary)
+
+
+def out_of_range(token: int, vocabulary: int, where: str = "") -> WeirError:
+    """What is to be said of a token id that a model has no embedding of; `where` in front."""
+    return WeirError(
+        f"{where}token id {token} is out of range; the model knows 0 to {vocabulary - 1}"
+    )

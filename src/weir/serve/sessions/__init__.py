@@ -1,0 +1,81 @@
+"""Saved sessions: checkpoints and records of turns, responses, archives and leases."""
+
+from weir.serve.sessions.archive import SessionArchive
+from weir.serve.sessions.checkpoints import LazyCheckpoint, MemoryCheckpoints
+from weir.serve.sessions.items import (
+    Item,
+    answer_item,
+    answer_part,
+    call_item,
+    input_item,
+    messages_of,
+    new_id,
+    result_item,
+)
+from weir.serve.sessions.leases import (
+    AcquireLease,
+    AnsweredElsewhere,
+    ConversationLocked,
+    ConversationLocks,
+    LeaseLost,
+    SessionLease,
+)
+from weir.serve.sessions.manager import HeldByConversation, SessionManager, UnknownSession
+from weir.serve.sessions.memory_store import MemoryStore
+from weir.serve.sessions.records import (
+    NameTaken,
+    SessionStore,
+    SessionSummary,
+    TurnRecord,
+    TurnTokens,
+    find_path,
+    pack_ids,
+    unpack_ids,
+)
+from weir.serve.sessions.responses import ResponseStore, StoredConversation, StoredResponse
+from weir.serve.sessions.snapshot import RowFormat, decode_checkpoint, encode_checkpoint
+from weir.serve.sessions.sqlite_checkpoints import SQLiteCheckpoints
+from weir.serve.sessions.sqlite_store import SQLiteStore
+from weir.serve.sessions.writer import CheckpointWriter, WriteJob
+
+__all__ = [
+    "AcquireLease",
+    "AnsweredElsewhere",
+    "CheckpointWriter",
+    "ConversationLocked",
+    "ConversationLocks",
+    "HeldByConversation",
+    "Item",
+    "LazyCheckpoint",
+    "LeaseLost",
+    "MemoryCheckpoints",
+    "MemoryStore",
+    "NameTaken",
+    "ResponseStore",
+    "RowFormat",
+    "SQLiteCheckpoints",
+    "SQLiteStore",
+    "SessionArchive",
+    "SessionLease",
+    "SessionManager",
+    "SessionStore",
+    "SessionSummary",
+    "StoredConversation",
+    "StoredResponse",
+    "TurnRecord",
+    "TurnTokens",
+    "UnknownSession",
+    "WriteJob",
+    "answer_item",
+    "answer_part",
+    "call_item",
+    "decode_checkpoint",
+    "encode_checkpoint",
+    "find_path",
+    "input_item",
+    "messages_of",
+    "new_id",
+    "pack_ids",
+    "result_item",
+    "unpack_ids",
+]

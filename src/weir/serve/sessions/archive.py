@@ -1,0 +1,260 @@
+"""A session on its way from one store to another: one safetensors file.
+
+Of each turn it has the snapshot, as a store on disk has it, and the record; as text a checksum of
+each. Nothing is believed of one that comes back: its turns are checked as if they were
+new, and get new names. Knows nothing about tables.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from weir.cache import FARTHEST, Wrong, list_of, optional, text, whole
+from weir.cache import record as facts_of
+from weir.errors import WeirError, quote
+from weir.serve.engine import Checkpoint
+from weir.serve.messages import Message
+from weir.serve.sessions.records import SessionStore, TurnRecord, pack_ids, unpack_ids
+from weir.serve.sessions.snapshot import RowFormat, decode_foreign, encode_checkpoint
+
+FORMAT = 2
+KEY = "weir_sessions"
+
+
+@dataclass
+class SessionArchive:
+    """Turns of a session, those that go on from others behind them.
+
+    Attributes:
+        records: of the turns.
+        nodes: of the same.
+    """
+
+    records: list[TurnRecord] = field(default_factory=list)
+    nodes: list[Checkpoint] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, store: SessionStore, owner: str, session: str, most: int) -> SessionArchive:
+        """The newest turns of a session of the owner's that are kept.
+
+        Raises:
+            WeirError: the owner has no such session, or a turn of it is damaged.
+        """
+        parcel = cls()
+        for record in store.list_turns(owner, session)[-most:]:
+            try:
+                node = store.get(record.node)
+                parcel.add(record, Checkpoint(node.state, node.pending))
+            except WeirError:
+                if store.find_turn(owner, record.node) is not None:
+                    raise
+                # It has gone meanwhile.
+        if not parcel.records:
+            raise WeirError("there is no such session")
+        return parcel
+
+    def add(self, record: TurnRecord, node: Checkpoint) -> None:
+        """One turn more."""
+        self.records.append(record)
+        self.nodes.append(node)
+
+    def renamed(self, owner: str) -> SessionArchive:
+        """The same as a session of this owner's, and under names that nobody has."""
+        session = f"sess_{secrets.token_hex(16)}"
+        names = {record.node: secrets.token_hex(16) for record in self.records}
+        records = [
+            replace(
+                record,
+                node=names[record.node],
+                owner=owner,
+                session=session,
+                parent=None if record.parent is None else names.get(record.parent),
+            )
+            for record in self.records
+        ]
+        return SessionArchive(records, self.nodes)
+
+    def write(self, path: Path, form: RowFormat) -> None:
+        """Write a file, whole or not at all.
+
+        Args:
+            path: of the file.
+            form: what its rows are rows of.
+
+        Raises:
+            WeirError: it cannot be written.
+        """
+        snapshots = [encode_checkpoint(form, node) for node in self.nodes]
+        said = {
+            "format": FORMAT,
+            "turns": [
+                {**_said(record), "sha256": hashlib.sha256(data).hexdigest()}
+                for record, data in zip(self.records, snapshots, strict=True)
+            ],
+        }
+        tensors = {
+            str(n): torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            for n, data in enumerate(snapshots)
+        }
+        try:
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.name}.") as folder:
+                new = Path(folder) / "new"
+                save_file(tensors, str(new), metadata={KEY: json.dumps(said)})
+                with open(new, "rb+") as file:
+                    os.fsync(file.fileno())
+                os.replace(new, path)
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise WeirError(f"the session cannot be written: {reason}") from None
+
+    @classmethod
+    def read(cls, path: Path, form: RowFormat, limit: int | None) -> SessionArchive:
+        """Read a file.
+
+        Args:
+            path: of the file.
+            form: what its rows must be rows of.
+            limit: bytes that it may have; None for any number.
+
+        Raises:
+            WeirError: it is missing, too large, damaged or no export of weir, or a turn in it
+                cannot be gone on from here.
+        """
+        if not path.is_file():
+            raise WeirError("there is no such file")
+        size = path.stat().st_size
+        if limit is not None and size > limit:
+            raise WeirError(f"the file has {size:,} bytes, and {limit:,} are taken")
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                said = json.loads((file.metadata() or {})[KEY])
+                mapped = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError, ValueError, LookupError, RecursionError) as error:
+            raise WeirError(
+                f"the file is damaged or no session that weir exported ({quote(str(error))})"
+            ) from None
+        try:
+            return cls._checked(said, mapped, form)
+        except (Wrong, WeirError) as error:
+            raise WeirError(f"the file cannot be imported: {error}") from None
+
+    @classmethod
+    def _checked(
+        cls, said: Any, mapped: dict[str, torch.Tensor], form: RowFormat
+    ) -> SessionArchive:
+        """What a file says and holds, looked through.
+
+        Raises:
+            Wrong, WeirError: naming what is wrong.
+        """
+        facts_of(format=whole(FORMAT, FORMAT), turns=list_of(_turn(form.vocabulary)))(said, "")
+        turns = said["turns"]
+        if set(mapped) != {str(n) for n in range(len(turns))} or not turns:
+            raise Wrong(f"it has {len(mapped)} snapshots of {len(turns)} turns")
+        parcel = cls()
+        known: set[str] = set()
+        names = {turn["node"] for turn in turns}
+        for n, turn in enumerate(turns):
+            t = mapped[str(n)]
+            if t.dtype != torch.uint8 or t.dim() != 1:
+                raise Wrong(f"snapshot {n} is no file")
+            data = t.numpy().tobytes()
+            if hashlib.sha256(data).hexdigest() != turn.pop("sha256"):
+                raise Wrong(f"turns[{n}] is damaged: its checksum is not that of its snapshot")
+            try:
+                node = decode_foreign(form, data)
+            except WeirError as error:
+                raise Wrong(f"turns[{n}]: {error}") from None
+            seen = node.state.facts["seen"] + len(node.pending)
+            if (turn["last"],) != node.pending or turn["seen"] != seen:
+                raise Wrong(f"turns[{n}] does not end where its snapshot does")
+            if turn["node"] in known:
+                raise Wrong(f"turns[{n}] is there twice")
+            if turn["parent"] in names - known:
+                raise Wrong(f"turns[{n}] stands before what it goes on from")
+            known.add(turn["node"])
+            if len(turn["ids"]) > turn["seen"]:
+                raise Wrong(f"turns[{n}] has more tokens than its stream")
+            messages = tuple(Message.read(each) for each in turn.pop("messages"))
+            ids = pack_ids(turn.pop("ids"))
+            parcel.add(TurnRecord(owner="", session="", messages=messages, ids=ids, **turn), node)
+        return parcel
+
+
+def _said(record: TurnRecord) -> dict[str, Any]:
+    """A record as it travels: not whose it was, nor under which name."""
+    return {
+        "node": record.node,
+        "parent": record.parent,
+        "chain": record.chain,
+        "messages": [each.kept() for each in record.messages],
+        "last": record.last,
+        "seen": record.seen,
+        "usage": record.usage,
+        "created": record.created,
+        "ids": unpack_ids(record.ids).tolist(),
+    }
+
+
+def _turn(vocabulary: int) -> Any:
+    """What is said of a turn."""
+    return facts_of(
+        node=text(),
+        parent=optional(text()),
+        chain=_chain,
+        messages=list_of(_message),
+        last=whole(0, vocabulary - 1),
+        seen=whole(1),
+        usage=_usage,
+        created=_time,
+        ids=list_of(whole(0, vocabulary - 1)),
+        sha256=text(),
+    )
+
+
+def _chain(value: Any, place: str) -> None:
+    if not isinstance(value, str) or not set(value) <= set("0123456789abcdef") or len(value) > 64:
+        raise Wrong(f"{place} must be a hash, not {quote(value)}")
+
+
+def _message(value: Any, place: str) -> None:
+    list_of(_anything)(value, place)
+    if len(value) not in (3, 6):
+        raise Wrong(f"{place} must have 3 parts or 6, not {len(value)}")
+    role, content, name, *more = value
+    text("system", "user", "assistant", "tool", "developer")(role, f"{place}.role")
+    text()(content, f"{place}.content")
+    optional(text())(name, f"{place}.name")
+    if more:
+        calls, result, which = more
+        list_of(list_of(text(), 3))(calls, f"{place}.calls")
+        optional(text())(result, f"{place}.result")
+        optional(whole())(which, f"{place}.place")
+
+
+def _usage(value: Any, place: str) -> None:
+    if not isinstance(value, dict):
+        raise Wrong(f"{place} must be numbers by name, not {quote(value)}")
+    for name, number in value.items():
+        whole(0, FARTHEST)(number, f"{place}.{quote(name)}")
+
+
+def _time(value: Any, place: str) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value <= FARTHEST:
+        raise Wrong(f"{place} must be seconds since 1970, not {quote(value)}")
+
+
+def _anything(value: Any, place: str) -> None:
+    """What is looked at afterwards."""

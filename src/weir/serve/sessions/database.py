@@ -1,0 +1,186 @@
+"""Database in SQLite, in a file or in memory; and those of a store.
+
+A store's say which node is in which file, and what is known of turns.
+
+Whoever writes has the one connection that writes, and what was committed is there after a power cut
+too. Readers of a file have another and wait for no commit. Knows nothing about files or models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from weir.errors import WeirError
+
+VERSION = 2
+"""Of the tables (`PRAGMA user_version`)."""
+
+_TABLES = """
+CREATE TABLE facts (
+    name TEXT PRIMARY KEY,
+    value TEXT NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE nodes (
+    name TEXT PRIMARY KEY,
+    file TEXT NOT NULL UNIQUE,
+    bytes INTEGER NOT NULL,
+    sha256 TEXT NOT NULL,
+    pending TEXT NOT NULL,  -- JSON: tokens
+    used INTEGER NOT NULL   -- rises from use to use: clocks jump
+);
+CREATE INDEX nodes_used ON nodes (used);
+CREATE TABLE records (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,  -- in the order they came
+    node TEXT NOT NULL UNIQUE REFERENCES nodes (name) ON DELETE CASCADE,
+    owner TEXT NOT NULL,
+    parent TEXT,
+    chain TEXT NOT NULL,
+    messages TEXT NOT NULL,  -- JSON: [role, content, name] each
+    last INTEGER NOT NULL,
+    seen INTEGER NOT NULL,
+    usage TEXT NOT NULL,  -- JSON: numbers by name
+    created REAL NOT NULL,
+    ids BLOB NOT NULL,  -- tokens, four bytes each
+    topic TEXT NOT NULL
+);
+CREATE INDEX records_chain ON records (owner, chain);
+CREATE INDEX records_parent ON records (parent);
+CREATE TABLE members (  -- which turns are in which sessions
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    owner TEXT NOT NULL,
+    session TEXT NOT NULL,
+    node TEXT NOT NULL REFERENCES nodes (name) ON DELETE CASCADE,
+    UNIQUE (owner, session, node)
+);
+CREATE INDEX members_node ON members (node);
+"""
+
+
+class Database:
+    """Database, open until `close`.
+
+    Args:
+        path: of the file; None for tables in memory.
+        begin: make it if there is none.
+        tables: the statements that make them.
+        version: of them.
+
+    Raises:
+        WeirError: it is not there and not to be made, is not an ordinary file, is damaged, or of
+            another weir.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        begin: bool,
+        tables: str = _TABLES,
+        version: int = VERSION,
+    ) -> None:
+        if path is None:
+            self._writing = threading.RLock()
+            self._reading: Any = self._writing  # there is one connection, for one at a time
+            self._writer = self._reader = _connected(":memory:")
+            self._make(tables, version)
+            return
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise WeirError(f"{path} is not an ordinary file")
+        if not begin and not (path.exists() and path.stat().st_size):
+            raise WeirError(
+                f"{path.parent} has snapshots but no tables that say what they are; restore its "
+                f"{path.name} or give another folder"
+            )
+        self._writing, self._reading = threading.RLock(), threading.Lock()
+        try:
+            # What was said is its owner's alone, and SQLite gives its logs the rights of the file.
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+            self._writer = _connected(path)
+        except (OSError, sqlite3.Error) as error:
+            raise WeirError(f"{path} is damaged or cannot be opened: {error}") from None
+        try:
+            # Before anything else: a database that was just made has neither version nor tables.
+            found = self._writer.execute("PRAGMA user_version").fetchone()[0]
+            there = self._writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+            if begin and found == 0 and there == 0:
+                self._writer.execute("PRAGMA journal_mode = WAL")
+                self._make(tables, version)
+            elif found != version:
+                raise WeirError(f"{path} has version {found}, and this weir reads {version}")
+            elif self._writer.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
+                raise WeirError(f"{path} is damaged")
+            self._reader = _connected(path)
+        except sqlite3.Error as error:
+            self._writer.close()
+            raise WeirError(f"{path} is damaged or cannot be opened: {error}") from None
+        except BaseException:
+            self._writer.close()
+            raise
+
+    def _make(self, tables: str, version: int) -> None:
+        with self.writing() as db:
+            for statement in tables.split(";\n"):
+                db.execute(statement)
+            db.execute(f"PRAGMA user_version = {version}")
+
+    def close(self) -> None:
+        """Let go of the file."""
+        with self._reading:
+            self._reader.close()
+        with self._writing:
+            self._writer.close()
+
+    def shorten(self) -> None:
+        """Empty the log of changes, as far as there is room for that."""
+        with self._writing, contextlib.suppress(sqlite3.Error):
+            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """All that is written while it lasts, or nothing of it; one thread at a time.
+
+        Raises:
+            sqlite3.Error: it cannot be written.
+        """
+        with self._writing:
+            self._writer.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._writer
+                self._writer.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):  # it may have been rolled back by itself
+                    self._writer.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """What was committed last."""
+        with self._reading:
+            yield self._reader
+
+
+def _connected(path: Path | str) -> sqlite3.Connection:
+    found = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+    for setting in ("synchronous = FULL", "foreign_keys = ON", "trusted_schema = OFF"):
+        found.execute(f"PRAGMA {setting}")
+    return found
+
+
+def fetch_all(db: sqlite3.Connection, question: str, *values: Any) -> list[sqlite3.Row]:
+    """All that answers a question, by the names of its columns."""
+    cursor = db.cursor()
+    cursor.row_factory = sqlite3.Row
+    found: list[sqlite3.Row] = cursor.execute(question, values).fetchall()
+    return found
+
+
+def fetch_one(db: sqlite3.Connection, question: str, *values: Any) -> sqlite3.Row | None:
+    """What answers a question first; None if nothing does."""
+    return next(iter(fetch_all(db, question, *values)), None)

@@ -1,0 +1,227 @@
+"""What an owner does with sessions that stand: fork, rewind, delete, and take them elsewhere.
+
+Nothing is answered here. Whoever calls it is told of another's session, or one that never was, the
+same. Knows nothing about HTTP or text.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+
+from weir.errors import WeirError
+from weir.serve.engine import Busy, Engine
+from weir.serve.limits import Limits
+from weir.serve.sessions.archive import SessionArchive
+from weir.serve.sessions.records import SessionStore, SessionSummary, TurnRecord, find_path
+from weir.serve.sessions.responses import ResponseStore
+from weir.serve.sessions.snapshot import RowFormat
+
+
+class UnknownSession(WeirError):
+    """There is no such session or turn of the owner's."""
+
+
+class HeldByConversation(WeirError):
+    """A session is a conversation's, and goes with that."""
+
+
+class SessionManager:
+    """The sessions of all owners.
+
+    Args:
+        engine: stands at some of their turns.
+        store: where they are kept.
+        book: what was asked and answered in them through OpenAI's responses.
+        limits: of what an owner may have.
+    """
+
+    def __init__(
+        self, engine: Engine, store: SessionStore, book: ResponseStore, limits: Limits
+    ) -> None:
+        self._engine = engine
+        self._store = store
+        self._responses = book
+        self._limits = limits
+        self._packing = threading.Lock()
+
+    @cached_property
+    def form(self) -> RowFormat:
+        """What all rows here are rows of."""
+        cache = self._engine.cache
+        return RowFormat.of(self._engine.model, cache.policy, cache.chunk)
+
+    def list_turns(self, owner: str, session: str) -> tuple[list[TurnRecord], set[str]]:
+        """The turns of a session in the order they came, and the nodes that lead to its newest.
+
+        Raises:
+            UnknownSession: there is no such session.
+        """
+        records = self._store.list_turns(owner, session)
+        if not records:
+            raise _unknown("session")
+        return records, set(find_path(records[-1].node, {r.node: r.parent for r in records}))
+
+    def fork(self, owner: str, session: str, node: str | None, name: str | None) -> SessionSummary:
+        """A session that begins with what led to a turn of another; that one stays as it is.
+
+        Args:
+            owner: whose they are.
+            session: of the turn.
+            node: of the turn; None for the newest.
+            name: of the new session; None for one that nobody has.
+
+        Raises:
+            UnknownSession: there is no such session, or no such turn in it.
+            WeirError: there is one of this name already, or the disk is full.
+        """
+        at = self._turn(owner, session, node).node
+        found = self._store.fork(owner, at, name or f"sess_{secrets.token_hex(16)}")
+        self.trim(owner)
+        return found
+
+    def rewind(self, owner: str, session: str, node: str) -> SessionSummary:
+        """Let a session end with one of its turns: what does not lead there leaves it.
+
+        Raises:
+            UnknownSession: there is no such session, or no such turn in it.
+            HeldByConversation: it is a conversation's.
+            WeirError: the disk does not let go of the others.
+        """
+        self._turn(owner, session, node)
+        self._free(owner, session)
+        records = self._store.list_turns(owner, session)
+        stay = set(find_path(node, {record.node: record.parent for record in records}))
+        self._leave(owner, session, [r.node for r in records if r.node not in stay])
+        found = self._store.get_session(owner, session)
+        if found is None:
+            raise _unknown("session")  # it was deleted at this moment
+        return found
+
+    def delete(self, owner: str, session: str) -> bool:
+        """Delete a session of an owner's; False if there is none.
+
+        Raises:
+            HeldByConversation: it is a conversation's.
+            WeirError: the disk does not let go of it.
+        """
+        records = self._store.list_turns(owner, session)
+        if records:
+            self._free(owner, session)
+        self._leave(owner, session, [record.node for record in records])
+        # Those whose states had to make room; what a fork has of them stays.
+        gone = [
+            name
+            for name in self._responses.list_responses(owner, session)
+            if not self._stands(owner, name)
+        ]
+        self._responses.delete_responses(owner, gone)
+        return bool(records)
+
+    def _stands(self, owner: str, response: str) -> bool:
+        return self._store.find_turn(owner, response.removeprefix("resp_")) is not None
+
+    def delete_conversation(self, owner: str, conversation: str) -> None:
+        """Delete a conversation of an owner's, and the session that it is.
+
+        Raises:
+            WeirError: the disk does not let go of it.
+        """
+        self._responses.delete_conversation(owner, conversation)
+        self.delete(owner, conversation)
+
+    def trim(self, owner: str) -> None:
+        """Let the sessions used longest ago go of an owner who has more than allowed.
+
+        Texts of theirs that are in the book stay, and can be read again.
+        """
+        sessions = self._store.list_sessions(owner)
+        for session in sessions[: max(0, len(sessions) - self._limits.sessions)]:
+            nodes = [record.node for record in self._store.list_turns(owner, session.id)]
+            for node in self._store.remove_turns(owner, session.id, nodes):
+                self._engine.forget(node)
+
+    def export_file(self, owner: str, session: str, most: int | None, path: Path) -> None:
+        """Write a session of an owner's into a file.
+
+        Args:
+            owner, session: which.
+            most: of its newest turns; None for all.
+            path: of the file.
+
+        Raises:
+            UnknownSession: there is no such session.
+            Busy: another one is on its way.
+            WeirError: it is too large for a file, or damaged, or the file cannot be written.
+        """
+        found = self._store.get_session(owner, session)
+        if found is None:
+            raise _unknown("session")
+        cache = self._engine.cache
+        turns = found.turns if most is None else min(most, found.turns)
+        size = turns * (cache.nbytes // (cache.batch or 1))
+        if size > self._limits.parcel:
+            raise WeirError(
+                f"{turns} turns take {size:,} bytes, and a file may have {self._limits.parcel:,}; "
+                "ask for fewer of the newest turns"
+            )
+        with _one_at_a_time(self._packing):
+            SessionArchive.of(self._store, owner, session, turns).write(path, self.form)
+
+    def import_file(self, owner: str, path: Path) -> SessionSummary:
+        """Take in a session from a file, as a new one of the owner's.
+
+        Raises:
+            Busy: another one is on its way.
+            WeirError: it is no export of weir, or damaged, or of another model or policy, or there
+                is no room for it; nothing of it is kept.
+        """
+        with _one_at_a_time(self._packing):
+            parcel = SessionArchive.read(path, self.form, self._limits.parcel).renamed(owner)
+            found = self._store.import_session(parcel.records, parcel.nodes)
+        self.trim(owner)
+        return found
+
+    def _turn(self, owner: str, session: str, node: str | None) -> TurnRecord:
+        records = self._store.list_turns(owner, session)
+        if not records:
+            raise _unknown("session")
+        if node is None:
+            return records[-1]
+        found = next((record for record in records if record.node == node), None)
+        if found is None:
+            raise _unknown("turn")
+        return found
+
+    def _leave(self, owner: str, session: str, nodes: Collection[str]) -> None:
+        gone = self._store.remove_turns(owner, session, nodes)
+        for node in gone:
+            self._engine.forget(node)
+        self._responses.delete_responses(owner, [f"resp_{node}" for node in gone])
+
+    def _free(self, owner: str, session: str) -> None:
+        if self._responses.get_conversation(owner, session) is not None:
+            raise HeldByConversation("this session is a conversation: delete that, or items of it")
+
+
+@contextmanager
+def _one_at_a_time(lock: threading.Lock) -> Iterator[None]:
+    """A file is in memory as a whole, so that there is one.
+
+    Raises:
+        Busy: there is one already.
+    """
+    if not lock.acquire(blocking=False):
+        raise Busy("another session is being exported or imported")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _unknown(what: str) -> UnknownSession:
+    return UnknownSession(f"there is no such {what}")

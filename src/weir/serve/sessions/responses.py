@@ -1,0 +1,392 @@
+"""Responses and conversations of all owners, as text: their turns' states are in a store.
+
+Text is small beside a state, so that it stays longer: what has lost its state is read again from
+here. Everything is asked for together with its owner, and what is another's is as what never was.
+Knows nothing about models or HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weir.errors import WeirError
+from weir.serve.sessions.database import Database, fetch_all, fetch_one
+from weir.serve.sessions.items import Item, new_id
+
+VERSION = 1
+OVERHEAD = 500
+"""Bytes that a row takes beside its text, about."""
+
+_TABLES = """
+CREATE TABLE responses (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,  -- in the order they came
+    id TEXT NOT NULL UNIQUE,
+    owner TEXT NOT NULL,
+    session TEXT NOT NULL,
+    previous TEXT,
+    instructions TEXT,
+    input TEXT NOT NULL,  -- JSON: items
+    body TEXT NOT NULL,  -- JSON: as the client was told of it
+    bytes INTEGER NOT NULL
+);
+CREATE INDEX responses_owner ON responses (owner, number, bytes);
+CREATE TABLE conversations (
+    id TEXT PRIMARY KEY,
+    owner TEXT NOT NULL,
+    number INTEGER NOT NULL,  -- rises from use to use: clocks jump
+    created INTEGER NOT NULL,
+    metadata TEXT NOT NULL,  -- JSON: texts by name
+    head TEXT,  -- the response that has read its items
+    read INTEGER NOT NULL,  -- the number of the last of those
+    whole INTEGER NOT NULL,  -- whether all its items are kept
+    bytes INTEGER NOT NULL
+);
+CREATE INDEX conversations_owner ON conversations (owner, number, bytes);
+CREATE TABLE items (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL,
+    owner TEXT NOT NULL,
+    conversation TEXT NOT NULL REFERENCES conversations (id) ON DELETE CASCADE,
+    body TEXT NOT NULL,  -- JSON: as the client is told of it
+    bytes INTEGER NOT NULL,
+    UNIQUE (conversation, id)
+);
+CREATE INDEX items_owner ON items (owner, number, bytes);
+"""
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """A response that is kept.
+
+    Attributes:
+        id: `resp_` and the node of its turn.
+        session: of its turn.
+        previous: the response it goes on from.
+        instructions: the system message it was answered under; they are its own.
+        input: the items that it answers.
+        body: all that the client was told.
+    """
+
+    id: str
+    session: str
+    previous: str | None
+    instructions: str | None
+    input: list[Item]
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StoredConversation:
+    """A conversation.
+
+    Attributes:
+        id: its name.
+        created: in seconds since 1970.
+        metadata: a client's own.
+        head: the response whose turn has read its items up to `read`.
+        read: the place of the last of them.
+        whole: whether all its items are kept.
+    """
+
+    id: str
+    created: int
+    metadata: dict[str, str]
+    head: str | None
+    read: int
+    whole: bool
+
+
+class ResponseStore:
+    """Keeps responses and conversations, open until `close`.
+
+    Args:
+        path: of its file; None for memory.
+        most: bytes of an owner's responses, and as many of the items of its conversations. The
+            oldest go first.
+
+    Raises:
+        WeirError: the file is damaged, or of another weir.
+    """
+
+    def __init__(self, path: Path | None = None, most: int = 64_000_000) -> None:
+        self._tables = Database(path, begin=True, tables=_TABLES, version=VERSION)
+        self._most = most
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._tables.close()
+
+    # --- responses
+
+    def save_response(
+        self,
+        owner: str,
+        response: StoredResponse,
+        conversation: str | None = None,
+        items: Sequence[Item] = (),
+    ) -> None:
+        """Keep a response.
+
+        Args:
+            owner: whose it is.
+            response: it.
+            conversation: that it is the newest of; None for none.
+            items: of the response that the conversation does not have yet.
+
+        Raises:
+            WeirError: it cannot be kept.
+        """
+        with self._changing() as db:
+            told = json.dumps(response.input), json.dumps(response.body)
+            db.execute(
+                "INSERT INTO responses (id, owner, session, previous, instructions, input, body, "
+                "bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    response.id,
+                    owner,
+                    response.session,
+                    response.previous,
+                    response.instructions,
+                    *told,
+                    sum(map(len, told)) + OVERHEAD,
+                ),
+            )
+            self._trim(db, "responses", owner)
+            if conversation is not None:
+                self._append(db, owner, conversation, items)
+                db.execute(
+                    "UPDATE conversations SET head = ?, read = (SELECT coalesce(max(number), 0) "
+                    "FROM items WHERE conversation = conversations.id) WHERE id = ? AND owner = ?",
+                    (response.id, conversation, owner),
+                )
+
+    def get_response(self, owner: str, name: str) -> StoredResponse | None:
+        """A response of the owner's."""
+        with self._tables.reading() as db:
+            row = fetch_one(db, "SELECT * FROM responses WHERE id = ? AND owner = ?", name, owner)
+        if row is None:
+            return None
+        told = json.loads(row["input"]), json.loads(row["body"])
+        return StoredResponse(
+            row["id"], row["session"], row["previous"], row["instructions"], *told
+        )
+
+    def list_responses(self, owner: str, session: str) -> list[str]:
+        """The responses of a session of the owner's."""
+        with self._tables.reading() as db:
+            found = fetch_all(
+                db, "SELECT id FROM responses WHERE owner = ? AND session = ?", owner, session
+            )
+        return [row["id"] for row in found]
+
+    def delete_responses(self, owner: str, names: Sequence[str]) -> None:
+        """Forget responses of the owner's.
+
+        Raises:
+            WeirError: the disk does not let go of them.
+        """
+        with self._changing() as db:
+            db.execute(
+                "DELETE FROM responses WHERE owner = ? AND id IN (SELECT value FROM json_each(?))",
+                (owner, json.dumps(list(names))),
+            )
+
+    # --- conversations
+
+    def create_conversation(
+        self, owner: str, metadata: dict[str, str], items: Sequence[Item]
+    ) -> StoredConversation:
+        """A new conversation.
+
+        Raises:
+            WeirError: it cannot be kept.
+        """
+        name, told = new_id("conv"), json.dumps(metadata)
+        with self._changing() as db:
+            db.execute(
+                "INSERT INTO conversations VALUES (?, ?, 0, ?, ?, NULL, 0, 1, ?)",
+                (name, owner, int(time.time()), told, len(told) + OVERHEAD),
+            )
+            self._append(db, owner, name, items)
+            self._trim(db, "conversations", owner)
+        found = self.get_conversation(owner, name)
+        assert found is not None
+        return found
+
+    def get_conversation(self, owner: str, name: str) -> StoredConversation | None:
+        """A conversation of the owner's."""
+        with self._tables.reading() as db:
+            row = fetch_one(
+                db, "SELECT * FROM conversations WHERE id = ? AND owner = ?", name, owner
+            )
+        if row is None:
+            return None
+        return StoredConversation(
+            row["id"],
+            row["created"],
+            json.loads(row["metadata"]),
+            row["head"],
+            row["read"],
+            bool(row["whole"]),
+        )
+
+    def set_metadata(self, owner: str, name: str, metadata: dict[str, str]) -> None:
+        """Change what a client says of a conversation.
+
+        Raises:
+            WeirError: it cannot be kept.
+        """
+        with self._changing() as db:
+            db.execute(
+                "UPDATE conversations SET metadata = ? WHERE id = ? AND owner = ?",
+                (json.dumps(metadata), name, owner),
+            )
+
+    def delete_conversation(self, owner: str, name: str) -> None:
+        """Forget a conversation and its items.
+
+        Raises:
+            WeirError: the disk does not let go of it.
+        """
+        with self._changing() as db:
+            db.execute("DELETE FROM conversations WHERE id = ? AND owner = ?", (name, owner))
+
+    def list_items(self, owner: str, conversation: str, after: int = 0) -> list[Item]:
+        """The items of a conversation behind a place in it, the oldest first."""
+        with self._tables.reading() as db:
+            found = fetch_all(
+                db,
+                "SELECT body FROM items WHERE conversation = ? AND owner = ? AND number > ? "
+                "ORDER BY number",
+                conversation,
+                owner,
+                after,
+            )
+        return [json.loads(row["body"]) for row in found]
+
+    def page_items(
+        self, owner: str, conversation: str, after: str | None, most: int, *, newest: bool
+    ) -> list[Item] | None:
+        """Some of the items of a conversation.
+
+        Args:
+            owner, conversation: whose, and which.
+            after: the item before the first; None to begin.
+            most: how many.
+            newest: the newest first.
+
+        Returns:
+            None if there is no such item.
+        """
+        order, compare = ("DESC", "<") if newest else ("ASC", ">")
+        with self._tables.reading() as db:
+            start = fetch_one(
+                db,
+                "SELECT number FROM items WHERE conversation = ? AND owner = ? AND id = ?",
+                conversation,
+                owner,
+                after or "",
+            )
+            if after is not None and start is None:
+                return None
+            found = fetch_all(
+                db,
+                "SELECT body FROM items WHERE conversation = ? AND owner = ? AND "
+                f"(? IS NULL OR number {compare} ?) ORDER BY number {order} LIMIT ?",
+                conversation,
+                owner,
+                *(2 * [None if start is None else start["number"]]),
+                most,
+            )
+        return [json.loads(row["body"]) for row in found]
+
+    def get_item(self, owner: str, conversation: str, name: str) -> Item | None:
+        """An item of a conversation."""
+        with self._tables.reading() as db:
+            row = fetch_one(
+                db,
+                "SELECT body FROM items WHERE conversation = ? AND owner = ? AND id = ?",
+                conversation,
+                owner,
+                name,
+            )
+        return None if row is None else json.loads(row["body"])
+
+    def add_items(self, owner: str, conversation: str, items: Sequence[Item]) -> None:
+        """Put items into a conversation; the next response reads them.
+
+        Raises:
+            WeirError: they cannot be kept.
+        """
+        with self._changing() as db:
+            self._append(db, owner, conversation, items)
+
+    def remove_item(self, owner: str, conversation: str, name: str) -> None:
+        """Take an item out of a conversation; what has read it goes on from before it.
+
+        Raises:
+            WeirError: the disk does not let go of it.
+        """
+        which = "conversation = ? AND owner = ? AND id = ?"
+        values = (conversation, owner, name)
+        with self._changing() as db:
+            db.execute(
+                "UPDATE conversations SET head = NULL, read = 0 WHERE id = ? AND owner = ? AND "
+                f"read >= (SELECT number FROM items WHERE {which})",
+                (conversation, owner, *values),
+            )
+            db.execute(f"DELETE FROM items WHERE {which}", values)
+
+    # --- writing
+
+    @contextmanager
+    def _changing(self) -> Iterator[sqlite3.Connection]:
+        try:
+            with self._tables.writing() as db:
+                yield db
+        except sqlite3.Error as error:
+            raise WeirError(f"it cannot be kept: {error}") from None
+
+    def _append(
+        self, db: sqlite3.Connection, owner: str, conversation: str, items: Sequence[Item]
+    ) -> None:
+        db.execute(
+            "UPDATE conversations SET number = (SELECT 1 + max(number) FROM conversations) "
+            "WHERE id = ? AND owner = ?",
+            (conversation, owner),
+        )
+        for item in items:
+            told = json.dumps(item)
+            db.execute(
+                "INSERT INTO items (id, owner, conversation, body, bytes) VALUES (?, ?, ?, ?, ?)",
+                (item["id"], owner, conversation, told, len(told) + OVERHEAD),
+            )
+        self._trim(db, "items", owner)
+
+    def _trim(self, db: sqlite3.Connection, table: str, owner: str) -> None:
+        """Let the oldest of an owner's rows go where they are too many bytes, a tenth at once."""
+        ((held,),) = db.execute(
+            f"SELECT coalesce(sum(bytes), 0) FROM {table} WHERE owner = ?", (owner,)
+        )
+        if held <= self._most:
+            return
+        ((last,),) = db.execute(
+            "SELECT max(number) FROM (SELECT number, sum(bytes) OVER (ORDER BY number DESC) AS "
+            f"behind FROM {table} WHERE owner = ?) WHERE behind > ?",
+            (owner, self._most * 9 // 10),
+        )
+        if table == "items":
+            db.execute(
+                "UPDATE conversations SET whole = 0 WHERE id IN (SELECT conversation FROM items "
+                "WHERE owner = ? AND number <= ?)",
+                (owner, last),
+            )
+        db.execute(f"DELETE FROM {table} WHERE owner = ? AND number <= ?", (owner, last))

@@ -1,0 +1,188 @@
+"""A folder of files that the server named itself: each is written whole or not at all.
+
+Files are opened through one descriptor of the folder and never through a link, and no name but
+those of `new_name` is opened, whoever asks. Knows nothing about what the files hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from weir.errors import WeirError
+
+_FILE = re.compile(r"[0-9a-f]{32}\.safetensors")
+_PART = re.compile(r"[0-9a-f]{32}\.part")
+
+
+def new_name() -> str:
+    """A name that no file has."""
+    return f"{secrets.token_hex(16)}.safetensors"
+
+
+class SnapshotFolder:
+    """A folder, open until `close`; made if there is none.
+
+    Args:
+        path: of the folder; it may not be a link.
+
+    Raises:
+        OSError: it cannot be made or opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def files(self) -> list[str]:
+        """The names of all files that were written, and of what stands in such a file's place."""
+        return sorted(name for name in os.listdir(self._fd) if _FILE.fullmatch(name))
+
+    def clear_parts(self) -> None:
+        """Remove what was being written when a process was killed."""
+        for name in os.listdir(self._fd):
+            if _PART.fullmatch(name):
+                self._unlink(name)
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None if there is none, or no ordinary one, of that name."""
+        if not _FILE.fullmatch(name):
+            return None
+        try:
+            found = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file; when this returns it will be there after a power cut too.
+
+        Raises:
+            OSError: it cannot be written; nothing is left of it.
+        """
+        _check(name)
+        part = f"{name.partition('.')[0]}.part"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(part, flags, 0o600, dir_fd=self._fd)
+        try:
+            try:
+                left = memoryview(data)
+                while left:
+                    left = left[os.write(fd, left) :]
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename(part, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            os.fsync(self._fd)
+        except Exception:
+            for left_over in (part, name):
+                with contextlib.suppress(OSError):
+                    self._unlink(left_over)
+            raise
+
+    def read(self, name: str, size: int) -> bytes:
+        """The bytes of a file of so many; of a file of another size, none is read.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            WeirError: it is not an ordinary file, or has another size.
+            OSError: it cannot be read.
+        """
+        _check(name)
+        # A pipe in the place of a file does not make anybody wait.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            fd = os.open(name, flags, dir_fd=self._fd)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise WeirError("a link stands in its place") from None
+            raise
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise WeirError("it is not an ordinary file")
+            if found.st_size != size:
+                raise WeirError(f"it has {found.st_size:,} bytes, and was written with {size:,}")
+            with open(fd, "rb", closefd=False) as file:
+                return file.read(size)
+        finally:
+            os.close(fd)
+
+    def delete(self, name: str) -> None:
+        """Remove a file, if there is one of that name."""
+        _check(name)
+        self._unlink(name)
+
+    def _unlink(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._fd)
+
+
+def _check(name: str) -> None:
+    if not _FILE.fullmatch(name):
+        raise WeirError(f"{name!r} is the name of no file of a store")
+
+
+def lock(path: Path) -> int:
+    """Keep other processes out; the system lets go of the lock when this one ends.
+
+    Args:
+        path: of a file that is there for its lock only.
+
+    Returns:
+        A descriptor; closing it lets go.
+
+    Raises:
+        BlockingIOError: another process has it, or this one already.
+        OSError: the file cannot be opened.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+class DiskReserve:
+    """Room on the disk that is given up where it is full: to delete takes some as well.
+
+    Args:
+        path: of a file that is there for its size only.
+        size: bytes of it.
+    """
+
+    def __init__(self, path: Path, size: int = 2**19) -> None:
+        self._path = path
+        self._size = size
+
+    @contextmanager
+    def given_up(self) -> Iterator[None]:
+        """The room is free while this lasts, and taken again behind it, if there is still some."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+        try:
+            yield
+        finally:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with (
+                contextlib.suppress(OSError),
+                open(os.open(self._path, flags, 0o600), "wb") as file,
+            ):
+                file.write(bytes(self._size))

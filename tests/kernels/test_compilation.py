@@ -1,0 +1,113 @@
+"""Machine code is kept for the next process as long as it is that of the kernels' files; lines of
+numbers are read and written where they lie.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from weir.errors import WeirError
+
+compilation = pytest.importorskip(
+    "weir.kernels.cpu.compilation",
+    reason="not installed: pip install 'weir[fast]'",
+    exc_type=ImportError,
+)
+SHARED = "from numba import njit\n@njit\ndef number():\n    return {}\n"
+KERNEL = "from shared import number\ndef write(out):\n    out[0] = number()\n"
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch) -> Iterator[Callable[[int], float]]:
+    """What a kernel writes in a new process, whose number comes from another file than its own."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path / "kept"))
+    (tmp_path / "kernel.py").write_text(KERNEL)
+
+    def write(number: int) -> float:
+        (tmp_path / "shared.py").write_text(SHARED.format(number))
+        for name in ("shared", "kernel"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        out = np.zeros(1)
+        compilation.compiled(importlib.import_module("kernel").write)(out)
+        return float(out[0])
+
+    yield write
+    for name in ("shared", "kernel"):
+        sys.modules.pop(name, None)
+
+
+def test_a_kernel_is_made_anew_when_what_it_shares_with_others_has_changed(written, monkeypatch):
+    monkeypatch.setattr(compilation, "sources", lambda _path: "before")
+    assert written(1) == 1
+    assert written(2) == 1  # what was kept: numba looks at the kernel's own file alone
+    monkeypatch.setattr(compilation, "sources", lambda _path: "after")
+    assert written(2) == 2
+
+
+def test_every_file_below_a_kernel_tells_and_no_other(tmp_path):
+    def stamp(name: str, text: str) -> str:
+        (tmp_path / f"{name}.py").parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.py").write_text(text)
+        compilation.sources.cache_clear()
+        return compilation.sources(tmp_path / "cpu" / "one.py")
+
+    stamp("three", "x = 1\n")
+    stamp("cpu/two", "from weir.kernels.three import x\n")
+    first = stamp("cpu/one", "import math\nfrom weir.kernels.cpu.two import (\n    x,\n)\n")
+    assert stamp("cpu/other", "y = 1\n") == first
+    second = stamp("three", "x = 2\n")
+    assert second != first
+    assert stamp("cpu/two", "from weir.kernels.three import x as y\n") not in (first, second)
+
+
+def test_a_full_disk_keeps_nothing_and_the_kernel_runs(written, monkeypatch):
+    def full(*_args: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr("numba.core.caching.IndexDataCacheFile.save", full)
+    assert written(3) == 3
+
+
+def test_what_was_kept_and_is_broken_is_made_and_kept_anew(written, tmp_path):
+    def cut_off(ending):  # as after a power cut
+        for file in (tmp_path / "kept").rglob(f"*.{ending}"):
+            file.write_bytes(file.read_bytes()[:40])
+
+    assert written(4) == 4
+    cut_off("nbi")
+    assert written(5) == 5
+    assert written(6) == 5
+    cut_off("nbc")
+    assert written(6) == 6
+
+
+@pytest.mark.parametrize("to_write", [False, True])
+def test_lines_are_found_in_the_memory_they_lie_in(to_write):
+    held = torch.arange(2 * 3 * 9 * 5, dtype=torch.float32).view(2, 3, 9, 5)
+    parts = held[:, 1:, 2:7], held[..., 3:4], held[:1, :, 8:], held.transpose(1, 2)
+    for part in parts:  # of a part of one number a line, the next is that of another line
+        lines = compilation.in_lines(part, written=to_write)
+        where, steps = compilation.address(lines)
+        place = sum((n - 1) * step for n, step in zip(part.shape, steps, strict=False))
+        assert lines is part
+        assert where + 4 * place == part[-1, -1, -1].data_ptr()
+
+
+def test_what_would_be_written_to_a_copy_is_refused():
+    turned = torch.zeros(1, 1, 4, 3).mT
+    with pytest.raises(WeirError, match="side by side"):
+        compilation.in_lines(turned, written=True)
+    lines = compilation.in_lines(turned)
+    assert torch.equal(lines, turned)
+    assert compilation.address(lines) == (lines.data_ptr(), (12, 12, 4))

@@ -1,0 +1,140 @@
+"""Which way is taken: by the device, by what is installed, and by what the environment asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import weir
+from weir import kernels
+from weir.errors import WeirError
+from weir.kernels import dispatch
+
+ALL = ("walk", "decode", "farthest_first")
+CPU, GPU, OTHER = (torch.device(kind) for kind in ("cpu", "cuda", "mps"))
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is asked for, and nothing is remembered from other tests."""
+    monkeypatch.delenv(kernels.VARIABLE, raising=False)
+    dispatch._kernel.cache_clear()
+    yield
+    dispatch._kernel.cache_clear()
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is installed, to be changed."""
+    names = ["numba", "triton"]
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: name if name in names else None)
+    return names
+
+
+def test_the_device_decides(installed: list[str]) -> None:
+    on_cpu, on_gpu = kernels.paths(CPU), kernels.paths(GPU)
+    assert (on_cpu["walk"], on_cpu["decode"]) == ("numba", "reference")
+    assert (on_gpu["walk"], on_gpu["decode"]) == ("triton", "triton")
+    assert set(kernels.paths(OTHER).values()) == {"reference"}
+
+
+def test_what_is_not_installed_is_not_used(installed: list[str]) -> None:
+    installed.clear()
+    for device in (CPU, GPU):
+        assert set(kernels.paths(device).values()) == {"reference"}
+        assert kernels.walk(device) is None
+        assert kernels.decode(device) is None
+
+
+def test_a_library_that_cannot_be_imported_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, installed: list[str]
+) -> None:
+    def broken(name: str) -> None:
+        raise ImportError("numba needs NumPy 1.0 or less")
+
+    monkeypatch.setattr(dispatch, "import_module", broken)
+    assert set(kernels.paths(CPU).values()) == {"reference"}
+
+
+def test_the_environment_may_ask_for_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kernels.VARIABLE, "reference")
+    for device in (CPU, GPU):
+        assert set(kernels.paths(device).values()) == {"reference"}
+
+
+def test_the_environment_may_ask_for_a_library(
+    monkeypatch: pytest.MonkeyPatch, installed: list[str]
+) -> None:
+    monkeypatch.setenv(kernels.VARIABLE, "triton")
+    on_cpu = kernels.paths(CPU)
+    assert (on_cpu["walk"], on_cpu["decode"]) == ("triton", "triton")
+    installed.remove("triton")
+    dispatch._kernel.cache_clear()
+    with pytest.raises(WeirError, match=r"WEIR_KERNELS.*triton.*not installed.*'\.\[gpu\]'"):
+        kernels.paths(CPU)
+
+
+def test_the_environment_may_not_ask_for_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kernels.VARIABLE, "numpy")
+    with pytest.raises(WeirError, match="WEIR_KERNELS is reference, numba or triton, not 'numpy'"):
+        kernels.walk(CPU)
+
+
+def test_a_stream_is_the_same_with_and_without_kernels(
+    llama, ids, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("numba", reason="numba is not installed: pip install 'weir[fast]'")
+    text = ids(2, 90)
+    found = {}
+    policy = "sink(2) | recent(8) | balance(16, block=6)"
+    for wanted in ("reference", "numba"):
+        monkeypatch.setenv(kernels.VARIABLE, wanted)
+        # Keys that move are turned to rounding; where they stay, nothing differs by a bit.
+        stream = weir.Stream(llama, policy, chunk=4, positions="original")
+        found[wanted] = stream.feed(text, all_logits=True), stream.slots(0).position
+    assert torch.equal(found["reference"][0], found["numba"][0])
+    assert torch.equal(found["reference"][1], found["numba"][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_new_tensors_are_elsewhere_is_nothing_to_kernels(
+    llama, ids, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    pytest.importorskip("numba", reason="numba is not installed: pip install 'weir[fast]'")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    text, found = ids(1, 130), []
+    policy = "sink(2) | recent(20) | recent(20):int8 | kcenter(3) | balance(16, block=6)"
+    for default in (torch.float32, dtype):
+        torch.set_default_dtype(default)
+        try:
+            stream = weir.Stream(llama, policy, chunk=16)
+            found.append(torch.cat([stream.feed(text), stream.feed(ids(1, 1))]))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    "policy", ["sink(2) | recent(6) | uniform(8)", "balancekv(16)", "kcenter(16)", "subgen(16)"]
+)
+def test_defaults_of_device_and_dtype_are_no_matter(llama, ids, policy):
+    """They are for tensors of the program's own, and no kernel reads those."""
+    text = ids(1, 60)
+
+    def answers():
+        cache = weir.StreamingCache(llama, policy, chunk=4)
+        with torch.no_grad():
+            parts = text.split([40, *[1] * 20], dim=1)
+            return torch.cat([llama(it, past_key_values=cache).logits for it in parts], dim=1)
+
+    wanted = answers()
+    try:
+        torch.set_default_device("meta")
+        torch.set_default_dtype(torch.bfloat16)
+        found = answers()
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, wanted)

@@ -1,0 +1,76 @@
+"""Vectors in 8 bits are written and read by a kernel as PyTorch does it, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+
+from weir.slab.quantized import INT8, dequantize, dequantize_into, quantize, quantize_into
+
+pytest.importorskip("numba", reason="not installed: pip install 'weir[fast]'")
+
+from weir.kernels import dispatch
+
+
+@given(
+    st.integers(0, 2**32), st.integers(-130, 125), st.sampled_from([1, 7, 64]), st.integers(0, 9)
+)
+def test_the_same_bits(seed, power, dim, count):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, 3, 12, dim, generator=generator)[:, :, 1 : count + 1]
+    x = x * 2.0 ** (power + torch.randint(-3, 3, x.shape[:3], generator=generator))[..., None]
+    if count > 2:
+        x[:, :, 0] = 0.0
+        x[:, :, 1] = x[:, :, 1].sign() * 63.5  # halves of a step, rounded to the even one
+        x[:, :, 1, 0] = 127.0
+        x[:, :, 2] = torch.finfo(torch.float32).max
+    if count > 4:  # peaks between two numbers of bfloat16, rounded to the even one
+        x[:, :, 3:5] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8])[:, None]
+    numbers, peaks = quantize(x, INT8)
+    # Vectors, numbers and peaks lie as far apart as they like.
+    codes = torch.full((2, 3, 20, dim + 2), 99, dtype=torch.int8)[..., :dim]
+    tops = torch.zeros(2, 3, 20, 3, dtype=torch.bfloat16)[..., :1]
+    here = slice(4, 4 + x.shape[2])
+    quantize_into(x, INT8, codes[:, :, here], tops[:, :, here])
+    assert torch.equal(codes[:, :, here], numbers)
+    assert torch.equal(tops[:, :, here], peaks)
+    assert (codes[:, :, :4] == 99).all() and (codes[:, :, here.stop :] == 99).all()
+    out = torch.zeros(2, 3, 20, dim)
+    dequantize_into(codes[:, :, here], tops[:, :, here], INT8, out[:, :, here])
+    assert torch.equal(out[:, :, here], dequantize(numbers, peaks, INT8, torch.float32))
+    assert not out[:, :, :4].any() and not out[:, :, here.stop :].any()
+
+
+def test_a_peak_halfway_between_two_is_rounded_to_the_even_one():
+    # Of 1 and 1 + 2^-7 the even one is below, of 1 + 2^-7 and 1 + 2^-6 above.
+    x = (1 + torch.tensor([1, 3]) * 2.0**-8).view(1, 1, 2, 1)
+    numbers, peaks = torch.zeros(x.shape, dtype=torch.int8), torch.zeros(x.shape).bfloat16()
+    quantize_into(x, INT8, numbers, peaks)
+    assert peaks.flatten().tolist() == [1.0, 1 + 2.0**-6]
+
+
+def test_a_graph_that_is_compiled_has_no_kernel(monkeypatch):
+    x = torch.zeros(1)
+    assert dispatch.quantize_int8(x) is not None
+    assert dispatch.dequantize_int8(x.bfloat16()) is None
+    assert dispatch.rotate_keys(x.clone().requires_grad_()) is None
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert dispatch.quantize_int8(x) is None
+
+
+def test_tensors_without_an_address_go_to_pytorch():
+    x = torch.randn(1, 1, 2, 4)
+    numbers, peaks = quantize(x, INT8)
+    wanted = dequantize(numbers, peaks, INT8, torch.float32)
+
+    def read(numbers: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(numbers.shape)
+        dequantize_into(numbers, peaks, INT8, out)
+        return out
+
+    assert torch.equal(torch.func.functionalize(read)(numbers), wanted)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        assert read(fake.from_tensor(numbers)).shape == wanted.shape

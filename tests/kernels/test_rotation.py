@@ -1,0 +1,91 @@
+"""Keys are turned by a kernel as exactly as arithmetic allows, wherever in a stream they are."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from weir.slab import Rotary
+
+pytest.importorskip("numba", reason="not installed: pip install 'weir[fast]'")
+
+from weir.kernels.cpu.rotation import rotate_keys
+
+EPS = 2.0**-24
+
+
+@pytest.mark.parametrize("dim", [64, 80, 2])
+@pytest.mark.parametrize("far", [1, 1000, 4_000_000])
+def test_keys_are_turned_to_rounding(dim, far):
+    """Compared with float64; `dim` is of keys, of which the first 2, 64 numbers are turned.
+
+    A turn is rounded to float32 (by half a turn's rounding, 2 pi EPS / 2 radians), then multiplied
+    (at most pi / 4, rounded twice); sine and cosine are off by EPS, and each product and sum by
+    EPS of itself.
+    """
+    rotary = Rotary(1e4 ** (-torch.arange(min(dim, 64) // 2, dtype=torch.float64) / 32))
+    generator = torch.Generator().manual_seed(dim + far)
+    wide = torch.randn(2, 3, 50, dim + 3, generator=generator)  # and not as far apart as in `out`
+    keys, by = wide[:, :, 5:42, :dim], torch.randint(-9, far, (2, 3, 37), generator=generator)
+    out = torch.full((2, 3, 90, dim), math.nan)
+    rotate_keys(keys, by, rotary._per_turn, out[:, :, 40:77])
+    half = min(dim, 64) // 2
+    angles = by[..., None] * rotary.frequencies
+    cos, sin = angles.cos(), angles.sin()
+    one, two = keys[..., :half].double(), keys[..., half : 2 * half].double()
+    exact = torch.cat([one * cos - two * sin, two * cos + one * sin], dim=3)
+    # float64's own angles are off far out.
+    slack = (math.pi + 2 * math.pi / 4 + 4) * EPS + far * 2.0**-50
+    bound = slack * (one.abs() + two.abs()).repeat(1, 1, 1, 2)
+    got = out[:, :, 40:77]
+    assert ((got[..., : 2 * half] - exact).abs() <= bound).all()
+    assert torch.equal(got[..., 2 * half :], keys[..., 2 * half :])
+    assert out[:, :, :40].isnan().all() and out[:, :, 77:].isnan().all()
+
+
+def test_a_move_goes_through_it_and_back(monkeypatch):
+    rotary = Rotary(1e4 ** (-torch.arange(8, dtype=torch.float64) / 8))
+    keys, by = torch.randn(1, 2, 9, 16), torch.arange(18).view(1, 2, 9) * 100
+    moved = rotary.move(keys, by)
+    monkeypatch.setenv("WEIR_KERNELS", "reference")
+    reference = rotary.move(keys, by)
+    size = keys.abs().max()
+    assert (moved - reference).abs().max() <= 20 * EPS * size
+    into = torch.zeros(1, 2, 12, 16)
+    assert rotary.move(keys, by, into[:, :, 2:11]).data_ptr() == into[:, :, 2:].data_ptr()
+    assert torch.equal(into[:, :, 2:11], reference)
+
+
+def test_keys_are_written_in_another_precision_as_by_pytorch():
+    rotary = Rotary(1e4 ** (-torch.arange(8, dtype=torch.float64) / 8))
+    keys, by = torch.randn(1, 2, 9, 16), torch.arange(18).view(1, 2, 9)
+    into = torch.zeros(1, 2, 12, 16, dtype=torch.bfloat16)
+    rotary.move(keys, by, into[:, :, 1:10])
+    assert torch.equal(into[:, :, 1:10], rotary.turns(by).of(keys).bfloat16())
+    assert not into[:, :, 0].any() and not into[:, :, 10:].any()
+
+
+def test_frequencies_may_be_on_another_device():
+    class Elsewhere(torch.Tensor):
+        """What is on a GPU."""
+
+        def numpy(self):
+            raise TypeError("can't convert cuda tensor to numpy")
+
+        def to(self, _device):
+            return self.as_subclass(torch.Tensor)
+
+    rotary = Rotary(1e4 ** (-torch.arange(8, dtype=torch.float64) / 8))
+    keys, by = torch.randn(1, 2, 9, 16), torch.arange(18).view(1, 2, 9)
+    moved = rotary.move(keys, by)
+    rotary.__dict__["_per_turn"] = rotary._per_turn.as_subclass(Elsewhere)
+    assert torch.equal(rotary.move(keys, by), moved)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 9), (2, 1, 9), (1, 3, 9)])
+def test_one_move_is_for_all_rows_or_heads(shape):
+    rotary = Rotary(1e4 ** (-torch.arange(8, dtype=torch.float64) / 8))
+    keys, by = torch.randn(2, 3, 9, 16), torch.arange(math.prod(shape)).view(shape) * 100
+    assert torch.equal(rotary.move(keys, by), rotary.move(keys, by.expand(2, 3, 9).contiguous()))

@@ -1,0 +1,42 @@
+"""The softmax of kernels is exact to a few roundings of float32, however far logits lie apart."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+softmax_kernel = pytest.importorskip(
+    "weir.kernels.cpu.softmax",
+    reason="not installed: pip install 'weir[fast]'",
+    exc_type=ImportError,
+)
+EPS = 2.0**-24
+
+
+@pytest.mark.parametrize("count", [2, 33])
+def test_shares_are_right_to_rounding(count):
+    """The largest logit is 0, so that none is rounded. The reduced argument and the polynomial are
+    off by two roundings each, a sum by one for each number at most, and its inverse and the last
+    product by one.
+    """
+    for low in np.linspace(-86, -0.01, 87):
+        row = np.linspace(low, 0, count).astype(np.float32)
+        exact = torch.softmax(torch.from_numpy(row).double(), 0).numpy()
+        softmax_kernel.softmax(row, np.empty(count, np.int32))
+        assert (np.abs(row - exact) <= (6 + count) * EPS * exact).all()
+
+
+def test_what_is_next_to_nothing_is_nothing_and_what_is_no_number_spreads():
+    for given, wanted in (
+        ([0.0, -88.0, -np.inf], [1, 0, 0]),
+        ([-np.inf, -np.inf], [0, 0]),
+        ([-np.inf, 3e38, -3e38], [0, 1, 0]),
+    ):
+        row = np.array(given, np.float32)
+        softmax_kernel.softmax(row, np.empty(len(row), np.int32))
+        assert row.tolist() == wanted
+    for wrong in (np.nan, np.inf):
+        row = np.array([0.0, wrong, 1.0], np.float32)
+        softmax_kernel.softmax(row, np.empty(3, np.int32))
+        assert np.isnan(row).all()

@@ -1,0 +1,123 @@
+"""What weir reads off a model, and which models it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from reference.models import CONFIGS, make, randomized, tokens
+from reference.streaming import streaming_logits
+from roundings import largest, run_off
+
+from weir import StreamingCache, WeirError
+from weir.models.model_spec import describe
+
+
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [
+        ("bloom", {"n_head": 8}),
+        ("mpt", {"n_heads": 8}),
+        ("falcon-alibi", {"num_attention_heads": 8}),
+    ],
+)
+def test_alibi_slopes_are_those_of_the_paper(name: str, heads: dict[str, int]) -> None:
+    # Press et al. 2022, section 3: for 8 heads 1/2, 1/4, ... 1/256, exact in every format.
+    alibi = describe(make(name, **heads)).layers[0].positions.alibi
+    assert alibi is not None
+    assert alibi.slopes.tolist() == [2.0**-n for n in range(1, 9)]
+
+
+SMALL = {"vocab_size": 97, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "T5ForConditionalGeneration": (
+        "T5Config",
+        {"vocab_size": 97, "d_model": 32, "d_kv": 8, "num_layers": 1, "num_heads": 4, "d_ff": 32},
+        "t5 is an encoder-decoder; weir streams decoders only",
+    ),
+    "BartForConditionalGeneration": (
+        "BartConfig",
+        {"vocab_size": 97, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1},
+        "bart is an encoder-decoder; weir streams decoders only",
+    ),
+    "DeepseekV3ForCausalLM": (
+        "DeepseekV3Config",
+        {**SMALL, "kv_lora_rank": 8, "q_lora_rank": 8, "first_k_dense_replace": 2},
+        "deepseek_v3 uses multi-head latent attention: it caches compressed latents, not keys and "
+        "values that a pool could choose from",
+    ),
+    "MambaForCausalLM": (
+        "MambaConfig",
+        {"vocab_size": 97, "num_hidden_layers": 2, "hidden_size": 32},
+        "mamba is a state-space or linear-attention model: its memory is of fixed size already and "
+        "holds no tokens that a pool could choose from",
+    ),
+    "JambaForCausalLM": (
+        "JambaConfig",
+        {**SMALL, "num_key_value_heads": 2, "use_mamba_kernels": False},
+        "jamba is a state-space or linear-attention model: its memory is of fixed size already and "
+        "holds no tokens that a pool could choose from",
+    ),
+    "GPT2LMHeadModel": (
+        "GPT2Config",
+        {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4},
+        "weir does not know how gpt2 attends; it serves apertus, arcee, bloom",
+    ),
+    "CohereForCausalLM": (
+        "CohereConfig",
+        {**SMALL, "pad_token_id": 0},
+        "weir does not know how cohere attends; it serves apertus, arcee, bloom",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_weir_cannot_serve_is_refused_in_one_sentence(kind: str) -> None:
+    config, values, sentence = REFUSED[kind]
+    with torch.device("meta"):
+        model = getattr(transformers, kind)(getattr(transformers, config)(**values))
+    with pytest.raises(WeirError) as refusal:
+        StreamingCache(model, "window(20)")
+    assert str(refusal.value).startswith(sentence)
+    assert "\n" not in str(refusal.value)
+    assert not model._forward_pre_hooks
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("HunYuanDenseV1Config", "a norm with weights follows the rotation"),
+        ("CohereConfig", "neighboring dimensions turn together"),
+        ("HeliumConfig", "neighboring dimensions turn together"),
+    ],
+)
+def test_a_family_that_rotates_otherwise_would_be_noticed(
+    kind: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # None of them is served. Were one of them, for it resembles Llama so much, the tests of
+    # `test_families` would show it: their models are random enough.
+    config = getattr(transformers, kind)(**{**CONFIGS["llama"][1], "head_dim": 8})
+    model, ids = randomized(transformers.AutoModelForCausalLM.from_config(config)), tokens(2, 60)
+    with pytest.raises(WeirError, match="does not know how"):
+        StreamingCache(model, "dense")
+    monkeypatch.setattr("weir.models.model_spec.INTERFACE_FAMILIES", frozenset({config.model_type}))
+    cache = StreamingCache(model, "streaming_llm(budget=24, sinks=4)", chunk=1)
+    ours = model(input_ids=ids, past_key_values=cache).logits
+    apart = largest(ours - streaming_logits(model, ids, 4, 24))
+    assert apart > 100 * run_off(model) * largest(ours), reason
+
+
+def test_attention_that_would_not_ask_for_weirs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("llama")
+    StreamingCache(model)
+    monkeypatch.delattr("transformers.models.llama.modeling_llama.ALL_ATTENTION_FUNCTIONS")
+    with pytest.raises(WeirError, match="the attention of this llama cannot be replaced"):
+        StreamingCache(model)
+
+
+def test_only_caches_that_generate_would_drop_are_false() -> None:
+    assert StreamingCache(make("llama"))
+    assert not StreamingCache(make("phi3"))

@@ -1,0 +1,170 @@
+"""What tests of stores share: nodes of a small model, and a disk that can be cut off anywhere."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from reference.naive import VOCABULARY, make_llama
+
+from weir.cache import StreamingCache
+from weir.errors import WeirError
+from weir.serve import Checkpoint, CheckpointStore
+from weir.serve.messages import Message
+from weir.serve.sessions import (
+    RowFormat,
+    SessionArchive,
+    SessionStore,
+    SessionSummary,
+    SQLiteCheckpoints,
+    SQLiteStore,
+    TurnRecord,
+    pack_ids,
+)
+from weir.serve.sessions import snapshot_folder as folder_file
+
+MODEL = make_llama(layers=1)
+POLICY = "sink(2) | recent(6)"
+CHUNK = 4
+
+
+def nodes(count: int, tokens: int = 20) -> list[Checkpoint]:
+    """Ends of turns that differ."""
+    cache = StreamingCache(MODEL, POLICY, chunk=CHUNK, batch=1)
+    made = []
+    for n in range(count):
+        cache.reset_row(0, seed=n)
+        generator = torch.Generator().manual_seed(n)
+        ids = torch.randint(0, VOCABULARY, (1, tokens + n), generator=generator)
+        with torch.no_grad():
+            MODEL(ids, past_key_values=cache)
+        made.append(Checkpoint(cache.take_row(0), (n % VOCABULARY,)))
+    return made
+
+
+NODES = nodes(6)
+FORM = RowFormat.of(MODEL, POLICY, CHUNK)
+
+
+def shelf(folder: Path, **given: Any) -> SQLiteCheckpoints:
+    return SQLiteCheckpoints(folder, MODEL, POLICY, chunk=CHUNK, **given)
+
+
+def store(folder: Path, **given: Any) -> SQLiteStore:
+    return SQLiteStore(folder, MODEL, POLICY, chunk=CHUNK, **given)
+
+
+def kept(shelf: CheckpointStore, name: str, node: Checkpoint) -> Exception | None:
+    """Put a node and wait until it is safe; why it cannot be, or None."""
+    told, said = threading.Event(), []
+
+    def done(error: Exception | None) -> None:
+        said.append(error)
+        told.set()
+
+    shelf.put(name, node, done)
+    assert told.wait(60)
+    (error,) = said
+    return error
+
+
+def same(found: Checkpoint, wanted: Checkpoint) -> bool:
+    """Whether two nodes are one, bit for bit."""
+    mine, other = found.state, wanted.state
+    return (
+        found.pending == wanted.pending
+        and mine.facts == other.facts
+        and mine.kind == other.kind
+        and mine.tensors.keys() == other.tensors.keys()
+        and all(torch.equal(t, other.tensors[name]) for name, t in mine.tensors.items())
+    )
+
+
+def has(shelf: CheckpointStore, name: str, node: Checkpoint) -> bool:
+    """Whether a shelf has this node; False if it has none of the name."""
+    try:
+        found = shelf.get(name)
+    except WeirError as error:
+        assert "not kept any more" in str(error)
+        return False
+    assert same(found, node)
+    return True
+
+
+def record(node: str, n: int = 0, **given: Any) -> TurnRecord:
+    """The record of `NODES[n]`."""
+    state, (last,) = NODES[n].state, NODES[n].pending
+    made: dict[str, Any] = {
+        "owner": "me",
+        "session": "s",
+        "parent": None,
+        "chain": f"{n:064x}",
+        "messages": (Message("user", f"hé\ud800 {n}\x00"), Message("assistant", "ja", "n")),
+        "last": last,
+        "seen": state.facts["seen"] + 1,
+        "usage": {"bytes": 5},
+        "created": 3.5,
+        "ids": pack_ids([*range(state.facts["seen"]), last]),
+        **given,
+    }
+    return TurnRecord(node, **made)
+
+
+def pack(its: SessionStore, owner: str, session: str, path: Path, most: int = 100) -> int:
+    """Write a session into a file; how many turns it has."""
+    parcel = SessionArchive.of(its, owner, session, most)
+    parcel.write(path, FORM)
+    return len(parcel.records)
+
+
+def unpack(its: SessionStore, owner: str, path: Path, limit: int | None = None) -> SessionSummary:
+    """Take in a session from a file."""
+    parcel = SessionArchive.read(path, FORM, limit).renamed(owner)
+    return its.import_session(parcel.records, parcel.nodes)
+
+
+class Killed(BaseException):
+    """The process was killed here."""
+
+
+class Cut:
+    """`os` as `folder` sees it, in a process that is killed after so many changes of the disk."""
+
+    def __init__(self, after: int | None) -> None:
+        self.left = after
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in ("write", "fsync", "rename", "unlink", "open"):
+            return real
+
+        def call(*given: Any, **named: Any) -> Any:
+            if self.left is not None:
+                if self.left == 0:
+                    if name == "write":
+                        real(given[0], bytes(given[1])[: len(given[1]) // 2])
+                    raise Killed
+                self.left -= 1
+            return real(*given, **named)
+
+        return call
+
+
+def kill(shelf: SQLiteCheckpoints) -> None:
+    """End a shelf as a killed process does: nothing more is written, the lock is gone."""
+    folder_file.os = Cut(0)  # type: ignore[attr-defined]
+    try:
+        shelf._tables._writer.set_authorizer(lambda *given: 1)  # SQLITE_DENY
+        with shelf._writer._news:
+            shelf._writer._closed = True
+            shelf._writer._news.notify_all()
+        shelf._writer._thread.join()
+    finally:
+        folder_file.os = os  # type: ignore[attr-defined]
+    shelf._tables.close()
+    shelf._files.close()
+    os.close(shelf._lock)
+    shelf._lock = -1

@@ -1,0 +1,521 @@
+"""Whose turns are whose; and a store in any course of events is as one in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from reference.naive import make_llama
+from safetensors import safe_open
+from safetensors.torch import save_file
+from stores import CHUNK, NODES, POLICY, Cut, has, kept, kill, pack, record, same, store, unpack
+
+from weir.errors import WeirError
+from weir.serve import MemoryStore
+from weir.serve.sessions import (
+    SessionStore,
+    SessionSummary,
+    SQLiteStore,
+    TurnRecord,
+    archive,
+    pack_ids,
+    unpack_ids,
+)
+from weir.serve.sessions import snapshot_folder as folder_file
+
+# Threads of processes that were killed end as they may.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+def saved(its: SessionStore, name: str, n: int = 0, **given: Any) -> TurnRecord:
+    """A turn as the engine and the desk save it."""
+    made = record(name, n, **given)
+    assert kept(its, name, NODES[n]) is None
+    its.add(made)
+    return made
+
+
+def test_records_are_found_again_as_they_were(tmp_path):
+    with store(tmp_path) as its:
+        first = saved(its, "a")
+        second = saved(its, "b", 1, parent="a", created=2.0)  # the clock went back
+        other = saved(its, "c", 2, session="t", chain=second.chain)
+    with store(tmp_path) as its:
+        assert its.find_turn("me", "a") == first
+        assert its.find_history("me", first.chain) == first
+        assert its.find_history("me", second.chain) == other  # the newest
+        known = (first.created, 2.0, second.seen, second.usage, "hé? 1\x00")
+        assert its.get_session("me", "s") == SessionSummary("s", "b", 2, *known)
+        assert [each.id for each in its.list_sessions("me")] == ["s", "t"]
+        its.get("a")
+        assert [each.id for each in its.list_sessions("me")] == ["t", "s"]
+    with store(tmp_path) as its:
+        assert [each.id for each in its.list_sessions("me")] == ["t", "s"]
+        its.drop("c")
+        assert its.find_history("me", second.chain) == second
+        assert its.get_session("me", "t") is None
+
+
+def test_what_is_anothers_is_as_what_never_was(tmp_path):
+    with store(tmp_path) as its:
+        mine = saved(its, "a")
+        saved(its, "b", 1, parent="a", owner="you")
+        for owner in ("you", "", "ME", "me ", "\ud800", "' OR 1=1 --", "%"):
+            assert its.find_turn(owner, "a") is None
+            assert its.find_history(owner, mine.chain) is None
+            assert owner == "you" or (its.list_sessions(owner), its.get_session(owner, "s")) == (
+                [],
+                None,
+            )
+            assert its.remove_turns(owner, "s", ["a"]) == its.list_turns(owner, "t") == []
+            for name in ("a", "s", ""):
+                with pytest.raises(WeirError, match=r"there is no such turn|is no text"):
+                    its.fork(owner, name, "u")
+            with pytest.raises(WeirError, match="there is no such session"):
+                pack(its, owner, "t", tmp_path / "out")
+        for unknown in ("", "\ud800", "../a", "a\x00", "%"):
+            assert its.find_turn("me", unknown) is its.find_history("me", unknown) is None
+            assert its.get_session("me", unknown) is None
+        assert its.find_turn("me", "a") == mine
+        assert its.remove_turns("me", "s", ["a", "b", "\ud800"]) == []
+        assert its.remove_turns("me", "s", ["a", "b"]) == ["a"]
+        assert its.find_turn("you", "b") is not None  # only what is the owner's goes with it
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_tokens_of_a_stream_are_told_as_far_back_as_its_turns_line_up(tmp_path):
+    with store(tmp_path) as disk:
+        for its in (disk, MemoryStore()):
+            for name, parent, seen, ids in [
+                ("a", None, 5, [1, 2, 3, 4, 5]),
+                ("b", "a", 8, [6, 7, 2**20]),
+                ("c", "b", 9, [9]),
+                ("other", "a", 6, [9]),
+                ("gap", "b", 9, []),  # from a store that kept no tokens
+                ("on", "gap", 11, [1, 2]),
+                ("wrong", "a", 9, [1, 2]),
+            ]:
+                assert kept(its, name, NODES[0]) is None
+                its.add(record(name, parent=parent, seen=seen, ids=pack_ids(ids)))
+            told = [(each.start, unpack_ids(each.ids).tolist()) for each in its.ancestry("me", "c")]
+            assert told == [(0, [1, 2, 3, 4, 5]), (5, [6, 7, 2**20]), (8, [9])]
+            assert [each.node for each in its.ancestry("me", "other")] == ["a", "other"]
+            assert [each.node for each in its.ancestry("me", "on")] == ["gap", "on"]
+            assert [each.node for each in its.ancestry("me", "wrong")] == ["wrong"]
+            assert its.ancestry("you", "c") == its.ancestry("me", "\ud800") == []
+            its.drop("a")
+            assert [each.node for each in its.ancestry("me", "c")] == ["b", "c"]
+
+
+def both(folder: Path) -> Iterator[SessionStore]:
+    """A store on disk and one in memory, with a session of turns that go on from others."""
+    with store(folder) as disk:
+        for its in (disk, MemoryStore()):
+            for n, (name, parent) in enumerate([("a", None), ("b", "a"), ("c", "b"), ("d", "a")]):
+                saved(its, name, n, parent=parent)
+            yield its
+
+
+def names(its: SessionStore, session: str) -> list[str]:
+    """The turns of a session of mine."""
+    return [each.node for each in its.list_turns("me", session)]
+
+
+def test_a_fork_shares_what_came_before_and_outlives_where_it_came_from(tmp_path):
+    for its in both(tmp_path):
+        assert its.fork("me", "c", "t") == its.get_session("me", "t")
+        assert (names(its, "s"), names(its, "t")) == (list("abcd"), list("abc"))
+        with pytest.raises(WeirError, match="a session of this name already"):
+            its.fork("me", "a", "s")
+        saved(its, "e", 4, parent="c", session="t")
+        found = its.get_session("me", "t")
+        assert found is not None and (found.turns, found.head) == (4, "e")
+        assert [each.session for each in its.list_turns("me", "t")] == ["s", "s", "s", "t"]
+        assert its.remove_turns("me", "s", names(its, "s")) == ["d"]
+        assert its.get_session("me", "s") is None and not has(its, "d", NODES[3])
+        assert [each.session for each in its.list_turns("me", "t")] == ["t"] * 4
+        assert has(its, "a", NODES[0])
+        assert sorted(its.remove_turns("me", "t", "abce")) == list("abce")
+        assert its.list_sessions("me") == []
+
+
+def test_a_dropped_turn_leaves_all_its_sessions(tmp_path):
+    for its in both(tmp_path):
+        its.fork("me", "c", "t")
+        its.drop("b")
+        assert (names(its, "s"), names(its, "t")) == (list("acd"), list("ac"))
+        assert its.fork("me", "c", "u").turns == 1  # what led to it is known no more
+
+
+def test_a_record_needs_its_node(tmp_path):
+    with store(tmp_path) as its:
+        with pytest.raises(WeirError, match="no room to keep this turn"):
+            its.add(record("a"))
+        kept(its, "a", NODES[0])
+        with pytest.raises(WeirError, match="is no text"):
+            its.add(record("a", session="\ud800"))
+        assert its.find_turn("me", "a") is None
+        assert has(its, "a", NODES[0])
+    with store(tmp_path) as its:
+        assert not has(its, "a", NODES[0])  # nobody was told of it
+    assert not list((tmp_path / "nodes").iterdir())
+
+
+def test_sessions_used_longest_ago_go_at_the_limit(tmp_path):
+    with store(tmp_path / "a") as its:
+        saved(its, "x")
+        size = its.nbytes + 200
+    with store(tmp_path / "b", limit=2 * size) as its:
+        saved(its, "a", session="a")
+        saved(its, "b", session="b")
+        its.get("a")
+        saved(its, "c", session="c")
+        assert [each.id for each in its.list_sessions("me")] == ["a", "c"]
+
+
+def test_a_damaged_turn_is_not_found_again(tmp_path):
+    with store(tmp_path) as its:
+        made = saved(its, "a")
+        (path,) = (tmp_path / "nodes").iterdir()
+        path.write_bytes(bytes(path.stat().st_size))
+        with pytest.raises(WeirError, match="turn 'a' cannot be gone on from"):
+            _ = its.get("a").state
+        assert its.find_history("me", made.chain) is None
+
+
+# --- sessions that travel
+
+
+def exported(folder: Path) -> Path:
+    with store(folder / "one") as its:
+        saved(its, "a", 0)
+        saved(its, "b", 1, parent="a")
+        saved(its, "c", 2, parent="a", owner="you")
+        assert pack(its, "me", "s", folder / "file") == 2
+    return folder / "file"
+
+
+def test_a_session_travels(tmp_path):
+    path = exported(tmp_path)
+    assert [each.name for each in tmp_path.iterdir() if each.is_file()] == ["file"]
+    with store(tmp_path / "two") as its:
+        first, again = unpack(its, "you", path), unpack(its, "you", path)
+        turns = {each.node for one in (first, again) for each in its.list_turns("you", one.id)}
+        assert first.id != again.id and len(turns - {"a", "b"}) == 4
+        assert its.list_sessions("me") == []
+    with store(tmp_path / "two") as its:
+        for session in (first, again):
+            assert its.get_session("you", session.id) == session
+            found = its.list_turns("you", session.id)
+            for n, each in enumerate(found):
+                assert same(its.get(each.node), NODES[n])
+                parent = found[0].node if n else None
+                wanted = record(each.node, n, owner="you", session=session.id, parent=parent)
+                assert each == wanted
+
+
+def test_a_session_that_does_not_fit_is_refused_and_others_stay(tmp_path):
+    path = exported(tmp_path)
+    with store(tmp_path / "two", limit=path.stat().st_size * 3 // 4) as its:
+        saved(its, "a")
+        with pytest.raises(WeirError, match="for all sessions"):
+            unpack(its, "me", path)
+        assert has(its, "a", NODES[0])
+    with store(tmp_path / "three", limit=path.stat().st_size) as its:
+        saved(its, "a")
+        assert unpack(its, "me", path).turns == 2
+        assert its.find_turn("me", "a") is None
+
+
+def test_a_full_disk_refuses_a_session_whole(tmp_path, monkeypatch):
+    path = exported(tmp_path)
+    with store(tmp_path / "two") as its:
+        write, count = its._files.write, itertools.count()
+
+        def full(*given):
+            if next(count):
+                raise OSError(28, "No space left on device")
+            write(*given)
+
+        monkeypatch.setattr(its._files, "write", full)
+        with pytest.raises(WeirError, match="is full"):
+            unpack(its, "me", path)
+        assert its.list_sessions("me") == []
+    assert not list((tmp_path / "two" / "nodes").iterdir())
+
+
+def lie(path: Path, *place: Any, to: Any) -> None:
+    """Change what a file says, and its checksums where they are of what it says."""
+    with safe_open(path, framework="pt") as file:
+        said = json.loads(file.metadata()[archive.KEY])
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    at: Any = said
+    for step in place[:-1]:
+        at = at[step]
+    at[place[-1]] = to
+    save_file(tensors, path, metadata={archive.KEY: json.dumps(said)})
+
+
+TURN = ("turns", 1)
+CALLED = ["user", "x", None]
+LIES = [
+    ("format must be", (("format",), 1)),
+    ("turns must be a list", (("turns",), {})),
+    ("it has 2 snapshots of 0 turns", (("turns",), [])),
+    (r"turns\[1\].last must be", ((*TURN, "last"), 61)),
+    (r"turns\[1\] does not end where", ((*TURN, "last"), 7)),
+    (r"turns\[1\] does not end where", ((*TURN, "seen"), 7)),
+    (r"turns\[1\].seen must be", ((*TURN, "seen"), -1)),
+    (r"turns\[1\].chain must be a hash", ((*TURN, "chain"), "../x")),
+    (r"turns\[1\].node must be a text", ((*TURN, "node"), 3)),
+    (r"turns\[1\] is there twice", ((*TURN, "node"), "a")),
+    (r"turns\[1\].parent must be a text", ((*TURN, "parent"), [])),
+    (r"turns\[1\] stands before what it goes on from", ((*TURN, "parent"), "b")),
+    (r"turns\[1\].messages\[0\] must have 3", ((*TURN, "messages", 0), ["user"])),
+    (r"messages\[0\].role must be", ((*TURN, "messages", 0, 0), "root")),
+    (r"messages\[0\].content must be", ((*TURN, "messages", 0, 1), None)),
+    (r"messages\[0\].calls\[0\] must", ((*TURN, "messages", 0), [*CALLED, [["x"]], None, 0])),
+    (r"messages\[0\].place must", ((*TURN, "messages", 0), [*CALLED, [], "x", -1])),
+    (r"usage.'bytes' must be", ((*TURN, "usage", "bytes"), 1e9)),
+    (r"usage must be numbers", ((*TURN, "usage"), [1])),
+    (r"created must be seconds", ((*TURN, "created"), float("nan"))),
+    (r"turns\[1\].created must be seconds", ((*TURN, "created"), 10**400)),
+    (r"turns\[1\].ids\[0\] must be a whole number from 0 to 60", ((*TURN, "ids", 0), 61)),
+    (r"turns\[1\] has more tokens than its stream", ((*TURN, "ids"), [1] * 99)),
+    (r"turns\[1\] is damaged", ((*TURN, "sha256"), "0" * 64)),
+    (r"'owner' is a fact too many", ((*TURN, "owner"), "you")),
+]
+
+
+@pytest.mark.parametrize(("sentence", "lied"), LIES)
+def test_a_file_that_lies_is_refused_and_nothing_of_it_is_kept(tmp_path, sentence, lied):
+    path, (place, to) = exported(tmp_path), lied
+    lie(path, *place, to=to)
+    with store(tmp_path / "two") as its:
+        with pytest.raises(WeirError, match=sentence) as error:
+            unpack(its, "me", path)
+        assert str(path) not in str(error.value) and "\n" not in str(error.value)
+        assert its.list_sessions("me") == []
+    assert not list((tmp_path / "two" / "nodes").iterdir())
+
+
+def forged(path: Path, change: Any) -> None:
+    """A file with a changed snapshot whose checksum is right."""
+    with safe_open(path, framework="pt") as file:
+        said = json.loads(file.metadata()[archive.KEY])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    data = change(tensors["1"].numpy().tobytes())
+    said["turns"][1]["sha256"] = hashlib.sha256(data).hexdigest()
+    tensors["1"] = torch.tensor(list(data), dtype=torch.uint8)
+    save_file(tensors, path.with_suffix(".new"), metadata={archive.KEY: json.dumps(said)})
+    path.with_suffix(".new").replace(path)
+
+
+def said_otherwise(old: str, new: str) -> Any:
+    def change(data: bytes) -> bytes:
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        text = header["__metadata__"]["weir_node"]
+        assert old in text
+        header["__metadata__"]["weir_node"] = text.replace(old, new)
+        written = json.dumps(header).encode()
+        written += b" " * (-len(written) % 8)
+        return len(written).to_bytes(8, "little") + written + data[8 + length :]
+
+    return change
+
+
+def infinite(data: bytes) -> bytes:
+    """The first numbers of the file, whichever they are."""
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    start, end = header["0.keys"]["data_offsets"]
+    start, end = (8 + length + at for at in (start, end))
+    return data[:start] + b"\xff" * (end - start) + data[end:]
+
+
+FORGED = [
+    ("damaged or no snapshot of weir", lambda data: data[:-9]),
+    ("damaged or no snapshot of weir", lambda data: b""),
+    ("damaged or no snapshot of weir", lambda data: b"\xff" * 64),
+    ("it has the format 7", said_otherwise('"format": 3', '"format": 7')),
+    ("another model", said_otherwise('"width": 32', '"width": 33')),
+    ("its rows have the policy", said_otherwise("recent(6)", "recent(7)")),
+    ("pending must be a list", said_otherwise('"pending": [1]', '"pending": 1')),
+    (r"pending\[0\] must be a whole", said_otherwise('"pending": [1]', '"pending": [61]')),
+    ("no row: seen must be", said_otherwise('"seen": 21', '"seen": "21"')),
+    ("keys has numbers that are not finite", infinite),
+]
+
+
+@pytest.mark.parametrize(("sentence", "change"), FORGED)
+def test_a_forged_snapshot_is_refused_though_its_checksum_is_right(tmp_path, sentence, change):
+    path = exported(tmp_path)
+    forged(path, change)
+    with store(tmp_path / "two") as its:
+        with pytest.raises(WeirError, match=sentence):
+            unpack(its, "me", path)
+        assert its.list_sessions("me") == []
+
+
+def test_what_is_no_export_is_refused(tmp_path):
+    save_file({"a": torch.zeros(2)}, tmp_path / "other")
+    (tmp_path / "text").write_text("x" * 100)
+    with store(tmp_path / "two") as its:
+        for name in ("other", "text", "nothing", "two"):
+            with pytest.raises(WeirError, match=r"the file is damaged|no such file"):
+                unpack(its, "me", tmp_path / name)
+        saved(its, "a")
+        with pytest.raises(WeirError, match="the session cannot be written"):
+            pack(its, "me", "s", tmp_path / "nowhere" / "file")
+    with pytest.raises(WeirError, match="another model"):
+        SQLiteStore(tmp_path / "two", make_llama(layers=1, seed=9), POLICY, chunk=CHUNK)
+
+
+# --- any course of events
+
+
+class Stores(RuleBasedStateMachine):
+    """Turns, forks, deletions, kills and restarts, beside a store in plain Python."""
+
+    @initialize()
+    def open(self) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        self.its = store(self.folder)
+        self.oracle = MemoryStore(10_000)
+        self.known: dict[str, tuple[int, TurnRecord]] = {}
+        self.count = 0
+
+    def teardown(self) -> None:
+        if hasattr(self, "its"):
+            self.its.close()
+            shutil.rmtree(self.folder)
+
+    def make(self, data: st.DataObject, n: int) -> TurnRecord:
+        parent = data.draw(st.sampled_from([None, *self.known]))
+        self.count += 1
+        given: dict[str, Any] = {"owner": data.draw(st.sampled_from(["me", "you"]))}
+        given["chain"] = f"{data.draw(st.integers(0, 3)):064x}"
+        given["session"] = data.draw(st.sampled_from(["s", "t"]))
+        if parent is not None:
+            given |= {"parent": parent, "owner": self.known[parent][1].owner}
+        return record(f"n{self.count}", n, created=float(self.count), **given)
+
+    @rule(data=st.data(), n=st.integers(0, 5))
+    def turn(self, data: st.DataObject, n: int) -> None:
+        made = self.make(data, n)
+        assert kept(self.its, made.node, NODES[n]) is None
+        self.its.add(made)
+        self.oracle.put(made.node, NODES[n], lambda error: None)
+        self.oracle.add(made)
+        self.known[made.node] = (n, made)
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def get(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.known)))
+        assert same(self.its.get(name), self.oracle.get(name))
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.known)))
+        self.its.drop(name)
+        self.oracle.drop(name)
+        del self.known[name]
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), owner=st.sampled_from(["me", "you"]), name=st.sampled_from("stuv"))
+    def fork(self, data: st.DataObject, owner: str, name: str) -> None:
+        node = data.draw(st.sampled_from(sorted(self.known)))
+        told = []
+        for its in (self.its, self.oracle):
+            try:
+                told.append(its.fork(owner, node, name))
+            except WeirError as error:
+                told.append(str(error))
+        assert told[0] == told[1]
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), owner=st.sampled_from(["me", "you"]), session=st.sampled_from("stuv"))
+    def leave(self, data: st.DataObject, owner: str, session: str) -> None:
+        nodes = data.draw(st.sets(st.sampled_from(sorted(self.known))))
+        gone = self.its.remove_turns(owner, session, nodes)
+        assert sorted(gone) == sorted(self.oracle.remove_turns(owner, session, nodes))
+        for each in gone:
+            del self.known[each]
+
+    @rule()
+    def restart(self) -> None:
+        self.its.close()
+        self.its = store(self.folder)
+
+    @rule(data=st.data(), n=st.integers(0, 5), after=st.integers(0, 8), recorded=st.booleans())
+    def killed(self, data: st.DataObject, n: int, after: int, recorded: bool) -> None:
+        """In the course of a turn, which is there whole or not at all; others are as they were."""
+        made = self.make(data, n)
+        told, over = [], threading.Event()
+
+        def done(error: Exception | None) -> None:
+            try:
+                if recorded:  # else it is killed before the record is written
+                    self.its.add(made)
+                    told.append(error)
+            finally:
+                over.set()
+
+        folder_file.os = Cut(after)  # type: ignore[attr-defined]
+        try:
+            self.its.put(made.node, NODES[n], done)
+            # To the end, or where it was cut off: what is known afterwards is a matter of what was
+            # drawn, never of how fast this machine is.
+            while self.its._writer._thread.is_alive() and not over.wait(0.001):
+                pass
+        finally:
+            kill(self.its)
+        self.its = store(self.folder)
+        found = self.its.find_turn(made.owner, made.node)
+        assert found is not None or not told
+        if found is not None:
+            assert found == made
+            self.oracle.put(made.node, NODES[n], lambda error: None)
+            self.oracle.add(made)
+            self.known[made.node] = (n, made)
+
+    @invariant()
+    def is_as_the_oracle(self) -> None:
+        if not hasattr(self, "its"):
+            return
+        for owner in ("me", "you", "nobody"):
+            mine = {each.id: each for each in self.its.list_sessions(owner)}
+            assert mine == {each.id: each for each in self.oracle.list_sessions(owner)}
+            for n in range(4):
+                chain = f"{n:064x}"
+                assert self.its.find_history(owner, chain) == self.oracle.find_history(owner, chain)
+            for name in "stuv":
+                assert self.its.list_turns(owner, name) == self.oracle.list_turns(owner, name)
+        for name, (_, made) in self.known.items():
+            found = self.its.find_turn(made.owner, name)
+            assert found is not None and replace(found, session=made.session) == made
+        sizes = [path.stat().st_size for path in (self.folder / "nodes").iterdir()]
+        assert len(sizes) == len(self.known)
+        assert self.its.nbytes == sum(sizes)
+
+
+TestStores = Stores.TestCase
+TestStores.settings = settings(
+    settings.get_profile("weir"), max_examples=12, stateful_step_count=12
+)
