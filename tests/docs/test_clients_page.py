@@ -44,8 +44,8 @@ def server() -> Iterator[Server]:
     limits, store = Limits(), MemoryStore(64)
     policy = "pinned(streaming_llm(budget=256), n=64, header=16)"
     engine = Engine(model, policy, 4, store, queue=limits.queue)
-    desk = EngineClient(engine, store, tokenizer, "nano", limits, ResponseStore(None, limits.texts))
-    with serving(desk) as server:
+    engine_client = EngineClient(engine, store, tokenizer, "nano", limits, ResponseStore(None, limits.texts))
+    with serving(engine_client) as server:
         yield server
 
 

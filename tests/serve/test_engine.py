@@ -39,25 +39,25 @@ class Heard:
     error: Exception | None = None
     stop_after: int | None = None
 
-    def chose(self, choice: SampledToken) -> str | None:
+    def on_token(self, token: SampledToken) -> str | None:
         assert self.reason is None
         assert self.error is None
-        self.choices.append(choice)
+        self.choices.append(token)
         return "stop" if len(self.choices) == self.stop_after else None
 
-    def ended(self, reason: str) -> None:
+    def on_finish(self, reason: str) -> None:
         assert self.reason is None
         assert self.error is None
         self.reason = reason
 
-    def failed(self, error: Exception) -> None:
+    def on_failure(self, error: Exception) -> None:
         assert self.reason is None
         assert self.error is None
         self.error = error
 
     @property
     def tokens(self) -> list[int]:
-        return [choice.token for choice in self.choices]
+        return [choice.id for choice in self.choices]
 
     @property
     def over(self) -> bool:
@@ -65,7 +65,7 @@ class Heard:
 
 
 def engine(rows: int = 3, **given) -> Engine:
-    given = {"policy": POLICY, "chunk": CHUNK, "piece": 5, **given}
+    given = {"policy": POLICY, "chunk": CHUNK, "prefill_chunk": 5, **given}
     return Engine(
         MODEL, given.pop("policy"), rows, given.pop("shelf", MemoryCheckpoints()), **given
     )
@@ -122,19 +122,19 @@ def test_sessions_are_answered_as_they_would_be_alone():
 def feeds(served: Engine) -> list[dict[int, int]]:
     """Of every call of an engine from now on, by row, how many tokens it is fed."""
     calls: list[dict[int, int]] = []
-    feed = served.feeder.feed
+    feed = served.runner.run
 
     def noting(tokens):
         calls.append({row: len(part) for row, part in tokens.items()})
         return feed(tokens)
 
-    served.feeder.feed = noting
+    served.runner.run = noting
     return calls
 
 
 def test_short_prompts_are_read_in_one_call_and_answered_as_they_would_be_alone():
     prompts = [words(n, 11 - n) for n in range(4)]
-    served = engine(rows=4, piece=64)
+    served = engine(rows=4, prefill_chunk=64)
     work(served, *(turn(f"a{n}", ids) for n, ids in enumerate(prompts)))
     calls = feeds(served)
     # Rows stand in different places, and one of those in between rests.
@@ -148,23 +148,23 @@ def test_short_prompts_are_read_in_one_call_and_answered_as_they_would_be_alone(
 
 
 def test_with_deterministic_every_prompt_is_read_by_itself():
-    served = engine(rows=3, piece=64, deterministic=True)
+    served = engine(rows=3, prefill_chunk=64, deterministic=True)
     calls = feeds(served)
     work(served, *(turn(f"a{n}", words(n, 9)) for n in range(3)))
     assert all(len(call) == 1 for call in calls)
 
 
 def test_what_one_of_several_prompts_breaks_it_breaks_for_itself_alone():
-    served = engine(rows=3, piece=64)
+    served = engine(rows=3, prefill_chunk=64)
     turns = [turn(f"a{n}", words(n, 9)) for n in range(3)]
-    bad, feed = words(1, 9), served.feeder.feed
+    bad, feed = words(1, 9), served.runner.run
 
     def feed_or_fail(tokens):
         if bad in tokens.values():
             raise ValueError("the second prompt")
         return feed(tokens)
 
-    served.feeder.feed = feed_or_fail
+    served.runner.run = feed_or_fail
     work(served, *turns)
     assert str(turns[1].listener.error) == "the second prompt"
     for n in (0, 2):
@@ -172,7 +172,7 @@ def test_what_one_of_several_prompts_breaks_it_breaks_for_itself_alone():
 
 
 def test_a_long_prompt_waits_for_no_more_than_a_call_of_short_ones():
-    served = engine(rows=3, piece=8)
+    served = engine(rows=3, prefill_chunk=8)
     long, *short = (
         turn("long", words(0, 40), limit=1),
         *(turn(f"a{n}", words(n, 4)) for n in (1, 2)),
@@ -289,7 +289,7 @@ def test_a_failing_row_is_that_turns_own(monkeypatch):
     served.submit(bad)
     while len(bad.listener.tokens) < 3:
         served.step()
-    bad.chosen[-1] = VOCABULARY  # no token
+    bad.output_ids[-1] = VOCABULARY  # no token
     work(served)
     while not good.listener.over:
         served.step()
@@ -386,14 +386,14 @@ def test_nobodys_prompt_stops_the_answers_of_others():
 
 def test_clients_take_turns():
     served = engine(rows=1)
-    greedy = [turn(f"a{n}", words(n, 3), limit=2, client="a") for n in range(4)]
-    modest = turn("b", words(9, 3), limit=2, client="b")
+    greedy = [turn(f"a{n}", words(n, 3), limit=2, owner="a") for n in range(4)]
+    modest = turn("b", words(9, 3), limit=2, owner="b")
     for each in (*greedy, modest):
         served.submit(each)
     order = []
     while not all(each.listener.over for each in (*greedy, modest)):
         served.step()
-        order += [e.node for e in (*greedy, modest) if e.listener.over and e.node not in order]
+        order += [e.id for e in (*greedy, modest) if e.listener.over and e.id not in order]
     assert order.index("b") == 1
 
 
@@ -429,7 +429,7 @@ def test_turns_that_make_no_sense_are_refused():
 
 def test_a_node_that_is_not_kept_leaves_its_row_free():
     served = engine(rows=1)
-    each = turn("a", words(0, 9), keep=False)
+    each = turn("a", words(0, 9), save=False)
     work(served, each)
     assert each.listener.reason == "length"
     assert served.load().resting == 0
@@ -456,7 +456,7 @@ class Sessions(RuleBasedStateMachine):
         self.count += 1
         ids = words(seed, length)
         history = [*(self.nodes[start] if start else []), (ids, limit)]
-        each = turn(f"n{self.count}", ids, start=start, limit=limit, client=str(seed % 2))
+        each = turn(f"n{self.count}", ids, start=start, limit=limit, owner=str(seed % 2))
         self.engine.submit(each)
         self.under_way.append((each, history))
 
@@ -487,7 +487,7 @@ class Sessions(RuleBasedStateMachine):
                 self.under_way.remove((each, history))
             if each.listener.reason is not None:
                 assert each.listener.tokens == alone(history)[-1]
-                self.nodes[each.node] = history
+                self.nodes[each.id] = history
 
     @invariant()
     def rows_have_one_owner(self) -> None:

@@ -67,7 +67,9 @@ class Answering(Contender):
         for row in range(rows):
             ids = torch.randint(model.config.vocab_size, (32 + row,), generator=generator)
             chooser = Sampler(SamplingParams(Sampling(temperature=0)))
-            turn = Sequence(str(row), None, ids.tolist(), MOST, frozenset(), chooser, Nobody())
+            turn = Sequence(
+                str(row), None, ids.tolist(), MOST, frozenset(), chooser, NullListener()
+            )
             self._engine.submit(turn)
         for _ in range(rows):  # a step reads one prompt or more
             self._engine.step()
@@ -77,18 +79,18 @@ class Answering(Contender):
         self._engine.step()
 
 
-class Nobody:
-    """Listens to no answer."""
+class NullListener:
+    """Listener that ignores what it is told."""
 
-    def chose(self, choice: SampledToken) -> str | None:
-        """Goes on."""
+    def on_token(self, token: SampledToken) -> str | None:
+        """Go on."""
         return None
 
-    def ended(self, reason: str) -> None:
-        """Nobody wants to know."""
+    def on_finish(self, reason: str) -> None:
+        """Do nothing."""
 
-    def failed(self, error: Exception) -> None:
-        """What is timed has to work.
+    def on_failure(self, error: Exception) -> None:
+        """Raise the error: what is timed has to work.
 
         Raises:
             Exception: the turn's error.

@@ -1,6 +1,6 @@
 """Endless sessions of many clients at once, through one model."""
 
-from weir.serve.client import Asked, EngineClient, Wish
+from weir.serve.client import EngineClient, Generation, GenerationRequest
 from weir.serve.engine import (
     Busy,
     Cancelled,
@@ -24,8 +24,8 @@ from weir.serve.engine import (
 )
 from weir.serve.limits import Limits
 from weir.serve.memory_estimate import MemoryEstimate, estimate_memory
-from weir.serve.messages import Message, chain
-from weir.serve.prefix_match import Plan, TooLong
+from weir.serve.messages import Message, hash_prefixes
+from weir.serve.prefix_match import Prompt, PromptTooLong
 from weir.serve.sessions import (
     MemoryCheckpoints,
     MemoryStore,
@@ -38,7 +38,6 @@ from weir.serve.sessions import (
 )
 
 __all__ = [
-    "Asked",
     "Busy",
     "Cancelled",
     "Checkpoint",
@@ -49,6 +48,8 @@ __all__ = [
     "EngineLoad",
     "FailureEvent",
     "FinishEvent",
+    "Generation",
+    "GenerationRequest",
     "Limits",
     "Listener",
     "MemoryCheckpoints",
@@ -56,7 +57,8 @@ __all__ = [
     "MemoryStore",
     "Message",
     "OutputQueue",
-    "Plan",
+    "Prompt",
+    "PromptTooLong",
     "ResponseStore",
     "SampledToken",
     "Sampler",
@@ -67,12 +69,10 @@ __all__ = [
     "SessionSummary",
     "StreamStats",
     "TokenEvent",
-    "TooLong",
     "TurnRecord",
     "UnknownSession",
-    "Wish",
-    "chain",
     "compile_engine",
     "estimate_memory",
+    "hash_prefixes",
     "sizes_of",
 ]

@@ -127,13 +127,13 @@ class Replica:
             queue=settings.limits.queue,
             deterministic=settings.deterministic,
         )
-        self._desk = EngineClient(
+        self._client = EngineClient(
             engine,
             self._store,
             tokenizer,
             settings.name,
             settings.limits,
-            hold=self._store.hold,
+            acquire=self._store.hold,
         )
         self._keys = Keys(list(settings.keys))
         self._over = threading.Event()
@@ -141,7 +141,7 @@ class Replica:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """The application, once this is made."""
-        return make_app(self._desk, self._keys)
+        return make_app(self._client, self._keys)
 
     def check_health(self) -> None:
         """Ray replaces a replica whose engine has failed.
@@ -149,7 +149,7 @@ class Replica:
         Raises:
             WeirError: it has.
         """
-        if self._desk.failure is not None:
+        if self._client.failure is not None:
             raise WeirError("the engine has failed, and nothing is answered any more")
 
     def _beat(self) -> None:

@@ -104,11 +104,11 @@ class TurnFiles:
 
 def _said(record: TurnRecord) -> dict[str, Any]:
     said = {each.name: getattr(record, each.name) for each in fields(record)}
-    said["messages"] = [each.kept() for each in record.messages]
+    said["messages"] = [each.to_json() for each in record.messages]
     said["ids"] = record.ids.hex()
     return said
 
 
 def _record(said: dict[str, Any]) -> TurnRecord:
-    messages = tuple(Message.read(each) for each in said["messages"])
+    messages = tuple(Message.from_json(each) for each in said["messages"])
     return TurnRecord(**{**said, "messages": messages, "ids": bytes.fromhex(said["ids"])})

@@ -157,9 +157,7 @@ class Engine:
         """How busy the engine is."""
         with self._changed:
             rows, waiting = self.scheduler.rows, len(self.scheduler.waiting)
-            return EngineLoad(
-                rows.size, rows.busy, rows.resting, waiting, self._seen, self._calls
-            )
+            return EngineLoad(rows.size, rows.busy, rows.resting, waiting, self._seen, self._calls)
 
     # --- in the engine's thread
 

@@ -51,7 +51,7 @@ def inspect_row(
     if not future.set_running_or_notify_cancel():
         return
     try:
-        if sequence.row is None or not sequence.running:
+        if sequence.row is None or not sequence.is_running:
             future.set_result(None)
         else:
             holding = cache.holding(sequence.row)

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from weir.cache import StreamingCache
 from weir.pools import Beginning
-from weir.serve.engine.sequence import Sequence
 from weir.serve.engine.sampler import SampledToken
+from weir.serve.engine.sequence import Sequence
 from weir.stream import AnswerText
 
 
@@ -250,7 +250,7 @@ class OutputProcessor:
         answer: int,
         cache: StreamingCache,
         tokenizer: PreTrainedTokenizerBase,
-        stops: list[str],
+        stops: tuple[str, ...],
         queue: OutputQueue,
         notifier: Notifier,
         save: Callable[[FinishedAnswer], None],

@@ -225,10 +225,8 @@ class Scheduler:
     def prefill_batch(self) -> list[Sequence]:
         """The sequences whose prompts are read next; they go to the end of `running`."""
         reading = [sequence for sequence in self.running if sequence.stage is Stage.PREFILL]
-        if self._deterministic:
-            batch = reading[:1]
-        else:
-            batch = group_prefills(reading, self.prefill_chunk)
+        chunk = self.prefill_chunk
+        batch = reading[:1] if self._deterministic else group_prefills(reading, chunk)
         self.running = [sequence for sequence in self.running if sequence not in batch] + batch
         return batch
 

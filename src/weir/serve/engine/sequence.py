@@ -95,6 +95,16 @@ class Sequence:
     prefilled: tuple[RowState, Tensor] | None = None
 
     @property
-    def running(self) -> bool:
-        """Whether it has a row."""
+    def is_waiting(self) -> bool:
+        """Whether it waits for a row."""
+        return self.stage is Stage.WAITING
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether its prompt is being read."""
+        return self.stage is Stage.PREFILL
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its prompt is being read, or its answer made."""
         return self.stage in (Stage.PREFILL, Stage.DECODE)

@@ -186,7 +186,7 @@ class SessionArchive:
             known.add(turn["node"])
             if len(turn["ids"]) > turn["seen"]:
                 raise Wrong(f"turns[{n}] has more tokens than its stream")
-            messages = tuple(Message.read(each) for each in turn.pop("messages"))
+            messages = tuple(Message.from_json(each) for each in turn.pop("messages"))
             ids = pack_ids(turn.pop("ids"))
             parcel.add(TurnRecord(owner="", session="", messages=messages, ids=ids, **turn), node)
         return parcel
@@ -198,7 +198,7 @@ def _said(record: TurnRecord) -> dict[str, Any]:
         "node": record.node,
         "parent": record.parent,
         "chain": record.chain,
-        "messages": [each.kept() for each in record.messages],
+        "messages": [each.to_json() for each in record.messages],
         "last": record.last,
         "seen": record.seen,
         "usage": record.usage,

@@ -282,7 +282,7 @@ def _insert(db: sqlite3.Connection, record: TurnRecord) -> None:
     """Put a record in the place of the one its node has."""
     for table in ("records", "members"):
         db.execute(f"DELETE FROM {table} WHERE node = ?", (record.node,))
-    messages = [each.kept() for each in record.messages]
+    messages = [each.to_json() for each in record.messages]
     db.execute(
         f"INSERT INTO records ({_KEPT}, topic) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
@@ -311,7 +311,7 @@ def _join(db: sqlite3.Connection, owner: str, session: str, node: str) -> None:
 
 def _read(row: sqlite3.Row) -> TurnRecord:
     said: dict[str, Any] = dict(row)
-    said["messages"] = tuple(Message.read(each) for each in json.loads(said["messages"]))
+    said["messages"] = tuple(Message.from_json(each) for each in json.loads(said["messages"]))
     said["usage"] = json.loads(said["usage"])
     return TurnRecord(**said)
 
