@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from weir.pools import Fold, Pool
-from weir.pools.draws import Draws
-from weir.slab import Form
+from weir.pools.counter_rng import CounterRNG
+from weir.slab import AttentionParams
 from weir.slab.slots import Slots
 
 
@@ -58,8 +58,8 @@ class PoolStream:
     flow: Flow
     chunk: int
     share: float = 1.0
-    draws: Draws = field(default_factory=lambda: Draws(0))
-    form: Form = field(default_factory=lambda: Form(1.0))
+    draws: CounterRNG = field(default_factory=lambda: CounterRNG(0))
+    form: AttentionParams = field(default_factory=lambda: AttentionParams(1.0))
     held: Slots = field(init=False)
     state: dict[str, Tensor] = field(init=False)
 

@@ -12,7 +12,7 @@ import pytest
 import typer.main
 import yaml
 
-from weir.cli.commands import app
+from weir.cli.app import app
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 

@@ -131,6 +131,7 @@ def test_two_policies_are_compared_and_the_run_goes_on_where_it_was(
     assert (tmp_path / "of-two.jsonl").read_text("utf-8") == results
 
 
+@pytest.mark.slow
 def test_the_tour_runs_in_a_notebook_and_shows_its_pictures(tmp_path: Path) -> None:
     import nbclient
     import nbformat

@@ -87,14 +87,16 @@ def tracked(*others: str) -> set[str]:
     return set(done("git", "ls-files", "-z", *others).split("\0")) - {""}
 
 
+@pytest.mark.slow
 def test_the_wheel_is_the_package_its_licenses_and_nothing_else(files: set[str]) -> None:
     mine = {p for p in SOURCE.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
     inside = {f"weir/{p.relative_to(SOURCE).as_posix()}" for p in mine}
     facts = {"METADATA", "RECORD", "WHEEL", "entry_points.txt"}
     facts |= {"licenses/LICENSE", "licenses/NOTICE"}
-    assert files == inside | {f"weir-{weir.__version__}.dist-info/{name}" for name in facts}
+    assert files == inside | {f"weir_kv-{weir.__version__}.dist-info/{name}" for name in facts}
 
 
+@pytest.mark.slow
 def test_its_readme_is_the_one_for_an_index(built: Path) -> None:
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         (name,) = (name for name in wheel.namelist() if name.endswith("METADATA"))
@@ -103,12 +105,14 @@ def test_its_readme_is_the_one_for_an_index(built: Path) -> None:
     assert "# weir\n" in facts and "](docs/" not in facts
 
 
+@pytest.mark.slow
 def test_the_packaged_model_and_book_and_the_mark_of_types_are_in_it(files: set[str]) -> None:
     assert "weir/py.typed" in files
     assert "weir/assets/war-and-peace.txt.xz" in files
     assert {f"weir/assets/nano/{name}" for name in ("config.json", "model.safetensors")} <= files
 
 
+@pytest.mark.slow
 def test_the_source_distribution_holds_what_belongs_to_the_tree_and_nothing_else(
     source: set[str],
 ) -> None:
@@ -149,7 +153,7 @@ def brought(extra: str | None) -> dict[str, Requirement]:
         if (it.marker is not None and not it.marker.evaluate()) or (name, extras) in seen:
             continue
         seen.add((name, extras))
-        if name == "weir":
+        if name == "weir-kv":
             for each in extras:
                 more = PROJECT["optional-dependencies"][each]
                 waiting += [Requirement(line) for line in more]
@@ -178,6 +182,7 @@ def test_all_that_it_asks_for_fits_together(extra: str | None) -> None:
         assert not found.keys() & {"matplotlib", "numba", "ray", "fastapi", "scikit-learn"}
 
 
+@pytest.mark.slow
 def test_the_environment_begins_empty_and_weir_says_what_it_misses(place: Path) -> None:
     python, alone = place / "bin" / "python", {"PATH": os.defpath}
     said = done(
@@ -235,6 +240,7 @@ def probed(place: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_without_extras_every_file_is_imported_or_says_what_to_install(
     probed: dict[str, Any],
 ) -> None:
@@ -246,6 +252,7 @@ def test_without_extras_every_file_is_imported_or_says_what_to_install(
     assert {file for file, *_ in missing if ".evals." in file} == {"weir.evals.harness"}
 
 
+@pytest.mark.slow
 def test_an_old_transformers_is_named_and_not_a_name_that_it_misses(probed: dict[str, Any]) -> None:
     assert "these are torch" in probed["old"]
     assert "transformers 4.57.0: pip install" in probed["old"]
@@ -258,7 +265,7 @@ PARTS = {
     "fast": ("kernels/cpu",),
     "images": ("train/images", "models/images"),
     "inspect": ("evals/inspect", "cli/inspect"),
-    "plots": ("evals/results", "evals/demo", "evals/look", "evals/attention_error"),
+    "plots": ("evals/results", "evals/demo", "evals/report", "evals/attention_error"),
     "ray": ("evals/grid",),
     "serve": ("serve/api", "serve/structured", "serve/engine", "serve/client", "cli/serve"),
     "train": ("train/processes", "cli/train"),

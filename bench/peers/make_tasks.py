@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 import weir
-from weir.evals.tasks.layout import distances_to, lay_out
+from weir.evals.tasks.facts import distances_to, lay_out
 from weir.evals.tasks.recall import ASK, SAID, sample
 from weir.stream import read_stream
 from weir.train import DIGITS, Words

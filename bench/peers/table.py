@@ -1,4 +1,4 @@
-"""The tables of docs/others.md from what the peers found.
+"""The tables of docs/limits.md from what the peers found.
 
 .venv/bin/python bench/peers/table.py peers/found.jsonl
 """

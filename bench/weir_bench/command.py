@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weir.cli.app import group
-from weir.cli.collecting import as_usual
 from weir.cli.common import (
     AsJson,
     messages,
@@ -24,6 +23,7 @@ from weir.cli.common import (
     say_unused,
     was_given,
 )
+from weir.cli.runtime import collect_as_usual
 from weir.errors import WeirError, quote, suggest
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def bench(
     from weir_bench.run import measure
     from weir_bench.tracing import traced
 
-    as_usual()
+    collect_as_usual()
     wanted = _policies(policies)
     if flat and only:
         raise WeirError("--flat is a figure of its own; give it without --only")

@@ -14,6 +14,7 @@ LONGEST = 60
 EXTRAS = {
     "accelerate": "train",
     "fastapi": "serve",
+    "gguf": "gguf",
     "llguidance": "serve",
     "lm_eval": "eval",
     "matplotlib": "plots",
@@ -112,7 +113,7 @@ class NotFiniteError(WeirError):
 def describe_missing(what: str, module: str, *, reason: str = "", extra: str | None = None) -> str:
     """Compose the message that an optional package is missing, with the command that installs it.
 
-    The command is for a clone, as in the README.
+    The command works wherever weir is installed, from a clone too.
 
     Args:
         what: the feature that needs the package; it begins the sentence.
@@ -123,7 +124,7 @@ def describe_missing(what: str, module: str, *, reason: str = "", extra: str | N
     package = module.partition(".")[0]
     state = f"cannot be imported ({reason})" if reason else "is not installed"
     extra = extra or EXTRAS[package]
-    return f"{what} needs {package}, which {state}: pip install '.[{extra}]' in the clone of weir"
+    return f"{what} needs {package}, which {state}: pip install 'weir-kv[{extra}]'"
 
 
 def find_nearest(word: str, names: Iterable[str]) -> str | None:

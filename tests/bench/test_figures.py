@@ -27,6 +27,9 @@ SETTING = Setting(QUICK, policies=("snapkv", "weir"))
 """Policies of two kinds: one needs attention by token, and the other reads with log-weights."""
 
 
+SLOW = ("policies", "recompute", "answer", "rows", "deterministic")
+
+
 def row(ratio: float, target: float | None, least: bool = False) -> Row:
     return Row("this ÷ that", 1.0, 2.0, "ms", ratio, target, least)
 
@@ -150,7 +153,11 @@ def test_every_policy_of_a_budget_is_compared_but_the_oracle_and_what_it_stands_
 
 @pytest.mark.parametrize(
     "name",
-    ["decode", "policies", "recompute", "answer", "halvings", "rows", "deterministic"],
+    [
+        "decode",
+        "halvings",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+    ],
 )
 def test_every_figure_runs(name):
     with settled():  # as in a run: each turn begins with a collection of garbage
@@ -176,6 +183,7 @@ def test_without_torchao_weights_of_few_bits_are_left_out_and_with_it_measured()
 
 
 @pytest.mark.skipif(not memory.STATUS.exists(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.slow
 def test_the_peak_of_a_prompt_fed_whole_is_higher():
     (each,) = FIGURES["prefill"].measure(SETTING)
     assert each.ours < each.peer
@@ -188,6 +196,7 @@ def test_without_its_environment_kvpress_is_left_out():
         list(FIGURES["kvpress"].measure(SETTING))
 
 
+@pytest.mark.slow
 def test_an_environment_without_kvpress_is_told_so():
     setting = replace(SETTING, kvpress=sys.executable)
     told = "kvpress failed in its environment: ModuleNotFoundError: No module named 'kvpress'"

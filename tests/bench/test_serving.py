@@ -231,6 +231,7 @@ with _running([sys.executable, "-c", "import time; time.sleep(60)"]) as (process
 """
 
 
+@pytest.mark.slow
 def test_who_is_told_to_end_ends_its_server_too():
     outer = subprocess.Popen([sys.executable, "-c", OUTER], stdout=subprocess.PIPE, text=True)
     assert outer.stdout is not None

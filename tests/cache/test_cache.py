@@ -588,9 +588,9 @@ def test_inference_mode_no_grad_and_grad_share_a_cache(llama, ids, text):
     parts = []
     for step in range(12):
         with MODES[(step * 5 + step // 3) % 3]():
-            piece = slice(5 * step, 5 * step + 5)
+            segment = slice(5 * step, 5 * step + 5)
             out = llama(
-                tokens[:, piece], attention_mask=mask[:, : piece.stop], past_key_values=cache
+                tokens[:, segment], attention_mask=mask[:, : segment.stop], past_key_values=cache
             )
             parts.append(out.logits.detach().clone())
             cache.reorder_cache(torch.tensor([0, 1]))

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import weir
-from weir.cache.layer import Layer, Plan
-from weir.cache.layer.finite import finite_columns
+from weir.cache.layer import ForwardPlan, Layer
+from weir.cache.layer.layer import finite_columns
 from weir.errors import NotFiniteError
 
 BAD = 7
@@ -213,7 +213,7 @@ def test_where_numbers_are_looked_at_late_a_refused_call_leaves_none_behind(
 ):
     """On an accelerator nobody waits for numbers: they stand in the slots when they are refused."""
 
-    def late(layer: Layer, keys: Tensor, values: Tensor, plan: Plan) -> None:
+    def late(layer: Layer, keys: Tensor, values: Tensor, plan: ForwardPlan) -> None:
         looked = [keys, values] if plan.step else [finite_columns(keys, values)]
         layer._unchecked = looked
 

@@ -11,7 +11,7 @@ import weir
 from weir.cache import size_of
 from weir.errors import WeirError
 from weir.models import fingerprint
-from weir.policies import written_policy_file
+from weir.policies import format_policy_file
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def file(fresh_llama, tmp_path) -> str:
     """A policy file for the small Llama."""
     layers = [{"policy": "h2o(8)"}, {"policy": "sink(2) | recent(14)"}]
     path = tmp_path / "small.toml"
-    path.write_text(written_policy_file({}, fingerprint(fresh_llama()), layers))
+    path.write_text(format_policy_file({}, fingerprint(fresh_llama()), layers))
     return str(path)
 
 

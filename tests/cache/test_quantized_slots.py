@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 import weir
 from weir import StreamingCache, WeirError, kernels
-from weir.slab import FORMATS, coded, quantized
-from weir.slab.quantized import INT8, PEAK, steps
+from weir.slab import FORMATS, quantization, quantized_slots
+from weir.slab.quantization import INT8, PEAK, steps
 
 PIPES = [
     "sink(2) | recent(6) | heavy(6):int8",
@@ -57,10 +57,10 @@ def lossless(monkeypatch: pytest.MonkeyPatch) -> None:
     def dequantize(numbers: Tensor, peaks: Tensor, code: object, dtype: torch.dtype) -> Tensor:
         return numbers.to(dtype)
 
-    monkeypatch.setattr(quantized, "quantize", quantize)
-    for module in (quantized, coded):
+    monkeypatch.setattr(quantization, "quantize", quantize)
+    for module in (quantization, quantized_slots):
         monkeypatch.setattr(module, "dequantize", dequantize)
-    monkeypatch.setattr(coded, "are_levels", lambda numbers, code: True)
+    monkeypatch.setattr(quantization, "are_levels", lambda numbers, code: True)
     monkeypatch.setattr(kernels, "decode_quantized", lambda device: None)
 
 
@@ -187,11 +187,11 @@ def test_a_survivor_of_a_thousand_folds_is_off_by_no_more_than_after_one(shallow
     quantized = StreamingCache(shallow, policy, chunk=1, slots="int8")
     plain = StreamingCache(shallow, policy, chunk=1)
     masters, checked = {}, 0
-    for piece in text.split(100, dim=1):
-        fed(shallow, quantized, piece)
-        fed(shallow, plain, piece)
+    for segment in text.split(100, dim=1):
+        fed(shallow, quantized, segment)
+        fed(shallow, plain, segment)
         slab, other = quantized.stack[0].slab, plain.stack[0].slab
-        buffers = slab.coded.buffers
+        buffers = slab.quantized.buffers
         step = steps(buffers["masters_peaks"], INT8), steps(buffers["keys_peaks"], INT8)
         mine, theirs = slab.front(0, 8), other.front(0, 8)
         assert torch.equal(mine.position, theirs.position)
@@ -276,7 +276,11 @@ def test_a_file_of_other_slots_is_refused(llama, ids, tmp_path):
     ("name", "number", "said"),
     [
         ("0.coded.keys", -128, "coded.keys has numbers that no level is"),
-        ("1.coded.values_peaks", float("nan"), "coded.values_peaks has numbers that are no peaks"),
+        (
+            "1.coded.values_peaks",
+            float("nan"),
+            "coded.values_peaks has numbers that are no peaks",
+        ),
         ("0.coded.masters_peaks", -1.0, "coded.masters_peaks has numbers that are no peaks"),
         ("0.position", 10**6, "position has places"),
     ],

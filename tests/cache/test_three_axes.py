@@ -63,7 +63,7 @@ def test_below_the_budget_a_stream_is_the_plain_model(
     more = logits(model, {"input_ids": words}, past_key_values=cache)
     whole = Prompt(torch.cat([asked.ids, words], dim=1), asked.pictures)
     close_runs(more, logits(model, whole.given, use_cache=False)[:, -6:], model)
-    # and where the pieces stand matters
+    # and where the segments stand matters
     words = torch.arange(asked.ids.shape[1])[None]
     flat = logits(model, {**asked.given, "position_ids": words}, use_cache=False)
     assert float((ours - flat).abs().max()) > 0.1
@@ -72,7 +72,7 @@ def test_below_the_budget_a_stream_is_the_plain_model(
 @families
 @pytest.mark.parametrize("parts", [[9, 0, 3, 0, 0, 11, 0, 4], [0, 2, 0, 0, 7]])
 def test_a_stream_with_images_is_streaming_llm_to_the_letter(name: str, parts: list[int]) -> None:
-    # In the second, sinks are pieces of an image that is still coming.
+    # In the second, sinks are segments of an image that is still coming.
     model, asked = seeing(name), prompt(name, parts)
     cache = StreamingCache(model, "streaming_llm(budget=10)", chunk=1)
     ours = logits(model, asked.given, past_key_values=cache)
@@ -100,7 +100,7 @@ def naive_of(model: PreTrainedModel, embeddings: Tensor, **how: Any) -> Tensor:
         ("qwen2-vl", "sink(3) | recent(8)", [sink_of(3), recent_of(8)], 1),
         ("qwen2.5-vl", "sink(3) | recent(8)", [sink_of(3), recent_of(8)], 5),
         ("qwen2-vl", "sink(13)", [sink_of(13)], 5),  # no run: new tokens touch the front
-        ("qwen2.5-vl", "heavy(10)", [heavy_of(10)], 5),  # nor here; heads keep other pieces
+        ("qwen2.5-vl", "heavy(10)", [heavy_of(10)], 5),  # nor here; heads keep other segments
         ("qwen2-vl", "recent(6) | heavy(7)", [recent_of(6), heavy_of(7)], 1),
         ("qwen2.5-vl", "window(11)", [recent_of(11)], 7),
     ],
@@ -326,7 +326,7 @@ def test_images_and_tokens_that_do_not_go_together(name: str) -> None:
             stream.feed({**asked.given, "image_grid_thw": wrong})
         assert stream.seen == 0
     chunked = {"prefill_chunk_size": 9, "max_new_tokens": 2, "pad_token_id": 0}
-    # transformers 5.12 gives the later pieces of a prompt no features at all.
+    # transformers 5.12 gives the later segments of a prompt no features at all.
     with pytest.raises(WeirError, match=r"prefill_chunk_size|no image came with them"):
         model.generate(**asked.given, past_key_values=cache, **chunked)
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 import weir
-from weir.cache import beyond_window, size_of
+from weir.cache import describe_window_excess, size_of
 
 WINDOW = 256
 """Of the model."""
@@ -48,4 +48,4 @@ def test_the_largest_layer_counts(small):
     policy = weir.policy("pyramid(h2o(200), beta=20)")
     most = max(size_of(small, policy, chunk=8).slots)
     assert layers > 1 and most + 8 > WINDOW > 208
-    assert f"hold up to {most + 8} tokens" in (beyond_window(small, policy, 8) or "")
+    assert f"hold up to {most + 8} tokens" in (describe_window_excess(small, policy, 8) or "")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from weir.cli.commands import app
+from weir.cli.app import app
 from weir.errors import WeirError
 
 BOOK = str(Path(__file__).parents[2] / "src/weir/assets/war-and-peace.txt.xz")

@@ -105,7 +105,7 @@ def test_what_cannot_be_is_one_line(capsys, words, problem):
 
 
 def test_without_a_clone_one_line_says_where_it_runs(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("weir.cli.commands.BENCH", tmp_path)
+    monkeypatch.setattr("weir.cli.app.BENCH", tmp_path)
     ended = run(capsys, "bench", "--quick")
     assert (ended.code, ended.out, ended.err.count("\n")) == (1, "", 1)
     assert ended.err.startswith(

@@ -26,6 +26,7 @@ def text(tmp_path_factory) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_the_file_is_a_policy_for_every_command(capsys, model, text, tmp_path):
     path = tmp_path / "budgets.toml"
     words = ("calibrate", "--model", model, "--text", text, *FEW)
@@ -82,6 +83,7 @@ def test_what_cannot_be_calibrated_is_refused(capsys, model, text, tmp_path, mor
     assert said in ended.err
 
 
+@pytest.mark.slow
 def test_files_stand_in_lists_of_policies(model, text, tmp_path, capsys):
     path = tmp_path / "budgets.toml"
     words = ("calibrate", "--model", model, "--text", text, *FEW)

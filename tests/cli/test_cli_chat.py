@@ -123,6 +123,7 @@ def test_a_system_turn_is_for_a_conversation_that_has_not_begun(chat, tmp_path):
     assert "--system is for a new conversation" in ended.err
 
 
+@pytest.mark.slow
 def test_words_of_several_lines_are_one_turn(chat):
     several = chat('"""Hello', "/quit", "", 'and you?"""', "And you?")
     assert several.code == 0
@@ -249,6 +250,7 @@ def test_what_is_wrong_from_the_start_ends_it(chat, words, says):
     assert says in ended.err
 
 
+@pytest.mark.slow
 def test_an_interrupted_command_changes_nothing_and_the_conversation_goes_on(
     chat, monkeypatch, tmp_path
 ):
@@ -275,6 +277,7 @@ def test_a_conversation_without_a_cache_can_be_held_but_not_saved(chat, tmp_path
     assert "weir: recompute caches nothing" in ended.err
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(model, tmp_path):
     """Answers of this model never end by themselves."""
     path = tmp_path / "talk.safetensors"

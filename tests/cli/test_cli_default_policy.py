@@ -13,7 +13,7 @@ import weir
 from weir.cache import DEFAULT
 from weir.cli import common
 from weir.models import fingerprint
-from weir.policies import written_policy_file
+from weir.policies import format_policy_file
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def measured(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("measured")
     model, _ = weir.load(make_model(folder, CHATML))
     layers = [{"policy": "sink(1) | recent(8) | recent(11):int8"}]
-    (folder / "weir.toml").write_text(written_policy_file({}, fingerprint(model), layers))
+    (folder / "weir.toml").write_text(format_policy_file({}, fingerprint(model), layers))
     return str(folder)
 
 
@@ -68,7 +68,7 @@ def test_what_is_given_goes_before_it(chat, given, measured):
 def test_without_any_it_is_the_default_as_large_as_the_window(
     chat, tmp_path, monkeypatch, given, said
 ):
-    monkeypatch.setattr("weir.cache.default.FILE", "nothing.toml")
+    monkeypatch.setattr("weir.cache.default_policy.FILE", "nothing.toml")
     sized = "chosen by the model's window and the free memory: 504 slots"
     assert f" under {said}, {sized}. /help for help." in chat(*given).err  # 512 without a chunk
 
@@ -90,7 +90,7 @@ def test_a_saved_conversation_keeps_its_policy(chat, measured, tmp_path):
 
 def test_a_damaged_one_ends_it_in_a_sentence(chat, measured, monkeypatch):
     Path(measured, "damaged.toml").write_text("format =")
-    monkeypatch.setattr("weir.cache.default.FILE", "damaged.toml")
+    monkeypatch.setattr("weir.cache.default_policy.FILE", "damaged.toml")
     ended = chat()
     assert ended.code == 1
     assert "damaged.toml is no policy file" in ended.err
@@ -110,7 +110,7 @@ def test_a_server_says_where_its_policy_comes_from(capsys, measured, tmp_path):
 def test_a_server_says_of_one_of_another_model_why_it_is_taken(capsys, measured, monkeypatch):
     text = Path(measured, "weir.toml").read_text()
     Path(measured, "foreign.toml").write_text(text.replace("vocabulary = ", "vocabulary = 1"))
-    monkeypatch.setattr("weir.cache.default.FILE", "foreign.toml")
+    monkeypatch.setattr("weir.cache.default_policy.FILE", "foreign.toml")
     ended = run(capsys, "serve", measured, "--port", 0)
     assert ended.code == 1
     assert "foreign.toml was calibrated for another model" in ended.err

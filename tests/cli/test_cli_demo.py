@@ -10,8 +10,9 @@ import sys
 import pytest
 from terminal import run
 
+from weir.evals import demo
 from weir.evals.demo import POLICIES
-from weir.evals.measures.perplexity import PerplexityMeter
+from weir.evals.perplexity import PerplexityMeter
 
 STORY = {"held", "answers", "knows"}
 KEYS = {"policy", "ppl", "ppl_by_block", "kv_bytes", "bytes_by_block", "tokens_per_s", "slots"}
@@ -20,7 +21,7 @@ KEYS = {"policy", "ppl", "ppl_by_block", "kv_bytes", "bytes_by_block", "tokens_p
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     """The questions come soon."""
-    monkeypatch.setattr(sys.modules["weir.evals.demo.run"], "AWAY", 100)
+    monkeypatch.setattr(demo, "AWAY", 100)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +41,7 @@ def is_whole(facts: dict, tokens: int) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_it_writes_figures_and_a_page_and_prints_the_figures(capsys, out):
     ended = run(capsys, "demo", "--out", out, "--tokens", 1200, "--json")
     assert ended.code == 0
@@ -65,11 +67,12 @@ def test_it_writes_figures_and_a_page_and_prints_the_figures(capsys, out):
 
 
 @pytest.mark.parametrize("columns", ["80", "200"])
+@pytest.mark.slow
 def test_for_people_it_is_a_table_that_fits_the_terminal(
     capsys, monkeypatch, tmp_path, out, columns
 ):
     monkeypatch.setenv("COLUMNS", columns)
-    monkeypatch.setattr("weir.evals.demo.report._plot", lambda *words, **more: "")
+    monkeypatch.setattr("weir.evals.demo._plot", lambda *words, **more: "")
     words = ["weir", "demo", "--out", str(tmp_path), "--tokens", "1000"]
     monkeypatch.setattr(sys, "argv", words)
     from weir.cli import main
@@ -108,10 +111,9 @@ def test_ctrl_c_ends_it_with_what_was_read_so_far(capsys, monkeypatch, tmp_path)
     assert (tmp_path / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_a_book_shorter_than_asked_for_is_said_so(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        sys.modules["weir.evals.demo.run"], "read_text", lambda path: "Well, Prince. " * 200
-    )
+    monkeypatch.setattr(demo, "read_text", lambda path: "Well, Prince. " * 200)
     ended = run(capsys, "demo", "--out", tmp_path, "--tokens", 9000, "--json")
     tokens = json.loads(ended.out)["tokens"]
     assert tokens < 2000
@@ -125,6 +127,7 @@ def test_a_folder_that_cannot_be_made_is_named_before_anything_is_read(capsys, t
     assert ended.err.startswith(f"weir: cannot make the folder {tmp_path / 'file' / 'out'}: ")
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_written_is_named(capsys, tmp_path):
     (tmp_path / "report.html").mkdir()
     ended = run(capsys, "demo", "--out", tmp_path, "--tokens", 1000, "--json")

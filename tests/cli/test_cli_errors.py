@@ -133,7 +133,7 @@ def test_a_reader_that_has_gone_is_no_reason_to_complain(capsys, monkeypatch):
     def gone(*words: object, **more: object) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr("weir.cli.commands.app", gone)
+    monkeypatch.setattr("weir.cli.app.app", gone)
     monkeypatch.setattr("weir.cli.cli._drop_output", lambda: None)
     ended = run(capsys, "policies")
     assert (ended.code, ended.err) == (1, "")

@@ -152,6 +152,7 @@ def test_names_too_long_for_a_terminal_are_broken_and_figures_are_not(
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_killed_in_the_middle_of_a_cell_and_resumed_the_file_is_the_same(
     capsys, words, tmp_path, done
 ):
@@ -167,6 +168,7 @@ def test_killed_in_the_middle_of_a_cell_and_resumed_the_file_is_the_same(
     assert lines(path) == whole
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_what_is_done_and_how_to_go_on(words, text, tmp_path):
     path, long = tmp_path / "r.jsonl", tmp_path / "long.txt"
     # The last six cells would take seconds each, so that Ctrl-C comes in time however busy we are.
@@ -223,7 +225,7 @@ def test_cells_that_fail_are_listed_with_the_reason_and_the_exit_code_is_1(
 )
 def test_what_is_wrong_is_one_line(capsys, words, changes, code, said, tmp_path):
     if "--cluster" in changes:
-        pytest.importorskip("ray", reason="Ray is not installed: pip install 'weir[ray]'")
+        pytest.importorskip("ray", reason="Ray is not installed: pip install 'weir-kv[ray]'")
     if "--budgets" in changes and code == 1:
         changes = {**changes, "--policies": "streaming_llm"}
     ended = run(capsys, *words, *(word for pair in changes.items() for word in pair))

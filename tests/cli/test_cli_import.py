@@ -8,8 +8,7 @@ import os
 import pytest
 from terminal import run
 
-from weir.cli.catalog import has_plugins
-from weir.cli.importing import without_import
+from weir.cli.app import split_imports
 from weir.policies import VARIABLE
 from weir.pools import POOLS
 
@@ -39,6 +38,7 @@ def module(tmp_path, monkeypatch):
     POOLS.update(pools)
 
 
+@pytest.mark.slow
 def test_a_pool_that_is_imported_goes_through_commands_and_their_processes(
     capsys, module, tmp_path, monkeypatch
 ):
@@ -56,15 +56,6 @@ def test_a_pool_that_is_imported_goes_through_commands_and_their_processes(
     assert json.loads(sized.out)["stream_bytes"] == json.loads(plain.out)["stream_bytes"]
 
 
-def test_a_package_with_an_entry_point_is_seen_where_lists_are_made(tmp_path, monkeypatch, module):
-    assert not has_plugins()
-    facts = tmp_path / "mine-1.0.dist-info"
-    facts.mkdir()
-    (facts / "entry_points.txt").write_text("[weir.pools]\nmine = mine_last\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert has_plugins()
-
-
 def test_a_module_that_is_not_there_is_one_line(capsys, module):
     ended = run(capsys, "--import", "mine_nowhere", "policies")
     assert (ended.code, ended.out, ended.err.count("\n")) == (1, "", 1)
@@ -77,5 +68,5 @@ def test_a_module_that_is_not_there_is_one_line(capsys, module):
 
 def test_several_modules_may_be_named_and_what_follows_is_the_command():
     words = ["--import", "a, b.py", "--import=c", "eval", "--import", "d"]
-    assert without_import(words) == (["eval", "--import", "d"], ["a", "b.py", "c"])
-    assert without_import(["policies"]) == (["policies"], [])
+    assert split_imports(words) == (["eval", "--import", "d"], ["a", "b.py", "c"])
+    assert split_imports(["policies"]) == (["policies"], [])

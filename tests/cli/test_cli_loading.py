@@ -8,7 +8,7 @@ import pytest
 from terminal import make_model, run
 from typer.main import get_command
 
-from weir.cli.commands import app
+from weir.cli.app import app
 from weir.cli.loading import OPTIONS
 
 WORDS = "The prince was silent, but she looked at him significantly, awaiting a reply. "

@@ -82,6 +82,7 @@ def test_advice_names_lists_of_layers_in_its_table(capsys, model, text):
     assert f"│ {listed} " in ended.out
 
 
+@pytest.mark.slow
 def test_a_trial_in_which_nothing_was_evicted_is_said_to_tell_nothing(
     capsys, model, text, monkeypatch
 ):

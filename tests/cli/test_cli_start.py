@@ -11,8 +11,8 @@ import pytest
 from terminal import SOURCE, run
 from typer.main import get_command
 
-from weir.cli import commands
-from weir.cli.collecting import SELDOM, seldom_collected, started
+from weir.cli import app as commands
+from weir.cli.runtime import SELDOM, collect_seldom, freeze_imports
 from weir.errors import WeirError
 
 HEAVY = ("torch", "transformers", "matplotlib", "numpy", "rich.markdown", "pydantic", "zipfile")
@@ -51,15 +51,12 @@ def test_python_runs_it_as_a_module():
         (),
         ("--help",),
         ("--version",),
-        ("policies",),
-        ("policies", "--json"),
         *((command, "--help") for command in COMMANDS),
     ],
 )
-def test_help_and_lists_import_nothing_that_takes_long(words):
-    tables = TABLES if words != ("policies",) else ()
+def test_help_imports_nothing_that_takes_long(words):
     done = subprocess.run(
-        [sys.executable, "-c", START.format((*HEAVY, *tables)), *words],
+        [sys.executable, "-c", START.format((*HEAVY, *TABLES)), *words],
         env={**os.environ, "PYTHONPATH": SOURCE},
         capture_output=True,
         text=True,
@@ -73,9 +70,6 @@ def test_help_and_lists_import_nothing_that_takes_long(words):
     [
         (("chta",), 2, "No such command 'chta'. Did you mean 'chat'?"),
         (("chat", "--polcy", "h2o"), 2, "--policy"),
-        (("policies", "h2oo"), 2, "did you mean 'h2o'?"),
-        (("chat", "--policy", "h2oo(64)"), 1, "did you mean 'h2o'?"),
-        (("size", "./nowhere"), 1, "there is no model folder './nowhere'"),
     ],
 )
 def test_what_is_misspelt_is_refused_before_anything_that_takes_long(words, code, says):
@@ -91,26 +85,6 @@ def test_what_is_misspelt_is_refused_before_anything_that_takes_long(words, code
     assert says in line and imported == ""
 
 
-@pytest.mark.parametrize(
-    "text", ["h2oo(64)", "sinks | recent(4)", "nothing_like(1): int8", "H2O(9)"]
-)
-def test_a_policy_is_refused_early_in_the_words_it_would_be_refused_in_later(capsys, text):
-    from weir import policy
-
-    with pytest.raises(WeirError) as late:
-        policy(text)
-    assert run(capsys, "stream", "--text", "x", "--policy", text).err == f"weir: {late.value}\n"
-
-
-def test_a_missing_folder_is_refused_early_in_the_words_it_would_be_refused_in_later(capsys):
-    from weir import load
-
-    for name in ("", "./nowhere"):
-        with pytest.raises(WeirError) as late:
-            load(name)
-        assert run(capsys, "size", name).err == f"weir: {late.value}\n"
-
-
 def test_the_list_of_commands_says_of_each_what_it_says_itself():
     made = get_command(commands.app).commands
     said = {name: made[name].get_short_help_str() for name in made}
@@ -119,12 +93,12 @@ def test_the_list_of_commands_says_of_each_what_it_says_itself():
 
 def test_garbage_is_collected_as_usual_once_the_model_is_loaded_and_when_a_command_has_ended():
     before, frozen = gc.get_threshold(), bool(gc.get_freeze_count())
-    with seldom_collected():
+    with collect_seldom():
         assert gc.get_threshold()[0] == SELDOM > before[0]
-        started()
+        freeze_imports()
         assert (gc.get_threshold(), gc.get_freeze_count() > 0) == (before, True)
     assert (gc.get_threshold(), gc.get_freeze_count() > 0) == (before, frozen)
-    with pytest.raises(KeyboardInterrupt), seldom_collected():
+    with pytest.raises(KeyboardInterrupt), collect_seldom():
         raise KeyboardInterrupt
     assert gc.get_threshold() == before
 
@@ -137,7 +111,6 @@ def test_garbage_is_collected_as_usual_once_the_model_is_loaded_and_when_a_comma
         ("eval --out x", "weir.evals.grid.make_grid"),
         ("train --text x --out x", "weir.cli.train.preset_of"),
         ("train --images --out x", "weir.train.images.train_captioner"),
-        ("sinks --text x --out x", "weir.cli.sinks.preset_of"),
     ],
 )
 def test_commands_that_work_for_long_collect_garbage_as_usual(words, first, monkeypatch, capsys):

@@ -17,8 +17,9 @@ from terminal import Process, make_model, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import weir
-from weir.cli import common, uses
-from weir.evals.measures.perplexity import PerplexityMeter, read
+from weir.cli import common
+from weir.cli import policies as listing
+from weir.evals.perplexity import PerplexityMeter, read
 from weir.policies import NAMED
 from weir.stream.text import encode
 
@@ -142,6 +143,7 @@ def test_a_perplexity_that_is_no_number_is_null_in_json(capsys, tmp_path, text):
     assert "nan" in run(capsys, "stream", "--text", text, "--model", model, "--tokens", 300).out
 
 
+@pytest.mark.slow
 def test_ctrl_c_reports_what_was_read_so_far(model, tmp_path):
     (tmp_path / "long.txt").write_text(WORDS * 20_000)  # minutes of reading
     words = ("--text", tmp_path / "long.txt", "--model", model, "--policy", SMALL, "--json")
@@ -204,7 +206,7 @@ def test_every_policy_is_listed_once_with_what_it_is_good_for(capsys, columns):
     table = (policies + pools).partition("A pipe is")[0].splitlines()
     assert max(map(len, table)) <= columns
     if columns == 80:
-        for group in uses.POLICIES.values():
+        for group in listing.POLICIES.values():
             for name, good in group.items():  # each has one line
                 assert re.search(rf"^{name} +{re.escape(good)} *$", policies, re.MULTILINE), name
     assert re.search(r"^sink +the first ", pools, re.MULTILINE)

@@ -43,6 +43,7 @@ def steps(monkeypatch) -> list[int]:
     return taken
 
 
+@pytest.mark.slow
 def test_a_trained_folder_is_a_model_for_every_other_command(capsys, text, tmp_path, steps):
     out = tmp_path / "model"
     words = ("--text", text, "--out", out, "--tokens", 10_000, "--no-compiled", *SIZE)
@@ -69,6 +70,7 @@ def test_a_trained_folder_is_a_model_for_every_other_command(capsys, text, tmp_p
     assert 1 < read["ppl"] < 640  # better than guessing
 
 
+@pytest.mark.slow
 def test_the_shape_is_chosen_and_a_sink_that_it_cannot_have_is_another_one(
     capsys, text, tmp_path, steps
 ):
@@ -87,6 +89,7 @@ def test_the_shape_is_chosen_and_a_sink_that_it_cannot_have_is_another_one(
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_says_so_and_goes_on(capsys, text, tmp_path, steps, monkeypatch):
     from weir.train import loop
 
@@ -133,6 +136,7 @@ def test_what_cannot_be_trained_is_one_line(capsys, text, tmp_path, changes, say
     assert says in ended.err
 
 
+@pytest.mark.slow
 def test_on_the_packaged_book_a_model_is_trained_that_chat_opens(
     capsys, monkeypatch, tmp_path, steps
 ):

@@ -1,4 +1,4 @@
-"""The code of docs/clients.md, against a server with the packaged model.
+"""The clients of docs/serving.md, against a server with the packaged model.
 
 Of its clients the tests bring only OpenAI's. Where another one is installed beside pytest and weir,
 its part of the page is run as well.
@@ -19,8 +19,8 @@ import weir
 from weir.models.loading import ASSETS
 from weir.serve import Engine, EngineClient, Limits, MemoryStore, ResponseStore
 
-PAGE = (Path(__file__).parents[2] / "docs" / "clients.md").read_text("utf-8")
-SECTION = re.compile(r"^## (\w+)\n(.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
+PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8")
+SECTION = re.compile(r"^### (\w+)\n(.*?)(?=^##|\Z)", re.DOTALL | re.MULTILINE)
 PARTS = {
     name: code
     for name, text in SECTION.findall(PAGE)
@@ -44,12 +44,15 @@ def server() -> Iterator[Server]:
     limits, store = Limits(), MemoryStore(64)
     policy = "pinned(streaming_llm(budget=256), n=64, header=16)"
     engine = Engine(model, policy, 4, store, queue=limits.queue)
-    engine_client = EngineClient(engine, store, tokenizer, "nano", limits, ResponseStore(None, limits.texts))
-    with serving(engine_client) as server:
+    client = EngineClient(
+        engine, store, tokenizer, "nano", limits, ResponseStore(None, limits.texts)
+    )
+    with serving(client) as server:
         yield server
 
 
 @needs_nano
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NEEDS)
 def test_a_client_is_served_as_the_page_shows(name: str, server: Server, monkeypatch) -> None:
     if importlib.util.find_spec(NEEDS[name].split(".")[0]) is None:
@@ -58,7 +61,7 @@ def test_a_client_is_served_as_the_page_shows(name: str, server: Server, monkeyp
     code = PARTS[name].replace("http://127.0.0.1:8000", server.url)
     assert server.url in code
     space: dict[str, Any] = {"__name__": "example"}
-    exec(compile(code, "clients.md", "exec", dont_inherit=True), space)
+    exec(compile(code, "serving.md", "exec", dont_inherit=True), space)
     if name == "openai":
         assert 0 < space["cached"] < space["answer"].usage.prompt_tokens
         assert space["second"].usage.input_tokens_details.cached_tokens > 0

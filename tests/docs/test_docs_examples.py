@@ -76,10 +76,18 @@ def test_every_python_example_is_python(page: str) -> None:
         ast.parse(code, page)
 
 
+QUICK = ("docs/images.md", "docs/writing-a-pool.md")
+"""Pages whose examples load nothing large; the others are slow."""
+
+
 @needs_nano
 @pytest.mark.parametrize(
     "page",
-    ["README.md", "docs/images.md", "docs/quickstart.md", "docs/rows.md", "docs/writing-a-pool.md"],
+    [
+        pytest.param(page, marks=() if page in QUICK else pytest.mark.slow)
+        for page in pages()
+        if blocks(page, "python")
+    ],
 )
 def test_the_examples_of_a_page_run_one_after_the_other(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pools_as_before: None

@@ -134,7 +134,7 @@ def test_every_path_that_programs_are_told_of_is_there(name: str) -> None:
 def test_every_command_and_every_name_that_programs_are_told_of_is_there(name: str) -> None:
     import typer.main
 
-    from weir.cli.commands import app
+    from weir.cli.app import app
 
     text = (ROOT / name).read_text("utf-8")
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]

@@ -10,10 +10,10 @@ from weir.cache import DEFAULT, size_of
 from weir.errors import WeirError
 from weir.evals import advice
 from weir.evals.advice import advise
-from weir.evals.measures.perplexity import read
 from weir.evals.notation import with_budget
+from weir.evals.perplexity import read
 from weir.models import fingerprint
-from weir.policies import written_policy_file
+from weir.policies import format_policy_file
 from weir.stream.text import BOOK, encode, read_text
 
 
@@ -51,7 +51,7 @@ def test_policies_that_are_named_get_what_fits_or_are_taken_as_they_are(nano, tm
     path = tmp_path / "mine.toml"
     layer = {"policy": "sink(4) | recent(60)"}
     wide = {"policy": "sink(4) | recent(70)"}
-    path.write_text(written_policy_file({}, fingerprint(nano[0]), [layer] * 3 + [wide]))
+    path.write_text(format_policy_file({}, fingerprint(nano[0]), [layer] * 3 + [wide]))
     listed = f"window(40), {path}, weir(quiet=6), window(40)"
     found = advise(*nano, str(BOOK), 600_000, policies=listed, tokens=300)
     slots = {one.policy: one.budget for one in found.tries}
@@ -95,7 +95,7 @@ def test_a_named_policy_that_cannot_be_made_so_small_says_what_it_takes(nano):
 def test_a_policy_file_of_another_model_is_refused(nano, tmp_path):
     path = tmp_path / "theirs.toml"
     other = {**fingerprint(nano[0]), "layers": 3}
-    path.write_text(written_policy_file({}, other, [{"policy": "recent(60)"}] * 3))
+    path.write_text(format_policy_file({}, other, [{"policy": "recent(60)"}] * 3))
     with pytest.raises(WeirError, match="was calibrated for another model"):
         advise(*nano, str(BOOK), 400_000, policies=f"weir, {path}", tokens=600)
 

@@ -16,7 +16,7 @@ import weir
 from weir.cli.lm_eval import main
 from weir.errors import WeirError
 
-pytest.importorskip("lm_eval", reason='lm-evaluation-harness is not installed: "weir[eval]"')
+pytest.importorskip("lm_eval", reason='lm-evaluation-harness is not installed: "weir-kv[eval]"')
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 from lm_eval import simple_evaluate  # noqa: E402
@@ -26,7 +26,7 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 
 from weir.evals.harness import WeirLM  # noqa: E402
 from weir.models import fingerprint, set_sink  # noqa: E402
-from weir.policies import written_policy_file  # noqa: E402
+from weir.policies import format_policy_file  # noqa: E402
 
 DATA = Path(__file__).parents[1] / "data" / "harness" / "rows.json"
 BASE = {
@@ -228,7 +228,7 @@ def test_without_a_chunk_it_is_the_one_that_the_policy_was_measured_with(
     model, tokenizer = nano
     layers = [{"policy": "sink(2) | recent(14)"}] * model.config.num_hidden_layers
     path = tmp_path / "budgets.toml"
-    path.write_text(written_policy_file({"chunk": 5}, fingerprint(model), layers))
+    path.write_text(format_policy_file({"chunk": 5}, fingerprint(model), layers))
     for given, chunk in (({}, 5), ({"chunk": 3}, 3)):
         cache = WeirLM(model, str(path), tokenizer=tokenizer, **given).stream().cache
         assert cache is not None and cache.chunk == chunk

@@ -15,18 +15,18 @@ from weir import kernels
 from weir.cache.layer.mask import band
 from weir.errors import WeirError
 from weir.slab.attention import (
-    Form,
+    AttentionParams,
     attention_weights,
-    logits,
+    compute_logits,
     split_weights,
     two_weight_attention,
 )
-from weir.slab.coded import Coded
-from weir.slab.quantized import INT8, dequantize, quantize
+from weir.slab.quantization import INT8, dequantize, quantize
+from weir.slab.quantized_slots import QuantizedStorage
 
 causal_kernel = pytest.importorskip(
     "weir.kernels.cpu.causal",
-    reason="not installed: pip install 'weir[fast]'",
+    reason="not installed: pip install 'weir-kv[fast]'",
     exc_type=ImportError,
 )
 EPS = 2.0**-24
@@ -67,7 +67,7 @@ def test_it_is_the_formula(
         b[torch.rand(a.shape, generator=draw) < 0.2] = -math.inf
         b[:, :, before:] = 0.0  # so that every query has a denominator
         given, *factors = split_weights(a, b)
-    form = Form(dims[0] ** -0.5)
+    form = AttentionParams(dims[0] ** -0.5)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(causal_kernel, "lanes", lambda: lanes)
         asked = queries, keys, values, given, form.scale, factors
@@ -95,7 +95,9 @@ def test_it_is_the_formula(
     if counted is not None:
         answers, received = counted
         assert torch.equal(answers, found)
-        shares = attention_weights(logits(queries, keys, form, bias).double(), b.double(), form)
+        shares = attention_weights(
+            compute_logits(queries, keys, form, bias).double(), b.double(), form
+        )
         shares = shares[0].unflatten(3, (-1, lanes)).sum(dim=(2, 4))
         most = off.amax(dim=(2, 3, 4))[..., None, None] + (group * lanes + 8) * EPS
         # Weights below e^-87 of the largest are lost.
@@ -166,8 +168,8 @@ def test_quantized_slots_are_read_as_elsewhere(llama, ids, monkeypatch, form):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     policy, text = f"sink(2) | recent(20) | recent(20):{form} | kcenter(12):{form}", ids(1, 150)
     found = weir.Stream(llama, policy, chunk=16).feed(text, all_logits=True)
-    asked, bytes_of = [], Coded.bytes_of
-    monkeypatch.setattr(Coded, "bytes_of", lambda *a: asked.append(bytes_of(*a)))
+    asked, bytes_of = [], QuantizedStorage.bytes_of
+    monkeypatch.setattr(QuantizedStorage, "bytes_of", lambda *a: asked.append(bytes_of(*a)))
     wanted = weir.Stream(llama, policy, chunk=16).feed(text, all_logits=True)
     assert torch.equal(found, wanted)
     assert len(asked) > 1

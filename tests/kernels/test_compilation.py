@@ -18,7 +18,7 @@ from weir.errors import WeirError
 
 compilation = pytest.importorskip(
     "weir.kernels.cpu.compilation",
-    reason="not installed: pip install 'weir[fast]'",
+    reason="not installed: pip install 'weir-kv[fast]'",
     exc_type=ImportError,
 )
 SHARED = "from numba import njit\n@njit\ndef number():\n    return {}\n"

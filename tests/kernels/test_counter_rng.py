@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from weir import kernels
-from weir.pools.draws import Draws
+from weir.pools.counter_rng import CounterRNG
 
-pytest.importorskip("numba", reason="not installed: pip install 'weir[fast]'")
+pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("seed", [0, 3, 2**70 + 1, (5, 2**63, 5), (7, 7, 7)])
 def test_its_numbers_are_those_of_the_reference(seed, monkeypatch):
-    draws = Draws(seed, layer=29, pool=2, first=3)
+    draws = CounterRNG(seed, layer=29, pool=2, first=3)
     position = torch.randint(0, 2**40, (3, 9, 4), generator=torch.Generator().manual_seed(0)).mT
     position[0, 0, 0] = -1  # an empty slot, whose number nobody looks at
     monkeypatch.delenv(kernels.VARIABLE, raising=False)
@@ -30,5 +30,5 @@ def test_its_numbers_are_those_of_the_reference(seed, monkeypatch):
 
 def test_no_tokens_draw_nothing():
     none = torch.zeros(2, 3, 0, dtype=torch.int64)
-    assert Draws(1).several(0, none, 5).shape == (2, 3, 0, 5)
-    assert Draws(1).uniform(0, none).shape == (2, 3, 0)
+    assert CounterRNG(1).several(0, none, 5).shape == (2, 3, 0, 5)
+    assert CounterRNG(1).uniform(0, none).shape == (2, 3, 0)

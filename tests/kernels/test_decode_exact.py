@@ -13,11 +13,11 @@ from torch import Tensor
 
 from weir import kernels
 from weir.cache import StreamingCache
-from weir.slab.attention import Form, two_weight_attention
+from weir.slab.attention import AttentionParams, two_weight_attention
 
 kernel = pytest.importorskip(
     "weir.kernels.cpu.decode_exact",
-    reason="not installed: pip install 'weir[fast]'",
+    reason="not installed: pip install 'weir-kv[fast]'",
     exc_type=ImportError,
 )
 EPS = 2.0**-24
@@ -39,7 +39,7 @@ def is_the_formula(seed, batch, kv_heads, group, span, dims, masked, dtype):
     if masked:
         mask = torch.randn(mask.shape, generator=draw) * 4
         mask[torch.rand(mask.shape, generator=draw) < 0.3] = -math.inf
-    form = Form(dims[0] ** -0.5)
+    form = AttentionParams(dims[0] ** -0.5)
     found = kernel.decode_exact(queries, keys, values, mask if masked else None, form.scale, span)
     read = [t[:, :, first:stop].float() for t in (keys, values)]
     weights = mask[:, :, first:]

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from interpreter import need_triton
 from torch import Tensor
 
-from weir.slab.attention import Form, two_weight_attention
-from weir.slab.coded import Coded
-from weir.slab.quantized import FORMATS, quantize
+from weir.slab.attention import AttentionParams, two_weight_attention
+from weir.slab.quantization import FORMATS, quantize
+from weir.slab.quantized_slots import QuantizedStorage
 
 MODULES = {
     "numba": "weir.kernels.cpu.decode_quantized",
@@ -31,12 +31,12 @@ EPS = 2.0**-24
 
 def coded_slots(
     name: str, keys: Tensor, values: Tensor, dtype: torch.dtype = torch.float32
-) -> Coded:
+) -> QuantizedStorage:
     """Slots of a format [batch, kv_heads, slots, dim], as a slab holds them."""
     form, buffers = FORMATS[name], {}
     for what, t, code in (("keys", keys, form.keys), ("values", values, form.values)):
         buffers[what], buffers[f"{what}_peaks"] = quantize(t, code)
-    return Coded(form, buffers, dtype)
+    return QuantizedStorage(form, buffers, dtype)
 
 
 def as_rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -49,7 +49,7 @@ def as_rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
 @pytest.fixture(params=MODULES)
 def library(request: pytest.FixtureRequest) -> str:
     """A library that is installed."""
-    pytest.importorskip(request.param, reason="not installed: pip install 'weir[fast,gpu]'")
+    pytest.importorskip(request.param, reason="not installed: pip install 'weir-kv[fast,gpu]'")
     if request.param == "triton":
         need_triton()
     return str(request.param)
@@ -118,7 +118,7 @@ def test_it_is_the_formula(
     if masked:
         mask = torch.randn(mask.shape, generator=draw) * 4
         mask[torch.rand(mask.shape, generator=draw) < 0.3] = -math.inf
-    form = Form(key_dim**-0.5)
+    form = AttentionParams(key_dim**-0.5)
     slots = (min(unread, coded - 1), coded + exact)
     given_mask = mask if masked else None
     with pytest.MonkeyPatch.context() as patched:

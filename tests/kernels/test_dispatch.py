@@ -85,7 +85,7 @@ def test_the_environment_may_not_ask_for_anything_else(monkeypatch: pytest.Monke
 def test_a_stream_is_the_same_with_and_without_kernels(
     llama, ids, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("numba", reason="numba is not installed: pip install 'weir[fast]'")
+    pytest.importorskip("numba", reason="numba is not installed: pip install 'weir-kv[fast]'")
     text = ids(2, 90)
     found = {}
     policy = "sink(2) | recent(8) | balance(16, block=6)"
@@ -102,7 +102,7 @@ def test_a_stream_is_the_same_with_and_without_kernels(
 def test_what_new_tensors_are_elsewhere_is_nothing_to_kernels(
     llama, ids, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    pytest.importorskip("numba", reason="numba is not installed: pip install 'weir[fast]'")
+    pytest.importorskip("numba", reason="numba is not installed: pip install 'weir-kv[fast]'")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     text, found = ids(1, 130), []
     policy = "sink(2) | recent(20) | recent(20):int8 | kcenter(3) | balance(16, block=6)"

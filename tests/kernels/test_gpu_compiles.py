@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="not installed: pip install 'weir[gpu]'")
+pytest.importorskip("triton", reason="not installed: pip install 'weir-kv[gpu]'")
 
 
 def test_kernels_compile_to_machine_code(tmp_path: Path) -> None:

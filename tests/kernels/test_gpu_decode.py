@@ -24,9 +24,9 @@ from torch import Tensor
 
 import weir
 from weir import kernels
-from weir.slab.attention import Form, two_weight_attention
+from weir.slab.attention import AttentionParams, two_weight_attention
 
-pytest.importorskip("triton", reason="not installed: pip install 'weir[gpu]'")
+pytest.importorskip("triton", reason="not installed: pip install 'weir-kv[gpu]'")
 
 from weir.kernels.gpu.decode import decode
 
@@ -47,7 +47,7 @@ class Case:
     values: Tensor
     a: Tensor
     b: Tensor
-    form: Form
+    form: AttentionParams
     bias: Tensor | None
 
     def arguments(self) -> tuple:
@@ -98,7 +98,7 @@ def cases(draw) -> Case:
         bias = normal(1, *((kv_heads, group) if draw(st.booleans()) else (1, 1)), 1, slots)
         bias = bias.expand(batch, -1, -1, -1, -1).masked_fill(unseen, -math.inf)
     sinks = normal(kv_heads, group) * 3 if draw(st.booleans()) else None
-    form = Form(key_dim**-0.5, draw(st.sampled_from([None, None, 2.0, 30.0])), sinks)
+    form = AttentionParams(key_dim**-0.5, draw(st.sampled_from([None, None, 2.0, 30.0])), sinks)
     case = Case(
         queries=(normal(batch, kv_heads, group, 1, key_dim) * 2).to(dtype),
         keys=normal(batch, kv_heads, slots + 7, key_dim).to(dtype)[:, :, 3:-4],
@@ -167,7 +167,9 @@ def test_a_slot_of_the_numerator_alone_adds_nothing_to_the_denominator(gap, dtyp
         a[..., slot], b[..., slot] = above, below
     queries = torch.zeros(1, 1, 1, 1, dim, device=DEVICE)
     queries[..., 0] = 1.0
-    case = Case(queries.to(dtype), keys.to(dtype), values.to(dtype), a, b, Form(1.0), None)
+    case = Case(
+        queries.to(dtype), keys.to(dtype), values.to(dtype), a, b, AttentionParams(1.0), None
+    )
     wanted = (3 * math.exp(gap) + 2) / 2
     bound = 4 * off(case) * wanted + roundoff(dtype) * wanted
     assert (decode(*case.arguments(), splits=splits).double() - wanted).abs().max() <= bound
@@ -177,7 +179,7 @@ def test_a_slot_of_the_numerator_alone_adds_nothing_to_the_denominator(gap, dtyp
 @given(case=cases(), splits=st.sampled_from([1, 2, 4]))
 def test_a_zero_sink_is_a_slot_more_whose_key_and_value_are_zero(case: Case, splits: int) -> None:
     sinks = torch.zeros(case.queries.shape[1:3], device=DEVICE)
-    sunk = replace(case, form=Form(case.form.scale, sinks=sinks))
+    sunk = replace(case, form=AttentionParams(case.form.scale, sinks=sinks))
     longer = [
         torch.cat([torch.zeros_like(t[:, :, :1]), t], dim=2)
         for t in (case.keys, case.values, case.a, case.b)
@@ -185,7 +187,7 @@ def test_a_zero_sink_is_a_slot_more_whose_key_and_value_are_zero(case: Case, spl
     bias = case.bias
     if bias is not None:
         bias = torch.cat([torch.zeros_like(bias[..., :1]), bias], dim=-1)
-    plain = Case(case.queries, *longer, Form(case.form.scale), bias)
+    plain = Case(case.queries, *longer, AttentionParams(case.form.scale), bias)
     found, expected = decode(*sunk.arguments(), splits=splits), plain.answer()
     size = replace(plain, values=plain.values.abs()).answer()
     bound = 4 * off(plain) * size + roundoff(found.dtype) * expected.abs() + 1e-30
@@ -210,7 +212,9 @@ def test_tensors_may_lie_in_memory_in_any_way() -> None:
         torch.randn(2, 3, 32, n, generator=generator).to(DEVICE).mT for n in (2, 9, 9)
     )
     weights = torch.randn(9, 3, 2, generator=generator).to(DEVICE).permute(2, 1, 0)
-    case = Case(queries[:, :, :, None], keys, values, weights, weights / 2, Form(0.2), None)
+    case = Case(
+        queries[:, :, :, None], keys, values, weights, weights / 2, AttentionParams(0.2), None
+    )
     size = replace(case, values=values.abs()).answer()
     within(decode(*case.arguments()), case.answer(), 4 * off(case) * size)
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from weir.slab.quantized import INT8, dequantize, dequantize_into, quantize, quantize_into
+from weir.slab.quantization import INT8, dequantize, dequantize_into, quantize, quantize_into
 
-pytest.importorskip("numba", reason="not installed: pip install 'weir[fast]'")
+pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
 
 from weir.kernels import dispatch
 

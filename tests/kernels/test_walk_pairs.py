@@ -18,7 +18,7 @@ from weir.pools.balance.halving import Halving, Sets
 
 halves = pytest.importorskip(
     "weir.kernels.cpu.walk_pairs",
-    reason="not installed: pip install 'weir[fast]'",
+    reason="not installed: pip install 'weir-kv[fast]'",
     exc_type=ImportError,
 )
 EPS = 2.0**-24

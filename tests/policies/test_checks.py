@@ -13,10 +13,10 @@ from torch import Tensor
 import weir
 from weir.errors import PolicyError, WeirError
 from weir.policies import Pipe, policy
-from weir.pools import POOLS, Draws, Fold, Pool, Recent, pool
-from weir.slab import Form, Slots
+from weir.pools import POOLS, CounterRNG, Fold, Pool, Recent, pool
+from weir.slab import AttentionParams, Slots
 
-FOLD = Fold(Draws(0), torch.tensor([8]), Form(1.0))
+FOLD = Fold(CounterRNG(0), torch.tensor([8]), AttentionParams(1.0))
 ANSWERS: dict[str, Any] = {}
 """What `Odd` says: its slots, and what it makes of what arrives."""
 

@@ -7,7 +7,7 @@ import torch
 
 import weir
 from weir.errors import PolicyError, WeirError
-from weir.policies import Layered, Pipe, called, with_pin, with_slots
+from weir.policies import Layered, Pipe, parse_call, with_pin, with_slots
 from weir.pools import Heavy, Recent, Sink
 
 TWO = "[h2o(8), sink(2) | recent(14)]"
@@ -25,8 +25,8 @@ def test_each_layer_has_its_own_pipe():
     assert weir.policy(found.stands_for).pipes == found.pipes
     made = Layered((weir.policy("h2o(8)"), weir.policy("sink(2) | recent(14)")))
     assert made == found == weir.policy(str(made))
-    assert called(TWO) is None
-    assert called("/tmp/two.toml") is None
+    assert parse_call(TWO) is None
+    assert parse_call("/tmp/two.toml") is None
 
 
 def test_a_layer_of_a_pyramid_is_that_layer():

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from weir.errors import PolicyError, WeirError
-from weir.policies import NAMED, Pipe, Policy, called, named, policy
+from weir.policies import NAMED, Pipe, Policy, named, parse_call, policy
 from weir.policies.library import h2o, streaming_llm, uniform
 from weir.policies.wrappers import pyramid
 from weir.pools import Recent, Sink
@@ -90,7 +90,7 @@ def test_a_function_that_returns_no_policy_is_refused_by_name(nothing):
     ],
 )
 def test_a_policy_knows_its_name_and_arguments(text, name, given, arguments):
-    for it in (policy(text).called, called(text)):
+    for it in (policy(text).called, parse_call(text)):
         assert (it.name, dict(it.given), it.arguments) == (name, given, arguments)
 
 
@@ -105,7 +105,7 @@ def test_a_policy_made_in_python_knows_its_name_and_arguments():
 def test_pools_in_a_pipe_were_called_by_no_name():
     for text in ("sink(4) | recent(9)", "reservoir(n=12)", "recent(3) | uniform(4)"):
         assert policy(text).called is None
-        assert called(text) is None
+        assert parse_call(text) is None
     assert Pipe((Recent(3),)).called is None
 
 
@@ -116,7 +116,7 @@ def test_copies_remember_how_they_were_called():
 
 
 def test_a_policy_that_only_fits_with_a_budget_can_be_given_one():
-    assert called("reservoir(samples=300)").with_arguments(budget=999) == (
+    assert parse_call("reservoir(samples=300)").with_arguments(budget=999) == (
         "reservoir(samples=300, budget=999)"
     )
     with pytest.raises(PolicyError):

@@ -29,7 +29,7 @@ from weir.policies.recompute import Recompute
 from weir.policies.registry import NAMED
 from weir.policies.wrappers import pyramid, pyramidkv
 from weir.pools import POOLS, Fold, Heavy, KNorm, Pool, Recent, Sink, SubGen, Tova, pool
-from weir.pools.parameters import hints
+from weir.pools.parameters import argument_hints
 from weir.slab.slots import Slots
 
 
@@ -153,7 +153,7 @@ OF_KIND = {
 def calls(draw: st.DrawFn) -> Policy:
     """A named policy, or a pipe of one pool, with some of its parameters and any that fit."""
     name, make = draw(st.sampled_from([*POOLS.items(), *((n, it.make) for n, it in NAMED.items())]))
-    wanted = {key: hint for key, hint in hints(make).items() if key != "return"}
+    wanted = {key: hint for key, hint in argument_hints(make).items() if key != "return"}
     given = {}
     for key in draw(st.sets(st.sampled_from(sorted(wanted)))) if wanted else ():
         given[key] = draw(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import weir
 from weir.errors import WeirError
-from weir.policies import Pinned, Quantized, written_policy_file
+from weir.policies import Pinned, Quantized, format_policy_file
 
 MODEL = {
     "kind": "llama",
@@ -23,7 +23,7 @@ MODEL = {
     "weights": "00ff",
 }
 LAYERS = [{"policy": "h2o(8)"}, {"policy": "sink(2) | recent(14)", "slots": 16}]
-WHOLE = written_policy_file({}, MODEL, LAYERS)
+WHOLE = format_policy_file({}, MODEL, LAYERS)
 
 plain = st.one_of(
     st.integers(-(2**62), 2**62),
@@ -36,7 +36,7 @@ plain = st.one_of(
 @given(st.dictionaries(st.from_regex(r"[a-z_]{3,8}", fullmatch=True), plain | st.lists(plain)))
 def test_toml_reads_what_was_written(facts):
     facts = {f"my_{name}": value for name, value in facts.items()}
-    read = tomllib.loads(written_policy_file({**facts, "text": facts}, MODEL, LAYERS))
+    read = tomllib.loads(format_policy_file({**facts, "text": facts}, MODEL, LAYERS))
     assert read == {"format": 1, **facts, "text": facts, "model": MODEL, "layers": LAYERS}
 
 

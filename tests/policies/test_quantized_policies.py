@@ -16,7 +16,7 @@ def test_a_format_stands_behind_a_pool():
     assert found.stands_for == "sink(4) | recent(8):int8 | kcenter(16):int8"
     assert weir.policy(found.stands_for) == found
     assert found != weir.policy("sink(4) | recent(8) | kcenter(16)")
-    assert found.coded == (2, 1) and found.coded_slots == 24
+    assert found.quantized == (2, 1) and found.quantized_slots == 24
     assert weir.policy("sink:int8 | recent(4)").formats == ("int8", "")
 
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from weir.pools import Fold, Pool
-from weir.pools.draws import Draws
-from weir.slab import Form
+from weir.pools.counter_rng import CounterRNG
+from weir.slab import AttentionParams
 from weir.slab.slots import Slots
 
 
 @dataclass(frozen=True)
 class ManySeeds:
-    """Draws in which head h is given the numbers that a first head gets under seed h.
+    """CounterRNG in which head h is given the numbers that a first head gets under seed h.
 
     Attributes:
         table: [1, seeds, places].
@@ -32,10 +32,10 @@ class ManySeeds:
     def of(cls, seeds: int, places: int) -> ManySeeds:
         """The draws of purpose 0 for the first places of a stream."""
         place = torch.arange(places)[None, None]
-        return cls(torch.cat([Draws(seed).uniform(0, place) for seed in range(seeds)], dim=1))
+        return cls(torch.cat([CounterRNG(seed).uniform(0, place) for seed in range(seeds)], dim=1))
 
     def uniform(self, purpose: int, position: Tensor, index: int = 0) -> Tensor:
-        """As `Draws.uniform`."""
+        """As `CounterRNG.uniform`."""
         assert (purpose, index) == (0, 0)
         return self.table.gather(2, position.clamp_min(0))
 
@@ -58,7 +58,7 @@ def folds(
     state = pool.state(held)
     start = 0
     for stop in cuts:
-        fold = Fold(draws, torch.tensor([stop]), Form(1.0), state=state)
+        fold = Fold(draws, torch.tensor([stop]), AttentionParams(1.0), state=state)
         held, _ = pool.fold(held, arrivals(start, stop, heads, keys), fold)
         start = stop
         yield stop, held

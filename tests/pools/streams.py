@@ -18,8 +18,8 @@ from torch import Tensor
 
 from weir.policies.pipe import Pipe
 from weir.pools import Fold, Pool
-from weir.pools.draws import Draws
-from weir.slab import Form
+from weir.pools.counter_rng import CounterRNG
+from weir.slab import AttentionParams
 from weir.slab.slots import Slots
 
 
@@ -122,7 +122,9 @@ class Streams:
             for pool in zip(*(row.states for row in rows), strict=True)
         ]
         prompt = rows[0].seen == self.prompt
-        kept = self.pipe.fold(held, new, Fold(Draws(0), seen, Form(1.0), prompt=prompt), states)
+        kept = self.pipe.fold(
+            held, new, Fold(CounterRNG(0), seen, AttentionParams(1.0), prompt=prompt), states
+        )
         for pool, slots in zip(self.pipe.pools, kept, strict=True):
             assert len(slots) <= pool.slots()
             assert bool(slots.held.any(dim=1).any(dim=0).all()), "an empty column"
@@ -145,7 +147,7 @@ def fed(pool: Pool, sizes: list[int], heads: int = 2) -> tuple[Slots, list[Slots
             appeal(3, torch.arange(heads)[:, None], new.position)[0].float(),
             seen + size,
         )
-        fold = Fold(Draws(0), torch.tensor([seen]), Form(1.0), state=state)
+        fold = Fold(CounterRNG(0), torch.tensor([seen]), AttentionParams(1.0), state=state)
         held, rest = pool.fold(held, new, fold)
         gone.append(rest)
     return held, gone

@@ -12,10 +12,10 @@ from torch import Tensor
 
 import weir
 from weir.errors import WeirError
-from weir.pools import Defend, Fold, Reading
-from weir.pools.draws import Draws
-from weir.pools.tallied import TALLY
-from weir.slab import Form, LayerPositions, Slots
+from weir.pools import Defend, Fold, ObservedAttention
+from weir.pools.counter_rng import CounterRNG
+from weir.pools.ranked import TALLY
+from weir.slab import AttentionParams, LayerPositions, Slots
 
 PIPES = [
     "sink(2) | recent(8) | defend(14, window=4, wide=2)",
@@ -91,8 +91,12 @@ def folded(pool: Defend, held: Slots, new: Slots, query: float, state: dict[str,
     seen = torch.tensor([int(new.position.max()) + 1])
     queries = torch.full((1, 1, 1, 1, 1), query)
     nowhere = whole.position[:, :, :0]
-    read = Reading(lambda: whole, lambda: nowhere, queries, seen, Form(1.0), LayerPositions())
-    return pool.fold(held, new, Fold(Draws(0), seen, Form(1.0), queries, read, state=state))[0]
+    read = ObservedAttention(
+        lambda: whole, lambda: nowhere, queries, seen, AttentionParams(1.0), LayerPositions()
+    )
+    return pool.fold(
+        held, new, Fold(CounterRNG(0), seen, AttentionParams(1.0), queries, read, state=state)
+    )[0]
 
 
 def stays(half_life: int | None) -> list[int]:

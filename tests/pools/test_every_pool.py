@@ -22,8 +22,8 @@ from weir.policies.grammar import policy
 from weir.policies.pipe import Pipe
 from weir.policies.registry import NAMED
 from weir.pools import POOLS
-from weir.pools.draws import Draws
-from weir.slab.attention import Form
+from weir.pools.counter_rng import CounterRNG
+from weir.slab.attention import AttentionParams
 
 PIPES = {
     "sink": ["sink(3) | recent(6)"],
@@ -113,12 +113,12 @@ def fed(
     After each forward the slab is as large as before, and holds whole tokens of the stream.
     """
     pipe = policy(text).for_layer(0, 1)
-    layer = Layer(LayerSpec(pipe, chunk=CHUNK, draws=Draws(seed)))
+    layer = Layer(LayerSpec(pipe, chunk=CHUNK, draws=CounterRNG(seed)))
     seen, answers, sizes = 0, [], set()
     for width in (1, 1, 13, 2, 40, 33):
         span = slice(seen, seen + width)
         q, k, v = (t[:, :, span] for t in (queries, keys, values))
-        form = Form(scale=0.4)
+        form = AttentionParams(scale=0.4)
         answers.append(layer.feed(q, k, v, form, seen=seen, waiting=seen % CHUNK))
         seen += width
         assert layer.slab is not None

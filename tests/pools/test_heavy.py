@@ -17,10 +17,10 @@ from weir.errors import PolicyError, WeirError
 from weir.policies.grammar import policy
 from weir.policies.library import h2o
 from weir.pools import Fold, Heavy, Recent
-from weir.pools.draws import Draws
-from weir.slab import Form
+from weir.pools.counter_rng import CounterRNG
+from weir.slab import AttentionParams
 
-FOLD = Fold(Draws(0), torch.tensor([0]), Form(1.0))
+FOLD = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(1.0))
 PADDING = (0, 3, 9)
 PROMPT, MORE = 40, 50
 

@@ -24,8 +24,8 @@ from weir.errors import PolicyError, WeirError
 from weir.policies.grammar import policy
 from weir.policies.library import buzz
 from weir.pools import Fold, Hive, Recent, Sink
-from weir.pools.draws import Draws
-from weir.slab.attention import Form
+from weir.pools.counter_rng import CounterRNG
+from weir.slab.attention import AttentionParams
 
 PADDING = (0, 3, 9)
 PROMPT, MORE = 40, 45
@@ -222,7 +222,7 @@ def one_eviction(mass: list[list[float]], **options: bool) -> list[list[int]]:
     new = tokens(torch.arange(width).expand(1, len(mass), -1))
     held = new.part(0, 0)
     new.mass = torch.tensor([mass])
-    fold = Fold(Draws(0), torch.tensor([width]), Form(1.0), state=pool.state(held))
+    fold = Fold(CounterRNG(0), torch.tensor([width]), AttentionParams(1.0), state=pool.state(held))
     return places(pool.fold(held, new, fold)[0])
 
 
@@ -249,7 +249,7 @@ def test_old_tokens_are_thinned_from_the_oldest_on_whatever_they_received():
     pool, start = Hive(12, 4), tokens(torch.arange(13).expand(1, 1, -1))
     start.mass = torch.tensor([heavy_ends])
     state = pool.state(start)
-    fold = Fold(Draws(0), torch.tensor([13]), Form(1.0), state=state)
+    fold = Fold(CounterRNG(0), torch.tensor([13]), AttentionParams(1.0), state=state)
     held, _ = pool.fold(start.part(0, 0), start, fold)
     held.mass = torch.tensor([[[0.0, 99.0, 0.0, 99.0]]])
     more = tokens(torch.arange(13, 22).expand(1, 1, -1))
@@ -391,7 +391,7 @@ def test_strange_keys_and_values_are_kept_like_others(text, kind):
         keys = keys[:, :, :1].expand(-1, -1, length, -1)
     if kind == "zero values":
         values = torch.zeros_like(values)
-    out = layer.feed(queries, keys, values, Form(scale=0.4))
+    out = layer.feed(queries, keys, values, AttentionParams(scale=0.4))
     assert out.isfinite().all()
     if kind == "zero values":
         assert out.eq(0).all()

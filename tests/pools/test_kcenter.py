@@ -20,12 +20,12 @@ from torch import Tensor
 import weir
 from weir.errors import WeirError
 from weir.pools import Fold, KCenter, Recent
-from weir.pools.draws import Draws
+from weir.pools.counter_rng import CounterRNG
 from weir.pools.kcenter import farthest_first
-from weir.slab import Form
+from weir.slab import AttentionParams
 from weir.slab.slots import Slots
 
-FOLD = Fold(Draws(0), torch.tensor([0]), Form(1.0))
+FOLD = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(1.0))
 BROKEN = replace(FOLD, unbroken=False)
 
 

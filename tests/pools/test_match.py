@@ -14,18 +14,17 @@ from torch import Tensor
 
 import weir
 from weir.errors import WeirError
-from weir.pools import Fold, Heavy, Match, Reading, Recent
-from weir.pools.draws import Draws
-from weir.pools.match.fitting import fitted
-from weir.pools.match.match import MOST
-from weir.slab import Form, LayerPositions, Slots
+from weir.pools import Fold, Heavy, Match, ObservedAttention, Recent
+from weir.pools.counter_rng import CounterRNG
+from weir.pools.match import MOST, fit_weights
+from weir.slab import AttentionParams, LayerPositions, Slots
 
 PIPES = [
     "sink(2) | recent(8) | match(kcenter(6), window=4)",
     "recent(8) | match(heavy(8), half_life=none, pull=0.1)",
     "match(snap(16, window=3), window=9)",
 ]
-FORM = Form(0.5)
+FORM = AttentionParams(0.5)
 
 
 def random(*shape: int) -> Tensor:
@@ -73,12 +72,12 @@ def tokens(keys: Tensor, values: Tensor, first: int) -> Slots:
     return Slots(keys, values, weights, weights.clone(), position)
 
 
-def reading(whole: Slots, queries: Tensor, output: Tensor | None = None) -> Reading:
+def reading(whole: Slots, queries: Tensor, output: Tensor | None = None) -> ObservedAttention:
     """What the last queries [batch, heads, group, n, dim] read, without positions."""
     nowhere = whole.position[:, :, :0]
     ahead = torch.full((len(queries),), int(whole.position.max()) + 1 + queries.shape[3])
     projection = None if output is None else lambda dim, device: output
-    return Reading(
+    return ObservedAttention(
         lambda: whole, lambda: nowhere, queries, ahead, FORM, LayerPositions(), projection
     )
 
@@ -94,7 +93,7 @@ def test_factors_are_those_of_least_squares_written_out(projected):
     read = reading(rest.join(whole), queries, output)
     stays = [1, 2, 6, 8]
     kept = whole.take(torch.tensor(stays).expand(2, 2, -1))
-    got = fitted(read, whole, kept, window=6, pull=0.5, most=50.0)
+    got = fit_weights(read, whole, kept, window=6, pull=0.5, most=50.0)
     gave = read.attention(whole)[:, :, :, -6:].double().numpy()
     answers = read.answers[:, :, :, -6:].double().numpy()
     for row in range(2):
@@ -117,7 +116,7 @@ def test_factors_are_those_of_least_squares_written_out(projected):
 def folded(pool: Match, held: Slots, new: Slots, queries: Tensor, rest: Slots) -> Slots:
     """What a pool makes of what it held and of arrivals."""
     read = reading(rest.join(held).join(new), queries)
-    fold = Fold(Draws(0), read.next, FORM, queries, read, state=pool.state(new.part(0, 0)))
+    fold = Fold(CounterRNG(0), read.next, FORM, queries, read, state=pool.state(new.part(0, 0)))
     kept, gone = pool.fold(held, new, fold)
     assert len(gone) == 0
     return kept

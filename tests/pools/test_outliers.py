@@ -13,11 +13,11 @@ from torch import Tensor
 import weir
 from weir.errors import WeirError
 from weir.pools import Balance, Fold, Outliers, Recent, Sink
-from weir.pools.draws import Draws
-from weir.slab import Form
+from weir.pools.counter_rng import CounterRNG
+from weir.slab import AttentionParams
 from weir.slab.slots import Slots
 
-FOLD = Fold(Draws(0), torch.tensor([0]), Form(0.5))
+FOLD = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(0.5))
 
 
 def stream(length: int, seed: int = 0) -> Tensor:

@@ -14,10 +14,10 @@ from streams import places, tokens
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools import Draws, Fold, Ranked, highest
-from weir.slab import Form, Slots
+from weir.pools import CounterRNG, Fold, Ranked, select_highest
+from weir.slab import AttentionParams, Slots
 
-FOLD = Fold(Draws(0), torch.tensor([0]), Form(1.0))
+FOLD = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(1.0))
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,21 @@ def test_it_has_as_many_slots_as_its_first_parameter_says_and_at_least_one():
 def test_of_several_scores_the_first_decides():
     among = torch.ones(1, 1, 4, dtype=torch.bool)
     first, second = torch.tensor([[[1.0, 2.0, 2.0, 0.0]]]), torch.tensor([[[9.0, 3.0, 4.0, 9.0]]])
-    assert highest(1, among, first, second)[0, 0].tolist() == [False, False, True, False]
-    assert highest(2, among, second, first)[0, 0].tolist() == [True, False, False, True]
+    assert select_highest(1, among, first, second)[0, 0].tolist() == [False, False, True, False]
+    assert select_highest(2, among, second, first)[0, 0].tolist() == [True, False, False, True]
     flat = torch.zeros_like(first)
-    assert highest(1, among, flat, first, second)[0, 0].tolist() == [False, False, True, False]
-    assert highest(1, among, flat, second, first)[0, 0].tolist() == [True, False, False, False]
+    assert select_highest(1, among, flat, first, second)[0, 0].tolist() == [
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert select_highest(1, among, flat, second, first)[0, 0].tolist() == [
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("kinds", [2, 5, 1000])
@@ -101,4 +111,4 @@ def test_the_highest_are_those_that_sorting_by_all_scores_puts_first(kinds):
                 there = [i for i in range(count) if there[i] and one[i] > -torch.inf]
                 there.sort(key=lambda i: (-one[i], -two[i], -three[i], i))
                 stay[line, there[:n]] = True
-            assert torch.equal(highest(n, among, *scores), stay.view_as(among))
+            assert torch.equal(select_highest(n, among, *scores), stay.view_as(among))

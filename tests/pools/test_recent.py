@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from weir.errors import WeirError
 from weir.pools import Fold, Recent
-from weir.pools.draws import Draws
-from weir.slab import Form
+from weir.pools.counter_rng import CounterRNG
+from weir.slab import AttentionParams
 from weir.slab.slots import Slots
 
-FOLD = Fold(Draws(0), torch.tensor([0]), Form(1.0))
+FOLD = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(1.0))
 
 
 def tokens(*heads: list[int]) -> Slots:

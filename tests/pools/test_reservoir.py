@@ -23,15 +23,15 @@ from weir.policies.grammar import policy
 from weir.policies.pipe import Pipe
 from weir.policies.registry import NAMED
 from weir.pools import Fold, Heavy, Pool, Recent, Reservoir, Sink
-from weir.pools.draws import Draws
-from weir.slab import Form
+from weir.pools.counter_rng import CounterRNG
+from weir.slab import AttentionParams
 from weir.slab.slots import Slots
 
 
 def draws_of(head: int, pool: int, places: int, seed: int = 0):
     """A function from a token to its number in one head."""
     place = torch.arange(places).expand(1, head + 1, -1)
-    table = Draws(seed, 0, pool).uniform(0, place)[0, head].tolist()
+    table = CounterRNG(seed, 0, pool).uniform(0, place)[0, head].tolist()
     return table.__getitem__
 
 
@@ -72,7 +72,7 @@ def test_it_holds_what_algorithm_r_holds_slot_by_slot(chunk, length, weighted, p
 
 @dataclass(frozen=True)
 class Told:
-    """Draws that were written down: a token's number, the same in every head."""
+    """CounterRNG that were written down: a token's number, the same in every head."""
 
     numbers: tuple[float, ...]
     pool: int = 0
@@ -94,7 +94,7 @@ def figure_4(*numbers: float) -> list[list[int]]:
     steps = []
     for token in range(9):
         draws = Told((0.0,) * 4 + numbers + (0.0,) * 9)
-        fold = Fold(draws, torch.tensor([token + 1]), Form(1.0))
+        fold = Fold(draws, torch.tensor([token + 1]), AttentionParams(1.0))
         held = pipe.fold(held, arrivals(token, token + 1, 1), fold, states)
         sink, recent, middle = (slots.position[0, 0].tolist() for slots in held)
         steps.append([*sink, *sorted(middle), *recent])
@@ -232,7 +232,9 @@ def test_plain_it_changes_no_weights_and_passes_on_all_it_does_not_hold():
     state = pool.state(held)
     for start in range(0, 60, 5):
         new = tokens(torch.arange(start, start + 5).expand(1, 2, -1))
-        held, rest = pool.fold(held, new, Fold(Draws(1), torch.tensor([0]), Form(1.0), state=state))
+        held, rest = pool.fold(
+            held, new, Fold(CounterRNG(1), torch.tensor([0]), AttentionParams(1.0), state=state)
+        )
         for slots in (held, rest):
             came = tokens(slots.position)
             for name, t in slots.tensors().items():
@@ -247,7 +249,7 @@ def test_plain_it_changes_no_weights_and_passes_on_all_it_does_not_hold():
 def test_where_nobody_gets_in_nothing_is_copied():
     pool = Reservoir(2)
     state = pool.state(arrivals(0, 0, 1))
-    fold = Fold(Told((0.0, 0.0, 0.9, 0.9)), torch.tensor([4]), Form(1.0), state=state)
+    fold = Fold(Told((0.0, 0.0, 0.9, 0.9)), torch.tensor([4]), AttentionParams(1.0), state=state)
     held, _ = pool.fold(arrivals(0, 0, 1), arrivals(0, 2, 1), fold)
     again, rest = pool.fold(held, arrivals(2, 4, 1), fold)
     assert again is held
@@ -344,7 +346,9 @@ def test_tokens_that_never_came_are_not_counted():
     state = pool.state(arrivals(0, 0, 2))
     new = tokens(torch.tensor([[[-1, 4, -1, 6], [3, 4, 5, 6]]]))
     held, rest = pool.fold(
-        arrivals(0, 0, 2), new, fold := Fold(Draws(0), torch.tensor([7]), Form(1.0), state=state)
+        arrivals(0, 0, 2),
+        new,
+        fold := Fold(CounterRNG(0), torch.tensor([7]), AttentionParams(1.0), state=state),
     )
     assert fold.state["came"].tolist() == [[2, 4]]
     assert held.position[0, 0].tolist() == [4, 6, -1]

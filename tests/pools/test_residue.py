@@ -13,18 +13,18 @@ from torch import Tensor
 
 import weir
 from weir.errors import WeirError
-from weir.pools import Fold, Reading, Residue
-from weir.pools.draws import Draws
-from weir.pools.residue.gate import GATES, misled
+from weir.pools import Fold, ObservedAttention, Residue
+from weir.pools.counter_rng import CounterRNG
 from weir.pools.residue.merging import merge_nearest
-from weir.slab import Form, LayerPositions, Slots, two_weight_attention
+from weir.pools.residue.residue import GATES, measure_misled
+from weir.slab import AttentionParams, LayerPositions, Slots, two_weight_attention
 
 PIPES = [
     "sink(2) | recent(8) | residue(6, window=4)",
     "recent(8) | kcenter(6) | residue(8, half_life=none)",
     "residue(16, window=9, spread=false)",
 ]
-FORM = Form(0.5)
+FORM = AttentionParams(0.5)
 
 
 def random(*shape: int) -> Tensor:
@@ -95,18 +95,18 @@ def tokens(keys: Tensor, values: Tensor, first: int) -> Slots:
     return Slots(keys, values, weights, weights.clone(), position)
 
 
-def reading(whole: Slots, queries: Tensor) -> Reading:
+def reading(whole: Slots, queries: Tensor) -> ObservedAttention:
     """What the last queries [1, heads, group, n, dim] read, without positions."""
     nowhere = whole.position[:, :, :0]
     ahead = torch.tensor([int(whole.position.max()) + 1 + queries.shape[3]])
-    return Reading(lambda: whole, lambda: nowhere, queries, ahead, FORM, LayerPositions())
+    return ObservedAttention(lambda: whole, lambda: nowhere, queries, ahead, FORM, LayerPositions())
 
 
 def folded(pool: Residue, new: Slots, queries: Tensor, rest: Slots) -> tuple[Slots, dict]:
     """What a pool that held nothing makes of arrivals, and what it remembers."""
     read = reading(rest.join(new), queries)
     state = pool.state(new.part(0, 0))
-    fold = Fold(Draws(0), read.next, FORM, queries, read, state=state)
+    fold = Fold(CounterRNG(0), read.next, FORM, queries, read, state=state)
     return pool.fold(new.part(0, 0), new, fold)[0], state
 
 
@@ -129,7 +129,7 @@ def test_how_far_gates_mislead_is_what_the_answers_say():
         log = math.log(gate) if gate else -math.inf
         believed = Slots(means.keys, means.values, means.a + log, means.b + log, means.position)
         wanted.append((answers(rest.join(believed)) - truth).square().sum(dim=(2, 3, 4)))
-    got = misled(read, held, new, means, 5)
+    got = measure_misled(read, held, new, means, 5)
     # Shares of everything are taken off again: a rest of a tenth loses a digit.
     close(got, torch.stack(wanted, dim=2), terms=1000)
 

@@ -12,8 +12,8 @@ from reference.uniform import by_budget, by_rate
 from roundings import close_runs
 
 import weir
-from weir.pools.draws import Draws
-from weir.slab import Form
+from weir.pools.counter_rng import CounterRNG
+from weir.slab import AttentionParams
 
 PROMPT, MORE, CHUNK, SEED = 23, 16, 4, 7
 PADDING = (0, 3, 9)
@@ -22,7 +22,7 @@ PADDING = (0, 3, 9)
 def draws_of(at, per_head: bool):
     """A function from a token to its number, in a pool that is the third of its pipe."""
     place = torch.arange(PROMPT + MORE).expand(1, 2, -1)
-    table = Draws(SEED, at.layer, 2).uniform(0, place)[0, at.head if per_head else 0]
+    table = CounterRNG(SEED, at.layer, 2).uniform(0, place)[0, at.head if per_head else 0]
     return table.tolist().__getitem__
 
 
@@ -197,7 +197,9 @@ def test_weights_are_exact_however_long_the_stream(text):
     pool = weir.policy(START + text).pools[2]
     none = torch.empty(1, 1, 0)
     like = weir.slab.Slots(none[..., None], none[..., None], none, none, none.long())
-    fold = weir.pools.Fold(Draws(0), torch.tensor([0]), Form(1.0), state=pool.state(like))
+    fold = weir.pools.Fold(
+        CounterRNG(0), torch.tensor([0]), AttentionParams(1.0), state=pool.state(like)
+    )
     held, came = like, 0
     for size in (6, *[1] * 20):
         position = torch.arange(came, came + size)[None, None]

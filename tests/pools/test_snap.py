@@ -19,14 +19,14 @@ from torch import Tensor
 
 import weir
 from weir.cache.layer.layer import Layer
-from weir.cache.layer.plan import cut
+from weir.cache.layer.plan import plan_forward
 from weir.cache.layer.spec import LayerSpec
 from weir.errors import WeirError
 from weir.policies.pipe import Pipe
-from weir.pools import Fold, Reading, Recent, Sink, Snap
-from weir.pools.draws import Draws
-from weir.pools.ranked import pooled
-from weir.slab.attention import Form
+from weir.pools import Fold, ObservedAttention, Recent, Sink, Snap
+from weir.pools.counter_rng import CounterRNG
+from weir.pools.ranked import pool_neighbors
+from weir.slab.attention import AttentionParams
 from weir.slab.positions import Alibi, LayerPositions
 from weir.slab.slots import Slots
 
@@ -68,7 +68,7 @@ class Stream:
     length: int
     batch: int = 1
     lag: int = 0
-    form: Form = field(default_factory=lambda: Form(SCALE))
+    form: AttentionParams = field(default_factory=lambda: AttentionParams(SCALE))
     place: LayerPositions = field(default_factory=LayerPositions)
     full: int = 0
     origin: int = 0
@@ -86,7 +86,7 @@ class Stream:
         part = slice(self.at, self.at + columns)
         begins = torch.arange(self.batch) * self.lag
         real = torch.arange(self.at, self.at + columns) >= begins[:, None]
-        plan = cut(
+        plan = plan_forward(
             real,
             self.batch,
             columns,
@@ -226,7 +226,7 @@ def test_votes_are_the_attention_of_the_layer_with_its_capping_and_its_biases(fr
         Pipe((Snap(12, window=4, kernel=3, frame=frame),)),
         chunk=6,
         length=600,
-        form=Form(SCALE, softcap=1.5),
+        form=AttentionParams(SCALE, softcap=1.5),
         place=LayerPositions(alibi=Alibi(torch.tensor(slopes))),
     )
     own = {(0, head): stream.own(0, head) for head in range(HEADS)}
@@ -277,13 +277,13 @@ def test_a_whole_prompt_keeps_what_the_papers_listing_keeps(kernel, average):
 
 
 def one_fold(seen: int, queries: Tensor, **more: Any) -> Fold:
-    return Fold(Draws(0), torch.tensor([seen]), Form(1.0), queries=queries, **more)
+    return Fold(CounterRNG(0), torch.tensor([seen]), AttentionParams(1.0), queries=queries, **more)
 
 
 def reading(slots: Slots, fold: Fold) -> Fold:
     """The fold of a layer that holds these slots and no others, where they were said."""
     nowhere = slots.position[:, :, :0]
-    read = Reading(
+    read = ObservedAttention(
         lambda: slots, lambda: nowhere, fold.queries, fold.next, fold.form, LayerPositions()
     )
     return replace(fold, read=read)
@@ -383,7 +383,7 @@ def test_pooling_is_over_places_of_the_stream(data):
     votes = [data.draw(st.integers(0, 64)) / 64 for _ in places]
     holes = data.draw(st.integers(0, 3))
     kernel, average = data.draw(st.sampled_from([1, 3, 5, 7, 9])), data.draw(st.booleans())
-    found = pooled(
+    found = pool_neighbors(
         torch.tensor([[[0.0] * holes + votes]]),
         torch.tensor([[[-1] * holes + places]]),
         kernel,

@@ -6,14 +6,14 @@ import torch
 from pools.probe import Probe
 
 from weir.policies.pipe import Pipe
-from weir.pools import Draws, Fold, Sink, split
-from weir.slab import Form, Slots
+from weir.pools import CounterRNG, Fold, Sink, split
+from weir.slab import AttentionParams, Slots
 
 COUNT = 16
 POSITION = torch.arange(COUNT).expand(1, 2, -1)
 WEIGHT = torch.zeros(1, 2, COUNT)
 NEW = Slots(torch.ones(1, 2, COUNT, 3), torch.ones(1, 2, COUNT, 3), WEIGHT, WEIGHT, POSITION)
-FOLD = Fold(Draws(0), torch.tensor([COUNT]), Form(1.0))
+FOLD = Fold(CounterRNG(0), torch.tensor([COUNT]), AttentionParams(1.0))
 
 
 def test_only_the_last_pool_is_told_that_it_is():
@@ -26,7 +26,7 @@ def test_only_the_last_pool_is_told_that_it_is():
 
 
 def test_what_flows_on_is_made_only_where_somebody_is_behind():
-    last = Fold(Draws(0), torch.tensor([COUNT]), Form(1.0), last=True)
+    last = Fold(CounterRNG(0), torch.tensor([COUNT]), AttentionParams(1.0), last=True)
     for fold, flows_on in ((None, 12), (FOLD, 12), (last, 0)):
         kept, overflow = split(NEW, POSITION > 11, fold)
         assert (len(kept), len(overflow)) == (4, flows_on)

@@ -17,8 +17,8 @@ from weir.errors import WeirError
 from weir.policies.grammar import policy
 from weir.policies.pipe import Pipe
 from weir.pools import Fold, Recent, Sink, Tail
-from weir.pools.draws import Draws
-from weir.slab import Form
+from weir.pools.counter_rng import CounterRNG
+from weir.slab import AttentionParams
 from weir.slab.slots import Slots
 
 SEEDS = 2000
@@ -32,7 +32,7 @@ def test_it_holds_a_priority_sample_of_all_that_came(chunk, length, attention, v
     recent = 6
     pool = Tail(10, attention=attention, value=value, floor=floor, watch=0)
     place = torch.arange(length).expand(1, 2, -1)
-    draws = Draws(0, 0, 2).uniform(0, place)[0].tolist()
+    draws = CounterRNG(0, 0, 2).uniform(0, place)[0].tolist()
     said: list[dict[int, float]] = [{}, {}, {}, {}]
 
     def arrive(index: int, row: Row) -> None:
@@ -92,7 +92,7 @@ def test_what_has_said_more_is_kept_more_often():
 
 @dataclass
 class OneQuery:
-    """A query that has read what a pool holds, in every head: what `Reading` says of it."""
+    """A query that has read what a pool holds, in every head, as an `ObservedAttention`."""
 
     query: torch.Tensor
     held: Slots
@@ -122,10 +122,10 @@ def test_it_knows_how_far_off_it_is():
     held, _ = pool.fold(
         held,
         arrivals(0, places, SEEDS, keys),
-        Fold(draws, torch.tensor([places]), Form(1.0), state=state),
+        Fold(draws, torch.tensor([places]), AttentionParams(1.0), state=state),
     )
     reading = OneQuery(query, held)
-    later = Fold(draws, torch.tensor([places + 1]), Form(1.0), state=state, read=reading)
+    later = Fold(draws, torch.tensor([places + 1]), AttentionParams(1.0), state=state, read=reading)
     pool.fold(held, arrivals(places, places, SEEDS, keys), later)
     everything = (keys @ query).softmax(dim=0) @ keys
     off = (reading.answers[0, :, 0, 0] - everything).square().sum(dim=1).mean().sqrt()

@@ -22,15 +22,15 @@ from weir.policies.grammar import policy
 from weir.policies.pipe import Pipe
 from weir.policies.registry import NAMED
 from weir.pools import Fold, Heavy, Recent, Sink, Uniform
-from weir.pools.draws import Draws
-from weir.slab import Form
+from weir.pools.counter_rng import CounterRNG
+from weir.slab import AttentionParams
 from weir.slab.slots import Slots
 
 
 def draws_of(head: int, pool: int, places: int):
     """A function from a token to its number in one head."""
     place = torch.arange(places).expand(1, head + 1, -1)
-    return Draws(0, 0, pool).uniform(0, place)[0, head].tolist().__getitem__
+    return CounterRNG(0, 0, pool).uniform(0, place)[0, head].tolist().__getitem__
 
 
 # --- against the book
@@ -62,7 +62,9 @@ def test_by_rate_it_holds_those_whose_coin_shows_heads(cuts, weighted):
     gone: list[list[int]] = [[], []]
     for stop in cuts:
         new = tokens(torch.arange(start, stop).expand(1, 2, -1))
-        fold = Fold(Draws(0), torch.tensor([stop]), Form(1.0), state=pool.state(held))
+        fold = Fold(
+            CounterRNG(0), torch.tensor([stop]), AttentionParams(1.0), state=pool.state(held)
+        )
         held, rest = pool.fold(held, new, fold)
         start = stop
         for head in range(2):
@@ -108,7 +110,7 @@ def test_sampling_again_from_what_is_held_would_be_something_else(seeds):
     held = arrivals(0, 0, SEEDS)
     for came in range(1, 21):
         draws = ManySeeds(seeds.table.roll(came, dims=1))
-        fold = Fold(draws, torch.tensor([came]), Form(1.0))
+        fold = Fold(draws, torch.tensor([came]), AttentionParams(1.0))
         held, _ = Uniform(SAMPLES).fold(held, arrivals(came - 1, came, SEEDS), fold)
     assert unevenness(held.position.flatten().bincount(minlength=20), SEEDS, SAMPLES) > 10
 
@@ -181,7 +183,9 @@ def test_one_sample_for_all_heads_or_one_for_each(size, per_head):
     pool = Uniform(**size, per_head=per_head)
     new = tokens(torch.arange(100).expand(1, 4, -1))
     kept, _ = pool.fold(
-        tokens(torch.empty(1, 4, 0).long()), new, Fold(Draws(0), torch.tensor([100]), Form(1.0))
+        tokens(torch.empty(1, 4, 0).long()),
+        new,
+        Fold(CounterRNG(0), torch.tensor([100]), AttentionParams(1.0)),
     )
     heads = {tuple(head) for head in kept.position[0].tolist()}
     assert len(heads) == (4 if per_head else 1)
@@ -190,7 +194,7 @@ def test_one_sample_for_all_heads_or_one_for_each(size, per_head):
 def test_where_nobody_gets_in_nothing_is_copied():
     held = arrivals(0, 4, 2)
     told = ManySeeds(torch.tensor([[[0.1, 0.1, 0.1, 0.1, 0.5, 0.6]] * 2], dtype=torch.float64))
-    fold = Fold(told, torch.tensor([6]), Form(1.0))
+    fold = Fold(told, torch.tensor([6]), AttentionParams(1.0))
     for pool in (Uniform(4), Uniform(rate=0.3)):
         kept, rest = pool.fold(held, arrivals(4, 6, 2), fold)
         assert kept is held

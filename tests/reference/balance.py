@@ -2,7 +2,7 @@
 
 Kochetkova et al. 2025, "Streaming Attention Approximation via Discrepancy Theory": Algorithms 1, 2
 and 4. Algorithm 4 needs to know the length of the stream; how its levels share a fixed number of
-slots is said in docs/methods/balancekv.md, and written out in `Levels.make_room`.
+slots is said in docs/methods/samples.md, and written out in `Levels.make_room`.
 """
 
 from __future__ import annotations

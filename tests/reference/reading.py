@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from weir.slab import Form, LayerPositions
+from weir.slab import AttentionParams, LayerPositions
 
 
 def frame_of(there: list[int], after: int) -> dict[int, int]:
@@ -49,7 +49,7 @@ def share_of(
     asked: int,
     place: int,
     positions: LayerPositions,
-    form: Form,
+    form: AttentionParams,
     head: int,
     newest: int,
 ) -> tuple[dict[int, float], float]:

@@ -67,6 +67,14 @@ class Server:
     port: int
 
     @property
+    def engine(self) -> Engine:
+        return self.engine_client.engine
+
+    @property
+    def store(self) -> SessionStore:
+        return self.engine_client.store
+
+    @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
@@ -79,11 +87,11 @@ class Server:
     def settled(self) -> None:
         """Wait until nobody is answered any more."""
         for _ in range(1000):
-            load = self.engine_client.engine.load()
+            load = self.engine.load()
             if not load.busy and not load.waiting and not self.engine_client.open_requests(""):
                 return
             time.sleep(0.01)
-        raise AssertionError(f"turns do not come to an end: {self.engine_client.engine.load()}")
+        raise AssertionError(f"turns do not come to an end: {self.engine.load()}")
 
 
 def make_client(

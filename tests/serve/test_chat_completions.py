@@ -187,7 +187,7 @@ def test_a_session_goes_on_as_a_stream_that_was_fed_the_same(server, client):
     import weir
 
     tokenizer = server.engine_client.tokenizer
-    stream = weir.Stream(server.engine_client.engine.model, server.engine_client.engine.cache.policy, chunk=4)
+    stream = weir.Stream(server.engine.model, server.engine.cache.policy, chunk=4)
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     stream.feed(tokenizer(text, add_special_tokens=False)["input_ids"])
     assert tokenizer.decode(list(stream.generate(8, stop=[]))) == assistant(second)["content"]
@@ -199,8 +199,10 @@ def test_usage_says_where_the_stream_stands(server, client):
     assert told["seen"] == answer.usage.total_tokens
     assert told["held"] <= 2 + 6 + 4 + 4
     assert told["folds"] == (told["seen"] - 1) // 4
-    assert told["bytes"] == server.engine_client.engine.cache.nbytes // 3
-    start = server.engine_client.tokenizer("<|im_start|>user\n", add_special_tokens=False)["input_ids"]
+    assert told["bytes"] == server.engine.cache.nbytes // 3
+    start = server.engine_client.tokenizer("<|im_start|>user\n", add_special_tokens=False)[
+        "input_ids"
+    ]
     assert (told["pinned"], told["beginning"]) == (0, len(start))
 
 

@@ -20,7 +20,7 @@ import openai
 import pytest
 from servers import Server, make_client, raw, serving
 
-from weir.cli.commands import run
+from weir.cli.app import run
 from weir.cli.serve import compile_or_say
 from weir.errors import WeirError
 from weir.models import ASSETS
@@ -52,7 +52,7 @@ def count(server: Server, name: str) -> float:
 def busy(server: Server) -> None:
     """Wait until the only row is busy."""
     for _ in range(1000):
-        if server.engine_client.engine.load().busy:
+        if server.engine.load().busy:
             return
         time.sleep(0.005)
     raise AssertionError("nothing is answered")
@@ -60,14 +60,14 @@ def busy(server: Server) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_hangs_up_gives_the_row_back(server, stream):
-    seen = server.engine_client.engine.load().seen
+    seen = server.engine.load().seen
     body = json.dumps(body_of(max_tokens=60_000, stream=stream)).encode()
     with raw(server.port, CHAT, body) as connection:
         busy(server)
         if stream:
             assert connection.recv(1000).startswith(b"HTTP/1.1 200")
     server.settled()
-    assert server.engine_client.engine.load().seen - seen < 30_000
+    assert server.engine.load().seen - seen < 30_000
     assert server.post(CHAT, body_of(max_tokens=2)).status_code == 200
 
 
@@ -84,7 +84,7 @@ def read_nothing(server: Server) -> None:
         busy(server)
         server.settled()
         assert count(server, 'weir_turns_total{ended="given up"}') == given_up + 1
-        assert server.engine_client.engine.load().seen < 1000
+        assert server.engine.load().seen < 1000
         read = b""
         try:
             while more := connection.recv(1 << 16):
@@ -109,7 +109,7 @@ def test_who_comes_when_all_is_full_is_to_come_again(server):
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    while not server.engine_client.engine.load().waiting:
+    while not server.engine.load().waiting:
         time.sleep(0.005)
     with pytest.raises(openai.RateLimitError) as error:
         client.chat.completions.create(**body_of())
@@ -158,16 +158,16 @@ def test_a_turn_whose_beginning_was_dropped_while_it_waited_is_read_anew(server,
     first = server.post(CHAT, body_of(max_tokens=4)).json()
     said = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
     messages = [USER, said, {"role": "user", "content": "Go on"}]
-    submit = server.engine_client.engine.submit
+    submit = server.engine.submit
 
     def drop_before(turn):
         monkeypatch.undo()
-        server.engine_client.engine.forget(turn.start)
+        server.engine.forget(turn.start)
         submit(turn)
 
     kept = server.post(CHAT, body_of(messages=messages, max_tokens=4)).json()
     assert kept["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    monkeypatch.setattr(server.engine_client.engine, "submit", drop_before)
+    monkeypatch.setattr(server.engine, "submit", drop_before)
     anew = server.post(CHAT, body_of(messages=messages, max_tokens=4)).json()
     assert anew["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert anew["choices"] == kept["choices"]
@@ -185,7 +185,7 @@ def test_a_turn_that_cannot_be_saved_fails_and_nobody_hears_of_an_end(server, mo
     def full(record):
         raise WeirError("the disk of /srv/weir is full")
 
-    monkeypatch.setattr(server.engine_client.store, "add", full)
+    monkeypatch.setattr(server.store, "add", full)
     answer = server.post(CHAT, body_of(max_tokens=2))
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
     assert "/srv" not in answer.text
@@ -208,7 +208,7 @@ def test_what_happens_is_counted(server):
     assert count(server, 'weir_rows{state="resting"}') == 1
     assert count(server, 'weir_turns_total{ended="length"}') > 0
     assert count(server, "weir_between_tokens_seconds_count") >= 19
-    assert count(server, "weir_cache_bytes") == server.engine_client.engine.cache.nbytes
+    assert count(server, "weir_cache_bytes") == server.engine.cache.nbytes
 
 
 def test_the_log_says_what_was_asked_and_never_what_was_said(server, caplog):
@@ -216,7 +216,9 @@ def test_the_log_says_what_was_asked_and_never_what_was_said(server, caplog):
     secret = {"role": "user", "content": "my-secret"}
     answer = server.post(CHAT, body_of(messages=[secret], max_tokens=30))
     httpx.get(f"{server.url}/v1/a%1b[31m%0a%7f%c2%9b")
-    lines = [JSONFormatter().format(record) for record in caplog.records if record.name == "weir.serve"]
+    lines = [
+        JSONFormatter().format(record) for record in caplog.records if record.name == "weir.serve"
+    ]
     told = [json.loads(line) for line in lines]
     # Of who hung up before, a line may come only now.
     (chat,) = [one for one in told if one.get("id") == answer.headers["x-request-id"]]
@@ -233,7 +235,7 @@ def test_an_engine_that_ends_by_itself_leaves_nobody_waiting():
         client = server.client()
         stream = client.chat.completions.create(**body_of(max_tokens=60_000), stream=True)
         next(iter(stream))
-        server.engine_client.engine.step = lambda: 1 / 0
+        server.engine.step = lambda: 1 / 0
         with pytest.raises(openai.APIError, match="failed to answer"):
             list(stream)
         assert httpx.get(f"{server.url}/health").status_code == 503

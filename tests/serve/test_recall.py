@@ -74,11 +74,11 @@ def test_tokens_are_told_with_their_text_and_with_who_holds_them(server):
     assert set(special) == {"<|im_start|>", "<|im_end|>"}
     assert found["held"] == len(by_place)
     assert found["doing"] is None
-    assert found["bytes"] == server.engine_client.engine.cache.nbytes // 2
+    assert found["bytes"] == server.engine.cache.nbytes // 2
     slots = {pool["name"]: pool["slots"] for pool in found["pools"]}
     assert (slots["sink"], slots["recent"], slots["heavy"]) == (2, 6, 4)
     assert found["folds"] == (holding.seen - slots["new"]) // 4
-    heads = server.engine_client.engine.cache.plans[0].heads
+    heads = server.engine.cache.plans[0].heads
     each = heads.kv_heads * (heads.key_dim + heads.value_dim) * 4
     assert found["bytes_of_all"] == holding.seen * each
 
@@ -127,8 +127,8 @@ def test_a_turn_under_way_is_looked_at_while_it_answers(server):
 
 def test_what_was_dropped_is_held_without_its_text(server):
     talk(server, "old", 12)  # eight ends of turns are kept
-    found = server.engine_client.store.get_session("", "old")
-    begins = server.engine_client.store.ancestry("", found.head)[0].start
+    found = server.store.get_session("", "old")
+    begins = server.store.ancestry("", found.head)[0].start
     tokens = memory(server, "old")["tokens"]
     assert all((token["text"] is None) == (token["at"] < begins) for token in tokens)
     assert [token["pools"][0] > 0 for token in tokens[:3]] == [True, True, False]

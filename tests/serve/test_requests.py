@@ -17,7 +17,7 @@ from weir.serve import Limits
 from weir.serve.api import Keys, bind
 from weir.serve.api.errors import APIError
 from weir.serve.api.requests import read_chunks
-from weir.serve.api.schemas.chat import IGNORED, UNSERVED, Body
+from weir.serve.api.schemas.chat import IGNORED, UNSERVED, CompletionBody
 
 ALICE, BOB = "wk-alice-0123456789", "wk-bob-0123456789"
 LIMITS = Limits(body=20_000, prompt=400, answer=100, requests=4, sessions=3)
@@ -30,7 +30,9 @@ def hash_of(key: str) -> str:
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(make_client(rows=2, limits=LIMITS), Keys([hash_of(ALICE), hash_of(BOB)])) as server:
+    with serving(
+        make_client(rows=2, limits=LIMITS), Keys([hash_of(ALICE), hash_of(BOB)])
+    ) as server:
         yield server
 
 
@@ -318,7 +320,7 @@ def test_bodies_are_bounded_and_json(server):
 
 def test_what_is_ignored_is_taken_and_what_is_refused_may_ask_for_nothing(server):
     assert not set(IGNORED) & set(UNSERVED)
-    assert set(IGNORED) | set(UNSERVED) < set(Body.model_fields)
+    assert set(IGNORED) | set(UNSERVED) < set(CompletionBody.model_fields)
     plain = send(server, CHAT, chat_of()).json()["choices"]
     nothing = {name: values[-1] for name, values in UNSERVED.items()}
     ignored = dict.fromkeys(IGNORED, "x")

@@ -330,7 +330,7 @@ def go_on(server, client) -> None:
     # What has lost its state is read again from its items, calls and results among them.
     third = say(client, "And then?", previous_response_id=second.id, **short)
     for told in (first, second):
-        server.engine_client.engine.forget(told.id.removeprefix("resp_"))
+        server.engine.forget(told.id.removeprefix("resp_"))
     again = say(client, "And then?", previous_response_id=second.id, **short)
     assert again.usage.input_tokens == third.usage.input_tokens
 
@@ -361,7 +361,7 @@ def test_a_turn_of_a_chat_goes_on_with_the_tools_it_was_told_of(server, client):
         seed=1,
         extra_headers={"x-session-id": "chat-with-tools"},
     )
-    head = server.engine_client.store.get_session("", "chat-with-tools").head
+    head = server.store.get_session("", "chat-with-tools").head
     (call,) = chat.choices[0].message.tool_calls
     sent = [{"type": "function_call_output", "call_id": call.id, "output": "Sunny"}]
     on = {"previous_response_id": f"resp_{head}", "max_output_tokens": 5}

@@ -180,12 +180,12 @@ def test_what_has_lost_its_state_is_read_again(server, client):
     given = {"previous_response_id": second.id, "instructions": "Be kind."}
     wanted = say(client, "Three", **given)
     for told in (first, second):
-        server.engine_client.engine.forget(told.id.removeprefix("resp_"))
+        server.engine.forget(told.id.removeprefix("resp_"))
     again = say(client, "Three", **given)
     assert (again.output_text, cached(again)) == (wanted.output_text, 0)
     assert again.usage.input_tokens == wanted.usage.input_tokens
     client.responses.delete(first.id)
-    server.engine_client.engine.forget(second.id.removeprefix("resp_"))
+    server.engine.forget(second.id.removeprefix("resp_"))
     with pytest.raises(openai.BadRequestError) as error:
         say(client, "Three", **given | {"instructions": "Other"})
     assert error.value.code == "history_not_kept"
@@ -227,12 +227,12 @@ def test_nothing_is_kept_of_what_is_not_to_be_stored(server, client):
     headers = {"Authorization": f"Bearer {ALICE}"}
     first = say(client, "Secret base")
     before = httpx.get(f"{server.url}/v1/sessions", headers=headers).json()
-    kept = len(server.engine_client.store._records)
+    kept = len(server.store._records)
     told = say(client, "Secret", store=False, previous_response_id=first.id)
     assert not told.store and cached(told) == first.usage.total_tokens - 1
     assert told.usage.input_tokens_details.cache_write_tokens == 0
     assert httpx.get(f"{server.url}/v1/sessions", headers=headers).json() == before
-    assert len(server.engine_client.store._records) == kept
+    assert len(server.store._records) == kept
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(told.id)
     with pytest.raises(openai.NotFoundError) as error:
@@ -274,7 +274,7 @@ def test_a_deleted_session_takes_its_responses_along(server, client):
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(second.id)
     assert client.responses.retrieve(first.id) == first
-    server.engine_client.engine.forget(first.id.removeprefix("resp_"))
+    server.engine.forget(first.id.removeprefix("resp_"))
     third = say(client, "Three", previous_response_id=first.id, **given)
     httpx.delete(url, headers=headers)
     for gone in (first, third):
@@ -393,14 +393,14 @@ def test_a_turn_that_cannot_be_kept_fails_and_leaves_nothing(server, client, mon
     def refuse(*given):
         raise WeirError("the disk is full")
 
-    before = len(server.engine_client.store._records)
+    before = len(server.store._records)
     monkeypatch.setattr(server.engine_client.responses, "save_response", refuse)
     with pytest.raises(openai.InternalServerError):
         say(client, "Hello")
     *_, last = say(client, "Hello", stream=True)
     assert (last.type, last.response.status) == ("response.failed", "failed")
     assert last.response.error.code == "server_error"
-    assert len(server.engine_client.store._records) == before
+    assert len(server.store._records) == before
 
 
 def test_a_chain_goes_on_after_a_restart(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weir.serve import Busy, Sampler, SamplingParams, Sequence
-from weir.serve.engine import WaitQueue, group_prefills, fits_one_call
+from weir.serve.engine import WaitQueue, fits_one_call, group_prefills
 
 
 def turn(length: int, row: int | None = None, owner: str = "", read: int = 0) -> Sequence:

@@ -134,7 +134,7 @@ def test_a_session_is_taken_back_to_one_of_its_turns(server, alice):
     assert (alice.turns("back"), alice.turns("kept")) == (turns[:1], turns[:2])
     owner = hashlib.sha256(ALICE.encode()).hexdigest()
     for turn, there in zip(turns, (True, True, False), strict=True):
-        found = server.engine_client.store.find_turn(owner, turn["id"].removeprefix("resp_"))
+        found = server.store.find_turn(owner, turn["id"].removeprefix("resp_"))
         assert (found is not None) is there
     again = alice.ask("POST", "/sessions/back/rewind", {"turn": turns[1]["id"]})
     assert again.status_code == 404
@@ -189,8 +189,8 @@ def test_files_that_are_none_are_refused_and_nothing_is_kept(server, alice):
     other = file.replace(b"recent(6)", b"recent(5)")
     assert alice.ask("POST", "/sessions/import", other).status_code == 400
     assert alice.ask("GET", "/sessions").json() == before
-    if isinstance(server.engine_client.store, SQLiteStore):
-        assert not list(server.engine_client.store.folder.glob("moving/*"))
+    if isinstance(server.store, SQLiteStore):
+        assert not list(server.store.folder.glob("moving/*"))
 
 
 BAD = [

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from servers import make_tokenizer
 
 from weir.serve import Sampler, SamplingParams
+from weir.serve.engine import sample
 from weir.serve.structured import BadSchema, GrammarCompiler, check_schema
 from weir.stream import Sampling
 
@@ -23,13 +24,13 @@ GRAMMARS = GrammarCompiler(TOKENIZER, ENDS, len(TOKENIZER))
 
 def said(mask, seed=0, most=2000) -> str:
     """What a model says that finds all tokens equally likely."""
-    chooser = Sampler(
+    sampler = Sampler(
         SamplingParams(sampling=Sampling(temperature=1.0), seed=seed), constraint=mask
     )
     tokens = []
-    while not chooser.done and len(tokens) < most:
-        tokens.append(chooser.choose(torch.zeros(len(TOKENIZER))).token)
-    assert chooser.done
+    while not sampler.done and len(tokens) < most:
+        tokens.append(sample([sampler], torch.zeros(1, len(TOKENIZER)))[0].id)
+    assert sampler.done
     return TOKENIZER.decode(tokens, skip_special_tokens=True)
 
 
@@ -68,7 +69,9 @@ def test_whatever_a_model_says_is_valid_to_the_schema(schema, seed):
 
 def test_nobody_fills_an_answer_with_spaces():
     schema = {"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3}
-    answers = [said(GRAMMARS.compile_schema(schema, strict=True).constraint(), seed) for seed in range(20)]
+    answers = [
+        said(GRAMMARS.compile_schema(schema, strict=True).constraint(), seed) for seed in range(20)
+    ]
     assert {json.dumps(json.loads(answer)) for answer in answers} == {"[1, 1, 1]"}
     assert any("\n" in answer for answer in answers)
     assert max(len(run) for answer in answers for run in re.findall(r"\s+", answer)) <= 9
@@ -110,9 +113,9 @@ def test_a_grammar_that_becomes_too_complex_is_given_up():
 
 def test_probabilities_told_are_those_before_the_mask():
     mask = GRAMMARS.compile_schema({"const": True}, strict=True).constraint()
-    chooser = Sampler(SamplingParams(logprobs=2), constraint=mask)
+    sampler = Sampler(SamplingParams(logprobs=2), constraint=mask)
     logits = torch.arange(len(TOKENIZER), dtype=torch.float32)
-    choice = chooser.choose(logits)
+    (choice,) = sample([sampler], logits[None])
     assert TOKENIZER.decode([choice.token]) == "t"
     assert choice.logprob == pytest.approx(float(logits.log_softmax(-1)[choice.token]))
     assert [token for token, _ in choice.top] == [len(TOKENIZER) - 1, len(TOKENIZER) - 2]
@@ -120,7 +123,11 @@ def test_probabilities_told_are_those_before_the_mask():
 
 def test_a_model_may_have_more_or_fewer_logits_than_its_tokenizer_has_tokens():
     for size in (len(TOKENIZER) + 61, 200):
-        mask = GrammarCompiler(TOKENIZER, ENDS, size).compile_schema({"const": True}, strict=True).constraint()
+        mask = (
+            GrammarCompiler(TOKENIZER, ENDS, size)
+            .compile_schema({"const": True}, strict=True)
+            .constraint()
+        )
         assert TOKENIZER.decode([mask.allow(torch.zeros(size)).argmax().item()]) == "t"
 
 

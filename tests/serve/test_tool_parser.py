@@ -11,7 +11,8 @@ import torch
 from servers import CHATML, make_tokenizer
 
 from weir.errors import WeirError
-from weir.serve import Message, Sampler, SamplingParams, hash_prefixes, sample
+from weir.serve import Message, Sampler, SamplingParams, hash_prefixes
+from weir.serve.engine import sample
 from weir.serve.messages import Call
 from weir.serve.structured import GrammarCompiler
 from weir.serve.tools import (
@@ -86,7 +87,9 @@ def test_calls_are_read_however_they_come(form, size):
         assert own == '{"city": "Rome"}'
         assert sum(isinstance(part, CallEnd) for part in parts) == reader.num_complete == count
     if size == 1 and form != "mistral":
-        assert sum(isinstance(p, TextDelta) and p.call == 0 for p in parts) == len('{"city": "Rome"}')
+        assert sum(isinstance(p, TextDelta) and p.call == 0 for p in parts) == len(
+            '{"city": "Rome"}'
+        )
 
 
 @pytest.mark.parametrize("size", [1, 1000])
@@ -182,7 +185,13 @@ GRAMMARS = GrammarCompiler(TOKENIZER, ENDS, len(TOKENIZER))
 
 def shape_of(form, choice, tools=TOOLS, *, parallel=True, newlines=True, schema=None, special=None):
     grammar = tool_grammar(
-        form, tools, choice, parallel=parallel, newlines=newlines, special=special or {}, schema=schema
+        form,
+        tools,
+        choice,
+        parallel=parallel,
+        newlines=newlines,
+        special=special or {},
+        schema=schema,
     )
     return GRAMMARS.compile(grammar, stop_when_complete=choice == "required")
 

@@ -14,16 +14,16 @@ from roundings import largest, off, softmax_off
 from torch import Tensor
 
 from weir.slab.attention import (
-    Form,
+    AttentionParams,
     attention_mass,
     fused_attention,
-    fuses,
+    is_uncapped,
     split_attention,
     split_weights,
     two_weight_attention,
     watched_attention,
 )
-from weir.slab.looped import looped_attention
+from weir.slab.compiled_attention import attend_in_loops
 
 LOG_MILLION = 20 * math.log(2)
 WEIGHTS = [0.0, 0.0, -math.inf, LOG_MILLION, -3.0]
@@ -42,7 +42,7 @@ class Case:
     values: Tensor
     a: Tensor
     b: Tensor
-    form: Form
+    form: AttentionParams
     bias: Tensor | None
 
 
@@ -79,7 +79,7 @@ def cases(draw, capped: bool = True, apart: bool = True) -> Case:
         values=normal(batch, kv_heads, slots, value_dim),
         a=a,
         b=b,
-        form=Form(draw(st.sampled_from([0.25, 1.0])), softcap, sinks),
+        form=AttentionParams(draw(st.sampled_from([0.25, 1.0])), softcap, sinks),
         bias=bias,
     )
 
@@ -215,7 +215,7 @@ def test_watched_attention_is_the_same_where_gradients_flow_and_has_them():
     queries, keys, values = (
         torch.randn(1, 2, *shape, generator=generator) for shape in [(3, 4, 8), (9, 8), (9, 8)]
     )
-    b, form = torch.zeros(1, 2, 9), Form(8**-0.5)
+    b, form = torch.zeros(1, 2, 9), AttentionParams(8**-0.5)
     plain = watched_attention(queries, keys, values, b, form, None)
     learned = queries.clone().requires_grad_()
     got = watched_attention(learned, keys, values, b, form, None)
@@ -233,7 +233,7 @@ def test_a_bias_over_the_last_slots_is_one_that_is_zero_for_the_others():
     keys, values = torch.randn(2, 2, 3, 9, 5, generator=generator)
     bias = torch.zeros(1, 1, 1, 4, 9)
     bias[..., 5:].masked_fill_(~torch.ones(4, 4).tril().bool(), -math.inf)
-    parts = (queries, keys, values, torch.zeros(2, 3, 9), Form(0.5))
+    parts = (queries, keys, values, torch.zeros(2, 3, 9), AttentionParams(0.5))
     some, full = (watched_attention(*parts, its) for its in (bias[..., 5:], bias))
     assert all(map(torch.equal, some, full))
     assert some.shares[:, :, :, 0, 6:].eq(0).all()
@@ -246,7 +246,7 @@ def split(case: Case) -> Tensor:
 
 
 def by_loops(case: Case) -> Tensor:
-    """`looped_attention` of a case: a query a head at a time, and a head where there is a bias."""
+    """`attend_in_loops` of a case: a query a head at a time, a head where there is a bias."""
     mask, *factors = split_weights(case.a, case.b)
     batch, kv_heads, group, length, _ = case.queries.shape
     out = case.values.new_zeros(batch, kv_heads, group, length, case.values.shape[3])
@@ -259,7 +259,7 @@ def by_loops(case: Case) -> Tensor:
         form = case.form
         if form.sinks is not None:
             form = replace(form, sinks=form.sinks[:, heads])
-        out[:, :, heads, one : one + 1] = looped_attention(
+        out[:, :, heads, one : one + 1] = attend_in_loops(
             asked, case.keys, case.values, seen, form, factors
         )
     return out
@@ -289,7 +289,7 @@ def test_loops_over_the_slots_are_the_formula(case):
 
 def test_one_weight_needs_no_factors():
     case = one_of_the_numerator(3.0)
-    got = looped_attention(case.queries, case.keys, case.values, case.b, case.form)
+    got = attend_in_loops(case.queries, case.keys, case.values, case.b, case.form)
     wanted = replace(case, a=case.b)
     assert_within(got, reference(wanted), bound(wanted, reference(wanted), torch.tensor(7.0)))
 
@@ -325,7 +325,7 @@ def far_apart(draw) -> Case:
         bias = bias.masked_fill(torch.rand(bias.shape, generator=generator) < 0.2, -math.inf)
     values = torch.randn(*shape, value_dim, generator=generator)
     queries, keys, values = (t.to(dtype) for t in (queries, keys, values))
-    return Case(queries, keys, values, a, b, Form(1.0), bias)
+    return Case(queries, keys, values, a, b, AttentionParams(1.0), bias)
 
 
 def one_of_the_numerator(gap: float, dtype: torch.dtype = torch.float32) -> Case:
@@ -333,7 +333,9 @@ def one_of_the_numerator(gap: float, dtype: torch.dtype = torch.float32) -> Case
     keys = torch.tensor([gap / 2, -gap / 2, -gap / 2])[None, None, :, None].to(dtype)
     values = torch.tensor([3.0, 7.0, 2.0])[None, None, :, None].to(dtype)
     a, b = torch.tensor([[[0.0, -math.inf, 0.0]]]), torch.tensor([[[-math.inf, 0.0, 0.0]]])
-    return Case(torch.ones(1, 1, 1, 1, 1, dtype=dtype), keys, values, a, b, Form(1.0), None)
+    return Case(
+        torch.ones(1, 1, 1, 1, 1, dtype=dtype), keys, values, a, b, AttentionParams(1.0), None
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -376,7 +378,7 @@ def test_slots_of_one_sum_alone_give_the_quotient_of_two_sums():
     a = torch.tensor([[[0.0, -math.inf, -math.inf]]])
     b = torch.tensor([[[-math.inf, 0.0, 0.0]]])
     wanted = 5 * math.e / (math.e**2 + 1)
-    case = Case(queries, keys, values, a, b, Form(1.0), None)
+    case = Case(queries, keys, values, a, b, AttentionParams(1.0), None)
     for way in WAYS.values():
         assert way(case).item() == pytest.approx(wanted, rel=rounding(case))
 
@@ -390,9 +392,9 @@ def test_weights_keep_their_precision_beside_half_precision_queries(length):
     queries, keys = torch.zeros(1, 1, 2, length, 4), torch.zeros(1, 1, 6, 4)
     values = torch.eye(6)[None, None]
     a = torch.tensor([[[0.0, math.log(3), 5.3, 9.7, 12.9, 13.83]]])
-    wanted = two_weight_attention(queries, keys, values, a, a, Form(1.0))
+    wanted = two_weight_attention(queries, keys, values, a, a, AttentionParams(1.0))
     got = fused_attention(
-        *(t.bfloat16() for t in (queries, keys, values)), Form(1.0), a[:, :, None, None]
+        *(t.bfloat16() for t in (queries, keys, values)), AttentionParams(1.0), a[:, :, None, None]
     )
     torch.testing.assert_close(got.float(), wanted, rtol=2**-7, atol=0)
 
@@ -402,13 +404,13 @@ def test_logits_beyond_what_exp_can_hold_do_no_harm():
     queries, values = torch.ones(1, 1, 1, 1, 1), torch.tensor([[[[2.0], [4.0]]]])
     keys = torch.tensor([[[[500.0], [499.0]]]])
     first, second = torch.tensor([[[0.0, -math.inf]]]), torch.tensor([[[-math.inf, 0.0]]])
-    form = Form(1.0)
+    form = AttentionParams(1.0)
     below = two_weight_attention(queries, keys, values, second, first, form)
     above = two_weight_attention(queries, keys, values, first, second, form)
     # The logits and their differences are whole numbers, so only exponentials and sums round.
     assert below.item() == pytest.approx(4 / math.e, rel=off(4))
     assert above.item() == pytest.approx(2 * math.e, rel=off(4))
-    sunk = Form(1.0, sinks=torch.tensor([[501.0]]))
+    sunk = AttentionParams(1.0, sinks=torch.tensor([[501.0]]))
     zeros = torch.zeros(1, 1, 2)
     wanted = (2 + 4 / math.e) / (1 + 1 / math.e + math.e)
     case = Case(queries, keys, values, zeros, zeros, sunk, None)
@@ -421,7 +423,7 @@ def test_a_zero_sink_is_a_slot_more_whose_key_and_value_are_zero(case):
     # StreamingLLM, section 3.3: SoftMax_1 "is equivalent to prepending a token with an all-zero Key
     # and Value features in the attention computation".
     batch, kv_heads, group = case.queries.shape[:3]
-    sunk = replace(case, form=Form(case.form.scale, sinks=torch.zeros(kv_heads, group)))
+    sunk = replace(case, form=AttentionParams(case.form.scale, sinks=torch.zeros(kv_heads, group)))
 
     def with_a_slot(t: Tensor) -> Tensor:
         return torch.cat([torch.zeros_like(t[:, :, :1]), t], dim=2)
@@ -435,7 +437,7 @@ def test_a_zero_sink_is_a_slot_more_whose_key_and_value_are_zero(case):
         values=with_a_slot(case.values),
         a=with_a_slot(case.a),
         b=with_a_slot(case.b),
-        form=Form(case.form.scale),
+        form=AttentionParams(case.form.scale),
         bias=bias,
     )
     wanted, size, mass, _ = looped(longer)
@@ -456,14 +458,20 @@ def test_a_query_that_sees_nothing_gets_zero():
     empty = torch.full((1, 1, 5), -math.inf)
     zeros, blind = torch.zeros(1, 1, 5), torch.full((1, 1, 1, 3, 5), -math.inf)
     for way in WAYS.values():
-        assert way(Case(queries, keys, values, empty, empty, Form(0.5), None)).eq(0).all()
-        assert way(Case(queries, keys, values, zeros, zeros, Form(0.5), blind)).eq(0).all()
+        assert (
+            way(Case(queries, keys, values, empty, empty, AttentionParams(0.5), None)).eq(0).all()
+        )
+        assert (
+            way(Case(queries, keys, values, zeros, zeros, AttentionParams(0.5), blind)).eq(0).all()
+        )
         # Nothing to divide by: values with no denominator.
-        assert way(Case(queries, keys, values, zeros, empty, Form(0.5), None)).eq(0).all()
-    assert attention_mass(queries, keys, empty, Form(0.5)).eq(0).all()
+        assert (
+            way(Case(queries, keys, values, zeros, empty, AttentionParams(0.5), None)).eq(0).all()
+        )
+    assert attention_mass(queries, keys, empty, AttentionParams(0.5)).eq(0).all()
 
 
 def test_logits_that_are_not_capped_are_fused():
-    assert fuses(Form(1.0))
-    assert fuses(Form(1.0, sinks=torch.zeros(1, 1)))
-    assert not fuses(Form(1.0, softcap=30.0))
+    assert is_uncapped(AttentionParams(1.0))
+    assert is_uncapped(AttentionParams(1.0, sinks=torch.zeros(1, 1)))
+    assert not is_uncapped(AttentionParams(1.0, softcap=30.0))

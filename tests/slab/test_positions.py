@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from roundings import close, largest, off, within
 from torch import Tensor
 
-from weir.cache.layer import laid_out
+from weir.cache.layer import lay_out
 from weir.cache.layer.fold import Folding
 from weir.cache.layer.spec import LayerSpec
 from weir.policies.grammar import policy
-from weir.slab.positions import LayerPositions, Rotary, packed, rolled, rotation_tables
+from weir.slab.positions import LayerPositions, Rotary, roll_positions, rotation_tables, shift_spans
 from weir.slab.slab import Slab
 from weir.slab.spec import Heads
 
@@ -150,7 +150,7 @@ def by_counting(places: list[int], first_of_run: int) -> list[int | None]:
 )
 def test_the_frame_counts_what_stands_between_a_token_and_the_run(rows, first):
     starts = [first + 3 * n for n in range(len(rows))]
-    got = rolled(torch.tensor(rows), torch.tensor(starts))
+    got = roll_positions(torch.tensor(rows), torch.tensor(starts))
     for row, start, framed in zip(rows, starts, got.tolist(), strict=True):
         for places, frames in zip(row, framed, strict=True):
             for frame, wanted in zip(frames, by_counting(places, start), strict=True):
@@ -159,7 +159,7 @@ def test_the_frame_counts_what_stands_between_a_token_and_the_run(rows, first):
 
 def test_an_unbroken_stream_stays_where_it_is():
     places = torch.arange(100, 107)[None, None]
-    assert torch.equal(rolled(places, torch.tensor([107])), places)
+    assert torch.equal(roll_positions(places, torch.tensor([107])), places)
 
 
 @given(st.data())
@@ -172,7 +172,7 @@ def test_on_three_axes_the_front_is_as_far_as_what_is_left_reaches(data):
     of = data.draw(st.lists(st.integers(-1, last), min_size=slots, max_size=slots))
     position = torch.tensor([[[10 * n if n >= 0 else -1 for n in of]]])
     spans = torch.tensor([[[(100 + begins[n], reaches[n]) for n in of]]])
-    shift = packed(position, spans, torch.tensor([100 + begins[last]]))[0, 0].tolist()
+    shift = shift_spans(position, spans, torch.tensor([100 + begins[last]]))[0, 0].tolist()
     for n, by in zip(of, shift, strict=True):
         left = {m for m in of if n <= m < last}
         assert n < 0 or begins[n] + by == begins[last] - sum(reaches[m] for m in left)
@@ -182,7 +182,7 @@ def test_words_alone_are_packed_as_they_are_rolled():
     places = torch.tensor([[[0, 3, 4, -1, 9], [4, 2, 2, 7, 8]]])
     spans = torch.stack([places, torch.ones_like(places)], dim=-1)
     first = torch.tensor([12])
-    shift, frame = packed(places, spans, first), rolled(places, first)
+    shift, frame = shift_spans(places, spans, first), roll_positions(places, first)
     assert torch.equal((places + shift)[places >= 0], frame[places >= 0])
 
 
@@ -210,7 +210,7 @@ def test_a_thousand_folds_cost_a_survivor_no_more_precision_than_one(dtype):
     slab.position[..., :2] = torch.tensor([0, 1])
     for folds in range(1, 1001):
         run = 2 + 4 * folds
-        folding.roll(slab, laid_out(spec.pipe, [2, 3]), torch.tensor([run + 3]))
+        folding.roll(slab, lay_out(spec.pipe, [2, 3]), torch.tensor([run + 3]))
     assert torch.equal(slab.masters, sinks)
     by = torch.tensor([[[run - 2, run - 2]]])
     assert torch.equal(slab.keys[:, :, :2], rotary().move(sinks, by))

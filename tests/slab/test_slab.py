@@ -20,7 +20,7 @@ import weir
 from weir.errors import WeirError
 from weir.policies.pipe import Pipe, Policy
 from weir.pools import POOLS, Fold, Pool, Recent, Sink, pool
-from weir.pools.draws import Draws
+from weir.pools.counter_rng import CounterRNG
 from weir.slab.attention import split_weights
 from weir.slab.slab import Slab
 from weir.slab.slots import Slots
@@ -183,7 +183,7 @@ class Lucky(Toy):
 
     def twin(self, mine, new, at):
         def draw(t) -> float:
-            draws = Draws(SEED, at.layer, 1).uniform(0, torch.full((1, 2, 1), t.position))
+            draws = CounterRNG(SEED, at.layer, 1).uniform(0, torch.full((1, 2, 1), t.position))
             return float(draws[0, at.head, 0])
 
         both = mine + new

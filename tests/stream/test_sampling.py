@@ -12,7 +12,7 @@ from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarp
 
 import weir
 from weir.errors import WeirError
-from weir.stream import Repetition
+from weir.stream import RepetitionPenalty
 from weir.stream.sampling import Sampling
 
 LOGITS = torch.tensor([[0.5, -2.0, 3.0, 2.999, -1e4], [7.0, -3e38, 6.0, 3e38, 0.0]])
@@ -36,13 +36,13 @@ def test_a_penalty_is_that_of_transformers_for_logits_of_either_sign():
     told = torch.tensor([before, before])
     for penalty in (1.7, 0.4):
         expected = RepetitionPenaltyLogitsProcessor(penalty)(told, logits.clone())
-        whole, grown = Repetition(penalty, before), Repetition(penalty, before[:2])
-        assert torch.equal(whole.penalized(logits), expected)
-        assert not torch.equal(grown.penalized(logits), expected)
+        whole, grown = RepetitionPenalty(penalty, before), RepetitionPenalty(penalty, before[:2])
+        assert torch.equal(whole.penalize(logits), expected)
+        assert not torch.equal(grown.penalize(logits), expected)
         for token in before[2:]:
             grown.add(token)
-        assert torch.equal(grown.penalized(logits), expected)
-    assert Repetition(2.0).penalized(logits).equal(logits)
+        assert torch.equal(grown.penalize(logits), expected)
+    assert RepetitionPenalty(2.0).penalize(logits).equal(logits)
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-9])

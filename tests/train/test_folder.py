@@ -54,6 +54,7 @@ def run(recipe, text, out, **options):
     return folder.run(recipe, text, out, **{"vocabulary": 640, "compiled": False, **options})
 
 
+@pytest.mark.slow
 def test_from_books_to_a_folder_with_a_model_and_its_figures(text, tokens, tmp_path):
     out = tmp_path / "deep" / "out"
     figures = run(TINY, text, out)
@@ -121,6 +122,7 @@ def test_a_model_of_every_sink_is_one_that_transformers_and_weir_load(
         ({"shape": "alibi", "heads": 4, "kv_heads": 4, "sink": "learnable"}, "mpt", 4),
     ],
 )
+@pytest.mark.slow
 def test_a_model_of_every_shape_is_one_that_transformers_and_weir_load(
     text, tmp_path, changes, kind, kv_heads
 ):
@@ -281,6 +283,7 @@ def script(recipe, text, out, *, killed_after=None, compiled=False):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_with_the_same_losses_to_the_last_bit(
     text, tmp_path, monkeypatch
 ):
@@ -305,6 +308,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_losses_to_the_last_bit(
     assert files[0] == files[1]
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_two_processes_train_what_one_trains(text, tmp_path):
     pytest.importorskip("accelerate")

@@ -277,6 +277,7 @@ def test_a_run_begun_before_there_were_shapes_goes_on_as_a_llama():
 @pytest.mark.parametrize(
     "changes", [{"shape": "qwen3"}, {"shape": "alibi", "kv_heads": 2, "sink": "learnable"}]
 )
+@pytest.mark.slow
 def test_every_shape_learns_and_is_looked_at_over_its_window(tokenizer, tokens, tmp_path, changes):
     recipe = replace(TINY, **changes)
     lesson = Lesson.of(recipe, tokenizer, tokens)
@@ -312,6 +313,7 @@ def test_the_held_out_text_is_not_trained_on(tokens):
         assert len(held_out) == wanted
 
 
+@pytest.mark.slow
 def test_the_sink_loss_comes_in_when_the_recipe_says(tokenizer, tokens, tmp_path):
     def told(name, **changes):
         facts = []

@@ -38,7 +38,7 @@ def reached(device: torch.device, batch: int, slots: int, rounds: int) -> Row:
     """
     decode = kernels.decode(device)
     if decode is None:
-        raise Skipped(f"there is no decode kernel on {device.type} (weir[gpu] brings it)")
+        raise Skipped(f"there is no decode kernel on {device.type} (weir-kv[gpu] brings it)")
     queries = torch.randn(batch, KV_HEADS, GROUP, 1, DIM, device=device).bfloat16()
     keys, values = torch.randn(2, batch, KV_HEADS, slots, DIM, device=device).bfloat16()
     a, b = torch.zeros(2, batch, KV_HEADS, slots, device=device)

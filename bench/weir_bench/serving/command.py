@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weir.cli.app import quick_command
-from weir.cli.collecting import as_usual
+from weir.cli.app import Command
 from weir.cli.common import AsJson, messages, output, print_json, print_table, say
+from weir.cli.runtime import collect_as_usual
 from weir.errors import WeirError
 from weir_bench.command import benches, figures, make_folder
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from weir_bench.serving.run import Served
 
 
-@benches.command("serve", cls=quick_command)
+@benches.command("serve", cls=Command)
 def bench_serve(
     model_name: Annotated[
         str, typer.Argument(metavar="[MODEL]", help="nano, 135m (random), a folder or a Hub id.")
@@ -50,7 +50,7 @@ def bench_serve(
     from weir_bench.serving.part import QUICK, Plan
     from weir_bench.serving.run import measure
 
-    as_usual()
+    collect_as_usual()
     if out is not None:
         make_folder(out.parent)
     given: dict[str, Any] = {

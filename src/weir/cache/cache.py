@@ -13,18 +13,14 @@ from typing import Any, Literal
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weir.cache.contents import Contents, contents_of, report
-from weir.cache.default import policy_for
+from weir.cache.checks import check_memory, check_origin, keep_freed_memory, warn_of_window
+from weir.cache.default_policy import choose_policy
 from weir.cache.forward import Folded, Forward
-from weir.cache.freed import keep_what_is_freed
-from weir.cache.holding import Holding, holding_of
 from weir.cache.layer import Layer
 from weir.cache.layers import pipes_of, plan_layers, reach_of
-from weir.cache.memory import check_room
 from weir.cache.moving import MovingRows
-from weir.cache.origin import check_origin
 from weir.cache.rows import Rows
-from weir.cache.window import warn_of_window
+from weir.cache.snapshot import Contents, Holding, contents_of, layer_report, snapshot_row
 from weir.errors import WeirError, quote, shorten
 from weir.models import (
     StopTokens,
@@ -34,7 +30,7 @@ from weir.models import (
     input_device,
     transformers_model,
 )
-from weir.policies import Policy, chunk_of
+from weir.policies import Policy, resolve_chunk
 from weir.pools import fits
 
 Positions = Literal["rolling", "original"]
@@ -122,8 +118,8 @@ class StreamingCache(MovingRows):
             if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
                 raise WeirError(f"{name} must be a whole number from {at_least} on, not {value!r}")
         served = transformers_model(model)
-        self.policy = policy_for(served, policy, slots)
-        self.chunk = chunk = chunk_of(self.policy, chunk)
+        self.policy = choose_policy(served, policy, slots)
+        self.chunk = chunk = resolve_chunk(self.policy, chunk)
         self.seed = seed
         self.positions = positions
         self.prefill = prefill
@@ -137,8 +133,8 @@ class StreamingCache(MovingRows):
         facts = describe(served, reach=reach_of(pipes, chunk, rolling=rolling))
         self._rotaries = facts.rotations
         self.plans = plan_layers(facts, pipes, chunk, seed=seed, rolling=rolling)
-        check_room(self.plans, self.policy, batch or 1, self._device)
-        keep_what_is_freed()
+        check_memory(self.plans, self.policy, batch or 1, self._device)
+        keep_freed_memory()
         if rolling:
             warn_of_window(served, self.policy, chunk)
         self.stack = [Layer(plan.spec) for plan in self.plans]
@@ -275,7 +271,9 @@ class StreamingCache(MovingRows):
         """
         self._check_whole()
         self._check_row(row)
-        return holding_of(self.stack, row, self.rows.seen[row], self.rows.waiting[row], self.origin)
+        return snapshot_row(
+            self.stack, row, self.rows.seen[row], self.rows.waiting[row], self.origin
+        )
 
     def report(self, row: int = 0) -> dict[str, Any]:
         """Bytes, tokens seen, and per layer its bytes and the slots that one row holds.
@@ -291,7 +289,7 @@ class StreamingCache(MovingRows):
             "chunk": self.chunk,
             "seen": self.seen,
             "bytes": self.nbytes,
-            "layers": [report(layer, row, waiting) for layer in self.stack],
+            "layers": [layer_report(layer, row, waiting) for layer in self.stack],
         }
 
     @property
@@ -328,7 +326,7 @@ class StreamingCache(MovingRows):
             fixed=self._batch is not None,
         )
         if self.rows.batch is None and len(begun.after.seen) > 1:
-            check_room(self.plans, self.policy, len(begun.after.seen), self._device)
+            check_memory(self.plans, self.policy, len(begun.after.seen), self._device)
         return Forward(self, given, begun, self._rotaries, without)
 
     def end(self) -> None:

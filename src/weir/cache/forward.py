@@ -8,17 +8,19 @@ are no numbers, the call is finished, or made again, without these rows.
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
-from weir.cache.layer import Layer, Plan, RowsNotFinite
-from weir.cache.rows import Begun, Rows
-from weir.cache.step import Step
+from weir.cache.layer import DecodeSlots, ForwardPlan, Layer, RowsNotFinite
+from weir.cache.rows import BegunForward, Rows
 from weir.errors import NotFiniteError, WeirError
-from weir.slab import Form, Rotary, rotation_tables
+from weir.kernels import materialize
+from weir.slab import AttentionParams, Rotary, rotation_tables
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,12 @@ class Forward:
         self,
         owner: Owner,
         given: dict[str, Any],
-        begun: Begun,
+        begun: BegunForward,
         rotaries: dict[str | None, Rotary],
         without: tuple[int, ...] = (),
     ) -> None:
         self.given = given if begun.ids is None else {**given, "input_ids": begun.ids}
-        self.plan: Plan = begun.plan
+        self.plan: ForwardPlan = begun.plan
         self.owner = owner
         self._begun = begun
         self._rotaries = rotaries
@@ -80,14 +82,14 @@ class Forward:
         return rotation_tables(self._rotaries, kind, self.plan.positions.to(device), width)
 
     def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
         """One layer's attention; see `models.hooks.Attending`."""
         its, plan = self.owner.stack[layer], self.plan.on(queries.device)
         if not torch.is_grad_enabled():  # to ask is cheaper than to switch what is switched already
-            return its.attend(queries, keys, values, form, plan)
+            return its.attend(queries, keys, values, params, plan)
         with torch.no_grad():
-            out = its.attend(queries, keys, values, form, plan)
+            out = its.attend(queries, keys, values, params, plan)
         refused: Tensor = _NoGradient.apply(out, queries, keys, values)
         return refused
 
@@ -95,33 +97,33 @@ class Forward:
         """What stands for the cache in a compiled step; None if the call has to go as usual."""
         if not self.plan.step or torch.is_grad_enabled():
             return None
-        (piece,) = self.plan.pieces
-        if piece.pictured is not None:
+        (segment,) = self.plan.segments
+        if segment.pictured is not None:
             return None
-        places = piece.start if piece.drift is None else piece.start + piece.drift
+        places = segment.start if segment.drift is None else segment.start + segment.drift
         slots = []
         for layer in self.owner.stack:
             its = layer.decode_slots()
-            if its is None or its.keys.device != piece.device:
+            if its is None or its.keys.device != segment.device:
                 return None
             slots.append(its)
-        ends = [layer.ends(piece.waiting) for layer in self.owner.stack]
+        ends = [layer.ends(segment.waiting) for layer in self.owner.stack]
         return Step(
             slots,
-            torch.tensor(ends, device=piece.device),
-            torch.tensor(piece.waiting, device=piece.device),
+            torch.tensor(ends, device=segment.device),
+            torch.tensor(segment.waiting, device=segment.device),
             places[:, None],
             self._rotaries,
         )
 
     def commit_step(self, step: Step) -> None:
         """The compiled step has been made."""
-        (piece,) = self.plan.pieces
+        (segment,) = self.plan.segments
         # One look at all layers, and at each of them where something is amiss.
         whole = math.isfinite(step.largest.amax().item())
         each = [None] * len(self.owner.stack) if whole else step.largest
         for layer, largest in zip(self.owner.stack, each, strict=True):
-            layer.commit_step(piece, largest)
+            layer.commit_step(segment, largest)
 
     # --- its end
 
@@ -142,8 +144,8 @@ class Forward:
         if failed:
             for layer in owner.stack:
                 layer.undo_rows(sorted(failed))
-            failed = {row: it for row, it in failed.items() if self.plan.pieces[0].counts[row]}
-            if failed and len(failed) == sum(self.plan.pieces[0].counts):
+            failed = {row: it for row, it in failed.items() if self.plan.segments[0].counts[row]}
+            if failed and len(failed) == sum(self.plan.segments[0].counts):
                 self._undo()
                 raise self._noted(failed) from None
         self._commit()
@@ -180,11 +182,11 @@ class Forward:
 
     def _with_tokens(self) -> set[int]:
         """The rows that have a token in this call."""
-        return {row for piece in self.plan.pieces for row, n in enumerate(piece.counts) if n}
+        return {row for segment in self.plan.segments for row, n in enumerate(segment.counts) if n}
 
     def _commit(self) -> None:
         owner = self.owner
-        due = tuple(sorted({row for piece in self.plan.pieces for row in piece.due}))
+        due = tuple(sorted({row for segment in self.plan.segments for row in segment.due}))
         # Until the last layer has folded, an interruption leaves layers that do not fit together.
         owner.broken = True
         for layer in owner.stack:
@@ -232,7 +234,7 @@ class Forward:
     ) -> NotFiniteError:
         ids = self.given.get("input_ids")
         token = None if ids is None else int(ids[row, column])
-        batch = len(self.plan.pieces[0].counts)
+        batch = len(self.plan.segments[0].counts)
         return NotFiniteError(
             layer, row=row if batch > 1 else None, place=column, token=token, others=others
         )
@@ -257,3 +259,68 @@ class _NoGradient(torch.autograd.Function):
             "there are no gradients through a StreamingCache: its slots are rewritten in place; "
             "train without a cache, past_key_values=None and use_cache=False"
         )
+
+
+class Step(Cache):
+    """What a compiled forward of one token of each row meets in place of the cache.
+
+    Attributes:
+        slots: by layer.
+        ends: the slot of each row's token, by layer [layers, batch], int64.
+        waiting: tokens in each row's tail before it [batch], int64.
+        positions: each row's place in the stream [batch or 1, 1], int64.
+        rotaries: the rotary embedding of each type of layers that has one.
+        largest: what is written there: the largest absolute key or value of each layer and row
+            [layers, batch], float32.
+        forms: how each layer attends, by layer; written while the step is traced.
+    """
+
+    def __init__(
+        self,
+        slots: list[DecodeSlots],
+        ends: Tensor,
+        waiting: Tensor,
+        positions: Tensor,
+        rotaries: dict[str | None, Rotary],
+    ) -> None:
+        super().__init__(layers=[])
+        self.slots = slots
+        self.ends = ends
+        self.waiting = waiting
+        self.positions = positions
+        self.rotaries = rotaries
+        self.largest = torch.zeros(ends.shape, device=ends.device)
+
+    @property
+    def sizes(self) -> tuple[Hashable, ...]:
+        """What each layer holds, of which shapes and types: each has a graph of its own."""
+        return tuple(its.sizes for its in self.slots)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Tensor]:
+        """Pass new keys and values on to weir's attention, with the layer they are for."""
+        return (self, layer_idx, key_states), value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Nothing: positions come from weir."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Sizes for a mask nobody reads."""
+        return query_length, 0
+
+    def rotations(
+        self, kind: str | None, width: int, device: torch.device
+    ) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines at the rows' places; see `models.hooks.Attending`."""
+        made = rotation_tables(self.rotaries, kind, self.positions, width)
+        # Once: the compiler would work them out anew for each head of each layer.
+        return None if made is None else (materialize(made[0]), materialize(made[1]))
+
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
+    ) -> Tensor:
+        """One layer's attention, for one token of each row; see `models.hooks.Attending`."""
+        rows = self.ends[layer], self.waiting, self.largest[layer]
+        return self.slots[layer].attend(queries, keys, values, params, *rows)

@@ -10,7 +10,7 @@ from weir.cache.layer import LayerSpec
 from weir.errors import WeirError
 from weir.models import ModelSpec, OutputProjection
 from weir.policies import Pipe, Policy
-from weir.pools import Draws, Recent
+from weir.pools import CounterRNG, Recent
 from weir.slab import Heads, Slab, SlabSpec
 
 
@@ -96,7 +96,7 @@ def plan_layers(
         window = None if everywhere else layer.positions.window
         own = pipe if window is None else Pipe((Recent(window),))
         positions = replace(layer.positions, window=window, rolling=rolling)
-        draws = Draws(seed, index, first=layer.first_head)
+        draws = CounterRNG(seed, index, first=layer.first_head)
         output = OutputProjection(facts.attentions[index], layer.heads)
         spec = LayerSpec(own, positions, chunk, draws, index, len(pipes), output)
         if own.format is not None:

@@ -7,21 +7,21 @@ about what transformers asks of a cache, nor how a call goes through the layers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from weir.cache.checks import check_memory
 from weir.cache.for_transformers import ForTransformers
+from weir.cache.layer import Layer
 from weir.cache.layers import LayerPlan, three_axes
-from weir.cache.memory import check_room
-from weir.cache.narrowed import narrowed
+from weir.cache.row_state import RowState, check_kind, check_state, own_tensors
 from weir.cache.rows import Rows
-from weir.cache.state import RowState, check_kind, check_state, own_tensors
 from weir.errors import WeirError, quote
 from weir.models import Attachment, weights_of
 from weir.policies import Policy
@@ -259,11 +259,11 @@ class MovingRows(ForTransformers):
         self._check_whole()
         self._check_row(start)
         self._check_row(stop - 1 if fits(stop, int) and stop > start else -1)
-        return narrowed(self, start, stop)
+        return narrow(self, start, stop)
 
     def _open(self, batch: int) -> None:
         """Make the slots of so many empty rows."""
-        check_room(self.plans, self.policy, batch, self._device)
+        check_memory(self.plans, self.policy, batch, self._device)
         model = self._model()
         for layer, plan in zip(self.stack, self.plans, strict=True):
             device = self._device_of(model, plan.spec.index)
@@ -317,3 +317,47 @@ def _written(heads: Heads) -> list[int | str]:
     """The sizes of a layer's heads, as JSON can hold them."""
     sizes = [heads.kv_heads, heads.group, heads.key_dim, heads.value_dim]
     return [*sizes, str(heads.dtype).removeprefix("torch.")]
+
+
+class Narrowable(Protocol):
+    """The cache."""
+
+    stack: list[Layer]
+    rows: Rows
+    broken: bool
+
+
+@contextmanager
+def narrow(cache: Narrowable, start: int, stop: int) -> Iterator[None]:
+    """Within, the rows `start` to `stop` are all that a cache has, numbered from 0.
+
+    Nothing is copied: slots are views. What forwards do to the rows they have done to the cache
+    afterwards, whether or not the last of them failed.
+
+    Args:
+        cache: past its first token, or made with `batch=n`.
+        start, stop: rows that exist.
+
+    Raises:
+        WeirError: pools of the policy have no limit, so that slots may have to be made anew; or the
+            cache is narrowed already.
+    """
+    if any(layer.spec.pipe.slots is None for layer in cache.stack):
+        raise WeirError("this policy has no limit, so that its rows cannot be fed apart")
+    if any(layer.narrowed for layer in cache.stack):
+        raise WeirError("this cache is narrowed already")
+    rows = cache.rows
+    if start == 0 and stop == rows.batch:
+        yield
+        return
+    for layer in cache.stack:
+        layer.narrow(start, stop)
+    cache.rows = rows.select(list(range(start, stop)))
+    try:
+        yield
+    finally:
+        for layer in cache.stack:
+            layer.widen()
+        inside, cache.rows = cache.rows, rows
+        for row in range(start, stop):
+            cache.rows = cache.rows.with_row(row, inside.select([row - start]))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weir.cache.layer import Plan, cut, on_axes
+from weir.cache.layer import ForwardPlan, place_on_axes, plan_forward
 from weir.errors import WeirError
 from weir.models import OFFSETS, StopTokens, out_of_range
 from weir.pools import Marks
@@ -26,7 +26,7 @@ GO_ON = (
 
 
 @dataclass(frozen=True)
-class Begun:
+class BegunForward:
     """A forward that is to be carried out.
 
     Attributes:
@@ -36,7 +36,7 @@ class Begun:
         ids: token ids for the model, without what is out of range; None where none were fed.
     """
 
-    plan: Plan
+    plan: ForwardPlan
     after: Rows
     refused: dict[int, WeirError]
     ids: Tensor | None
@@ -112,14 +112,14 @@ class Rows:
         origin: int,
         without: Collection[int] = (),
         fixed: bool = False,
-    ) -> Begun:
+    ) -> BegunForward:
         """Take in a forward.
 
         Args:
             given: the decoder's arguments by name.
             endings: what ends a row.
             vocabulary: token ids run from 0 to this, exclusive.
-            chunk, prefill, origin: as for `plan.cut`; `prefill` counts for a first forward only.
+            chunk, prefill, origin: as for `plan_forward`; `prefill` is for a first forward only.
             without: rows whose tokens are left out.
             fixed: there are as many rows as the cache was made with, also after a reset.
 
@@ -161,7 +161,7 @@ class Rows:
                     'prefill="full" folds the prompts of all rows at once; feed a row that joins '
                     "later through a cache of its own and put it here with put_row"
                 )
-        plan = cut(
+        plan = plan_forward(
             real,
             batch,
             length,
@@ -173,7 +173,7 @@ class Rows:
             origin=origin,
             marks=before.marks,
         )
-        plan, drift = on_axes(plan, before.drift, given.get(OFFSETS), real)
+        plan, drift = place_on_axes(plan, before.drift, given.get(OFFSETS), real)
         counts = [length] * batch if claimed is None else claimed.sum(dim=1).tolist()
         seen, waiting = plan.after(before.seen, before.waiting)
         after = Rows(
@@ -186,7 +186,7 @@ class Rows:
             before.marks,
             drift,
         )
-        return Begun(plan, after.keeping(before, out), refused, ids)
+        return BegunForward(plan, after.keeping(before, out), refused, ids)
 
     def keeping(self, before: Rows, rows: Collection[int]) -> Rows:
         """These rows, but some of them as they were before."""

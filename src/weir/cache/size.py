@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from weir.cache.default import DEFAULT
+from weir.cache.checks import check_origin
+from weir.cache.default_policy import DEFAULT
 from weir.cache.layers import pipes_of, plan_layers, reach_of
-from weir.cache.origin import check_origin
 from weir.errors import WeirError
 from weir.models import describe, stored_bytes
-from weir.policies import Policy, chunk_of, policy_of, with_slots
+from weir.policies import Policy, parse_policy, resolve_chunk, with_slots
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def size_of(
     Raises:
         WeirError: the model cannot be served, or the policy has no limit and so no size.
     """
-    wanted = with_slots(policy_of(policy), slots)
-    chunk = chunk_of(wanted, chunk)
+    wanted = with_slots(parse_policy(policy), slots)
+    chunk = resolve_chunk(wanted, chunk)
     check_origin(wanted, model)
     pipes = pipes_of(wanted, describe(model))
     limits = [pipe.slots for pipe in pipes]

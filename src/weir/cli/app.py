@@ -1,85 +1,273 @@
-"""What a command is, and those whose files are imported. Knows the name of none.
+"""The command `weir`: its commands, how one is declared, and how arguments are carried out.
 
-Nothing that is imported here imports PyTorch: commands import what they need when they run, so that
-help and lists come at once.
+A command's file is imported when that command is asked for, and no file here imports PyTorch, so
+that help, `--version` and misspelt words are answered at once.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
-# Progress and warnings of libraries would mix with ours; errors still come through.
+from weir import __version__
+from weir.errors import WeirError
+
+# Progress bars and warnings of libraries would mix with ours; their errors still come through.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-os.environ.setdefault("TOKENIZERS_PARALLELIZM", "true")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+COMMANDS = {
+    "demo": "Read a book far past the model's window under several policies, and ask who "
+    "remembers.",
+    "chat": "Talk to a model for as long as you like; the cache stays as large as it is.",
+    "stream": "Read a text once, in constant memory, and report its perplexity.",
+    "serve": "Serve a model whose conversations have no end, in memory that is fixed at the start.",
+    "policies": "List the named policies and the pools a pipe can be made of, or tell all of those "
+    "named.",
+    "size": "Say how many bytes a stream and the weights take, and how many streams fit.",
+    "advise": "Try policies on the beginning of a text, within so much memory, and name one.",
+    "calibrate": "Measure which layers need how many slots, and write a policy that says so.",
+    "eval": "Measure policies on tasks, cell by cell, into a file that survives a crash.",
+    "report": "Write results as one HTML page with its plots inside, and as Markdown, CSV or "
+    "LaTeX.",
+    "inspect": "Look into a model: attention maps, sinks, keys, norms, and what a policy keeps, as "
+    "one page.",
+    "attention-error": "Compare attention under a policy with exact attention, layer by layer.",
+    "train": "Train a small model on books, of the shape and with the attention sink of your "
+    "choice.",
+    "bench": "Time weir and its peers in turns, and print ratios beside their targets.",
+}
+"""Every command, with the first sentence of its help."""
+FILES = {"attention-error": "attention_error", "eval": "evaluate"}
+"""The files of commands whose file has another name."""
+BENCH = Path(__file__).parents[3] / "bench"
+"""In a clone, the folder of `weir_bench`, which the wheel does not have."""
+IMPORT = "--import"
+"""The option that imports modules; declared to typer, it would make typer import pydantic."""
+PLAIN: dict[str, Any] = {
+    "add_completion": False,
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": None,  # rich's help would import a parser of Markdown
+}
+"""Settings of every typer application here."""
+
+# Depending on its version typer brings click or not: the exception of wrong usage.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+_made: dict[str, typer.Typer] = {}
+"""The commands whose files have been imported, by name."""
 
 
-class _Quick:
-    """What keeps typer's help from importing more than it needs; half of the time is saved."""
+# --- declaring a command
+
+
+class _QuickHelp:
+    """Help that imports less than typer's own, which halves its time."""
 
     def get_help_option(self, ctx: Any) -> Any:
-        """The option `--help`, false where it is not given: for None typer imports pydantic."""
+        """The option `--help`, with the default false: for None typer imports pydantic."""
         option = super().get_help_option(ctx)  # type: ignore[misc]
         if option is not None:
             option.default = False
         return option
 
     def get_short_help_str(self, limit: int = 45) -> str:
-        """What the list of commands says of it: its whole first sentence, however long."""
+        """The first sentence of the help, however long, for the list of commands."""
         sentence: str = super().get_short_help_str(1000)  # type: ignore[misc]
         return sentence
 
 
-class _Command(_Quick, TyperCommand):
+class Command(_QuickHelp, TyperCommand):
     """A command."""
 
 
-quick_command = _Command
-"""What a command of a group is made as (`cls`)."""
-
-
-class Commands(_Quick, TyperGroup):
-    """A command that has commands of its own."""
-
-
-PLAIN: dict[str, Any] = {
-    "add_completion": False,
-    "pretty_exceptions_enable": False,
-    "rich_markup_mode": None,  # rich's help imports a parser of Markdown first
-}
-"""What every part of the command line is made with."""
-MADE: dict[str, typer.Typer] = {}
-"""By name, the commands whose files are imported."""
+class Group(_QuickHelp, TyperGroup):
+    """A command that has subcommands."""
 
 
 def command(
     name: str | None = None, *, words: str | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function the command of its name, or of another `name`; its options are typer's.
+    """Declare a function as a command, with typer's options.
 
     Args:
-        name: of the command.
-        words: it takes words that are no options, called so in its help, and finds them in the
-            `args` of its context; those of typer's own kind would import pydantic.
+        name: of the command; the function's unless given.
+        words: the command takes words that are no options, named so in its help, and finds them in
+            the `args` of its context. Arguments declared to typer would make it import pydantic.
     """
     metavar = "[OPTIONS]" if words is None else f"[OPTIONS] {words}"
     settings = {"allow_extra_args": words is not None}
 
-    def make(function: Callable[..., Any]) -> Callable[..., Any]:
-        called = name or function.__name__
-        made = MADE[called] = typer.Typer(**PLAIN)
-        how = made.command(called, cls=_Command, context_settings=settings, options_metavar=metavar)
-        return how(function)
+    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+        key = name or function.__name__
+        made = _made[key] = typer.Typer(**PLAIN)
+        register = made.command(
+            key, cls=Command, context_settings=settings, options_metavar=metavar
+        )
+        return register(function)
 
-    return make
+    return declare
 
 
 def group(name: str) -> typer.Typer:
-    """A command that has commands of its own, and does something by itself."""
-    made = MADE[name] = typer.Typer(name=name, cls=Commands, **PLAIN)
+    """Declare a command that has subcommands and does something by itself."""
+    made = _made[name] = typer.Typer(name=name, cls=Group, **PLAIN)
     return made
+
+
+# --- finding a command
+
+
+class _Commands(Mapping[str, Any]):
+    """The commands by name; looking one up imports its file."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in COMMANDS:
+            raise KeyError(name)
+        if name == "bench":
+            _import_bench()
+        else:
+            import_module(f"weir.cli.{FILES.get(name, name)}")
+        return get_command(_made[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+def _import_bench() -> None:
+    """Import the commands `weir bench` and `weir bench serve` from the clone.
+
+    Raises:
+        WeirError: weir does not run from a clone.
+    """
+    if not (BENCH / "weir_bench").is_dir():
+        raise WeirError(
+            "weir bench is not among what is installed: run it in a clone of weir, after "
+            "pip install -e . there"
+        )
+    if str(BENCH) not in sys.path:
+        sys.path.append(str(BENCH))
+    import_module("weir_bench.command")
+    import_module("weir_bench.serving.command")
+
+
+class _Weir(Group):
+    """`weir`, which lists its commands without importing them."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "commands": _Commands()})
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names of all commands."""
+        return list(COMMANDS)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list of commands in the help, each with its sentence."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+app = typer.Typer(
+    name="weir",
+    cls=_Weir,
+    help="Any Hugging Face decoder on token streams without end, in a KV cache of fixed size. "
+    "Pools of your own: weir --import my_pools,more/pools.py COMMAND.",
+    **PLAIN,
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"weir {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(
+        False,
+        "--version",
+        callback=_print_version,
+        is_eager=True,
+        help="Show the version.",
+    ),
+) -> None:
+    pass
+
+
+# --- carrying one out
+
+
+def run(arguments: list[str]) -> int:
+    """Carry out a command line and return its exit code.
+
+    Raises:
+        WeirError: the command failed; the message says why.
+    """
+    try:
+        arguments, modules = split_imports(arguments)
+    except ValueError as error:
+        sys.stderr.write(f"weir: {error}\n")
+        return 2
+    if modules:
+        _import_modules(modules)
+    try:
+        code = app(arguments or ["--help"], prog_name="weir", standalone_mode=False)
+    except UsageError as error:
+        sys.stderr.write(f"weir: {' '.join(_describe_misuse(error).split())}\n")
+        return 2
+    return code if isinstance(code, int) else 0
+
+
+def split_imports(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Split off `--import MODULES`, which stands in front of the command.
+
+    Returns:
+        The other arguments, and the names of the modules.
+
+    Raises:
+        ValueError: `--import` names nothing.
+    """
+    modules: list[str] = []
+    while arguments and arguments[0].partition("=")[0] == IMPORT:
+        named, arguments = arguments[0].partition("=")[2], arguments[1:]
+        if not named and arguments:
+            named, arguments = arguments[0], arguments[1:]
+        found = [name.strip() for name in named.split(",") if name.strip()]
+        if not found:
+            raise ValueError(f"{IMPORT} takes modules or files of your own: {IMPORT} my_pools")
+        modules += found
+    return arguments, modules
+
+
+def _import_modules(modules: list[str]) -> None:
+    """Import modules in this process and in those that it starts.
+
+    Raises:
+        WeirError: one cannot be imported.
+    """
+    from weir.policies import VARIABLE, load_plugins
+
+    before = [name for name in os.environ.get(VARIABLE, "").split(os.pathsep) if name]
+    # Absolute, since other processes may run in other folders.
+    named = [os.path.abspath(name) if name.endswith(".py") else name for name in modules]
+    os.environ[VARIABLE] = os.pathsep.join([*before, *named])
+    load_plugins()
+
+
+def _describe_misuse(error: object) -> str:
+    """Say what is wrong with the arguments, and which help says how it is right."""
+    problem = getattr(error, "format_message", lambda: str(error))().rstrip(".")
+    context = getattr(error, "ctx", None)
+    return f"{problem}; see {context.command_path if context else 'weir'} --help"

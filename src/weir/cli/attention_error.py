@@ -24,7 +24,7 @@ from weir.cli.common import (
     waiting,
 )
 from weir.cli.loading import Loading, load_model, loads_model
-from weir.cli.signals import interruptible
+from weir.cli.runtime import interruptible
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
@@ -83,8 +83,14 @@ def attention_error(
     As in BalanceKV's section 4.1: each layer gets the exact model's queries, keys and values; the
     first tokens stay exact, a share of the others is kept, and the last queries are asked.
     """
-    from weir.evals.attention_error import mean_over_layers, measure_error, set_up, size_policies
-    from weir.evals.attention_error.plot import check_plot, write_plot
+    from weir.evals.attention_error import (
+        check_plot,
+        mean_over_layers,
+        measure_error,
+        set_up,
+        size_policies,
+        write_plot,
+    )
     from weir.evals.notation import read_policies, takes_budget
     from weir.pools.balance import check_block
     from weir.stream import encode, read_text

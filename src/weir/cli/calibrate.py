@@ -60,14 +60,14 @@ def calibrate(
     from weir.evals import calibration
     from weir.evals.fitting import budget_in, smallest
     from weir.evals.notation import with_budget
-    from weir.policies import policy_of
+    from weir.policies import parse_policy
 
     calibration.check_path(out)
     if budget is not None and memory is not None:
         raise WeirError("give a budget or a memory, not both")
     wanted = policy if budget is None else with_budget(policy, budget)
     room = None if memory is None else read_bytes(memory)
-    policy_of(wanted)  # refused before a model is loaded
+    parse_policy(wanted)  # refused before a model is loaded
     model, tokenizer = load_model(model_name, loading)
     if room is not None:
         fits = budget_in(model, policy, room, chunk)

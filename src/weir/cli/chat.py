@@ -29,9 +29,8 @@ from weir.cli.common import (
     with_compiled_steps,
     with_products,
 )
-from weir.cli.early import known_policy
 from weir.cli.loading import Loading, load_model, loads_model
-from weir.cli.signals import Interrupt, interruptible
+from weir.cli.runtime import Interrupt, interruptible
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
@@ -68,7 +67,6 @@ def chat(
             help="A pipe or a named policy, see `weir policies`; without a budget it gets what the "
             f"model's window and the memory allow, {MOST_SLOTS:,} slots at most. [default: "
             f"weir.toml beside the model, or else {DEFAULT_NAME}]",
-            callback=known_policy,
         ),
     ] = None,
     slots: SlotsName = None,
@@ -97,7 +95,7 @@ def chat(
     loading: Loading,
 ) -> None:
     """Talk to a model for as long as you like; the cache stays as large as it is."""
-    from weir.policies import chunk_of, policy_of, with_slots
+    from weir.policies import parse_policy, resolve_chunk, with_slots
 
     if temperature == 0:
         say_unused(
@@ -105,7 +103,7 @@ def chat(
         )
     system = system or None  # of an empty one nothing need stay
     # What is wrong with it is said before anything is loaded.
-    asked = with_slots(policy_of(DEFAULT_NAME if policy is None else policy), slots)
+    asked = with_slots(parse_policy(DEFAULT_NAME if policy is None else policy), slots)
     given = policy is not None or slots is not None
     if session is not None and system is not None:
         raise WeirError(
@@ -120,8 +118,8 @@ def chat(
     else:
         with_products(model)
     if session is None:
-        wanted, told = _sized(model, tokenizer, asked, given, chunk_of(asked, chunk), system)
-        chunk = chunk_of(wanted, chunk)
+        wanted, told = _sized(model, tokenizer, asked, given, resolve_chunk(asked, chunk), system)
+        chunk = resolve_chunk(wanted, chunk)
         say_set_aside(model, policy, slots)
         say_window(model, wanted, chunk)
         stream = Stream(model, wanted, chunk=chunk, seed=seed)
@@ -197,18 +195,18 @@ def _sized(
         WeirError: not even the smallest budget fits, the template refuses a system turn, or what
             lies with the model is no policy for it.
     """
-    from weir.cache import policy_beside
+    from weir.cache import find_model_policy
     from weir.evals.fitting import budget_in, largest_budget
     from weir.evals.notation import takes_budget, with_budget
     from weir.models import free_memory, input_device
-    from weir.policies import Pinned, Recompute, policy_of
-    from weir.stream import beginning_of
+    from weir.policies import Pinned, Recompute, parse_policy
+    from weir.stream import count_beginning
 
     pinned = header = 0
     if system is not None:
-        pinned, header = beginning_of(model, tokenizer, system), HEADER
+        pinned, header = count_beginning(model, tokenizer, system), HEADER
     told = ""
-    beside = None if given else policy_beside(model)
+    beside = None if given else find_model_policy(model)
     wanted, policy = beside or asked, str(asked)
     if beside is None and takes_budget(policy) and not isinstance(asked, Recompute):
         most = min(MOST_SLOTS, largest_budget(model, chunk + pinned + header))
@@ -223,7 +221,7 @@ def _sized(
                 f"{policy} does not fit into {memory}{most:,} slot{'' if most == 1 else 's'}, what "
                 f"the model's window leaves{first}; {shorter}give it a budget of its own"
             )
-        wanted = policy_of(with_budget(policy, budget))
+        wanted = parse_policy(with_budget(policy, budget))
         told = f", chosen by the model's window and the free memory: {budget:,} slots"
     if not pinned or isinstance(wanted, Recompute):
         return wanted, told
@@ -301,14 +299,14 @@ def _tell_state(conversation: Conversation) -> None:
 
 def _command(conversation: Conversation, line: str) -> bool:
     """Carry out a command; False to leave."""
-    from weir.policies import at_home
+    from weir.policies import expand_home
 
     word, _, rest = line.partition(" ")
     if word in ("/quit", "/exit"):
         return False
     if word in ("/save", "/load") and not rest.strip():
         raise WeirError(f"{word} needs a file: {word} FILE")
-    file = at_home(rest.strip() if word in ("/save", "/load") else "")
+    file = expand_home(rest.strip() if word in ("/save", "/load") else "")
     if word == "/save":
         conversation.stream.save(file)
         say(f"saved to {file}")

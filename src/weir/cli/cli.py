@@ -12,8 +12,7 @@ import os
 import sys
 import warnings
 
-from weir.cli.collecting import seldom_collected
-from weir.cli.signals import INTERRUPTED, TERMINATED, Terminated, terminable
+from weir.cli.runtime import INTERRUPTED, TERMINATED, Terminated, collect_seldom, terminable
 from weir.errors import EXTRAS, WeirError, describe_missing
 
 
@@ -28,8 +27,8 @@ def main() -> None:
     # Commands of one policy say so by themselves; in one that compares many it would come often.
     warnings.filterwarnings("ignore", message="weir: .* hold up to")
     try:
-        with terminable(), seldom_collected():
-            from weir.cli.commands import run
+        with terminable(), collect_seldom():
+            from weir.cli.app import run
 
             code = run(sys.argv[1:] or ["--help"])
             sys.stdout.flush()

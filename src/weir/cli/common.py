@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weir.cli.early import known_model, known_policy
-
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
@@ -25,14 +23,14 @@ if TYPE_CHECKING:
 
 ModelName = Annotated[
     str,
-    typer.Option("--model", help="nano, a folder, or a Hugging Face Hub id.", callback=known_model),
+    typer.Option("--model", help="nano, a folder, or a Hugging Face Hub id."),
 ]
 TextPath = Annotated[
     Path, typer.Option("--text", help="The text: UTF-8, plain or .xz; - for standard input.")
 ]
 PolicyText = Annotated[
     str,
-    typer.Option(help="A pipe or a named policy; see `weir policies`.", callback=known_policy),
+    typer.Option(help="A pipe or a named policy; see `weir policies`."),
 ]
 Chunk = Annotated[
     int, typer.Option(min=1, help="New tokens taken in before it is decided again which stay.")
@@ -135,9 +133,9 @@ def in_lines() -> bool:
 
 def say_window(model: PreTrainedModel, policy: Policy, chunk: int) -> None:
     """Say so where a policy may hold more tokens at once than the model was made for."""
-    from weir.cache import beyond_window
+    from weir.cache import describe_window_excess
 
-    if (told := beyond_window(model, policy, chunk)) is not None:
+    if (told := describe_window_excess(model, policy, chunk)) is not None:
         say(told)
 
 

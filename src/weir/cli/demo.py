@@ -20,14 +20,14 @@ from weir.cli.common import (
     waiting,
 )
 from weir.cli.loading import load_model
-from weir.cli.signals import interruptible
+from weir.cli.runtime import interruptible
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from weir.evals.measures import PerplexityMeter
+    from weir.evals.perplexity import PerplexityMeter
 
 
 @command()
@@ -49,7 +49,7 @@ def demo(
 
     _make_folder(out)
     model, tokenizer = load_model("nano")
-    ids, story = demonstration.with_story(tokenizer, tokens)
+    ids, story = demonstration.load_book_and_story(tokenizer, tokens)
     if len(ids) < tokens:
         say(
             f"the packaged excerpt has {len(ids):,} tokens to read, not {tokens:,}, and those that "

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weir.cli.app import command
-from weir.cli.collecting import started
 from weir.cli.common import (
     WIDE,
     AsJson,
@@ -25,7 +24,7 @@ from weir.cli.common import (
     say_unused,
 )
 from weir.cli.loading import Loading, loads_model
-from weir.cli.signals import Terminated
+from weir.cli.runtime import Terminated, freeze_imports
 from weir.cli.stream import Positions
 from weir.errors import format_value
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
     from weir.evals.grid import Grid, Worker
     from weir.evals.results import CellRecord, Column
-    from weir.evals.results import Table as Figures
+    from weir.evals.results import FigureTable as Figures
 
 USUAL = (128, 256, 384)
 """Budgets that suit nano: the largest leaves room for a chunk within its window of 512."""
@@ -97,12 +96,6 @@ def evaluate(
     cluster: Annotated[
         str | None, typer.Option(help="Run on Ray: local, or a cluster's address.")
     ] = None,
-    images: Annotated[
-        Path | None, typer.Option(help="The folder of images of the task caption.")
-    ] = None,
-    captions: Annotated[
-        Path | None, typer.Option(help="COCO's captions of them, a JSON file.")
-    ] = None,
     show: Annotated[
         bool, typer.Option("--list", help="List tasks, parameters and protocols, and leave.")
     ] = False,
@@ -118,17 +111,17 @@ def evaluate(
     from transformers.utils.logging import disable_progress_bar
 
     from weir.cache import read_bytes
-    from weir.evals.grid import grown, make_grid, run, untold
+    from weir.evals.grid import count_unrecorded_pools, extend_grid, make_grid, run
     from weir.evals.results import failures, read_results
 
     disable_progress_bar()  # there is one bar already
-    started()
+    freeze_imports()
     if show:
         _list(as_json)
         return 0
     grid = make_grid(
         [name.strip() for name in model.split(",") if name.strip()],
-        _with_files(tasks, captions, images),
+        tasks,
         policies,
         budgets=_budgets(budgets, protocol, memory),
         memory=[] if memory is None else [read_bytes(word) for word in memory.split(",")],
@@ -148,15 +141,15 @@ def evaluate(
     if not out.exists():
         say_unused(context, ("add", "resume"), f"there is no {out} yet")
     if add:
-        grid = grown(out, grid)
-        if count := untold(grid):
+        grid = extend_grid(out, grid)
+        if count := count_unrecorded_pools(grid):
             say(
                 f"{count} cells of {out} do not say which pools their policies stand for; they are "
                 "taken for those of today"
             )
     work: Worker | None = None
     if cluster is not None:
-        from weir.evals.grid.on_ray import on_ray
+        from weir.evals.grid import on_ray
 
         work = on_ray(cluster)
     with progress() as bar:
@@ -243,28 +236,6 @@ class _Progress:
         self.bar.update(self.row, completed=len(self.done) + sum(self.shares.values()), note=note)
 
 
-def _with_files(tasks: str, captions: Path | None, images: Path | None) -> str:
-    """The tasks, the files of `caption` put into it.
-
-    Raises:
-        BadParameter: it is not among the tasks, or has them already.
-    """
-    files = {"captions": captions, "images": images}
-    format_value = ", ".join(f'{name}="{path}"' for name, path in files.items() if path is not None)
-    if not format_value:
-        return tasks
-    head, found, rest = tasks.partition("caption")
-    if not found or any(f"{name}=" in rest.replace(" ", "") for name, it in files.items() if it):
-        raise typer.BadParameter(
-            "--captions and --images are the files of a task caption that is written without them: "
-            "--task caption"
-        )
-    if not rest.startswith("("):
-        return f"{head}caption({format_value}){rest}"
-    inner = rest[1:].lstrip()
-    return f"{head}caption({format_value}{'' if inner.startswith(')') else ', '}{inner}"
-
-
 def _budgets(text: str | None, paper: str | None, memory: str | None) -> list[int]:
     """The budgets that were given, or the usual ones where nothing else says how large to be."""
     from weir.evals.grid import protocol
@@ -288,9 +259,15 @@ def _numbers(option: str, text: str, least: int) -> list[int]:
 def _print(records: list[CellRecord]) -> None:
     from rich.text import Text
 
-    from weir.evals.results import as_loaded, by_distance, named_shortly, overviews, told_apart
+    from weir.evals.results import (
+        by_distance,
+        distinguish_pools,
+        name_loading,
+        overviews,
+        shorten_layered,
+    )
 
-    records = named_shortly(told_apart(as_loaded(records)))
+    records = shorten_layered(distinguish_pools(name_loading(records)))
     for found in [*overviews(records), *by_distance(records)]:
         parts = _fitting(found)
         for number, columns in enumerate(parts, 1):

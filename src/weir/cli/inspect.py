@@ -18,7 +18,6 @@ from weir.cli.common import (
     progress,
     say,
 )
-from weir.cli.early import known_policy
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.errors import WeirError
 
@@ -48,9 +47,7 @@ def inspect(
     ] = "",
     policy: Annotated[
         str | None,
-        typer.Option(
-            help="A pipe or a named policy, to show what it keeps.", callback=known_policy
-        ),
+        typer.Option(help="A pipe or a named policy, to show what it keeps."),
     ] = None,
     sequences: Annotated[
         int, typer.Option(min=1, help="Short sequences that maps are averaged over.")
@@ -75,19 +72,26 @@ def inspect(
 
     The sections are those of the papers' own figures: the docs have a paragraph about each.
     """
-    from weir.evals.inspect import Asked, Page, check_places, chosen, look, sizes
-    from weir.policies import policy_of
+    from weir.evals.inspect import (
+        Inspection,
+        InspectionPage,
+        check_places,
+        look,
+        select_sections,
+        sizes,
+    )
+    from weir.policies import parse_policy
     from weir.stream import BOOK, read_books
 
     names = [name.strip() for name in only.split(",") if name.strip()]
-    chosen(names)
+    select_sections(names)
     if policy is not None:
-        policy_of(policy)
+        parse_policy(policy)
     which = numbers("--layers", layers), numbers("--heads", heads)
     words = "\n\n".join(read_books(BOOK if text is None else text))
     model, tokenizer = load_model(model_name, loading, encoders=True)
     check_places(model, *which)
-    asked = Asked(
+    asked = Inspection(
         model,
         tokenizer,
         model_name,
@@ -104,7 +108,7 @@ def inspect(
     title = "the beginning of War and Peace" if text is None else text.name
     count, each = sizes(model)
     about = f"{model_name} ({model.config.model_type}): {count} layers, {each} query heads in each."
-    page = Page(out, f"A look into {model_name}", f"{about} The text is {title}.")
+    page = InspectionPage(out, f"A look into {model_name}", f"{about} The text is {title}.")
     with progress() as bar:
         task = bar.add_task("", total=None, note="")
 

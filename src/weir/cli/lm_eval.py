@@ -10,15 +10,15 @@ import sys
 
 from weir.cli.common import say
 from weir.errors import WeirError
-from weir.evals.data import needed
+from weir.evals.records import import_optional
 
 
 def main() -> None:
     """Run the harness with the arguments of the process; exit code 1 for an error of weir's."""
     try:
-        registry = needed("lm_eval.api.registry", "weir-lm-eval")
-        command = needed("lm_eval.__main__", "weir-lm-eval")
-        harness = needed("weir.evals.harness", "weir-lm-eval")
+        registry = import_optional("lm_eval.api.registry", "weir-lm-eval")
+        command = import_optional("lm_eval.__main__", "weir-lm-eval")
+        harness = import_optional("weir.evals.harness", "weir-lm-eval")
         registry.register_model("weir")(harness.WeirLM)
         command.cli_evaluate()
     except WeirError as error:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weir.cli.collecting import started
 from weir.cli.common import messages, say, waiting
+from weir.cli.runtime import freeze_imports
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
@@ -116,10 +116,10 @@ def load_model(
         if is_local(name):
             disable_progress_bar()
             loaded = read(name, **loading)
-            started()
+            freeze_imports()
             return loaded
     if messages().is_terminal:
         say(f"fetching {name} from the Hugging Face Hub")  # which shows bars of its own
     loaded = read(name, **loading)
-    started()
+    freeze_imports()
     return loaded

@@ -1,37 +1,92 @@
-"""`weir policies`: what there is and what it is good for; of one, its parameters and its paper."""
+"""`weir policies`: the named policies and pools, and of one its parameters, pipe and paper."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+import inspect
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import typer
 
 from weir.cli.app import command
-from weir.cli.catalog import (
-    Entry,
-    explained,
-    has_plugins,
-    others,
-    read_policies,
-    read_pools,
-)
 from weir.cli.common import AsJson, output, print_json
-from weir.cli.uses import POLICIES
-from weir.errors import suggest
+from weir.errors import format_value, suggest
+
+SHARED = {
+    "budget": "slots of each KV head, in each layer.",
+    "sinks": "first tokens of the stream that stay.",
+}
+"""Parameters of policies that mean the same everywhere, unless the policy says more."""
+POLICIES: dict[str, dict[str, str]] = {
+    "Plain": {
+        "dense": "everything, exactly; memory grows with the stream",
+        "window": "the newest tokens; most models fail once the first is gone",
+        "recompute": "the oracle of comparisons: reads its window anew, slowly",
+    },
+    "The five papers": {
+        "streaming_llm": "reading on without end, at the least cost",
+        "reservoir": "reading on, with a fair sample of all that came between",
+        "subgen": "SubGen's Algorithm 1 to the letter",
+        "kcenter": "names and numbers told long ago; what SubGen's tests ran",
+        "balancekv": "attention over all of a long prompt, estimated",
+        "uniform": "the baseline of balancekv: a plain sample",
+        "buzz": "much-read tokens from every stretch of the stream",
+    },
+    "The field": {
+        "h2o": "tokens that were read the most so far",
+        "snapkv": "a long prompt and one answer: what its end looks at",
+        "pyramidkv": "as snapkv, with more slots in the lower layers",
+        "defensivekv": "tokens that any query needed, not only the average one",
+        "reskv": "hearing an average of what was evicted",
+        "attention_matching": "slots weighed for what was evicted (experimental)",
+        "certified": "being told how far off what was dropped leaves it",
+        "tova": "what the last token looks at; next to no bookkeeping",
+        "keydiff": "unusual keys; needs no attention at all",
+        "keyformer": "much-read tokens, with noise against bad luck",
+        "lacache": "a ladder: other old tokens in each layer",
+    },
+    "weir's own": {
+        "weir": "reading on and remembering, in half the bytes; the default",
+    },
+    "Around another policy": {
+        "quantized": "twice the tokens in the same bytes",
+        "pyramid": "more slots in the lower layers",
+        "pinned": "a conversation's beginning, never evicted",
+    },
+}
+"""What each named policy of weir is good for, in the groups and the order of the list."""
+
+_PARAMETER = re.compile(r" {4}(\w+(?:, \w+)*): (.+)")
+"""The first line of a docstring's entry about a parameter, or about several."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A named policy or a pool, as it is listed.
+
+    Attributes:
+        name: as it is written in a policy.
+        parameters: with their defaults, as they are written in a policy.
+        about: the first paragraph of its docstring, in one line.
+        paper: where a policy comes from; None for a pool.
+        pipe: what a policy is by default; None for a pool, and for a policy that is no pipe.
+        explains: what its docstring says of each parameter.
+    """
+
+    name: str
+    parameters: str
+    about: str
+    paper: str | None = None
+    pipe: str | None = None
+    explains: Mapping[str, str] = field(default_factory=dict)
 
 
 @command(words="[NAME]...")
 def policies(context: typer.Context, as_json: AsJson = False) -> None:
     """List the named policies and the pools a pipe can be made of, or tell all of those named."""
-    named, pools = read_policies(), read_pools()
-    if has_plugins():
-        from weir.policies import NAMED, load_plugins
-        from weir.pools import POOLS
-
-        load_plugins()
-        named += others(named, {name: it.make for name, it in NAMED.items()}, "imported")
-        pools += others(pools, POOLS, "imported")
+    named, pools = list_entries()
     known = {entry.name for entry in (*named, *pools)}
     for name in context.args:
         if name not in known:
@@ -40,14 +95,11 @@ def policies(context: typer.Context, as_json: AsJson = False) -> None:
                 f"no policy and no pool is called {name!r}{like or '; `weir policies` lists them'}"
             )
     if context.args or as_json:
+        wanted = context.args or known
         every = pools
         named, pools = (
-            [
-                replace(it, explains=explained(it, every))
-                for it in of
-                if not context.args or it.name in context.args
-            ]
-            for of in (named, pools)
+            [replace(it, explains=explain(it, every)) for it in entries if it.name in wanted]
+            for entries in (named, pools)
         )
     if as_json:
         of_pool = ("name", "parameters", "about", "explains")
@@ -58,31 +110,100 @@ def policies(context: typer.Context, as_json: AsJson = False) -> None:
             }
         )
     elif not context.args:
-        _list(named, pools)
+        _print_list(named, pools)
     else:
         for kind, entries in (("policy", named), ("pool", pools)):
             for entry in entries:
-                _tell(entry, kind)
+                _print_entry(entry, kind)
 
 
-def _list(named: Sequence[Entry], pools: Sequence[Entry]) -> None:
-    """All of them, a name and what it is good for in a line."""
+# --- what there is
+
+
+def list_entries() -> tuple[list[Entry], list[Entry]]:
+    """The named policies and the pools, those of plugins behind weir's own."""
+    from weir.policies import NAMED, load_plugins
+    from weir.pools import POOLS
+
+    load_plugins()
+    ours = {name: it for name, it in NAMED.items() if it.make.__module__.startswith("weir.")}
+    named = [_describe(name, it.make, it.paper, it.pipe) for name, it in ours.items()]
+    named += [
+        _describe(name, NAMED[name].make, "imported") for name in sorted(NAMED.keys() - ours.keys())
+    ]
+    imported = {name: not kind.__module__.startswith("weir.") for name, kind in POOLS.items()}
+    order = sorted(POOLS, key=lambda name: (imported[name], name))
+    return named, [_describe(name, POOLS[name]) for name in order]
+
+
+def _describe(name: str, make: Any, paper: str | None = None, pipe: str | None = None) -> Entry:
+    parameters = ", ".join(
+        key if it.default is it.empty else f"{key}={format_value(it.default)}"
+        for key, it in inspect.signature(make).parameters.items()
+    )
+    doc = inspect.getdoc(make) or ""
+    about = " ".join(doc.split("\n\n")[0].split())
+    return Entry(name, parameters, about, paper, pipe, _read_parameters(doc))
+
+
+def _read_parameters(doc: str) -> dict[str, str]:
+    """What a docstring says of parameters: the entries of its `Args` or `Attributes`."""
+    found: dict[str, str] = {}
+    names: list[str] = []
+    inside = False
+    for line in doc.splitlines():
+        if line and not line.startswith(" "):
+            inside = line in ("Args:", "Attributes:")
+        elif inside and (begun := _PARAMETER.match(line)):
+            names = begun[1].split(", ")
+            found |= dict.fromkeys(names, begun[2])
+        elif inside and line:
+            found |= {name: f"{found[name]} {line.strip()}" for name in names}
+    return found
+
+
+def explain(entry: Entry, pools: Iterable[Entry]) -> dict[str, str]:
+    """Sentences about an entry's parameters; where a policy has none, those of its pools.
+
+    Args:
+        entry: a policy or a pool.
+        pools: all pools.
+
+    Returns:
+        Sentences by parameter, in the order of the parameters.
+    """
+    words = set(re.findall(r"\w+", entry.pipe or ""))
+    inner = {name: said for it in pools if it.name in words for name, said in it.explains.items()}
+    # A policy's budget is that of all its pools; a pool's is its own.
+    shared = {} if entry.paper is None else SHARED
+    known = {**inner, **shared, **entry.explains}
+    names = [word.partition("=")[0] for word in entry.parameters.split(", ")]
+    return {name: known[name] for name in names if name in known}
+
+
+# --- printing
+
+
+def _print_list(named: Sequence[Entry], pools: Sequence[Entry]) -> None:
+    """Print a line for each: its name and what it is good for."""
     known = {name for group in POLICIES.values() for name in group}
-    own = {entry.name: entry.about for entry in named if entry.name not in known}
+    others = {entry.name: entry.about for entry in named if entry.name not in known}
     width = max(len(entry.name) for entry in (*named, *pools))
-    for title, group in {**POLICIES, **({"Others": own} if own else {})}.items():
-        _print(title, group, width)
-    _print("Pools, of which a pipe is made", {it.name: _short(it.about) for it in pools}, width)
+    for title, group in {**POLICIES, **({"Others": others} if others else {})}.items():
+        _print_grid(title, group, width)
+    _print_grid(
+        "Pools, of which a pipe is made", {it.name: _shorten(it.about) for it in pools}, width
+    )
     output().print("A pipe is pools with | between them: sink(4) | recent(252)", markup=False)
     output().print("Parameters, pipe and paper of one: weir policies NAME", markup=False)
 
 
-def _short(about: str) -> str:
-    """What stands in all of a list's lines is left out."""
+def _shorten(about: str) -> str:
+    """Leave out what every line of the list would say."""
     return about.removeprefix("Keep ").removesuffix(".").removesuffix(", each KV head its own")
 
 
-def _print(title: str, lines: Mapping[str, str], width: int) -> None:
+def _print_grid(title: str, lines: Mapping[str, str], width: int) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -96,19 +217,18 @@ def _print(title: str, lines: Mapping[str, str], width: int) -> None:
     output().print()
 
 
-def _tell(entry: Entry, kind: str) -> None:
-    """All of one: as it is written, what it keeps, and where it comes from."""
+def _print_entry(entry: Entry, kind: str) -> None:
+    """Print all there is of one: how it is written, what it keeps and where it comes from."""
     uses = {name: line for group in POLICIES.values() for name, line in group.items()}
     parameters = "\n".join(
-        ": ".join(filter(None, (each, entry.explains.get(each.partition("=")[0]))))
-        for each in entry.parameters.split(", ")
+        ": ".join(filter(None, (word, entry.explains.get(word.partition("=")[0]))))
+        for word in entry.parameters.split(", ")
     )
-    good = uses.get(entry.name) if kind == "policy" else None
     facts = {
         "keeps": entry.about,
-        "good for": good,
+        "good for": uses.get(entry.name) if kind == "policy" else None,
         "parameters": parameters or "none",
         "pipe": entry.pipe,
         "from": entry.paper,
     }
-    _print(f"{entry.name}, a {kind}", {k: v for k, v in facts.items() if v}, len("parameters"))
+    _print_grid(f"{entry.name}, a {kind}", {k: v for k, v in facts.items() if v}, len("parameters"))

@@ -22,7 +22,6 @@ from weir.cli.common import (
     waiting,
     with_products,
 )
-from weir.cli.early import known_model, known_policy
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.errors import WeirError
 
@@ -46,7 +45,6 @@ def serve(
         typer.Argument(
             metavar="MODEL",
             help="nano, a folder, or a Hugging Face Hub id.",
-            callback=known_model,
         ),
     ],
     policy: Annotated[
@@ -54,7 +52,6 @@ def serve(
         typer.Option(
             help="A pipe or a named policy; see `weir policies` [default: weir.toml beside the "
             f"model, or else {DEFAULT}]",
-            callback=known_policy,
         ),
     ] = None,
     slots: SlotsName = None,
@@ -128,8 +125,8 @@ def serve(
 
     Clients of OpenAI's API only need the address. Without --keys only this machine is served.
     """
-    from weir.cache import policy_beside, read_bytes
-    from weir.policies import chunk_of, policy_of, with_pin, with_slots
+    from weir.cache import find_model_policy, read_bytes
+    from weir.policies import parse_policy, resolve_chunk, with_pin, with_slots
     from weir.serve import (
         Engine,
         EngineClient,
@@ -157,10 +154,10 @@ def serve(
     most = None if disk is None else read_bytes(disk)
 
     given = policy is not None or slots is not None
-    beside = None if given else policy_beside(model_name, loading.get("revision"))
-    named = beside or policy_of(DEFAULT if policy is None else policy)
+    beside = None if given else find_model_policy(model_name, loading.get("revision"))
+    named = beside or parse_policy(DEFAULT if policy is None else policy)
     wanted = with_pin(with_slots(named, slots), pin)
-    chunk = chunk_of(wanted, chunk)
+    chunk = resolve_chunk(wanted, chunk)
     limits = Limits(prompt=max_prompt, answer=max_answer, queue=queue, drain=drain)
     taken = Keys() if keys is None else Keys.read(keys)
     bound = bind(host, port, taken)  # first, so that nothing is loaded in vain

@@ -9,7 +9,6 @@ import typer
 from weir.cli.app import command
 from weir.cli.common import DEFAULT, AsJson, PolicyChunk, PolicyText, SlotsName, output, print_json
 from weir.cli.common import size as for_people
-from weir.cli.early import known_model
 from weir.cli.loading import Loading, loads_model
 
 
@@ -21,7 +20,6 @@ def size(
         typer.Argument(
             metavar="MODEL",
             help="nano, a folder, a config.json, or a Hugging Face Hub id.",
-            callback=known_model,
         ),
     ],
     policy: PolicyText = DEFAULT,
@@ -47,13 +45,13 @@ def size(
     from weir.cache import read_bytes, size_of
     from weir.errors import WeirError
     from weir.models import sink_of, skeleton
-    from weir.policies import chunk_of, policy_of, with_pin, with_slots
+    from weir.policies import parse_policy, resolve_chunk, with_pin, with_slots
 
     room = None if memory is None else read_bytes(memory)
     pace = None if bandwidth is None else read_bytes(bandwidth)
     model = skeleton(model_name, **loading)
-    wanted = with_pin(with_slots(policy_of(policy), slots), pin)
-    chunk = chunk_of(wanted, chunk)
+    wanted = with_pin(with_slots(parse_policy(policy), slots), pin)
+    chunk = resolve_chunk(wanted, chunk)
     found, sink = size_of(model, wanted, chunk=chunk), sink_of(model.config)
     streams = None if room is None else found.streams_in(room)
     facts: dict[str, Any] = {

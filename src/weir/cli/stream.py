@@ -31,10 +31,10 @@ from weir.cli.common import (
     with_compiled_steps,
 )
 from weir.cli.loading import Loading, load_model, loads_model
-from weir.cli.signals import interruptible
+from weir.cli.runtime import interruptible
 
 if TYPE_CHECKING:
-    from weir.evals.measures import Reading
+    from weir.evals.perplexity import PerplexityResult
 
 
 class Positions(StrEnum):
@@ -73,12 +73,12 @@ def stream(
 
     Ctrl-C ends the reading and reports what was read; so does SIGTERM, with exit code 143.
     """
-    from weir.evals.measures import read
-    from weir.policies import Recompute, chunk_of, policy_of, with_slots
+    from weir.evals.perplexity import read
+    from weir.policies import Recompute, parse_policy, resolve_chunk, with_slots
     from weir.stream import STANDARD_INPUT, Stream, encode, read_text
 
-    wanted = with_slots(policy_of(policy), slots)
-    chunk = chunk_of(wanted, chunk)
+    wanted = with_slots(parse_policy(policy), slots)
+    chunk = resolve_chunk(wanted, chunk)
     if isinstance(wanted, Recompute):
         unused = ("chunk", "positions", "seed")
         say_unused(context, unused, "recompute reads its window anew and draws nothing")
@@ -96,7 +96,7 @@ def stream(
     with interruptible() as interrupt, progress() as bar:
         task = bar.add_task(wanted.brief, total=len(ids), note="")
 
-        def show(reading: Reading) -> bool:
+        def show(reading: PerplexityResult) -> bool:
             note = f"perplexity {reading.ppl:.2f}, {reading.tokens_per_s:,.0f} tokens/s"
             bar.update(task, completed=reading.tokens, note=note)
             if in_lines():
@@ -131,7 +131,7 @@ class _Lines:
     def __init__(self) -> None:
         self._told = 0
 
-    def upto(self, reading: Reading) -> None:
+    def upto(self, reading: PerplexityResult) -> None:
         """Tell of the blocks that are whole and were not told of yet."""
         blocks = list(zip(reading.ppl_by_block, reading.bytes_by_block, strict=True))
         for ppl, held in blocks[self._told :]:
@@ -143,7 +143,7 @@ class _Lines:
             )
 
 
-def _print(model_name: str, policy: str, reading: Reading, ended: str | None) -> None:
+def _print(model_name: str, policy: str, reading: PerplexityResult, ended: str | None) -> None:
     """A table of the blocks, and what there is to say of all; `ended` is why it stops early."""
     from rich.table import Table
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weir.cli.app import command
-from weir.cli.collecting import started
 from weir.cli.common import AsJson, Seed, output, print_json, progress, say, say_unused
-from weir.cli.signals import Terminated
+from weir.cli.runtime import Terminated, freeze_imports
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ def train(
     from weir.train import Processes
 
     disable_progress_bar()
-    started()
+    freeze_imports()
     if images:
         from weir.cli.train_images import train_on_images
 

@@ -11,10 +11,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from weir.cache import check_origin, size_of
 from weir.errors import WeirError
 from weir.evals.fitting import budget_in, smallest
-from weir.evals.measures import STEP, PerplexityMeter
 from weir.evals.notation import read_policies, takes_budget, with_budget
+from weir.evals.perplexity import STEP, PerplexityMeter
 from weir.models import window_of
-from weir.policies import is_file, policy_of
+from weir.policies import is_file, parse_policy
 from weir.stream import Stream, read_stream
 
 CANDIDATES = (
@@ -154,7 +154,7 @@ def _named(model: PreTrainedModel, policies: str) -> list[str]:
     """The policies of a list, each once, a policy file by its name."""
     files = {}
     for file in filter(is_file, policies.split(",")):
-        wanted = policy_of(file)
+        wanted = parse_policy(file)
         check_origin(wanted, model)
         files[str(wanted)] = file.strip()
     return [files.get(policy, policy) for policy in dict.fromkeys(read_policies(policies))]

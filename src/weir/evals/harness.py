@@ -1,27 +1,139 @@
 """weir as a model of lm-evaluation-harness: any of its tasks under any cache policy.
 
-Tasks, prompts and metrics are the harness's; here are only its three questions to a model, answered
-from a cache of fixed size. Nothing is ever truncated: what does not fit, the policy forgets.
+Tasks, prompts and metrics are the harness's. This file answers its three kinds of request from a
+cache of fixed size. Nothing is ever truncated: the policy decides what to drop.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir.cache import DEFAULT, Positions, Prefill, StreamingCache
 from weir.errors import WeirError
-from weir.evals.measures import generate_answer, likelihoods, padded
+from weir.evals.answers import generate_answer
 from weir.models import ModelSink, load, sink_of, transformers_model
-from weir.policies import Policy, Recompute, policy_of
-from weir.stream import Stream, render_chat, until_stop
+from weir.policies import Policy, Recompute, parse_policy
+from weir.stream import MOST_LOGITS, PIECE, Stream, cut_at_stop, render_chat
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """What a model says of one continuation.
+
+    Attributes:
+        total: its log-likelihood given the context, in nats.
+        greedy: whether the likeliest token came at every place.
+    """
+
+    total: float
+    greedy: bool
+
+
+def pad_rows(rows: Sequence[Sequence[int]], pad: int, left: bool) -> tuple[Tensor, Tensor]:
+    """Rows of ids as one tensor [batch, longest], and a mask that is 0 where they are padded."""
+    longest = max(len(row) for row in rows)
+    ids = torch.full((len(rows), longest), pad, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        place = slice(longest - len(row), None) if left else slice(0, len(row))
+        ids[i, place] = torch.tensor(row, dtype=torch.int64)
+        mask[i, place] = 1
+    return ids, mask
+
+
+@torch.no_grad()
+def likelihoods(
+    stream: Callable[[], Stream],
+    contexts: Sequence[Sequence[int]],
+    continuations: Sequence[Sequence[int]],
+    pad: int = 0,
+) -> list[Likelihood]:
+    """How likely each continuation is after its context, both of one token or more.
+
+    Args:
+        stream: makes a new stream under the policy; only its cache is used here. One under
+            `recompute` has none, so that contexts of different length cannot be its rows.
+        contexts, continuations: ids; the batch is all of them.
+        pad: an id the model knows.
+    """
+    first = stream()
+    if first.cache is None:
+        pairs = zip(contexts, continuations, strict=True)
+        return [
+            _score_continuations(_row_feed(stream()), [context], [asked], pad)[0]
+            for context, asked in pairs
+        ]
+    return _score_continuations(_batch_feed(first.model, first.cache), contexts, continuations, pad)
+
+
+Feed = Callable[[Tensor, Tensor, bool], Tensor]
+"""Ids [batch, n] and the mask of everything so far to logits of all of them, or of the last."""
+
+
+def _batch_feed(model: PreTrainedModel, cache: StreamingCache) -> Feed:
+    def feed(ids: Tensor, mask: Tensor, every: bool) -> Tensor:
+        # A prompt that is to be held whole comes in one forward; others in pieces, for memory.
+        whole = cache.prefill == "full" and not cache.is_initialized
+        seen = mask.shape[1] - ids.shape[1]
+        parts: list[Tensor] = []
+        for piece in ids.split(ids.shape[1] if whole else PIECE, dim=1):
+            seen += piece.shape[1]
+            logits = model(
+                input_ids=piece.to(model.device),
+                attention_mask=mask[:, :seen].to(model.device),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=0 if every else 1,
+            ).logits
+            parts = [*parts, logits] if every else [logits]
+        return torch.cat(parts, dim=1)
+
+    return feed
+
+
+def _row_feed(stream: Stream) -> Feed:
+    def feed(ids: Tensor, mask: Tensor, every: bool) -> Tensor:
+        logits = stream.feed(ids, all_logits=every)
+        return logits if every else logits[:, None]
+
+    return feed
+
+
+def _score_continuations(
+    feed: Feed, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], pad: int
+) -> list[Likelihood]:
+    ids, mask = pad_rows(contexts, pad, left=True)
+    logits = feed(ids, mask, False)[:, -1].float()
+    asked, counts = pad_rows(continuations, pad, left=False)
+    total = torch.zeros(len(asked), dtype=torch.float64)
+    greedy = torch.ones(len(asked), dtype=torch.bool)
+    step = max(1, min(PIECE, MOST_LOGITS // (logits.shape[-1] * len(asked))))
+    for start in range(0, asked.shape[1], step):
+        piece, real = asked[:, start : start + step], counts[:, start : start + step].bool()
+        before = logits[:, None]
+        # Nothing is asked after the very last token, so it is not fed.
+        fed = piece if start + step < asked.shape[1] else piece[:, :-1]
+        if fed.shape[1]:
+            # Padding on the right is fed as if it were text: nothing that counts comes after it.
+            mask = torch.cat([mask, torch.ones_like(fed)], dim=1)
+            after = feed(fed, mask, True).float()
+            before = torch.cat([before, after], dim=1)[:, : piece.shape[1]]
+            logits = after[:, -1]
+        said = before.log_softmax(-1).gather(-1, piece.to(before.device)[..., None])[..., 0].cpu()
+        total += torch.where(real, said.double(), 0.0).sum(1)
+        greedy &= ((before.argmax(-1).cpu() == piece) | ~real).all(1)
+    return [Likelihood(float(t), bool(g)) for t, g in zip(total, greedy, strict=True)]
 
 
 class WeirLM(TemplateLM):
@@ -72,7 +184,7 @@ class WeirLM(TemplateLM):
             )
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise WeirError(f"batch_size must be a whole number from 1 on, not {batch_size!r}")
-        self.policy = policy_of(policy)
+        self.policy = parse_policy(policy)
         if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
             device = None  # the harness asks for a GPU unless it is told otherwise
         if isinstance(pretrained, str):
@@ -225,7 +337,7 @@ class WeirLM(TemplateLM):
             ]
         pad = self.tokenizer.pad_token_id
         pad = self.prefix_token_id if pad is None else pad
-        ids, mask = padded(contexts, pad, left=True)
+        ids, mask = pad_rows(contexts, pad, left=True)
         written = self.model.generate(  # type: ignore[operator]
             input_ids=ids.to(self.model.device),
             attention_mask=mask.to(self.model.device),
@@ -237,7 +349,7 @@ class WeirLM(TemplateLM):
         )
         new = written[:, ids.shape[1] :]
         texts = self.tokenizer.batch_decode(new, skip_special_tokens=True)
-        return [until_stop(text, stops) for text in texts]
+        return [cut_at_stop(text, stops) for text in texts]
 
     def _batches(self, lengths: list[int], what: str, quiet: bool) -> list[list[int]]:
         """Places of the requests, those of like length together, the longest first."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from weir.errors import PolicyError, WeirError
-from weir.policies import NUMBER, Parser, called, policy_of
+from weir.policies import NUMBER, Parser, parse_call, parse_policy
 from weir.pools import CONSTANTS, WORD
 
 QUANTIZED = "quantized"
@@ -81,7 +81,7 @@ def read_policies(text: str) -> list[str]:
         if (path := _FILE.match(text, parser.at)) is None:
             return str(parser.part())
         parser.at = path.end()
-        return str(policy_of(path.group().strip()))
+        return str(parse_policy(path.group().strip()))
 
     found = [one()]
     while parser.take(","):
@@ -96,7 +96,7 @@ def takes_budget(policy: str) -> bool:
 
     One that is quantized takes that of the policy inside.
     """
-    call = called(policy)
+    call = parse_call(policy)
     if call is not None and call.name == QUANTIZED:
         return "policy" in call.given and takes_budget(str(call.given["policy"]))
     return call is not None and call.takes_budget
@@ -109,14 +109,14 @@ def with_budget(policy: str, budget: int) -> str:
         WeirError: it is not one that takes a budget, or has one already.
         PolicyError: it makes no sense with this one.
     """
-    call = called(policy)
+    call = parse_call(policy)
     if call is not None and call.name == QUANTIZED and takes_budget(policy):
         rest = {name: value for name, value in call.given.items() if name != "policy"}
         inner, how = with_budget(str(call.given["policy"]), budget), replace(call, given=rest)
-        return str(policy_of(f"{QUANTIZED}({', '.join(filter(None, (inner, how.plain)))})"))
+        return str(parse_policy(f"{QUANTIZED}({', '.join(filter(None, (inner, how.plain)))})"))
     if call is None or not call.takes_budget:
         raise WeirError(
             f"{policy} takes no budget here: it needs a named policy that has one and was written "
             "without, like streaming_llm"
         )
-    return str(policy_of(call.with_arguments(budget=budget)))
+    return str(parse_policy(call.with_arguments(budget=budget)))

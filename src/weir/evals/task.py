@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from weir.cache import Positions, Prefill
 from weir.errors import WeirError
 from weir.evals.notation import with_budget
-from weir.policies import Policy, policy_of
+from weir.policies import Policy, parse_policy
 from weir.stream import Stream
 
 Better = Literal["higher", "lower"]
@@ -73,7 +73,7 @@ class Subject:
                     f"a rate of {self.rate} is a share of a prompt, and this task streams without "
                     "one; give a budget and leave out the protocol"
                 )
-            policy = policy_of(with_budget(str(policy), max(1, round(prompt * self.rate))))
+            policy = parse_policy(with_budget(str(policy), max(1, round(prompt * self.rate))))
         if self.keeps_answers and prompt is not None:
             # The tail folds when it is full, so it is made as long as what follows, and one more.
             chunk = max(chunk, answer + 1)

@@ -100,7 +100,7 @@ def farthest_first(device: torch.device) -> Callable[..., Any] | None:
 
 def draw_uniform(device: torch.device) -> Callable[..., Any] | None:
     """What makes random numbers by name on a device (see `weir.kernels.cpu.counter_rng`); None for
-    `weir.pools.draws` alone.
+    `weir.pools.counter_rng` alone.
     """
     return _kernel(_library(device), "draw_uniform")
 
@@ -141,14 +141,14 @@ def rotate_keys(keys: torch.Tensor) -> Callable[..., Any] | None:
 
 
 def dequantize_int8(out: torch.Tensor) -> Callable[..., Any] | None:
-    """What does as `weir.slab.quantized.dequantize` for vectors of 8 bits that are read into such a
-    tensor (see `weir.kernels.cpu.int8_codec`); None for PyTorch.
+    """What does as `weir.slab.quantization.dequantize` for vectors of 8 bits that are read into
+    such a tensor (see `weir.kernels.cpu.int8_codec`); None for PyTorch.
     """
     return _of_floats("dequantize_int8", out)
 
 
 def quantize_int8(x: torch.Tensor) -> Callable[..., Any] | None:
-    """What does as `weir.slab.quantized.quantize` for such vectors and 8 bits (see
+    """What does as `weir.slab.quantization.quantize` for such vectors and 8 bits (see
     `weir.kernels.cpu.int8_codec`); None for PyTorch.
     """
     return _of_floats("quantize_int8", x)

@@ -39,7 +39,7 @@ from weir.models.method_patch import MethodPatch
 from weir.models.model_spec import ModelSpec, describe, input_device
 from weir.models.mrope import OFFSETS, noting_sizes, offsets
 from weir.models.quantized_weights import quantizes_inputs
-from weir.slab import Form
+from weir.slab import AttentionParams
 
 _COMPILED: weakref.WeakKeyDictionary[nn.Module, Compiling] = weakref.WeakKeyDictionary()
 """Decoders whose steps are to be compiled."""
@@ -55,7 +55,7 @@ class Attending(Protocol):
     """What answers a layer's queries: a call under way, or the compiled step at its heart."""
 
     def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
         """One layer's attention: take in new tokens and answer their queries.
 
@@ -160,11 +160,11 @@ class Attachment:
             pass
 
     def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
         """`Attending.attend` of the call under way."""
         assert self.running is not None
-        return self.running.attend(layer, queries, keys, values, form)
+        return self.running.attend(layer, queries, keys, values, params)
 
     def compile(self, compiling: Compiling | None) -> None:
         """Compile decode steps from now on; None: do not."""
@@ -437,13 +437,13 @@ def weir_attention(
         cache, layer = mark
         # A layer keeps its last keys for a while, and with the mark they would keep the cache.
         del key.weir  # type: ignore[attr-defined]
-    form = Form(
+    params = AttentionParams(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         softcap=softcap,
         sinks=None if s_aux is None else s_aux.float().view(key.shape[1], -1),
     )
     # The model's rotation, in float32, has made float32 queries and keys of half precision.
-    out = cache.attend(layer, query.to(value.dtype), key.to(value.dtype), value, form)
+    out = cache.attend(layer, query.to(value.dtype), key.to(value.dtype), value, params)
     return out.transpose(1, 2).contiguous(), None
 
 

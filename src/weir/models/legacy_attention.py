@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weir.models.method_patch import MethodPatch
-from weir.slab import Form
+from weir.slab import AttentionParams
 
 
 class Runner(Protocol):
@@ -29,12 +29,12 @@ class Runner(Protocol):
         """The call that is under way with a cache of weir; None in any other."""
 
     def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, form: Form
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
         """One layer's attention, as `hooks.Attending.attend` has it."""
 
 
-Attend = Callable[[int, Tensor, Tensor, Tensor, Form], Tensor]
+Attend = Callable[[int, Tensor, Tensor, Tensor, AttentionParams], Tensor]
 
 
 def falcon(module: Any, attend: Attend, hidden: Tensor) -> tuple[Tensor, None]:
@@ -56,8 +56,8 @@ def falcon(module: Any, attend: Attend, hidden: Tensor) -> tuple[Tensor, None]:
     queries, keys, values = grouped(
         module.query_key_value(hidden), module.num_kv_heads, module.head_dim
     )
-    form = Form(scale=module.inv_norm_factor)
-    out = attend(module.layer_idx, queries, keys, values, form)
+    params = AttentionParams(scale=module.inv_norm_factor)
+    out = attend(module.layer_idx, queries, keys, values, params)
     return module.dense(merged(out)), None
 
 
@@ -74,8 +74,8 @@ def bloom(module: Any, attend: Attend, hidden: Tensor, residual: Tensor) -> tupl
     queries, keys, values = grouped(
         module.query_key_value(hidden), module.num_heads, module.head_dim
     )
-    form = Form(scale=module.inv_norm_factor)
-    out = module.dense(merged(attend(module.layer_idx, queries, keys, values, form)))
+    params = AttentionParams(scale=module.inv_norm_factor)
+    out = module.dense(merged(attend(module.layer_idx, queries, keys, values, params)))
     return residual + F.dropout(out, module.hidden_dropout, module.training), None
 
 
@@ -89,8 +89,8 @@ def mpt(module: Any, attend: Attend, hidden: Tensor) -> tuple[Tensor, None]:
         mixed = mixed.clamp(-module.clip_qkv, module.clip_qkv)
     split = mixed.unflatten(2, (3, module.n_heads, module.head_dim))
     queries, keys, values = split.transpose(1, 3).unbind(2)
-    form = Form(scale=module.softmax_scale)
-    return module.out_proj(merged(attend(module.layer_idx, queries, keys, values, form))), None
+    params = AttentionParams(scale=module.softmax_scale)
+    return module.out_proj(merged(attend(module.layer_idx, queries, keys, values, params))), None
 
 
 FORWARDS: dict[str, Callable[..., tuple[Tensor, None]]] = {

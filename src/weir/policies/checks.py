@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weir.errors import WeirError, quote
 from weir.pools import Pool, fits
-from weir.slab import FORMATS, Slots, Stretch
+from weir.slab import FORMATS, QuantizedSlots, Slots
 
 
 def check_place(pool: Pool, before: tuple[Pool, ...]) -> None:
@@ -161,7 +161,7 @@ def _check_tensors(owner: str, slots: Slots, held: Slots, like: Mapping[str, Ten
 
 def _stored(slots: Slots) -> bool:
     """Whether keys and values are still as they are stored."""
-    return isinstance(slots, Stretch) and slots.pieces is not None
+    return isinstance(slots, QuantizedSlots) and slots.pieces is not None
 
 
 def check_state(pool: Pool, before: Mapping[str, Tensor], after: Mapping[str, Any]) -> None:

@@ -50,7 +50,7 @@ def is_file(text: str) -> bool:
     return text.strip().lower().endswith(SUFFIX)
 
 
-def at_home(name: str | Path) -> Path:
+def expand_home(name: str | Path) -> Path:
     """A path whose ~ stands for somebody's home.
 
     Raises:
@@ -88,7 +88,7 @@ def read_policy_file(name: str) -> PolicyFile:
     Raises:
         WeirError: it cannot be read, is no policy file, or of a format this weir does not know.
     """
-    path = at_home(name)
+    path = expand_home(name)
     check_regular(path, "a policy file")
     try:
         # Editors may put a byte order mark in front, which is no TOML.
@@ -122,7 +122,7 @@ def read_policy_file(name: str) -> PolicyFile:
     )
 
 
-def written_policy_file(
+def format_policy_file(
     facts: Mapping[str, Any], model: Mapping[str, Any], layers: Iterable[Mapping[str, Any]]
 ) -> str:
     """A policy file, as text.

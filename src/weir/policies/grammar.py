@@ -20,8 +20,8 @@ from weir.policies.file import is_file, read_policy_file
 from weir.policies.layered import Layered
 from weir.policies.pipe import Origin, Pipe, Policy
 from weir.policies.plugins import load_plugins
-from weir.policies.registry import NAMED, Called
-from weir.pools import CONSTANTS, POOLS, WORD, Pool, hints, taken
+from weir.policies.registry import NAMED, PolicyCall
+from weir.pools import CONSTANTS, POOLS, WORD, Pool, argument_hints, convert_argument
 from weir.slab import FORMATS
 
 OLD_NAMES = {"quantised": "quantized"}
@@ -60,7 +60,7 @@ def saved_policy(text: str) -> Policy:
     return Parser(text, saved=True).policy()
 
 
-policy_of = policy
+parse_policy = policy
 """`policy`, where a parameter of that name hides it."""
 
 
@@ -82,7 +82,7 @@ def from_file(path: str) -> Layered:
     return Layered(tuple(policies), origin=Origin(path, made.model, chunk=made.chunk))
 
 
-def called(text: str) -> Called | None:
+def parse_call(text: str) -> PolicyCall | None:
     """How a text calls a named policy, without making it: one that lacks a budget may need one.
 
     Returns:
@@ -98,14 +98,16 @@ def called(text: str) -> Called | None:
     call = parser.call()
     if parser.at < len(text) or call.name not in NAMED:
         return None
-    bare = Called(call.name, {}, call.inside)
+    bare = PolicyCall(call.name, {}, call.inside)
     if len(call.arguments) > len(bare.parameters):
         return None
     names = [it.name or bare.parameters[place] for place, it in enumerate(call.arguments)]
     # A parameter that is not the policy's makes it the pool of that name.
     if not set(names) <= set(bare.parameters):
         return None
-    values = [it.value.text if isinstance(it.value, Written) else it.value for it in call.arguments]
+    values = [
+        it.value.text if isinstance(it.value, ParsedPolicy) else it.value for it in call.arguments
+    ]
     return replace(bare, given=dict(zip(names, values, strict=True)))
 
 
@@ -118,7 +120,7 @@ DEEPEST = 8
 
 
 @dataclass
-class Call:
+class CallSyntax:
     """`name(arguments)` as it was read, with the places of its parts.
 
     Attributes:
@@ -134,16 +136,16 @@ class Call:
     inside: str = ""
 
 
-class Written(typing.NamedTuple):
+class ParsedPolicy(typing.NamedTuple):
     """Calls with a bar between them, as they were read, each with the format of its slots; their
     text, and where it begins. Or, in place of calls, what is written for each layer.
     """
 
-    calls: list[Call]
+    calls: list[CallSyntax]
     formats: list[str]
     text: str
     at: int
-    layers: tuple[Written, ...] = ()
+    layers: tuple[ParsedPolicy, ...] = ()
 
 
 class Argument(typing.NamedTuple):
@@ -186,7 +188,7 @@ class Parser:
         """The policy that begins here, up to where it ends."""
         return self._made(self._written())
 
-    def _written(self) -> Written:
+    def _written(self) -> ParsedPolicy:
         """The calls that begin here, up to where they end; nothing is made of them yet."""
         self._skip()
         start = self.at
@@ -196,14 +198,14 @@ class Parser:
                 if not self.take(","):
                     raise self.wrong("expected ',' or ']'")
                 layers.append(self._inner())
-            return Written([], [], self.text[start : self.at].strip(), start, tuple(layers))
+            return ParsedPolicy([], [], self.text[start : self.at].strip(), start, tuple(layers))
         calls, formats = [self.call()], [self._format()]
         while self.take("|"):
             calls.append(self.call())
             formats.append(self._format())
-        return Written(calls, formats, self.text[start : self.at].strip(), start)
+        return ParsedPolicy(calls, formats, self.text[start : self.at].strip(), start)
 
-    def _made(self, part: Written) -> Policy:
+    def _made(self, part: ParsedPolicy) -> Policy:
         """The policy that calls stand for."""
         if part.layers:
             try:
@@ -227,7 +229,7 @@ class Parser:
         except WeirError as error:
             raise self.wrong(str(error), part.at) from None
 
-    def _check_meant(self, call: Call) -> None:
+    def _check_meant(self, call: CallSyntax) -> None:
         """Refuse a pool by itself that whoever wrote it may take for the policy of its name.
 
         `kcenter(256, quiet=2)` would be 256 centers and no newest token. What names all of its
@@ -264,7 +266,7 @@ class Parser:
         except WeirError as error:
             raise self.wrong(str(error), at, list(FORMATS)) from None
 
-    def _pool(self, call: Call, before: tuple[Pool, ...] | None) -> Pool:
+    def _pool(self, call: CallSyntax, before: tuple[Pool, ...] | None) -> Pool:
         """The pool of a call, behind others; `before` is None inside another pool, which says
         itself what may stand in its place.
         """
@@ -282,10 +284,10 @@ class Parser:
             raise self.wrong(str(error), call.at) from None
         return made
 
-    def make(self, call: Call, make: Callable[..., Any]) -> Any:
+    def make(self, call: CallSyntax, make: Callable[..., Any]) -> Any:
         """Call `make` with the arguments, once they fit its signature."""
         parameters = inspect.signature(make).parameters
-        wanted = hints(make)
+        wanted = argument_hints(make)
         given: dict[str, Any] = {}
         for place, (name, value, at, value_at) in enumerate(call.arguments):
             if name is None:
@@ -302,7 +304,7 @@ class Parser:
                 raise self.wrong(f"{call.name} is given {name!r} twice", at)
             value = self._meant(value, wanted[name], value_at)
             try:
-                given[name] = taken(call.name, name, value, wanted[name])
+                given[name] = convert_argument(call.name, name, value, wanted[name])
             except WeirError as error:
                 raise self.wrong(str(error), value_at) from None
         for name, parameter in parameters.items():
@@ -323,8 +325,8 @@ class Parser:
             hint: the parameter's annotation.
             at: where the value begins.
         """
-        if hint is Pool and isinstance(value, str | Written):
-            part = value if isinstance(value, Written) else self._again(at)._written()
+        if hint is Pool and isinstance(value, str | ParsedPolicy):
+            part = value if isinstance(value, ParsedPolicy) else self._again(at)._written()
             if len(part.calls) != 1:
                 raise self.wrong("expected one pool, not a pipe of several", at)
             if part.formats[0]:
@@ -332,19 +334,19 @@ class Parser:
             return self._pool(part.calls[0], None)
         if isinstance(value, str) and Policy in typing.get_args(hint):
             return self._again(at).part()
-        return self._made(value) if isinstance(value, Written) else value
+        return self._made(value) if isinstance(value, ParsedPolicy) else value
 
     def _again(self, at: int) -> Parser:
         """A parser of policies that reads the same text from elsewhere."""
         return Parser(self.text, at, saved=self.saved)
 
-    def call(self) -> Call:
+    def call(self) -> CallSyntax:
         """The call that begins here."""
         name, at = self._word(self.kind)
         name = OLD_NAMES.get(name, name)
         if name not in POOLS and name not in NAMED:
             load_plugins()
-        call = Call(name, at, [])
+        call = CallSyntax(name, at, [])
         if self.take("("):
             start = stop = self.at
             while not self.take(")"):
@@ -367,7 +369,7 @@ class Parser:
         return Argument(None, self.value(), at, at)
 
     def value(self) -> Any:
-        """The value that begins here: a number, true, false, none, a word, or what is `Written`."""
+        """The value that begins here: a number, true, false, none, a word, or a `ParsedPolicy`."""
         self._skip()
         at = self.at
         if self.text.startswith(LIST, at):
@@ -392,7 +394,7 @@ class Parser:
             raise self.wrong("no number here can be this large", at)
         return value if re.search(r"[.eE]", written) else int(value)
 
-    def _inner(self) -> Written:
+    def _inner(self) -> ParsedPolicy:
         """A policy or a pool that is the value of an argument: what is asked for says which."""
         if self.depth == DEEPEST:
             raise self.wrong("a policy this deep inside others takes no policy itself")
@@ -433,7 +435,7 @@ class Parser:
         return PolicyError(problem + hint, self.text, at)
 
 
-def _is_named(call: Call) -> bool:
+def _is_named(call: CallSyntax) -> bool:
     """Whether a policy of one word is the policy of that name, and not the pool.
 
     Where both have it, it is the policy, unless it is given what only the pool takes.

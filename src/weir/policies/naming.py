@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from weir.errors import WeirError, quote
 from weir.policies.pipe import Policy
-from weir.policies.registry import NAMED, Called, Named
-from weir.pools import Make, check_free, check_name, checked
+from weir.policies.registry import NAMED, NamedPolicy, PolicyCall
+from weir.pools import Make, check_arguments, check_free, check_name
 
 
 def named(paper: str, pipe: str | None = None) -> Callable[[Make], Make]:
@@ -34,7 +34,7 @@ def named(paper: str, pipe: str | None = None) -> Callable[[Make], Make]:
         name = make.__name__
         check_name(name, "a policy")
         check_free(name, make, {known: it.make for known, it in NAMED.items()}, "a policy")
-        careful = checked(make, name)
+        careful = check_arguments(make, name)
         signature = inspect.signature(make)
 
         @functools.wraps(make)
@@ -45,10 +45,10 @@ def named(paper: str, pipe: str | None = None) -> Callable[[Make], Make]:
                     f"{name} is known as a policy and returned {quote(made)}; it has to return a "
                     "Policy, as in Pipe((Sink(4), Recent(252)))"
                 )
-            called = Called.by_name(name, signature.bind(*args, **kwargs).arguments)
+            called = PolicyCall.by_name(name, signature.bind(*args, **kwargs).arguments)
             return made.as_written(made.text, called)
 
-        NAMED[name] = Named(makes, paper, pipe)
+        NAMED[name] = NamedPolicy(makes, paper, pipe)
         return cast(Make, makes)
 
     return register

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weir.errors import WeirError, format_value
 from weir.policies.checks import check_fold, check_formats, check_place, check_state
-from weir.policies.registry import NAMED, Called
+from weir.policies.registry import NAMED, PolicyCall
 from weir.pools import Fold, Pool
 from weir.slab import FORMATS, Format, Slots
 
@@ -52,7 +52,7 @@ class Policy(ABC):
     """
 
     text: str
-    called: Called | None = None
+    called: PolicyCall | None = None
 
     @abstractmethod
     def for_layer(self, layer: int, layers: int) -> Pipe:
@@ -81,7 +81,7 @@ class Policy(ABC):
         """The text, or where that is a long list of layers, how many there are and their slots."""
         return self.text
 
-    def as_written(self, text: str, called: Called) -> Self:
+    def as_written(self, text: str, called: PolicyCall) -> Self:
         """The same policy, that says it was written and called so."""
         same = copy(self)
         object.__setattr__(same, "text", text)
@@ -97,7 +97,7 @@ class Policy(ABC):
         return pools if name == pools else f"{name} = {pools}"
 
 
-def chunk_of(policy: Policy, chunk: int | None) -> int:
+def resolve_chunk(policy: Policy, chunk: int | None) -> int:
     """How many tokens are taken in between two folds: what is asked for, or was measured, or 64.
 
     Args:
@@ -176,19 +176,19 @@ class Pipe(Policy):
         return tuple(i for i in range(len(self.pools)) if i not in self.run)
 
     @cached_property
-    def coded(self) -> tuple[int, ...]:
+    def quantized(self) -> tuple[int, ...]:
         """The pools whose slots are quantized, as they lie in the slab."""
         return tuple(i for i in (*self.front, *self.run) if self.formats[i])
 
     @cached_property
     def format(self) -> Format | None:
         """How quantized slots are written; None where there are none."""
-        return FORMATS[self.formats[self.coded[0]]] if self.coded else None
+        return FORMATS[self.formats[self.quantized[0]]] if self.quantized else None
 
     @cached_property
-    def coded_slots(self) -> int:
+    def quantized_slots(self) -> int:
         """Quantized slots per KV head."""
-        return self.slots_of(self.coded)
+        return self.slots_of(self.quantized)
 
     def slots_of(self, pools: Collection[int]) -> int:
         """Slots of some pools per KV head, those without a limit left out."""

@@ -72,14 +72,14 @@ def of_layer(pools: tuple[Pool, ...], layer: int, layers: int, beta: float) -> t
         return tuple(
             pool if share == of_it else pool.resized(always + share)
             for pool, share, of_it, always in zip(
-                pools, shared(slots, free), free, fixed, strict=True
+                pools, share_slots(slots, free), free, fixed, strict=True
             )
         )
     except WeirError as error:
         raise WeirError(f"{where}: {error}") from None
 
 
-def shared(slots: int, free: list[int]) -> list[int]:
+def share_slots(slots: int, free: list[int]) -> list[int]:
     """So many slots in the proportions of `free`, at least one where it is not 0.
 
     Args:

@@ -12,7 +12,7 @@ from weir.errors import WeirError
 from weir.policies.checks import check_format
 from weir.policies.pipe import Origin, Pipe, Policy
 from weir.policies.recompute import Recompute
-from weir.policies.registry import NAMED, Called
+from weir.policies.registry import NAMED, PolicyCall
 from weir.pools import Pool
 
 EXACT = "exact"
@@ -41,7 +41,7 @@ class Quantized(Policy):
             raise WeirError(f"newest tokens that stay exact are 0 or more, not {self.newest}")
         if isinstance(self.policy, Recompute):
             raise WeirError("recompute caches nothing, so there are no slots to quantize")
-        if not any(pipe.coded for pipe in self.pipes):
+        if not any(pipe.quantized for pipe in self.pipes):
             raise WeirError(self._nothing)
         if not self.text:
             object.__setattr__(self, "text", f"quantized({self.policy}{self._how})")
@@ -81,7 +81,7 @@ class Quantized(Policy):
     @property
     def pipes(self) -> tuple[Pipe, ...]:
         """Those of the policy, and how their slots are written."""
-        return tuple(map(self._coded, self.policy.pipes))
+        return tuple(map(self._quantized, self.policy.pipes))
 
     @property
     def origin(self) -> Origin | None:
@@ -94,10 +94,10 @@ class Quantized(Policy):
         Raises:
             WeirError: it has no limit, or says by itself how its slots are written.
         """
-        return self._coded(self.policy.for_layer(layer, layers))
+        return self._quantized(self.policy.for_layer(layer, layers))
 
-    def _coded(self, pipe: Pipe) -> Pipe:
-        if pipe.coded:
+    def _quantized(self, pipe: Pipe) -> Pipe:
+        if pipe.quantized:
             raise _says_itself(self.policy)
         if pipe.slots is None:
             raise WeirError(f"{self.policy} has no limit, and slots that are quantized have one")
@@ -139,11 +139,11 @@ def with_slots(policy: Policy, slots: str | None) -> Policy:
     if policy.called is not None and policy.called.takes_slots and not around:
         given = {**policy.called.given, "slots": slots}
         made: Policy = NAMED[policy.called.name].make(**given)
-        written = Called.by_name(policy.called.name, given)
+        written = PolicyCall.by_name(policy.called.name, given)
         return made.as_written(str(written), written)
     if slots != EXACT:
         return Quantized(policy, slots)
-    if not isinstance(policy, Recompute) and any(pipe.coded for pipe in policy.pipes):
+    if not isinstance(policy, Recompute) and any(pipe.quantized for pipe in policy.pipes):
         raise _says_itself(policy)
     return policy
 

@@ -1,6 +1,6 @@
 """Re-computation as a policy: what only a stream can do, and a cache refuses.
 
-Says what is asked for; `weir.stream.recompute` does it.
+Says what is asked for; `weir.stream.reader` does it.
 """
 
 from __future__ import annotations

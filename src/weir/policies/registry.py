@@ -11,7 +11,7 @@ from weir.errors import format_value
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedPolicy:
     """A policy with a name.
 
     Attributes:
@@ -25,12 +25,12 @@ class Named:
     pipe: str | None = None
 
 
-NAMED: dict[str, Named] = {}
+NAMED: dict[str, NamedPolicy] = {}
 """Every named policy."""
 
 
 @dataclass(frozen=True)
-class Called:
+class PolicyCall:
     """A named policy as it was called: `streaming_llm(64, sinks=8)`.
 
     Attributes:
@@ -44,7 +44,7 @@ class Called:
     arguments: str
 
     @classmethod
-    def by_name(cls, name: str, given: Mapping[str, Any]) -> Called:
+    def by_name(cls, name: str, given: Mapping[str, Any]) -> PolicyCall:
         """With arguments written the plain way, each with its parameter's name."""
         arguments = ", ".join(f"{key}={format_value(value)}" for key, value in given.items())
         return cls(name, dict(given), arguments)
@@ -67,13 +67,13 @@ class Called:
 
     def with_arguments(self, **more: Any) -> str:
         """The text of the same policy with more arguments, behind those it was written with."""
-        both = filter(None, (self.arguments, Called.by_name(self.name, more).arguments))
+        both = filter(None, (self.arguments, PolicyCall.by_name(self.name, more).arguments))
         return f"{self.name}({', '.join(both)})"
 
     @property
     def plain(self) -> str:
         """What stands between the brackets, with the parameters' names."""
-        return Called.by_name(self.name, self.given).arguments
+        return PolicyCall.by_name(self.name, self.given).arguments
 
     def __str__(self) -> str:
         """The plain way, with the parameters' names: `streaming_llm(budget=64, sinks=8)`."""

@@ -1,20 +1,19 @@
 """Rules for who keeps a slot, one file or one folder each."""
 
 from weir.pools.balance import Balance
-from weir.pools.base import MOST_WEIGHT, Fold, Pool, split
+from weir.pools.base import MOST_WEIGHT, Fold, Marks, Pool, split
 from weir.pools.beginning import Beginning
+from weir.pools.counter_rng import CounterRNG
 from weir.pools.defend import Defend
-from weir.pools.draws import Draws
 from weir.pools.header import Header
 from weir.pools.heavy import Heavy
 from weir.pools.hive import Hive, best_window
 from weir.pools.kcenter import KCenter, farthest_first
-from weir.pools.marks import Marks
 from weir.pools.match import Match
+from weir.pools.observed_attention import ObservedAttention, Output
 from weir.pools.outliers import Outliers
-from weir.pools.parameters import Make, checked, fits, hints, taken
-from weir.pools.ranked import Ranked, highest, pooled
-from weir.pools.reading import Output, Reading
+from weir.pools.parameters import Make, argument_hints, check_arguments, convert_argument, fits
+from weir.pools.ranked import Ranked, Tallied, pool_neighbors, select_highest
 from weir.pools.recent import Recent
 from weir.pools.registry import CONSTANTS, POOLS, WAITING, WORD, check_free, check_name, pool
 from weir.pools.reservoir import Reservoir
@@ -41,7 +40,6 @@ from weir.pools.sink import Sink
 from weir.pools.snap import Snap
 from weir.pools.subgen import SubGen
 from weir.pools.tail import Tail
-from weir.pools.tallied import Tallied
 from weir.pools.uniform import Uniform
 
 __all__ = [
@@ -55,10 +53,10 @@ __all__ = [
     "Beginning",
     "Caote",
     "Chunks",
+    "CounterRNG",
     "Critical",
     "CurDKV",
     "Defend",
-    "Draws",
     "Expected",
     "Fold",
     "Header",
@@ -73,12 +71,12 @@ __all__ = [
     "Make",
     "Marks",
     "Match",
+    "ObservedAttention",
     "Outliers",
     "Output",
     "Pool",
     "QFilters",
     "Ranked",
-    "Reading",
     "Recent",
     "Reservoir",
     "Residue",
@@ -92,16 +90,16 @@ __all__ = [
     "Tri",
     "Uniform",
     "Vase",
+    "argument_hints",
     "best_window",
+    "check_arguments",
     "check_free",
     "check_name",
-    "checked",
+    "convert_argument",
     "farthest_first",
     "fits",
-    "highest",
-    "hints",
     "pool",
-    "pooled",
+    "pool_neighbors",
+    "select_highest",
     "split",
-    "taken",
 ]

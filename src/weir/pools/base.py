@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.draws import Draws
-from weir.pools.reading import Reading
-from weir.slab import Alibi, Form, Slots
+from weir.pools.counter_rng import CounterRNG
+from weir.pools.observed_attention import ObservedAttention
+from weir.pools.parameters import fits
+from weir.slab import Alibi, AttentionParams, Slots
 
 MOST_WEIGHT = 1e4
 """No log-weight is larger: e^700 is more than float64 can say."""
@@ -50,11 +51,11 @@ class Fold:
             same shape in place of the old ones, and writes into none.
     """
 
-    draws: Draws
+    draws: CounterRNG
     seen: Tensor
-    form: Form
+    form: AttentionParams
     queries: Tensor | None = None
-    read: Reading | None = None
+    read: ObservedAttention | None = None
     prompt: bool = False
     origin: int = 0
     alibi: Alibi | None = None
@@ -105,8 +106,9 @@ class Pool(ABC):
 
     @property
     def needs_shares(self) -> bool:
-        """Whether it reads what each of these queries gave to each slot (`Reading.attention`);
-        sums over queries (`Reading.received`) take less to be kept.
+        """Whether it reads the attention of each query (`ObservedAttention.attention`).
+
+        Sums over queries (`ObservedAttention.received`) take less memory.
         """
         return self.needs_queries > 0
 
@@ -151,7 +153,7 @@ class Pool(ABC):
         return False
 
     @property
-    def has_chance(self) -> bool:
+    def is_stochastic(self) -> bool:
         """Whether random numbers may decide what it keeps; where not, seeds change nothing."""
         return True
 
@@ -249,7 +251,7 @@ def split(slots: Slots, stays: Tensor, fold: Fold | None = None) -> tuple[Slots,
     return kept, slots.part(0, 0) if fold is not None and fold.last else slots.only(~stays)
 
 
-def left(x: Tensor, stays: Tensor, room: int) -> Tensor:
+def gather_kept(x: Tensor, stays: Tensor, room: int) -> Tensor:
     """What a pool knows of slots, of those that stay and in the order in which `split` leaves them.
 
     Args:
@@ -265,6 +267,107 @@ def left(x: Tensor, stays: Tensor, room: int) -> Tensor:
     return F.pad(taken, (*(0, 0) * (x.ndim - 3), 0, room - order.shape[2]))
 
 
-def within(t: Tensor, low: float, high: float) -> bool:
+def is_within(t: Tensor, low: float, high: float) -> bool:
     """Whether all numbers are from `low` to `high`; what is no number is not."""
     return bool(((t >= low) & (t <= high)).all())
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Places of one row's stream that matter beyond what stands there.
+
+    Attributes:
+        beginning: tokens of the stream's beginning, its system turn, say; None if nobody said how
+            many.
+        turn: the place in the stream where the running turn begins.
+        header: tokens that begin it: what a template puts in front of the answer.
+
+    Raises:
+        WeirError: one of them is no number of tokens.
+    """
+
+    beginning: int | None = None
+    turn: int = 0
+    header: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("beginning", "turn", "header"):
+            value = getattr(self, name)
+            if value is None and name == "beginning":
+                continue
+            if not fits(value, int) or not 0 <= value <= 2**53:
+                raise WeirError(f"{name} is a number of tokens from 0 on, not {value!r}")
+
+
+@dataclass(frozen=True)
+class PoolWrapper(Pool):
+    """A pool that folds by another one's judgment, and needs, remembers and reports as that does.
+
+    Attributes:
+        pool: the other, with as many slots as it says.
+    """
+
+    pool: Pool
+
+    @property
+    def needs_mass(self) -> bool:
+        """As the pool inside."""
+        return self.pool.needs_mass
+
+    @property
+    def needs_queries(self) -> int:
+        """As the pool inside."""
+        return self.pool.needs_queries
+
+    @property
+    def needs_shares(self) -> bool:
+        """As the pool inside."""
+        return self.pool.needs_shares
+
+    @property
+    def needs_marks(self) -> bool:
+        """As the pool inside."""
+        return self.pool.needs_marks
+
+    @property
+    def log_n(self) -> bool:
+        """As the pool inside."""
+        return self.pool.log_n
+
+    @property
+    def heads_agree(self) -> bool:
+        """As the pool inside."""
+        return self.pool.heads_agree
+
+    @property
+    def is_stochastic(self) -> bool:
+        """As the pool inside."""
+        return self.pool.is_stochastic
+
+    def check(self, before: tuple[Pool, ...]) -> None:
+        """Refuse what the pool inside refuses."""
+        self.pool.check(before)
+
+    def state(self, like: Slots) -> dict[str, Tensor]:
+        """What the pool inside remembers."""
+        return self.pool.state(like)
+
+    def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
+        """Why tensors cannot be what it remembers; see `Pool.wrong_state`."""
+        return self.pool.wrong_state(state, held, ahead)
+
+    def report(self, state: dict[str, Tensor], row: int) -> dict[str, Any]:
+        """As the pool inside."""
+        return self.pool.report(state, row)
+
+    def slots(self) -> int:
+        """As many as the pool inside, which has a limit."""
+        return self.pool.slots() or 0
+
+    def fixed(self, before: tuple[Pool, ...]) -> int:
+        """As many as of the pool inside."""
+        return self.pool.fixed(before)
+
+    def resized(self, slots: int) -> Pool:
+        """The same around a pool of another size."""
+        return replace(self, pool=self.pool.resized(slots))

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, within
-from weir.pools.ranked import highest, pooled
+from weir.pools.base import Fold, is_within
+from weir.pools.ranked import TALLY, Tallied, pool_neighbors, select_highest
 from weir.pools.registry import pool
-from weir.pools.tallied import TALLY, Tallied
 from weir.slab import Slots
 
 
@@ -85,7 +84,7 @@ class Defend(Tallied):
         """Peaks are shares, and were taken in the past; see `Pool.wrong_state`."""
         if not bool((state[TALLY] >= 0).all()):
             return "a peak of attention is not negative"
-        if not within(state["seen"], 0, ahead):
+        if not is_within(state["seen"], 0, ahead):
             return "peaks were taken after tokens that have not come"
         return super().wrong_state(state, held, ahead)
 
@@ -105,11 +104,11 @@ class Defend(Tallied):
         peak = fold.state[TALLY]
         there = slots.held.sum(dim=2, keepdim=True).clamp_min(1)
         floor = peak.double().sum(dim=2, keepdim=True) / there
-        score = pooled(peak, slots.position, self.kernel, average=False).maximum(floor)
+        score = pool_neighbors(peak, slots.position, self.kernel, average=False).maximum(floor)
         if self.value:
             score = score * fold.read.lengths(slots.values).mean(dim=2)
         wide = min(self.wide, self.n // 2)
         if wide:
             reach = (slots.values.amax(dim=3) - slots.values.amin(dim=3)).float()
-            score = score.masked_fill(highest(wide, slots.held, reach), torch.inf)
+            score = score.masked_fill(select_highest(wide, slots.held, reach), torch.inf)
         return score, peak

@@ -36,7 +36,7 @@ class Heavy(Ranked):
     n: int
 
     @property
-    def has_chance(self) -> bool:
+    def is_stochastic(self) -> bool:
         """It draws nothing."""
         return False
 

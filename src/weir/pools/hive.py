@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool, split, within
+from weir.pools.base import Fold, Pool, is_within, split
 from weir.pools.registry import pool
 from weir.slab import EMPTY, Slots
 
@@ -59,7 +59,7 @@ class Hive(Pool):
             )
 
     @property
-    def has_chance(self) -> bool:
+    def is_stochastic(self) -> bool:
         """It draws nothing."""
         return False
 
@@ -77,7 +77,7 @@ class Hive(Pool):
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
         """Why tensors cannot be its state; see `Pool.wrong_state`."""
-        if not within(state["settled"], EMPTY, ahead - 1):
+        if not is_within(state["settled"], EMPTY, ahead - 1):
             return "settled is a place in the stream that no token has had"
         return None
 

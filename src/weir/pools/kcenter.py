@@ -22,7 +22,7 @@ from torch import Tensor
 from weir import kernels
 from weir.errors import WeirError
 from weir.pools.base import MOST_WEIGHT, Fold, Pool, split
-from weir.pools.ranked import highest, pooled
+from weir.pools.ranked import pool_neighbors, select_highest
 from weir.pools.registry import pool
 from weir.slab import Slots
 
@@ -92,7 +92,7 @@ class KCenter(Pool):
         return self.use > 0
 
     @property
-    def has_chance(self) -> bool:
+    def is_stochastic(self) -> bool:
         """It draws nothing."""
         return False
 
@@ -144,12 +144,12 @@ class KCenter(Pool):
         if self.spans:
             # A neighbor comes right after the first center that brings it, the older one first.
             turn = (self.k - order).where(stays, 0)
-            brought = pooled(turn, both.position, 2 * self.spans + 1, average=False)
-            stays = highest(self.k, both.held, brought, (turn == brought).double())
+            brought = pool_neighbors(turn, both.position, 2 * self.spans + 1, average=False)
+            stays = select_highest(self.k, both.held, brought, (turn == brought).double())
         if self.fresh:
             # With rotation nothing said long ago is like what is said now.
             keys = both.keys if fold.read is None else fold.read.unrotated(both)
-            stays = renewed(keys, both.held, stays, order == 0, self.fresh)
+            stays = renew_centers(keys, both.held, stays, order == 0, self.fresh)
         return split(both, stays, fold)
 
     def _weight(self, slots: Slots, fold: Fold) -> Tensor:
@@ -198,7 +198,9 @@ def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = 
     return order
 
 
-def renewed(keys: Tensor, among: Tensor, stays: Tensor, first: Tensor, share: float) -> Tensor:
+def renew_centers(
+    keys: Tensor, among: Tensor, stays: Tensor, first: Tensor, share: float
+) -> Tensor:
     """Centers, each in the place of the newest key that is near to it [batch, kv_heads, n], bool.
 
     Args:

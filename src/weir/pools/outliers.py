@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool, left, split
-from weir.pools.ranked import highest, pooled
+from weir.pools.base import Fold, Pool, gather_kept, split
+from weir.pools.ranked import pool_neighbors, select_highest
 from weir.pools.registry import pool
 from weir.slab import Slots
 
@@ -89,7 +89,7 @@ class Outliers(Pool):
         order = both.position.argsort(dim=2, stable=True)
         both, away = both.take_sorted(order), away.gather(2, order)
         stays = self._stays(both, away)
-        fold.state["away"] = left(away, stays, self.n)
+        fold.state["away"] = gather_kept(away, stays, self.n)
         return split(both, stays)
 
     def _stays(self, slots: Slots, away: Tensor) -> Tensor:
@@ -97,11 +97,11 @@ class Outliers(Pool):
 
         By the neighborhood, then by a token's own key, then by age.
         """
-        score = pooled(away, slots.position, 2 * self.dilate + 1, average=False)
+        score = pool_neighbors(away, slots.position, 2 * self.dilate + 1, average=False)
         if self.below is not None:
             score = score.masked_fill(score < 1 - self.below, -torch.inf)
         newest = slots.held.flip(2).cumsum(dim=2).flip(2) <= self.dilate
-        return highest(self.n, slots.held, score.masked_fill(newest, torch.inf), away)
+        return select_highest(self.n, slots.held, score.masked_fill(newest, torch.inf), away)
 
 
 def pointing_away(new: Slots, total: Tensor, fade: float) -> tuple[Tensor, Tensor]:

@@ -19,20 +19,20 @@ from weir.errors import WeirError, format_value, quote
 Make = TypeVar("Make", bound=Callable[..., Any])
 
 
-def hints(make: Callable[..., Any]) -> dict[str, Any]:
+def argument_hints(make: Callable[..., Any]) -> dict[str, Any]:
     """The annotations of a function's parameters, or of those a class is made with."""
     made_by = make.__init__ if isinstance(make, type) else make  # type: ignore[misc]
     return typing.get_type_hints(made_by)
 
 
-def taken(owner: str, name: str, value: Any, hint: Any) -> Any:
+def convert_argument(owner: str, name: str, value: Any, hint: Any) -> Any:
     """The value as `owner` gets it for its parameter `name`; numbers are Python's own.
 
     Raises:
         WeirError: it is not what the annotation `hint` asks for.
     """
     if not fits(value, hint):
-        raise WeirError(f"{name} of {owner} must be {described(hint)}, not {quote(value)}")
+        raise WeirError(f"{name} of {owner} must be {describe_hint(hint)}, not {quote(value)}")
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
     kinds = _parts(hint)
@@ -41,7 +41,7 @@ def taken(owner: str, name: str, value: Any, hint: Any) -> Any:
     return float(value) if float in kinds else value
 
 
-def checked(make: Make, owner: str) -> Make:
+def check_arguments(make: Make, owner: str) -> Make:
     """The function, or the class, refusing arguments that its annotations do not allow.
 
     Args:
@@ -54,10 +54,10 @@ def checked(make: Make, owner: str) -> Make:
     @functools.wraps(called)
     def careful(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
-        wanted = hints(called)
+        wanted = argument_hints(called)
         for name, value in given.arguments.items():
             if name in wanted:  # `self` is not
-                given.arguments[name] = taken(owner, name, value, wanted[name])
+                given.arguments[name] = convert_argument(owner, name, value, wanted[name])
         return called(*given.args, **given.kwargs)
 
     if isinstance(make, type):
@@ -81,10 +81,10 @@ def fits(value: Any, hint: Any) -> bool:
     return not isinstance(hint, type) or isinstance(value, hint)
 
 
-def described(hint: Any) -> str:
+def describe_hint(hint: Any) -> str:
     """An annotation in words."""
     if len(_parts(hint)) > 1:
-        return " or ".join(map(described, _parts(hint)))
+        return " or ".join(map(describe_hint, _parts(hint)))
     if typing.get_origin(hint) is Literal:
         return " or ".join(map(format_value, typing.get_args(hint)))
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}

@@ -38,7 +38,7 @@ class Recent(Pool):
             raise WeirError("recent(none) can only follow pools that pass all tokens on in order")
 
     @property
-    def has_chance(self) -> bool:
+    def is_stochastic(self) -> bool:
         """It draws nothing."""
         return False
 

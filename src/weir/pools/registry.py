@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from weir.errors import WeirError, quote
 from weir.pools.base import Pool
-from weir.pools.parameters import checked
+from weir.pools.parameters import check_arguments
 
 POOLS: dict[str, type[Pool]] = {}
 """Every pool by the name it has in a policy."""
@@ -61,7 +61,7 @@ def pool(name: str) -> Callable[[Kind], Kind]:
             )
         check_free(name, kind, POOLS, "a pool")
         kind.name = name
-        POOLS[name] = checked(kind, name)
+        POOLS[name] = check_arguments(kind, name)
         return kind
 
     return register

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weir.pools.base import MOST_WEIGHT, Fold, Pool, within
+from weir.pools.base import MOST_WEIGHT, Fold, Pool, is_within
 from weir.slab import Slots
 
 
@@ -55,10 +55,10 @@ class Sample(Pool):
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
         """Why tensors cannot be its state; see `Pool.wrong_state`."""
-        if "came" in state and not within(state["came"], 0, ahead):
+        if "came" in state and not is_within(state["came"], 0, ahead):
             return "came is not a number of tokens"
         for name in ("a", "b"):
-            if name in state and not within(state[name], -math.inf, MOST_WEIGHT):
+            if name in state and not is_within(state[name], -math.inf, MOST_WEIGHT):
                 return f"{name} is not a log-weight"
         return None
 

@@ -39,7 +39,7 @@ class Sink(Pool):
             )
 
     @property
-    def has_chance(self) -> bool:
+    def is_stochastic(self) -> bool:
         """It draws nothing."""
         return False
 

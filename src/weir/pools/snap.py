@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold, Pool
-from weir.pools.ranked import Ranked, pooled
+from weir.pools.ranked import Ranked, pool_neighbors
 from weir.pools.registry import pool
 from weir.slab import Slots, attention_mass
 
@@ -86,7 +86,7 @@ class Snap(Ranked):
             )
 
     @property
-    def has_chance(self) -> bool:
+    def is_stochastic(self) -> bool:
         """It draws nothing."""
         return False
 
@@ -112,7 +112,7 @@ class Snap(Ranked):
         """(pooled votes, a token's own); the window stays, and has no votes to share."""
         in_window = slots.position >= fold.next[:, None, None] - self.window
         votes = self._votes(slots, fold).masked_fill(in_window | ~slots.held, 0.0)
-        score = pooled(votes, slots.position, self.kernel, average=self.average)
+        score = pool_neighbors(votes, slots.position, self.kernel, average=self.average)
         return score.masked_fill(in_window, torch.inf), votes
 
     def _votes(self, slots: Slots, fold: Fold) -> Tensor:

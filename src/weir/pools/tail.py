@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import MOST_WEIGHT, Fold, left, within
-from weir.pools.ranked import highest
+from weir.pools.base import MOST_WEIGHT, Fold, gather_kept, is_within
+from weir.pools.ranked import select_highest
 from weir.pools.registry import pool
 from weir.pools.sample import Sample
 from weir.slab import Slots
@@ -94,9 +94,9 @@ class Tail(Sample):
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
         """Why tensors cannot be its state; see `Pool.wrong_state`."""
-        if not within(state["said"], -MOST_WEIGHT, MOST_WEIGHT):
+        if not is_within(state["said"], -MOST_WEIGHT, MOST_WEIGHT):
             return "what a token has said is not a log-weight"
-        if not within(state["threshold"], -torch.inf, MOST_WEIGHT):
+        if not is_within(state["threshold"], -torch.inf, MOST_WEIGHT):
             return "the threshold is not a log-weight"
         for name in ("sum", "error", "watched", "until"):
             if name in state and not bool(((state[name] >= 0) & (state[name] < torch.inf)).all()):
@@ -119,11 +119,11 @@ class Tail(Sample):
         both = old.join(new)
         said = torch.cat([state["said"][:, :, : len(held)], self._said(new, fold)], dim=2)
         priority = (said - self.draw(both, fold).log()).masked_fill(~both.held, -torch.inf)
-        stays = highest(self.n, both.held, priority)
+        stays = select_highest(self.n, both.held, priority)
         best_gone = priority.masked_fill(stays, -torch.inf).amax(dim=2)
         state["threshold"] = state["threshold"].maximum(best_gone)
         kept = both.only(stays)
-        state["said"] = left(said, stays, self.n)
+        state["said"] = gather_kept(said, stays, self.n)
         factor = state["threshold"][..., None] - state["said"][:, :, : len(kept)]
         factor = factor.clamp_min(0.0)
         return self.weigh(kept, factor, fold), new.part(0, 0)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from weir.cache import Holding, LayerPlan, StreamingCache, holding_in
 from weir.serve.engine import RowInspection, Sequence
 from weir.serve.sessions import SessionStore, TurnTokens, pack_ids, unpack_ids
-from weir.stream import tokens_as_text
+from weir.stream import describe_tokens
 
 BLOCK = 32
 """Tokens that are decoded together, and cached: of a growing stream, few blocks change."""
@@ -224,7 +224,7 @@ class Recaller:
         found: list[tuple[str, bool]] = []
         for gap, run in groupby(ids, key=lambda token: token is None):
             some = [token or 0 for token in run]
-            found += [("", False)] * len(some) if gap else tokens_as_text(self._tokenizer, some)
+            found += [("", False)] * len(some) if gap else describe_tokens(self._tokenizer, some)
         return found
 
 

@@ -16,7 +16,7 @@ from weir.errors import WeirError
 from weir.models import ModelSink
 from weir.serve.messages import Message
 from weir.serve.tools import CallFormat, Tool, format_of
-from weir.stream import Turns
+from weir.stream import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PromptRenderer:
         self, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int], sink: ModelSink
     ) -> None:
         self._tokenizer = tokenizer
-        self._turns = Turns(tokenizer, stop_ids)
+        self._template = ChatTemplate(tokenizer, stop_ids)
         self._sink = sink
         try:
             self._call_format: CallFormat | WeirError = format_of(tokenizer)
@@ -60,7 +60,7 @@ class PromptRenderer:
     @property
     def is_line_based(self) -> bool:
         """Whether a message is a line of its own: the model has no chat template."""
-        return not self._turns.templated
+        return not self._template.templated
 
     @property
     def call_format(self) -> CallFormat:
@@ -94,10 +94,10 @@ class PromptRenderer:
             WeirError: the template refuses it.
         """
         rendered, described = self._for_template(messages, tools)
-        turns = self._turns.telling(described)
+        template = self._template.with_tools(described)
         with self._lock:
-            ids = turns.whole(rendered)
-            beginning, header = turns.beginning(rendered, ids), self._turns.header(ids)
+            ids = template.whole(rendered)
+            beginning, header = template.beginning(rendered, ids), self._template.header(ids)
         with_sink = self._sink.first(ids)
         return RenderedPrompt(with_sink, beginning + len(with_sink) - len(ids), header)
 
@@ -119,8 +119,8 @@ class PromptRenderer:
         rendered, described = self._for_template(messages, tools if in_template else ())
         try:
             with self._lock:
-                ids = self._turns.telling(described).after(rendered, last)
-                return RenderedPrompt(ids, header=self._turns.header(ids)) if ids else None
+                ids = self._template.with_tools(described).after(rendered, last)
+                return RenderedPrompt(ids, header=self._template.header(ids)) if ids else None
         except WeirError:
             return None  # the template looks at more of the history than is here
 

@@ -1,30 +1,44 @@
 """Slots, where they stand, and the one formula that reads them."""
 
 from weir.slab.attention import (
-    Form,
+    AttentionParams,
     Watched,
     attention_mass,
     attention_shares,
     attention_softmax,
     attention_weights,
+    compute_logits,
     fused_attention,
-    fuses,
-    logits,
+    is_uncapped,
     split_attention,
     split_weights,
     two_weight_attention,
     two_weight_kernel,
     watched_attention,
 )
-from weir.slab.coded import Coded, coded_in
-from weir.slab.looped import looped_attention, loops
-from weir.slab.positions import Alibi, LayerPositions, Rotary, Turn, packed, rolled, rotation_tables
-from weir.slab.quantized import FORMATS, Format
-from weir.slab.room import LARGE_PAGE
-from weir.slab.slab import Slab, longer, merge_groups, own_copy, put_lines, slot_lines
+from weir.slab.compiled_attention import attend_in_loops, uses_loops
+from weir.slab.positions import (
+    Alibi,
+    LayerPositions,
+    Rotary,
+    Rotation,
+    roll_positions,
+    rotation_tables,
+    shift_spans,
+)
+from weir.slab.quantization import FORMATS, Format
+from weir.slab.quantized_slots import QuantizedSlots, QuantizedStorage, quantized_buffers
+from weir.slab.slab import (
+    LARGE_PAGE,
+    Slab,
+    copy_if_shared,
+    is_longer,
+    merge_groups,
+    put_lines,
+    slot_lines,
+)
 from weir.slab.slots import EMPTY, Slots, pick
 from weir.slab.spec import STATE, Heads, SlabSpec
-from weir.slab.stretch import Stretch
 
 __all__ = [
     "EMPTY",
@@ -32,40 +46,40 @@ __all__ = [
     "LARGE_PAGE",
     "STATE",
     "Alibi",
-    "Coded",
-    "Form",
+    "AttentionParams",
     "Format",
     "Heads",
     "LayerPositions",
+    "QuantizedSlots",
+    "QuantizedStorage",
     "Rotary",
+    "Rotation",
     "Slab",
     "SlabSpec",
     "Slots",
-    "Stretch",
-    "Turn",
     "Watched",
+    "attend_in_loops",
     "attention_mass",
     "attention_shares",
     "attention_softmax",
     "attention_weights",
-    "coded_in",
+    "compute_logits",
+    "copy_if_shared",
     "fused_attention",
-    "fuses",
-    "logits",
-    "longer",
-    "looped_attention",
-    "loops",
+    "is_longer",
+    "is_uncapped",
     "merge_groups",
-    "own_copy",
-    "packed",
     "pick",
     "put_lines",
-    "rolled",
+    "quantized_buffers",
+    "roll_positions",
     "rotation_tables",
+    "shift_spans",
     "slot_lines",
     "split_attention",
     "split_weights",
     "two_weight_attention",
     "two_weight_kernel",
+    "uses_loops",
     "watched_attention",
 ]

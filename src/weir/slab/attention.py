@@ -30,7 +30,7 @@ from weir import kernels
 
 
 @dataclass(frozen=True)
-class Form:
+class AttentionParams:
     """How one layer of a model attends.
 
     Attributes:
@@ -52,7 +52,7 @@ def two_weight_attention(
     values: Tensor,
     a: Tensor,
     b: Tensor,
-    form: Form,
+    params: AttentionParams,
     bias: Tensor | None = None,
 ) -> Tensor:
     """The formula above, in float32; what every kernel must equal.
@@ -69,53 +69,53 @@ def two_weight_attention(
     Returns:
         [batch, kv_heads, group, length, value_dim]; zero for a query that sees nothing.
     """
-    logits = _logits(queries, keys, form, bias)
+    logits = _logits(queries, keys, params, bias)
     above, below = logits + _per_slot(a), logits + _per_slot(b)
     top = torch.maximum(above, below).amax(dim=-1, keepdim=True)
-    if form.sinks is not None:
-        top = torch.maximum(top, form.sinks[:, :, None, None])
+    if params.sinks is not None:
+        top = torch.maximum(top, params.sinks[:, :, None, None])
     top = top.masked_fill(top.isneginf(), 0.0)
     total = (below - top).exp().sum(dim=-1, keepdim=True)
-    if form.sinks is not None:
-        total = total + (form.sinks[:, :, None, None] - top).exp()
+    if params.sinks is not None:
+        total = total + (params.sinks[:, :, None, None] - top).exp()
     weighted = torch.einsum("bhgln,bhnd->bhgld", (above - top).exp(), values.float())
     return (weighted / total).masked_fill(total == 0, 0.0).to(values.dtype)
 
 
 def attention_mass(
-    queries: Tensor, keys: Tensor, b: Tensor, form: Form, bias: Tensor | None = None
+    queries: Tensor, keys: Tensor, b: Tensor, params: AttentionParams, bias: Tensor | None = None
 ) -> Tensor:
     """The attention each slot receives [batch, kv_heads, slots], float32.
 
     The softmax of the denominator, summed over the queries and over the query heads of the group.
     Arguments as in `two_weight_attention`.
     """
-    if fuses(form) and form.sinks is None and keys.device.type == "cpu":
-        found = _plain_mass(queries, keys, b, form, bias)
+    if is_uncapped(params) and params.sinks is None and keys.device.type == "cpu":
+        found = _plain_mass(queries, keys, b, params, bias)
         if not bool(found.isnan().any()):
             return found
-    below = _logits(queries, keys, form, _per_slot(b) if bias is None else bias + _per_slot(b))
+    below = _logits(queries, keys, params, _per_slot(b) if bias is None else bias + _per_slot(b))
     # The logits are the largest tensor of a fold: so they are written over, and one product weighs
     # and sums them, without another of their size.
     top = below.amax(dim=-1, keepdim=True)
-    if form.sinks is not None:
-        top = torch.maximum(top, form.sinks[:, :, None, None])
+    if params.sinks is not None:
+        top = torch.maximum(top, params.sinks[:, :, None, None])
     top = top.masked_fill(top.isneginf(), 0.0)
     below = below.sub_(top).exp_()
     total = below.sum(dim=-1, keepdim=True)
-    if form.sinks is not None:
-        total = total + (form.sinks[:, :, None, None] - top).exp()
+    if params.sinks is not None:
+        total = total + (params.sinks[:, :, None, None] - top).exp()
     share = (1 / total).masked_fill(total == 0, 0.0)
     return (share.flatten(2)[:, :, None] @ below.flatten(2, 3))[:, :, 0]
 
 
 def _plain_mass(
-    queries: Tensor, keys: Tensor, b: Tensor, form: Form, bias: Tensor | None
+    queries: Tensor, keys: Tensor, b: Tensor, params: AttentionParams, bias: Tensor | None
 ) -> Tensor:
     """`attention_mass` of forms without capping and sinks, by one softmax, which is the faster;
     no number where a query sees nothing.
     """
-    return _received(_softmax_in_place(_flat_logits(queries, keys, form, b, bias)), b)
+    return _received(_softmax_in_place(_flat_logits(queries, keys, params, b, bias)), b)
 
 
 def _received(shares: Tensor, b: Tensor) -> Tensor:
@@ -151,7 +151,12 @@ class Watched(NamedTuple):
 
 
 def watched_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, b: Tensor, form: Form, bias: Tensor | None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    b: Tensor,
+    params: AttentionParams,
+    bias: Tensor | None,
 ) -> Watched | None:
     """Answers, and who received how much, by plain products around one softmax.
 
@@ -167,7 +172,7 @@ def watched_attention(
     Returns:
         None where a query sees nothing.
     """
-    weights = _softmax_in_place(_flat_logits(queries, keys, form, b, bias))
+    weights = _softmax_in_place(_flat_logits(queries, keys, params, b, bias))
     mass = _received(weights, b)
     if bool(mass.isnan().any()):
         return None
@@ -176,19 +181,21 @@ def watched_attention(
     return Watched(answers.view(*size, -1), mass[:, :, None], weights.view(*size, -1))
 
 
-def logits(queries: Tensor, keys: Tensor, form: Form, bias: Tensor | None = None) -> Tensor:
+def compute_logits(
+    queries: Tensor, keys: Tensor, params: AttentionParams, bias: Tensor | None = None
+) -> Tensor:
     """Logits before weights, a new tensor [batch, kv_heads, group, length, slots], float32.
 
     Arguments as in `two_weight_attention`.
     """
-    return _logits(queries, keys, form, bias)
+    return _logits(queries, keys, params, bias)
 
 
-def attention_weights(given: Tensor, b: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+def attention_weights(given: Tensor, b: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
     """What share of each query's attention each slot receives, and the queries' denominators.
 
     Args:
-        given: what `logits` gives over all slots [batch, kv_heads, group, length, slots].
+        given: what `compute_logits` gives over all slots [batch, kv_heads, group, length, slots].
         b: log-weights [batch, kv_heads, slots].
         form: the layer's sink logits, which count in the denominators.
 
@@ -201,18 +208,18 @@ def attention_weights(given: Tensor, b: Tensor, form: Form) -> tuple[Tensor, Ten
     top = top.masked_fill_(top.isneginf(), 0.0)
     weights = below.sub_(top).exp_()
     lse = weights.sum(dim=-1).log_().add_(top[..., 0])
-    if form.sinks is not None:
-        lse = torch.logaddexp(lse, form.sinks[:, :, None])
+    if params.sinks is not None:
+        lse = torch.logaddexp(lse, params.sinks[:, :, None])
     return weights.mul_((top - lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp_()), lse
 
 
-def attention_softmax(given: Tensor, b: Tensor, form: Form) -> Tensor:
+def attention_softmax(given: Tensor, b: Tensor, params: AttentionParams) -> Tensor:
     """The first of `attention_weights`, alone: without sinks one softmax, which is the faster.
 
     Arguments as there.
     """
-    if form.sinks is not None or given.device.type != "cpu":
-        return attention_weights(given, b, form)[0]
+    if params.sinks is not None or given.device.type != "cpu":
+        return attention_weights(given, b, params)[0]
     weights = _softmax_in_place(given + _per_slot(b))
     # One column tells: of a query that sees nothing, every share is not a number.
     blind = weights[..., :1].isnan()
@@ -223,7 +230,7 @@ def attention_shares(given: Tensor, b: Tensor, lse: Tensor) -> Tensor:
     """What share of each query's attention some slots receive, of all that it gives.
 
     Args:
-        given: what `logits` gives over these slots [batch, kv_heads, group, length, slots].
+        given: what `compute_logits` gives over these slots [batch, kv_heads, group, length, slots].
         b: their log-weights [batch, kv_heads, slots].
         lse: the denominators over all slots, as `attention_weights` gives them.
 
@@ -238,7 +245,7 @@ def fused_attention(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    form: Form,
+    params: AttentionParams,
     bias: Tensor | None = None,
 ) -> Tensor:
     """PyTorch's fused attention; arguments as in `two_weight_attention`, without a and b.
@@ -247,9 +254,9 @@ def fused_attention(
     has no place for, take one softmax of one column more instead.
     """
     batch, kv_heads, group, length, _ = queries.shape
-    if form.sinks is not None:
+    if params.sinks is not None:
         weights, _ = _softmax_with_sinks(
-            _flat_logits(queries, keys, form, None, bias), form.sinks, batch, length
+            _flat_logits(queries, keys, params, None, bias), params.sinks, batch, length
         )
         out = weights.bmm(values.flatten(0, 1).float())
         return out.view(batch, kv_heads, group, length, -1).to(values.dtype)
@@ -261,7 +268,7 @@ def fused_attention(
         if bias is not None:
             bias = bias.expand(batch, kv_heads, group, 1, -1)[:, :, :, 0]
         out = F.scaled_dot_product_attention(
-            queries[:, :, :, 0], keys, values, bias, scale=form.scale
+            queries[:, :, :, 0], keys, values, bias, scale=params.scale
         )
         return out[:, :, :, None]
     if bias is not None and bias.shape[2] == 1 and bias.shape[1] > 1:
@@ -272,7 +279,7 @@ def fused_attention(
             keys.flatten(0, 1)[:, None],
             values.flatten(0, 1)[:, None],
             bias.expand(batch, -1, -1, -1, -1).flatten(0, 1),
-            scale=form.scale,
+            scale=params.scale,
             enable_gqa=group > 1,
         )
         return out.unflatten(0, (batch, kv_heads))
@@ -286,7 +293,7 @@ def fused_attention(
         keys,
         values,
         bias,
-        scale=form.scale,
+        scale=params.scale,
         enable_gqa=group > 1,
     )
     return out.unflatten(1, (kv_heads, group))
@@ -316,10 +323,10 @@ def split_attention(
     mask: Tensor,
     numerator: Tensor,
     denominator: Tensor,
-    form: Form,
+    params: AttentionParams,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Both sums from one softmax, in float32; for forms that `fuses` takes.
+    """Both sums from one softmax, in float32; for forms that `is_uncapped` takes.
 
         p = softmax(l + m),  z(q) = sum_i p_i e^(a_i-m_i) v_i / sum_i p_i e^(b_i-m_i)
 
@@ -342,12 +349,12 @@ def split_attention(
     # The mask is clamped because a softmax over nothing but -inf is not a number, also where the
     # factors are 0.
     mask = mask.clamp_min(torch.finfo(torch.float32).min)
-    logits = _flat_logits(queries, keys, form, mask, bias)
-    if form.sinks is None:
+    logits = _flat_logits(queries, keys, params, mask, bias)
+    if params.sinks is None:
         weights = logits.softmax(dim=-1)
         total = weights.bmm(denominator.reshape(-1, slots, 1))
     else:
-        weights, sunk = _softmax_with_sinks(logits, form.sinks, batch, length)
+        weights, sunk = _softmax_with_sinks(logits, params.sinks, batch, length)
         total = weights.bmm(denominator.reshape(-1, slots, 1)) + sunk
     total.masked_fill_(total == 0, torch.inf)
     weights.mul_(numerator.reshape(-1, 1, slots))
@@ -367,9 +374,9 @@ def two_weight_kernel(queries: Tensor) -> Callable[..., Tensor] | None:
     return None if decode is None else partial(_through, decode)
 
 
-def fuses(form: Form) -> bool:
+def is_uncapped(params: AttentionParams) -> bool:
     """Whether `fused_attention` and `split_attention` serve a form: logits are not capped."""
-    return form.softcap is None
+    return params.softcap is None
 
 
 def _through(
@@ -379,15 +386,15 @@ def _through(
     values: Tensor,
     a: Tensor,
     b: Tensor,
-    form: Form,
+    params: AttentionParams,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The answers of a kernel, which knows tensors and numbers but no `Form`."""
-    return decode(queries, keys, values, a, b, form.scale, form.softcap, form.sinks, bias)
+    """The answers of a kernel, which knows tensors and numbers but no `AttentionParams`."""
+    return decode(queries, keys, values, a, b, params.scale, params.softcap, params.sinks, bias)
 
 
 def _flat_logits(
-    queries: Tensor, keys: Tensor, form: Form, mask: Tensor | None, bias: Tensor | None
+    queries: Tensor, keys: Tensor, params: AttentionParams, mask: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """A new tensor [batch * kv_heads, group * length, slots], float32, without capping.
 
@@ -405,7 +412,7 @@ def _flat_logits(
         queries.reshape(-1, group * length, key_dim).float(),
         keys.reshape(-1, slots, key_dim).float().mT,
         beta=0 if mask is None else 1,
-        alpha=form.scale,
+        alpha=params.scale,
     )
     if bias is not None:
         last = slots if bias.shape[4] == 1 else bias.shape[4]
@@ -442,12 +449,12 @@ def _softmax_with_sinks(
     return weights[..., :-1], weights[..., -1:]
 
 
-def _logits(queries: Tensor, keys: Tensor, form: Form, bias: Tensor | None) -> Tensor:
+def _logits(queries: Tensor, keys: Tensor, params: AttentionParams, bias: Tensor | None) -> Tensor:
     """A new tensor [batch, kv_heads, group, length, slots], float32."""
-    merged = (queries.float() * form.scale).flatten(2, 3)
+    merged = (queries.float() * params.scale).flatten(2, 3)
     logits = (merged @ keys.float().mT).unflatten(2, queries.shape[2:4])
-    if form.softcap is not None:
-        logits = (logits / form.softcap).tanh() * form.softcap
+    if params.softcap is not None:
+        logits = (logits / params.softcap).tanh() * params.softcap
     return logits if bias is None else logits.add_(bias)
 
 

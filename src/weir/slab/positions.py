@@ -45,7 +45,7 @@ class Rotary:
     frequencies: Tensor
     scaling: float = 1.0
     sections: tuple[int, ...] | None = None
-    _memo: list[tuple[Tensor, Turn]] = field(
+    _memo: list[tuple[Tensor, Rotation]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
 
@@ -60,10 +60,10 @@ class Rotary:
         count = torch.tensor(self.sections)
         return (torch.arange(len(count)) % 3).repeat_interleave(count)
 
-    def turns(self, positions: Tensor) -> Turn:
+    def turns(self, positions: Tensor) -> Rotation:
         """The rotations to `positions` [...]."""
         angles = self._angles(positions[..., None])
-        return Turn(angles.cos(), angles.sin())
+        return Rotation(angles.cos(), angles.sin())
 
     def tables(self, positions: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines for a model that rotates by itself, scaled.
@@ -103,7 +103,7 @@ class Rotary:
                 return turn.of(x)
         turn = self.turns(positions)
         if self.scaling != 1:
-            turn = Turn(turn.cos * self.scaling, turn.sin * self.scaling)
+            turn = Rotation(turn.cos * self.scaling, turn.sin * self.scaling)
         self._memo[:] = [(positions, turn)]
         return turn.of(x)
 
@@ -123,7 +123,7 @@ class Rotary:
         return moved if out is None else out.copy_(moved)
 
 
-class Turn(NamedTuple):
+class Rotation(NamedTuple):
     """Rotations of the pairs (i, i + half) of a head's first dimensions.
 
     Attributes:
@@ -209,7 +209,7 @@ class Alibi:
         return product.to(torch.float32) * self.factor
 
 
-def rolled(positions: Tensor, first_of_run: Tensor) -> Tensor:
+def roll_positions(positions: Tensor, first_of_run: Tensor) -> Tensor:
     """The rolling frame of front tokens.
 
     Args:
@@ -233,11 +233,11 @@ def rolled(positions: Tensor, first_of_run: Tensor) -> Tensor:
     return torch.empty_like(frame).scatter_(2, order, frame)
 
 
-def packed(positions: Tensor, spans: Tensor, begin: Tensor) -> Tensor:
+def shift_spans(positions: Tensor, spans: Tensor, begin: Tensor) -> Tensor:
     """The rolling frame of front tokens on three axes: how far each is moved.
 
     What lies between a token and the run is as long as the words and images that are still there;
-    of an image the whole counts while one piece is left. With words alone this is `rolled`.
+    of an image the whole counts while one piece is left. With words alone this is `roll_positions`.
 
     Args:
         positions: places in the stream [batch, kv_heads, front], int64; -1 where empty.

@@ -17,19 +17,19 @@ adds up.
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Callable
+import mmap
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from weir.slab.attention import split_weights
-from weir.slab.coded import Coded
-from weir.slab.quantized import Format
-from weir.slab.room import empty
+from weir.slab.quantization import Format
+from weir.slab.quantized_slots import Piece, QuantizedSlots, QuantizedStorage
 from weir.slab.slots import EMPTY, Slots
 from weir.slab.spec import STATE, Heads, SlabSpec
-from weir.slab.stretch import Piece, Stretch
 
 _BUFFERS = (
     *("keys", "values", "a", "b", "position", "mass", "span"),
@@ -64,13 +64,13 @@ class Slab:
         # Never inference tensors: the same slab is written in and outside inference mode.
         with torch.inference_mode(False):
             made = {
-                name: empty(shape, dtype, device)
+                name: allocate(shape, dtype, device)
                 for name, (shape, dtype) in spec.tensors(batch).items()
                 if not name.startswith(STATE)
             }
             for name, t in made.items():
                 t.fill_(_FILL[name]) if name in _FILL else t.zero_()
-        self.coded = Coded.of(spec.format, made, spec.heads.dtype)
+        self.quantized = QuantizedStorage.of(spec.format, made, spec.heads.dtype)
         self.keys, self.values = made["keys"], made["values"]
         self.a, self.b, self.position = made["a"], made["b"], made["position"]
         self.mass, self.span = made.get("mass"), made.get("span")
@@ -82,10 +82,10 @@ class Slab:
         self.state: dict[str, Tensor] = {}
 
     @classmethod
-    def of(cls, buffers: dict[str, Tensor], form: Format | None = None) -> Slab:
+    def of(cls, buffers: dict[str, Tensor], format: Format | None = None) -> Slab:
         """A slab made of buffers that `tensors` named, its quantized slots in that format."""
         slab = object.__new__(cls)
-        slab.coded = Coded.of(form, buffers, buffers["keys"].dtype)
+        slab.quantized = QuantizedStorage.of(format, buffers, buffers["keys"].dtype)
         for name in _BUFFERS:
             setattr(slab, name, buffers.get(name))
         slab.state = {
@@ -102,17 +102,17 @@ class Slab:
 
     def _buffers(self) -> dict[str, Tensor]:
         own = {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
-        return own if self.coded is None else own | self.coded.tensors()
+        return own if self.quantized is None else own | self.quantized.tensors()
 
     def _like(self, change: Callable[[Tensor], Tensor]) -> Slab:
         """A slab of the same kind, each of its tensors made from this one's."""
-        form = None if self.coded is None else self.coded.format
-        return Slab.of({name: change(t) for name, t in self.tensors().items()}, form)
+        format = None if self.quantized is None else self.quantized.format
+        return Slab.of({name: change(t) for name, t in self.tensors().items()}, format)
 
     @property
     def first(self) -> int:
         """The first exact slot: so many quantized ones are in front."""
-        return 0 if self.coded is None else len(self.coded)
+        return 0 if self.quantized is None else len(self.quantized)
 
     @property
     def split(self) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -137,10 +137,10 @@ class Slab:
         begin, end = max(0, start - first), max(0, stop - first)
         keys = self.keys.narrow(2, begin, end - begin)
         values = self.values.narrow(2, begin, end - begin)
-        if self.coded is None or start >= first:
+        if self.quantized is None or start >= first:
             return keys, values
         stop = min(stop, first)
-        return self.coded.keys(start, stop, keys), self.coded.values(start, stop, values)
+        return self.quantized.keys(start, stop, keys), self.quantized.values(start, stop, values)
 
     def run(self, start: int, stop: int) -> Slots:
         """Slots of the run or of the tail, as a view."""
@@ -152,24 +152,24 @@ class Slab:
             mass=None if self.mass is None else self.mass[:, :, start:stop],
             span=None if self.span is None else self.span[:, :, start:stop],
         )
-        if self.coded is not None and start < self.first:
-            pieces: list[Piece] = [self.coded.part(start, stop)]
+        if self.quantized is not None and start < self.first:
+            pieces: list[Piece] = [self.quantized.part(start, stop)]
             if stop > self.first:
                 pieces.append((view.keys, view.values))
-            return Stretch.of(pieces, view.others())
+            return QuantizedSlots.of(pieces, view.others())
         view.slab, view.place = self, start
         return view
 
     def storages(self) -> set[int]:
-        """Where the memory of its buffers begins, as `own_copy` asks for it."""
+        """Where the memory of its buffers begins, as `copy_if_shared` asks for it."""
         return {t.untyped_storage().data_ptr() for t in self._buffers().values()}
 
     def front(self, start: int, stop: int) -> Slots:
         """Slots of the front, with their master keys; a view."""
         slots = self.run(start, stop)
         slots.slab = slots.place = None
-        if self.coded is not None and start < self.first:
-            return Stretch.of([self.coded.part(start, stop, said=True)], slots.others())
+        if self.quantized is not None and start < self.first:
+            return QuantizedSlots.of([self.quantized.part(start, stop, said=True)], slots.others())
         if self.masters is not None:
             slots.keys = self.masters[:, :, start - self.first : stop - self.first]
         return slots
@@ -218,8 +218,8 @@ class Slab:
     def write(self, start: int, slots: Slots, *, front: bool) -> None:
         """Overwrite from slot `start` on; the front's keys go to the masters."""
         stop, first = start + len(slots), self.first
-        if self.coded is not None and start < first:
-            self._write_coded(self.coded, start, slots, front=front)
+        if self.quantized is not None and start < first:
+            self._write_quantized(self.quantized, start, slots, front=front)
         else:
             keys = self.masters if front and self.masters is not None else self.keys
             keys[:, :, start - first : stop - first] = slots.keys
@@ -230,18 +230,20 @@ class Slab:
             for buffer, t in zip(self.split, split_weights(slots.a, slots.b), strict=True):
                 buffer[:, :, start:stop] = t
 
-    def _write_coded(self, coded: Coded, start: int, slots: Slots, *, front: bool) -> None:
+    def _write_quantized(
+        self, quantized: QuantizedStorage, start: int, slots: Slots, *, front: bool
+    ) -> None:
         """Keys and values of quantized slots: those that are so stored as they are."""
-        if isinstance(slots, Stretch) and slots.pieces is not None:
+        if isinstance(slots, QuantizedSlots) and slots.pieces is not None:
             pieces = slots.pieces
         else:
             pieces = [(slots.keys, slots.values)]
         for piece in pieces:
-            if isinstance(piece, Coded):
-                coded.put(start, piece, front=front)
+            if isinstance(piece, QuantizedStorage):
+                quantized.put(start, piece, front=front)
                 start += len(piece)
             else:
-                coded.write(start, *piece, front=front)
+                quantized.write(start, *piece, front=front)
                 start += piece[0].shape[2]
 
     def open_tail(self, start: int, seen: Tensor, chunk: int) -> None:
@@ -315,7 +317,7 @@ class Slab:
         """Make what pools remember as long as in `other`; for pipes without a limit only."""
         with torch.inference_mode(False):
             for name, t in self.state.items():
-                if longer(other.state[name], t):
+                if is_longer(other.state[name], t):
                     more = other.state[name].shape[2] - t.shape[2]
                     behind = t.new_zeros((*t.shape[:2], more, *t.shape[3:]))
                     self.state[name] = torch.cat([t, behind], dim=2)
@@ -361,7 +363,7 @@ def merge_groups(queries: Tensor) -> Tensor:
     return queries.transpose(2, 3).flatten(3)
 
 
-def own_copy(slots: Slots, shared: set[int]) -> Slots:
+def copy_if_shared(slots: Slots, shared: set[int]) -> Slots:
     """The same slots, in memory of their own where theirs begins at one of the `shared` places.
 
     What is to be written somewhere in a slab may be what has to be read elsewhere.
@@ -370,11 +372,41 @@ def own_copy(slots: Slots, shared: set[int]) -> Slots:
     def own(t: Tensor) -> Tensor:
         return t.clone() if t.untyped_storage().data_ptr() in shared else t
 
-    return slots.as_stored(own) if isinstance(slots, Stretch) else slots.map(own)
+    return slots.as_stored(own) if isinstance(slots, QuantizedSlots) else slots.map(own)
 
 
-def longer(t: Tensor, than: Tensor) -> bool:
+def is_longer(t: Tensor, than: Tensor) -> bool:
     """Whether the slots, or what a pool remembers one by one, are more than those of the other."""
     if t.ndim != than.ndim or t.ndim < 3:
         return False
     return t.shape[2] > than.shape[2] and t.shape[3:] == than.shape[3:]
+
+
+LARGE_PAGE = 2**21
+"""Bytes of a large page, as x86 and most ARM processors have them."""
+
+
+def allocate(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+) -> Tensor:
+    """`torch.empty`, for what is kept for long and read often.
+
+    A large page may hold the end of one tensor and the beginning of the next, if all of them are
+    made before anything is written to one.
+    """
+    made = torch.empty(shape, dtype=dtype, device=device)
+    real = type(made) is Tensor and made.device.type == "cpu"  # others have no address
+    if real and made.nbytes >= LARGE_PAGE // 2:
+        _advise_large_pages(made)
+    return made
+
+
+def _advise_large_pages(t: Tensor) -> None:
+    """For large pages; whoever has none refuses, and all stays as it is."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):  # not Linux
+        return
+    usual = mmap.PAGESIZE
+    start = -(-t.data_ptr() // usual) * usual
+    size = (t.data_ptr() + t.nbytes) // usual * usual - start
+    advise = ctypes.CDLL(None).madvise
+    advise(ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_int(mmap.MADV_HUGEPAGE))

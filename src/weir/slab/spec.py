@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from weir.slab.coded import CODED, KEYS, MASTERS, VALUES
-from weir.slab.quantized import PEAK, Format
+from weir.slab.quantization import PEAK, Format
+from weir.slab.quantized_slots import CODED, KEYS, MASTERS, VALUES
 
 STATE = "state."
 """What the names of tensors that pools remember begin with."""
@@ -67,13 +67,13 @@ class SlabSpec:
     queries: int = 0
     state: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
     format: Format | None = None
-    coded: int = 0
-    coded_masters: int = 0
+    quantized: int = 0
+    quantized_masters: int = 0
 
     def tensors(self, batch: int = 1) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Every buffer by name, as `Slab.tensors` names them: its shape and dtype."""
         heads, slots = self.heads, (self.slots,)
-        exact = self.slots - self.coded
+        exact = self.slots - self.quantized
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "keys": ((exact, heads.key_dim), heads.dtype),
             "values": ((exact, heads.value_dim), heads.dtype),
@@ -93,20 +93,20 @@ class SlabSpec:
             found["span"] = ((*slots, 2), torch.int64)
         if self.queries:
             found["queries"] = ((self.queries, heads.group * heads.key_dim), heads.dtype)
-        found |= self._coded()
+        found |= self._quantized()
         found |= {STATE + name: it for name, it in self.state.items()}
         each = (batch, heads.kv_heads)
         return {name: ((*each, *shape), dtype) for name, (shape, dtype) in found.items()}
 
-    def _coded(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def _quantized(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """The buffers of quantized slots (`Coded`)."""
         if self.format is None:
             return {}
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, slots, dim, code in (
-            (KEYS, self.coded, self.heads.key_dim, self.format.keys),
-            (VALUES, self.coded, self.heads.value_dim, self.format.values),
-            (MASTERS, self.coded_masters, self.heads.key_dim, self.format.keys),
+            (KEYS, self.quantized, self.heads.key_dim, self.format.keys),
+            (VALUES, self.quantized, self.heads.value_dim, self.format.values),
+            (MASTERS, self.quantized_masters, self.heads.key_dim, self.format.keys),
         ):
             if slots:
                 found[CODED + name] = ((slots, code.stored(dim)), code.dtype)

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from weir.errors import WeirError
 from weir.models import sink_of, transformers_model
 from weir.pools import Marks
-from weir.stream.answer import AnswerText
+from weir.stream.chat_template import ChatTemplate
+from weir.stream.detokenizer import Detokenizer
 from weir.stream.stream import Stream
-from weir.stream.turns import Turns
 
 UNTIMED = 2
 """Tokens of an answer that its rate leaves out where it has more: the first comes from the prompt's
@@ -26,7 +26,7 @@ logits, the second from the first step, which may be compiled."""
 
 
 class Conversation:
-    """Turns of a user and a model.
+    """ChatTemplate of a user and a model.
 
     With a chat template, each turn is the text the template adds for it. A model without one simply
     continues what was said, up to the end of a paragraph. In front of the first turn stand the
@@ -71,7 +71,7 @@ class Conversation:
         self._feed(text, ids)
         self.rate = 0.0
         # Without a template the model does not end its turn: the paragraph is the answer.
-        answer = AnswerText(self.tokenizer, ["\n"] if self.tokenizer.chat_template is None else [])
+        answer = Detokenizer(self.tokenizer, ["\n"] if self.tokenizer.chat_template is None else [])
         ends = self.stream.ends
         began = stepped = time.perf_counter()
         tokens = self.stream.generate(max_new_tokens, **sampling)
@@ -105,8 +105,8 @@ class Conversation:
         return self._turns.whole(said) if after is None else after
 
     @property
-    def _turns(self) -> Turns:
-        return Turns(self.tokenizer, self.stream.ends)
+    def _turns(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer, self.stream.ends)
 
     def _feed(self, text: str, ids: list[int]) -> None:
         """Feed a turn; a policy that keeps the beginning and a turn's header is told where it is.
@@ -122,7 +122,7 @@ class Conversation:
         header = self._turns.header(ids)
         answer = cache.origin + self.stream.seen + len(ids)
         if self.stream.seen == 0:
-            beginning: int | None = beginning_of(
+            beginning: int | None = count_beginning(
                 self.stream.model, self.tokenizer, self.system, text
             )
         else:
@@ -139,7 +139,7 @@ class Conversation:
         self.stream = Stream.restore(self.stream.model, path)
 
 
-def beginning_of(
+def count_beginning(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     system: str | None = None,
@@ -157,7 +157,7 @@ def beginning_of(
     Raises:
         WeirError: the template refuses a system turn.
     """
-    turns, messages = Turns(tokenizer, ()), _opening(system, text)
+    turns, messages = ChatTemplate(tokenizer, ()), _opening(system, text)
     ids = turns.whole(messages)
     return turns.beginning(messages, ids) + len(_opened(model, ids)) - len(ids)
 

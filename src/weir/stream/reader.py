@@ -15,8 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weir.cache import StreamingCache
-from weir.errors import NotFiniteError
-from weir.stream.fed import Fed
+from weir.errors import NotFiniteError, WeirError
+from weir.models import sink_at_work, transformers_model, window_of
+from weir.policies import Recompute
+from weir.stream.inputs import Inputs
 
 
 class Reader(ABC):
@@ -47,7 +49,7 @@ class Reader(ABC):
 
     @abstractmethod
     def read(
-        self, piece: Fed, all_logits: bool, start: int, refused: dict[int, NotFiniteError]
+        self, piece: Inputs, all_logits: bool, start: int, refused: dict[int, NotFiniteError]
     ) -> Tensor | None:
         """Read the next tokens of the rows that nothing was refused of.
 
@@ -81,7 +83,7 @@ class Reader(ABC):
         self.logits = None if other.logits is None else other.logits.clone()
         self.last = list(other.last)
 
-    def keep(self, piece: Fed, logits: Tensor, without: Collection[int] = ()) -> Tensor:
+    def keep(self, piece: Inputs, logits: Tensor, without: Collection[int] = ()) -> Tensor:
         """Remember the last tokens and logits of all rows but `without`; returns the logits."""
         last, after = piece.last, logits[:, -1].clone()
         if without:
@@ -126,7 +128,7 @@ class CacheReader(Reader):
         self.cache.put_rows(other.cache.take_rows())
 
     def read(
-        self, piece: Fed, all_logits: bool, start: int, refused: dict[int, NotFiniteError]
+        self, piece: Inputs, all_logits: bool, start: int, refused: dict[int, NotFiniteError]
     ) -> Tensor | None:
         """As `Reader.read`: a row fails by itself, the others go on."""
         try:
@@ -152,7 +154,7 @@ class CacheReader(Reader):
             )
         return logits
 
-    def _forward(self, piece: Fed, all_logits: bool, without: Collection[int]) -> Tensor:
+    def _forward(self, piece: Inputs, all_logits: bool, without: Collection[int]) -> Tensor:
         """The model's logits; rows `without` are fed nothing, and theirs mean nothing."""
         more: dict[str, Any] = {}
         if not (all_logits or len(piece) == 1):
@@ -166,3 +168,121 @@ class CacheReader(Reader):
                 **piece.given, past_key_values=self.cache, use_cache=True, **more
             ).logits
         return logits
+
+
+AT_ONCE = 8192
+"""Tokens read in one forward; how many windows that is depends on the budget."""
+
+
+class Recomputation(Reader):
+    """The window of a stream, read anew for each new token.
+
+    Attributes:
+        held: the window's tokens [batch, at most budget], int64; None before the first.
+    """
+
+    def __init__(self, model: PreTrainedModel, policy: Recompute) -> None:
+        """Windows as the policy wants them.
+
+        Raises:
+            WeirError: they are longer than the model's own, or the model's attention has not the
+                sink that it was trained with.
+        """
+        config = transformers_model(model).config.get_text_config(decoder=True)
+        sink_at_work(config)
+        limit = window_of(config)
+        if limit is not None and policy.budget > limit:
+            raise WeirError(
+                f"recompute cannot read {policy.budget} tokens at once: the model knows {limit}"
+            )
+        super().__init__(model)
+        self.policy = policy
+        self.budget = policy.budget
+        self.sinks = policy.sinks
+        self.held: Tensor | None = None
+        self._seen = 0
+
+    @property
+    def seen(self) -> int:
+        """Tokens so far, of each row."""
+        return self._seen
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the token ids: all that is kept between tokens."""
+        return 0 if self.held is None else self.held.nbytes
+
+    @torch.no_grad()
+    def forward(self, ids: Tensor, all_logits: bool) -> Tensor:
+        """Logits after the new tokens `ids` [batch, n]: [batch, n, vocabulary], or the last.
+
+        Raises:
+            NotFiniteError: some are no numbers; the window is as it was.
+        """
+        before = ids[:, :0] if self.held is None else self.held
+        text = torch.cat([before, ids], dim=1)
+        total = text.shape[1]
+        place = before.shape[1] if all_logits else total - 1
+        parts = []
+        if place < self.budget:
+            # Nothing has left the window yet: one causal forward answers for all these tokens.
+            stop = min(self.budget, total)
+            parts.append(self.model(text[:, :stop], use_cache=False).logits[:, place:stop])
+            place = stop
+        step = max(1, AT_ONCE // (self.budget * ids.shape[0]))
+        for start in range(place, total, step):
+            ends = range(start + 1, min(start + step, total) + 1)
+            windows = torch.stack([self._window(text, end) for end in ends], dim=1)
+            # Whole logits of many windows would not fit: only the last hidden state is unembedded.
+            logits = self.model(windows.flatten(0, 1), use_cache=False, logits_to_keep=1).logits
+            parts.append(logits[:, -1].unflatten(0, windows.shape[:2]))
+        found = torch.cat(parts, dim=1)
+        if bool(found.isnan().any()):
+            raise NotFiniteError(None)
+        self.held = self._window(text, total).clone()
+        self._seen += ids.shape[1]
+        return found
+
+    def read(
+        self, piece: Inputs, all_logits: bool, start: int, refused: dict[int, NotFiniteError]
+    ) -> Tensor:
+        """As `Reader.read`; token by token where some logits are no numbers, and all rows alike.
+
+        Raises:
+            NotFiniteError: naming the token; those before it were read.
+            WeirError: embeddings were fed.
+        """
+        if piece.embeddings is not None:
+            raise WeirError(
+                "recompute reads its window anew from token ids, and takes neither images nor "
+                "embeddings; choose a policy that caches"
+            )
+        try:
+            return self.keep(piece, self.forward(piece.ids, all_logits))
+        except NotFiniteError:
+            if len(piece) == 1:
+                token = int(piece.ids[0, 0])
+                raise NotFiniteError(None, place=start, token=token, from_there=True) from None
+            tokens = [(start + at, piece.part(at, at + 1)) for at in range(len(piece))]
+            return torch.cat([self.read(it, True, at, refused) for at, it in tokens], dim=1)
+
+    def summary(self) -> str:
+        """One line: the policy, tokens seen and bytes."""
+        return f"{self.policy}: {self.seen:,} tokens seen, {self.nbytes:,} bytes"
+
+    def report(self, row: int = 0) -> dict[str, Any]:
+        """The policy, tokens seen and bytes; nothing is held of any row."""
+        return {"policy": str(self.policy), "seen": [self.seen], "bytes": self.nbytes}
+
+    def take_over(self, other: Reader) -> None:
+        """Go on from where another is; it goes on by itself."""
+        assert isinstance(other, Recomputation)
+        super().take_over(other)
+        self.held, self._seen = None if other.held is None else other.held.clone(), other.seen
+
+    def _window(self, text: Tensor, end: int) -> Tensor:
+        """The window that ends before `end`, of a `text` [batch, n] that begins with the sinks."""
+        if end <= self.budget:
+            return text[:, :end]
+        last = text[:, end - (self.budget - self.sinks) : end]
+        return torch.cat([text[:, : self.sinks], last], dim=1)

@@ -6,7 +6,7 @@ Knows nothing about models, streams or what a token says.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError, quote
-from weir.stream.tokens import is_count
+from weir.stream.inputs import is_count
 
 GENTLE = 1e-6
 """Temperatures below may make infinite logits of finite ones, and are divided by in float64."""
@@ -164,3 +164,47 @@ def _cooled(logits: Tensor, temperature: float) -> Tensor:
     # Whatever stands below the largest is then far below it, or infinitely; never inf - inf.
     below = logits.double() - logits.amax(dim=-1, keepdim=True)
     return (below / temperature).float()
+
+
+def check_penalty(penalty: object) -> None:
+    """Refuse what nothing can be divided by.
+
+    Raises:
+        WeirError: it is no number over 0.
+    """
+    is_number = isinstance(penalty, Real) and not isinstance(penalty, bool)
+    if not is_number or not 0 < float(penalty) < math.inf:  # type: ignore[arg-type]
+        raise WeirError(f"repetition_penalty must be a number over 0, not {quote(penalty)}")
+
+
+class RepetitionPenalty:
+    """Tokens that came before, and logits in which they are less likely.
+
+    Args:
+        penalty: over 1 makes them less likely, 1 leaves them.
+        before: the tokens.
+    """
+
+    def __init__(self, penalty: float, before: Iterable[int] = ()) -> None:
+        self._penalty = penalty
+        self._known = set(before)
+        # Kept from step to step: of many tokens it takes tens of milliseconds to make it.
+        self._index = torch.tensor(sorted(self._known), dtype=torch.int64)
+
+    def add(self, token: int) -> None:
+        """One more has come."""
+        if token not in self._known:
+            self._known.add(token)
+            self._index = torch.cat([self._index, self._index.new_tensor([token])])
+
+    def penalize(self, logits: Tensor) -> Tensor:
+        """Logits with those of the tokens divided where they are positive, multiplied where not.
+
+        Args:
+            logits: of the tokens that may come next [..., vocabulary]; they stay as they are.
+        """
+        self._index = index = self._index.to(logits.device)
+        some = logits[..., index]
+        changed = logits.clone()
+        changed[..., index] = torch.where(some > 0, some / self._penalty, some * self._penalty)
+        return changed

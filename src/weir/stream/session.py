@@ -1,9 +1,9 @@
 """Sessions on disk: a stream's tensors and facts in one safetensors file.
 
-An interrupted save leaves the old file whole (`replacing`). A checksum over everything in a file
-notices a single bit that has changed, and nothing is believed because its checksum is right: facts
-are checked against a table (`schema`), rows against the cache they are for (`rowcheck`), and no
-tensor is copied out of the file before its name, shape and dtype are what they must be.
+An interrupted save leaves the old file whole (`replace_atomically`). A checksum over the whole file
+reveals a single changed bit. A right checksum proves nothing about the contents, so facts are
+checked against a table (`schema`) and rows against the cache they are for (`rowcheck`), and no
+tensor is copied out of the file before its name, shape and dtype are known to be right.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from weir.cache import (
     LayerPlan,
     RowState,
     StreamingCache,
-    Wrong,
-    at,
+    ValidationError,
     check_numbers,
     check_row,
     check_sizes,
+    integer,
     list_of,
+    located,
     optional,
     record,
     row_facts,
     text,
-    whole,
 )
 from weir.errors import PolicyError, WeirError, quote
 from weir.models import fingerprint
-from weir.policies import Policy, check_regular, policy_of, saved_policy
-from weir.stream.whole_files import replacing
+from weir.policies import Policy, check_regular, parse_policy, saved_policy
+from weir.stream.atomic_file import replace_atomically
 
 _log = logging.getLogger(__name__)
 
@@ -89,26 +89,31 @@ def _anything(value: Any, place: str) -> None:
 
 
 _MADE_WITH = record(
-    chunk=whole(1),
+    chunk=integer(1),
     positions=text("rolling", "original"),
     prefill=text("chunked", "full"),
-    origin=whole(),
+    origin=integer(),
 )
 _MODEL = record(
-    kind=text(), layers=whole(), width=whole(), vocabulary=whole(1), dtype=text(), weights=text()
+    kind=text(),
+    layers=integer(),
+    width=integer(),
+    vocabulary=integer(1),
+    dtype=text(),
+    weights=text(),
 )
 
 
 def _facts(each_row: Kind = _anything, vocabulary: int = FARTHEST, rows: int | None = None) -> Kind:
     """What the facts of a session are, as far as it is known what its rows are."""
     return record(
-        format=whole(FORMAT, FORMAT),
+        format=integer(FORMAT, FORMAT),
         model=_MODEL,
         policy=text(),
-        seed=whole(0, None),
+        seed=integer(0, None),
         made_with=_MADE_WITH,
         kind=_anything,
-        last=list_of(optional(whole(0, vocabulary - 1)), rows),
+        last=list_of(optional(integer(0, vocabulary - 1)), rows),
         rows=list_of(each_row),
     )
 
@@ -153,7 +158,7 @@ def write_file(path: str | Path, facts: dict[str, Any], tensors: dict[str, Tenso
         # A folder is refused by the system; a device would be replaced by a file of its name.
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise WeirError(f"cannot write the session {path}: that is not a file to be replaced")
-        with replacing(path) as new:
+        with replace_atomically(path) as new:
             save_file(kept, str(new), metadata=metadata)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -236,7 +241,7 @@ class SessionFile:
             raise WeirError(
                 f"{self.path} has a policy that this weir does not know: {error}"
             ) from None
-        wanted = saved if expected is None else policy_of(expected)
+        wanted = saved if expected is None else parse_policy(expected)
         if wanted != saved:
             known = "" if saved is named else f", which {name} stood for when it was saved"
             raise WeirError(f"{self.path} has the policy {saved}{known}, not {wanted}")
@@ -262,7 +267,9 @@ class SessionFile:
         with self.refusing():
             count = len(facts["rows"])
             if not count and made["chunk"] > CHUNKS:
-                raise Wrong(f"a chunk of {made['chunk']:,} before the first token is too large")
+                raise ValidationError(
+                    f"a chunk of {made['chunk']:,} before the first token is too large"
+                )
             # The policy has been read already, and may be written otherwise by now.
             theirs = facts["kind"] if isinstance(facts["kind"], dict) else {}
             known = {"policy": facts["policy"]}
@@ -270,7 +277,7 @@ class SessionFile:
                 known["pools"] = theirs["pools"]
             mine = {n: it for n, it in _shape(cache.kind).items() if n not in ("policy", "pools")}
             if theirs != mine | known:
-                raise Wrong("kind is not that of a cache of this model and policy")
+                raise ValidationError("kind is not that of a cache of this model and policy")
             each_row = row_facts(plans, vocabulary, made["chunk"])
             _facts(each_row, vocabulary, count)(facts, "")
             own, each = self._tensors(count, len(plans))
@@ -303,7 +310,7 @@ class SessionFile:
             elif place in each and name == f"{place[0]}.{place[1]}.{rest}":
                 each[place][rest] = t
             else:
-                raise Wrong(f"{quote(name)} is of no row or layer of the session")
+                raise ValidationError(f"{quote(name)} is of no row or layer of the session")
         return own, each
 
     def _row(
@@ -317,10 +324,10 @@ class SessionFile:
         facts, made = self.facts["rows"][index], self.facts["made_with"]
         chunk, origin, prompt = made["chunk"], made["origin"], made["prefill"] == "full"
         tensors: _Tensors = {}
-        with at(f"rows[{index}]"):
+        with located(f"rows[{index}]"):
             check_row(facts, chunk=chunk, origin=origin, whole_prompt=prompt)
         for layer, plan in enumerate(plans):
-            with at(f"row {index}, layer {layer}"):
+            with located(f"row {index}, layer {layer}"):
                 mapped = each[index, layer]
                 sizes = {name: (tuple(t.shape), t.dtype) for name, t in mapped.items()}
                 check_sizes(plan, sizes, facts["lengths"][layer])
@@ -334,7 +341,7 @@ class SessionFile:
         """Say of what is wrong which file it is in."""
         try:
             yield
-        except (Wrong, WeirError) as error:
+        except (ValidationError, WeirError) as error:
             raise WeirError(f"{self.path} cannot be restored: {error}") from None
 
 
@@ -352,22 +359,22 @@ def _check_stream(tensors: _Tensors, rows: int, vocabulary: int) -> None:
         wanted["logits"] = ((rows, vocabulary), _FLOATS)
     for name in {**wanted, **tensors}:
         if name not in tensors:
-            raise Wrong(f"{name} is missing")
+            raise ValidationError(f"{name} is missing")
         if name not in wanted:
-            raise Wrong(f"{quote(name)} is no tensor of a session")
+            raise ValidationError(f"{quote(name)} is no tensor of a session")
         t, (shape, dtypes) = tensors[name], wanted[name]
         if tuple(t.shape) != shape or t.dtype not in dtypes:
-            raise Wrong(
+            raise ValidationError(
                 f"{name} is {list(t.shape)} of {t.dtype} and must be {list(shape)} of {dtypes[0]}"
             )
     if rows:
         highest = tensors["logits"].amax(dim=1)  # not a number, if one of them is none
         if not bool(highest.isfinite().all()):
-            raise Wrong("logits has numbers that no token is drawn from")
+            raise ValidationError("logits has numbers that no token is drawn from")
     try:
         torch.Generator().set_state(tensors["generator"].clone())
     except RuntimeError:
-        raise Wrong("generator is no state of a random generator") from None
+        raise ValidationError("generator is no state of a random generator") from None
 
 
 def _shape(kind: dict[str, Any]) -> dict[str, Any]:

@@ -16,17 +16,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weir.cache import Contents, Holding, Positions, Prefill, StreamingCache, policy_for
+from weir.cache import Contents, Holding, Positions, Prefill, StreamingCache, choose_policy
 from weir.errors import NotFiniteError, WeirError
 from weir.models import StopTokens, fingerprint, images_of, input_device, transformers_model
 from weir.policies import Policy, Recompute
 from weir.stream import session
-from weir.stream.fed import Fed, read_fed
-from weir.stream.reader import CacheReader, Reader
-from weir.stream.recompute import Recomputation
-from weir.stream.repetition import Repetition, check_penalty
-from weir.stream.sampling import Sampling
-from weir.stream.tokens import Tokens, is_count, pieces_of, read_stops
+from weir.stream.inputs import Inputs, Tokens, is_count, pieces_of, read_inputs, read_stops
+from weir.stream.reader import CacheReader, Reader, Recomputation
+from weir.stream.sampling import RepetitionPenalty, Sampling, check_penalty
 
 PIECE = 512
 """Tokens of a forward, which holds the more the longer it is. Beside 512, a prompt in pieces of 256
@@ -70,7 +67,7 @@ class Stream:
         served = transformers_model(model)
         self._device = input_device(served)
         self._images = images_of(served.config)
-        self.policy = policy_for(served, policy, slots)
+        self.policy = choose_policy(served, policy, slots)
         self.seed = seed
         self.cache: StreamingCache | None = None
         self._reader: Reader
@@ -189,11 +186,11 @@ class Stream:
                     [*kept, self.feed(piece, all_logits=True)] if all_logits else [self.feed(piece)]
                 )
             return torch.cat(kept, dim=1) if all_logits else kept[-1]
-        return self._feed(self._fed(token_ids, embeddings, offsets), all_logits)
+        return self._feed(self._read_inputs(token_ids, embeddings, offsets), all_logits)
 
-    def _feed(self, fed: Fed, all_logits: bool = False) -> Tensor:
+    def _feed(self, inputs: Inputs, all_logits: bool = False) -> Tensor:
         kept = [
-            logits if all_logits else logits[:, -1:] for logits in self._forward(fed, all_logits)
+            logits if all_logits else logits[:, -1:] for logits in self._forward(inputs, all_logits)
         ]
         return torch.cat(kept, dim=1) if all_logits else kept[-1][:, 0]
 
@@ -211,10 +208,10 @@ class Stream:
         Raises:
             WeirError: as `feed`.
         """
-        fed = self._fed(token_ids)
-        ids, before = fed.ids, self._reader.logits
+        inputs = self._read_inputs(token_ids)
+        ids, before = inputs.ids, self._reader.logits
         parts, done = [], 0
-        for logits in self._forward(fed, True):
+        for logits in self._forward(inputs, True):
             these = ids[:, done : done + logits.shape[1]]
             done += logits.shape[1]
             if before is None:
@@ -224,7 +221,7 @@ class Stream:
             parts.append(_nll(logits[:, :-1], these[:, 1:]))
             before = logits[:, -1]
         found = torch.cat(parts, dim=1)
-        if self._images is None or fed.embeddings is None:
+        if self._images is None or inputs.embeddings is None:
             return found
         return found.masked_fill(self._images.in_ids(ids[:, : found.shape[1]]), math.nan)
 
@@ -277,17 +274,17 @@ class Stream:
     def _generate(
         self, limit: int | None, sampling: Sampling, penalty: float, ends: set[int]
     ) -> Iterator[int]:
-        said = None if penalty == 1 else Repetition(penalty)
+        said = None if penalty == 1 else RepetitionPenalty(penalty)
         for _ in itertools.count() if limit is None else range(limit):
             logits = self._reader.logits
             assert logits is not None
             if said is not None:
-                logits = said.penalized(logits)
+                logits = said.penalize(logits)
             chosen = sampling.pick(logits, self._generator)
             token = int(chosen)
             if said is not None:
                 said.add(token)
-            self._feed(Fed(chosen.to(self._device)))
+            self._feed(Inputs(chosen.to(self._device)))
             yield token
             if token in ends:
                 return
@@ -386,22 +383,22 @@ class Stream:
         """How many token ids the model knows."""
         return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
-    def _fed(
+    def _read_inputs(
         self,
         token_ids: Tokens | None,
         embeddings: Tensor | None = None,
         offsets: Tensor | None = None,
-    ) -> Fed:
+    ) -> Inputs:
         """Checked tokens, on the model's device."""
         served = transformers_model(self.model)
         known = self._images, self._vocabulary
-        fed = read_fed(token_ids, embeddings, served, *known, offsets)
+        inputs = read_inputs(token_ids, embeddings, served, *known, offsets)
         logits = self._reader.logits
-        if logits is not None and logits.shape[0] != fed.rows:
-            raise WeirError(f"this stream has {logits.shape[0]} rows, {fed.rows} were fed")
-        return fed.to(self._device)
+        if logits is not None and logits.shape[0] != inputs.rows:
+            raise WeirError(f"this stream has {logits.shape[0]} rows, {inputs.rows} were fed")
+        return inputs.to(self._device)
 
-    def _forward(self, fed: Fed, all_logits: bool) -> Iterator[Tensor]:
+    def _forward(self, inputs: Inputs, all_logits: bool) -> Iterator[Tensor]:
         """Logits after the tokens, some pieces one after the other [batch, piece, vocabulary].
 
         Raises:
@@ -409,12 +406,12 @@ class Stream:
         """
         size = PIECE
         if all_logits:
-            size = max(1, min(size, MOST_LOGITS // (self._vocabulary * fed.rows)))
+            size = max(1, min(size, MOST_LOGITS // (self._vocabulary * inputs.rows)))
         if self._reader.whole_prompt and not self.seen:
-            size = len(fed)
+            size = len(inputs)
         refused: dict[int, NotFiniteError] = {}
-        for start in range(0, len(fed), size):
-            piece = fed.part(start, start + size)
+        for start in range(0, len(inputs), size):
+            piece = inputs.part(start, start + size)
             logits = self._reader.read(piece, all_logits, start, refused)
             if logits is None:
                 break

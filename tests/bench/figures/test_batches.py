@@ -14,6 +14,7 @@ from weir_bench.model import model_of
 SETTING = Setting(replace(QUICK, layers=1, slots=32))
 
 
+@pytest.mark.slow
 def test_rows_in_step_lie_alike_and_ragged_ones_do_not_and_none_folds():
     model, made = model_of(SETTING), {}
     for ragged in (False, True):

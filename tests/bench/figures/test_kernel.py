@@ -23,7 +23,7 @@ def test_without_a_kernel_the_figure_is_skipped(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_both_bandwidths_are_of_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton", reason="not installed: pip install 'weir[gpu]'")
+    pytest.importorskip("triton", reason="not installed: pip install 'weir-kv[gpu]'")
     if torch.cuda.is_available():
         pytest.skip("on a GPU the kernel is compiled and the CPU has no interpreter")
     monkeypatch.setenv(kernels.VARIABLE, "triton")

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weir.cache.layer.plan import Plan, cut
+from weir.cache.layer.plan import ForwardPlan, plan_forward
 
 CPU = torch.device("cpu")
 
@@ -38,31 +38,33 @@ class Rows:
         self.got: list[list[int]] = [[] for _ in range(rows)]
         self.folds: list[list[int]] = [[] for _ in range(rows)]
 
-    def forward(self, real: list[list[bool]], first_column: int, *, full: bool = False) -> Plan:
+    def forward(
+        self, real: list[list[bool]], first_column: int, *, full: bool = False
+    ) -> ForwardPlan:
         mask = torch.tensor(real)
         known = None if bool(mask.all()) else mask
-        plan = cut(
+        plan = plan_forward(
             known, *mask.shape, self.seen, self.waiting, self.chunk, CPU, prefill=full, origin=7
         )
-        for piece in plan.pieces:
-            assert (piece.seen, piece.waiting) == (self.seen, self.waiting)
-            assert max(piece.counts) == piece.width > 0
+        for segment in plan.segments:
+            assert (segment.seen, segment.waiting) == (self.seen, self.waiting)
+            assert max(segment.counts) == segment.width > 0
             taken: list[list[int]] = [[] for _ in self.seen]
-            for row, place, column in zip(*(t.tolist() for t in piece.entries), strict=True):
-                assert int(piece.positions[row, 0, place]) == 7 + self.seen[row] + len(taken[row])
+            for row, place, column in zip(*(t.tolist() for t in segment.entries), strict=True):
+                assert int(segment.positions[row, 0, place]) == 7 + self.seen[row] + len(taken[row])
                 taken[row].append(first_column + column)
             slots = dict.fromkeys(range(len(self.seen)), 0)
-            takers = piece.entries[0].tolist()
-            for row, slot in zip(takers, piece.tail_places.tolist(), strict=True):
+            takers = segment.entries[0].tolist()
+            for row, slot in zip(takers, segment.tail_places.tolist(), strict=True):
                 assert slot == self.waiting[row] + slots[row]
                 slots[row] += 1
             for row, columns in enumerate(taken):
-                assert len(columns) == piece.counts[row]
+                assert len(columns) == segment.counts[row]
                 self.got[row] += columns
                 self.seen[row] += len(columns)
                 self.waiting[row] += len(columns)
-                assert int(piece.after[row]) == 7 + self.seen[row]
-                if row in piece.due:
+                assert int(segment.after[row]) == 7 + self.seen[row]
+                if row in segment.due:
                     self.folds[row].append(self.seen[row])
                     self.waiting[row] = 0
                 assert full or self.waiting[row] < self.chunk
@@ -101,17 +103,17 @@ def test_pieces_of_a_whole_plan_are_plain_slices(stream, chunk):
     for real in stream:
         plan = rows.forward(real, 0)
         if plan.regular:
-            columns = torch.cat([piece.columns for piece in plan.pieces], dim=1)
+            columns = torch.cat([segment.columns for segment in plan.segments], dim=1)
             assert torch.equal(columns, torch.arange(plan.length).expand(len(real), -1))
         elif all(all(flags) for flags in real):
-            assert not all(piece.in_step for piece in plan.pieces)
+            assert not all(segment.in_step for segment in plan.segments)
 
 
 def test_a_batch_in_step_is_cut_into_slices():
-    plan = cut(None, 3, 10, [2, 2, 2], [2, 2, 2], 4, CPU)
+    plan = plan_forward(None, 3, 10, [2, 2, 2], [2, 2, 2], 4, CPU)
     assert plan.regular
-    assert [piece.width for piece in plan.pieces] == [2, 4, 4]
-    assert [piece.due for piece in plan.pieces] == [[0, 1, 2]] * 3
+    assert [segment.width for segment in plan.segments] == [2, 4, 4]
+    assert [segment.due for segment in plan.segments] == [[0, 1, 2]] * 3
 
 
 @given(forwards)
@@ -119,30 +121,37 @@ def test_a_full_prompt_is_one_piece_that_folds_every_row_that_has_tokens(stream)
     rows = Rows(len(stream[0]), 4)
     plan = rows.forward(stream[0], 0, full=True)
     counts = [sum(flags) for flags in stream[0]]
-    assert len(plan.pieces) == (1 if any(counts) else 0)
+    assert len(plan.segments) == (1 if any(counts) else 0)
     assert rows.folds == [[n] if n else [] for n in counts]
     assert rows.waiting == [0] * len(counts)
 
 
 def test_padding_alone_makes_no_piece():
-    assert cut(torch.zeros(2, 5, dtype=torch.bool), 2, 5, [3, 0], [3, 0], 4, CPU).pieces == []
+    assert (
+        plan_forward(torch.zeros(2, 5, dtype=torch.bool), 2, 5, [3, 0], [3, 0], 4, CPU).segments
+        == []
+    )
 
 
 def test_a_layer_on_another_device_gets_the_same_plan_there() -> None:
     real = torch.tensor([[False, True, True, True], [True, True, True, True]])
-    here = cut(real, 2, 4, [0, 0], [0, 0], 2, torch.device("cpu"))
+    here = plan_forward(real, 2, 4, [0, 0], [0, 0], 2, torch.device("cpu"))
     there = here.on(torch.device("meta"))
     assert here.on(torch.device("cpu")) is here
-    assert [piece.counts for piece in there.pieces] == [piece.counts for piece in here.pieces]
-    assert {piece.columns.device.type for piece in there.pieces} == {"meta"}
-    assert there.pieces[0].positions.device.type == "meta"
+    assert [segment.counts for segment in there.segments] == [
+        segment.counts for segment in here.segments
+    ]
+    assert {segment.columns.device.type for segment in there.segments} == {"meta"}
+    assert there.segments[0].positions.device.type == "meta"
 
 
 @pytest.mark.parametrize("waiting", [[0, 3], [3, 3], [2, 2], [1, 0]])
 def test_a_decode_step_is_cut_without_looking_as_it_is_with_a_mask_that_says_nothing(waiting):
-    bare = cut(None, 2, 1, [9, 7], waiting, 4, CPU, origin=1)
-    masked = cut(torch.ones(2, 1, dtype=torch.bool), 2, 1, [9, 7], waiting, 4, CPU, origin=1)
-    (one,), (other,) = bare.pieces, masked.pieces
+    bare = plan_forward(None, 2, 1, [9, 7], waiting, 4, CPU, origin=1)
+    masked = plan_forward(
+        torch.ones(2, 1, dtype=torch.bool), 2, 1, [9, 7], waiting, 4, CPU, origin=1
+    )
+    (one,), (other,) = bare.segments, masked.segments
     assert one.columns.tolist() == other.columns.tolist()
     for name in ("counts", "seen", "waiting", "due", "origin", "marks", "in_step"):
         assert getattr(one, name) == getattr(other, name), name

@@ -7,7 +7,7 @@ import torch
 
 from weir.cache.layer import Layer, LayerSpec
 from weir.policies.grammar import policy
-from weir.slab import Form
+from weir.slab import AttentionParams
 
 
 @pytest.mark.parametrize("text", ["recent(9)", "sink(2) | recent(4) | heavy(6)", "snap(16, 4, 5)"])
@@ -17,7 +17,7 @@ def test_a_prompt_that_nobody_asks_is_held_as_one_that_is_answered(text: str) ->
     keys, values = (torch.randn(1, 2, 300, dim, generator=draw) for dim in (8, 5))
     layers = [Layer(LayerSpec(policy(text), chunk=8)) for _ in range(2)]
     answered, silent = (
-        layer.feed(queries, keys, values, Form(0.4), prefill=True, answers=answers)
+        layer.feed(queries, keys, values, AttentionParams(0.4), prefill=True, answers=answers)
         for layer, answers in zip(layers, (True, False), strict=True)
     )
     assert answered.shape == silent.shape == (1, 4, 300, 5)
@@ -29,7 +29,7 @@ def test_a_prompt_that_nobody_asks_is_held_as_one_that_is_answered(text: str) ->
     # What is asked next is answered alike, and always.
     more = (t[:, :, :3] for t in (queries, keys, values))
     first, second = (
-        layer.feed(*part, Form(0.4), seen=300, answers=answers)
+        layer.feed(*part, AttentionParams(0.4), seen=300, answers=answers)
         for layer, part, answers in zip(layers, [tuple(more)] * 2, (True, False), strict=True)
     )
     assert torch.equal(first, second)

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from weir.errors import WeirError
-from weir.evals.attention_error.attention_error import (
+from weir.evals.attention_error import (
     RATES,
-    Setup,
+    ErrorSetup,
     _answer,
     mean_over_layers,
     measure_error,
     set_up,
     size_policies,
 )
-from weir.evals.attention_error.capture import capture, capture_each
+from weir.evals.capture import capture, capture_each
 from weir.models.model_spec import attention_modules
 from weir.policies.pipe import Pipe
 from weir.pools import POOLS, Fold, Pool, Recent, pool
@@ -111,7 +111,7 @@ def error_off(model: PreTrainedModel, error: float) -> float:
     return run_off(model) * (2 + error)
 
 
-def errors(model: PreTrainedModel, ids: Tensor, policy: str, setup: Setup) -> list[float]:
+def errors(model: PreTrainedModel, ids: Tensor, policy: str, setup: ErrorSetup) -> list[float]:
     return [
         row.error for row in measure_error(model, ids, size_policies([policy], setup)[0], setup)
     ]
@@ -121,7 +121,7 @@ def errors(model: PreTrainedModel, ids: Tensor, policy: str, setup: Setup) -> li
 def test_the_text_before_the_queries_is_compressed_once_and_they_see_their_own(llama, ids, layer):
     text = ids(1, LENGTH)[0]
     heads = heads_of(llama, text, layer)
-    found = errors(llama, text, "sink(2) | recent(8)", Setup(LENGTH, QUERIES, 0))[layer]
+    found = errors(llama, text, "sink(2) | recent(8)", ErrorSetup(LENGTH, QUERIES, 0))[layer]
     wanted = naive_error(heads, lambda i: once([0, 1, *range(BEFORE - 8, i + 1)]))
     assert wanted > 0.01
     assert found == pytest.approx(wanted, abs=error_off(llama, wanted))
@@ -130,7 +130,7 @@ def test_the_text_before_the_queries_is_compressed_once_and_they_see_their_own(l
 def test_a_stream_is_folded_chunk_by_chunk(llama, ids):
     text = ids(1, LENGTH)[0]
     heads = heads_of(llama, text, 0)
-    setup = Setup(LENGTH, QUERIES, 0, whole=False, chunk=5)
+    setup = ErrorSetup(LENGTH, QUERIES, 0, whole=False, chunk=5)
     found = errors(llama, text, "recent(8)", setup)[0]
     wanted = naive_error(heads, lambda i: once(range(i - i % 5 - 8, i + 1)))
     assert found == pytest.approx(wanted, abs=error_off(llama, wanted))
@@ -139,7 +139,7 @@ def test_a_stream_is_folded_chunk_by_chunk(llama, ids):
 def test_both_weights_count(llama, ids, every_other):
     text = ids(1, LENGTH)[0]
     heads = heads_of(llama, text, 1)
-    setup = Setup(LENGTH, QUERIES, 0)
+    setup = ErrorSetup(LENGTH, QUERIES, 0)
     found = errors(llama, text, f"recent(4) | {every_other}", setup)[1]
     half = [(j, 2.0, 3.0) for j in range(0, BEFORE - 4, 2)]
     wanted = naive_error(heads, lambda i: half + once(range(BEFORE - 4, i + 1)))
@@ -147,7 +147,7 @@ def test_both_weights_count(llama, ids, every_other):
 
 
 def test_what_has_room_for_everything_has_no_error(llama, ids):
-    setup = Setup(LENGTH, QUERIES, 4)
+    setup = ErrorSetup(LENGTH, QUERIES, 4)
     for policy in ("dense", "streaming_llm(60)", "balancekv(budget=64)", "h2o(128)"):
         assert max(errors(llama, ids(1, LENGTH)[0], policy, setup)) < error_off(llama, 0)
 
@@ -176,7 +176,7 @@ def test_what_is_captured_makes_the_answers_that_the_model_makes(name):
         hook.remove()
     assert heard
     for it in heard:
-        out = _answer(it, Pipe((Recent(None),)), 0, Setup(40, 39, 0)).out
+        out = _answer(it, Pipe((Recent(None),)), 0, ErrorSetup(40, 39, 0)).out
         wanted = seen[it.layer].view(40, -1)[1:]
         got = out[0].transpose(0, 1).reshape(39, -1)
         close_runs(got, wanted, model)
@@ -225,7 +225,7 @@ def test_a_model_is_as_it_was_after_it_was_listened_to(fresh_llama, ids):
 
 
 def test_a_rate_is_a_share_of_the_middle():
-    setup = Setup(1000, 200, 100)
+    setup = ErrorSetup(1000, 200, 100)
     sized, missing = size_policies(["uniform", "streaming_llm", "balancekv(block=8)"], setup, RATES)
     assert missing == []
     assert [one.policy.slots for one in sized[:4]] == [
@@ -240,7 +240,7 @@ def test_a_rate_is_a_share_of_the_middle():
 
 
 def test_what_is_too_small_is_left_out_with_the_reason():
-    setup = Setup(60, 12, 8)
+    setup = ErrorSetup(60, 12, 8)
     sized, missing = size_policies(["streaming_llm", "subgen"], setup, [0.5, 0.01])
     assert [one.name for one in sized].count("streaming_llm") == 2
     assert any("subgen is left out at a rate of 0.01" in reason for reason in missing)
@@ -262,14 +262,14 @@ def test_what_is_too_small_is_left_out_with_the_reason():
 )
 def test_what_cannot_be_measured_is_refused(names, rates, reason):
     with pytest.raises(WeirError, match=reason):
-        size_policies(names, Setup(60, 12, 8), rates)
+        size_policies(names, ErrorSetup(60, 12, 8), rates)
 
 
 def test_the_setting_is_the_papers_where_there_is_room(llama):
-    assert set_up(llama, 10_000) == Setup(512, 128, 64)  # the model knows 512 positions
-    assert set_up(llama, 10_000, 4096) == Setup(4096, 256, 256)
-    assert set_up(llama, 100) == Setup(100, 25, 12)
-    assert set_up(llama, 100, 80, 10, 0, whole=False) == Setup(80, 10, 0, whole=False)
+    assert set_up(llama, 10_000) == ErrorSetup(512, 128, 64)  # the model knows 512 positions
+    assert set_up(llama, 10_000, 4096) == ErrorSetup(4096, 256, 256)
+    assert set_up(llama, 100) == ErrorSetup(100, 25, 12)
+    assert set_up(llama, 100, 80, 10, 0, whole=False) == ErrorSetup(80, 10, 0, whole=False)
     for given, reason in (
         ((100, 200), "the text has 100 tokens, not 200"),
         ((100, 50, 50), "50 tokens are too few for 50 queries"),
@@ -280,7 +280,7 @@ def test_the_setting_is_the_papers_where_there_is_room(llama):
 
 
 def test_seeds_make_means_and_deviations(llama, ids):
-    setup = Setup(LENGTH, QUERIES, 0)
+    setup = ErrorSetup(LENGTH, QUERIES, 0)
     sized, _ = size_policies(["uniform(budget=20, sinks=4, recent=4)", "recent(20)"], setup)
     steps: list[tuple[int, int]] = []
     text = ids(1, LENGTH)[0]
@@ -302,7 +302,7 @@ def test_seeds_make_means_and_deviations(llama, ids):
 
 
 def test_it_can_be_ended_early(llama, ids):
-    setup = Setup(LENGTH, QUERIES, 0)
+    setup = ErrorSetup(LENGTH, QUERIES, 0)
     sized, _ = size_policies(["recent(20)", "recent(10)"], setup)
     text = ids(1, LENGTH)[0]
     rows = measure_error(llama, text, sized, setup, on_step=lambda done, total: done == 3)

@@ -10,7 +10,8 @@ import torch
 import weir
 from weir import __version__
 from weir.errors import WeirError
-from weir.evals.calibration import calibrate, ladder
+from weir.evals import calibration
+from weir.evals.calibration import calibrate
 from weir.models import fingerprint
 
 POLICY = "sink(2) | recent(14)"
@@ -25,7 +26,7 @@ class Letters:
 
 @pytest.fixture(autouse=True)
 def few_sizes(monkeypatch):
-    monkeypatch.setattr(ladder, "EIGHTHS", (4, 6, 8, 10, 12, 16))
+    monkeypatch.setattr(calibration, "EIGHTHS", (4, 6, 8, 10, 12, 16))
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 import weir
-from weir.evals.calibration.ladder import EIGHTHS, ladder
+from weir.evals.calibration import EIGHTHS, size_ladder
 
 
 def tried(text: str, most: int = 10**6, **options) -> list[str]:
-    return [pipe.stands_for for pipe in ladder(weir.policy(text), most, **options)]
+    return [pipe.stands_for for pipe in size_ladder(weir.policy(text), most, **options)]
 
 
 def test_a_pipe_is_tried_from_a_quarter_to_four_times_its_slots():

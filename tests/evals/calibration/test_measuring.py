@@ -6,9 +6,9 @@ import pytest
 import torch
 from roundings import run_off
 
-from weir.evals.attention_error import capture_each
-from weir.evals.calibration import measuring
-from weir.evals.calibration.measuring import measure
+from weir.evals import calibration
+from weir.evals.calibration import measure_sizes
+from weir.evals.capture import capture_each
 from weir.policies import policy
 
 
@@ -23,12 +23,12 @@ def answers(it, newest: int) -> torch.Tensor:
 
 
 def test_it_is_the_relative_error_of_the_second_halves(llama, ids, monkeypatch):
-    monkeypatch.setattr(measuring, "PIECE", 20)  # calls that end within a half
+    monkeypatch.setattr(calibration, "PIECE", 20)  # calls that end within a half
     sizes = (3, 7, 11)
     passages = list(ids(1, 96)[0].split(48))
     told: list[float] = []
     pipes = [policy(f"window({n})") for n in sizes]
-    got = measure(llama, passages, {0: pipes, 1: pipes[:1]}, chunk=1, on_step=told.append)
+    got = measure_sizes(llama, passages, {0: pipes, 1: pipes[:1]}, chunk=1, on_step=told.append)
     off, whole = torch.zeros(2, len(sizes)), torch.zeros(2)
     for passage in passages:
         for layer, it in capture_each(llama, passage, lambda it: it).items():
@@ -48,6 +48,6 @@ def test_it_is_the_relative_error_of_the_second_halves(llama, ids, monkeypatch):
 
 def test_a_size_that_loses_nothing_has_no_error_and_pools_see_what_they_ask_for(llama, ids):
     pipes = [policy(text) for text in ("window(48)", "recent(4) | heavy(8)", "snap(12, window=4)")]
-    found = measure(llama, [ids(1, 48)[0]], {1: pipes}, chunk=4)[1]
+    found = measure_sizes(llama, [ids(1, 48)[0]], {1: pipes}, chunk=4)[1]
     assert found[0] <= 2 * run_off(llama, 48)
     assert all(0.01 < error < 2 for error in found[1:])

@@ -7,12 +7,12 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weir.evals.calibration.sharing import Choice, share_out
+from weir.evals.calibration import SizeOption, share_out
 
 
-def choices(*errors: float, step: int = 10) -> list[Choice]:
+def choices(*errors: float, step: int = 10) -> list[SizeOption]:
     """Sizes of a layer, each `step` bytes more than the one before."""
-    return [Choice(step * (n + 1), error) for n, error in enumerate(errors)]
+    return [SizeOption(step * (n + 1), error) for n, error in enumerate(errors)]
 
 
 def spent(layers, taken) -> tuple[int, float]:
@@ -66,5 +66,5 @@ def test_a_layer_that_needs_all_gets_all_and_one_that_needs_nothing_stays_small(
 
 
 def test_what_costs_no_more_is_taken_if_it_is_better():
-    assert share_out([[Choice(10, 5.0), Choice(10, 3.0), Choice(20, 4.0)]], 20) == [1]
-    assert share_out([[Choice(10, 5.0), Choice(20, 3.0), Choice(20, 2.0)]], 20) == [2]
+    assert share_out([[SizeOption(10, 5.0), SizeOption(10, 3.0), SizeOption(20, 4.0)]], 20) == [1]
+    assert share_out([[SizeOption(10, 5.0), SizeOption(20, 3.0), SizeOption(20, 2.0)]], 20) == [2]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from weir.errors import WeirError
-from weir.evals.data.records import Record, read_records
+from weir.evals.records import JsonRecord, read_records
 
 ROWS = [{"question": "Who?", "choices": [{"label": "A"}, {"label": "B"}]}, {"question": "É"}]
 LINES = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS)
@@ -71,7 +71,7 @@ INNER = {
 
 
 def test_fields_are_handed_out_by_kind() -> None:
-    record = Record("f, line 7", INNER)
+    record = JsonRecord("f, line 7", INNER)
     assert (record.count("n"), record.flag("yes"), record.text("word")) == (3, True, "w")
     assert record.texts("words", least=2) == record.several_words("words") == ["a", "b"]
     assert (record.words("word"), record.number("n"), record.number("none")) == ("w", 3.0, None)
@@ -105,4 +105,4 @@ def test_fields_are_handed_out_by_kind() -> None:
 )
 def test_a_field_of_another_kind_is_named_with_its_place(take, said: str) -> None:
     with pytest.raises(WeirError, match=f"^f, line 7: {said}"):
-        take(Record("f, line 7", INNER))
+        take(JsonRecord("f, line 7", INNER))

@@ -15,10 +15,9 @@ from transformers import AutoTokenizer
 
 import weir
 from weir.evals import demo
-from weir.evals.demo.names import Named, ask_names, draw_names, strip_of
-from weir.evals.demo.run import POLICIES, TITLE
-from weir.evals.look import COLORS
-from weir.evals.measures.perplexity import read
+from weir.evals.demo import POLICIES, TITLE, NamedNumber, ask_names, draw_names, held_by_part
+from weir.evals.perplexity import read
+from weir.evals.report import COLORS
 from weir.models.loading import ASSETS
 from weir.stream.text import BOOK, read_text
 
@@ -69,8 +68,8 @@ class Letters:
 
 
 NAMES = (
-    Named("Anna", "AB", said=(1, 2, 3, 0, 1, 4), asked=(1, 2, 3), answer=(0, 1)),
-    Named("Boris", "<&", said=(5, 2, 3, 6, 7, 4), asked=(5, 2, 3), answer=(6, 7)),
+    NamedNumber("Anna", "AB", said=(1, 2, 3, 0, 1, 4), asked=(1, 2, 3), answer=(0, 1)),
+    NamedNumber("Boris", "<&", said=(5, 2, 3, 6, 7, 4), asked=(5, 2, 3), answer=(6, 7)),
 )
 
 
@@ -108,7 +107,7 @@ def test_the_story_is_told_behind_the_book_and_asked_without_a_trace(llama, resu
         stream = weir.Stream(llama, policy)
         for piece in (text, [*NAMES[0].said, *NAMES[1].said], text[:88]):
             stream.feed(piece)
-        assert found["held"] == strip_of(stream, 240)
+        assert found["held"] == held_by_part(stream, 240)
         assert found["answers"] == ask_names(stream, NAMES, Letters()) and stream.seen == 1400
         likeliest = int(stream.feed(NAMES[1].asked).argmax())
         assert found["answers"][1][0] == chr(65 + likeliest)
@@ -119,14 +118,14 @@ def test_the_story_is_told_behind_the_book_and_asked_without_a_trace(llama, resu
 def test_a_strip_says_how_much_of_each_part_is_left(llama):
     stream = weir.Stream(llama, "sink(4) | recent(20)", chunk=8)
     stream.feed(torch.randint(0, 61, (1, 100)))
-    held = strip_of(stream, 10)
+    held = held_by_part(stream, 10)
     new = 100 - stream.slots().position[0, 0].clamp_min(0).max()  # nothing: all places count
     assert new == 1 and held[0] == 0.4 and held[1:7] == [0.0] * 6 and held[8:] == [1.0, 1.0]
     # Kept by one KV head of two, a token is half there.
     stream = weir.Stream(llama, "kcenter(24)", chunk=8)
     stream.feed(torch.randint(0, 61, (1, 100)))
     pairs = [it.pairs / stream.holding().pairs for it in stream.holding().tokens()]
-    assert sum(strip_of(stream, 100)) == pytest.approx(sum(pairs), abs=100 * 1e-5)
+    assert sum(held_by_part(stream, 100)) == pytest.approx(sum(pairs), abs=100 * 1e-5)
 
 
 def test_names_are_what_nano_was_taught_and_nobody_has_two_numbers():
@@ -241,7 +240,7 @@ def test_a_right_answer_has_a_tick_and_a_strip_says_in_words_what_it_shows(resul
     told = {**result, "policies": [{**p, "answers": ["AB", "XY"]} for p in result["policies"]]}
     demo.write_report(told, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text("utf-8")
-    assert page.count('<td class="right">AB&nbsp;✓</td>') == len(SMALL)
+    assert page.count("<td><b>AB&nbsp;✓</b></td>") == len(SMALL)
     assert page.count("<td>XY</td>") == len(SMALL)
     assert 'aria-label="holds 100.0% of 1,400 tokens"' in page
     assert page.count('role="img"') == len(SMALL)
@@ -286,7 +285,7 @@ def test_the_packaged_book_is_the_story_from_its_first_sentence():
     text = read_text(BOOK)
     assert text.startswith(f"{TITLE.upper()}\nBy Leo Tolstoy\nBOOK ONE: 1805\nCHAPTER I\n")
     assert '"Well, Prince, so Genoa and Lucca' in text[:100]
-    assert len(demo.book(AutoTokenizer.from_pretrained(ASSETS / "nano"), 20_000)) == 20_000
+    assert len(demo.load_book(AutoTokenizer.from_pretrained(ASSETS / "nano"), 20_000)) == 20_000
     assert Path(BOOK).stat().st_size < 100_000
 
 

@@ -12,7 +12,7 @@ from weir.evals.fitting import budget_in
 from weir.evals.grid.grid import Grid, make_grid, pools_of
 from weir.models import skeleton
 from weir.policies.registry import NAMED
-from weir.pools import Draws
+from weir.pools import CounterRNG
 
 
 def test_cells_are_all_combinations_in_order():
@@ -56,14 +56,14 @@ def test_what_has_no_chance_in_it_is_run_with_the_first_seed_alone():
 @pytest.mark.parametrize("name", ["sink", "recent", "kcenter", "hive", "heavy", "snap"])
 def test_a_pool_that_says_it_draws_nothing_draws_nothing(name, llama, ids, monkeypatch):
     policy = weir.policy(f"sink(1) | {name}(34)" if name != "sink" else "sink(4) | recent(4)")
-    assert not any(pool.has_chance for pool in policy.for_layer(0, 1).pools)
-    assert weir.policy("sink(1) | reservoir(8)").for_layer(0, 1).pools[1].has_chance
+    assert not any(pool.is_stochastic for pool in policy.for_layer(0, 1).pools)
+    assert weir.policy("sink(1) | reservoir(8)").for_layer(0, 1).pools[1].is_stochastic
 
     def refuse(*given, **more):
         raise AssertionError("it draws")
 
     for method in ("uniform", "several", "of_layer"):
-        monkeypatch.setattr(Draws, method, refuse)
+        monkeypatch.setattr(CounterRNG, method, refuse)
     weir.Stream(llama, policy, chunk=4).feed(ids(1, 80))
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from weir.errors import WeirError
-from weir.evals.grid import on_ray as cluster
+from weir.evals.grid import runner as cluster
 from weir.evals.grid.grid import make_grid
-from weir.evals.grid.on_ray import on_ray
-from weir.evals.grid.runner import run
+from weir.evals.grid.runner import on_ray, run
 
 
 def without_times(path: Path) -> list[dict[str, object]]:
@@ -24,7 +23,7 @@ def without_times(path: Path) -> list[dict[str, object]]:
 @pytest.fixture(scope="module")
 def local():
     """A cluster of this machine's own, started once for all tests."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'weir[ray]'")
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'weir-kv[ray]'")
     on_ray("local")  # settles how Ray's workers run
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield ray
@@ -57,7 +56,7 @@ def test_a_worker_that_is_killed_costs_its_own_cell_which_is_run_again(
             os.kill(os.getpid(), signal.SIGKILL)
         return {"cell": number, "status": "done"}
 
-    monkeypatch.setattr(cluster, "_measure", killed_once)
+    monkeypatch.setattr(cluster, "_measure_on_worker", killed_once)
     grid = make_grid(["nano"], "ppl(tokens=300)", "h2o(64), dense, window(9)")
     records = run(grid, tmp_path / "r.jsonl", work=on_ray("local"))
     assert records == [{"cell": number, "status": "done"} for number in range(3)]
@@ -76,7 +75,7 @@ def test_a_worker_that_always_dies_is_given_up(tmp_path, monkeypatch, local):
             os.kill(os.getpid(), signal.SIGKILL)
         return {"cell": number, "status": "done"}
 
-    monkeypatch.setattr(cluster, "_measure", killed)
+    monkeypatch.setattr(cluster, "_measure_on_worker", killed)
     monkeypatch.setattr(cluster, "TRIES", 2)
     records = run(
         make_grid(["nano"], "ppl", "dense, window"), tmp_path / "r.jsonl", work=on_ray("local")
@@ -87,13 +86,13 @@ def test_a_worker_that_always_dies_is_given_up(tmp_path, monkeypatch, local):
 
 @pytest.mark.parametrize("address", ["nowhere", "host", ":99", "a:b", "ray://x"])
 def test_what_is_no_address_is_refused(address):
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'weir[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'weir-kv[ray]'")
     with pytest.raises(WeirError, match=r"--cluster takes 'local', 'host:port'"):
         on_ray(address)
 
 
 def test_a_cluster_that_does_not_answer_is_one_clear_line():
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'weir[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'weir-kv[ray]'")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nobody listens there
         port = taken.getsockname()[1]
@@ -103,5 +102,5 @@ def test_a_cluster_that_does_not_answer_is_one_clear_line():
 
 def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(WeirError, match=r"needs ray.*pip install '\.\[ray\]'"):
+    with pytest.raises(WeirError, match=r"needs ray.*pip install 'weir-kv\[ray\]'"):
         on_ray("local")

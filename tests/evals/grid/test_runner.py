@@ -14,11 +14,11 @@ import torch
 import weir
 from weir.errors import WeirError
 from weir.evals.fitting import budget_in
-from weir.evals.grid import grown, runner, untold
+from weir.evals.grid import count_unrecorded_pools, extend_grid, runner
 from weir.evals.grid.grid import Cell, Grid, make_grid
-from weir.evals.grid.runner import failures, reason, run, subject_of
+from weir.evals.grid.runner import failure_reason, failures, run, subject_of
 from weir.evals.results.file import read_results
-from weir.evals.results.several import read_together
+from weir.evals.results.naming import read_together
 from weir.evals.task import TASKS, Better, Subject, Task
 from weir.policies import NAMED, Policy
 
@@ -121,11 +121,11 @@ def test_resumed_it_runs_what_is_missing_or_failed_and_the_file_is_the_same(tmp_
 def test_a_grid_grows_and_what_is_done_stays_as_it_is(tmp_path, toys):
     path = tmp_path / "r.jsonl"
     first = make_grid(["m"], "toy(n=1)", "h2o(8)", seeds=[0])
-    assert grown(path, first) == first  # there is nothing yet
+    assert extend_grid(path, first) == first  # there is nothing yet
     run(first, path, add=True)
     before = path.read_text().splitlines()[1]
     toys.runs.clear()
-    more = grown(path, make_grid(["m"], "toy(n=2), toy(n=1)", "h2o(8)", seeds=[3, 0]))
+    more = extend_grid(path, make_grid(["m"], "toy(n=2), toy(n=1)", "h2o(8)", seeds=[3, 0]))
     assert [(cell.task, cell.seed) for cell in more.cells] == [
         ("toy(n=1)", 0), ("toy(n=2)", 3), ("toy(n=2)", 0), ("toy(n=1)", 3),
     ]  # fmt: skip
@@ -136,7 +136,7 @@ def test_a_grid_grows_and_what_is_done_stays_as_it_is(tmp_path, toys):
     assert read_results(path)[0] == more.as_json()
     # Again the same, and with a cell that failed: nothing new is made, and what failed is tried.
     toys.runs.clear()
-    run(grown(path, first), path, add=True)
+    run(extend_grid(path, first), path, add=True)
     assert toys.runs == []
     with pytest.raises(WeirError, match="holds the results of another grid"):
         run(make_grid(["m"], "toy(n=7)", "h2o(8)"), path, add=True)
@@ -158,7 +158,7 @@ def test_a_file_whose_cells_are_not_these_does_not_grow(tmp_path, toys):
         cell = {name: value for name, value in cell.items() if value is not None or name != "seed"}
         path.write_text(json.dumps({"grid": "x", "cells": [cell]}) + "\n")
         with pytest.raises(WeirError, match=said):
-            grown(path, grid)
+            extend_grid(path, grid)
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_a_policy_whose_name_stands_for_other_pools_by_now_is_another(tmp_path, 
     again = make_grid(["m"], "toy(n=1)", "h2o(8)")
     with pytest.raises(WeirError, match=r"pools: recent.* only there, sink\(8\) new"):
         run(again, path, resume=True)
-    run(grown(path, again), path, add=True)
+    run(extend_grid(path, again), path, add=True)
     assert toys.runs == [(1, "h2o(8)")] * 2
     rows = [it["policy"] for it in read_together([path])[1]]
     assert rows == ["recent(4) | heavy(4)", "sink(8)"]
@@ -211,10 +211,10 @@ def test_files_from_before_pools_were_noted_are_taken_up_as_they_are(tmp_path, t
     toys.runs.clear()
     before = path.read_bytes()
     run(grid, path, resume=True)
-    more = grown(path, grid)
+    more = extend_grid(path, grid)
     run(more, path, add=True)
     assert (toys.runs, path.read_bytes()) == ([], before)
-    assert (untold(more), untold(grid)) == (1, 0)
+    assert (count_unrecorded_pools(more), count_unrecorded_pools(grid)) == (1, 0)
 
 
 def test_models_may_be_objects(tmp_path, monkeypatch, toys, llama):
@@ -242,10 +242,10 @@ def test_compiled_steps_are_another_cell_and_say_so(tmp_path, monkeypatch, toys,
     assert "compiled" not in plain.as_json()["cells"][0]
     assert plain.fingerprint != fast.fingerprint
     run(plain, path)
-    records = run(grown(path, fast), path, add=True)
+    records = run(extend_grid(path, fast), path, add=True)
     assert loaded == [False, True]
     assert [record.get("compiled") for record in records] == [None, True]
-    assert grown(path, fast).cells == (*plain.cells, *fast.cells)
+    assert extend_grid(path, fast).cells == (*plain.cells, *fast.cells)
 
 
 def test_workers_may_finish_in_any_order(tmp_path, toys):
@@ -287,16 +287,16 @@ def test_a_model_that_cannot_be_had_fails_its_cells_only(tmp_path, monkeypatch, 
     ],
 )
 def test_a_reason_is_one_line(error, said):
-    assert reason(error) == said
+    assert failure_reason(error) == said
 
 
 def test_the_task_of_the_documentation_is_measured(tmp_path, monkeypatch, capsys):
-    page = (Path(__file__).parents[3] / "docs" / "evals.md").read_text("utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "measuring.md").read_text("utf-8")
     (code,) = re.findall(r"^```python\n(from dataclasses.*?)^```$", page, re.DOTALL | re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     before = dict(TASKS)
     try:
-        exec(compile(code, "evals.md", "exec", dont_inherit=True), {"__name__": "example"})
+        exec(compile(code, "measuring.md", "exec", dont_inherit=True), {"__name__": "example"})
     finally:
         TASKS.clear()
         TASKS.update(before)

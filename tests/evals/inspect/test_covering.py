@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.evals.inspect.covering import (
-    centers,
-    cover,
-    covering_radii,
-    doublings,
-    shuffled,
-    spread,
-)
+from weir.evals.inspect.covering import centers, cover, covering_radii, doublings, shuffled, spread
 
 
 def draw(*shape: int, seed: int = 9) -> Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from weir.errors import WeirError
-from weir.evals.inspect import Page, Picture, Section, Table, drawing
+from weir.evals.inspect import InspectionPage, Picture, Section, TextTable, drawing
 
 
 def a_picture(name: str = "one") -> Picture:
@@ -24,7 +24,7 @@ def a_section(**more: object) -> Section:
 
 
 def test_a_page_holds_its_pictures_and_they_lie_beside_it(tmp_path: Path) -> None:
-    page = Page(tmp_path / "out", "A look", "Facts.")
+    page = InspectionPage(tmp_path / "out", "A look", "Facts.")
     page.add(a_section())
     text = (tmp_path / "out" / "index.html").read_text("utf-8")
     beside = (tmp_path / "out" / "one.png").read_bytes()
@@ -35,8 +35,8 @@ def test_a_page_holds_its_pictures_and_they_lie_beside_it(tmp_path: Path) -> Non
 
 
 def test_all_text_is_escaped_but_for_fragments(tmp_path: Path) -> None:
-    page = Page(tmp_path, "A <look>", "<i>")
-    table = Table(("<h>",), (("<cell>",),))
+    page = InspectionPage(tmp_path, "A <look>", "<i>")
+    table = TextTable(("<h>",), (("<cell>",),))
     page.add(a_section(table=table, fragment="<em>it</em>", style="em { color: var(--ink); }"))
     page.leave_out("<name>", "a < b")
     text = (tmp_path / "index.html").read_text("utf-8")
@@ -49,7 +49,7 @@ def test_all_text_is_escaped_but_for_fragments(tmp_path: Path) -> None:
 
 
 def test_a_page_grows_and_says_what_is_left_out(tmp_path: Path) -> None:
-    page = Page(tmp_path, "A look", "Facts.")
+    page = InspectionPage(tmp_path, "A look", "Facts.")
     page.leave_out("early", "too short")
     assert not page.files[0].exists()
     page.add(a_section())
@@ -63,7 +63,7 @@ def test_a_page_grows_and_says_what_is_left_out(tmp_path: Path) -> None:
 
 def test_the_same_figures_make_the_same_files(tmp_path: Path) -> None:
     for folder in ("a", "b"):
-        Page(tmp_path / folder, "A look", "Facts.").add(a_section())
+        InspectionPage(tmp_path / folder, "A look", "Facts.").add(a_section())
     one, other = ((tmp_path / folder / "index.html").read_bytes() for folder in "ab")
     assert one == other
 
@@ -71,4 +71,4 @@ def test_the_same_figures_make_the_same_files(tmp_path: Path) -> None:
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(WeirError, match="is a file, and --out is the folder"):
-        Page(tmp_path / "file", "A look", "Facts.")
+        InspectionPage(tmp_path / "file", "A look", "Facts.")

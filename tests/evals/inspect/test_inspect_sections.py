@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 import weir
 from weir.errors import WeirError
-from weir.evals.inspect import Asked, Section, layers, look, maps, shares
-from weir.evals.inspect.sequences import around, count_of, pieces, sentences, shared
+from weir.evals.inspect import Inspection, Section, layers, look, maps
+from weir.evals.inspect.section import around, count_of, fixed_tokens, pieces, sentences
 from weir.models import ModelSink, set_sink
 from weir.stream import BOOK, Stream, read_text
 
@@ -32,8 +32,10 @@ def nano() -> PreTrainedModel:
     return weir.load("nano", device="cpu")[0]
 
 
-def asked(model: PreTrainedModel, tokenizer: Any = None, text: str = TEXT, **more: Any) -> Asked:
-    return Asked(model, tokenizer, "a model", text, **more)
+def asked(
+    model: PreTrainedModel, tokenizer: Any = None, text: str = TEXT, **more: Any
+) -> Inspection:
+    return Inspection(model, tokenizer, "a model", text, **more)
 
 
 def direct(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
@@ -102,7 +104,7 @@ def test_shares_are_those_of_output_attentions(name):
     if name != "bloom":
         model.set_attn_implementation("eager")
     ids = tokens(3, 60)
-    found = shares.first_shares(asked(model), ids)
+    found = maps.first_shares(asked(model), ids)
     wanted = direct(model, ids)
     assert [share.layer for share in found] == list(range(len(wanted)))
     for share, weights in zip(found, wanted, strict=True):
@@ -112,17 +114,17 @@ def test_shares_are_those_of_output_attentions(name):
 
 
 def test_a_layer_that_has_slid_on_gives_the_first_token_nothing():
-    sliding, full = shares.first_shares(asked(make("gemma3")), tokens(1, 60))
+    sliding, full = maps.first_shares(asked(make("gemma3")), tokens(1, 60))
     assert float(sliding.first.sum()) == 0
     assert float(full.first.min()) > 0
 
 
 def test_shares_are_taken_as_far_out_as_the_window_and_the_text_go(nano, tokenizer):
-    facts = shares.section(asked(nano, tokenizer, sequences=2)).facts
+    facts = maps.shares_section(asked(nano, tokenizer, sequences=2)).facts
     assert (facts["position"], facts["sequences"]) == (512, 2)
-    short = shares.section(asked(nano, tokenizer, TEXT[:400])).facts
+    short = maps.shares_section(asked(nano, tokenizer, TEXT[:400])).facts
     assert (short["position"], short["sequences"]) == (count_of(tokenizer, TEXT[:400], 512), 1)
-    some = shares.section(
+    some = maps.shares_section(
         asked(nano, tokenizer, tokens=100, layers=(2,), heads=(1, 3), sequences=1)
     )
     assert some.facts["position"] == 100
@@ -132,14 +134,14 @@ def test_shares_are_taken_as_far_out_as_the_window_and_the_text_go(nano, tokeniz
 
 def test_the_spread_is_over_heads():
     first = torch.tensor([0.1, 0.3, 0.5], dtype=torch.float64)
-    assert shares.Share(0, first, first).spread == pytest.approx(math.sqrt(0.08 / 3))
+    assert maps.FirstShare(0, first, first).spread == pytest.approx(math.sqrt(0.08 / 3))
 
 
 # --- where sinks matter
 
 
-def setup_of(model: PreTrainedModel) -> layers.Setup:
-    return layers.Setup((0, 1), (2, 2), recent=20, chunk=8)
+def setup_of(model: PreTrainedModel) -> layers.StreamSetup:
+    return layers.StreamSetup((0, 1), (2, 2), recent=20, chunk=8)
 
 
 def losses(model: PreTrainedModel, ids: Tensor, hidden: dict[int, tuple[int, ...]]) -> Tensor:
@@ -226,7 +228,7 @@ def test_sentences_are_cut_and_short_ones_left_out(tokenizer):
     ids = sentences(tokenizer, f"{short} {long} {short}\n\n{long}", 2, 12)
     assert ids.shape == (2, 12)
     assert ids[0].tolist() == tokenizer(long)["input_ids"][:12]
-    assert shared(ids[:1], tokenizer) == {0: "<|start|>"}
+    assert fixed_tokens(ids[:1], tokenizer) == {0: "<|start|>"}
 
 
 def test_a_text_without_sentences_is_cut_into_pieces(tokenizer):

@@ -7,16 +7,8 @@ import torch
 
 import weir
 from weir.errors import PolicyError, WeirError
-from weir.evals.inspect.kept import (
-    COLUMNS,
-    chosen,
-    follow,
-    narrowed,
-    only,
-    section,
-    strip,
-)
-from weir.evals.inspect.section import Asked
+from weir.evals.inspect.kept import COLUMNS, chosen, follow, narrowed, only, section, strip
+from weir.evals.inspect.section import Inspection
 
 TEXT = "All happy families are alike; each unhappy family is unhappy in its own way. " * 40
 
@@ -27,7 +19,7 @@ def nano():
 
 
 def asked_of(model, **more):
-    return Asked(model, None, "a model", "", **more)
+    return Inspection(model, None, "a model", "", **more)
 
 
 def test_streaming_llm_by_hand(llama, ids):
@@ -92,7 +84,7 @@ def test_a_picture_of_many_tokens_mixes_neighbors():
 
 
 def test_the_section_shows_every_quarter(nano):
-    told = section(Asked(*nano, "nano", TEXT, policy="sink(4) | recent(28)", tokens=256))
+    told = section(Inspection(*nano, "nano", TEXT, policy="sink(4) | recent(28)", tokens=256))
     assert told.table is not None
     assert told.table.heads == (
         "tokens read",
@@ -120,20 +112,20 @@ def test_the_section_shows_every_quarter(nano):
 
 def test_a_policy_that_weighs_is_said_to(nano):
     policy = "sink(4) | recent(28) | balance(32, block=16)"
-    told = section(Asked(*nano, "nano", TEXT, policy=policy, tokens=400))
+    told = section(Inspection(*nano, "nano", TEXT, policy=policy, tokens=400))
     assert "Slots of this policy speak for others too" in told.text
     assert "in the numerator" in told.fragment
 
 
 def test_what_holds_nothing_and_what_cannot_be_read_is_refused(nano):
     with pytest.raises(WeirError, match=r"recompute reads its window anew .* name another policy"):
-        section(Asked(*nano, "nano", TEXT, policy="recompute(budget=64)"))
+        section(Inspection(*nano, "nano", TEXT, policy="recompute(budget=64)"))
     with pytest.raises(PolicyError):
-        section(Asked(*nano, "nano", TEXT, policy="sink(4) | recnt(28)"))
+        section(Inspection(*nano, "nano", TEXT, policy="sink(4) | recnt(28)"))
     with pytest.raises(WeirError, match="3 tokens are too few; take a text of 8 or more"):
-        section(Asked(*nano, "nano", "so it"))
+        section(Inspection(*nano, "nano", "so it"))
     with pytest.raises(WeirError, match="5,000 tokens are too many for one picture"):
-        section(Asked(*nano, "nano", TEXT, tokens=5000))
+        section(Inspection(*nano, "nano", TEXT, tokens=5000))
 
 
 def test_the_model_is_as_it_was_afterwards(fresh_llama, ids):
@@ -146,7 +138,7 @@ def test_the_model_is_as_it_was_afterwards(fresh_llama, ids):
 
 
 def test_moments_are_those_that_are_named(nano):
-    told = section(Asked(*nano, "nano", TEXT, tokens=100, moments=(90, 7, 90)))
+    told = section(Inspection(*nano, "nano", TEXT, tokens=100, moments=(90, 7, 90)))
     assert [moment["seen"] for moment in told.facts["moments"]] == [7, 90]
     assert "looked at after 7, 90 tokens" in told.text
     for moments, why in (
@@ -155,4 +147,4 @@ def test_moments_are_those_that_are_named(nano):
         (tuple(range(1, 30)), "29 moments are too many; take 12 at most"),
     ):
         with pytest.raises(WeirError, match=why):
-            section(Asked(*nano, "nano", TEXT, tokens=100, moments=moments))
+            section(Inspection(*nano, "nano", TEXT, tokens=100, moments=moments))

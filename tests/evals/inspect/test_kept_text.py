@@ -9,8 +9,8 @@ import torch
 
 import weir
 from weir.cache import Holding
-from weir.evals.inspect.kept_text import STYLE, color_of, fragment_of, label_of, runs_of
-from weir.stream import tokens_as_text
+from weir.evals.inspect.kept import STYLE, color_of, fragment_of, label_of, runs_of
+from weir.stream import describe_tokens
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_a_pool_of_any_name_is_escaped(tokenizer):
 def test_all_characters_of_the_text_are_there_however_many_tokens_they_take(tokenizer):
     text = "Schérer said: 日本語 😀 – so it goes.\n\nAnd then\tthe end"
     ids = torch.tensor(tokenizer(text)["input_ids"])
-    said = tokens_as_text(tokenizer, ids.tolist())
+    said = describe_tokens(tokenizer, ids.tolist())
     assert "".join(piece for piece, special in said if not special) == text
     assert said[0] == ("<|start|>", True)
     page = Page(fragment_of(tokenizer, ids, [holding_of(len(ids), [(0, 0, 0, 0, 0.0, 0.0)])]))

@@ -10,7 +10,7 @@ from reference.models import make, tokens
 
 import weir
 from weir.errors import WeirError
-from weir.evals.attention_error.capture import capture_each
+from weir.evals.capture import capture_each
 from weir.evals.inspect.covering import cover
 from weir.evals.inspect.keys import (
     KEYS,
@@ -24,7 +24,7 @@ from weir.evals.inspect.keys import (
     section,
     some_of,
 )
-from weir.evals.inspect.section import Asked
+from weir.evals.inspect.section import Inspection
 
 TEXT = "All happy families are alike; each unhappy family is unhappy in its own way. " * 12
 
@@ -35,7 +35,7 @@ def nano():
 
 
 def asked_of(model, **more):
-    return Asked(model, None, "a model", "", **more)
+    return Inspection(model, None, "a model", "", **more)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-yarn", "falcon", "phi3", "bloom", "gemma3"])
@@ -114,7 +114,7 @@ def test_tokens_that_are_all_the_same_have_a_plane_too():
 
 
 def test_the_section_says_the_same_for_the_same_seed(nano):
-    told, again = (section(Asked(*nano, "nano", TEXT, tokens=48, seed=2)) for _ in range(2))
+    told, again = (section(Inspection(*nano, "nano", TEXT, tokens=48, seed=2)) for _ in range(2))
     assert told.facts == again.facts and told.text == again.text
     assert told.facts["passages"] == 5 and told.facts["tokens"] == 48
     assert len(told.facts["heads"]) == 4 * 2 * 3
@@ -136,14 +136,15 @@ def test_the_section_says_the_same_for_the_same_seed(nano):
 def test_steps_are_told_up_to_the_last(nano):
     steps = []
     section(
-        Asked(*nano, "nano", TEXT, tokens=32, layers=(0, 2), on_step=lambda *s: steps.append(s))
+        Inspection(
+            *nano, "nano", TEXT, tokens=32, layers=(0, 2), on_step=lambda *s: steps.append(s)
+        )
     )
     assert steps == [(n + 1, 14) for n in range(14)]  # 5 passages and 2 planes of 2 layers
 
 
 def test_many_heads_share_rows_of_the_table():
-    from weir.evals.inspect.keys import _table
-    from weir.evals.inspect.keys_pictures import Measured
+    from weir.evals.inspect.keys import Measured, _table
 
     def measured(layer, head, kind, score):
         return Measured(layer, head, kind, (1, 2), [[1.0, 1.0]], [[1.0, 1.0]], [score])
@@ -157,13 +158,13 @@ def test_many_heads_share_rows_of_the_table():
 def test_without_scikit_learn_the_extra_is_named(nano, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.setitem(sys.modules, "sklearn.manifold", None)
-    with pytest.raises(WeirError, match=r"pip install '\.\[inspect\]'"):
-        section(Asked(*nano, "nano", TEXT))
+    with pytest.raises(WeirError, match=r"pip install 'weir-kv\[inspect\]'"):
+        section(Inspection(*nano, "nano", TEXT))
 
 
 def test_a_short_text_is_one_passage_and_a_shorter_one_is_refused(nano):
-    told = section(Asked(*nano, "nano", "so it goes, and so it ends", layers=(0,)))
+    told = section(Inspection(*nano, "nano", "so it goes, and so it ends", layers=(0,)))
     assert told.facts["passages"] == 1 and told.facts["tokens"] < 30
     assert told.facts["heads"][0]["reach"] is None
     with pytest.raises(WeirError, match=r"3 tokens are too few; take a text, .* of 9 or more"):
-        section(Asked(*nano, "nano", "so it"))
+        section(Inspection(*nano, "nano", "so it"))

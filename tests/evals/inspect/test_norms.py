@@ -12,8 +12,8 @@ from reference.models import make, tokens
 import weir
 from weir.errors import WeirError
 from weir.evals.inspect.norms import KINDS, measure, section
-from weir.evals.inspect.section import Asked
-from weir.evals.measures.intervals import student
+from weir.evals.inspect.section import Inspection
+from weir.evals.scores import student
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def nano():
 
 
 def asked_of(model, **more):
-    return Asked(model, None, "a model", "", **more)
+    return Inspection(model, None, "a model", "", **more)
 
 
 def direct(model, ids, kv_heads=slice(None), heads=slice(None)):
@@ -94,7 +94,7 @@ def test_every_kind_of_model_has_norms(family):
 
 def test_the_section_has_a_row_for_every_length(nano):
     text = "All happy families are alike; each unhappy family is unhappy in its own way. " * 20
-    told = section(Asked(*nano, "nano", text, tokens=64))
+    told = section(Inspection(*nano, "nano", text, tokens=64))
     assert told.table is not None
     assert [row[0] for row in told.table.rows] == ["8", "16", "32", "64"]
     assert [row[1] for row in told.table.rows] == ["5", "5", "5", "5"]
@@ -109,6 +109,6 @@ def test_the_section_has_a_row_for_every_length(nano):
 
 def test_a_text_too_short_and_prompts_too_long_are_refused(nano):
     with pytest.raises(WeirError, match=r"3 tokens are too few; take a text, .* of 8 or more"):
-        section(Asked(*nano, "nano", "so it"))
+        section(Inspection(*nano, "nano", "so it"))
     with pytest.raises(WeirError, match=r"of 5,000 tokens are too many .* take 4,096 at most"):
-        section(Asked(*nano, "nano", "so it goes " * 50, tokens=5000))
+        section(Inspection(*nano, "nano", "so it goes " * 50, tokens=5000))

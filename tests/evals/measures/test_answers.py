@@ -9,7 +9,7 @@ from reference.answers import plain_answer
 from reference.subjects import nano
 
 from weir.errors import WeirError
-from weir.evals.measures.answers import ask, costs, prompt_ids
+from weir.evals.answers import ask, costs, prompt_ids
 from weir.models import set_sink
 
 PROMPT = "It was late, and the old prince had gone to bed. In the house"

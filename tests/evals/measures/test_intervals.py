@@ -7,7 +7,7 @@ from statistics import NormalDist, fmean, stdev
 
 import pytest
 
-from weir.evals.measures.intervals import around_mean, counted, student, wilson
+from weir.evals.scores import count_right, mean_interval, student, wilson
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,8 @@ def test_its_ends_are_where_the_share_seen_is_just_likely_enough(right, asked):
 
 
 def test_nothing_asked_says_nothing():
-    assert counted(0, 0) == {"right": 0, "asked": 0, "accuracy": None, "low": 0.0, "high": 1.0}
-    assert counted(3, 4)["accuracy"] == 0.75
+    assert count_right(0, 0) == {"right": 0, "asked": 0, "accuracy": None, "low": 0.0, "high": 1.0}
+    assert count_right(3, 4)["accuracy"] == 0.75
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_students_table(freedom, confidence, t):
 
 def test_with_many_figures_the_interval_of_a_mean_is_the_normal_one():
     figures = [float(n % 7) for n in range(3000)]
-    mean, reach = around_mean(figures)
+    mean, reach = mean_interval(figures)
     assert mean == fmean(figures)
     assert reach is not None
     z = NormalDist().inv_cdf(0.975)
@@ -65,4 +65,4 @@ def test_with_many_figures_the_interval_of_a_mean_is_the_normal_one():
 
 
 def test_one_figure_has_no_interval():
-    assert around_mean([3.5]) == (3.5, None)
+    assert mean_interval([3.5]) == (3.5, None)

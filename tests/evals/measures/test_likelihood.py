@@ -11,7 +11,7 @@ from roundings import nll_off
 from transformers import PreTrainedModel
 
 from weir import Stream
-from weir.evals.measures.likelihood import likelihoods
+from weir.evals.harness import likelihoods
 
 LENGTHS = [(1, 3), (40, 1), (7, 12), (90, 5), (3, 70)]
 """Tokens of each context and its continuation; pieces and folds are shorter than some of them."""
@@ -32,7 +32,7 @@ def sum_off(model: PreTrainedModel, continuation: list[int]) -> float:
 
 @pytest.fixture(autouse=True)
 def _short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weir.evals.measures.likelihood.PIECE", 16)
+    monkeypatch.setattr("weir.evals.harness.PIECE", 16)
 
 
 def test_dense_gives_what_a_plain_forward_gives() -> None:

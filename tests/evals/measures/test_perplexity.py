@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 
 import weir
 from weir.errors import WeirError
-from weir.evals.measures import perplexity as module
-from weir.evals.measures.perplexity import PerplexityMeter, read
+from weir.evals import perplexity as module
+from weir.evals.perplexity import PerplexityMeter, read
 from weir.models.loading import ASSETS
 from weir.stream.text import encode
 
@@ -107,7 +107,7 @@ def test_reading_ends_early_with_what_was_read_until_then():
     text = torch.arange(1000) % 13
     steps = []
 
-    def stop(reading: module.Reading) -> bool:
+    def stop(reading: module.PerplexityResult) -> bool:
         steps.append(reading.tokens)
         return reading.tokens >= 450
 
@@ -155,7 +155,7 @@ def test_speed_counts_every_token_once_whatever_the_last_step_was(monkeypatch):
 
 
 def test_the_last_thousand_tokens_are_compared_with_the_second_thousand():
-    found = module.Reading(POLICY, 1000)
+    found = module.PerplexityResult(POLICY, 1000)
     found.pace = [9.0] * 5 + [1.0, 2.0, 3.0, 4.0, 5.0] + [9.0] * 4
     assert found.slowdown is None
     found.pace += [6.0, 6.0, 12.0, 1.0, 1.0]

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from weir.evals.results.across_models import across_models
-from weir.evals.results.summary import without_budget
+from weir.evals.results.summary import across_models, strip_budget
 
 
 def record(
@@ -97,4 +96,4 @@ def test_what_some_model_lacks_has_no_figure_and_one_model_no_table():
     ],
 )
 def test_a_policy_is_named_without_what_was_put_in(text, plain):
-    assert without_budget(text) == plain
+    assert strip_budget(text) == plain

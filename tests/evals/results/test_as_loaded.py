@@ -6,10 +6,9 @@ import pytest
 
 from weir.errors import WeirError
 from weir.evals.results.file import ResultsFile
+from weir.evals.results.naming import name_loading, read_together
 from weir.evals.results.report import write_report
-from weir.evals.results.several import read_together
 from weir.evals.results.summary import by_distance, overviews
-from weir.evals.results.ways import as_loaded
 
 WAYS = [
     ({}, ""),
@@ -42,24 +41,25 @@ NAMES = ["m", "m (dtype bfloat16)"]
 def test_what_is_not_the_default_stands_behind_the_name(loading, told):
     given = record(0, "dense", 1.0, loading=loading)
     before = dict(given)
-    (named,) = as_loaded([given])
+    (named,) = name_loading([given])
     assert named["model"] == f"m{told}"
     assert given == before
-    assert as_loaded([named]) == [named]
+    assert name_loading([named]) == [named]
 
 
 def test_ways_of_loading_are_no_seeds_of_one_another():
-    first, second = overviews(as_loaded(FULL + HALF))
+    first, second = overviews(name_loading(FULL + HALF))
     assert [first.title, second.title] == NAMES
     assert (first.columns[0].values, second.columns[0].values) == ((2.0, 3.0), (6.0, 7.0))
-    titles = [table.title for table in by_distance(as_loaded(FULL + HALF))]
+    titles = [table.title for table in by_distance(name_loading(FULL + HALF))]
     assert titles == [f"{name}: recall, by distance" for name in NAMES]
 
 
 def test_a_model_whose_steps_were_compiled_is_named_so():
     both = {"loading": {"dtype": "bfloat16"}, "compiled": True}
     assert (
-        as_loaded([record(0, "dense", 1.0, **both)])[0]["model"] == "m (compiled, dtype bfloat16)"
+        name_loading([record(0, "dense", 1.0, **both)])[0]["model"]
+        == "m (compiled, dtype bfloat16)"
     )
 
 

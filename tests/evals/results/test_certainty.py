@@ -14,11 +14,10 @@ import pytest
 
 from weir.errors import WeirError
 from weir.evals.results import by_distance, overviews
-from weir.evals.results.figures import Figure, figure_of
 from weir.evals.results.file import ResultsFile
-from weir.evals.results.report import write_report
-from weir.evals.results.report.tables import as_csv, as_html, as_latex, as_markdown
-from weir.evals.results.several import read_together
+from weir.evals.results.naming import read_together
+from weir.evals.results.report import as_csv, as_html, as_latex, as_markdown, write_report
+from weir.evals.results.summary import Estimate, estimate_of
 
 T_OF_2 = 4.302652729749464
 """Student's t with 2 degrees of freedom that leaves 2.5 % on either side, from a table."""
@@ -42,7 +41,7 @@ def counted(policy: str, right: int, asked: int, seed: int = 0) -> dict[str, Any
 
 
 def test_seeds_have_students_interval_and_a_single_figure_has_none():
-    found = figure_of(
+    found = estimate_of(
         [record("a", value, seed) for seed, value in enumerate((3.0, 5.0, 10.0))], "value"
     )
     sd = stdev([3.0, 5.0, 10.0])
@@ -50,13 +49,13 @@ def test_seeds_have_students_interval_and_a_single_figure_has_none():
     assert found.sd == pytest.approx(sd, rel=1e-12)
     assert found.low == pytest.approx(6 - T_OF_2 * sd / math.sqrt(3), rel=1e-9)
     assert found.high == pytest.approx(6 + T_OF_2 * sd / math.sqrt(3), rel=1e-9)
-    assert figure_of([record("a", 3.0)], "value") == Figure(3.0, 1, 1)
-    assert figure_of([record("a", None), record("a", 4.0, 1)], "value") == Figure(4.0, 1, 1)
-    assert figure_of([record("a", None)], "value") is None
+    assert estimate_of([record("a", 3.0)], "value") == Estimate(3.0, 1, 1)
+    assert estimate_of([record("a", None), record("a", 4.0, 1)], "value") == Estimate(4.0, 1, 1)
+    assert estimate_of([record("a", None)], "value") is None
 
 
 def test_answers_are_counted_over_the_seeds_and_have_wilsons_interval():
-    found = figure_of([counted("a", 8, 10), counted("a", 2, 10, 1)], "value")
+    found = estimate_of([counted("a", 8, 10), counted("a", 2, 10, 1)], "value")
     assert (found.mean, found.n, found.seeds) == (0.5, 20, 2)
     assert found.sd == pytest.approx(stdev([0.8, 0.2]), rel=1e-12)
     # Wilson 1927, by hand: z = 1.959964, 20 answers, half of them right.
@@ -67,8 +66,8 @@ def test_answers_are_counted_over_the_seeds_and_have_wilsons_interval():
     other = [
         {**one, "value": one["value"] + 1} for one in (counted("a", 8, 10), counted("a", 2, 10, 1))
     ]
-    assert figure_of(other, "value").n == 2
-    assert Figure.counted([{"right": 0, "asked": 0}]) is None
+    assert estimate_of(other, "value").n == 2
+    assert Estimate.of_counts([{"right": 0, "asked": 0}]) is None
 
 
 @pytest.fixture

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from test_as_loaded import record
 
-from weir.evals.results.across_models import _means
 from weir.evals.results.file import ResultsFile
-from weir.evals.results.lists import named_shortly
-from weir.evals.results.several import read_together
+from weir.evals.results.naming import read_together, shorten_layered
+from weir.evals.results.summary import _means
 
 ONE, OTHER = "[sink(4) | recent(60), h2o(96)]", "[recent(none), recent(8):int8]"
 
@@ -24,7 +23,7 @@ ONE, OTHER = "[sink(4) | recent(60), h2o(96)]", "[recent(none), recent(8):int8]"
 )
 def test_lists_are_named_by_their_slots_if_no_other_is_named_so(policies, names):
     given = [record(number, policy, 1.0) for number, policy in enumerate(policies)]
-    assert [it["policy"] for it in named_shortly(given)] == names
+    assert [it["policy"] for it in shorten_layered(given)] == names
     assert [it["policy"] for it in given] == policies
 
 
@@ -37,7 +36,7 @@ def test_a_mean_over_budgets_still_knows_a_list_by_what_was_written():
         record(number, policy, 4.0 + number, budget=None, setting=f"recall(n={number // 2})")
         for number, policy in enumerate([lists[0], "streaming_llm(budget=64)", lists[1]])
     ]
-    named = named_shortly(records)
+    named = shorten_layered(records)
     assert [it["policy"] for it in named][::2] == ["layers of 32, 64", "layers of 8, 9"]
     (mean,) = {name for row in _means(named).values() for name in row if name.startswith("[")}
     assert mean == "[streaming_llm, h2o]"

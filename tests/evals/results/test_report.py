@@ -11,8 +11,7 @@ import pytest
 
 from weir.errors import WeirError
 from weir.evals.results.file import ResultsFile
-from weir.evals.results.report import write_report
-from weir.evals.results.report.plots import family, front
+from weir.evals.results.report import family, pareto_front, write_report
 
 
 def record(number: int, policy: str, value: float, nbytes: int, **more: Any) -> dict[str, Any]:
@@ -128,9 +127,9 @@ def test_the_same_results_give_the_same_page(results, tmp_path):
 
 def test_the_front_is_what_nothing_beats_in_both():
     points = [(1.0, 9.0), (2.0, 5.0), (2.0, 4.0), (3.0, 6.0), (4.0, 4.0), (5.0, 1.0)]
-    assert front(points, higher=False) == [0, 2, 5]
-    assert front(points, higher=True) == [0]
-    assert front([(x, -y) for x, y in points], higher=True) == [0, 2, 5]
+    assert pareto_front(points, higher=False) == [0, 2, 5]
+    assert pareto_front(points, higher=True) == [0]
+    assert pareto_front([(x, -y) for x, y in points], higher=True) == [0, 2, 5]
 
 
 def test_budgets_of_one_policy_are_a_family_and_a_pipe_is_its_own():

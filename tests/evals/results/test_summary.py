@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weir.evals.results.summary import Column, by_distance, heads, overviews
+from weir.evals.results.summary import Column, by_distance, overviews, short_heads
 
 
 def record(policy: str, value: float | None, **more: Any) -> dict[str, Any]:
@@ -72,12 +72,12 @@ def test_an_overview_has_a_row_per_policy_and_a_column_per_setting():
 
 def test_heads_say_what_tells_settings_of_one_task_apart():
     settings = ["ppl(tokens=9, text=none)", "ppl(tokens=5, text=none)", "recall(n=3)"]
-    assert list(heads(settings).values()) == ["ppl(tokens=9)", "ppl(tokens=5)", "recall"]
+    assert list(short_heads(settings).values()) == ["ppl(tokens=9)", "ppl(tokens=5)", "recall"]
 
 
 def test_files_stand_in_heads_without_their_folders():
     def short(*settings: str) -> list[str]:
-        return list(heads(list(settings)).values())
+        return list(short_heads(list(settings)).values())
 
     assert short('ppl(tokens=9, text="/a/b/c.txt")', 'ppl(tokens=9, text="d.txt")') == [
         'ppl(text="c.txt")',

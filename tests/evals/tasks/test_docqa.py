@@ -14,8 +14,8 @@ from reference.subjects import quiet, stranger
 
 import weir
 from weir.errors import WeirError
-from weir.evals.measures.answers import Answer
-from weir.evals.measures.squad import contains, is_exact, normal
+from weir.evals.answers import GeneratedAnswer
+from weir.evals.scores import contains, is_exact, normalize
 from weir.evals.tasks import docqa
 from weir.evals.tasks.docqa import DocumentQA
 
@@ -59,7 +59,7 @@ def test_several_places_are_run_one_by_one() -> None:
     [("The  Old-Mill!", "oldmill"), ("an apple, a day", "apple day"), ("Theatre", "theatre")],
 )
 def test_the_normal_form_is_squad_s(text: str, plain: str) -> None:
-    assert normal(text) == plain
+    assert normalize(text) == plain
 
 
 def test_right_answers_are_exact_or_contained() -> None:
@@ -71,8 +71,8 @@ def test_right_answers_are_exact_or_contained() -> None:
 def test_exact_matches_are_counted_on_the_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
     said = iter(["\nThe Holm.\nAnd so on", "It is green"])
 
-    def told(*args: object, **kwargs: object) -> Answer:
-        return Answer(next(said), kv_bytes=8, held=None, seen=4)
+    def told(*args: object, **kwargs: object) -> GeneratedAnswer:
+        return GeneratedAnswer(next(said), kv_bytes=8, held=None, seen=4)
 
     monkeypatch.setattr(docqa, "ask", told)
     found = DocumentQA(file=str(OFFICIAL), chat=True).run(stranger(), quiet)

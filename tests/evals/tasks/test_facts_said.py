@@ -14,8 +14,7 @@ import weir
 from weir.errors import WeirError
 from weir.evals.task import Subject
 from weir.evals.tasks import Changed, Instruction, Repeated, Verbatim
-from weir.evals.tasks.forms import ExerciseForm, TextForm
-from weir.evals.tasks.layout import lay_out
+from weir.evals.tasks.facts import ExerciseFacts, TextFacts, lay_out
 
 FEW: dict[str, Any] = {"samples": 3, "farthest": 256}
 NBYTES = 1200
@@ -99,7 +98,7 @@ class Reads(Subject):
     exercises: bool = True
 
     def stream(self, prompt=None, answer=0):
-        verb = ExerciseForm(self.tokenizer).words.verb if self.exercises else None
+        verb = ExerciseFacts(self.tokenizer).words.verb if self.exercises else None
         self.streams.append(Knowing(self.newest, self.window, verb))
         return self.streams[-1]
 
@@ -150,7 +149,7 @@ def test_an_instruction_stands_at_the_start_and_is_asked_for_its_distance_after_
     task = Instruction(samples=2, farthest=128)
     one = reader(nano)
     found = task.run(one, silent)
-    words = ExerciseForm(nano[1]).words
+    words = ExerciseFacts(nano[1]).words
     for row in one.streams[0].rows:
         assert row[0] == words.front[0]
         rules = [row[1 + 7 * n : 8 + 7 * n] for n in range(3)]
@@ -177,7 +176,7 @@ def test_an_answer_of_many_tokens_is_right_only_whole(nano):
     @dataclass(frozen=True)
     class Slipping(Reads):
         def stream(self, prompt=None, answer=0):
-            return Slips(True, None, ExerciseForm(self.tokenizer).words.verb)
+            return Slips(True, None, ExerciseFacts(self.tokenizer).words.verb)
 
     slipped = task.run(Slipping("some", *nano, policy=weir.policy("dense")), silent)
     assert slipped["accuracy"] == 0.0  # of nine tokens in a row one at least is at a fifth place
@@ -204,7 +203,7 @@ def test_in_words_any_model_is_asked_a_stream_at_a_time(nano, task):
 
 def test_numbers_of_one_name_begin_differently_and_answers_are_as_long_as_asked(nano):
     rng = np.random.default_rng(0)
-    for form in (ExerciseForm(nano[1]), TextForm(nano[1])):
+    for form in (ExerciseFacts(nano[1]), TextFacts(nano[1])):
         for facts in form.people(20, 9, rng):
             first = [nano[1].decode(fact.answer.tolist()).strip()[0] for fact in facts]
             assert len(set(first)) == 9
@@ -217,7 +216,7 @@ def test_a_tokenizer_without_the_words_of_the_exercises_is_asked_in_words(nano, 
     def none(tokenizer):
         raise WeirError("a digit is no token")
 
-    monkeypatch.setattr("weir.evals.tasks.forms.Words.of", none)
+    monkeypatch.setattr("weir.evals.tasks.facts.Words.of", none)
     one = reader(nano, exercises=False)
     assert Repeated(samples=1, farthest=64).run(one, silent)["format"] == "text"
     with pytest.raises(WeirError, match="a digit is no token"):

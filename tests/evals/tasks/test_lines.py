@@ -14,7 +14,7 @@ from reference.subjects import nano, quiet, stranger
 
 import weir
 from weir.errors import WeirError
-from weir.evals.measures.answers import Answer
+from weir.evals.answers import GeneratedAnswer
 from weir.evals.task import Subject
 from weir.evals.tasks import lines
 from weir.evals.tasks.lines import Lines, made, number_in
@@ -68,9 +68,9 @@ def test_the_first_number_counts_and_in_a_chat_the_last(
         answers[0] = "line 17 has 4022"
     said, asked = iter(answers), []
 
-    def told(subject: Subject, prompt: str, **how: object) -> Answer:
+    def told(subject: Subject, prompt: str, **how: object) -> GeneratedAnswer:
         asked.append((prompt, how))
-        return Answer(next(said), kv_bytes=64, held=8.0, seen=16)
+        return GeneratedAnswer(next(said), kv_bytes=64, held=8.0, seen=16)
 
     monkeypatch.setattr(lines, "ask", told)
     task = Lines(file=str(OFFICIAL), chat=chat)

@@ -12,13 +12,13 @@ from reference.subjects import quiet, stranger
 
 import weir
 from weir.errors import WeirError
-from weir.evals.measures.answers import Answer
+from weir.evals.answers import GeneratedAnswer
 from weir.evals.task import Subject
 from weir.evals.tasks import longbench
 from weir.evals.tasks.longbench import LongBench, without_middle
 
 for package in ("lm_eval", "jieba", "fuzzywuzzy", "rouge"):
-    pytest.importorskip(package, reason=f'{package} is not installed: "weir[eval]"')
+    pytest.importorskip(package, reason=f'{package} is not installed: "weir-kv[eval]"')
 
 DATA = Path(__file__).parents[2] / "data" / "evals"
 HOTPOT, TREC = DATA / "hotpotqa_e.jsonl", DATA / "trec.jsonl"
@@ -38,9 +38,9 @@ def test_scores_are_longbench_s_by_hand(monkeypatch: pytest.MonkeyPatch) -> None
     prompts = []
     said = iter([" Anna.", "green", "the autumn"])
 
-    def told(subject: Subject, prompt: str, *how: object) -> Answer:
+    def told(subject: Subject, prompt: str, *how: object) -> GeneratedAnswer:
         prompts.append((prompt, *how))
-        return Answer(next(said), kv_bytes=8, held=2.0, seen=8)
+        return GeneratedAnswer(next(said), kv_bytes=8, held=2.0, seen=8)
 
     monkeypatch.setattr(longbench, "ask", told)
     found = LongBench(file=str(HOTPOT)).run(stranger(), quiet)
@@ -60,9 +60,9 @@ def test_few_shot_prompts_end_at_a_line_and_are_never_put_into_a_chat(
 ) -> None:
     how = []
 
-    def told(subject: Subject, prompt: str, *rest: object) -> Answer:
+    def told(subject: Subject, prompt: str, *rest: object) -> GeneratedAnswer:
         how.append(rest)
-        return Answer("Person", kv_bytes=8, held=2.0, seen=8)
+        return GeneratedAnswer("Person", kv_bytes=8, held=2.0, seen=8)
 
     monkeypatch.setattr(longbench, "ask", told)
     assert LongBench(file=str(TREC), chat=True).run(stranger(), quiet)["score"] == 1.0
@@ -87,9 +87,9 @@ def test_a_long_prompt_loses_its_middle(monkeypatch: pytest.MonkeyPatch) -> None
     assert without_middle(tokenizer, text, 5) == "one two six seven eight"
     prompts = []
 
-    def told(subject: Subject, prompt: str, *how: object) -> Answer:
+    def told(subject: Subject, prompt: str, *how: object) -> GeneratedAnswer:
         prompts.append(prompt)
-        return Answer("", kv_bytes=8, held=2.0, seen=8)
+        return GeneratedAnswer("", kv_bytes=8, held=2.0, seen=8)
 
     monkeypatch.setattr(longbench, "ask", told)
     LongBench(file=str(HOTPOT), samples=1, truncate=20).run(stranger(), quiet)
@@ -125,5 +125,5 @@ def test_what_is_not_in_the_format_is_named(tmp_path: Path) -> None:
 
 def test_a_missing_package_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "jieba", None)
-    with pytest.raises(WeirError, match=r"needs jieba.*pip install '\.\[eval\]'"):
+    with pytest.raises(WeirError, match=r"needs jieba.*pip install 'weir-kv\[eval\]'"):
         LongBench(file=str(HOTPOT)).run(stranger(), quiet)

@@ -11,7 +11,7 @@ from reference.answers import plain_answer
 from reference.subjects import nano, quiet
 
 from weir.errors import WeirError
-from weir.evals.measures.squad import words_found
+from weir.evals.scores import words_found
 from weir.evals.tasks.needle import Needle, exercise, hidden
 from weir.stream.text import read_stream
 from weir.train.exercises import Words

@@ -11,7 +11,7 @@ from reference.answers import plain_answer
 from reference.subjects import quiet, stranger
 
 from weir.errors import WeirError
-from weir.evals.data import read_records
+from weir.evals.records import read_records
 from weir.evals.tasks.ruler import Case, Ruler, matched
 from weir.stream import Stream
 

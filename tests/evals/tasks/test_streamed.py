@@ -11,11 +11,11 @@ from roundings import nll_off, run_off
 
 import weir
 from weir.errors import WeirError
-from weir.evals.attention_error.attention_error import measure_error, set_up, size_policies
+from weir.evals.attention_error import measure_error, set_up, size_policies
 from weir.evals.task import Subject
 from weir.evals.tasks.attention_error import AttentionError
 from weir.evals.tasks.efficiency import Efficiency
-from weir.evals.tasks.layout import distances_to, lay_out
+from weir.evals.tasks.facts import distances_to, lay_out
 from weir.evals.tasks.ppl import Perplexity
 from weir.evals.tasks.recall import ASK, SAID, Recall, sample
 from weir.evals.tasks.streameval import ExerciseLines, StreamEval, TextLines, make_schedule

@@ -13,14 +13,14 @@ from reference.subjects import quiet, stranger
 
 import weir
 from weir.errors import WeirError
-from weir.evals.measures.answers import Answer
+from weir.evals.answers import GeneratedAnswer
 from weir.evals.tasks import summary
 from weir.evals.tasks.summary import Summary
 
-pytest.importorskip("rouge_score", reason='rouge-score is not installed: "weir[eval]"')
-pytest.importorskip("sacrebleu", reason='sacrebleu is not installed: "weir[eval]"')
+pytest.importorskip("rouge_score", reason='rouge-score is not installed: "weir-kv[eval]"')
+pytest.importorskip("sacrebleu", reason='sacrebleu is not installed: "weir-kv[eval]"')
 
-from weir.evals.measures.rouge import rouge_scores, self_bleu
+from weir.evals.scores import rouge_scores, self_bleu
 
 DATA = Path(__file__).parents[2] / "data" / "evals"
 XSUM = DATA / "xsum.jsonl"
@@ -60,7 +60,7 @@ def test_the_figures_are_those_of_the_answers(monkeypatch: pytest.MonkeyPatch) -
     said = [row["summary"] for row in ROWS]
     told = iter(f" {text} " for text in [*said[:2], "Nothing of that sort"])
     monkeypatch.setattr(
-        summary, "ask", lambda *args: Answer(next(told), kv_bytes=8, held=5.0, seen=20)
+        summary, "ask", lambda *args: GeneratedAnswer(next(told), kv_bytes=8, held=5.0, seen=20)
     )
     found = Summary(file=str(XSUM)).run(stranger(), quiet)
     assert found["rouge1"] == pytest.approx(2 / 3) and found["share"] == 0.25

@@ -38,7 +38,7 @@ def test_a_task_is_written_as_it_is_read(name: str) -> None:
 
 
 def test_the_commands_of_the_documentation_can_be_read() -> None:
-    assert ("tasks.md" in {page for page, _ in commands()}) and len(commands()) >= 6
+    assert ("measuring.md" in {page for page, _ in commands()}) and len(commands()) >= 6
     for page, command in commands():
         words = shlex.split(command.replace("\\\n", " "), comments=True)
         given = dict(zip(words, [*words[1:], ""], strict=True))

@@ -26,10 +26,10 @@ from weir.errors import WeirError
 from weir.pools import Balance, Fold, Recent, Sink
 from weir.pools.balance import balance as pool_file
 from weir.pools.balance import merge_reduce, schedule
-from weir.pools.draws import Draws
-from weir.slab import Form
+from weir.pools.counter_rng import CounterRNG
+from weir.slab import AttentionParams
 
-FOLD = Fold(Draws(0), torch.tensor([0]), Form(0.5))
+FOLD = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(0.5))
 
 
 def weights(position: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,10 +53,10 @@ def lumps(batch: int, heads: int, length: int, seed: int = 0) -> Flow:
 class Stream(PoolStream):
     """A pool that folds a flow; the naive loop asks for the same scale."""
 
-    form: Form = FOLD.form
+    form: AttentionParams = FOLD.form
 
 
-def coins(draws: Draws, head: int, length: int) -> tuple[Any, Any]:
+def coins(draws: CounterRNG, head: int, length: int) -> tuple[Any, Any]:
     """The draws of one head, by level and place: of the first set of tokens, and of the others."""
     place = torch.arange(length).expand(1, head + 1, -1)
     tables: dict[tuple[int, int], list[float]] = {}
@@ -82,7 +82,9 @@ def few_levels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         known.cache_clear()
 
 
-def reference_of(pool: Balance, draws: Draws, head: int, length: int, scale: float) -> Reference:
+def reference_of(
+    pool: Balance, draws: CounterRNG, head: int, length: int, scale: float
+) -> Reference:
     """The naive loop with a pool's parameters."""
     separate = pool.sets == "separate"
     balance = SoftmaxBalance(
@@ -151,7 +153,7 @@ def compare(pool: Balance, chunk: int, length: int, share: float, weighted: bool
     """A stream that was compared, fold by fold, with what a naive loop holds."""
     flow = lumps(2, 2, length)
     flow.weights = weights if weighted else None
-    stream = Stream(pool, flow, chunk, share, Draws(3))
+    stream = Stream(pool, flow, chunk, share, CounterRNG(3))
     naive = {
         (row, head): reference_of(pool, stream.draws, head, length, FOLD.form.scale)
         for row, head in itertools.product(range(2), range(2))
@@ -277,7 +279,7 @@ def test_the_highest_level_is_as_fair_to_old_tokens_as_to_new_ones(few_levels):
     """What stays is drawn anew each time: a half of all tokens stands for each half of them."""
     flow, shares = lumps(1, 64, 400), []
     for seed in range(8):
-        held = Stream(Balance(4), flow, 50, draws=Draws(seed)).whole().held
+        held = Stream(Balance(4), flow, 50, draws=CounterRNG(seed)).whole().held
         old = held.position < 200
         shares += (held.a.double().exp() * old).sum(dim=2).flatten().tolist()
     mean = sum(shares) / len(shares)
@@ -303,7 +305,7 @@ PROMPTS = [
 def test_a_whole_prompt_is_halved_as_a_naive_loop_halves_it(pool, length):
     flow = lumps(2, 2, length)
     place = torch.arange(length).expand(2, 2, -1)
-    stream = Stream(pool, flow, length, draws=Draws(3))
+    stream = Stream(pool, flow, length, draws=CounterRNG(3))
     none = flow.at(place[:, :, :0])
     fold = replace(FOLD, draws=stream.draws, state=pool.state(none), prompt=True)
     stream.held, rest = pool.fold(none, flow.at(place), fold)
@@ -436,7 +438,7 @@ def naive_pipe(pool: Balance, length: int, scale: float) -> Callable[..., Any]:
     def fold(held: Any, new: Any, at: Any) -> Any:
         place = (at.layer, at.head)
         if place not in loops:
-            draws = Draws(0, layer=at.layer, pool=2)
+            draws = CounterRNG(0, layer=at.layer, pool=2)
             loops[place] = reference_of(pool, draws, at.head, length, scale)
         sinks, recent, middle = held
         line = [*recent, *new]

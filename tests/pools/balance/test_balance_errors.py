@@ -7,13 +7,7 @@ from statistics import fmean
 import pytest
 
 import weir
-from weir.evals.attention_error.attention_error import (
-    RATES,
-    mean_over_layers,
-    measure_error,
-    set_up,
-    size_policies,
-)
+from weir.evals.attention_error import RATES, mean_over_layers, measure_error, set_up, size_policies
 from weir.stream.text import encode, read_text
 
 UNIFORM, AUTHORS = "uniform", "balancekv(halves=authors)"
@@ -63,7 +57,7 @@ def test_errors_are_below_those_of_uniform_samples(errors):
     for rate in rates:
         assert means["balancekv", rate] < means[UNIFORM, rate]
         # The authors' rule is biased, but hardly moves from seed to seed. Over twelve pieces of the
-        # book (docs/methods/balancekv.md) the two are within 2 %.
+        # book (docs/methods/samples.md) the two are within 2 %.
         assert means["balancekv", rate] < 1.05 * means[AUTHORS, rate]
         for layer in range(4):
             mine, other = (by_place[n, rate, layer] for n in ("balancekv", UNIFORM))
@@ -79,7 +73,7 @@ def test_errors_fall_with_the_size_of_blocks(errors):
 
 
 def test_keeping_what_points_away_lowers_errors_within_the_window(pieces):
-    # Texts of 512 tokens, as long as nano's window, as in docs/methods/balancekv.md.
+    # Texts of 512 tokens, as long as nano's window, as in docs/methods/samples.md.
     away = "balancekv(outliers=0.33)"
     error = pieces([UNIFORM, "balancekv", AUTHORS, away], (1 / 2, 1 / 8))
     for rate in (1 / 2, 1 / 8):

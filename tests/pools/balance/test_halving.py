@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import weir
-from weir.evals.attention_error.capture import capture
+from weir.evals.capture import capture
 from weir.pools.balance.halving import Halving, Sets
 from weir.stream.text import read_text
 

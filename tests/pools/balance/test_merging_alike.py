@@ -9,7 +9,7 @@ from weir.pools.balance import merge_reduce
 from weir.pools.balance.halving import Halving
 from weir.pools.balance.merge_reduce import Merging
 from weir.pools.balance.schedule import LEVELS
-from weir.pools.draws import Draws
+from weir.pools.counter_rng import CounterRNG
 from weir.slab import Slots
 
 LEVEL = [3] * 5 + [2] * 6 + [1] * 4 + [0] * 13
@@ -31,7 +31,7 @@ def reduced(slots: Slots, level: list[int], sizes: dict[int, tuple[int, ...]]) -
     blocks = [[sizes.get(number, ()) for number in range(LEVELS)]] * 6
     levels = torch.tensor(level).expand(2, 3, -1)
     merging = Merging(slots, levels)
-    kept, level_of, group = merging.reduce(blocks, Halving(), Draws(5), 0.3)
+    kept, level_of, group = merging.reduce(blocks, Halving(), CounterRNG(5), 0.3)
     return [*kept.tensors().values(), level_of, group]
 
 

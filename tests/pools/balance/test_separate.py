@@ -8,8 +8,8 @@ import torch
 from weir.pools import Balance, Fold
 from weir.pools.balance.schedule import LEVELS, Group, make_room
 from weir.pools.balance.separate import NO_BUCKET, Head, admit
-from weir.pools.draws import Draws
-from weir.slab import Form, Slots
+from weir.pools.counter_rng import CounterRNG
+from weir.slab import AttentionParams, Slots
 
 MOST = 100_000
 """Halvings that no test here comes near, unless it has no end."""
@@ -62,7 +62,7 @@ def test_a_stream_of_values_of_every_size_keeps_its_slots_and_the_longest_values
     zeros = torch.zeros(1, 1, 40)
     whole = Slots(keys, values, zeros, zeros, place)
     held = whole.part(0, 0)
-    fold = Fold(Draws(0), torch.tensor([0]), Form(0.5), state=pool.state(held))
+    fold = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(0.5), state=pool.state(held))
     for start in range(0, 40, 5):
         held, _ = pool.fold(held, whole.part(start, start + 5), fold)
         assert len(held) <= 4

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from weir.errors import PolicyError, WeirError
 from weir.policies import policy
-from weir.pools import Chunks, Draws, Fold, Heavy, KNorm, Ranked, Recent, Sink, Tova
+from weir.pools import Chunks, CounterRNG, Fold, Heavy, KNorm, Ranked, Recent, Sink, Tova
 from weir.pools.scores.chunks import whole_spans
-from weir.slab import Form, Slots
+from weir.slab import AttentionParams, Slots
 
-FOLD = Fold(Draws(0), torch.tensor([0]), Form(1.0))
+FOLD = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(1.0))
 
 
 @dataclass(frozen=True)

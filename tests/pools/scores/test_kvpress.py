@@ -16,21 +16,21 @@ from reference.numbers import numbers
 
 from weir.pools import (
     Chunks,
+    CounterRNG,
     CurDKV,
-    Draws,
     Expected,
     Fold,
     KeyDiff,
     KNorm,
     LagKV,
+    ObservedAttention,
     Pool,
     QFilters,
-    Reading,
     Snap,
     Tova,
 )
 from weir.pools.scores import qfilters
-from weir.slab import Form, LayerPositions, Rotary, Slots
+from weir.slab import AttentionParams, LayerPositions, Rotary, Slots
 
 DATA = Path(__file__).parents[2] / "data" / "kvpress" / "scores.json"
 TOLD: dict[str, Any] = json.loads(DATA.read_text("utf-8"))
@@ -47,11 +47,13 @@ def kept(pool: Pool, heads: int = 2, rotary: Rotary | None = None) -> list[list[
         queries = rotary.rotate(queries.flatten(1, 2), place[None, None]).view(queries.shape)
     weight = torch.zeros(1, heads, N)
     slots = Slots(keys, values, weight, weight, place.expand(1, heads, -1))
-    seen, form = torch.tensor([N]), Form(DIM**-0.5)
+    seen, form = torch.tensor([N]), AttentionParams(DIM**-0.5)
     none = slots.position[:, :, :0]
-    read = Reading(lambda: slots, lambda: none, queries, seen, form, LayerPositions(rotary))
+    read = ObservedAttention(
+        lambda: slots, lambda: none, queries, seen, form, LayerPositions(rotary)
+    )
     state = pool.state(slots.part(0, 0))
-    fold = Fold(Draws(0), seen, form, queries, read, state=state)
+    fold = Fold(CounterRNG(0), seen, form, queries, read, state=state)
     stays, _ = pool.fold(slots.part(0, 0), slots, fold)
     return places(stays)
 

@@ -15,10 +15,10 @@ from reference.scores import ladder
 
 import weir
 from weir.errors import WeirError
-from weir.pools import Draws, Fold, Ladder
-from weir.slab import Form
+from weir.pools import CounterRNG, Fold, Ladder
+from weir.slab import AttentionParams
 
-FOLD = Fold(Draws(0), torch.tensor([0]), Form(1.0))
+FOLD = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(1.0))
 
 
 def arrivals(start: int, count: int, rows: int = 1):
@@ -34,7 +34,7 @@ def test_groups_are_thinned_one_after_the_other_from_the_oldest_on(data):
     held, left, rung = arrivals(0, 0), [], 0
     state, seen = pool.state(held), 0
     for size in sizes:
-        fold = replace(FOLD, draws=Draws(0, layer), state=state)
+        fold = replace(FOLD, draws=CounterRNG(0, layer), state=state)
         held, gone = pool.fold(held, arrivals(seen, size), fold)
         state = fold.state
         before = [*left, *range(seen, seen + size)]
@@ -65,7 +65,9 @@ def test_rows_in_different_rounds_fold_together():
 def test_two_layers_together_hold_all_that_was_thinned_once():
     held = []
     for layer in range(2):
-        fold = replace(FOLD, draws=Draws(0, layer), state={"rung": torch.zeros(1, 2, 1).long()})
+        fold = replace(
+            FOLD, draws=CounterRNG(0, layer), state={"rung": torch.zeros(1, 2, 1).long()}
+        )
         kept, _ = Ladder(12).fold(arrivals(0, 0), arrivals(0, 20), fold)
         held.append(set(places(kept)[0]))
     assert held[0] | held[1] == set(range(20))

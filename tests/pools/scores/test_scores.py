@@ -22,9 +22,9 @@ from weir.policies.pipe import Pipe
 from weir.pools import (
     RKV,
     Caote,
+    CounterRNG,
     Critical,
     CurDKV,
-    Draws,
     Expected,
     Fold,
     KeyDiff,
@@ -42,10 +42,10 @@ from weir.pools import (
     Vase,
 )
 from weir.pools.scores.vase import gumbel
-from weir.slab import Form, LayerPositions, Rotary, Slots
+from weir.slab import AttentionParams, LayerPositions, Rotary, Slots
 
 DIM, VALUE, HEADS, GROUP, LENGTH, CHUNK = 8, 5, 2, 2, 60, 6
-FORM = Form(0.4, softcap=6.0)
+FORM = AttentionParams(0.4, softcap=6.0)
 POSITIONS = LayerPositions(Rotary(torch.tensor([0.7, 0.11, 0.013]).double(), scaling=1.25))
 """Six of eight dimensions turn."""
 OFF = softmax_off(DIM, 40)
@@ -109,7 +109,7 @@ def asked(pool: Ranked, monkeypatch: Any, front: tuple[Pool, ...] | None = None)
 
     monkeypatch.setattr(type(pool), "score", noted)
     pipe = Pipe((*((Sink(2), Recent(9)) if front is None else front), pool))
-    layer = Layer(LayerSpec(pipe, POSITIONS, CHUNK, draws=Draws(3, layer=5)))
+    layer = Layer(LayerSpec(pipe, POSITIONS, CHUNK, draws=CounterRNG(3, layer=5)))
     for start, stop in ((0, 23), (23, LENGTH)):
         q, k, v = (t[:, :, start:stop] for t in (Q, K, V))
         layer.feed(q, k, v, FORM, seen=start, waiting=start % CHUNK)
@@ -205,7 +205,7 @@ def test_keyformer_adds_up_what_each_query_gives_once_with_noise(monkeypatch):
     pool = Keyformer(7, hot=3.0, over=40, window=CHUNK + 3)
     told: dict[tuple[int, int], dict[int, float]] = {}
 
-    def noise(draws: Draws, head: int) -> Callable[..., float]:
+    def noise(draws: CounterRNG, head: int) -> Callable[..., float]:
         def of(place: int, query: int, one: int) -> float:
             where = torch.full((1, HEADS, 1), place)
             return float(gumbel(draws.uniform(0, where, query * GROUP + one))[0, head, 0])
@@ -240,7 +240,7 @@ def test_a_draw_by_noisy_logarithms_is_one_without_replacement():
     weight, times = torch.tensor([1.0, 2.0, 5.0]).double(), 20_000
     place = torch.arange(3).expand(1, 1, 3)
     index = torch.arange(times)[:, None, None]
-    noise = gumbel(Draws(1).uniform(0, place, index))[:, 0]
+    noise = gumbel(CounterRNG(1).uniform(0, place, index))[:, 0]
     left_out = (weight.log() + noise).argmin(dim=-1).bincount(minlength=3) / times
     for out in range(3):
         first, second = (i for i in range(3) if i != out)
@@ -254,7 +254,9 @@ def test_a_draw_by_noisy_logarithms_is_one_without_replacement():
 
 def test_gumbel_noise_makes_the_largest_logit_a_draw_from_the_softmax():
     logits, times = torch.tensor([0.0, 1.0, 2.0]).double(), 20_000
-    u = Draws(2).uniform(0, torch.arange(3).expand(1, 1, 3), torch.arange(times)[:, None, None])
+    u = CounterRNG(2).uniform(
+        0, torch.arange(3).expand(1, 1, 3), torch.arange(times)[:, None, None]
+    )
     won = (logits + gumbel(u)[:, 0]).argmax(dim=-1).bincount(minlength=3) / times
     for share, chance in zip(won.tolist(), logits.softmax(dim=0).tolist(), strict=True):
         assert abs(share - chance) < 5 * math.sqrt(chance * (1 - chance) / times)
@@ -308,7 +310,7 @@ def test_scores_of_equal_keys_and_values_are_numbers():
     same_keys = torch.ones(1, 1, 9, 3)
     zero = torch.zeros(1, 1, 9)
     slots = Slots(same_keys, same_keys, zero, zero, place)
-    fold = Fold(Draws(0), torch.tensor([9]), Form(1.0))
+    fold = Fold(CounterRNG(0), torch.tensor([9]), AttentionParams(1.0))
     for pool in (KNorm(4), KeyDiff(4), CurDKV(4), LagKV(7, lag=3)):
         state = pool.state(slots.part(0, 0))
         kept, _ = pool.fold(slots.part(0, 0), slots, replace(fold, state=state))

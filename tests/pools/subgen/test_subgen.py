@@ -22,11 +22,11 @@ from torch import Tensor
 import weir
 from weir.errors import WeirError
 from weir.pools import Fold, Recent, Sink, SubGen
-from weir.pools.draws import Draws
-from weir.slab import Form
+from weir.pools.counter_rng import CounterRNG
+from weir.slab import AttentionParams
 from weir.slab.slots import Slots
 
-FOLD = Fold(Draws(0), torch.tensor([0]), Form(1.0))
+FOLD = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(1.0))
 PURPOSES = {"pair": 0, "sample": 1, "merge": 2}
 
 
@@ -76,7 +76,9 @@ class Stream(PoolStream):
             yield place
 
 
-def coins(draws: Draws, pool: SubGen, head: int, length: int) -> Callable[[str, int, int], float]:
+def coins(
+    draws: CounterRNG, pool: SubGen, head: int, length: int
+) -> Callable[[str, int, int], float]:
     """The draws of one head, by purpose, place and entry."""
     place = torch.arange(length).expand(1, head + 1, -1)
     entries = {"pair": pool.samples, "sample": pool.per_cluster, "merge": pool.per_cluster}
@@ -137,7 +139,7 @@ UNBOUNDED = SubGen(samples=6, clusters=None, per_cluster=3, delta=7.0)
 def test_it_holds_what_a_naive_loop_holds(pool, chunk, length, share, weighted):
     flow = lumps(2, 2, length)
     flow.weights = weights if weighted else None
-    stream = Stream(pool, flow, chunk, share, Draws(3))
+    stream = Stream(pool, flow, chunk, share, CounterRNG(3))
     naive = {
         (row, head): reference_of(pool, coins(stream.draws, pool, head, length))
         for row, head in itertools.product(range(2), range(2))
@@ -274,7 +276,7 @@ def truth(flow: Flow, seen: int, pool: SubGen) -> tuple[Tensor, Tensor, Tensor, 
 )
 def test_both_sums_are_unbiased_before_and_after_merges(pool):
     flow = same_tokens_for_all(60)
-    stream = Stream(pool, flow, 12, draws=Draws(11))
+    stream = Stream(pool, flow, 12, draws=CounterRNG(11))
     widths = []
     for arrivals in stream:
         seen = int(arrivals[0, 0, -1]) + 1
@@ -443,7 +445,7 @@ def naive_pipe(pool: SubGen, length: int) -> Callable[..., Any]:
     def fold(held: Any, new: Any, at: Any) -> Any:
         place = (at.layer, at.head)
         if place not in loops:
-            draws = Draws(0, layer=at.layer, pool=2)
+            draws = CounterRNG(0, layer=at.layer, pool=2)
             loops[place] = reference_of(pool, coins(draws, pool, at.head, length))
         sinks, recent, middle = held
         line = [*recent, *new]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weir.cli.commands import run
+from weir.cli.app import run
 from weir.errors import WeirError
 
 GIVEN = ["serve", "nano", "--cluster", "local"]

@@ -11,7 +11,7 @@ import pytest
 
 from weir.errors import WeirError
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'weir[cluster]'")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'weir-kv[cluster]'")
 replica = pytest.importorskip("weir.serve.cluster.replica")
 running = pytest.importorskip("weir.serve.cluster.running")
 router = pytest.importorskip("weir.serve.cluster.router")

@@ -20,8 +20,8 @@ from stores import CHUNK, MODEL, NODES, POLICY, has, kept, kill, same, shelf
 
 from weir.errors import WeirError
 from weir.models import fingerprint
-from weir.policies import written_policy_file
-from weir.serve import Chooser, Choosing, Engine, MemoryCheckpoints, Turn
+from weir.policies import format_policy_file
+from weir.serve import Engine, MemoryCheckpoints, Sampler, SamplingParams, Sequence
 from weir.serve.sessions import RowFormat, SQLiteCheckpoints
 from weir.serve.sessions import snapshot_folder as folder_file
 
@@ -311,7 +311,7 @@ def test_a_store_of_another_model_or_policy_is_refused(tmp_path, model, policy, 
 def test_without_a_chunk_engine_and_store_take_that_of_the_policy_file(tmp_path):
     layers = [{"policy": POLICY}]
     file = tmp_path / "measured.toml"
-    file.write_text(written_policy_file({"chunk": 8}, fingerprint(MODEL), layers))
+    file.write_text(format_policy_file({"chunk": 8}, fingerprint(MODEL), layers))
     for policy, chunk in ((str(file), 8), (POLICY, 64)):
         folder = tmp_path / str(chunk)
         with SQLiteCheckpoints(folder, MODEL, policy) as one:
@@ -383,7 +383,7 @@ class Heard:
         self.error: Exception | None = None
 
     def on_token(self, token):
-        self.tokens.append(choice.token)
+        self.tokens.append(token.id)
 
     def on_finish(self, reason):
         self.over.set()
@@ -395,7 +395,7 @@ class Heard:
 
 def answers(engine: Engine, name: str, start: str | None, ids: list[int]) -> list[int]:
     heard = Heard()
-    engine.submit(Turn(name, start, ids, 6, frozenset(), Chooser(Choosing()), heard))
+    engine.submit(Sequence(name, start, ids, 6, frozenset(), Sampler(SamplingParams()), heard))
     for _ in range(1000):
         engine.step()
         if heard.over.wait(0.01):

@@ -1,22 +1,19 @@
 """One layer's stream: append, attend, fold."""
 
-from weir.cache.layer.axes import on_axes
 from weir.cache.layer.decode import DecodeSlots
-from weir.cache.layer.finite import RowsNotFinite
-from weir.cache.layer.layer import Layer
-from weir.cache.layer.layout import Layout, laid_out
-from weir.cache.layer.plan import Piece, Plan, cut
-from weir.cache.layer.spec import LayerSpec
+from weir.cache.layer.layer import Layer, RowsNotFinite
+from weir.cache.layer.plan import ForwardPlan, Segment, place_on_axes, plan_forward
+from weir.cache.layer.spec import LayerSpec, Layout, lay_out
 
 __all__ = [
     "DecodeSlots",
+    "ForwardPlan",
     "Layer",
     "LayerSpec",
     "Layout",
-    "Piece",
-    "Plan",
     "RowsNotFinite",
-    "cut",
-    "laid_out",
-    "on_axes",
+    "Segment",
+    "lay_out",
+    "place_on_axes",
+    "plan_forward",
 ]

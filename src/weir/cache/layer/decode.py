@@ -16,18 +16,18 @@ from torch import Tensor
 from weir.cache.layer.spec import LayerSpec
 from weir.kernels import register_operator
 from weir.slab import (
-    Coded,
-    Form,
+    AttentionParams,
+    QuantizedStorage,
     Slab,
+    attend_in_loops,
     fused_attention,
-    fuses,
-    looped_attention,
-    loops,
+    is_uncapped,
     merge_groups,
     put_lines,
     slot_lines,
     split_attention,
     two_weight_attention,
+    uses_loops,
 )
 
 
@@ -48,7 +48,7 @@ class DecodeSlots:
 
     keys: Tensor
     values: Tensor
-    coded: Coded | None
+    quantized: QuantizedStorage | None
     a: Tensor | None
     b: Tensor
     split: tuple[Tensor, Tensor, Tensor] | None
@@ -71,12 +71,12 @@ class DecodeSlots:
         a, window = slab.a if pipe.two_weights else None, positions.window
         queries, unasked = slab.queries, spec.chunk - spec.keeps_queries
         weights = (a, slab.b, slab.split)
-        return cls(slab.keys, slab.values, slab.coded, *weights, queries, unasked, window)
+        return cls(slab.keys, slab.values, slab.quantized, *weights, queries, unasked, window)
 
     @property
     def sizes(self) -> Hashable:
         """What a graph is made for: shapes, types, and what is there at all."""
-        there = self.coded is None, self.a is None, self.queries is None
+        there = self.quantized is None, self.a is None, self.queries is None
         return self.keys.shape, self.values.shape, self.keys.dtype, self.keys.device, there
 
     def attend(
@@ -84,7 +84,7 @@ class DecodeSlots:
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        form: Form,
+        params: AttentionParams,
         ends: Tensor,
         waiting: Tensor,
         largest: Tensor,
@@ -102,13 +102,15 @@ class DecodeSlots:
         Returns:
             [batch, heads, 1, value_dim].
         """
-        looped = loops(queries, keys.shape[1])  # not asked in `answer`, which may be an operator
-        if self.coded is not None:
-            return self.answer(queries, keys, values, form, ends, waiting, largest, looped)
+        looped = uses_loops(
+            queries, keys.shape[1]
+        )  # not asked in `answer`, which may be an operator
+        if self.quantized is not None:
+            return self.answer(queries, keys, values, params, ends, waiting, largest, looped)
         out: Tensor = _ATTENDED(
             *(queries, keys, values, self.keys, self.values, self.queries, largest),
-            *(self.a, self.b, *(self.split or (None, None, None)), form.sinks, ends, waiting),
-            *(form.scale, form.softcap, self.unasked, self.window, looped),
+            *(self.a, self.b, *(self.split or (None, None, None)), params.sinks, ends, waiting),
+            *(params.scale, params.softcap, self.unasked, self.window, looped),
         )
         return out
 
@@ -117,7 +119,7 @@ class DecodeSlots:
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        form: Form,
+        params: AttentionParams,
         ends: Tensor,
         waiting: Tensor,
         largest: Tensor,
@@ -127,14 +129,17 @@ class DecodeSlots:
         largest.copy_(torch.maximum(keys.abs().amax((1, 2, 3)), values.abs().amax((1, 2, 3))))
         batch, kv_heads, _, dim = keys.shape
         queries = queries.view(batch, kv_heads, -1, 1, dim)
-        first = 0 if self.coded is None else len(self.coded)
+        first = 0 if self.quantized is None else len(self.quantized)
         lines = slot_lines(ends - first, kv_heads, self.keys.shape[2])
         put_lines(self.keys, keys, lines)
         put_lines(self.values, values, lines)
         held = self.keys, self.values
-        if self.coded is not None:
-            coded = self.coded.keys(0, first), self.coded.values(0, first)
-            held = torch.cat([coded[0], self.keys], dim=2), torch.cat([coded[1], self.values], 2)
+        if self.quantized is not None:
+            quantized = self.quantized.keys(0, first), self.quantized.values(0, first)
+            held = (
+                torch.cat([quantized[0], self.keys], dim=2),
+                torch.cat([quantized[1], self.values], 2),
+            )
         if self.queries is not None:
             place = (waiting - self.unasked).clamp_min(0)
             asked = slot_lines(place, kv_heads, self.queries.shape[2])
@@ -144,24 +149,24 @@ class DecodeSlots:
         if self.window is not None:
             seen &= slot > ends[:, None] - self.window
         unseen = ~seen[:, None]
-        if looped and (self.a is None or (self.split is not None and fuses(form))):
+        if looped and (self.a is None or (self.split is not None and is_uncapped(params))):
             mask, factors = self.b, None
             if self.split is not None:
                 mask, *factors = self.split
             mask = mask.masked_fill(unseen, -torch.inf)
-            return looped_attention(queries, *held, mask, form, factors).flatten(1, 2)
-        if self.split is not None and fuses(form):
+            return attend_in_loops(queries, *held, mask, params, factors).flatten(1, 2)
+        if self.split is not None and is_uncapped(params):
             mask, numerator, denominator = self.split
             mask = mask.masked_fill(unseen, -torch.inf)
-            out = split_attention(queries, *held, mask, numerator, denominator, form)
+            out = split_attention(queries, *held, mask, numerator, denominator, params)
             return out.flatten(1, 2)
         below = self.b.masked_fill(unseen, -torch.inf)
-        if self.a is None and fuses(form):
+        if self.a is None and is_uncapped(params):
             bias = below[:, :, None, None]
-            out = fused_attention(queries, *held, form, bias)
+            out = fused_attention(queries, *held, params, bias)
         else:
             above = below if self.a is None else self.a.masked_fill(unseen, -torch.inf)
-            out = two_weight_attention(queries, *held, above, below, form)
+            out = two_weight_attention(queries, *held, above, below, params)
         return out.flatten(1, 2)
 
 
@@ -190,8 +195,8 @@ def _attended(
     """`DecodeSlots.answer` of slots that are exact, told tensor by tensor."""
     split = None if mask is None or above is None or below is None else (mask, above, below)
     held = DecodeSlots(held_keys, held_values, None, a, b, split, held_queries, unasked, window)
-    form = Form(scale=scale, softcap=softcap, sinks=sinks)
-    return held.answer(queries, keys, values, form, ends, waiting, largest, looped)
+    params = AttentionParams(scale=scale, softcap=softcap, sinks=sinks)
+    return held.answer(queries, keys, values, params, ends, waiting, largest, looped)
 
 
 _ATTENDED = register_operator(
@@ -202,5 +207,5 @@ _ATTENDED = register_operator(
     "float? softcap, int unasked, int? window, bool looped) -> Tensor",
     _attended,
     lambda queries, keys, values, *_: values.new_empty(*queries.shape[:3], values.shape[3]),
-    *(fused_attention, looped_attention, put_lines),
+    *(fused_attention, attend_in_loops, put_lines),
 )

@@ -14,18 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weir.cache.layer.layout import Layout, laid_out
-from weir.cache.layer.plan import Piece
-from weir.cache.layer.queries import (
+from weir.cache.layer.observation_window import (
     keep_older_queries,
     last_queries,
     mass_from_tail,
     tail_of,
 )
-from weir.cache.layer.spec import LayerSpec
+from weir.cache.layer.plan import Segment
+from weir.cache.layer.spec import LayerSpec, Layout, lay_out
 from weir.errors import WeirError
-from weir.pools import Fold, Reading
-from weir.slab import Form, Slab, Slots, Watched, longer, own_copy, packed, rolled
+from weir.pools import Fold, ObservedAttention
+from weir.slab import (
+    AttentionParams,
+    Slab,
+    Slots,
+    Watched,
+    copy_if_shared,
+    is_longer,
+    roll_positions,
+    shift_spans,
+)
 
 
 @dataclass(frozen=True)
@@ -45,8 +53,8 @@ class Folding:
         slab: Slab,
         lengths: list[list[int]],
         seeds: list[int],
-        piece: Piece,
-        form: Form,
+        segment: Segment,
+        params: AttentionParams,
         arrivals: Slots | None = None,
         mass: Tensor | None = None,
         watched: Watched | None = None,
@@ -57,20 +65,20 @@ class Folding:
             slab: the slots of all rows; rewritten for the rows that fold.
             lengths: per row and per pool, slots in use; rewritten for the rows that fold.
             seeds: of each row's draws.
-            piece: what was appended last; says which rows are due.
-            form: how the layer attends.
+            segment: what was appended last; says which rows are due.
+            params: how the layer attends.
             arrivals: folded in place of the tail, if given: a whole prompt [batch, ...].
             mass: what each slot received from the queries of the tail [batch, kv_heads, slots], if
                 that is known; otherwise it is worked out where a pool asks for it.
             watched: what these queries have read, the same.
         """
         groups: dict[tuple[tuple[int, ...], int, tuple[Any, ...]], list[int]] = {}
-        for row in piece.due:
-            arrived = piece.waiting[row] + piece.counts[row]
-            told = self._told(piece, row, arrived)
+        for row in segment.due:
+            arrived = segment.waiting[row] + segment.counts[row]
+            told = self._told(segment, row, arrived)
             groups.setdefault((tuple(lengths[row]), arrived, told), []).append(row)
         for (lengths_of, arrived, _), rows in groups.items():
-            lies = laid_out(self.spec.pipe, lengths_of)
+            lies = lay_out(self.spec.pipe, lengths_of)
             end, every = lies.used, len(rows) == slab.keys.shape[0]
             index = None if every else torch.tensor(rows, device=slab.keys.device)
             part = self._rows(slab, rows, index)
@@ -82,13 +90,13 @@ class Folding:
             if arrivals is None and part.mass is not None:
                 received = mass
                 if received is None or index is not None:
-                    tail = tail_of(piece, rows, self.spec.chunk)
-                    received = mass_from_tail(part, self.spec, form, tail, end + arrived)
+                    tail = tail_of(segment, rows, self.spec.chunk)
+                    received = mass_from_tail(part, self.spec, params, tail, end + arrived)
                 part.mass[:, :, : received.shape[2]] += received
             queries = last_queries(part, self.spec.pipe.needs_queries)
             # Pools may hold on to them, and the next tokens' will be written here.
             queries = None if queries is None else queries.clone()
-            ahead, clock = piece.after, piece.clock
+            ahead, clock = segment.after, segment.clock
             if index is not None:
                 ahead, clock = ahead[index], clock[index]
             its_seeds = tuple(seeds[row] for row in rows)
@@ -97,16 +105,16 @@ class Folding:
                     self.spec.draws,
                     seed=its_seeds[0] if len(set(its_seeds)) == 1 else its_seeds,
                 ),
-                seen=ahead - piece.origin,  # a copy, whatever a pool may do with it
+                seen=ahead - segment.origin,  # a copy, whatever a pool may do with it
                 queries=queries,
                 read=self._reading(
-                    part, lies, new, queries, ahead, form, watched if index is None else None
+                    part, lies, new, queries, ahead, params, watched if index is None else None
                 ),
                 prompt=arrivals is not None,
-                origin=piece.origin,
-                form=form,
+                origin=segment.origin,
+                form=params,
                 alibi=self.spec.positions.alibi,
-                **self._marks(piece, rows),
+                **self._marks(segment, rows),
             )
             kept = self._fold(part, lies, new, fold, ahead, clock)
             keep_older_queries(part, self.spec.chunk)
@@ -117,7 +125,7 @@ class Folding:
             for row in rows:
                 lengths[row] = kept
 
-    def _told(self, piece: Piece, row: int, arrived: int) -> tuple[Any, ...]:
+    def _told(self, segment: Segment, row: int, arrived: int) -> tuple[Any, ...]:
         """What of a row's marks decides how many tokens its pools keep.
 
         Rows that were told the same of places that they have all left behind fold together.
@@ -125,18 +133,18 @@ class Folding:
         pipe = self.spec.pipe
         if not pipe.needs_marks:
             return ()
-        marks = piece.marks[row]
-        after = piece.origin + piece.seen[row] + piece.counts[row]
+        marks = segment.marks[row]
+        after = segment.origin + segment.seen[row] + segment.counts[row]
         far = math.inf if pipe.slots is None else pipe.slots + arrived + marks.header
-        since, before = after - marks.turn, marks.turn - piece.origin
+        since, before = after - marks.turn, marks.turn - segment.origin
         return marks.beginning, marks.header, min(since, far), min(before, far)
 
-    def _marks(self, piece: Piece, rows: list[int]) -> dict[str, Any]:
+    def _marks(self, segment: Segment, rows: list[int]) -> dict[str, Any]:
         """What pools are told of rows that fold together, as `Fold` has it."""
         if not self.spec.pipe.needs_marks:
             return {}
-        each = [piece.marks[row] for row in rows]
-        turn = torch.tensor([marks.turn for marks in each], device=piece.device)
+        each = [segment.marks[row] for row in rows]
+        turn = torch.tensor([marks.turn for marks in each], device=segment.device)
         return {"beginning": each[0].beginning, "turn": turn, "header": each[0].header}
 
     def _rows(self, slab: Slab, rows: list[int], index: Tensor | None) -> Slab:
@@ -154,20 +162,20 @@ class Folding:
         new: Slots,
         queries: Tensor | None,
         ahead: Tensor,
-        form: Form,
+        params: AttentionParams,
         watched: Watched | None,
-    ) -> Reading:
+    ) -> ObservedAttention:
         """What the last queries read, of a slab whose rows all lie alike, before it is packed.
 
         Looks at nothing: all waits until a pool asks.
         """
         spec = self.spec
-        return Reading(
+        return ObservedAttention(
             partial(_every, slab, lies, new),
             lambda: self.frame(slab, lies, ahead - len(new)),
             queries,
             ahead,
-            form,
+            params,
             spec.positions,
             spec.output,
             len(new),
@@ -195,7 +203,7 @@ class Folding:
         states = self.states(slab)
         kept = pipe.fold(held, new, fold, states)
         self._remember_states(slab, states)
-        after = laid_out(pipe, [len(slots) for slots in kept])
+        after = lay_out(pipe, [len(slots) for slots in kept])
         moves, shared = [], slab.storages()
         for pool, start in after.starts.items():
             slots = kept[pool]
@@ -204,7 +212,7 @@ class Folding:
             untouched = slots is held[pool] or (slots.slab is slab and pool in pipe.run)
             was = slots.place if slots.slab is slab else before.starts[pool]
             if not (untouched and was == start) and len(slots):
-                moves.append((start, own_copy(slots, shared), pool in pipe.front))
+                moves.append((start, copy_if_shared(slots, shared), pool in pipe.front))
         if after.used + chunk > len(slab):
             slab.grow(2 * (after.used + chunk))
         in_front = after.front - after.first
@@ -212,7 +220,7 @@ class Folding:
             slab.grow(0, masters=2 * in_front)
         for place, slots, to_front in moves:
             slab.write(place, slots, front=to_front)
-        slab.empty(after.coded, before.coded)
+        slab.empty(after.quantized, before.quantized)
         self.roll(slab, after, ahead, clock)
         slab.open_tail(after.used, ahead, chunk)
         return [len(slots) for slots in kept]
@@ -234,7 +242,7 @@ class Folding:
             if after.shape == t.shape:
                 if after is not t:
                     t.copy_(after)
-            elif pool.slots() is None and longer(after, t):
+            elif pool.slots() is None and is_longer(after, t):
                 with torch.inference_mode(False):
                     slab.state[name] = after.clone()
             else:
@@ -252,7 +260,7 @@ class Folding:
             ahead: each row's next place in the stream [batch], int64.
             clock: that on three axes [batch], int64; read only where slots have spans.
         """
-        exact, coded = slice(lies.first, lies.front), slice(0, lies.coded_front)
+        exact, quantized = slice(lies.first, lies.front), slice(0, lies.quantized_front)
         position = _in_front(slab.position, lies)
         frame = self.frame(slab, lies, ahead, clock)
         rotary = self.spec.positions.rotary
@@ -262,14 +270,14 @@ class Folding:
             if slab.masters is not None and count:
                 masters = slab.masters[:, :, :count]
                 rotary.move(masters, shift[:, :, :count], slab.keys[:, :, :count])
-            if slab.coded is not None and lies.coded_front:
-                said = slab.coded.masters(0, lies.coded_front)
-                slab.coded.write_keys(0, rotary.move(said, shift[:, :, count:]))
+            if slab.quantized is not None and lies.quantized_front:
+                said = slab.quantized.masters(0, lies.quantized_front)
+                slab.quantized.write_keys(0, rotary.move(said, shift[:, :, count:]))
         if slab.frame is not None:
-            slab.frame[:, :, exact], slab.frame[:, :, coded] = frame.split(
-                [count, lies.coded_front], dim=2
+            slab.frame[:, :, exact], slab.frame[:, :, quantized] = frame.split(
+                [count, lies.quantized_front], dim=2
             )
-            for run in (slice(lies.coded_front, lies.coded), slice(lies.front, lies.used)):
+            for run in (slice(lies.quantized_front, lies.quantized), slice(lies.front, lies.used)):
                 slab.frame[:, :, run] = slab.position[:, :, run]
 
     def frame(self, slab: Slab, lies: Layout, ahead: Tensor, clock: Tensor | None = None) -> Tensor:
@@ -281,20 +289,22 @@ class Folding:
         if slab.span is not None and position.shape[2]:
             if lies.run or clock is None:
                 # of the first of the run, or of what arrived
-                newest = lies.coded_front if lies.coded > lies.coded_front else lies.front
+                newest = (
+                    lies.quantized_front if lies.quantized > lies.quantized_front else lies.front
+                )
                 clock = slab.span[:, 0, newest, 0]
-            return position + packed(position, _in_front(slab.span, lies), clock)
+            return position + shift_spans(position, _in_front(slab.span, lies), clock)
         if self.spec.positions.rolling and position.shape[2]:
-            return rolled(position, ahead - lies.run)
+            return roll_positions(position, ahead - lies.run)
         return position
 
 
 def _every(slab: Slab, lies: Layout, new: Slots) -> Slots:
     """All slots of a slab whose rows all lie alike: the front, the run and what arrived."""
     whole = slab.run(lies.first, lies.used)
-    if lies.coded:
+    if lies.quantized:
         front, run = slab.run(lies.first, lies.front), slab.run(lies.front, lies.used)
-        whole = front.join(slab.run(0, lies.coded)).join(run)
+        whole = front.join(slab.run(0, lies.quantized)).join(run)
     return whole.join(new)
 
 
@@ -302,4 +312,8 @@ def _in_front(t: Tensor, lies: Layout) -> Tensor:
     """The slots of the front of `t` [batch, kv_heads, slots, ...]: exact ones, quantized ones."""
     exact = t[:, :, lies.first : lies.front]
     # The sinks, which are exact, are the oldest: so the front mostly lies in order.
-    return torch.cat([exact, t[:, :, : lies.coded_front]], dim=2) if lies.coded_front else exact
+    return (
+        torch.cat([exact, t[:, :, : lies.quantized_front]], dim=2)
+        if lies.quantized_front
+        else exact
+    )

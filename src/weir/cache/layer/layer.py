@@ -1,13 +1,13 @@
 """One layer's stream: append, attend, and what is to be committed when a forward has succeeded.
 
 Between folds a token is written into the tail and attention reads the slab; when the tail is full
-the layer folds (`fold`). Knows nothing about models beyond a `Form` per call and its `LayerSpec`.
+the layer folds (`fold`). Of a model it knows the `AttentionParams` of a call and its `LayerSpec`.
 
 A forward that fails in a later layer, or makes keys that are not finite, must leave no trace. What
 it writes into the tail are slots that wait for a token anyway; all else (attention received, the
 fold) waits in `Layer._pending` until the forward has succeeded. Of a forward that is longer than
-the tail has room, all but the last piece must be committed on the way; then the slots as they were
-are kept until its end.
+the tail has room, all but the last segment must be committed on the way; then a copy of the slots
+is kept until its end.
 """
 
 from __future__ import annotations
@@ -20,34 +20,32 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from weir.cache.layer.attend import in_place, read, watch
+from weir.cache.layer.attention import attend_prompt, attend_slots, observe, rotate_to_positions
 from weir.cache.layer.decode import DecodeSlots
-from weir.cache.layer.finite import RowsNotFinite, finite_columns, first_unfinite
 from weir.cache.layer.fold import Folding
 from weir.cache.layer.layerrows import LayerRows
 from weir.cache.layer.mask import mask_of_piece, mask_of_step
-from weir.cache.layer.plan import Piece, Plan, cut
-from weir.cache.layer.prefill import attend_prompt
-from weir.cache.layer.queries import store_last_queries, store_queries
+from weir.cache.layer.observation_window import store_last_queries, store_queries
+from weir.cache.layer.plan import ForwardPlan, Segment, plan_forward
 from weir.cache.layer.spec import LayerSpec
 from weir.errors import WeirError
-from weir.slab import Form, Heads, Slab, Slots, Watched
+from weir.slab import AttentionParams, Heads, Slab, Slots, Watched
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A piece that was answered and is not committed yet.
+    """A segment that was answered and is not committed yet.
 
     Attributes:
-        piece, form: the piece, and how the layer attends.
+        segment, form: the segment, and how the layer attends.
         arrivals: a whole prompt that is to be folded in place of the tail.
-        mass: what each slot received from the piece [batch, kv_heads, slots], where the piece is
-            the whole tail and that is known.
+        mass: what each slot received from the segment [batch, kv_heads, slots], where the segment
+            is the whole tail and that is known.
         watched: what its queries have read, the same.
     """
 
-    piece: Piece
-    form: Form
+    segment: Segment
+    params: AttentionParams
     arrivals: Slots | None = None
     mass: Tensor | None = None
     watched: Watched | None = None
@@ -80,7 +78,7 @@ class Layer(LayerRows):
     def reset(self) -> None:
         """Forget everything, and give the slots back."""
         super().reset()
-        self.form: Form | None = None
+        self.params: AttentionParams | None = None
         # Numbers of the last forward that are to be finite, each with its rows in front, and that
         # nobody has looked at yet: looking means waiting for an accelerator, and costs a step on a
         # CPU more than all layers together at its end.
@@ -94,7 +92,7 @@ class Layer(LayerRows):
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        form: Form,
+        params: AttentionParams,
         *,
         seen: int = 0,
         waiting: int = 0,
@@ -111,7 +109,7 @@ class Layer(LayerRows):
                 what is returned is zeros.
         """
         batch, length = keys.shape[0], keys.shape[2]
-        plan = cut(
+        plan = plan_forward(
             None,
             batch,
             length,
@@ -121,7 +119,7 @@ class Layer(LayerRows):
             keys.device,
             prefill=prefill,
         )
-        out = self.attend(queries, keys, values, form, plan, answers)
+        out = self.attend(queries, keys, values, params, plan, answers)
         self.commit()
         return out
 
@@ -130,8 +128,8 @@ class Layer(LayerRows):
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        form: Form,
-        plan: Plan,
+        params: AttentionParams,
+        plan: ForwardPlan,
         answers: bool = True,
     ) -> Tensor:
         """Take in new tokens and answer their queries; `commit` or `undo` comes next.
@@ -152,11 +150,11 @@ class Layer(LayerRows):
                 token each this is found at its end (`unfinite`).
             WeirError: keys are of another dtype, device or shape than those before.
         """
-        self.form = form
+        self.params = params
         batch, heads, length, _ = queries.shape
         kv_heads = keys.shape[1]
         queries = queries.view(batch, kv_heads, heads // kv_heads, length, -1)
-        if not plan.pieces:
+        if not plan.segments:
             self._unchecked = []
             return values.new_zeros((batch, heads, length, values.shape[3]))
         self._check_finite(keys, values, plan)
@@ -164,35 +162,35 @@ class Layer(LayerRows):
             self._backup = Backup(None, [])
             group = heads // kv_heads
             sizes = Heads(kv_heads, group, keys.shape[3], values.shape[3], keys.dtype)
-            first = plan.pieces[0].start
+            first = plan.segments[0].start
             self.allocate(sizes, batch, first, keys.device, self._seeds_of(batch))
         self._check_like(keys, values)
         if plan.step:
-            return self._attend_step(queries, keys, values, form, plan.pieces[0]).flatten(1, 2)
+            return self._attend_step(queries, keys, values, params, plan.segments[0]).flatten(1, 2)
         exactly = partial(self._attend_exactly, answers=answers)
-        by_piece = partial(self._attend_piece, last=plan.pieces[-1])
+        by_piece = partial(self._attend_piece, last=plan.segments[-1])
         take = exactly if plan.prefill else by_piece
-        if plan.regular and len(plan.pieces) == 1:
-            return take(queries, keys, values, form, plan.pieces[0]).flatten(1, 2)
+        if plan.regular and len(plan.segments) == 1:
+            return take(queries, keys, values, params, plan.segments[0]).flatten(1, 2)
         if plan.regular:
             parts, done = [], 0
-            for piece in plan.pieces:
-                columns = slice(done, done + piece.width)
-                done += piece.width
+            for segment in plan.segments:
+                columns = slice(done, done + segment.width)
+                done += segment.width
                 q, k, v = queries[..., columns, :], keys[..., columns, :], values[..., columns, :]
-                parts.append(take(q, k, v, form, piece))
+                parts.append(take(q, k, v, params, segment))
             return torch.cat(parts, dim=3).flatten(1, 2)
         out = values.new_zeros((*queries.shape[:4], values.shape[3]))
-        for piece in plan.pieces:
-            q, k, v = (_columns(t, piece.columns) for t in (queries, keys, values))
-            part = take(q, k, v, form, piece)
-            rows, places, columns_of = piece.entries
+        for segment in plan.segments:
+            q, k, v = (_columns(t, segment.columns) for t in (queries, keys, values))
+            part = take(q, k, v, params, segment)
+            rows, places, columns_of = segment.entries
             out[rows, :, :, columns_of] = part[rows, :, :, places]
         return out.flatten(1, 2)
 
     # --- finite or not
 
-    def _check_finite(self, keys: Tensor, values: Tensor, plan: Plan) -> None:
+    def _check_finite(self, keys: Tensor, values: Tensor, plan: ForwardPlan) -> None:
         """Refuse keys and values of tokens that are not finite, now or at the forward's end."""
         if plan.step:
             self._unchecked = [keys, values]
@@ -215,7 +213,7 @@ class Layer(LayerRows):
         """Numbers of the last forward that are to be finite (or true), [batch, ...] each."""
         return self._unchecked
 
-    def unfinite(self, plan: Plan) -> dict[int, int]:
+    def unfinite(self, plan: ForwardPlan) -> dict[int, int]:
         """By row, the first column of the last forward that is not finite; {} where all is well.
 
         Of a step of one token each, rows without a token are named too.
@@ -251,22 +249,22 @@ class Layer(LayerRows):
 
     def decode_slots(self) -> DecodeSlots | None:
         """What a compiled step reads and writes; None where steps go the usual way."""
-        if self.slab is None or self.form is None:
+        if self.slab is None or self.params is None:
             return None
         return DecodeSlots.of(self.slab, self.spec)
 
-    def commit_step(self, piece: Piece, largest: Tensor | None) -> None:
-        """A compiled step has written the tokens of a piece and answered them; as after `attend`.
+    def commit_step(self, segment: Segment, largest: Tensor | None) -> None:
+        """A compiled step has written the tokens of a segment and answered them; as after `attend`.
 
         Args:
-            piece: one token of each row.
+            segment: one token of each row.
             largest: the largest absolute number among each row's keys and values [batch]; None
                 where all are known to be finite.
         """
-        assert self.form is not None
+        assert self.params is not None
         self._unchecked = [] if largest is None else [largest]
-        self._note_spans(piece)
-        self._pending = Pending(piece, self.form)
+        self._note_spans(segment)
+        self._pending = Pending(segment, self.params)
 
     # --- the end of a forward
 
@@ -282,15 +280,15 @@ class Layer(LayerRows):
 
     def _commit(self) -> None:
         pending, self._pending = self._pending, None
-        if pending is None or self.slab is None or not pending.piece.due:
+        if pending is None or self.slab is None or not pending.segment.due:
             return
         start = time.perf_counter()
         self.folding.fold(
             self.slab,
             self.lengths,
             self.seeds,
-            pending.piece,
-            pending.form,
+            pending.segment,
+            pending.params,
             pending.arrivals,
             pending.mass,
             pending.watched,
@@ -299,7 +297,7 @@ class Layer(LayerRows):
         self._fold_seconds += time.perf_counter() - start
 
     def _commit_early(self) -> None:
-        """Commit a piece while the forward is still under way."""
+        """Commit a segment while the forward is still under way."""
         if self._backup is None and self.slab is not None:
             lengths = [list(row) for row in self.lengths]
             self._backup = Backup(self.slab.copy(), lengths)
@@ -311,7 +309,7 @@ class Layer(LayerRows):
         backup, self._backup = self._backup, None
         if backup is not None:
             self.slab, self.lengths = backup.slab, backup.lengths
-            self._plain, self._from = True, self.spec.pipe.coded_slots
+            self._plain, self._from = True, self.spec.pipe.quantized_slots
             if self.slab is not None:
                 self._look(self.slab)
         if self.slab is not None:
@@ -324,16 +322,21 @@ class Layer(LayerRows):
         """Take the tokens of some rows out of a step that has not been committed."""
         if self._pending is None or self.slab is None:
             return
-        piece = self._pending.piece
-        ends = self.ends(piece.waiting)
+        segment = self._pending.segment
+        ends = self.ends(segment.waiting)
         for row in rows:
             self.slab.scrub(row, ends[row], ends[row] + 1)
-        self._pending = Pending(piece.without(rows), self._pending.form)
+        self._pending = Pending(segment.without(rows), self._pending.params)
 
-    # --- pieces
+    # --- segments
 
     def _attend_step(
-        self, queries: Tensor, keys: Tensor, values: Tensor, form: Form, piece: Piece
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        params: AttentionParams,
+        segment: Segment,
     ) -> Tensor:
         """One token of each row: into the slot that waits for it, and attend.
 
@@ -342,88 +345,96 @@ class Layer(LayerRows):
         """
         slab, spec = self.slab, self.spec
         assert slab is not None
-        queries, keys = in_place(spec, slab, queries, keys, piece)
-        ends = piece.ends(tuple(self.ends(piece.waiting)))
+        queries, keys = rotate_to_positions(spec, slab, queries, keys, segment)
+        ends = segment.ends(tuple(self.ends(segment.waiting)))
         kv_heads = keys.shape[1]
         if ends.in_step:
             slab.append(keys, values, ends.stop - 1)
             bias = mask_of_piece(
-                spec.positions, slab, piece, ends.stop, queries.dtype, in_step=True
+                spec.positions, slab, segment, ends.stop, queries.dtype, in_step=True
             )
         else:
             slab.append_each(keys, values, ends.lines(kv_heads, slab.keys.shape[2]))
-            bias = mask_of_step(spec.positions, slab, piece, ends, queries.dtype)
+            bias = mask_of_step(spec.positions, slab, segment, ends, queries.dtype)
         if slab.queries is not None:
-            places = piece.ends(tuple(map(spec.query_place, piece.waiting)))
+            places = segment.ends(tuple(map(spec.query_place, segment.waiting)))
             if places.in_step:
                 slab.store_queries(queries, places.stop - 1)
             else:
                 lines = places.lines(kv_heads, slab.queries.shape[2])
                 slab.store_queries_each(queries, lines)
-        self._note_spans(piece)
-        self._pending = Pending(piece, form)
-        return read(spec, slab, queries, form, bias, (self._from, ends.stop), plain=self._plain)
+        self._note_spans(segment)
+        self._pending = Pending(segment, params)
+        return attend_slots(
+            spec, slab, queries, params, bias, (self._from, ends.stop), plain=self._plain
+        )
 
     def _attend_piece(
-        self, queries: Tensor, keys: Tensor, values: Tensor, form: Form, piece: Piece, last: Piece
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        params: AttentionParams,
+        segment: Segment,
+        last: Segment,
     ) -> Tensor:
-        """One piece of a forward whose `last` is known: into the tail, and attend."""
+        """One segment of a forward whose `last` is known: into the tail, and attend."""
         if self._pending is not None:
             self._commit_early()
         slab, spec = self.slab, self.spec
         assert slab is not None
-        queries, keys = in_place(spec, slab, queries, keys, piece)
-        ends = self.ends(piece.waiting)
-        in_step = piece.in_step and len(set(ends)) == 1
+        queries, keys = rotate_to_positions(spec, slab, queries, keys, segment)
+        ends = self.ends(segment.waiting)
+        in_step = segment.in_step and len(set(ends)) == 1
         if in_step:
             slab.append(keys, values, ends[0])
         else:
-            rows, places, _ = piece.entries
+            rows, places, _ = segment.entries
             prefix = torch.tensor(self.used, device=keys.device)
-            slab.append_at(keys, values, rows, prefix[rows] + piece.tail_places, places)
-        stop = max(end + n for end, n in zip(ends, piece.counts, strict=True))
-        bias = mask_of_piece(spec.positions, slab, piece, stop, queries.dtype, in_step=in_step)
-        store_queries(slab, spec, queries, piece)
-        self._note_spans(piece)
-        # The last piece folds when all layers have answered. Until then none keeps its shares,
+            slab.append_at(keys, values, rows, prefix[rows] + segment.tail_places, places)
+        stop = max(end + n for end, n in zip(ends, segment.counts, strict=True))
+        bias = mask_of_piece(spec.positions, slab, segment, stop, queries.dtype, in_step=in_step)
+        store_queries(slab, spec, queries, segment)
+        self._note_spans(segment)
+        # The last segment folds when all layers have answered. Until then none keeps its shares,
         # which are as many as queries times slots.
-        told = 0 < spec.pipe.needs_queries <= piece.width
-        told = told and (piece is not last or not spec.pipe.needs_shares)
-        told = told and slab.coded is None  # pools are told of these in another order
+        told = 0 < spec.pipe.needs_queries <= segment.width
+        told = told and (segment is not last or not spec.pipe.needs_shares)
+        told = told and slab.quantized is None  # pools are told of these in another order
         asked = in_step and (told or slab.mass is not None)
         slots = (self._from, stop)
-        watched = watch(spec, slab, queries, form, bias, slots) if asked else None
+        watched = observe(spec, slab, queries, params, bias, slots) if asked else None
         if watched is not None:
             kept = watched if told else None
-            if piece is last and kept is not None:
+            if segment is last and kept is not None:
                 kept = kept._replace(shares=None)
-            self._pending = Pending(piece, form, mass=watched.mass, watched=kept)
+            self._pending = Pending(segment, params, mass=watched.mass, watched=kept)
             return watched.answers
-        self._pending = Pending(piece, form)
+        self._pending = Pending(segment, params)
         plain = self._plain and in_step
         causal = in_step and spec.positions.window is None and spec.positions.alibi is None
-        return read(spec, slab, queries, form, bias, slots, plain=plain, causal=causal)
+        return attend_slots(spec, slab, queries, params, bias, slots, plain=plain, causal=causal)
 
-    def _note_spans(self, piece: Piece) -> None:
-        """Keep where the tokens of a piece stand on three axes, for the folds that move them."""
+    def _note_spans(self, segment: Segment) -> None:
+        """Keep where the tokens of a segment stand on three axes, for the folds that move them."""
         slab = self.slab
         if slab is None or slab.span is None:
             return
-        ends = self.ends(piece.waiting)
-        if piece.in_step and len(set(ends)) == 1:
-            slab.span.narrow(2, ends[0], piece.width).copy_(piece.spans[:, None])
+        ends = self.ends(segment.waiting)
+        if segment.in_step and len(set(ends)) == 1:
+            slab.span.narrow(2, ends[0], segment.width).copy_(segment.spans[:, None])
             return
-        rows, places, _ = piece.entries
+        rows, places, _ = segment.entries
         slots = torch.tensor(ends, device=slab.span.device)[rows] + places
-        slab.span[rows, :, slots] = piece.spans[rows, places][:, None]
+        slab.span[rows, :, slots] = segment.spans[rows, places][:, None]
 
     def _attend_exactly(
         self,
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        form: Form,
-        piece: Piece,
+        params: AttentionParams,
+        segment: Segment,
         answers: bool,
     ) -> Tensor:
         """A whole prompt: plain causal attention over it, then one fold.
@@ -431,10 +442,10 @@ class Layer(LayerRows):
         At once, so that no more than one layer holds the prompt.
         """
         assert self.slab is not None
-        queries, keys = in_place(self.spec, self.slab, queries, keys, piece)
-        out, arrivals = attend_prompt(self.spec, queries, keys, values, form, piece, answers)
-        store_last_queries(self.slab, self.spec, queries, piece)
-        self._pending = Pending(piece, form, arrivals)
+        queries, keys = rotate_to_positions(self.spec, self.slab, queries, keys, segment)
+        out, arrivals = attend_prompt(self.spec, queries, keys, values, params, segment, answers)
+        store_last_queries(self.slab, self.spec, queries, segment)
+        self._pending = Pending(segment, params, arrivals)
         self._commit_early()
         return out
 
@@ -443,3 +454,36 @@ def _columns(t: Tensor, index: Tensor) -> Tensor:
     """The columns `index` [batch, n] of `t` [batch, ..., length, dim]."""
     pick = index.view(index.shape[0], *(1,) * (t.ndim - 3), -1, 1)
     return t.gather(t.ndim - 2, pick.expand(*t.shape[:-2], -1, t.shape[-1]))
+
+
+class RowsNotFinite(Exception):
+    """Keys or values of some rows are not finite; the forward has to do without these rows.
+
+    Attributes:
+        layer: which layer found it.
+        columns: by row, the first column whose key or value is not finite.
+    """
+
+    def __init__(self, layer: int, columns: dict[int, int]) -> None:
+        super().__init__(f"layer {layer}, rows {sorted(columns)}")
+        self.layer = layer
+        self.columns = columns
+
+
+def first_unfinite(finite: Tensor, plan: ForwardPlan) -> dict[int, int]:
+    """By row, its first token among the columns where `finite` [batch, length] is false."""
+    found: dict[int, int] = {}
+    wrong = (~finite).tolist()
+    for segment in plan.segments:
+        columns = segment.columns.tolist()
+        for row, count in enumerate(segment.counts):
+            bad = [column for column in columns[row][:count] if wrong[row][column]]
+            if bad and row not in found:
+                found[row] = bad[0]
+    return found
+
+
+def finite_columns(keys: Tensor, values: Tensor) -> Tensor:
+    """Which columns have finite keys and values in all heads [batch, length], bool."""
+    finite = keys.isfinite().all(dim=3) & values.isfinite().all(dim=3)
+    return finite.all(dim=1)

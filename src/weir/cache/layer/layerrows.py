@@ -10,14 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weir.cache.layer.layout import used
-from weir.cache.layer.spec import LayerSpec
+from weir.cache.layer.spec import LayerSpec, count_used
 from weir.errors import WeirError
 from weir.slab import Heads, Slab
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeRows:
     """All rows of a layer that is narrowed to some of them.
 
     Attributes:
@@ -58,8 +57,8 @@ class LayerRows:
         # Whether every slot in use holds one token that counts once: then weights are not read.
         self._plain = True
         # The first slot that is read: while no row has quantized ones, the first exact slot.
-        self._from = self.spec.pipe.coded_slots
-        self._whole: Whole | None = None
+        self._from = self.spec.pipe.quantized_slots
+        self._whole: WholeRows | None = None
 
     def allocate(
         self, heads: Heads, batch: int, start: Tensor, device: torch.device, seeds: list[int]
@@ -87,7 +86,7 @@ class LayerRows:
         self.slab = slab
         self.lengths = [[0] * len(self.spec.pipe.pools) for _ in range(batch)]
         self.seeds = list(seeds)
-        self._plain, self._from = True, self.spec.pipe.coded_slots
+        self._plain, self._from = True, self.spec.pipe.quantized_slots
 
     def _seeds_of(self, batch: int) -> list[int]:
         """The seeds of rows that were not given any: those of the layer's draws."""
@@ -101,14 +100,14 @@ class LayerRows:
     @property
     def used(self) -> list[int]:
         """Per row, where the tail begins."""
-        return [used(self.spec.pipe, row) for row in self.lengths]
+        return [count_used(self.spec.pipe, row) for row in self.lengths]
 
     def narrow(self, start: int, stop: int) -> None:
         """Be the rows `start` to `stop` alone, until `widen`; for pipes with a limit."""
         assert self.slab is not None
         view = self.slab.view(start, stop)
         as_it_was = (self.slab, self.lengths, self.seeds, self._plain, self._from)
-        self._whole = Whole(*as_it_was, view, start, stop)
+        self._whole = WholeRows(*as_it_was, view, start, stop)
         self.slab, self.lengths = view, self.lengths[start:stop]
         self.seeds = self.seeds[start:stop]
         self._from = self._read_from
@@ -117,8 +116,8 @@ class LayerRows:
     def _read_from(self) -> int:
         """The first slot that is in use in any row."""
         pipe = self.spec.pipe
-        coded = any(row[pool] for row in self.lengths for pool in pipe.coded)
-        return 0 if coded else pipe.coded_slots
+        quantized = any(row[pool] for row in self.lengths for pool in pipe.quantized)
+        return 0 if quantized else pipe.quantized_slots
 
     @property
     def narrowed(self) -> bool:

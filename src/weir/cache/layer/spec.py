@@ -1,14 +1,91 @@
-"""What is always so about one layer of a cache: its facts travel together."""
+"""Where the slots of each pool lie in a row of the slab.
+
+Quantized slots come first and have their places for ever, so many as there may be: first those of
+the front, then those of the run, the rest is empty. Behind them lie the exact ones, the front, the
+run and the tail, without a gap. Knows nothing about what is in a slot.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
 from weir.policies import Pipe
-from weir.pools import Draws, Output
+from weir.pools import CounterRNG, Output
 from weir.slab import Heads, LayerPositions, SlabSpec, Slots
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The slots of a row.
+
+    Attributes:
+        lengths: slots in use, by pool.
+        order: the pools as they lie.
+        starts: the first slot of each pool, by its place in the pipe.
+        coded_front, coded: quantized slots in use, those of the front and all.
+        first: the first exact slot.
+        front: where the exact slots of the front end.
+        used: where the run ends, and the tail begins.
+    """
+
+    lengths: tuple[int, ...]
+    order: tuple[int, ...]
+    starts: dict[int, int]
+    quantized_front: int
+    quantized: int
+    first: int
+    front: int
+    used: int
+
+    @property
+    def run(self) -> int:
+        """Tokens of the run, quantized and exact."""
+        return self.quantized - self.quantized_front + self.used - self.front
+
+
+def lay_out(pipe: Pipe, lengths: Sequence[int]) -> Layout:
+    """The layout of a row whose pools have so many slots in use."""
+    return _laid_out(pipe.front, pipe.run, pipe.quantized, pipe.quantized_slots, tuple(lengths))
+
+
+@lru_cache(maxsize=256)
+def _laid_out(
+    in_front: tuple[int, ...],
+    in_run: tuple[int, ...],
+    quantized: tuple[int, ...],
+    first: int,
+    lengths: tuple[int, ...],
+) -> Layout:
+    """The same, by the pools of the front, those of the run, those that are quantized, and the
+    first exact slot. Once pools are full, all rows and folds have one.
+    """
+    exact = [pool for pool in (*in_front, *in_run) if pool not in quantized]
+    starts: dict[int, int] = {}
+    ends = []
+    for pools, at in ((quantized, 0), (exact, first)):
+        for pool in pools:
+            starts[pool] = at
+            at += lengths[pool]
+        ends.append(at)
+    quantized_front = sum(lengths[pool] for pool in quantized if pool in in_front)
+    front = first + sum(lengths[pool] for pool in in_front if pool not in quantized)
+    return Layout(
+        lengths, (*quantized, *exact), starts, quantized_front, ends[0], first, front, ends[1]
+    )
+
+
+def count_used(pipe: Pipe, lengths: Sequence[int]) -> int:
+    """`Layout.used` alone, which is asked for in every step."""
+    total = sum(lengths)
+    return (
+        pipe.quantized_slots + total - sum(lengths[p] for p in pipe.quantized)
+        if pipe.quantized
+        else total
+    )
 
 
 @dataclass(frozen=True)
@@ -27,7 +104,7 @@ class LayerSpec:
     pipe: Pipe
     positions: LayerPositions = field(default_factory=LayerPositions)
     chunk: int = 64
-    draws: Draws = field(default_factory=lambda: Draws(0))
+    draws: CounterRNG = field(default_factory=lambda: CounterRNG(0))
     index: int = 0
     layers: int = 1
     output: Output | None = field(default=None, compare=False)
@@ -70,8 +147,8 @@ class LayerSpec:
         pipe, positions = self.pipe, self.positions
         slots = (4 * self.chunk if pipe.slots is None else pipe.slots) + self.chunk
         rotates = self.front_moves and positions.rotary is not None
-        coded = [pool for pool in pipe.front if pool in pipe.coded]
-        exact = [pool for pool in pipe.front if pool not in coded]
+        quantized = [pool for pool in pipe.front if pool in pipe.quantized]
+        exact = [pool for pool in pipe.front if pool not in quantized]
         masters = self.chunk if pipe.slots is None else 0
         return SlabSpec(
             heads,
@@ -84,8 +161,8 @@ class LayerSpec:
             queries=self.keeps_queries,
             state=self._state(heads),
             format=pipe.format,
-            coded=pipe.coded_slots,
-            coded_masters=pipe.slots_of(coded) if rotates else 0,
+            quantized=pipe.quantized_slots,
+            quantized_masters=pipe.slots_of(quantized) if rotates else 0,
         )
 
     def _state(self, heads: Heads) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -1,4 +1,4 @@
-"""The grid of an evaluation: models, policies, budgets, tasks and seeds, and the cells it makes."""
+"""The grid of an evaluation: models, policies, budgets, tasks, seeds, and the papers' protocols."""
 
 from __future__ import annotations
 
@@ -6,22 +6,92 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from weir.cache import Positions, check_origin
-from weir.errors import WeirError
+from weir.cache import Positions, Prefill, check_origin
+from weir.errors import WeirError, suggest
 from weir.evals.fitting import budget_in, smallest
-from weir.evals.grid.protocols import protocol
 from weir.evals.notation import read_policies, read_tasks, takes_budget, with_budget
+from weir.evals.results import read_results
 from weir.evals.task import Task
 from weir.evals.tasks import TASKS
 from weir.models import skeleton
-from weir.policies import NAMED, Layered, Pipe, is_file, policy_of, with_slots
+from weir.policies import NAMED, Layered, Pipe, is_file, parse_policy, with_slots
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How a paper's tests read.
+
+    Attributes:
+        about: what it sets, in a sentence.
+        chunk: tokens between two folds; None leaves it to the user.
+        positions: inside the cache, or in the stream.
+        prefill: "full" attends to a prompt whole and compresses it once.
+        rate: the budget is this share of a prompt; None takes the budgets that are given.
+        keeps_answers: tokens that follow a prompt are all kept.
+    """
+
+    about: str
+    chunk: int | None = None
+    positions: Positions = "rolling"
+    prefill: Prefill = "chunked"
+    rate: float | None = None
+    keeps_answers: bool = False
+
+
+PROTOCOLS: dict[str, Protocol] = {
+    "streaming_llm": Protocol(
+        "evict after every token, positions inside the cache (section 3.2)", chunk=1
+    ),
+    "reservoir": Protocol(
+        "as streaming_llm: the sample is a change to its cache (section 3)", chunk=1
+    ),
+    "subgen": Protocol(
+        "the prompt is read whole and compressed once to half, the largest reduction of Table 1; "
+        "positions in the stream, and all that follows is kept (section 3.2)",
+        positions="original",
+        prefill="full",
+        rate=0.5,
+        keeps_answers=True,
+    ),
+    "balancekv": Protocol(
+        "the prompt is read whole and compressed once to a quarter; positions in the stream, and "
+        "all that follows is kept (section 4.2, appendix B)",
+        positions="original",
+        prefill="full",
+        rate=0.25,
+        keeps_answers=True,
+    ),
+    "buzz": Protocol(
+        "the prompt is read whole and thinned at its end, then eviction goes on token by token; "
+        "positions inside the cache (section 3, Remark 2)",
+        chunk=1,
+        prefill="full",
+    ),
+}
+"""The papers' protocols, by name."""
+
+
+def protocol(name: str) -> Protocol:
+    """A protocol by its name.
+
+    Raises:
+        WeirError: there is none of that name.
+    """
+    if name not in PROTOCOLS:
+        raise WeirError(
+            f"no protocol is called {name!r}{suggest(name, PROTOCOLS)}; there are "
+            f"{', '.join(PROTOCOLS)}"
+        )
+    return PROTOCOLS[name]
+
 
 EVERY = "all"
 NOT_IN_EVERY = {"recompute", "pinned", "pyramid", "quantized"}
@@ -164,10 +234,10 @@ def make_grid(
             f"the protocol {paper} takes its budgets from the prompt, {rules.rate:g} of it; "
             "leave out the memory or the protocol"
         )
-    shapes = {name: Shape(name, models, loading) for name in models}
+    wanted = {name: GridModel(name, models, loading) for name in models}
     for file in filter(is_file, policies.split(",")):
-        for shape in shapes.values():
-            check_origin(policy_of(file), shape.model)
+        for shape in wanted.values():
+            check_origin(parse_policy(file), shape.model)
     if chunk is None:
         chunk = 64 if rules is None or rules.chunk is None else rules.chunk
     settings = [str(setting) for made in read_tasks(tasks, TASKS) for setting in made.settings()]
@@ -189,7 +259,7 @@ def make_grid(
         for model in models
         for setting in settings
         for written in _each(policies, slots)
-        for sized, budget, room in _sized(shapes[model], written, budgets, memory, chunk)
+        for sized, budget, room in _sized(wanted[model], written, budgets, memory, chunk)
         for seed in (seeds if _has_chance(setting, sized) else seeds[:1])
     ]
     (twice, times), *_ = Counter(cells).most_common(1)
@@ -206,7 +276,7 @@ def _each(policies: str, slots: str | None) -> list[str]:
     every = ", ".join(name for name in NAMED if name not in NOT_IN_EVERY)
     words = [every if word.strip() == EVERY else word for word in policies.split(",")]
     found = read_policies(",".join(words))
-    return found if slots is None else [str(with_slots(policy_of(it), slots)) for it in found]
+    return found if slots is None else [str(with_slots(parse_policy(it), slots)) for it in found]
 
 
 def _has_chance(setting: str, policy: str) -> bool:
@@ -215,16 +285,16 @@ def _has_chance(setting: str, policy: str) -> bool:
     if task.drawn:
         return True
     try:
-        pipes = policy_of(policy).pipes
+        pipes = parse_policy(policy).pipes
     except WeirError:  # it has no budget yet, or no pools
         return True
-    return any(pool.has_chance for pipe in pipes for pool in pipe.pools)
+    return any(pool.is_stochastic for pipe in pipes for pool in pipe.pools)
 
 
 def pools_of(policy: str) -> str | None:
     """What the name of a policy stands for today; None for one that is written in pools."""
     try:
-        found = policy_of(policy)
+        found = parse_policy(policy)
     except WeirError:  # it has no budget yet
         return None
     each = found.policies if isinstance(found, Layered) else (found,)
@@ -237,7 +307,7 @@ Sized = tuple[str, int | None, int | None]
 
 
 def _sized(
-    shape: Shape, policy: str, budgets: Sequence[int], memory: Sequence[int], chunk: int
+    shape: GridModel, policy: str, budgets: Sequence[int], memory: Sequence[int], chunk: int
 ) -> list[Sized]:
     """The policy with each of the budgets, or as it is if it takes none."""
     if not (budgets or memory) or not takes_budget(policy):
@@ -246,7 +316,7 @@ def _sized(
     return given + [_fitting(shape, policy, room, chunk) for room in memory]
 
 
-def _fitting(shape: Shape, policy: str, room: int, chunk: int) -> Sized:
+def _fitting(shape: GridModel, policy: str, room: int, chunk: int) -> Sized:
     """The policy with the largest budget that fits a memory.
 
     Raises:
@@ -263,7 +333,7 @@ def _fitting(shape: Shape, policy: str, room: int, chunk: int) -> Sized:
 
 
 @dataclass(frozen=True)
-class Shape:
+class GridModel:
     """A model of a grid, whose sizes are read when they are first asked for.
 
     Attributes:
@@ -283,3 +353,81 @@ class Shape:
             given: PreTrainedModel = self.models[self.name][0]
             return given
         return skeleton(self.name, **self.loading)
+
+
+def extend_grid(path: Path, grid: Grid) -> Grid:
+    """The grid of a results file with the cells of another behind its own, each once.
+
+    What is in the file keeps its number, so its records stay as they are. Where there is no file
+    yet the grid is as it was given. A policy whose name stands for other pools than it did is
+    another one.
+
+    Args:
+        path: the results file.
+        grid: what is to be measured too.
+
+    Raises:
+        WeirError: it is no results file, or one whose cells this version of weir cannot read.
+    """
+    old = _cells_in(path)
+    if any(map(_runs_code, old)) and not any(map(_runs_code, grid.cells)):
+        raise WeirError(
+            f"{path} has cells whose models bring Python code of their own; give "
+            "--trust-remote-code to run it, and read it first"
+        )
+    there = set(old)
+    return Grid((*old, *(cell for cell in grid.cells if not {cell, _unsaid(cell)} & there)))
+
+
+def match_file_grid(path: Path, grid: Grid) -> Grid:
+    """The grid as a results file has it, if it is the same but for pools that the file lacks.
+
+    What is wrong with the file is left to who opens it to write.
+
+    Args:
+        path: the results file.
+        grid: what is to go on.
+    """
+    try:
+        old = _cells_in(path)
+    except WeirError:
+        return grid
+    same = len(old) == len(grid.cells) and all(
+        there in (cell, _unsaid(cell)) for there, cell in zip(old, grid.cells, strict=True)
+    )
+    return Grid(old) if same else grid
+
+
+def count_unrecorded_pools(grid: Grid) -> int:
+    """How many cells do not say what pools the name of their policy stands for."""
+    return sum(cell.pools is None and pools_of(cell.policy) is not None for cell in grid.cells)
+
+
+def _unsaid(cell: Cell) -> Cell:
+    """The cell as files had it before they said what a policy stands for."""
+    return replace(cell, pools=None)
+
+
+def _cells_in(path: Path) -> tuple[Cell, ...]:
+    """The cells of a results file's grid; none where there is no file yet.
+
+    Raises:
+        WeirError: it is no results file, or one whose cells this version of weir cannot read.
+    """
+    if not path.exists() or (path.is_file() and not path.stat().st_size):
+        return ()
+    known = {field.name for field in fields(Cell)}
+    there = read_results(path)[0]["cells"]
+    if any(set(cell) - known for cell in there):
+        raise WeirError(f"{path} was written by another version of weir; name another file")
+    try:
+        old = tuple(Cell.of(cell) for cell in there)
+        hash(old)
+    except (TypeError, ValueError):
+        raise WeirError(f"{path} has cells that lack a field; name another file") from None
+    return old
+
+
+def _runs_code(cell: Cell) -> bool:
+    """Whether a cell's model is loaded with Python code that it brings."""
+    return bool(dict(cell.loading).get("trust_remote_code"))

@@ -1,10 +1,15 @@
-"""Runs the cells of a grid, one after the other or on a cluster, and records each when it is done.
+"""Run the cells of a grid, in this process or on a Ray cluster, and record each when it is done.
 
-A cell that fails is recorded with its reason and stops nothing. Knows nothing about the terminal.
+A cell that fails is recorded with its reason and stops nothing. On Ray a cell is a task: if its
+worker dies, that cell alone runs again elsewhere. It uses as many threads as this process would, so
+its figures are the same to the last bit; to run more cells side by side, set OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
@@ -17,14 +22,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir import __version__
 from weir.errors import WeirError
-from weir.evals.grid.grid import Cell, Grid, pools_of
-from weir.evals.grid.growing import resumed
-from weir.evals.grid.protocols import Protocol, protocol
+from weir.evals.grid.grid import Cell, Grid, Protocol, match_file_grid, pools_of, protocol
 from weir.evals.notation import takes_budget
+from weir.evals.records import import_optional
 from weir.evals.results import CellRecord, ResultsFile, failures
 from weir.evals.task import Subject
 from weir.models import compile_steps, load
-from weir.policies import policy_of
+from weir.policies import parse_policy
 
 Numbered = tuple[int, Cell]
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
@@ -69,7 +73,7 @@ def run(
             "and name these"
         )
     if resume and not add:
-        grid = resumed(path, grid)
+        grid = match_file_grid(path, grid)
     work = work or partial(one_by_one, models=models)
     with ResultsFile(path, grid.as_json(), resume=resume, add=add) as results:
         results.forget({record["cell"] for record in failures(results.records.values())})
@@ -104,11 +108,11 @@ def measure(
     try:
         found = _figures(cell, progress, models or {})
     except Exception as error:
-        return failed(number, cell, reason(error), time.perf_counter() - begun)
+        return failed_record(number, cell, failure_reason(error), time.perf_counter() - begun)
     return {**_facts(number, cell), **found, "seconds": round(time.perf_counter() - begun, 3)}
 
 
-def failed(number: int, cell: Cell, why: str, seconds: float | None = None) -> CellRecord:
+def failed_record(number: int, cell: Cell, why: str, seconds: float | None = None) -> CellRecord:
     """The record of a cell that failed, after so many seconds if that is known."""
     took = None if seconds is None else round(seconds, 3)
     return {**_facts(number, cell), "status": "failed", "reason": why, "seconds": took}
@@ -172,7 +176,7 @@ def subject_of(cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({})) 
         name=cell.model,
         model=model,
         tokenizer=tokenizer,
-        policy=policy_of(cell.policy),
+        policy=parse_policy(cell.policy),
         seed=cell.seed,
         chunk=cell.chunk,
         positions=cell.positions,
@@ -193,7 +197,7 @@ def _loaded(name: str, loading: tuple[tuple[str, Any], ...], compiled: bool) -> 
     return model, tokenizer
 
 
-def reason(error: Exception) -> str:
+def failure_reason(error: Exception) -> str:
     """What went wrong, in one line."""
     lines = str(error).strip().splitlines()
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -201,3 +205,94 @@ def reason(error: Exception) -> str:
     if isinstance(error, WeirError):
         return " ".join(lines)
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+LOCAL = "local"
+TRIES = 4
+"""How often a cell is begun, if its worker dies each time."""
+CLUSTER_PATIENCE = 5.0
+"""Seconds in which a cluster must answer."""
+
+
+def on_ray(address: str) -> Worker:
+    """What runs cells on a cluster.
+
+    Args:
+        address: `local` for a cluster of this machine's own, for as long as it is needed; or
+            `host:port` of a cluster's head, or `ray://host:port` of one that takes clients.
+
+    Raises:
+        WeirError: Ray is not installed, or nothing answers at this address.
+    """
+    # Ray's own log says at length, on standard error, what is told in one line here.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    # Its workers would step back behind everything else on the machine.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    ray = import_optional("ray", "--cluster", extra="ray")
+    if address != LOCAL:
+        _check_reachable(address)
+    return lambda cells, told: _run_on_ray(ray, address, cells, told)
+
+
+def _run_on_ray(ray: Any, address: str, cells: list[Numbered], told: Told) -> Iterator[CellRecord]:
+    if not cells:
+        return
+    threads = torch.get_num_threads()
+    ours = not ray.is_initialized()
+    if ours:
+        _connect(ray, address, threads)
+    try:
+        most = max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
+        # Such a cell must fit somewhere, or Ray would wait for a larger machine for ever.
+        remote = ray.remote(num_cpus=min(threads, most), max_retries=TRIES - 1)(_measure_on_worker)
+        # As a dictionary: a `Cell` would have the worker import all of weir to read it.
+        waiting = {
+            remote.remote(number, cell.as_json(), threads): (number, cell) for number, cell in cells
+        }
+        while waiting:
+            (ended, *_), _ = ray.wait(list(waiting))
+            number, cell = waiting.pop(ended)
+            try:
+                yield ray.get(ended)
+            except ray.exceptions.WorkerCrashedError:
+                yield failed_record(number, cell, f"its worker died {TRIES} times")
+            except ray.exceptions.RayError as error:
+                said = str(error).strip().splitlines() or [type(error).__name__]
+                yield failed_record(
+                    number, cell, f"its worker could not run it: {said[-1].strip()}"
+                )
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def _measure_on_worker(number: int, cell: dict[str, Any], threads: int) -> CellRecord:
+    """A cell, given by its fields, in a worker."""
+    torch.set_num_threads(threads)
+    return measure(number, Cell.of(cell))
+
+
+def _connect(ray: Any, address: str, threads: int) -> None:
+    quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
+    try:
+        if address == LOCAL:
+            ray.init(address=LOCAL, include_dashboard=False, **quiet)
+        else:
+            ray.init(address=address, **quiet)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise WeirError(f"the cluster {address} cannot be used: {reason}") from None
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would try for a minute, and then end the process."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        raise WeirError(
+            f"--cluster takes 'local', 'host:port' or 'ray://host:port', not {address!r}"
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CLUSTER_PATIENCE).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise WeirError(f"no cluster answers at {address}: {reason}") from None

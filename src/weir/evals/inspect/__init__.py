@@ -1,22 +1,29 @@
 """A look into a model, beside the figures of the papers: attention, keys, norms, what is kept."""
 
 from weir.evals.inspect.attention import Attention, watch
-from weir.evals.inspect.page import Page
-from weir.evals.inspect.run import SECTIONS, check_places, chosen, look, sizes
-from weir.evals.inspect.section import Asked, Picture, Section, Table, drawing
+from weir.evals.inspect.page import (
+    SECTIONS,
+    InspectionPage,
+    check_places,
+    look,
+    select_sections,
+    sizes,
+)
+from weir.evals.inspect.section import Inspection, Picture, Section, drawing
+from weir.evals.report import TextTable
 
 __all__ = [
     "SECTIONS",
-    "Asked",
     "Attention",
-    "Page",
+    "Inspection",
+    "InspectionPage",
     "Picture",
     "Section",
-    "Table",
+    "TextTable",
     "check_places",
-    "chosen",
     "drawing",
     "look",
+    "select_sections",
     "sizes",
     "watch",
 ]

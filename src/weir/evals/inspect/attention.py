@@ -26,9 +26,9 @@ from transformers.masking_utils import sdpa_mask
 
 from weir.cache import Forward
 from weir.errors import WeirError
-from weir.evals.listening import Listening
+from weir.evals.capture import ListeningCache
 from weir.models import describe, input_device, sink_of, transformers_model
-from weir.slab import Form, LayerPositions
+from weir.slab import AttentionParams, LayerPositions
 
 PIECE = 256
 """Tokens that a model reads in one call."""
@@ -59,7 +59,7 @@ class Attention:
     keys: Tensor
     first: int
     places: Tensor
-    form: Form
+    form: AttentionParams
     positions: LayerPositions | None = None
     mask: Tensor | None = None
 
@@ -167,7 +167,7 @@ def looks_ahead(model: PreTrainedModel) -> bool:
     return bool(modules) and not any(m.is_causal for m in modules)
 
 
-class _Watcher(Listening):
+class _Watcher(ListeningCache):
     """A cache without a limit that shows what each layer is given."""
 
     def __init__(self, model: PreTrainedModel, look: Look) -> None:
@@ -179,12 +179,12 @@ class _Watcher(Listening):
         forward: Forward,
         layer: int,
         asked: tuple[Tensor, Tensor, Tensor],
-        form: Form,
+        form: AttentionParams,
         out: Tensor,
     ) -> None:
         """Show what was asked, and what there was to attend to."""
         queries, keys, _ = asked
-        (piece,) = forward.plan.on(queries.device).pieces  # a call is no longer than the tail
+        (piece,) = forward.plan.on(queries.device).segments  # a call is no longer than the tail
         its = self.stack[layer]
         assert its.slab is not None
         positions = its.spec.positions
@@ -221,7 +221,9 @@ def _watch_another(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
     seen, shown = 0, 0
     past: Any = None
 
-    def show(module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, form: Form) -> None:
+    def show(
+        module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, form: AttentionParams
+    ) -> None:
         nonlocal shown
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int):
@@ -285,7 +287,9 @@ def _attend(
         ([batch, length, heads, value_dim], None), block by block.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    form = Form(scale, softcap, None if s_aux is None else s_aux.float().view(key.shape[1], -1))
+    form = AttentionParams(
+        scale, softcap, None if s_aux is None else s_aux.float().view(key.shape[1], -1)
+    )
     mask = attention_mask
     if mask is not None and mask.dtype != torch.bool:
         raise WeirError(

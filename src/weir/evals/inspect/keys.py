@@ -1,38 +1,189 @@
-"""The geometry of keys and values: t-SNE with greedy centers, and how clusterable they are.
-
-SubGen (Zandieh et al. 2024), section 3.1 and Figure 1: the keys that a Llama-2-7B caches over 1,024
-tokens are said to be more clusterable than its values, thanks to rotary embedding. So keys are
-measured as a cache holds them, rotated to their places, once more as if all stood at place 0, and
-beside the values. Clusterability is a number here (`covering`), of every KV head and with an
-interval over passages of the text.
-
-The first token is left out, or all tokens of a learned sink. It is the sink of most models and lies
-far from all others, and one such point is far in every coordinate; shuffled, it puts one far
-coordinate into as many points of the control as there are coordinates, and any set of points would
-look clusterable beside that.
-"""
+"""Geometry of keys."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from weir.evals.attention_error import Captured, capture_each
-from weir.evals.data import needed
+from weir.evals.capture import LayerInputs, capture_each, in_place, unrotated_keys
 from weir.evals.inspect.covering import FEWEST, centers, cover
-from weir.evals.inspect.keys_pictures import Cloud, Measured, draw_clouds, draw_curves, draw_scores
-from weir.evals.inspect.passages import longest, passages
-from weir.evals.inspect.section import Asked, Picture, Section, Table
-from weir.evals.inspect.vectors import as_read, turned_back
-from weir.evals.measures import around_mean
+from weir.evals.inspect.section import (
+    Inspection,
+    Picture,
+    Section,
+    drawing,
+    longest,
+    passages,
+)
+from weir.evals.records import import_optional
+from weir.evals.report import TextTable
+from weir.evals.scores import mean_interval
 from weir.models import describe
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LOOKS = (("#2c6e9b", "o", "-"), ("#7a9a01", "^", "--"), ("#c0392b", "s", ":"))
+"""Color, marker and line of each kind: told apart without colors too."""
+GRAY = "#77828c"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The coverings of one KV head's keys or values, passage by passage.
+
+    Attributes:
+        layer, head: which; the head is a KV head.
+        kind: what of it.
+        counts: how many centers, k.
+        radius: by passage and count, in units of the spread.
+        control: the same of the shuffled control.
+        scores: clusterability by passage.
+    """
+
+    layer: int
+    head: int
+    kind: str
+    counts: tuple[int, ...]
+    radius: list[list[float]] = field(default_factory=list)
+    control: list[list[float]] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """Keys or values of one KV head over one passage, in a plane.
+
+    Attributes:
+        layer, head, kind: which.
+        place: of the points, in the order of the text [tokens, 2].
+        center: which of them greedy k-center picked [tokens], bool.
+    """
+
+    layer: int
+    head: int
+    kind: str
+    place: Tensor
+    center: Tensor
+
+
+def draw_clouds(clouds: Sequence[Cloud], first: int = 0) -> Figure:
+    """A row for each layer, a column for keys and one for values; centers have rings.
+
+    Args:
+        clouds: in the order of their places.
+        first: the place in the text of their first points.
+    """
+    kinds = list(dict.fromkeys(it.kind for it in clouds))
+    layers = list(dict.fromkeys(it.layer for it in clouds))
+    with drawing(2.4 * len(layers) + 0.7) as figure:
+        panels = figure.subplots(len(layers), len(kinds), squeeze=False)
+        for it in clouds:
+            axes = panels[layers.index(it.layer), kinds.index(it.kind)]
+            order = range(first, first + len(it.place))
+            x, y = it.place.T.numpy()
+            dots = axes.scatter(x, y, c=order, cmap="viridis", s=5, lw=0)
+            x, y = it.place[it.center].T.numpy()
+            axes.scatter(x, y, s=34, facecolors="none", edgecolors="#d1410c", lw=1.3)
+            axes.set_title(f"{it.kind}, layer {it.layer}, head {it.head}", fontsize=8.5, pad=3)
+            axes.set_xticks([])
+            axes.set_yticks([])
+            axes.spines[:].set_color("#c8d0d6")
+        many = int(clouds[0].center.sum())
+        figure.supxlabel(f"t-SNE, first coordinate (no unit); rings: {many} greedy centers", size=9)
+        figure.supylabel("t-SNE, second coordinate (no unit)", size=9)
+        bar = figure.colorbar(dots, ax=panels, location="top", aspect=45, shrink=0.9, pad=0.02)
+        bar.set_label("place in the text, tokens")
+    return figure
+
+
+def draw_curves(measured: Sequence[Measured]) -> Figure:
+    """Covering radii by k, as shares of the control's; bands are intervals over passages."""
+    with drawing(3.1) as figure:
+        axes = figure.subplots()
+        axes.axhline(1, color=GRAY, lw=1)
+        end = axes.get_yaxis_transform()
+        axes.text(0.99, 1, "the control", color=GRAY, ha="right", va="bottom", transform=end)
+        for kind, (color, marker, line) in _looks(measured):
+            mine = [it for it in measured if it.kind == kind]
+            counts = list(mine[0].counts)
+            points = [mean_interval(shares) for shares in zip(*_shares(mine), strict=True)]
+            middle = [mean for mean, _ in points]
+            axes.plot(counts, middle, line, marker=marker, color=color, ms=4, lw=1.6, label=kind)
+            if points[0][1] is not None:
+                low = [mean - (reach or 0.0) for mean, reach in points]
+                high = [mean + (reach or 0.0) for mean, reach in points]
+                axes.fill_between(counts, low, high, color=color, alpha=0.18, lw=0)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(k) for k in counts])
+        axes.minorticks_off()
+        axes.set_xlabel("greedy centers k")
+        axes.set_ylabel("covering radius / that of the control")
+        _dress_axes(axes)
+    return figure
+
+
+def draw_scores(measured: Sequence[Measured]) -> Figure:
+    """The clusterability of every head by layer; a line joins the means of the layers."""
+    layers = list(dict.fromkeys(it.layer for it in measured))
+    with drawing(3.1) as figure:
+        axes = figure.subplots()
+        axes.axhline(0, color=GRAY, lw=1)
+        looks = _looks(measured)
+        for number, (kind, (color, marker, line)) in enumerate(looks):
+            aside = 0.16 * (number - (len(looks) - 1) / 2)
+            mine = [it for it in measured if it.kind == kind]
+            x = [layers.index(it.layer) + aside for it in mine]
+            scores = [mean_interval(it.scores) for it in mine]
+            y = [mean for mean, _ in scores]
+            if scores[0][1] is not None:
+                reach = [reach or 0.0 for _, reach in scores]
+                axes.errorbar(x, y, reach, fmt="none", ecolor=color, elinewidth=0.8, alpha=0.5)
+            axes.plot(x, y, marker, color=color, ms=4)
+            of = [layer for layer in layers if any(it.layer == layer for it in mine)]
+            means = [fmean(s for it, s in zip(mine, y, strict=True) if it.layer == n) for n in of]
+            places = [layers.index(layer) + aside for layer in of]
+            axes.plot(places, means, line, color=color, lw=1.2)
+            axes.plot([], [], line, marker=marker, color=color, ms=4, lw=1.2, label=kind)
+        axes.set_xticks(range(len(layers)), [str(layer) for layer in layers])
+        axes.margins(x=0.08)
+        axes.set_xlabel("layer")
+        axes.set_ylabel("clusterability (no unit)")
+        _dress_axes(axes)
+    return figure
+
+
+def _looks(measured: Sequence[Measured]) -> list[tuple[str, tuple[str, str, str]]]:
+    """The kinds that were measured, each with its look."""
+    kinds = ("keys", "keys at place 0", "values")
+    there = {it.kind for it in measured}
+    return [pair for pair in zip(kinds, LOOKS, strict=True) if pair[0] in there]
+
+
+def _shares(measured: Sequence[Measured]) -> list[list[float]]:
+    """By passage and k: radius / control's, the mean over heads."""
+    radius, control = (
+        torch.tensor([getattr(it, name) for it in measured]) for name in ("radius", "control")
+    )
+    share = torch.where(control > 0, radius / control, torch.ones_like(radius))
+    found: list[list[float]] = share.mean(dim=0).tolist()
+    return found
+
+
+def _dress_axes(axes: Axes) -> None:
+    axes.grid(axis="y", color="#e3e7ea", lw=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.figure.legend(loc="outside upper center", frameon=False, ncols=3)
+
 
 KEYS, TURNED, VALUES = "keys", "keys at place 0", "values"
 USUAL = 1024
@@ -59,7 +210,7 @@ class Vectors:
     points: Tensor
 
 
-def section(asked: Asked) -> Section:
+def section(asked: Inspection) -> Section:
     """Clusterability of keys and values of chosen layers and heads, as pictures and numbers.
 
     Raises:
@@ -96,14 +247,14 @@ def section(asked: Asked) -> Section:
     return Section("keys", title, _text(texts, measured), pictures, table, _facts(texts, measured))
 
 
-def layers_of(asked: Asked) -> tuple[int, ...]:
+def layers_of(asked: Inspection) -> tuple[int, ...]:
     """The chosen layers; where none are, a few from the first to the last."""
     if asked.layers is not None:
         return asked.layers
     return some_of(range(len(describe(asked.model).layers)))
 
 
-def left_out(asked: Asked) -> int:
+def left_out(asked: Inspection) -> int:
     """How many tokens are left out: those of a learned sink, or the first."""
     return max(1, len(asked.sink.tokens))
 
@@ -115,7 +266,7 @@ def some_of(layers: Sequence[int]) -> tuple[int, ...]:
 
 
 def measure(
-    asked: Asked, texts: Tensor, layers: Sequence[int]
+    asked: Inspection, texts: Tensor, layers: Sequence[int]
 ) -> tuple[list[Measured], list[Vectors]]:
     """The coverings of every head over all passages, and the vectors that are to be drawn.
 
@@ -135,7 +286,7 @@ def measure(
     sink = left_out(asked)
     lot, drawn, done = random.Random(asked.seed), some_of(layers), 0
 
-    def take(number: int, it: Captured) -> None:
+    def take(number: int, it: LayerInputs) -> None:
         nonlocal done
         chosen = asked.kv_heads(it.queries.shape[1] // it.keys.shape[1])
         heads = list(range(it.keys.shape[1]) if chosen is None else chosen)
@@ -158,13 +309,13 @@ def measure(
     return list(found.values()), kept
 
 
-def kinds_of(it: Captured) -> dict[str, Tensor]:
+def kinds_of(it: LayerInputs) -> dict[str, Tensor]:
     """What is compared of a layer, by kind [1, kv_heads, length, dim].
 
     Keys at place 0 are missing where a layer rotates nothing.
     """
-    back = turned_back(it)
-    found = {KEYS: as_read(it, it.keys), TURNED: back, VALUES: it.values}
+    back = unrotated_keys(it)
+    found = {KEYS: in_place(it, it.keys), TURNED: back, VALUES: it.values}
     return {kind: x for kind, x in found.items() if x is not None}
 
 
@@ -188,7 +339,7 @@ def cloud_of(it: Vectors, seed: int) -> Cloud:
 
 
 def _manifold() -> Any:
-    return needed("sklearn.manifold", "a picture of keys in a plane", "inspect")
+    return import_optional("sklearn.manifold", "a picture of keys in a plane", "inspect")
 
 
 def _steps(texts: Tensor, layers: Sequence[int]) -> int:
@@ -198,7 +349,7 @@ def _steps(texts: Tensor, layers: Sequence[int]) -> int:
 
 def _mean(measured: Sequence[Measured]) -> tuple[float, float | None]:
     """The mean score of some heads, and its interval over passages."""
-    return around_mean(
+    return mean_interval(
         [fmean(scores) for scores in zip(*(it.scores for it in measured), strict=True)]
     )
 
@@ -238,7 +389,7 @@ def _text(texts: Tensor, measured: Sequence[Measured]) -> str:
     )
 
 
-def _table(measured: Sequence[Measured]) -> Table:
+def _table(measured: Sequence[Measured]) -> TextTable:
     names = list(dict.fromkeys((it.layer, it.head) for it in measured))
     layers = list(dict.fromkeys(it.layer for it in measured))
     groups: list[tuple[str, dict[str, int]]] = [
@@ -252,7 +403,7 @@ def _table(measured: Sequence[Measured]) -> Table:
         (name, *(_cell(_of(measured, kind=kind, **which)) for kind in kinds))
         for name, which in groups
     ]
-    return Table(("KV head", *kinds), tuple(rows))
+    return TextTable(("KV head", *kinds), tuple(rows))
 
 
 def _facts(texts: Tensor, measured: Sequence[Measured]) -> dict[str, Any]:
@@ -266,8 +417,8 @@ def _facts(texts: Tensor, measured: Sequence[Measured]) -> dict[str, Any]:
                 "layer": it.layer,
                 "head": it.head,
                 "kind": it.kind,
-                "score": around_mean(it.scores)[0],
-                "reach": around_mean(it.scores)[1],
+                "score": mean_interval(it.scores)[0],
+                "reach": mean_interval(it.scores)[1],
                 "scores": it.scores,
                 "k": list(it.counts),
                 "radius": it.radius,

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.evals.inspect.attention import looks_ahead
-from weir.evals.inspect.section import Asked, Picture, Section, Table, drawing
-from weir.evals.inspect.shares import FIRST, MOST
+from weir.evals.inspect.maps import FIRST
+from weir.evals.inspect.section import MOST_TOKENS, Inspection, Picture, Section, drawing
+from weir.evals.report import TextTable
 from weir.models import ModelSpec, describe, window_of
 from weir.policies import Layered, Pipe
 from weir.pools import Fold, Pool, Recent, Sink
@@ -72,7 +73,7 @@ class SinkOfSome(Pool):
 
 
 @dataclass(frozen=True)
-class Setup:
+class StreamSetup:
     """How the model reads.
 
     Attributes:
@@ -128,7 +129,7 @@ class Loss:
     error: float
 
 
-def section(asked: Asked) -> Section:
+def section(asked: Inspection) -> Section:
     """Perplexity without the sinks of each layer, with those of each layer alone, and by KV head.
 
     Raises:
@@ -175,18 +176,18 @@ def section(asked: Asked) -> Section:
     return _told(setup, len(ids), _ppl(seen), _ppl(unseen), without, alone, by_head)
 
 
-def set_up(asked: Asked, facts: ModelSpec) -> Setup:
+def set_up(asked: Inspection, facts: ModelSpec) -> StreamSetup:
     """How a model is to read: half of its window in slots, `BUDGET` at most."""
     windows = [layer.positions.window for layer in facts.layers]
     served = [n for n, window in enumerate(windows) if window is None] or list(range(len(windows)))
-    most = min(window_of(asked.model.config) or MOST, facts.sliding or BUDGET * 2)
+    most = min(window_of(asked.model.config) or MOST_TOKENS, facts.sliding or BUDGET * 2)
     budget = max(2 * FIRST, min(BUDGET, most // 2))
     kv_heads = tuple(facts.layers[n].heads.kv_heads for n in served)
-    return Setup(tuple(served), kv_heads, budget - FIRST, max(1, min(CHUNK, budget // 4)))
+    return StreamSetup(tuple(served), kv_heads, budget - FIRST, max(1, min(CHUNK, budget // 4)))
 
 
 def losses_of(
-    asked: Asked, ids: Tensor, setup: Setup, hidden: dict[int, tuple[int, ...]]
+    asked: Inspection, ids: Tensor, setup: StreamSetup, hidden: dict[int, tuple[int, ...]]
 ) -> Tensor:
     """What each scored token costs, in nats [tokens - start], float64.
 
@@ -206,7 +207,7 @@ def losses_of(
 
 
 def _heads(
-    asked: Asked, facts: ModelSpec, setup: Setup, layers: Sequence[int]
+    asked: Inspection, facts: ModelSpec, setup: StreamSetup, layers: Sequence[int]
 ) -> list[tuple[int, int]]:
     """The KV heads that are measured one by one, each with its layer."""
     group = facts.layers[layers[0]].heads.group
@@ -227,7 +228,7 @@ def _ppl(losses: Tensor) -> float:
 
 
 def _told(
-    setup: Setup,
+    setup: StreamSetup,
     tokens: int,
     seen: float,
     unseen: float,
@@ -283,7 +284,7 @@ def _told(
     }
     heads = ("layer", "ppl hidden", "rise, nats", "ppl alone")
     title = "Where sinks matter"
-    return Section("layers", title, text, tuple(pictures), Table(heads, rows), facts)
+    return Section("layers", title, text, tuple(pictures), TextTable(heads, rows), facts)
 
 
 def _draw(axes: Axes, losses: list[Loss], seen: float, unseen: float, label: str) -> None:

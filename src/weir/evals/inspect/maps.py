@@ -1,14 +1,10 @@
-"""Average attention logits, layer by layer and head by head, over many short sequences.
-
-StreamingLLM (Xiao et al. 2024), Figures 2, 7, 11, 13 and 14: in most layers above the second, all
-queries turn to the first token, whatever it says. Only sums over the sequences are kept, and of a
-sequence never more than a block of queries.
-"""
+"""Attention maps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +12,20 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.evals.inspect.attention import Attention, looks_ahead, watch
-from weir.evals.inspect.section import Asked, Picture, Section, drawing
-from weir.evals.inspect.sequences import LEAST, sentences, shared
+from weir.evals.inspect.section import (
+    MOST_TOKENS,
+    SHORTEST,
+    Inspection,
+    Picture,
+    Section,
+    count_of,
+    drawing,
+    fixed_tokens,
+    pieces,
+    sentences,
+)
+from weir.evals.report import TextTable
+from weir.models import window_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,22 +34,22 @@ BATCH = 32
 """Sequences that are read together."""
 ACROSS = 4
 """Panels side by side that a phone still shows."""
-MOST = 16
+MOST_PANELS = 16
 """Panels where no layers or heads are chosen."""
 
 
-def section(asked: Asked) -> Section:
+def section(asked: Inspection) -> Section:
     """The maps of the chosen layers and heads; by default all of a small model.
 
     Raises:
         WeirError: the text is too short, or the model's attention cannot be looked at.
     """
-    if asked.length < LEAST:
-        raise WeirError(f"a map of {asked.length} tokens shows nothing; take {LEAST} at least")
+    if asked.length < SHORTEST:
+        raise WeirError(f"a map of {asked.length} tokens shows nothing; take {SHORTEST} at least")
     ids = sentences(asked.tokenizer, asked.text, asked.sequences, asked.length, asked.sink)
     means = mean_logits(asked, ids)
     layers, heads = _panels(means, asked.layers, asked.heads)
-    fixed = shared(ids, asked.tokenizer)
+    fixed = fixed_tokens(ids, asked.tokenizer)
     ahead = looks_ahead(asked.model)
     with drawing(1.45 * math.ceil(len(layers) * len(heads) / ACROSS) + 0.9) as figure:
         _draw(figure, means, layers, heads)
@@ -69,7 +77,7 @@ def section(asked: Asked) -> Section:
     )
 
 
-def mean_logits(asked: Asked, ids: Tensor) -> dict[int, Tensor]:
+def mean_logits(asked: Inspection, ids: Tensor) -> dict[int, Tensor]:
     """The mean logits of every layer [heads, length, length], float64; NaN where nobody looks.
 
     Args:
@@ -126,9 +134,9 @@ def _panels(
             raise WeirError(f"layer {missing[0]} has no attention weights to show")
     if heads is None:
         some = len(layers or known)
-        heads = tuple(range(every)) if some * every <= MOST else (0,)
+        heads = tuple(range(every)) if some * every <= MOST_PANELS else (0,)
     if layers is None:
-        layers = tuple(known[n] for n in spread(len(known), max(4, MOST // len(heads))))
+        layers = tuple(known[n] for n in spread(len(known), max(4, MOST_PANELS // len(heads))))
     return layers, heads
 
 
@@ -192,3 +200,156 @@ def _facts(
 
 def _list(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
+
+
+SEQUENCES = 16
+"""Long sequences are averaged over; the paper has 256."""
+FIRST = 4
+"""As many tokens as StreamingLLM keeps for sinks."""
+
+
+@dataclass(frozen=True)
+class FirstShare:
+    """What one layer's late queries give to the first tokens; means over the sequences.
+
+    Attributes:
+        layer: which layer.
+        first: to the first token, by head [heads].
+        early: to the first `FIRST` tokens, by head [heads].
+    """
+
+    layer: int
+    first: Tensor
+    early: Tensor
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation over the heads of the share on the first token."""
+        return float(self.first.std(correction=0))
+
+
+def shares_section(asked: Inspection) -> Section:
+    """The shares of every layer, or of the chosen ones; over the chosen heads.
+
+    Raises:
+        WeirError: the text is too short, the model looks both ways, or its attention cannot be
+            looked at.
+    """
+    if looks_ahead(asked.model):
+        raise WeirError(
+            f"{asked.model.config.model_type} sees its whole text at once, so no token of it is a "
+            "late one; the maps show where its attention lies"
+        )
+    long = count_of(
+        asked.tokenizer,
+        asked.text,
+        min(asked.tokens or MOST_TOKENS, window_of(asked.model.config) or MOST_TOKENS),
+    )
+    if long < SHORTEST:
+        raise WeirError(
+            f"the text has {long} tokens and is too short to inspect; take a longer one"
+        )
+    ids = pieces(asked.tokenizer, asked.text, min(SEQUENCES, asked.sequences), long, asked.sink)
+    found = [
+        _of_heads(share, asked.heads)
+        for share in first_shares(asked, ids)
+        if asked.layers is None or share.layer in asked.layers
+    ]
+    if not found:
+        raise WeirError("the chosen layers have no attention weights to show")
+    with drawing(2.9) as figure:
+        _draw_shares(figure, found, long)
+    fixed = fixed_tokens(ids, asked.tokenizer)
+    start = f" The first token is {fixed[0]} in all of them." if 0 in fixed else ""
+    several = "the first sequence" if len(ids) == 1 else f"the first {len(ids)} sequences"
+    text = (
+        f"Of the attention that token {long:,} gives, after the softmax: how much lies on the "
+        f"first token, and how much on the first {FIRST}, as StreamingLLM's Figure 12. Means over "
+        f"{several} of {long:,} tokens in the text; bars are one standard deviation over the "
+        f"heads of a layer."
+        f"{start} Were all tokens looked at alike, the first would get {1 / long:.2%}."
+    )
+    table = TextTable(
+        ("layer", "first token", "± over heads", f"first {FIRST}"),
+        tuple(
+            (
+                str(share.layer),
+                f"{float(share.first.mean()):.1%}",
+                f"{share.spread:.1%}",
+                f"{float(share.early.mean()):.1%}",
+            )
+            for share in found
+        ),
+    )
+    facts = {
+        "sequences": len(ids),
+        "position": long,
+        "layers": [
+            {
+                "layer": share.layer,
+                "first": float(share.first.mean()),
+                "deviation": share.spread,
+                f"first_{FIRST}": float(share.early.mean()),
+                "first_by_head": share.first.tolist(),
+                f"first_{FIRST}_by_head": share.early.tolist(),
+            }
+            for share in found
+        ],
+    }
+    alt = f"The share of token {long:,}'s attention on the first tokens, layer by layer."
+    title = "Attention on the first token, far from it"
+    return Section("shares", title, text, (Picture("shares", figure, alt),), table, facts)
+
+
+def first_shares(asked: Inspection, ids: Tensor) -> list[FirstShare]:
+    """What the last token of each sequence gives to the first, for every layer.
+
+    Args:
+        asked: the model; and who is told how many sequences are done.
+        ids: the sequences [count, length].
+    """
+    sums: dict[int, Tensor] = {}
+    last = ids.shape[1] - 1
+
+    def add(it: Attention) -> None:
+        if it.first + it.length <= last:
+            return
+        weights = it.weights(it.length - 1, it.length)[0, :, 0].double().cpu()
+        there = it.places.cpu()
+        # What a sliding layer no longer holds gets nothing.
+        mine = torch.stack([weights[:, there == 0].sum(1), weights[:, there < FIRST].sum(1)])
+        sums[it.layer] = sums.get(it.layer, torch.zeros_like(mine)) + mine
+
+    for done, sequence in enumerate(ids, 1):
+        watch(asked.model, sequence[None], add)
+        asked.on_step(done, len(ids))
+    return [FirstShare(layer, *(total / len(ids))) for layer, total in sorted(sums.items())]
+
+
+def _of_heads(share: FirstShare, heads: tuple[int, ...] | None) -> FirstShare:
+    if heads is None:
+        return share
+    return FirstShare(share.layer, share.first[list(heads)], share.early[list(heads)])
+
+
+def _draw_shares(figure: Figure, found: list[FirstShare], long: int) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes = figure.subplots()
+    layers = [share.layer for share in found]
+    first = [100 * float(share.first.mean()) for share in found]
+    early = [100 * float(share.early.mean()) for share in found]
+    axes.bar(layers, early, color="#c9d6e2", width=0.8, label=f"first {FIRST} tokens")
+    axes.bar(layers, first, color="#2c6e9b", width=0.5, label="first token")
+    axes.errorbar(
+        layers, first, yerr=[100 * share.spread for share in found], fmt="none", color="#1b2733",
+        lw=1, capsize=2,
+    )  # fmt: skip
+    axes.set_ylim(0, 100)
+    axes.set_xlabel("layer")
+    axes.set_ylabel(f"share of token {long:,}'s attention, %")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="y", color="#e3e7ea", lw=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)

@@ -21,11 +21,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from weir.evals.attention_error import Captured, capture_each
-from weir.evals.inspect.passages import longest, passages
-from weir.evals.inspect.section import Asked, Picture, Section, Table, drawing
-from weir.evals.inspect.vectors import as_read
-from weir.evals.measures import around_mean
+from weir.evals.capture import LayerInputs, capture_each, in_place
+from weir.evals.inspect.section import (
+    Inspection,
+    Picture,
+    Section,
+    drawing,
+    longest,
+    passages,
+)
+from weir.evals.report import TextTable
+from weir.evals.scores import mean_interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -98,10 +104,10 @@ class Norms:
 
     def between(self, kind: str) -> float | None:
         """The interval to either side over prompts; None where there is one prompt."""
-        return around_mean([sums[kind].mean for sums in self.prompts])[1]
+        return mean_interval([sums[kind].mean for sums in self.prompts])[1]
 
 
-def section(asked: Asked) -> Section:
+def section(asked: Inspection) -> Section:
     """Norms over the chosen layers and heads, by prompt length.
 
     Raises:
@@ -121,7 +127,7 @@ def section(asked: Asked) -> Section:
     return Section("norms", title, _text(asked, found), (picture,), _table(found), _facts(found))
 
 
-def measure(asked: Asked, prompts: Tensor) -> Norms:
+def measure(asked: Inspection, prompts: Tensor) -> Norms:
     """The norms of prompts of one length; one layer of one prompt is held at a time.
 
     Args:
@@ -130,7 +136,7 @@ def measure(asked: Asked, prompts: Tensor) -> Norms:
     """
     norms = Norms(prompts.shape[1])
 
-    def take(sums: dict[str, Sums], it: Captured) -> None:
+    def take(sums: dict[str, Sums], it: LayerInputs) -> None:
         group = it.queries.shape[1] // it.keys.shape[1]
         mine = norms.layers.setdefault(it.layer, {kind: Sums() for kind in KINDS})
         for kind, of_head in norms_of(it).items():
@@ -146,10 +152,10 @@ def measure(asked: Asked, prompts: Tensor) -> Norms:
     return norms
 
 
-def norms_of(it: Captured) -> dict[str, Tensor]:
+def norms_of(it: LayerInputs) -> dict[str, Tensor]:
     """The Euclidean norms of a layer's vectors, by kind [heads or kv_heads, length]."""
-    keys = as_read(it, it.keys)
-    vectors = (as_read(it, it.queries), keys - keys.mean(dim=2, keepdim=True), it.values)
+    keys = in_place(it, it.keys)
+    vectors = (in_place(it, it.queries), keys - keys.mean(dim=2, keepdim=True), it.values)
     return {kind: x[0].norm(dim=-1) for kind, x in zip(KINDS, vectors, strict=True)}
 
 
@@ -178,7 +184,7 @@ def draw(found: Sequence[Norms]) -> Figure:
     return figure
 
 
-def _text(asked: Asked, found: Sequence[Norms]) -> str:
+def _text(asked: Inspection, found: Sequence[Norms]) -> str:
     shown = len(found[-1].layers)
     over = "all layers" if asked.layers is None else f"{shown} layer{'s'[: shown > 1]}"
     heads = "all heads" if asked.heads is None else f"{len(asked.heads)} query heads and theirs"
@@ -192,7 +198,7 @@ def _text(asked: Asked, found: Sequence[Norms]) -> str:
     )
 
 
-def _table(found: Sequence[Norms]) -> Table:
+def _table(found: Sequence[Norms]) -> TextTable:
     rows = []
     for norms in found:
         cells = []
@@ -202,7 +208,7 @@ def _table(found: Sequence[Norms]) -> Table:
             cells.append("—" if between is None else f"± {between:.3f}")
         rows.append((f"{norms.length:,}", str(len(norms.prompts)), *cells))
     heads = [name for kind in KINDS for name in (kind, "over prompts")]
-    return Table(("tokens", "prompts", *heads), tuple(rows))
+    return TextTable(("tokens", "prompts", *heads), tuple(rows))
 
 
 def _facts(found: Sequence[Norms]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The page of `weir inspect`: sections one below the other, their pictures inside and beside it.
+"""Run the sections of `weir inspect` and write them as one page.
 
-It needs no network, and grows: what is done is on it while other sections are still computed.
+The page needs no network and grows while the remaining sections are computed.
 """
 
 from __future__ import annotations
@@ -8,18 +8,97 @@ from __future__ import annotations
 import base64
 import html
 import io
-from importlib import resources
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from string import Template
+
+from transformers import PreTrainedModel
 
 from weir import __version__
 from weir.errors import WeirError
-from weir.evals.inspect.section import Picture, Section, Table
+from weir.evals.inspect import kept, keys, layers, maps, norms
+from weir.evals.inspect.section import Inspection, Picture, Section
+from weir.evals.report import html_page
+
+SECTIONS: dict[str, Callable[[Inspection], Section]] = {
+    "maps": maps.section,
+    "shares": maps.shares_section,
+    "layers": layers.section,
+    "keys": keys.section,
+    "norms": norms.section,
+    "kept": kept.section,
+}
+"""In the order of the page."""
+
+
+def select_sections(only: Sequence[str] = ()) -> list[str]:
+    """The sections that were asked for, in the order of the page; all if none is named.
+
+    Raises:
+        WeirError: there is no such section.
+    """
+    for name in only:
+        if name not in SECTIONS:
+            raise WeirError(f"there is no section {name!r}; the sections are {', '.join(SECTIONS)}")
+    return [name for name in SECTIONS if not only or name in only]
+
+
+def look(
+    asked: Inspection,
+    only: Sequence[str] = (),
+    on_step: Callable[[str, int, int], None] | None = None,
+) -> Iterator[Section | tuple[str, WeirError]]:
+    """Each section, or its name and why it cannot be had for this model and text.
+
+    Args:
+        asked: what is to be looked at.
+        only: the sections; none for all.
+        on_step: told the section's name, how many of its steps are done, and of how many.
+
+    Raises:
+        WeirError: there is no such section.
+    """
+    told: dict[str, str] = {}
+    for name in select_sections(only):
+        mine = asked
+        if on_step is not None:
+            mine = replace(asked, on_step=partial(on_step, name))
+        try:
+            yield SECTIONS[name](mine)
+        except WeirError as error:
+            # A long sentence, such as the list of what weir serves, is said once.
+            first = told.setdefault(str(error), name)
+            yield name, error if first == name else WeirError(f"for the same reason as {first}")
+
+
+def sizes(model: PreTrainedModel) -> tuple[int, int]:
+    """(layers, query heads of each) of any model; 0 heads where it has no attention."""
+    config = model.config.get_text_config()
+    layers = getattr(config, "num_hidden_layers", 0)
+    return int(layers), int(getattr(config, "num_attention_heads", 0) or 0)
+
+
+def check_places(model: PreTrainedModel, layers: Sequence[int], heads: Sequence[int]) -> None:
+    """Refuse layers and heads that a model does not have.
+
+    Raises:
+        WeirError: naming the first.
+    """
+    for name, wanted, count in zip(("layer", "head"), (layers, heads), sizes(model), strict=True):
+        for number in wanted:
+            if not 0 <= number < count:
+                raise WeirError(
+                    f"{name} {number} does not exist; the model's {name}s are 0 to {count - 1}"
+                    if count
+                    else f"{name} {number} does not exist; the model has no {name}s"
+                )
+
 
 DPI = 160
 
 
-class Page:
+class InspectionPage:
     """A page in a folder.
 
     Args:
@@ -68,7 +147,7 @@ class Page:
         if section.fragment:
             parts.append(section.fragment)
         if section.table is not None:
-            parts.append(_as_html(section.table))
+            parts.append(section.table.html())
         self._links.append(
             f'<a href="#{html.escape(section.name)}">{html.escape(section.title)}</a>'
         )
@@ -101,16 +180,20 @@ class Page:
         return f'<figure><img src="data:image/png;base64,{inside}" alt="{alt}"></figure>'
 
     def _write(self) -> None:
-        page = Template((resources.files("weir.evals.inspect") / "page.html").read_text("utf-8"))
-        text = page.substitute(
-            title=html.escape(self.title),
-            facts=html.escape(self.facts),
-            links="".join(self._links),
-            style="\n".join(section.style for section in self.sections if section.style),
-            body="\n".join(self._parts),
-            version=__version__,
+        body = "\n".join(
+            [
+                f"<p>{html.escape(self.facts)}</p>",
+                f"<nav>{''.join(self._links)}</nav>",
+                *self._parts,
+            ]
         )
-        self._save(self.files[0], text.encode("utf-8"))
+        footer = (
+            f"Made by <code>weir inspect</code>, weir {__version__}. Every picture is a file "
+            "beside this page."
+        )
+        style = "figure { margin: 1rem 0; }\n" + "\n".join(s.style for s in self.sections)
+        page = html_page(self.title, body, footer, style=style)
+        self._save(self.files[0], page.encode("utf-8"))
 
     def _save(self, path: Path, content: bytes) -> None:
         try:
@@ -119,15 +202,3 @@ class Page:
             raise WeirError(f"cannot write {path}: {error.strerror}") from None
         if path not in self.files:
             self.files.append(path)
-
-
-def _as_html(table: Table) -> str:
-    heads = "".join(f"<th>{html.escape(head)}</th>" for head in table.heads)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-        for row in table.rows
-    )
-    return (
-        f'<div class="scroll"><table>\n<thead><tr>{heads}</tr></thead>\n'
-        f"<tbody>{rows}</tbody></table></div>"
-    )

@@ -1,26 +1,8 @@
-"""What a section of `weir inspect` is given, and what it gives back.
-
-A section is a file of this room with one public function,
-
-    def section(asked: Asked) -> Section
-
-which `run.SECTIONS` has under the section's name. It computes, draws its pictures with `drawing`,
-and returns a `Section`; it prints nothing and writes no file. What it cannot do for a model or a
-text it says as a `WeirError` of one sentence: the page then carries the sentence in the section's
-place, and the other sections go on. matplotlib, and what an extra brings, are imported inside
-functions.
-
-- Layers and heads come checked: they exist. Heads are query heads; a section about keys or values
-  shows the KV heads that they read (`Asked.kv_heads`).
-- A picture holds one thought, has labeled axes with units, and is drawn 5.2 inches wide, so that
-  its letters can be read on a phone.
-- All text on the page is escaped by the page, but for a `fragment`, whose author escapes it.
-
-Knows nothing about models, nor what is on a page beside.
-"""
+"""What a section of `weir inspect` is given and gives back."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from weir.models import ModelSink, sink_of
+from weir.errors import WeirError
+from weir.evals.report import TextTable
+from weir.models import ModelSink, sink_of, window_of
 from weir.stream import encode
 
 if TYPE_CHECKING:
@@ -45,7 +29,7 @@ def _nothing(done: int, of: int) -> None:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Inspection:
     """What is to be looked at.
 
     Attributes:
@@ -124,19 +108,6 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Table:
-    """A table of a section; the first column is a row's name.
-
-    Attributes:
-        heads: of the columns.
-        rows: cells as they are to be read.
-    """
-
-    heads: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
-@dataclass(frozen=True)
 class Section:
     """A part of the page.
 
@@ -156,7 +127,7 @@ class Section:
     title: str
     text: str
     pictures: tuple[Picture, ...] = ()
-    table: Table | None = None
+    table: TextTable | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     fragment: str = ""
     style: str = ""
@@ -174,3 +145,164 @@ def drawing(height: float, width: float = WIDTH) -> Iterator[Figure]:
 
     with mpl.rc_context({"font.size": 10, "axes.titlesize": 10, "axes.labelsize": 10}):
         yield Figure(figsize=(width, height), layout="constrained", facecolor="white")
+
+
+NO_SINK = ModelSink()
+SHORTEST = 8
+"""Tokens; in shorter sequences there is nothing to see."""
+_END = re.compile(r"(?<=[.!?…。！？])[\"'”’»)]*\s+|(?<=[。！？])|\n\s*\n")
+_QUIET = {"verbose": False, "return_attention_mask": False}
+
+
+def sentences(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    count: int,
+    length: int,
+    sink: ModelSink = NO_SINK,
+) -> Tensor:
+    """Sentences of a text, cut after `length` tokens; shorter ones are left out.
+
+    A text that has more pieces of that length than such sentences gives pieces.
+
+    Args:
+        tokenizer: of the model that will read.
+        text: the text.
+        count: how many, at most; the first ones.
+        length: tokens of each, those that stand around any text among them.
+        sink: of the model; the tokens of a learned one stand in front.
+
+    Returns:
+        [sentences, length], int64.
+
+    Raises:
+        WeirError: the text has fewer than `length` tokens.
+    """
+    found: list[list[int]] = []
+    parts = [part for part in _END.split(text) if part and part.strip()]
+    # In steps, since a text may be a library.
+    for begin in range(0, len(parts), 4 * count):
+        some = [part[: 64 * length] for part in parts[begin : begin + 4 * count]]
+        rows = tokenizer(some, truncation=True, max_length=length, **_QUIET)["input_ids"]
+        found += [sink.first(row)[:length] for row in rows if len(row) == length]
+        if len(found) >= count:
+            break
+    if len(found) < count:
+        others = pieces(tokenizer, text, count, length, sink)
+        if len(others) > len(found):
+            return others
+    return torch.tensor(found[:count], dtype=torch.int64)
+
+
+def pieces(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    count: int,
+    length: int,
+    sink: ModelSink = NO_SINK,
+) -> Tensor:
+    """Pieces of a text, one after the other.
+
+    Args:
+        tokenizer, text, count, length, sink: as for `sentences`.
+
+    Returns:
+        [pieces, length], int64: each with the tokens around it that the tokenizer puts there.
+
+    Raises:
+        WeirError: the text has fewer than `length` tokens.
+    """
+    front, back = around(tokenizer)
+    front = sink.first(front)
+    own = length - len(front) - len(back)
+    # So many characters are enough for prose; where they are not, the whole text is.
+    for piece in (text[: 16 * count * length], text):
+        ids = list(tokenizer(piece, add_special_tokens=False, **_QUIET)["input_ids"])
+        if len(ids) >= own * count:
+            break
+    if own < 1 or len(ids) < own:
+        raise WeirError(
+            f"the text is too short to inspect: it has {len(ids) + length - own} tokens, and "
+            f"sequences of {length} are asked for; take a longer text"
+        )
+    rows = [
+        [*front, *ids[begin : begin + own], *back]
+        for begin in range(0, min(count * own, len(ids) - own + 1), own)
+    ]
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """The ids that a tokenizer puts before and behind any text, as a start token."""
+    plain = list(tokenizer("a", add_special_tokens=False, **_QUIET)["input_ids"])
+    full = list(tokenizer("a", **_QUIET)["input_ids"])
+    for at in range(len(full) - len(plain) + 1):
+        if full[at : at + len(plain)] == plain:
+            return full[:at], full[at + len(plain) :]
+    return [], []
+
+
+def count_of(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> int:
+    """Tokens of a text, those around it among them; `most` if it has more."""
+    for piece in (text[: 16 * most], text):
+        if (found := len(tokenizer(piece, **_QUIET)["input_ids"])) >= most:
+            return most
+    return found
+
+
+def fixed_tokens(ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """The tokens that stand at one place of every sequence, by place: a start token, [SEP].
+
+    Args:
+        ids: [sequences, length]; of a single sequence only special tokens count.
+        tokenizer: tells their names.
+    """
+    special = set(tokenizer.all_special_ids)
+    return {
+        place: str(tokenizer.convert_ids_to_tokens(int(column[0])))
+        for place, column in enumerate(ids.T)
+        if int(column[0]) in special and bool((column == column[0]).all())
+    }
+
+
+MOST_TOKENS = 4096
+"""Tokens of a passage, at most: what a layer is given for one is held in whole."""
+
+
+def longest(asked: Inspection, usual: int) -> int:
+    """Tokens of the longest passage: as asked for, or `usual`, or what the model's window holds.
+
+    Raises:
+        WeirError: more were asked for than can be held.
+    """
+    if asked.tokens is None:
+        return min(usual, window_of(asked.model.config) or MOST_TOKENS)
+    if asked.tokens > MOST_TOKENS:
+        raise WeirError(
+            f"queries, keys and values of {asked.tokens:,} tokens are too many to be held at once; "
+            f"take {MOST_TOKENS:,} at most"
+        )
+    return asked.tokens
+
+
+def passages(asked: Inspection, length: int, count: int, fewest: int) -> Tensor:
+    """Passages of a text, one after the other, each with the start token in front.
+
+    Args:
+        asked: has the text.
+        length: tokens of a passage; a text with fewer is one passage, as long as it is.
+        count: so many passages at most.
+        fewest: tokens without which a passage is of no use.
+
+    Returns:
+        [passages, length], int64.
+
+    Raises:
+        WeirError: the text or the length is too short.
+    """
+    length = min(length, count_of(asked.tokenizer, asked.text, length))
+    if length < fewest:
+        raise WeirError(
+            f"{length} tokens are too few; take a text, and passages of it, of {fewest} or more"
+        )
+    return pieces(asked.tokenizer, asked.text, count, length, asked.sink)

@@ -1,23 +1,20 @@
 """Results on disk, checked, summed up and reported."""
 
-from weir.evals.results.file import CellRecord, ResultsFile, failures, read_results
-from weir.evals.results.json_values import for_json
-from weir.evals.results.lists import named_shortly
-from weir.evals.results.pools import told_apart
-from weir.evals.results.summary import Column, Table, by_distance, overviews
-from weir.evals.results.ways import as_loaded
+from weir.evals.results.file import CellRecord, ResultsFile, failures, for_json, read_results
+from weir.evals.results.naming import distinguish_pools, name_loading, shorten_layered
+from weir.evals.results.summary import Column, FigureTable, by_distance, overviews
 
 __all__ = [
     "CellRecord",
     "Column",
+    "FigureTable",
     "ResultsFile",
-    "Table",
-    "as_loaded",
     "by_distance",
+    "distinguish_pools",
     "failures",
     "for_json",
-    "named_shortly",
+    "name_loading",
     "overviews",
     "read_results",
-    "told_apart",
+    "shorten_layered",
 ]

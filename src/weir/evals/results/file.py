@@ -1,8 +1,8 @@
 """The file an evaluation writes: JSON lines that survive a crash.
 
-The first line is the grid, all its cells; then comes one line per finished cell. A line is written
-and synced at once; if the machine dies in the middle of one, it is cut off when the file is opened
-again. Knows nothing about models or tasks.
+The first line is the grid with all its cells; one line per finished cell follows. A line is written
+and synced at once. A line that a crash cut short is removed when the file is opened again. Every
+field that reports read is checked on loading and named by file, line and field if it is wrong.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterable
@@ -18,9 +19,90 @@ from types import TracebackType
 from typing import Any
 
 from weir.errors import WeirError
-from weir.evals.data import Record
-from weir.evals.results.checks import check_cell, check_grid
-from weir.evals.results.json_values import for_json
+from weir.evals.records import JsonRecord
+
+
+def for_json(value: Any) -> Any:
+    """A value as JSON can hold it: numbers that JSON does not have become null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: for_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [for_json(item) for item in value]
+    return value
+
+
+def check_grid(line: JsonRecord) -> int:
+    """Look at the first line; how many cells the grid has.
+
+    Raises:
+        WeirError: a field is missing or of another kind.
+    """
+    line.text("grid")
+    return len(line.records("cells"))
+
+
+def check_cell(line: JsonRecord, cells: int) -> None:
+    """Look at the record of a cell.
+
+    Raises:
+        WeirError: a field is missing or of another kind, or the grid has no such cell.
+    """
+    number = line.count("cell")
+    if not 0 <= number < cells:
+        raise line.wrong("cell", f"must be one of the grid's {cells} cells, not {number}")
+    for name in ("model", "setting", "policy", "weir"):
+        line.text(name)
+    line.count("seed")
+    status = _check_word(line, "status", ("done", "failed"))
+    if status == "failed":
+        line.text("reason")
+        return
+    for name in ("task", "metric"):
+        line.text(name)
+    if "protocol" not in line or line.values["protocol"] is not None:
+        line.text("protocol")
+    _check_word(line, "better", ("higher", "lower"))
+    for name in ("value", "kv_bytes"):
+        line.number(name)
+    if "positions" in line:
+        line.text("positions")
+    for name in ("chunk", "budget", "memory"):
+        if line.values.get(name) is not None:
+            line.count(name)
+    if "pools" in line:
+        line.text("pools")
+    if "loading" in line:
+        line.record("loading")
+    if "compiled" in line:
+        line.flag("compiled")
+    _check_result(line.record("result"))
+
+
+def _check_result(result: JsonRecord) -> None:
+    """Look at what is drawn: blocks of a text, answers by distance, the cells of a heat map."""
+    if "ppl_by_block" in result:
+        result.numbers("ppl_by_block")
+        for name in ("block", "tokens"):
+            result.count(name)
+    if "by_distance" in result:
+        for row in result.records("by_distance"):
+            for name in ("distance", "asked", "right"):
+                row.count(name)
+    if "cells" in result:
+        for cell in result.records("cells"):
+            cell.count("length")
+            for name in ("depth", "accuracy"):
+                cell.number(name, known=True)
+
+
+def _check_word(line: JsonRecord, name: str, words: tuple[str, ...]) -> Any:
+    value = line.text(name)
+    if value not in words:
+        raise line.wrong(name, f"must be {' or '.join(words)}, not {value!r}")
+    return value
+
 
 CellRecord = dict[str, Any]
 """What is known of one cell, with its number in the grid under "cell"."""
@@ -112,7 +194,7 @@ class ResultsFile:
 
     def _take_up(self) -> None:
         """Read what is there, cut off a line that was not finished, and begin if it is new."""
-        found, whole = _read(self.path)
+        found, whole = _read_lines(self.path)
         if whole < os.fstat(self._file).st_size:
             os.ftruncate(self._file, whole)
         if not found:
@@ -171,7 +253,7 @@ def read_results(path: str | Path) -> tuple[dict[str, Any], list[CellRecord]]:
     _check_kind(path)
     if not path.exists():
         raise WeirError(f"there is no results file {path}")
-    found, _ = _read(path)
+    found, _ = _read_lines(path)
     if not found:
         raise WeirError(f"{path} holds no results")
     return found[0], found[1:]
@@ -212,7 +294,7 @@ def _few(values: list[str]) -> str:
     return ", ".join(values[:MOST]) + (f" and {more} more" if more > 0 else "")
 
 
-def _read(path: Path) -> tuple[list[CellRecord], int]:
+def _read_lines(path: Path) -> tuple[list[CellRecord], int]:
     """The lines of a file, and how many of its bytes are whole lines.
 
     Raises:
@@ -236,7 +318,7 @@ def _read(path: Path) -> tuple[list[CellRecord], int]:
                 f"{path}, line {number}: not a line that weir eval writes"
                 + (", so this is no results file" if number == 1 else "")
             )
-        read = Record(f"{path}, line {number}", record)
+        read = JsonRecord(f"{path}, line {number}", record)
         if number == 1:
             cells = check_grid(read)
         else:

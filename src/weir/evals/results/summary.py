@@ -1,18 +1,90 @@
-"""Records of cells as tables: policies down, what was measured across, seeds averaged."""
+"""Records of cells as tables."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-from weir.evals.results.figures import Figure, figure_of, largest_of
 from weir.evals.results.file import CellRecord, unique
+from weir.evals.scores import count_right, mean_interval
 
 if TYPE_CHECKING:
     from weir.evals.task import Better
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What some measurements of one thing come to.
+
+    Attributes:
+        mean: of the seeds.
+        n: answers that were counted, or seeds where none were.
+        seeds: how many there were.
+        sd: standard deviation over the seeds; None of one.
+        low, high: the 95 % interval; None where one figure is all there is.
+    """
+
+    mean: float
+    n: int
+    seeds: int
+    sd: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        """Of a figure a seed."""
+        middle, reach = mean_interval(values)
+        ends = (None, None) if reach is None else (middle - reach, middle + reach)
+        return cls(middle, len(values), len(values), _spread(values), *ends)
+
+    @classmethod
+    def of_counts(cls, rows: Sequence[Any]) -> Estimate | None:
+        """Of answers that were counted, a row with "right" and "asked" a seed; None of none."""
+        asked = sum(row["asked"] for row in rows)
+        if not asked:
+            return None
+        right = sum(row["right"] for row in rows)
+        shares = [row["right"] / row["asked"] for row in rows if row["asked"]]
+        sure = count_right(right, asked)
+        return cls(right / asked, asked, len(shares), _spread(shares), sure["low"], sure["high"])
+
+
+def estimate_of(records: Sequence[dict[str, Any]], field: str) -> Estimate | None:
+    """A field of the records of one policy and setting, one a seed; None where none has it."""
+    known = [record for record in records if record[field] is not None]
+    if not known:
+        return None
+    results = [record["result"] for record in known]
+    if field == "value" and all(_is_share(record) for record in known):
+        return Estimate.of_counts(results)
+    return Estimate.of([record[field] for record in known])
+
+
+def _is_share(record: dict[str, Any]) -> bool:
+    """Whether a record's main figure is the share of right answers that it has counted."""
+    result = record["result"]
+    right, asked = result.get("right"), result.get("asked")
+    return bool(
+        type(right) is int and type(asked) is int and asked and record["value"] == right / asked
+    )
+
+
+def _spread(values: Sequence[float]) -> float | None:
+    return stdev(values) if len(values) > 1 else None
+
+
+def largest_of(records: Sequence[dict[str, Any]], field: str) -> Estimate | None:
+    """The largest of a field; its seeds and n are those of the records."""
+    values = [record[field] for record in records if record[field] is not None]
+    if not values:
+        return None
+    return Estimate(max(values), len(values), len(values))
+
 
 CACHE = "cache, MB"
 """The head of the column of bytes."""
@@ -40,7 +112,7 @@ class Column:
     better: Better | None
     digits: int = 3
     megabytes: bool = False
-    figures: tuple[Figure | None, ...] = ()
+    figures: tuple[Estimate | None, ...] = ()
 
     def sure(self, row: int) -> str:
         """How sure the figure of a row is, as it stands behind it; empty where nobody knows."""
@@ -73,7 +145,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Table:
+class FigureTable:
     """A table with a name for each row.
 
     Attributes:
@@ -87,30 +159,30 @@ class Table:
     columns: tuple[Column, ...]
 
 
-def overviews(records: Sequence[CellRecord]) -> list[Table]:
+def overviews(records: Sequence[CellRecord]) -> list[FigureTable]:
     """For each model and protocol, every policy's main figure of every setting, and its bytes."""
     done = [record for record in records if record["status"] == "done"]
     tables = []
-    for (model, paper), mine in grouped(done, "model", "protocol").items():
+    for (model, paper), mine in group_by(done, "model", "protocol").items():
         policies = unique(record["policy"] for record in mine)
-        settings = grouped(mine, "setting")
-        short = heads(list(unique(record["setting"] for record in mine)))
+        settings = group_by(mine, "setting")
+        short = short_heads(list(unique(record["setting"] for record in mine)))
         columns = [
             _column(_head(short[setting], rows[0]), rows, policies, "value", rows[0]["better"])
             for (setting,), rows in settings.items()
         ]
         columns.append(_column(CACHE, mine, policies, "kv_bytes", None, largest=True))
         title = model if paper is None else f"{model}, protocol {paper}"
-        tables.append(Table(title, policies, tuple(columns)))
+        tables.append(FigureTable(title, policies, tuple(columns)))
     return tables
 
 
-def by_distance(records: Sequence[CellRecord]) -> list[Table]:
+def by_distance(records: Sequence[CellRecord]) -> list[FigureTable]:
     """For each model and setting whose results are by distance, the share of right answers."""
     done = [r for r in records if r["status"] == "done" and r["result"].get("by_distance")]
-    short = heads(list(unique(record["setting"] for record in done)))
+    short = short_heads(list(unique(record["setting"] for record in done)))
     tables = []
-    for (model, setting), mine in grouped(done, "model", "setting").items():
+    for (model, setting), mine in group_by(done, "model", "setting").items():
         policies = unique(record["policy"] for record in mine)
         distances = unique(row["distance"] for row in mine[0]["result"]["by_distance"])
         columns = []
@@ -124,12 +196,12 @@ def by_distance(records: Sequence[CellRecord]) -> list[Table]:
                     for row in record["result"]["by_distance"]
                     if row["distance"] == distance
                 ]
-                figures.append(Figure.counted(rows))
+                figures.append(Estimate.of_counts(rows))
             values = tuple(None if it is None else it.mean for it in figures)
             head = f"{distance:,}"
             columns.append(Column(head, values, "higher", digits=2, figures=tuple(figures)))
         title = f"{model}: {short[setting]}, by distance"
-        tables.append(Table(title, policies, tuple(columns)))
+        tables.append(FigureTable(title, policies, tuple(columns)))
     return tables
 
 
@@ -140,7 +212,7 @@ def _head(setting: str, record: CellRecord) -> str:
     return setting if named else f"{setting}: {metric.replace('_', ' ')}"
 
 
-def heads(settings: list[str]) -> dict[str, str]:
+def short_heads(settings: list[str]) -> dict[str, str]:
     """A short head for each setting: the task's name, and in brackets what tells it from others.
 
     Files stand there by their names, without folders, unless that would make two heads the same.
@@ -157,12 +229,12 @@ def heads(settings: list[str]) -> dict[str, str]:
     return {s: short[s] if times[short[s]] == 1 else head for s, head in found.items()}
 
 
-def without_budget(policy: str) -> str:
+def strip_budget(policy: str) -> str:
     """A policy as it was before a budget was put into it: `quantized(h2o, newest=4)`."""
     return BUDGET.sub("", policy).replace("()", "")
 
 
-def grouped(records: Iterable[CellRecord], *keys: str) -> dict[tuple[Any, ...], list[CellRecord]]:
+def group_by(records: Iterable[CellRecord], *keys: str) -> dict[tuple[Any, ...], list[CellRecord]]:
     """Records that agree in some fields, in the order they first come."""
     found: dict[tuple[Any, ...], list[CellRecord]] = {}
     for record in records:
@@ -179,7 +251,7 @@ def _column(
     *,
     largest: bool = False,
 ) -> Column:
-    summed = largest_of if largest else figure_of
+    summed = largest_of if largest else estimate_of
     figures = [summed([r for r in records if r["policy"] == policy], field) for policy in policies]
     values = [None if figure is None else figure.mean for figure in figures]
     most = max((abs(value) for value in values if value is not None), default=0.0)
@@ -190,3 +262,105 @@ def _column(
 
 def _parameters(setting: str) -> list[str]:
     return setting.partition("(")[2].removesuffix(")").split(", ")
+
+
+REFERENCE = "streaming_llm"
+"""The policy beside which all others are put."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What two policies agree in whose figures are put beside each other.
+
+    Attributes:
+        model, setting, chunk, positions: as of a cell.
+        loaded: the model's own name, however it was loaded.
+        memory: bytes that budgets were made for; None where they were given in slots.
+        budget: slots that were put in; None where bytes were given.
+    """
+
+    model: str
+    loaded: str
+    setting: str
+    chunk: int
+    positions: str
+    memory: int | None
+    budget: int | None
+
+    @classmethod
+    def of(cls, record: CellRecord) -> Place:
+        """The place of a record."""
+        memory = record.get("memory")
+        budget = record["budget"] if memory is None else None
+        chunk, positions = record.get("chunk", 64), record.get("positions", "rolling")
+        model = record["model"]
+        loaded = str(record.get("loaded", model))
+        return cls(model, loaded, record["setting"], chunk, positions, memory, budget)
+
+
+def across_models(records: Sequence[CellRecord]) -> list[FigureTable]:
+    """For each protocol, what policies change beside StreamingLLM at the same size: mean of models.
+
+    Of what is better when it is lower, perplexities and errors, the ratio; of shares of right
+    answers the difference. Each model counts once, with its mean over seeds, sizes and ways in
+    which it was loaded, and the
+    interval is that of the models. Policies whose budget was not put in are left out, and a figure
+    that some model lacks.
+
+    Args:
+        records: of any models. There is no table of fewer than two.
+    """
+    sized = [r for r in records if r["status"] == "done" and r.get("budget") is not None]
+    tables = []
+    for (paper,), mine in group_by(sized, "protocol").items():
+        found = _means([r for r in mine if r["value"] is not None])
+        beside = [place for place, row in found.items() if REFERENCE in row]
+        models = unique(place.loaded for place in beside)
+        if len(models) < 2:
+            continue
+        settings = list(unique(place.setting for place in beside))
+        short, rows = (
+            short_heads(settings),
+            unique(name for place in beside for name in found[place]),
+        )
+        columns = []
+        for setting in settings:
+            better = next(r["better"] for r in mine if r["setting"] == setting)
+            changes = [_changes(found, setting, name, better == "lower") for name in rows]
+            figures = tuple(
+                Estimate.of(list(change.values())) if change.keys() == set(models) else None
+                for change in changes
+            )
+            means = tuple(None if it is None else it.mean for it in figures)
+            head = f"{short[setting]}, {'ratio' if better == 'lower' else 'difference'}"
+            columns.append(Column(head, means, better, 3, figures=figures))
+        title = f"mean of {len(models)} models beside {REFERENCE}"
+        title = title if paper is None else f"{title}, protocol {paper}"
+        tables.append(FigureTable(title, rows, tuple(columns)))
+    return tables
+
+
+def _changes(
+    found: Mapping[Place, Mapping[str, float]], setting: str, name: str, ratio: bool
+) -> dict[str, float]:
+    """What a policy makes of a setting on each model: the mean of the sizes both were given."""
+    each: dict[str, list[float]] = {}
+    for place, row in found.items():
+        if place.setting != setting or not {name, REFERENCE} <= row.keys():
+            continue
+        now, was = row[name], row[REFERENCE]
+        if was or not ratio:
+            each.setdefault(place.loaded, []).append(now / was if ratio else now - was)
+    return {model: fmean(values) for model, values in each.items()}
+
+
+def _means(records: Sequence[CellRecord]) -> Mapping[Place, Mapping[str, float]]:
+    """The mean over seeds of each policy, without its budget, at each place."""
+    values: dict[Place, dict[str, list[float]]] = {}
+    for record in records:
+        row = values.setdefault(Place.of(record), {})
+        policy = record["written"] if "written" in record else record["policy"]
+        row.setdefault(strip_budget(policy), []).append(record["value"])
+    return {
+        place: {name: fmean(each) for name, each in row.items()} for place, row in values.items()
+    }

@@ -2,7 +2,6 @@
 
 from weir.evals.task import TASKS
 from weir.evals.tasks.attention_error import AttentionError
-from weir.evals.tasks.caption import Caption
 from weir.evals.tasks.choice import Choice
 from weir.evals.tasks.docqa import DocumentQA
 from weir.evals.tasks.efficiency import Efficiency
@@ -21,7 +20,6 @@ from weir.evals.tasks.verbatim import Verbatim
 __all__ = [
     "TASKS",
     "AttentionError",
-    "Caption",
     "Changed",
     "Choice",
     "DocumentQA",

@@ -15,8 +15,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
-from weir.evals.data import Record, read_records
-from weir.evals.measures import check_template, counted
+from weir.evals.answers import check_template
+from weir.evals.records import JsonRecord, read_records
+from weir.evals.scores import count_right
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.stream import Conversation, Stream
 
@@ -81,7 +82,7 @@ class Choice(Task):
             alone.append(answered(fresh, *self._turns(fresh, subject.tokenizer)(question)))
             progress((len(questions) + len(alone)) / (2 * len(questions)))
         return {
-            **counted(sum(streamed), len(questions)),
+            **count_right(sum(streamed), len(questions)),
             "one_shot": sum(alone) / len(questions),
             "answers": streamed,
             "one_shot_answers": alone,
@@ -118,7 +119,7 @@ def answered(stream: Stream, question: Sequence[int], right: Sequence[int]) -> i
     return int(bool((torch.cat([first, rest], dim=1).argmax(-1).cpu()[0] == wanted).all()))
 
 
-def question_of(record: Record) -> Question:
+def question_of(record: JsonRecord) -> Question:
     """A question in ARC's format, that of its files or that of the Hub.
 
     The files have an object `question` with `stem` and a list `choices`; on the Hub, `question` is

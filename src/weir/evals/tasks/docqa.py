@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from weir.errors import WeirError
-from weir.evals.data import Record, read_records
-from weir.evals.measures import ask, contains, costs, counted, is_exact
+from weir.evals.answers import ask, costs
+from weir.evals.records import JsonRecord, read_records
+from weir.evals.scores import contains, count_right, is_exact
 from weir.evals.task import Better, Progress, Subject, Task, task
 
 MOST = 100
@@ -105,7 +106,7 @@ class DocumentQA(Task):
             texts.append(answers[-1].text.strip().partition("\n")[0].strip())
             progress(len(texts) / len(cases))
         pairs = list(zip(texts, cases, strict=True))
-        exact = counted(sum(is_exact(text, case.answers) for text, case in pairs), len(cases))
+        exact = count_right(sum(is_exact(text, case.answers) for text, case in pairs), len(cases))
         return {
             "exact_match": exact.pop("accuracy"),
             **exact,
@@ -126,7 +127,7 @@ class DocumentQA(Task):
             raise WeirError("docqa runs one place of gold at a time; see its settings")
         return [self._case(record, places) for record in read_records(self.file, self.samples)]
 
-    def _case(self, record: Record, places: list[int]) -> Case:
+    def _case(self, record: JsonRecord, places: list[int]) -> Case:
         documents = record.records("ctxs", least=1)
         is_gold = [document.flag("isgold") for document in documents]
         if is_gold.count(True) != 1:

@@ -20,7 +20,7 @@ from torch import Tensor
 from weir.errors import WeirError
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.models import window_of
-from weir.policies import policy_of
+from weir.policies import parse_policy
 from weir.stream import Stream
 
 EXACT, RECOMPUTE = "exact", "recompute"
@@ -104,7 +104,7 @@ class Efficiency(Task):
     def _rivals(self, subject: Subject) -> dict[str, Callable[[], Stream]]:
         """What is timed, by name: new streams of the policy, of exact attention, of recompute."""
         stream = subject.stream(self.prompt, self.tokens)
-        exact = replace(subject, policy=policy_of("dense"), rate=None)
+        exact = replace(subject, policy=parse_policy("dense"), rate=None)
         rivals: dict[str, Callable[[], Stream]] = {
             str(subject.policy): lambda: subject.stream(self.prompt, self.tokens),
             EXACT: lambda: exact.stream(self.prompt, self.tokens),
@@ -112,7 +112,7 @@ class Efficiency(Task):
         slots = stream.capacity
         limit = window_of(subject.model.config)
         if slots is not None and (limit is None or slots <= limit):
-            again = replace(subject, policy=policy_of(f"recompute(budget={slots})"), rate=None)
+            again = replace(subject, policy=parse_policy(f"recompute(budget={slots})"), rate=None)
             rivals[RECOMPUTE] = again.stream
         return rivals
 

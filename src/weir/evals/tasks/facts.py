@@ -1,33 +1,307 @@
-"""Facts said in book text and asked for again later, each answered in place by the right answer.
-
-Knows nothing about how a fact is worded, or where it is said: that is in `forms.py`, and drawn by
-each task.
-"""
+"""Facts said in book text and asked for again later."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
-from weir.evals.measures import counted
+from weir.evals.scores import count_right
 from weir.evals.task import Progress, Subject
-from weir.evals.tasks.forms import Fact, Form
-from weir.evals.tasks.layout import Layout, answers_in_place, lay_out
-from weir.stream import read_stream
-from weir.train import passage
+from weir.evals.tasks.lines import ADJECTIVES, NOUNS
+from weir.stream import Stream, read_stream
+from weir.train import DIGITS, NAMES, Words, front_of, passage
+
+NEAREST = 16
+PATIENCE = 200
+"""Draws of places after which they are drawn farther apart."""
+
+
+@dataclass(frozen=True)
+class StreamLayout:
+    """Where statements and answers stand, the same in every sample.
+
+    Attributes:
+        statements: for each question the places of the first tokens of what was said of it, the
+            newest last.
+        answers: the place of the first token of each answer, in order.
+        length: tokens of the stream up to the end of the last answer and what stands behind it.
+    """
+
+    statements: tuple[tuple[int, ...], ...]
+    answers: tuple[int, ...]
+    length: int
+
+
+def distances_to(farthest: int, nearest: int = NEAREST) -> list[int]:
+    """16, 32, 64 ... up to `farthest`, which is the last."""
+    found = [nearest]
+    while 2 * found[-1] <= farthest:
+        found.append(2 * found[-1])
+    return found if found[-1] == farthest else [*found, farthest]
+
+
+def lay_out(
+    distances: Sequence[int],
+    before: int,
+    rng: np.random.Generator,
+    *,
+    said: int,
+    asks: Sequence[int],
+    times: int = 1,
+    front: int = 0,
+) -> StreamLayout:
+    """Places such that each answer is due its distance after its number, and nothing overlaps.
+
+    Args:
+        distances: in tokens from what is asked for, where it was said last, to where the answer is
+            due; the farthest last.
+        before: tokens in front of the statement that stands farthest back.
+        rng: draws the places.
+        said: tokens of the longest statement.
+        asks: for each question its tokens, with which its statements begin too.
+        times: how often each is said. Earlier statements stand anywhere in front of the last.
+        front: tokens at the beginning in whose place nothing is said.
+
+    Raises:
+        WeirError: there is no room for all that is to be said.
+    """
+    if distances[0] < said:
+        raise WeirError(
+            f"a statement of {said} tokens cannot be asked for after {distances[0]} tokens"
+        )
+    for tries in itertools.count():
+        # Long statements at many distances need more room between them.
+        widest = 48 * (1 + tries // PATIENCE)
+        gaps = rng.integers(8, widest, size=len(distances))
+        answers = before + distances[-1] + np.cumsum(gaps + said)
+        last = answers - np.array(distances) - np.array(asks)
+        begins = np.sort(np.concatenate([last, answers - np.array(asks)]))
+        if (np.diff(begins) >= said).all():
+            break
+    length = int(answers[-1]) + said - asks[-1]
+    free = np.ones(length, dtype=bool)
+    free[:front] = False
+    for begin in begins:
+        free[begin : begin + said] = False
+    statements = [[int(place)] for place in last]
+    for places in statements:
+        for _ in range(times - 1):
+            places.insert(0, _room(free[: places[-1]], said, rng))
+            free[places[0] : places[0] + said] = False
+        places.sort()
+    return StreamLayout(tuple(map(tuple, statements)), tuple(answers.tolist()), length)
+
+
+def _room(free: np.ndarray, size: int, rng: np.random.Generator) -> int:
+    """A place where `size` tokens are free."""
+    found = np.array([], dtype=np.int64)
+    if len(free) >= size:
+        windows = np.lib.stride_tricks.sliding_window_view(free, size)
+        found = np.flatnonzero(windows.all(axis=1))
+    if not len(found):
+        raise WeirError("there is no room for all that is to be said: choose more tokens `before`")
+    return int(rng.choice(found))
+
+
+def answers_in_place(
+    stream: Stream, ids: Tensor, places: Sequence[int], sizes: Sequence[int]
+) -> Iterator[Tensor]:
+    """Feed streams up to their last answer; yields what would be said at each [rows, size].
+
+    The right answers stand in the streams, and are fed: greedy decoding gives all tokens of one
+    exactly if each is the likeliest after the right ones before it.
+
+    Args:
+        stream: a new one.
+        ids: [rows, length].
+        places: where each answer begins, in order.
+        sizes: tokens of each answer.
+    """
+    fed = 0
+    for place, size in zip(places, sizes, strict=True):
+        stream.feed(ids[:, fed : place - 1])
+        fed = place - 1 + size
+        logits = stream.feed(ids[:, place - 1 : fed], all_logits=True)
+        yield torch.as_tensor(logits.argmax(-1).cpu())
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something that is said, and asked for again by how it began.
+
+    Attributes:
+        ask: ids of the question, with which a statement begins too [n].
+        answer: ids of what is asked for [m].
+        stop: ids behind it [k].
+    """
+
+    ask: np.ndarray
+    answer: np.ndarray
+    stop: np.ndarray
+
+    @property
+    def said(self) -> np.ndarray:
+        """The whole statement."""
+        return np.concatenate([self.ask, self.answer, self.stop])
+
+
+class FactFormat(ABC):
+    """How facts are worded for a tokenizer.
+
+    Attributes:
+        name: as a task's `format` says it.
+        at_once: how many streams can be read side by side.
+        nearest: the shortest distance, in tokens, that leaves room for a statement.
+        front: ids in front of every stream [n].
+        opening: ids that say that what follows holds to the end [n].
+    """
+
+    name: ClassVar[str]
+    at_once: ClassVar[int]
+    nearest: ClassVar[int]
+    front: np.ndarray
+    opening: np.ndarray
+
+    @abstractmethod
+    def people(self, count: int, times: int, rng: np.random.Generator) -> list[list[Fact]]:
+        """For so many people as many facts each; those of one differ where their answers begin."""
+
+    @abstractmethod
+    def long(self, count: int, length: int, rng: np.random.Generator) -> list[list[Fact]]:
+        """So many facts, each alone, whose answers have `length` tokens, in words a few more."""
+
+
+class ExerciseFacts(FactFormat):
+    """Nano's exercises: "Anna has 482.", all in tokens that the tokenizer has."""
+
+    name = "exercises"
+    at_once = 32
+    nearest = 16
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Words that the tokenizer has as single tokens.
+
+        Raises:
+            WeirError: it lacks some.
+        """
+        self.words = Words.of(tokenizer)
+        self.front = self.words.front
+        self.opening = np.array([], dtype=np.int64)
+
+    def people(self, count: int, times: int, rng: np.random.Generator) -> list[list[Fact]]:
+        """Of one name no two numbers begin with the same digit."""
+        words = self.words
+        _check_people(count, len(words.names))
+        stop = np.array([words.stop])
+        found = []
+        for name in rng.choice(words.names, size=count, replace=False):
+            numbers = rng.choice(words.digits, size=(times, DIGITS))
+            numbers[:, 0] = rng.choice(words.digits, size=times, replace=False)
+            found.append([Fact(words.question(int(name)), number, stop) for number in numbers])
+        return found
+
+    def long(self, count: int, length: int, rng: np.random.Generator) -> list[list[Fact]]:
+        """Numbers of that many digits."""
+        words = self.words
+        _check_people(count, len(words.names))
+        stop = np.array([words.stop])
+        return [
+            [Fact(words.question(int(name)), rng.choice(words.digits, size=length), stop)]
+            for name in rng.choice(words.names, size=count, replace=False)
+        ]
+
+
+class TextFacts(FactFormat):
+    """Words: " Anna's number is 4821.", and passwords of several words."""
+
+    name = "text"
+    at_once = 1
+    nearest = 32
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.front = front_of(tokenizer)
+        self.opening = self._ids(
+            "Wherever this text asks for somebody's number, to its very end, the answer is the "
+            "number that is given here."
+        )
+
+    def people(self, count: int, times: int, rng: np.random.Generator) -> list[list[Fact]]:
+        """Of one name no two numbers begin with the same digit."""
+        _check_people(count, len(NAMES))
+        found = []
+        for name in rng.choice(NAMES, size=count, replace=False):
+            firsts = rng.choice(np.arange(1, 10), size=times, replace=False)
+            numbers = 1000 * firsts + rng.integers(0, 1000, size=times)
+            found.append([self._fact(f" {name}'s number is", f" {number}") for number in numbers])
+        return found
+
+    def long(self, count: int, length: int, rng: np.random.Generator) -> list[list[Fact]]:
+        """Adjectives and nouns in turn, as many as make up the length."""
+        _check_people(count, len(NAMES))
+        found = []
+        for name in rng.choice(NAMES, size=count, replace=False):
+            words = ""
+            while len(self._ids(words)) < length:
+                words += f" {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
+            found.append([self._fact(f" {name}'s password is", words)])
+        return found
+
+    def _fact(self, ask: str, answer: str) -> Fact:
+        return Fact(self._ids(ask), self._ids(answer), self._ids("."))
+
+    def _ids(self, text: str) -> np.ndarray:
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return np.array(ids, dtype=np.int64)
+
+
+FORMATS: dict[str, type[FactFormat]] = {form.name: form for form in (ExerciseFacts, TextFacts)}
+
+
+def format_of(tokenizer: PreTrainedTokenizerBase, format: str | None) -> FactFormat:
+    """The form of a name; of None nano's where the tokenizer has its words, and text elsewhere.
+
+    Raises:
+        WeirError: the tokenizer lacks the words that nano's form is made of.
+    """
+    if format is not None:
+        return FORMATS[format](tokenizer)  # type: ignore[call-arg]
+    try:
+        return ExerciseFacts(tokenizer)
+    except WeirError:
+        return TextFacts(tokenizer)
+
+
+def check_format(task: str, format: str | None) -> None:
+    """Refuse a format there is not.
+
+    Raises:
+        WeirError: it is none.
+    """
+    if format is not None and format not in FORMATS:
+        raise WeirError(f"format of {task} is {' or '.join(FORMATS)}, not {format!r}")
+
+
+def _check_people(wanted: int, there: int) -> None:
+    if wanted > there:
+        raise WeirError(f"there are {there} names, and {wanted} are asked for: ask less far back")
+
 
 BOOK_TOKENS = 200_000
 """Tokens of the text from which passages are taken."""
 
 
 @dataclass(frozen=True)
-class Sample:
+class FactStreams:
     """Streams to be read side by side, and what is asked of them.
 
     Attributes:
@@ -37,7 +311,7 @@ class Sample:
     """
 
     facts: Sequence[Sequence[Sequence[Fact]]]
-    layout: Layout
+    layout: StreamLayout
     opening: tuple[int, ...] = ()
 
     def ids(self, front: np.ndarray, book: np.ndarray, rng: np.random.Generator) -> Tensor:
@@ -68,21 +342,21 @@ class Sample:
         return torch.from_numpy(np.stack(rows))
 
 
-Draw = Callable[[Form, int, np.random.Generator], Sample]
+Draw = Callable[[FactFormat, int, np.random.Generator], FactStreams]
 """Draws so many streams to be read side by side."""
 
 
-def scattered(
+def scatter_facts(
     facts: Sequence[Sequence[Sequence[Fact]]],
     distances: Sequence[int],
     before: int,
     front: int,
     rng: np.random.Generator,
-) -> Sample:
+) -> FactStreams:
     """Facts anywhere in book text, but each said last its distance before the answer is due.
 
     Args:
-        facts: as in `Sample`; those of a question stand in every stream in as many tokens.
+        facts: as in `FactStreams`; those of a question stand in every stream in as many tokens.
         distances, before: as for `lay_out`.
         front: tokens in front of every stream.
         rng: draws the places.
@@ -100,12 +374,12 @@ def scattered(
         times=len(facts[0][0]),
         front=front,
     )
-    return Sample(facts, layout)
+    return FactStreams(facts, layout)
 
 
 def ask_facts(
     subject: Subject,
-    form: Form,
+    form: FactFormat,
     draw: Draw,
     distances: Sequence[int],
     samples: int,
@@ -154,11 +428,11 @@ def ask_facts(
         kv_bytes, tokens = max(kv_bytes, stream.nbytes // rows), sample.layout.length
     asked = samples * len(distances)
     return {
-        **counted(sum(right), asked),
+        **count_right(sum(right), asked),
         "stale": stale / asked,
         "token_accuracy": tokens_right / tokens_asked,
         "by_distance": [
-            {"distance": distance, **counted(hits, samples)}
+            {"distance": distance, **count_right(hits, samples)}
             for distance, hits in zip(distances, right, strict=True)
         ],
         "tokens": tokens,

@@ -14,9 +14,15 @@ import numpy as np
 
 from weir.errors import WeirError
 from weir.evals.task import Better, Progress, Subject, Task, task
-from weir.evals.tasks.facts import Sample, ask_facts
-from weir.evals.tasks.forms import Form, check_format, form_of
-from weir.evals.tasks.layout import Layout, distances_to
+from weir.evals.tasks.facts import (
+    FactFormat,
+    FactStreams,
+    StreamLayout,
+    ask_facts,
+    check_format,
+    distances_to,
+    format_of,
+)
 
 NEAREST = 32
 
@@ -51,10 +57,10 @@ class Instruction(Task):
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Ask every question once; what is returned `ask_facts` says."""
-        form = form_of(subject.tokenizer, self.format)
+        form = format_of(subject.tokenizer, self.format)
         distances = distances_to(self.farthest, NEAREST)
 
-        def draw(form: Form, rows: int, rng: np.random.Generator) -> Sample:
+        def draw(form: FactFormat, rows: int, rng: np.random.Generator) -> FactStreams:
             facts = [form.people(len(distances), 1, rng) for _ in range(rows)]
             # In what order they are given has nothing to do with when they are asked for.
             order = rng.permutation(len(distances))
@@ -65,12 +71,12 @@ class Instruction(Task):
                 place += len(facts[0][question][0].said)
             answers = [place + distance for distance in distances]
             last = facts[0][-1][0]
-            layout = Layout(
+            layout = StreamLayout(
                 tuple((int(place),) for place in places),
                 tuple(answers),
                 answers[-1] + len(last.said) - len(last.ask),
             )
-            return Sample(facts, layout, tuple(form.opening.tolist()))
+            return FactStreams(facts, layout, tuple(form.opening.tolist()))
 
         found = ask_facts(subject, form, draw, distances, self.samples, self.text, progress)
         del found["stale"]

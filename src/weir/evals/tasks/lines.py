@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weir.errors import WeirError
-from weir.evals.data import read_records
-from weir.evals.measures import Answer, ask, costs, counted
+from weir.evals.answers import GeneratedAnswer, ask, costs
+from weir.evals.records import read_records
+from weir.evals.scores import count_right
 from weir.evals.task import Better, Progress, Subject, Task, task
 
 SAMPLES = 50
@@ -70,16 +71,16 @@ class Lines(Task):
             `taken` says of the caches.
         """
         cases = self.cases(subject.seed)
-        answers: list[Answer] = []
+        answers: list[GeneratedAnswer] = []
         right = 0
         for case in cases:
             answers.append(self._ask(subject, case))
             right += number_in(answers[-1].text, last=self.chat) == case.number
             progress(len(answers) / len(cases))
         texts = [one.text for one in answers]
-        return {**counted(right, len(cases)), "answers": texts, **costs(answers)}
+        return {**count_right(right, len(cases)), "answers": texts, **costs(answers)}
 
-    def _ask(self, subject: Subject, case: Case) -> Answer:
+    def _ask(self, subject: Subject, case: Case) -> GeneratedAnswer:
         if self.chat:
             return ask(subject, case.prompt, max_new_tokens=100, chat=True)
         return ask(

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
-from weir.evals.data import Record, read_records
-from weir.evals.data.recipes import recipe_of
-from weir.evals.measures import ask, costs
+from weir.evals.answers import ask, costs
+from weir.evals.recipes import recipe_of
+from weir.evals.records import JsonRecord, read_records
 from weir.evals.task import Better, Progress, Subject, Task, task
 
 PLAIN = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
@@ -84,7 +84,7 @@ class LongBench(Task):
         }
 
 
-def fields_of(record: Record, name: str) -> dict[str, Any]:
+def fields_of(record: JsonRecord, name: str) -> dict[str, Any]:
     """The fields of a record, by the names the harness's prompts know them under.
 
     On the Hub there are copies with `question` in place of `input`.

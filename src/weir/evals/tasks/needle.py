@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
-from weir.evals.measures import ask, words_found
+from weir.evals.answers import ask
+from weir.evals.scores import words_found
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.stream import read_stream
 from weir.train import DIGITS, Words, passage, practiced

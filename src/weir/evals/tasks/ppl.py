@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weir.errors import WeirError
-from weir.evals.measures import STEP, PerplexityMeter
+from weir.evals.perplexity import STEP, PerplexityMeter
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.stream import read_stream
 

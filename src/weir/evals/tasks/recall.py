@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from weir.errors import WeirError
-from weir.evals.measures import counted
+from weir.evals.scores import count_right
 from weir.evals.task import Better, Progress, Subject, Task, task
-from weir.evals.tasks.layout import NEAREST, Layout, answers_in_place, distances_to, lay_out
+from weir.evals.tasks.facts import NEAREST, StreamLayout, answers_in_place, distances_to, lay_out
 from weir.stream import read_stream
 from weir.train import DIGITS, Words, passage
 
@@ -87,12 +87,12 @@ class Recall(Task):
         for question, digits in enumerate(said):
             right.append(int((digits == wanted[:, question]).all(dim=-1).sum()))
             progress(stream.seen / layout.length)
-        total = counted(sum(right), self.samples * len(right))
+        total = count_right(sum(right), self.samples * len(right))
         return {
             "recall": total.pop("accuracy"),
             **total,
             "by_distance": [
-                {"distance": distance, **counted(hits, self.samples)}
+                {"distance": distance, **count_right(hits, self.samples)}
                 for distance, hits in zip(distances, right, strict=True)
             ],
             "tokens": layout.length,
@@ -101,7 +101,7 @@ class Recall(Task):
 
 
 def sample(
-    words: Words, book: np.ndarray, layout: Layout, rng: np.random.Generator
+    words: Words, book: np.ndarray, layout: StreamLayout, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """A stream [length] and the numbers that are asked for [questions, digits]."""
     count = len(layout.answers)

@@ -15,8 +15,9 @@ from statistics import fmean
 from typing import Any, ClassVar, Literal
 
 from weir.errors import WeirError
-from weir.evals.data import Record, read_records
-from weir.evals.measures import Answer, around_mean, check_template, costs, generate_answer
+from weir.evals.answers import GeneratedAnswer, check_template, costs, generate_answer
+from weir.evals.records import JsonRecord, read_records
+from weir.evals.scores import mean_interval
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.models import sink_of, transformers_model
 from weir.stream import render_chat
@@ -32,7 +33,7 @@ class Case:
     outputs: tuple[str, ...]
 
     @classmethod
-    def of(cls, record: Record) -> Case:
+    def of(cls, record: JsonRecord) -> Case:
         """From a line of RULER's files; of `input` the last line is the question.
 
         lm-evaluation-harness calls `gen_prefix` what RULER calls `answer_prefix`; older files have
@@ -99,7 +100,7 @@ class Ruler(Task):
             answers.append(self._ask(subject, case))
             scores.append(matched(answers[-1].text, case.outputs, self.match))
             progress(len(scores) / len(cases))
-        score, reach = around_mean(scores)
+        score, reach = mean_interval(scores)
         return {
             "score": score,
             "low": None if reach is None else max(0.0, score - reach),
@@ -109,7 +110,7 @@ class Ruler(Task):
             **costs(answers),
         }
 
-    def _ask(self, subject: Subject, case: Case) -> Answer:
+    def _ask(self, subject: Subject, case: Case) -> GeneratedAnswer:
         """The answer; text and question are the same tokens wherever the question is fed."""
         text, question = self._parts(subject, case)
         tokenizer = subject.tokenizer

@@ -14,9 +14,15 @@ import numpy as np
 
 from weir.errors import WeirError
 from weir.evals.task import Better, Progress, Subject, Task, task
-from weir.evals.tasks.facts import Sample, ask_facts, scattered
-from weir.evals.tasks.forms import Form, check_format, form_of
-from weir.evals.tasks.layout import distances_to
+from weir.evals.tasks.facts import (
+    FactFormat,
+    FactStreams,
+    ask_facts,
+    check_format,
+    distances_to,
+    format_of,
+    scatter_facts,
+)
 
 MOST = 9
 """Numbers of one name, each beginning with another digit."""
@@ -58,14 +64,14 @@ class _SaidAgain(Task):
             raise WeirError(f"the distances of {self.name} begin at 32, past {self.farthest}")
 
     def _ask(self, subject: Subject, progress: Progress, *, changing: bool) -> dict[str, Any]:
-        form = form_of(subject.tokenizer, self.format)
+        form = format_of(subject.tokenizer, self.format)
         distances = distances_to(self.farthest, form.nearest)
 
-        def draw(form: Form, rows: int, rng: np.random.Generator) -> Sample:
+        def draw(form: FactFormat, rows: int, rng: np.random.Generator) -> FactStreams:
             told = [form.people(len(distances), self.times, rng) for _ in range(rows)]
             if not changing:
                 told = [[facts[:1] * self.times for facts in stream] for stream in told]
-            return scattered(told, distances, self.before, len(form.front), rng)
+            return scatter_facts(told, distances, self.before, len(form.front), rng)
 
         return ask_facts(subject, form, draw, distances, self.samples, self.text, progress)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
-from weir.evals.measures import counted
+from weir.evals.scores import count_right
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.evals.tasks.lines import ADJECTIVES, LARGEST, NOUNS, beginning
 from weir.stream import Stream
@@ -93,9 +93,13 @@ class StreamEval(Task):
             kv_bytes, tokens = max(kv_bytes, stream.nbytes // rows), stream.seen
         asked = self.samples * self.queries
         return {
-            **counted(sum(hits.values()), asked * len(distances)),
+            **count_right(sum(hits.values()), asked * len(distances)),
             "by_distance": [
-                {"distance": d, "tokens": round(d * float(np.mean(per_line))), **counted(n, asked)}
+                {
+                    "distance": d,
+                    "tokens": round(d * float(np.mean(per_line))),
+                    **count_right(n, asked),
+                }
                 for d, n in hits.items()
             ],
             "tokens": tokens,

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weir.errors import WeirError
-from weir.evals.data import Record, read_records
-from weir.evals.measures import ask, costs, rouge_scores, self_bleu
+from weir.evals.answers import ask, costs
+from weir.evals.records import JsonRecord, read_records
+from weir.evals.scores import rouge_scores, self_bleu
 from weir.evals.task import Better, Progress, Subject, Task, task
 
 FIELDS = (("document", "summary"), ("article", "highlights"))
@@ -78,7 +79,7 @@ class Summary(Task):
         }
 
 
-def texts_of(record: Record) -> tuple[str, str]:
+def texts_of(record: JsonRecord) -> tuple[str, str]:
     """The text and the summary of a record.
 
     Raises:

@@ -14,9 +14,15 @@ import numpy as np
 
 from weir.errors import WeirError
 from weir.evals.task import Better, Progress, Subject, Task, task
-from weir.evals.tasks.facts import Sample, ask_facts, scattered
-from weir.evals.tasks.forms import Form, check_format, form_of
-from weir.evals.tasks.layout import distances_to
+from weir.evals.tasks.facts import (
+    FactFormat,
+    FactStreams,
+    ask_facts,
+    check_format,
+    distances_to,
+    format_of,
+    scatter_facts,
+)
 
 
 @task("verbatim")
@@ -59,12 +65,12 @@ class Verbatim(Task):
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Ask every question once; what is returned `ask_facts` says."""
-        form = form_of(subject.tokenizer, self.format)
+        form = format_of(subject.tokenizer, self.format)
         distances = distances_to(self.farthest, self._nearest(form.nearest))
 
-        def draw(form: Form, rows: int, rng: np.random.Generator) -> Sample:
+        def draw(form: FactFormat, rows: int, rng: np.random.Generator) -> FactStreams:
             facts = [form.long(len(distances), self.length, rng) for _ in range(rows)]
-            return scattered(facts, distances, self.before, len(form.front), rng)
+            return scatter_facts(facts, distances, self.before, len(form.front), rng)
 
         found = ask_facts(subject, form, draw, distances, self.samples, self.text, progress)
         del found["stale"]

@@ -1,4 +1,4 @@
-"""Random numbers by name on the CPU: those of `weir.pools.draws`, bit for bit.
+"""Random numbers by name on the CPU: those of `weir.pools.counter_rng`, bit for bit.
 
 A number takes some twenty operations on whole numbers; PyTorch makes a pass over memory of each.
 Roofline: a number is written once. All is done modulo 2^64, so there is one answer.

@@ -1,6 +1,6 @@
 """Vectors written in 8 bits with one peak each, and read, on the CPU, in float32.
 
-What `quantize` and `dequantize` of `weir.slab.quantized` give, bit for bit: the same operations,
+What `quantize` and `dequantize` of `weir.slab.quantization` give, bit for bit: the same operations,
 each rounded by itself, in one pass for each vector, from one buffer into another. Roofline: a
 division for each number that is written, a product for each that is read.
 """

@@ -20,7 +20,7 @@ from weir.pools.balance.halving import Halving, check_block
 from weir.pools.balance.merge_reduce import Merging
 from weir.pools.balance.schedule import LEVELS, at_once, schedule
 from weir.pools.balance.separate import MOST_BUCKET, NO_BUCKET, Head, admit, bucket, doubled
-from weir.pools.base import Fold, Pool, within
+from weir.pools.base import Fold, Pool, is_within
 from weir.pools.registry import pool
 from weir.slab import EMPTY, Slots
 
@@ -129,17 +129,17 @@ class Balance(Pool):
         """Why tensors cannot be its state; see `Pool.wrong_state`."""
         # In a few slots, and in sets that have a few each, lone tokens rise to meet the next ones.
         most = LEVELS if self.sets == "separate" else max(ahead.bit_length() + 1, math.isqrt(ahead))
-        if not within(state["level"], EMPTY, min(LEVELS - 1, most)):
+        if not is_within(state["level"], EMPTY, min(LEVELS - 1, most)):
             return "level is none that so few tokens reach"
-        if not within(state["level"][:, :, held:], EMPTY, EMPTY):
+        if not is_within(state["level"][:, :, held:], EMPTY, EMPTY):
             return "level is that of a slot that is not in use"
         if self.sets == "separate":
             number = state["bucket"]
-            if not within(number.where(number != NO_BUCKET, 0), -MOST_BUCKET, MOST_BUCKET):
+            if not is_within(number.where(number != NO_BUCKET, 0), -MOST_BUCKET, MOST_BUCKET):
                 return "bucket is none that a value is in"
-            if not within(state["came"], 0, ahead):
+            if not is_within(state["came"], 0, ahead):
                 return "came is not a number of tokens"
-            if not within(state["longest"], 0, 2.0**MOST_BUCKET):
+            if not is_within(state["longest"], 0, 2.0**MOST_BUCKET):
                 return "longest is not a length"
         return None
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weir.pools.balance.halving import Halving, Sets, check_block
 from weir.pools.balance.schedule import LEVELS
-from weir.pools.draws import Draws
+from weir.pools.counter_rng import CounterRNG
 from weir.slab import EMPTY, Slots, pick
 
 Blocks = Sequence[Sequence[int]]
@@ -97,7 +97,7 @@ class Merging:
     groups: int = 1
 
     def reduce(
-        self, blocks: Sequence[Blocks], halving: Halving, draws: Draws, scale: float
+        self, blocks: Sequence[Blocks], halving: Halving, draws: CounterRNG, scale: float
     ) -> tuple[Slots, Tensor, Tensor]:
         """Halve these blocks.
 
@@ -214,7 +214,7 @@ class Merging:
         sizes: Tensor,
         level: int,
         halving: Halving,
-        draws: Draws,
+        draws: CounterRNG,
         scale: float,
     ) -> _Queue:
         """The survivors of a level's blocks, of the `sizes` [lines, blocks], from the oldest on."""
@@ -252,7 +252,7 @@ class Merging:
         sizes: Sequence[int],
         level: int,
         halving: Halving,
-        draws: Draws,
+        draws: CounterRNG,
         scale: float,
     ) -> _Queue:
         """As `_halve`, of full lines that have blocks of the same `sizes`; half of each stays."""
@@ -267,7 +267,7 @@ class Merging:
         return _Queue.of(*parts)
 
     def _halves(
-        self, cut: _Queue, size: int, level: int, halving: Halving, draws: Draws, scale: float
+        self, cut: _Queue, size: int, level: int, halving: Halving, draws: CounterRNG, scale: float
     ) -> _Queue:
         """What stays of full lines that are cut into blocks of an even `size`."""
         token = cut.token.unflatten(0, self.level.shape[:2])
@@ -280,15 +280,15 @@ class Merging:
         token, a, b = (t.reshape(len(cut.token), -1) for t in (came, a, b))
         return _Queue(token, a, b, torch.ones_like(token, dtype=torch.bool), full=True)
 
-    def _draw(self, draws: Draws, level: int) -> Tensor:
+    def _draw(self, draws: CounterRNG, level: int) -> Tensor:
         """Uniform numbers of each token in each kind of group [batch * kv_heads, n, kinds]."""
         kinds = [draws.uniform(level, self.line.position)]
         if self.groups > 1:
             kinds.append(draws.uniform(level + LEVELS, self.line.position))
         return torch.stack(kinds, dim=-1).flatten(0, 1)
 
-    def _draw_again(self, draws: Draws, token: Tensor, nobody: Tensor) -> Tensor:
-        """Draws of the highest level, where one block of each line is halved at a time.
+    def _draw_again(self, draws: CounterRNG, token: Tensor, nobody: Tensor) -> Tensor:
+        """CounterRNG of the highest level, where one block of each line is halved at a time.
 
         Of a block one token at least goes for good, so no two blocks hold the same tokens: the sum
         of their places tells one from another.
@@ -319,7 +319,7 @@ class Merging:
 
 
 def compress(
-    slots: Slots, rounds: int, halving: Halving, draws: Draws, scale: float, block: int = 256
+    slots: Slots, rounds: int, halving: Halving, draws: CounterRNG, scale: float, block: int = 256
 ) -> Slots:
     """Halve a whole sequence several times, all of its blocks at once: the form of appendix B.
 

@@ -19,12 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import MOST_WEIGHT, Fold, Pool, left, within
-from weir.pools.reading import Reading
+from weir.pools.base import MOST_WEIGHT, Fold, Pool, gather_kept, is_within
+from weir.pools.observed_attention import ObservedAttention
 from weir.pools.registry import pool
-from weir.pools.residue.gate import GATES, misled
-from weir.pools.residue.groups import Groups
-from weir.pools.residue.merging import merge_nearest
+from weir.pools.residue.merging import Groups, merge_nearest
 from weir.slab import Slots
 
 MOST_CORRECTION = 5.0
@@ -54,7 +52,7 @@ class Residue(Pool):
     """
 
     ends_pipe = True  # its slots stand for all that came
-    has_chance = False
+    is_stochastic = False
     synthetic = True
 
     r: int
@@ -101,7 +99,7 @@ class Residue(Pool):
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
         """Why tensors cannot be its state; see `Pool.wrong_state`."""
         for name in ("a", "b"):
-            if not within(state[name], -math.inf, MOST_WEIGHT):
+            if not is_within(state[name], -math.inf, MOST_WEIGHT):
                 return f"{name} is not a log-weight"
         for name in ("spread", "misled"):
             if not bool((state[name].isfinite() & (state[name] >= 0)).all()):
@@ -140,7 +138,7 @@ class Residue(Pool):
         self._remember(fold, kept)
         spread = fold.state["spread"][:, :, : len(held)]
         spread = F.pad(spread, (0, 0, 0, len(new))) + (keys - groups.home_of(mean)).square()
-        spread = left(groups.mean(spread, b), groups.stays, self.r)
+        spread = gather_kept(groups.mean(spread, b), groups.stays, self.r)
         fold.state["spread"] = spread
         more = torch.zeros_like(kept.b)
         if self.spread:
@@ -148,16 +146,16 @@ class Residue(Pool):
         if self.gate:
             came = torch.arange(len(both), device=b.device) >= len(held)
             parts = (groups.total(t.where(came, -torch.inf)) for t in (a, b))
-            above, below = (left(t, groups.stays, len(kept)) + more for t in parts)
-            now = misled(fold.read, held, new, replace(kept, a=above, b=below), self.window)
+            above, below = (gather_kept(t, groups.stays, len(kept)) + more for t in parts)
+            now = measure_misled(fold.read, held, new, replace(kept, a=above, b=below), self.window)
             fold.state["misled"] = LASTS * fold.state["misled"] + now
             more = more + _best(fold.state["misled"]).log()[:, None, None]
         return replace(kept, a=kept.a + more, b=kept.b + more), gone
 
-    def _merged(self, both: Slots, groups: Groups, mean: Tensor, read: Reading) -> Slots:
+    def _merged(self, both: Slots, groups: Groups, mean: Tensor, read: ObservedAttention) -> Slots:
         """The slots that stay, weighed for their groups; a token by itself stays as it is."""
         several = groups.several[..., None]
-        said = read.said(mean, both.position).to(both.keys.dtype)
+        said = read.rotate_to(mean, both.position).to(both.keys.dtype)
         values = groups.mean(both.values, both.a).to(both.values.dtype)
         return replace(
             both,
@@ -186,3 +184,62 @@ def _best(misled_by: Tensor) -> Tensor:
     # Where nothing but means was read, all gates but 0 say the same, and rounding must not choose.
     good = far <= far.amin(dim=1, keepdim=True) * (1 + ALIKE)
     return misled_by.new_tensor(GATES)[good.to(torch.uint8).argmax(dim=1)]
+
+
+GATES = (1.0, 0.75, 0.5, 0.25, 0.0)
+"""Shares of its weight that a mean may be given; of equally good ones the first is taken."""
+LEAST = 1e-6
+"""Shares of attention below count as this: a query that read nothing else has no better answer."""
+ROUNDING = 1e-5
+"""An answer that is off by so much of itself is as good as the truth: it may be rounding, which
+must not choose between gates. More than float32's, since shares of everything are taken off.
+"""
+
+
+def measure_misled(
+    read: ObservedAttention, held: Slots, new: Slots, means: Slots, window: int
+) -> Tensor:
+    """How far the last queries' answers move when means stand for what has just arrived.
+
+    What the pool held meanwhile is left out on both sides, since of that nobody knows the truth any
+    more.
+
+    Args:
+        read: what the queries have read, `held` and `new` among it.
+        held: the slots of the pool.
+        new: what arrived, each token by itself.
+        means: what is to stand for it, weighed for the arrivals alone.
+        window: the last so many queries are asked.
+
+    Returns:
+        By gate, the squared distances of the layer's output, added up over queries and the query
+        heads of each KV head [batch, kv_heads, gates], float32; all that may be rounding is alike.
+    """
+    old_above, old_below = _part(read.attention(held), held, window)
+    above, below = _part(read.attention(new), new, window)
+    rest_above = read.answers[:, :, :, -window:].float() - old_above - above
+    rest_below = 1 - old_below - below
+    truth = (rest_above + above) / (rest_below + below).clamp_min(LEAST)
+    above, below = _part(read.would_attend(means), means, window)
+
+    def moves(answers: Tensor) -> Tensor:
+        if read.output is not None:
+            answers = torch.einsum("bhgnd,hged->bhgne", answers, read.output)
+        return answers.square().sum(dim=(2, 3, 4))
+
+    far = []
+    for gate in GATES:
+        answer = (rest_above + gate * above) / (rest_below + gate * below).clamp_min(LEAST)
+        far.append(moves(answer - truth))
+    return torch.stack(far, dim=2).maximum(moves(ROUNDING * truth)[..., None])
+
+
+def _part(shares: Tensor, slots: Slots, window: int) -> tuple[Tensor, Tensor]:
+    """What slots bring to the numerator and to the denominator, in shares of what was read.
+
+    [batch, kv_heads, group, window, value_dim] and [..., 1], float32.
+    """
+    below = shares[:, :, :, -window:]
+    more = (slots.a - slots.b).exp().masked_fill(~slots.held | slots.b.isneginf(), 0.0)
+    above = below * more[:, :, None, None]
+    return above @ slots.values.float()[:, :, None], below.sum(dim=4, keepdim=True)

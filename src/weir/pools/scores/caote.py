@@ -15,7 +15,7 @@ from torch import Tensor
 from weir.pools.base import Fold
 from weir.pools.ranked import Ranked
 from weir.pools.registry import pool
-from weir.pools.scores.attended import attended, check_window
+from weir.pools.scores.last_queries import check_window, last_attention
 from weir.slab import Slots
 
 
@@ -48,7 +48,7 @@ class Caote(Ranked):
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """The mean error without each token [batch, kv_heads, slots], float32."""
         assert fold.read is not None
-        share = attended(slots, fold, self.window)
+        share = last_attention(slots, fold, self.window)
         output = fold.read.answers[:, :, :, -self.window :]
         group = output.shape[2]
         away = torch.cdist(output.flatten(2, 3), slots.values.float()).unflatten(2, (group, -1))

@@ -15,16 +15,15 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.around import Around
-from weir.pools.base import Fold, Pool
-from weir.pools.ranked import Ranked, highest
+from weir.pools.base import Fold, Pool, PoolWrapper
+from weir.pools.ranked import Ranked, select_highest
 from weir.pools.registry import pool
 from weir.slab import Slots
 
 
 @pool("chunks")
 @dataclass(frozen=True)
-class Chunks(Around):
+class Chunks(PoolWrapper):
     """Keep whole spans by the average of another pool's score, each KV head its own.
 
     The average is over those of its tokens that are there. Slots that the last whole span leaves go
@@ -84,4 +83,4 @@ def whole_spans(size: int, origin: int, n: int, slots: Slots, scores: tuple[Tens
     average = (total / members).gather(2, number)
     average = first.where(~counts, average)
     # Spans of the same average are told apart by their age, or their tokens would be mixed.
-    return highest(n, slots.held, average, -number.double(), *scores)
+    return select_highest(n, slots.held, average, -number.double(), *scores)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold
-from weir.pools.ranked import Ranked, highest
+from weir.pools.ranked import Ranked, select_highest
 from weir.pools.registry import pool
-from weir.pools.scores.attended import attended, check_share, check_window
+from weir.pools.scores.last_queries import check_share, check_window, last_attention
 from weir.slab import Slots
 
 
@@ -57,7 +57,7 @@ class Critical(Ranked):
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """Attention times length; `inf` for the first half [batch, kv_heads, slots]."""
         assert fold.read is not None
-        attention = attended(slots, fold, self.window).mean(dim=(2, 3))
+        attention = last_attention(slots, fold, self.window).mean(dim=(2, 3))
         length = fold.read.lengths(slots.values).mean(dim=2)
-        best = highest(int(self.n * self.first), slots.held, attention)
+        best = select_highest(int(self.n * self.first), slots.held, attention)
         return ((attention + self.floor) * length).masked_fill(best, torch.inf)

@@ -18,13 +18,14 @@ from weir.errors import WeirError
 from weir.pools.base import Fold
 from weir.pools.ranked import Ranked
 from weir.pools.registry import pool
-from weir.pools.scores.attended import check_window, keys_as_read
-from weir.pools.scores.future import (
+from weir.pools.scores.last_queries import (
     check_ahead,
-    last_unrotated,
+    check_window,
+    keys_as_read,
+    last_unrotated_queries,
     mean_query,
-    mean_turn,
-    turned_back,
+    mean_rotation,
+    rotate_back,
 )
 from weir.slab import Slots
 
@@ -66,9 +67,9 @@ class Expected(Ranked):
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """Expected share times length of the value [batch, kv_heads, slots], float32."""
-        queries, there = last_unrotated(fold, self.queries)
+        queries, there = last_unrotated_queries(fold, self.queries)
         mean, count = mean_query(queries, there)
-        keys = turned_back(keys_as_read(slots, fold), mean_turn(fold, range(self.ahead)))
+        keys = rotate_back(keys_as_read(slots, fold), mean_rotation(fold, range(self.ahead)))
         scale = fold.form.scale
         logits = scale * mean @ keys.mT
         if self.covariance:

@@ -16,7 +16,7 @@ from torch import Tensor
 from weir.pools.base import Fold
 from weir.pools.ranked import Ranked
 from weir.pools.registry import pool
-from weir.pools.scores.attended import keys_as_read
+from weir.pools.scores.last_queries import keys_as_read
 from weir.slab import Slots
 
 

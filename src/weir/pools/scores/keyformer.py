@@ -16,10 +16,10 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold
+from weir.pools.ranked import Tallied
 from weir.pools.registry import pool
-from weir.pools.scores.attended import check_window, logits
+from weir.pools.scores.last_queries import check_window, logits
 from weir.pools.scores.vase import gumbel
-from weir.pools.tallied import Tallied
 from weir.slab import Slots
 
 READ = "read"

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold, Pool
+from weir.pools.ranked import TALLY, Tallied
 from weir.pools.registry import pool
-from weir.pools.tallied import TALLY, Tallied
 from weir.slab import Slots
 
 SCORED = torch.finfo(torch.float32).tiny

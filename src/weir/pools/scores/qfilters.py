@@ -17,8 +17,13 @@ from torch import Tensor
 from weir.pools.base import Fold
 from weir.pools.ranked import Ranked
 from weir.pools.registry import pool
-from weir.pools.scores.attended import check_window, keys_as_read
-from weir.pools.scores.future import last_unrotated, mean_turn, turned_back
+from weir.pools.scores.last_queries import (
+    check_window,
+    keys_as_read,
+    last_unrotated_queries,
+    mean_rotation,
+    rotate_back,
+)
 from weir.slab import Slots
 
 
@@ -49,9 +54,9 @@ class QFilters(Ranked):
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """How far each key points along the direction [batch, kv_heads, slots], float64."""
-        queries, _ = last_unrotated(fold, self.queries)
+        queries, _ = last_unrotated_queries(fold, self.queries)
         filters = common_direction(queries.double()).mean(dim=2)
-        keys = turned_back(keys_as_read(slots, fold), mean_turn(fold, [0]))
+        keys = rotate_back(keys_as_read(slots, fold), mean_rotation(fold, [0]))
         return (keys.double() @ filters[..., None])[..., 0]
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold
-from weir.pools.ranked import Ranked, pooled
+from weir.pools.ranked import Ranked, pool_neighbors
 from weir.pools.registry import pool
-from weir.pools.scores.attended import (
+from weir.pools.scores.last_queries import (
     check_kernel,
     check_share,
     check_window,
@@ -71,7 +71,7 @@ class RKV(Ranked):
         """Attention less redundancy [batch, kv_heads, slots], float64."""
         inside = slots.position >= fold.next[:, None, None] - self.window
         others = slots.held & ~inside
-        attention = pooled(
+        attention = pool_neighbors(
             self._attention(slots, fold, others), slots.position, self.kernel, average=False
         )
         redundancy = redundant(keys_as_read(slots, fold), slots.held, self.alike)

@@ -16,7 +16,7 @@ from torch import Tensor
 from weir.pools.base import Fold
 from weir.pools.ranked import Ranked
 from weir.pools.registry import pool
-from weir.pools.scores.attended import attended, check_window
+from weir.pools.scores.last_queries import check_window, last_attention
 from weir.slab import Slots
 
 
@@ -48,7 +48,7 @@ class Scissorhands(Ranked):
     def score(self, slots: Slots, fold: Fold) -> tuple[Tensor, Tensor]:
         """(how often, how much) [batch, kv_heads, slots] each."""
         assert fold.read is not None
-        share = attended(slots, fold, self.window)
+        share = last_attention(slots, fold, self.window)
         whole = fold.read.whole
         place = fold.read.query_positions[:, None, -self.window :, None]
         seen = whole.held[:, :, None] & (whole.position[:, :, None] <= place)

@@ -18,13 +18,14 @@ from torch import Tensor
 from weir.pools.base import Fold
 from weir.pools.ranked import Ranked
 from weir.pools.registry import pool
-from weir.pools.scores.attended import check_window, keys_as_read
-from weir.pools.scores.future import (
+from weir.pools.scores.last_queries import (
     check_ahead,
-    last_unrotated,
+    check_window,
+    keys_as_read,
+    last_unrotated_queries,
     mean_query,
-    mean_turn,
-    turned_back,
+    mean_rotation,
+    rotate_back,
 )
 from weir.slab import Slots
 
@@ -57,13 +58,13 @@ class Tri(Ranked):
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """The largest of the group's scores, in standard deviations [batch, kv_heads, slots]."""
-        queries, there = last_unrotated(fold, self.queries)
+        queries, there = last_unrotated_queries(fold, self.queries)
         mean, count = mean_query(queries, there)
         # Distances count from the newest query, one in front of the next place.
         steps = [2**i - 1 for i in range(self.ahead.bit_length())]
-        turn = mean_turn(fold, steps)
+        turn = mean_rotation(fold, steps)
         keys = keys_as_read(slots, fold)
-        score = mean @ turned_back(keys, turn).mT
+        score = mean @ rotate_back(keys, turn).mT
         if turn is not None:
             half = turn.cos.shape[-1]
             longer = _lengths(queries, half).sum(dim=3) / count - _lengths(mean, half)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold
-from weir.pools.ranked import Ranked, highest, pooled
+from weir.pools.ranked import Ranked, pool_neighbors, select_highest
 from weir.pools.registry import pool
-from weir.pools.scores.attended import attended, check_kernel, check_window
+from weir.pools.scores.last_queries import check_kernel, check_window, last_attention
 from weir.slab import Slots
 
 LEAST = 1e-30
@@ -62,15 +62,17 @@ class Vase(Ranked):
         """A random number that is larger the more attention; `inf` for wide values
         [batch, kv_heads, slots], float64.
         """
-        share = attended(slots, fold, self.window).mean(dim=(2, 3)).masked_fill(~slots.held, 0.0)
-        weight = pooled(share, slots.position, self.kernel, average=True)
+        share = (
+            last_attention(slots, fold, self.window).mean(dim=(2, 3)).masked_fill(~slots.held, 0.0)
+        )
+        weight = pool_neighbors(share, slots.position, self.kernel, average=True)
         reach = slots.values.float().amax(dim=-1) - slots.values.float().amin(dim=-1)
         wide = self.n // 10 if self.wide is None else self.wide
         # The largest of log w + Gumbel noise are a sample without replacement (Efraimidis and
         # Spirakis 2006, by logarithms); a token's noise is another at every fold.
         noise = gumbel(fold.draws.uniform(0, slots.position, fold.next[:, None, None]))
         drawn = weight.clamp_min(LEAST).log() + noise
-        return drawn.masked_fill(highest(wide, slots.held, reach), torch.inf)
+        return drawn.masked_fill(select_highest(wide, slots.held, reach), torch.inf)
 
 
 def gumbel(u: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool, within
+from weir.pools.base import Fold, Pool, is_within
 from weir.pools.registry import pool
 from weir.pools.subgen.clusters import Clusters, resample
 from weir.slab import Slots, pick
@@ -123,22 +123,22 @@ class SubGen(Pool):
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
         """Why tensors cannot be its state; see `Pool.wrong_state`."""
-        if not within(state["came"], 0, ahead):
+        if not is_within(state["came"], 0, ahead):
             return "came is not a number of tokens"
-        if not within(state["pairs"], -1, held - 1):
+        if not is_within(state["pairs"], -1, held - 1):
             return "pairs names a slot that is not in use"
         for name in ("mu", "delta", "count"):
-            if not within(state[name], 0, MOST):
+            if not is_within(state[name], 0, MOST):
                 return f"{name} is not a finite number from 0 on"
         if not bool(state["center"].isfinite().all()):
             return "center is not finite"
-        if not within(state["born"], 0, max(0, ahead - 1)):
+        if not is_within(state["born"], 0, max(0, ahead - 1)):
             return "born is a place in the stream that no token has had"
         there = state["count"] > 0
         if bool((there[..., 1:] & ~there[..., :-1]).any()):
             return "count leaves out a cluster"
         samples = state["samples"].where(there[..., None], 0)
-        if not within(samples, 0, max(0, held - 1)) or (held == 0 and bool(there.any())):
+        if not is_within(samples, 0, max(0, held - 1)) or (held == 0 and bool(there.any())):
             return "samples names a slot that is not in use"
         return None
 

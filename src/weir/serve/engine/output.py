@@ -20,7 +20,7 @@ from weir.cache import StreamingCache
 from weir.pools import Beginning
 from weir.serve.engine.sampler import SampledToken
 from weir.serve.engine.sequence import Sequence
-from weir.stream import AnswerText
+from weir.stream import Detokenizer
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class OutputProcessor:
     ) -> None:
         self._answer = answer
         self._cache = cache
-        self._detokenizer = AnswerText(tokenizer, stops, special)
+        self._detokenizer = Detokenizer(tokenizer, stops, special)
         self._text: list[str] = []
         self._queue = queue
         self._notifier = notifier

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.stream import Repetition, Sampling, check_penalty
+from weir.stream import RepetitionPenalty, Sampling, check_penalty
 
 LOGITS_AT_ONCE = 2**17
 """Logits drawn from together; copies of more do not fit into a processor's cache."""
@@ -113,7 +113,7 @@ class Sampler:
             biased = torch.tensor(list(params.bias), dtype=torch.int64)
             self._bias = biased, torch.tensor(list(params.bias.values()), dtype=torch.float32)
         penalized = params.repetition != 1
-        self._repetition = Repetition(params.repetition, prompt_ids) if penalized else None
+        self._repetition = RepetitionPenalty(params.repetition, prompt_ids) if penalized else None
         self.generator = torch.Generator().manual_seed(params.seed % 2**63)
 
     @property
@@ -134,7 +134,7 @@ class Sampler:
         if not (self.constraint or self._bias or self._repetition or penalized):
             return logits
         if self._repetition is not None:
-            adjusted = self._repetition.penalized(logits)
+            adjusted = self._repetition.penalize(logits)
         else:
             adjusted = logits.clone()
         if penalized:

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from weir.cache import FARTHEST, Wrong, list_of, optional, text, whole
+from weir.cache import FARTHEST, ValidationError, integer, list_of, optional, text
 from weir.cache import record as facts_of
 from weir.errors import WeirError, quote
 from weir.serve.engine import Checkpoint
@@ -146,7 +146,7 @@ class SessionArchive:
             ) from None
         try:
             return cls._checked(said, mapped, form)
-        except (Wrong, WeirError) as error:
+        except (ValidationError, WeirError) as error:
             raise WeirError(f"the file cannot be imported: {error}") from None
 
     @classmethod
@@ -158,34 +158,36 @@ class SessionArchive:
         Raises:
             Wrong, WeirError: naming what is wrong.
         """
-        facts_of(format=whole(FORMAT, FORMAT), turns=list_of(_turn(form.vocabulary)))(said, "")
+        facts_of(format=integer(FORMAT, FORMAT), turns=list_of(_turn(form.vocabulary)))(said, "")
         turns = said["turns"]
         if set(mapped) != {str(n) for n in range(len(turns))} or not turns:
-            raise Wrong(f"it has {len(mapped)} snapshots of {len(turns)} turns")
+            raise ValidationError(f"it has {len(mapped)} snapshots of {len(turns)} turns")
         parcel = cls()
         known: set[str] = set()
         names = {turn["node"] for turn in turns}
         for n, turn in enumerate(turns):
             t = mapped[str(n)]
             if t.dtype != torch.uint8 or t.dim() != 1:
-                raise Wrong(f"snapshot {n} is no file")
+                raise ValidationError(f"snapshot {n} is no file")
             data = t.numpy().tobytes()
             if hashlib.sha256(data).hexdigest() != turn.pop("sha256"):
-                raise Wrong(f"turns[{n}] is damaged: its checksum is not that of its snapshot")
+                raise ValidationError(
+                    f"turns[{n}] is damaged: its checksum is not that of its snapshot"
+                )
             try:
                 node = decode_foreign(form, data)
             except WeirError as error:
-                raise Wrong(f"turns[{n}]: {error}") from None
+                raise ValidationError(f"turns[{n}]: {error}") from None
             seen = node.state.facts["seen"] + len(node.pending)
             if (turn["last"],) != node.pending or turn["seen"] != seen:
-                raise Wrong(f"turns[{n}] does not end where its snapshot does")
+                raise ValidationError(f"turns[{n}] does not end where its snapshot does")
             if turn["node"] in known:
-                raise Wrong(f"turns[{n}] is there twice")
+                raise ValidationError(f"turns[{n}] is there twice")
             if turn["parent"] in names - known:
-                raise Wrong(f"turns[{n}] stands before what it goes on from")
+                raise ValidationError(f"turns[{n}] stands before what it goes on from")
             known.add(turn["node"])
             if len(turn["ids"]) > turn["seen"]:
-                raise Wrong(f"turns[{n}] has more tokens than its stream")
+                raise ValidationError(f"turns[{n}] has more tokens than its stream")
             messages = tuple(Message.from_json(each) for each in turn.pop("messages"))
             ids = pack_ids(turn.pop("ids"))
             parcel.add(TurnRecord(owner="", session="", messages=messages, ids=ids, **turn), node)
@@ -214,24 +216,24 @@ def _turn(vocabulary: int) -> Any:
         parent=optional(text()),
         chain=_chain,
         messages=list_of(_message),
-        last=whole(0, vocabulary - 1),
-        seen=whole(1),
+        last=integer(0, vocabulary - 1),
+        seen=integer(1),
         usage=_usage,
         created=_time,
-        ids=list_of(whole(0, vocabulary - 1)),
+        ids=list_of(integer(0, vocabulary - 1)),
         sha256=text(),
     )
 
 
 def _chain(value: Any, place: str) -> None:
     if not isinstance(value, str) or not set(value) <= set("0123456789abcdef") or len(value) > 64:
-        raise Wrong(f"{place} must be a hash, not {quote(value)}")
+        raise ValidationError(f"{place} must be a hash, not {quote(value)}")
 
 
 def _message(value: Any, place: str) -> None:
     list_of(_anything)(value, place)
     if len(value) not in (3, 6):
-        raise Wrong(f"{place} must have 3 parts or 6, not {len(value)}")
+        raise ValidationError(f"{place} must have 3 parts or 6, not {len(value)}")
     role, content, name, *more = value
     text("system", "user", "assistant", "tool", "developer")(role, f"{place}.role")
     text()(content, f"{place}.content")
@@ -240,20 +242,20 @@ def _message(value: Any, place: str) -> None:
         calls, result, which = more
         list_of(list_of(text(), 3))(calls, f"{place}.calls")
         optional(text())(result, f"{place}.result")
-        optional(whole())(which, f"{place}.place")
+        optional(integer())(which, f"{place}.place")
 
 
 def _usage(value: Any, place: str) -> None:
     if not isinstance(value, dict):
-        raise Wrong(f"{place} must be numbers by name, not {quote(value)}")
+        raise ValidationError(f"{place} must be numbers by name, not {quote(value)}")
     for name, number in value.items():
-        whole(0, FARTHEST)(number, f"{place}.{quote(name)}")
+        integer(0, FARTHEST)(number, f"{place}.{quote(name)}")
 
 
 def _time(value: Any, place: str) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 <= value <= FARTHEST:
-        raise Wrong(f"{place} must be seconds since 1970, not {quote(value)}")
+        raise ValidationError(f"{place} must be seconds since 1970, not {quote(value)}")
 
 
 def _anything(value: Any, place: str) -> None:

@@ -18,12 +18,12 @@ from weir.cache import (
     LayerPlan,
     RowState,
     StreamingCache,
-    Wrong,
+    ValidationError,
     check_state,
+    integer,
     list_of,
     record,
     unlike_policies,
-    whole,
 )
 from weir.errors import WeirError, quote
 from weir.models import fingerprint
@@ -127,16 +127,16 @@ def decode_checkpoint(form: RowFormat, data: bytes) -> Checkpoint:
         found = said.get("format") if isinstance(said, dict) else said
         raise WeirError(f"it has the format {quote(found)}, and this weir reads {FORMAT}")
     form.check(said)
-    token = whole(0, form.vocabulary - 1)
+    token = integer(0, form.vocabulary - 1)
     try:
         record(
-            format=whole(FORMAT, FORMAT),
+            format=integer(FORMAT, FORMAT),
             model=_anything,
             kind=_anything,
             row=_anything,
             pending=list_of(token),
         )(said, "")
-    except Wrong as wrong:
+    except ValidationError as wrong:
         raise WeirError(f"what it says cannot be: {wrong}") from None
     return Checkpoint(RowState(form.kind, said["row"], tensors), tuple(said["pending"]))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from weir.serve.messages import Call, Message
 from weir.serve.tools.formats import CallFormat
 from weir.serve.tools.tool import Tool
-from weir.stream import begun
+from weir.stream import count_stop_prefix
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class CallParser:
         if found:
             self._state, self._rest = "head", after
             return self._text_delta(text)
-        held = begun(text, trigger)
+        held = count_stop_prefix(text, trigger)
         self._rest = text[len(text) - held :]
         return self._text_delta(text[: len(text) - held])
 

@@ -1,0 +1,137 @@
+"""Whether a model is the one that a policy was measured on."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedModel
+
+from weir.cache.layers import LayerPlan, pipes_of, reach_of
+from weir.errors import WeirError, quote, shorten
+from weir.models import describe, fingerprint, free_memory, window_of
+from weir.policies import Policy
+
+
+def check_origin(policy: Policy, model: PreTrainedModel) -> None:
+    """Refuse a policy that was measured on another model.
+
+    In another dtype, of fewer bits and shared out the numbers of the weights are others, and on the
+    device `meta` there are none: then shape and vocabulary have to do.
+
+    Raises:
+        WeirError: naming what differs.
+    """
+    origin = policy.origin
+    if origin is None:
+        return
+    mine, theirs = fingerprint(model), origin.model
+    compared = {"kind", "layers", "width", "vocabulary"}
+    numbers = all(
+        it.device.type != "meta" and not is_traceable_wrapper_subclass(it)
+        for it in model.parameters()
+    )
+    if numbers and mine["dtype"] == theirs["dtype"]:
+        compared.add("weights")
+    differ = [name for name in mine if name in compared and mine[name] != theirs[name]]
+    if differ:
+        what = ", ".join(f"{name} {_bare(theirs[name])}, here {mine[name]}" for name in differ)
+        raise WeirError(
+            f"{origin.file} was calibrated for another model ({what}); run weir calibrate for this "
+            f"one{origin.told}"
+        )
+
+
+def _bare(value: object) -> str:
+    return quote(value).strip("'")
+
+
+def check_memory(
+    plans: Sequence[LayerPlan], policy: Policy, batch: int, device: torch.device
+) -> None:
+    """Refuse slots that do not fit.
+
+    Args:
+        plans: every layer.
+        policy: theirs, for the sentence.
+        batch: rows.
+        device: where the slots are to be.
+
+    Raises:
+        WeirError: they take more bytes than are free.
+    """
+    if any(plan.spec.pipe.slots is None for plan in plans):
+        return  # it grows, and nobody knows how far
+    needed = sum(plan.slab.nbytes(batch) for plan in plans)
+    free = free_memory(device)
+    if free is not None and needed > free:
+        raise WeirError(
+            f"the slots of {shorten(str(policy))} in {len(plans)} layers take {needed:,} bytes "
+            f"for {batch} row{'s' * (batch > 1)}, and {free:,} are free on {device}; take a "
+            "smaller budget or chunk, or fewer rows"
+        )
+
+
+PACKAGE = __name__.partition(".")[0]
+
+
+def describe_window_excess(model: PreTrainedModel, policy: Policy, chunk: int) -> str | None:
+    """A sentence on a policy whose slots and chunk exceed the model's window; None where they fit.
+
+    Positions are those in the cache. A policy without a limit is passed over: who takes one knows.
+
+    Args:
+        model: the model.
+        policy: of a cache of it; one that caches nothing holds nothing.
+        chunk: tokens between two folds.
+    """
+    window = window_of(model.config)
+    try:
+        pipes = pipes_of(policy, describe(model))
+    except WeirError:
+        return None
+    most = reach_of(pipes, chunk, rolling=True)
+    if window is None or most is None or most <= window:
+        return None
+    return (
+        f"{policy.brief} and a chunk of {chunk:,} hold up to {most:,} tokens, and this model was "
+        f"made for {window:,}: what it says beyond is worth little"
+    )
+
+
+def warn_of_window(model: PreTrainedModel, policy: Policy, chunk: int) -> None:
+    """Warn if a policy exceeds the model's window (`describe_window_excess`), once per caller."""
+    told = describe_window_excess(model, policy, chunk)
+    if told is not None:
+        warnings.warn(f"weir: {told}", stacklevel=_callers())
+
+
+def _callers() -> int:
+    """How many calls up the first is that is not weir's, as `warnings.warn` counts them."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and _of_weir(frame.f_globals.get("__name__")):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _of_weir(module: object) -> bool:
+    return isinstance(module, str) and module.partition(".")[0] == PACKAGE
+
+
+MOST_KEPT = 2**25 - 2**16
+"""Bytes of the largest tensor of which glibc learns that, and of its own notes beside it."""
+
+
+@lru_cache
+def keep_freed_memory() -> None:
+    """Let the C library keep what is freed up to `MOST_KEPT` bytes at once, once in a process.
+
+    Nothing is written to the tensor, so it takes no memory. Twice as much may stay with a process
+    that has no use for it any more, as in every one that has freed something so large. Other
+    libraries than glibc, and devices, do as they did.
+    """
+    torch.empty(MOST_KEPT, dtype=torch.uint8, device="cpu")

@@ -1,0 +1,113 @@
+"""Queries that wait in the slab, and the attention that slots receive from them.
+
+Some pools look at the last queries when they fold; others rank tokens by the attention they have
+received, H2O and its kin. Nobody asks before the next fold, and until then no slot moves; so the
+queries wait in the slab, and a fold makes one matrix product of them in place of one in every step.
+Knows nothing about who reads the sums.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weir.cache.layer.mask import mask_of_piece
+from weir.cache.layer.plan import Segment
+from weir.cache.layer.spec import LayerSpec
+from weir.slab import AttentionParams, Slab, attention_mass, merge_groups
+
+AT_ONCE = 1 << 24
+"""Logits held at once."""
+
+
+def store_queries(slab: Slab, spec: LayerSpec, queries: Tensor, segment: Segment) -> None:
+    """Put a segment's queries behind those of the tail, where a pool is going to ask for them.
+
+    Args:
+        slab: `queries` has a place for each query that the next fold asks for, the last one last.
+        spec: the layer.
+        queries: [batch, kv_heads, group, width, key_dim].
+        segment: their tokens; rows may stand in different places.
+    """
+    if slab.queries is None:
+        return
+    unasked = spec.chunk - spec.keeps_queries  # of the beginning of a tail
+    if segment.in_step:
+        first = max(0, unasked - segment.waiting[0])
+        if first < segment.width:
+            place = spec.query_place(segment.waiting[0] + first)
+            slab.store_queries(queries[:, :, :, first:], place)
+    else:
+        rows, columns, _ = segment.entries
+        places = segment.tail_places - unasked
+        stays = places >= 0
+        slab.store_queries_at(queries, rows[stays], places[stays], columns[stays])
+
+
+def store_last_queries(slab: Slab, spec: LayerSpec, queries: Tensor, segment: Segment) -> None:
+    """Of a whole prompt, put the last queries where a fold asks for them; as `store_queries`."""
+    if slab.queries is None:
+        return
+    wanted = spec.pipe.needs_queries
+    for row, count in enumerate(segment.counts):
+        last = queries[row : row + 1, :, :, max(0, count - wanted) : count]
+        start = slab.queries.shape[2] - last.shape[3]
+        slab.queries[row, :, start:] = merge_groups(last)[0]
+
+
+def last_queries(slab: Slab, wanted: int) -> Tensor | None:
+    """The last queries [batch, kv_heads, group, wanted, key_dim], a view; None for 0."""
+    if slab.queries is None or not wanted:
+        return None
+    last = slab.queries[:, :, slab.queries.shape[2] - wanted :]
+    return last.unflatten(3, (-1, slab.keys.shape[3])).transpose(2, 3)
+
+
+def keep_older_queries(slab: Slab, chunk: int) -> None:
+    """After a fold, make way for the queries of the next `chunk` tokens; older ones that the next
+    fold asks for move up.
+    """
+    if slab.queries is not None and slab.queries.shape[2] > chunk:
+        older = slab.queries[:, :, chunk:].clone()
+        slab.queries[:, :, : older.shape[2]] = older
+
+
+def tail_of(segment: Segment, rows: list[int], chunk: int) -> Segment:
+    """The whole tails of some rows that are full after a segment."""
+    return Segment(
+        columns=segment.columns.new_zeros(len(rows), chunk),
+        counts=[chunk] * len(rows),
+        seen=[segment.seen[row] + segment.counts[row] - chunk for row in rows],
+        waiting=[0] * len(rows),
+        due=[],
+        origin=segment.origin,
+        device=segment.device,
+    )
+
+
+def mass_from_tail(
+    slab: Slab, spec: LayerSpec, params: AttentionParams, tail: Segment, stop: int
+) -> Tensor:
+    """The attention that slots receive from the queries of the tail.
+
+    Args:
+        slab: the slots of rows that lie alike; `queries` holds those of their tails.
+        spec: the layer.
+        form: how it attends.
+        tail: the tokens of the tails (`tail_of`).
+        stop: where the rows' slots end.
+
+    Returns:
+        [batch, kv_heads, stop], float32.
+    """
+    queries = last_queries(slab, tail.width)
+    assert queries is not None
+    bias = mask_of_piece(spec.positions, slab, tail, stop, torch.float32, in_step=True)
+    keys, b = slab.read(0, stop)[0], slab.b[:, :, :stop]
+    mass = torch.zeros_like(b)
+    step = max(1, AT_ONCE // (stop * queries.shape[:3].numel()))
+    for start in range(0, tail.width, step):
+        these = slice(start, start + step)
+        its = bias if bias is None or bias.shape[3] == 1 else bias[:, :, :, these]
+        mass += attention_mass(queries[:, :, :, these], keys, b, params, its)
+    return mass

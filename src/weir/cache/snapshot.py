@@ -1,0 +1,300 @@
+"""What a layer holds now, to be looked at: by users, tests and pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weir.cache.layer import Layer, LayerSpec, lay_out
+from weir.cache.layers import LayerPlan
+from weir.cache.row_state import RowState
+from weir.errors import WeirError
+from weir.pools import WAITING
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What one layer holds now; slots that are empty have position -1.
+
+    Attributes:
+        position: places in the stream [batch, kv_heads, slots], int64.
+        a, b: log-weights in numerator and denominator [batch, kv_heads, slots], float32.
+        keys: as attention reads them [batch, kv_heads, slots, key_dim].
+        values: [batch, kv_heads, slots, value_dim].
+        pool: which of `pools` holds each slot [batch, kv_heads, slots], int64; -1 for none.
+        pools: the pools' names in the order of the pipe, and last "new" for tokens that wait for
+            the next fold.
+        mass: attention received up to the last fold [batch, kv_heads, slots], float32, where a
+            pool asks for it.
+    """
+
+    position: Tensor
+    a: Tensor
+    b: Tensor
+    keys: Tensor
+    values: Tensor
+    pool: Tensor
+    pools: tuple[str, ...]
+    mass: Tensor | None = None
+
+
+def contents_of(layer: Layer, waiting: list[int]) -> Contents:
+    """A copy of what `layer` holds, with `waiting` tokens in each row's tail.
+
+    Raises:
+        WeirError: nothing was fed yet.
+    """
+    if layer.slab is None:
+        raise WeirError("nothing was fed to this cache yet")
+    ends = layer.ends(waiting)
+    part = layer.slab.run(0, max(ends))
+    steps = torch.arange(max(ends), device=part.position.device)
+    used = steps < torch.tensor(ends, device=steps.device)[:, None]
+    position = part.position.masked_fill(~used[:, None], -1)
+    pools = torch.full_like(position, -1)
+    for row, end in enumerate(ends):
+        pools[row, :, :end] = pools_of(layer.spec, layer.lengths[row], end)
+    empty = position < 0
+    return Contents(
+        position=position,
+        a=part.a.masked_fill(empty, -torch.inf),
+        b=part.b.masked_fill(empty, -torch.inf),
+        keys=part.keys.clone(),
+        values=part.values.clone(),
+        pool=pools.masked_fill(empty, -1),
+        pools=pool_names(layer.spec),
+        mass=None if part.mass is None else part.mass.clone(),
+    )
+
+
+def pool_names(spec: LayerSpec) -> tuple[str, ...]:
+    """The pools of a layer in the order of its pipe, and `WAITING` for what waits for a fold."""
+    return (*(pool.name for pool in spec.pipe.pools), WAITING)
+
+
+def pools_of(spec: LayerSpec, lengths: Sequence[int], end: int) -> Tensor:
+    """Which of `pool_names` has each of a row's first `end` slots [end], int64.
+
+    Args:
+        spec: of the layer.
+        lengths: slots in use of the row, by pool.
+        end: where slots in use end, with those that wait for a fold.
+    """
+    pools = torch.full((end,), len(spec.pipe.pools))
+    for pool, start in lay_out(spec.pipe, lengths).starts.items():
+        pools[start : start + lengths[pool]] = pool
+    return pools
+
+
+def layer_report(layer: Layer, row: int, waiting: int) -> dict[str, Any]:
+    """A layer's pipe, its bytes, the slots that a row holds, and what its pools say of it.
+
+    Slots by pool and together; "pools" only where one has something to say (`Pool.report`), by its
+    number and name. As JSON can hold it; `waiting` tokens are in the row's tail.
+    """
+    pools = layer.spec.pipe.pools
+    lengths = layer.lengths[row] if layer.slab is not None else [0] * len(pools)
+    held: dict[str, int] = {}
+    for pool, length in zip(pools, lengths, strict=True):
+        held[pool.name] = held.get(pool.name, 0) + length
+    held[WAITING] = waiting
+    facts = {
+        "policy": str(layer.spec.pipe),
+        "slots": held,
+        "held": sum(held.values()),
+        "bytes": 0 if layer.slab is None else layer.slab.nbytes,
+    }
+    if layer.slab is None:
+        return facts
+    states = layer.folding.states(layer.slab)
+    say = [pool.report(state, row) for pool, state in zip(pools, states, strict=True)]
+    said = {f"{pools[index].name} {index}": told for index, told in enumerate(say) if told}
+    return {**facts, "pools": said} if said else facts
+
+
+MOST = 700.0
+"""Log-weights beyond are shown as this: e^710 is more than float64 can say."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Where one token is still held.
+
+    Attributes:
+        token: which token of the row, from 0 on, counting all that were fed.
+        pairs: in how many pairs of a layer and a KV head it holds a slot.
+        pools: in how many of them, by pool; pools that do not hold it are left out.
+        above, below: how many tokens its slots stand for in the numerator and in the denominator
+            of attention, the mean over those pairs: 1 where no pool weighs.
+    """
+
+    token: int
+    pairs: int
+    pools: dict[str, int]
+    above: float
+    below: float
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The slots in use of one row of a cache, one entry for each slot [slots].
+
+    A slot has the key and value of one token. Where a pool weighs, it speaks for others too, which
+    hold no slot: those tokens are gone, and what they said to attention is estimated. Slots of a
+    pool that is `synthetic` have means in place of them, and are told by the newest token in each.
+
+    Attributes:
+        seen: tokens of the row so far.
+        pairs: of a layer and a KV head, how many there are.
+        pools: their names in the order of the pipe, and last "new" for tokens that wait for the
+            next fold; pools of one name are one.
+        layer, head: whose slot it is, int64; the head is a KV head.
+        token: which token holds it, from 0 on, counting all that were fed, int64.
+        pool: which of `pools`, int64.
+        a, b: log-weights in numerator and denominator, float32.
+    """
+
+    seen: int
+    pairs: int
+    pools: tuple[str, ...]
+    layer: Tensor
+    head: Tensor
+    token: Tensor
+    pool: Tensor
+    a: Tensor
+    b: Tensor
+
+    def tokens(self) -> list[Held]:
+        """The tokens that are held anywhere, from the oldest to the newest."""
+        token, at = self.token.unique(return_inverse=True)
+        heads = int(self.head.max()) + 1 if len(self.head) else 1
+        pair = self.layer * heads + self.head
+        counts = _pairs(at, pair, len(token))
+        by_pool = [
+            _pairs(at[mine], pair[mine], len(token)).tolist()
+            for mine in (self.pool == n for n in range(len(self.pools)))
+        ]
+        above, below = (
+            (torch.zeros(len(token), dtype=torch.float64).index_add_(0, at, weight) / counts)
+            for weight in (w.double().clamp_max(MOST).exp() for w in (self.a, self.b))
+        )
+        return [
+            Held(
+                number,
+                count,
+                {name: held[n] for name, held in zip(self.pools, by_pool, strict=True) if held[n]},
+                float(above[n]),
+                float(below[n]),
+            )
+            for n, (number, count) in enumerate(zip(token.tolist(), counts.tolist(), strict=True))
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """What a page needs to shade a text by, as JSON can hold it."""
+        return {
+            "seen": self.seen,
+            "pairs": self.pairs,
+            "pools": list(self.pools),
+            "tokens": [vars(held) for held in self.tokens()],
+        }
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """The slots in use of one layer of a row.
+
+    Attributes:
+        spec: of the layer.
+        lengths: slots in use by pool, without those that wait for a fold.
+        position: places in the stream [kv_heads, slots], int64; -1 for none.
+        a, b: log-weights [kv_heads, slots], float32.
+    """
+
+    spec: LayerSpec
+    lengths: Sequence[int]
+    position: Tensor
+    a: Tensor
+    b: Tensor
+
+    @classmethod
+    def cut(
+        cls, spec: LayerSpec, lengths: Sequence[int], waiting: int, *buffers: Tensor
+    ) -> LayerRow:
+        """Of a row's buffers `position`, `a` and `b`, what is in use."""
+        end = lay_out(spec.pipe, lengths).used + waiting
+        return cls(spec, lengths, *(t[:, :end].cpu() for t in buffers))
+
+
+def snapshot_row(
+    layers: Sequence[Layer], row: int, seen: int, waiting: int, origin: int
+) -> Holding:
+    """What the layers hold of one row.
+
+    Args:
+        layers: all layers.
+        row: which row.
+        seen: its tokens so far.
+        waiting: of them those that wait for a fold.
+        origin: the place in the stream of the first token.
+
+    Raises:
+        WeirError: nothing was fed yet.
+    """
+    parts = []
+    for layer in layers:
+        slab = layer.slab
+        if slab is None:
+            raise WeirError("nothing was fed to this cache yet")
+        buffers = (t[row] for t in (slab.position, slab.a, slab.b))
+        parts.append(LayerRow.cut(layer.spec, layer.lengths[row], waiting, *buffers))
+    return _together(parts, seen, origin)
+
+
+def holding_in(plans: Sequence[LayerPlan], state: RowState) -> Holding:
+    """What a row holds that was taken from a cache.
+
+    Args:
+        plans: of the cache, or of another that the row could be put into.
+        state: the row.
+    """
+    facts = state.facts
+    parts = []
+    for plan, lengths in zip(plans, facts["lengths"], strict=True):
+        names = (f"{plan.spec.index}.{name}" for name in ("position", "a", "b"))
+        buffers = (state.tensors[name][0] for name in names)
+        parts.append(LayerRow.cut(plan.spec, lengths, facts["waiting"], *buffers))
+    return _together(parts, facts["seen"], state.kind["origin"])
+
+
+def _together(layers: Sequence[LayerRow], seen: int, origin: int) -> Holding:
+    known = dict.fromkeys(name for layer in layers for name in pool_names(layer.spec))
+    names = (*(name for name in known if name != WAITING), WAITING)
+    parts: list[tuple[Tensor, ...]] = []
+    pairs = 0
+    for index, layer in enumerate(layers):
+        place = layer.position
+        used = place >= 0
+        number = torch.tensor([names.index(name) for name in pool_names(layer.spec)])
+        pool = number[pools_of(layer.spec, layer.lengths, place.shape[1])].expand(place.shape)
+        head = used.nonzero()[:, 0]
+        here = torch.full_like(head, index)
+        parts.append((here, head, place[used] - origin, pool[used], layer.a[used], layer.b[used]))
+        pairs += place.shape[0]
+    layer_of, head, token, pool, a, b = (torch.cat(part) for part in zip(*parts, strict=True))
+    return Holding(seen, pairs, names, layer_of, head, token, pool, a, b)
+
+
+def _pairs(at: Tensor, pair: Tensor, tokens: int) -> Tensor:
+    """In how many pairs each token holds a slot [tokens], int64; several slots of one count once.
+
+    Args:
+        at: by slot, which token [slots].
+        pair: by slot, which pair of a layer and a head [slots].
+        tokens: how many.
+    """
+    different = torch.stack([at, pair]).unique(dim=1)
+    return torch.bincount(different[0], minlength=tokens)

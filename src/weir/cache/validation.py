@@ -1,0 +1,365 @@
+"""What facts that somebody else made may be: tables of kinds, and one sentence for what is not.
+
+A kind is a function that checks a value and raises `ValidationError` with its place. Kinds are
+made of kinds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weir.cache.layer import Layout, lay_out
+from weir.cache.layers import LayerPlan, three_axes
+from weir.errors import quote
+from weir.pools import MOST_WEIGHT
+from weir.slab import EMPTY, QuantizedStorage, quantized_buffers, split_weights
+
+Kind = Callable[[Any, str], None]
+"""Looks at a value, given its place in the facts; raises `ValidationError`."""
+
+FARTHEST = 2**53
+"""No stream is longer: whole numbers that every reader of JSON takes for what they are."""
+
+
+class ValidationError(Exception):
+    """A fact that is not what it has to be; says which, what it should be and what it is."""
+
+
+@contextmanager
+def located(place: str) -> Iterator[None]:
+    """Say of what is wrong where it is."""
+    try:
+        yield
+    except ValidationError as wrong:
+        raise ValidationError(f"{place}: {wrong}") from None
+
+
+def integer(low: int = 0, high: int | None = FARTHEST) -> Kind:
+    """A whole number from `low` to `high`; None for no limit."""
+    limit = "on" if high is None else f"to {high:,}"
+
+    def check(value: Any, place: str) -> None:
+        number = isinstance(value, int) and not isinstance(value, bool)
+        if not number or value < low or (high is not None and value > high):
+            raise ValidationError(
+                f"{place} must be a whole number from {low} {limit}, not {_told(value)}"
+            )
+
+    return check
+
+
+def boolean(value: Any, place: str) -> None:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise ValidationError(f"{place} must be true or false, not {_told(value)}")
+
+
+def text(*choices: str) -> Kind:
+    """A text, one of the choices if there are any."""
+
+    def check(value: Any, place: str) -> None:
+        if not isinstance(value, str) or (choices and value not in choices):
+            wanted = " or ".join(map(repr, choices)) or "a text"
+            raise ValidationError(f"{place} must be {wanted}, not {_told(value)}")
+
+    return check
+
+
+def optional(kind: Kind) -> Kind:
+    """None, or what the kind says."""
+
+    def check(value: Any, place: str) -> None:
+        if value is not None:
+            kind(value, place)
+
+    return check
+
+
+def list_of(kind: Kind, count: int | None = None) -> Kind:
+    """A list of `count` such values; None for any number of them."""
+
+    def check(value: Any, place: str) -> None:
+        if not isinstance(value, list):
+            raise ValidationError(f"{place} must be a list, not {_told(value)}")
+        if count is not None and len(value) != count:
+            raise ValidationError(f"{place} must have {count} entries, not {len(value)}")
+        for index, each in enumerate(value):
+            kind(each, f"{place}[{index}]")
+
+    return check
+
+
+def record(**kinds: Kind) -> Kind:
+    """Facts by name: all of these and no others."""
+
+    def check(value: Any, place: str) -> None:
+        if not isinstance(value, dict):
+            raise ValidationError(
+                f"{place or 'what it says'} must be facts by name, not {_told(value)}"
+            )
+        dot = f"{place}." if place else ""
+        for name, kind in kinds.items():
+            if name not in value:
+                raise ValidationError(f"{dot}{name} is missing")
+            kind(value[name], f"{dot}{name}")
+        for name in value:
+            if name not in kinds:
+                raise ValidationError(f"{dot}{quote(name)} is a fact too many")
+
+    return check
+
+
+def _told(value: Any) -> str:
+    """A value in a few words, whatever it is."""
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return f"{len(value)} facts by name"
+    return quote(value) if not isinstance(value, int) or abs(value) < 10**30 else "so large a one"
+
+
+Size = tuple[tuple[int, ...], torch.dtype]
+"""A tensor's shape and dtype."""
+
+
+def row_facts(plans: Sequence[LayerPlan], vocabulary: int, chunk: int) -> Kind:
+    """What the facts of a row of such a cache are (`RowState.facts`)."""
+    lengths = [
+        [integer(0, pool.slots() if pool.slots() is not None else FARTHEST) for pool in pools]
+        for pools in (plan.spec.pipe.pools for plan in plans)
+    ]
+    more = {"drift": integer(-FARTHEST)} if three_axes(plans) else {}
+    return record(
+        columns=integer(),
+        seen=integer(),
+        waiting=integer(0, chunk - 1),
+        claimed=integer(),
+        last=optional(integer(0, vocabulary - 1)),
+        ended=boolean,
+        seed=integer(0, None),
+        marks=record(beginning=optional(integer()), turn=integer(), header=integer()),
+        lengths=_each([_each(pools) for pools in lengths]),
+        **more,
+    )
+
+
+def _each(kinds: Sequence[Kind]) -> Kind:
+    """A list with a kind of its own for each entry."""
+
+    def check(value: Any, place: str) -> None:
+        list_of(lambda *_: None, len(kinds))(value, place)
+        for index, (kind, each) in enumerate(zip(kinds, value, strict=True)):
+            kind(each, f"{place}[{index}]")
+
+    return check
+
+
+def check_row(facts: Mapping[str, Any], *, chunk: int, origin: int, whole_prompt: bool) -> None:
+    """Refuse facts of a row that contradict each other; each by itself has been checked.
+
+    Args:
+        facts: `RowState.facts`.
+        chunk, origin: of the cache.
+        whole_prompt: the first tokens may have been folded at once, however many they were.
+
+    Raises:
+        Wrong: naming them.
+    """
+    seen, waiting, columns = facts["seen"], facts["waiting"], facts["columns"]
+    if origin + seen > FARTHEST:
+        raise ValidationError(
+            f"seen is {seen:,} from place {origin:,} on, and no stream is so long"
+        )
+    if waiting > seen or not (whole_prompt or waiting == seen % chunk):
+        raise ValidationError(
+            f"waiting is {waiting}, which {seen:,} tokens in chunks of {chunk} never leave"
+        )
+    for name in ("seen", "claimed"):
+        if facts[name] > columns:
+            raise ValidationError(f"{name} is {facts[name]:,}, and columns only {columns:,}")
+    clock = origin + seen + facts.get("drift", 0)
+    if not origin <= clock <= FARTHEST:
+        raise ValidationError(f"drift is {facts['drift']:,}, which {seen:,} tokens never leave")
+    for layer, lengths in enumerate(facts["lengths"]):
+        if waiting == seen and any(lengths):
+            raise ValidationError(f"lengths[{layer}] is not zero though nothing has been folded")
+
+
+def check_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[int]) -> None:
+    """Refuse tensors of one row of a layer that are not those of its slab.
+
+    Args:
+        plan: the layer.
+        found: shape and dtype of each tensor, by the names of `SlabSpec.tensors`.
+        lengths: slots in use by pool.
+
+    Raises:
+        Wrong: naming the tensor.
+    """
+    wanted = plan.slab.tensors(1)
+    for name in found:
+        if name not in wanted:
+            raise ValidationError(f"{quote(name)} is no tensor of this layer")
+    grows = plan.spec.pipe.slots is None
+    for name, (shape, dtype) in wanted.items():
+        if name not in found:
+            raise ValidationError(f"{name} is missing")
+        its, kind = found[name]
+        if kind != dtype:
+            raise ValidationError(f"{name} is {_named(kind)} and must be {_named(dtype)}")
+        longer = grows and name != "queries" and len(its) == len(shape) > 2 and its[2] >= shape[2]
+        if its != shape and not (longer and (*its[:2], *its[3:]) == (*shape[:2], *shape[3:])):
+            raise ValidationError(f"{name} is {list(its)} and must be {list(shape)}")
+    slots = found["position"][0][2]
+    alike = ("keys", "values", "a", "b", "mass", "mask", "numerator", "denominator", "frame")
+    lies = lay_out(plan.spec.pipe, lengths)
+    for name in (*alike, "span"):
+        exact = lies.first if name in ("keys", "values") else 0
+        if name in found and found[name][0][2] != slots - exact:
+            raise ValidationError(f"{name} has {found[name][0][2]} slots and position {slots}")
+    if lies.used + plan.spec.chunk > slots:
+        raise ValidationError(
+            f"{sum(lengths)} slots are in use, and with a chunk there are only {slots}"
+        )
+    front = lies.front - lies.first
+    if "masters" in found and front > found["masters"][0][2]:
+        raise ValidationError(f"masters has {found['masters'][0][2]} slots for {front} in use")
+
+
+def check_numbers(
+    plan: LayerPlan, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], origin: int
+) -> None:
+    """Refuse tensors of one row of a layer with numbers that no stream has there.
+
+    Args:
+        plan: the layer.
+        tensors: [1, kv_heads, ...], by the names of `SlabSpec.tensors`; of the right sizes.
+        facts: `RowState.facts`, checked.
+        origin: of the cache.
+
+    Raises:
+        Wrong: naming the tensor.
+    """
+    pipe, chunk = plan.spec.pipe, plan.spec.chunk
+    lengths = facts["lengths"][plan.spec.index]
+    lies = lay_out(pipe, lengths)
+    used = lies.used
+    ahead = origin + facts["seen"] - facts["waiting"]
+    _check_positions(tensors["position"], lies, ahead, chunk, origin)
+    empty = tensors["position"][:, :, :used] == EMPTY
+    for name in ("a", "b"):
+        if name in tensors:
+            _check_weights(name, tensors[name], empty, used, chunk)
+    _check_split(tensors)
+    for name in ("keys", "values", "masters"):
+        if name in tensors and not bool(tensors[name].isfinite().all()):
+            raise ValidationError(f"{name} has numbers that are not finite")
+    if pipe.format is not None:
+        wrong = QuantizedStorage(
+            pipe.format, quantized_buffers(tensors), tensors["keys"].dtype
+        ).wrong()
+        if wrong is not None:
+            raise ValidationError(wrong)
+    if "mass" in tensors and not bool(
+        ((tensors["mass"] >= 0) & (tensors["mass"] < math.inf)).all()
+    ):
+        raise ValidationError("mass has numbers that no sum of attention is")
+    if "frame" in tensors:
+        frame, most = tensors["frame"], ahead + chunk
+        if not bool(((frame >= -frame.shape[2]) & (frame <= most)).all()):
+            raise ValidationError("frame has positions that no slot pretends")
+    if "span" in tensors:
+        held = tensors["position"][:, :, : used + facts["waiting"]] != EMPTY
+        _check_spans(tensors["span"][:, :, : held.shape[2]][held], origin, facts)
+    if "queries" in tensors:
+        waits = tensors["queries"]
+        asked = waits[:, :, : max(0, waits.shape[2] - chunk + facts["waiting"])]
+        if not bool(asked.isfinite().all()):
+            raise ValidationError("queries has numbers that are not finite")
+    for index, pool in enumerate(pipe.pools):
+        start = f"state.{index}."
+        state = {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
+        wrong = pool.wrong_state(state, lengths[index], ahead) if state else None
+        if wrong is not None:
+            raise ValidationError(f"of what the pool {pool.name} remembers, {wrong}")
+
+
+def _check_positions(position: Tensor, lies: Layout, ahead: int, chunk: int, origin: int) -> None:
+    """The front holds folded tokens or nothing, run and tail rise by one, then all is empty.
+
+    Args:
+        position: [1, kv_heads, slots].
+        lies: where the slots of the row are.
+        ahead: the place of the first token that has not been folded.
+    """
+    for kept in (position[:, :, : lies.quantized_front], position[:, :, lies.first : lies.front]):
+        if not bool(((kept == EMPTY) | ((kept >= origin) & (kept < ahead))).all()):
+            raise ValidationError(
+                f"position has places that are not among those of the stream, {origin} to {ahead}"
+            )
+    rising = torch.arange(ahead - lies.run, ahead + chunk, device=position.device)
+    parts = [slice(lies.quantized_front, lies.quantized), slice(lies.front, lies.used + chunk)]
+    newest = torch.cat([position[:, :, part] for part in parts], dim=2)
+    if not bool((newest == rising).all()):
+        raise ValidationError(
+            "position does not rise from token to token where the newest tokens are"
+        )
+    for rest in (position[:, :, lies.quantized : lies.first], position[:, :, lies.used + chunk :]):
+        if not bool((rest == EMPTY).all()):
+            raise ValidationError("position has places in slots that are not in use")
+
+
+def _check_weights(name: str, weights: Tensor, empty: Tensor, used: int, chunk: int) -> None:
+    """Slots in use weigh something or nothing, those that wait for a token 1, all others nothing.
+
+    Args:
+        name: of the log-weights.
+        weights: [1, kv_heads, slots].
+        empty: which slots in front of the tail hold no token [1, kv_heads, used].
+        used: where the tail begins.
+    """
+    kept = weights[:, :, :used]
+    if not bool((kept <= MOST_WEIGHT).all()):
+        raise ValidationError(f"{name} has numbers that are no log-weights")
+    if bool((kept[empty] != -math.inf).any()):
+        raise ValidationError(f"{name} gives weight to slots without a token")
+    if bool((weights[:, :, used : used + chunk] != 0).any()):
+        raise ValidationError(f"{name} is not 0 in slots that wait for a token")
+    if bool((weights[:, :, used + chunk :] != -math.inf).any()):
+        raise ValidationError(f"{name} gives weight to slots that are not in use")
+
+
+def _check_spans(spans: Tensor, origin: int, facts: Mapping[str, Any]) -> None:
+    """Words and images begin where the stream has been on three axes, and reach somewhere.
+
+    Args:
+        spans: of the tokens that are held [tokens, 2].
+        origin, facts: as for `check_numbers`.
+    """
+    clock = origin + facts["seen"] + facts["drift"]
+    begins, reach = spans[:, 0], spans[:, 1]
+    if not bool(((begins >= origin) & (begins <= clock)).all()):
+        raise ValidationError(f"span begins at places that are not among {origin} to {clock}")
+    if not bool(((reach >= 1) & (reach <= FARTHEST)).all()):
+        raise ValidationError("span reaches as far as no word or image does")
+
+
+def _check_split(tensors: Mapping[str, Tensor]) -> None:
+    """The weights as `split_attention` reads them are those of a and b."""
+    for name, t in zip(
+        ("mask", "numerator", "denominator"),
+        split_weights(tensors["a"], tensors["b"]),
+        strict=True,
+    ):
+        if name in tensors and not torch.allclose(tensors[name], t):  # exp rounds by device
+            raise ValidationError(f"{name} is not what a and b say")
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

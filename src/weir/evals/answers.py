@@ -1,0 +1,130 @@
+"""Answers to prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from weir.errors import WeirError
+from weir.evals.task import Subject
+from weir.models import sink_of, transformers_model
+from weir.stream import Detokenizer, Stream, Tokens, cut_at_stop, render_chat
+
+
+@dataclass(frozen=True)
+class GeneratedAnswer:
+    """What a model wrote, and what that took.
+
+    Attributes:
+        text: without special tokens and without what it was stopped by.
+        kv_bytes: bytes of the cache at the end.
+        held: slots in use for one KV head at the end, on average over the layers; None where
+            nothing is cached.
+        seen: tokens of prompt and answer.
+    """
+
+    text: str
+    kv_bytes: int
+    held: float | None
+    seen: int
+
+
+def ask(
+    subject: Subject, text: str, max_new_tokens: int, stops: Sequence[str] = (), chat: bool = False
+) -> GeneratedAnswer:
+    """The subject's likeliest answer to a prompt, on a new stream.
+
+    Args:
+        subject: who is asked.
+        text: the prompt.
+        max_new_tokens: of the answer; at most so many.
+        stops: texts that end it.
+        chat: put the prompt into the model's chat template.
+
+    Raises:
+        WeirError: as `prompt_ids` and `Subject.stream`.
+    """
+    ids = prompt_ids(subject.tokenizer, text, chat)
+    # A chat template knows nothing of a sink that the model has learned.
+    ids = sink_of(transformers_model(subject.model).config).first(ids)
+    stream = subject.stream(len(ids), max_new_tokens)
+    return generate_answer(stream, subject.tokenizer, ids, max_new_tokens, stops)
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> list[int]:
+    """The ids of a prompt, behind the tokenizer's start token or in the model's chat template.
+
+    Raises:
+        WeirError: there is no chat template, or the text makes no tokens.
+    """
+    if chat:
+        check_template(tokenizer)
+        text = render_chat(tokenizer, [{"role": "user", "content": text}])
+    ids = list(tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"])
+    if not ids:
+        raise WeirError("a prompt makes no tokens, so there is nothing to answer")
+    return ids
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer without a chat template.
+
+    Raises:
+        WeirError: it has none.
+    """
+    if tokenizer.chat_template is None:
+        raise WeirError(
+            "this model has no chat template, which chat=true needs; write chat=false to have it "
+            "continue the prompts as they are"
+        )
+
+
+def generate_answer(
+    stream: Stream,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Tokens,
+    max_new_tokens: int,
+    stops: Sequence[str] = (),
+    **sampling: Any,
+) -> GeneratedAnswer:
+    """What the model writes after a prompt; the likeliest tokens unless `sampling` says otherwise.
+
+    Args:
+        stream: where the prompt goes on from.
+        tokenizer: of the stream's model.
+        prompt: ids, or ids and pixels as a processor returned them.
+        max_new_tokens: of the answer; at most so many.
+        stops: texts that end it.
+        sampling: temperature, top_k, top_p, as for `Stream.generate`.
+    """
+    stream.feed(prompt)
+    tokens: list[int] = []
+    growing = Detokenizer(tokenizer, stops)
+    for token in stream.generate(max_new_tokens, **sampling):
+        tokens.append(token)
+        growing.add(token)
+        if growing.stopped:
+            break
+    # All tokens at once: a tokenizer may write earlier ones otherwise when later ones follow.
+    text = cut_at_stop(str(tokenizer.decode(tokens, skip_special_tokens=True)), stops)
+    held = [layer["held"] for layer in stream.report().get("layers", ())]
+    return GeneratedAnswer(text, stream.nbytes, fmean(held) if held else None, stream.seen)
+
+
+def costs(answers: Sequence[GeneratedAnswer]) -> dict[str, Any]:
+    """What answers took, as figures of a result.
+
+    Returns:
+        "kv_bytes" of the largest cache; "tokens" of prompt and answer together, on average; and
+        "share", the slots in use at the end over those tokens, on average (None under `recompute`).
+    """
+    shares = [one.held / one.seen for one in answers if one.held is not None]
+    return {
+        "kv_bytes": max(one.kv_bytes for one in answers),
+        "tokens": sum(one.seen for one in answers) / len(answers),
+        "share": sum(shares) / len(shares) if shares else None,
+    }

@@ -1,0 +1,416 @@
+"""How far the attention of one layer moves when a policy holds its keys and values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from statistics import fmean, median, pstdev
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from weir.cache.layer import Layer, LayerSpec
+from weir.errors import PolicyError, WeirError
+from weir.evals.capture import LayerInputs, capture
+from weir.evals.report import line_style
+from weir.models import window_of
+from weir.policies import Pipe, Policy, Recompute, parse_call, parse_policy
+from weir.pools import CounterRNG, Fold, Recent
+from weir.slab import Slots
+
+RATES = (1 / 2, 1 / 4, 1 / 8, 1 / 16)
+"""Those of the paper's Figure 1."""
+MOST_TOKENS = 4096
+MOST = 256
+"""Queries, and first tokens that stay exact, in the paper."""
+
+
+@dataclass(frozen=True)
+class ErrorSetup:
+    """What is held of a text, and what is asked of it.
+
+    Attributes:
+        tokens: how many tokens the text has.
+        queries: the last so many queries are asked; their own keys and values are exact.
+        exact: the first so many tokens are exact, where a share of the others is kept.
+        whole: the text before the queries is folded at once, as in the paper; otherwise the text
+            is a stream that is folded every `chunk` tokens.
+        chunk: of the stream.
+    """
+
+    tokens: int
+    queries: int
+    exact: int
+    whole: bool = True
+    chunk: int = 64
+
+    def __post_init__(self) -> None:
+        if self.tokens < 4 and not self.queries:
+            raise WeirError(
+                f"{self.tokens} tokens are too few: the last quarter of them is asked about those "
+                "before; take a longer text"
+            )
+        if not 0 < self.queries < self.tokens:
+            raise WeirError(
+                f"{self.tokens} tokens are too few for {self.queries} queries and something before "
+                "them; take a longer text or fewer queries"
+            )
+        if not 0 <= self.exact < self.tokens - self.queries:
+            raise WeirError(
+                f"of {self.tokens - self.queries} tokens before the queries, {self.exact} exact "
+                "ones leave nothing to compress"
+            )
+
+    @property
+    def middle(self) -> int:
+        """Tokens between the exact ones and the queries."""
+        return self.tokens - self.queries - self.exact
+
+
+@dataclass(frozen=True)
+class SizedPolicy:
+    """A policy that is to be measured.
+
+    Attributes:
+        name: as it was asked for.
+        policy: with its budget.
+        rate: the share of the middle that its budget is made for; None where it has its own.
+    """
+
+    name: str
+    policy: Policy
+    rate: float | None = None
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """The error of one layer under one policy, over several seeds.
+
+    Attributes:
+        policy: with its budget.
+        name: as it was asked for.
+        rate: the share of the middle that its budget is made for; None where it has its own.
+        layer: the layer.
+        errors: the error for each seed.
+        kept: of the tokens before the queries, the share that holds a slot in the end.
+        seconds: spent in the pools (the median over the seeds).
+    """
+
+    policy: str
+    name: str
+    rate: float | None
+    layer: int
+    errors: list[float]
+    kept: float
+    seconds: float
+
+    @property
+    def error(self) -> float:
+        """The mean over the seeds."""
+        return fmean(self.errors)
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation over the seeds."""
+        return pstdev(self.errors)
+
+    def as_json(self) -> dict[str, Any]:
+        """Every figure, by name."""
+        return {**asdict(self), "error": self.error, "deviation": self.deviation}
+
+
+def set_up(
+    model: PreTrainedModel,
+    available: int,
+    tokens: int | None = None,
+    queries: int | None = None,
+    exact: int | None = None,
+    *,
+    whole: bool = True,
+    chunk: int = 64,
+) -> ErrorSetup:
+    """The paper's setting as far as a model and a text allow it.
+
+    Args:
+        model: positions beyond its window would be foreign to it, so by default the text ends
+            there, or after 4,096 tokens.
+        available: tokens of the text.
+        tokens, queries, exact: as in `ErrorSetup`; by default the paper's 256
+            each, but no more than a quarter and an eighth of the tokens.
+        whole, chunk: as in `ErrorSetup`.
+
+    Raises:
+        WeirError: the text is too short.
+    """
+    if tokens is None:
+        window = window_of(model.config) or MOST_TOKENS
+        tokens = min(available, window, MOST_TOKENS)
+    elif tokens > available:
+        raise WeirError(f"the text has {available} tokens, not {tokens}")
+    queries = min(MOST, tokens // 4) if queries is None else queries
+    exact = min(MOST, tokens // 8) if exact is None else exact
+    return ErrorSetup(tokens, queries, exact, whole, chunk)
+
+
+def size_policies(
+    names: Sequence[str], setup: ErrorSetup, rates: Sequence[float] = ()
+) -> tuple[list[SizedPolicy], list[str]]:
+    """The policies to be measured, at every rate.
+
+    Args:
+        names: policies as texts. With `rates`, named ones without a budget; a budget is made for
+            each rate.
+        setup: what is exact.
+        rates: shares of the middle that are kept; none takes the policies as they are.
+
+    Returns:
+        What can be measured, and why what is missing cannot: a budget may be too small for a
+        policy.
+
+    Raises:
+        WeirError: a policy takes no budget where a rate makes one, or nothing can be measured.
+        PolicyError: a policy cannot be read.
+    """
+    sized, missing = [], []
+    for name in names:
+        for rate in rates or (None,):
+            if rate is None:
+                sized.append(SizedPolicy(name, _cached(name)))
+                continue
+            text = _with_rate(name, rate, setup)
+            try:
+                sized.append(SizedPolicy(name, parse_policy(text), rate))
+            except PolicyError as error:
+                missing.append(f"{name} is left out at a rate of {rate:g}: {error}")
+    if not sized:
+        raise WeirError(missing[0] if missing else "no policy was given")
+    return sized, missing
+
+
+def measure_error(
+    model: PreTrainedModel,
+    ids: Tensor,
+    sized: Sequence[SizedPolicy],
+    setup: ErrorSetup,
+    *,
+    layers: Sequence[int] | None = None,
+    seeds: Sequence[int] = (0,),
+    on_step: Callable[[int, int], bool] | None = None,
+) -> list[LayerError]:
+    """The error of every layer under every policy.
+
+    Args:
+        model: a causal language model.
+        ids: the text [length], int64, `setup.tokens` of it are read.
+        sized: the policies, from `size_policies`.
+        setup: what is exact and what is asked.
+        layers: which layers; None for all that see the whole text.
+        seeds: of all random draws; each is measured.
+        on_step: told after each row how many are done, and of how many; true ends it there.
+
+    Returns:
+        Rows by policy, rate and layer.
+
+    Raises:
+        WeirError: the model cannot be served, or there is no such layer.
+    """
+    heard = capture(model, ids[: setup.tokens], layers)
+    exact = [_answer(it, Pipe((Recent(None),)), 0, setup).out for it in heard]
+    rows: list[LayerError] = []
+    for one in sized:
+        for it, wanted in zip(heard, exact, strict=True):
+            pipe = one.policy.for_layer(it.layer, it.layers)
+            answers = [_answer(it, pipe, seed, setup) for seed in seeds]
+            errors = [_relative(answer.out, wanted) for answer in answers]
+            seconds = median(answer.seconds for answer in answers)
+            kept = fmean(answer.kept for answer in answers)
+            rows.append(
+                LayerError(str(one.policy), one.name, one.rate, it.layer, errors, kept, seconds)
+            )
+            if on_step is not None and on_step(len(rows), len(sized) * len(heard)):
+                return rows
+    return rows
+
+
+def mean_over_layers(rows: Sequence[LayerError]) -> list[dict[str, Any]]:
+    """For each policy and rate, the mean over the layers, seed by seed.
+
+    Returns:
+        For each: policy, name, rate, error and deviation (of the layers' mean, over the seeds),
+        kept, seconds (of all layers together).
+    """
+    groups: dict[tuple[str, str, float | None], list[LayerError]] = {}
+    for row in rows:
+        groups.setdefault((row.name, row.policy, row.rate), []).append(row)
+    found = []
+    for (name, policy, rate), group in groups.items():
+        by_seed = [fmean(errors) for errors in zip(*(row.errors for row in group), strict=True)]
+        found.append(
+            {
+                "name": name,
+                "policy": policy,
+                "rate": rate,
+                "error": fmean(by_seed),
+                "deviation": pstdev(by_seed),
+                "kept": fmean(row.kept for row in group),
+                "seconds": sum(row.seconds for row in group),
+            }
+        )
+    return found
+
+
+def _cached(name: str) -> Policy:
+    policy = parse_policy(name)
+    if isinstance(policy, Recompute):
+        raise WeirError("recompute holds no keys, so there is no attention to compare")
+    return policy
+
+
+def _with_rate(name: str, rate: float, setup: ErrorSetup) -> str:
+    """The policy, with a budget for this share of the middle and all that is exact."""
+    if not 0 < rate < 1:
+        raise WeirError(f"a rate is a share between 0 and 1, not {rate:g}")
+    call = parse_call(name)
+    if call is None or not call.takes_budget:
+        raise WeirError(
+            f"a rate makes a budget, and {name} takes none: give a named policy without one, as "
+            "uniform, or leave out the rates"
+        )
+    budget = setup.exact + max(1, round(rate * setup.middle))
+    ends = {"sinks", "recent"}
+    if ends <= set(call.parameters) and not ends & call.given.keys():
+        # The first tokens are exact; the newest are the queries' own, which no pool has seen yet.
+        return call.with_arguments(budget=budget + 1, sinks=setup.exact, recent=1)
+    return call.with_arguments(budget=budget)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What the last queries get [1, heads, queries, value_dim], and at what cost."""
+
+    out: Tensor
+    kept: float
+    seconds: float
+
+
+def _answer(it: LayerInputs, pipe: Pipe, seed: int, setup: ErrorSetup) -> _Answer:
+    """Stream a layer's keys and values through a pipe, and ask the last queries."""
+    timed = _TimedPipe(pipe.pools, pipe.text, pipe.formats)
+    chunk = setup.queries + 1 if setup.whole else setup.chunk
+    draws = CounterRNG(seed, it.layer)
+    layer = Layer(LayerSpec(timed, it.positions, chunk, draws, it.layer, it.layers))
+    before = setup.tokens - setup.queries
+    if setup.whole:
+        _feed(layer, it, 0, before, whole=True)
+        out = _feed(layer, it, before, setup.tokens)
+    else:
+        out = _feed(layer, it, 0, setup.tokens)[:, :, before:]
+    assert layer.slab is not None
+    held = layer.slab.position[0, :, : layer.used[0]] >= 0
+    kept = float(held.sum(dim=1).float().mean()) / before
+    return _Answer(out.float(), kept, sum(timed.spent))
+
+
+def _feed(layer: Layer, it: LayerInputs, start: int, stop: int, *, whole: bool = False) -> Tensor:
+    """Feed a stretch; one that is taken in `whole` is what is held, and nobody asks it."""
+    queries, keys, values = (t[:, :, start:stop] for t in (it.queries, it.keys, it.values))
+    return layer.feed(queries, keys, values, it.form, seen=start, prefill=whole, answers=not whole)
+
+
+@dataclass(frozen=True)
+class _TimedPipe(Pipe):
+    """A pipe that takes down how long its pools take."""
+
+    spent: list[float] = field(default_factory=list, compare=False)
+
+    def fold(
+        self, held: list[Slots], new: Slots, fold: Fold, states: list[dict[str, Tensor]]
+    ) -> list[Slots]:
+        """As ever, with a look at the clock."""
+        begin = time.perf_counter()
+        kept = super().fold(held, new, fold, states)
+        self.spent.append(time.perf_counter() - begin)
+        return kept
+
+
+def _relative(out: Tensor, exact: Tensor) -> float:
+    return float((out - exact).norm() / exact.norm())
+
+
+KINDS = (".svg", ".png", ".pdf")
+ACROSS = 4
+"""Panels side by side."""
+
+
+def check_plot(path: Path) -> None:
+    """Refuse a file that no plot can be written to, before anything is measured.
+
+    Raises:
+        WeirError: its name or its folder will not do.
+    """
+    if path.suffix.lower() not in KINDS:
+        raise WeirError(f"a plot is written as {', '.join(KINDS)}, not as {path}")
+    if not path.expanduser().parent.is_dir():
+        raise WeirError(f"there is no folder {path.parent} to write the plot to")
+
+
+def write_plot(rows: Sequence[LayerError], path: Path) -> None:
+    """Draw the errors, with bars of one standard deviation, as BalanceKV's Figure 1.
+
+    Without rates there is one point for each policy.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    layers = sorted({row.layer for row in rows})
+    names = list(dict.fromkeys(row.name for row in rows))
+    across = min(ACROSS, len(layers))
+    down = -(-len(layers) // across)
+    salt = "attention-error"
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 9}):
+        figure = Figure(figsize=(2.6 * across + 0.6, 2.4 * down + 0.8), layout="constrained")
+        panels = figure.subplots(down, across, sharey=True, squeeze=False).flatten()
+        for axes, layer in zip(panels, layers, strict=False):
+            for number, name in enumerate(names):
+                mine = [row for row in rows if row.layer == layer and row.name == name]
+                places = [names.index(name) if row.rate is None else row.rate for row in mine]
+                axes.errorbar(
+                    places,
+                    [row.error for row in mine],
+                    yerr=[row.deviation for row in mine],
+                    ms=4,
+                    **line_style(number),
+                    lw=1.5,
+                    capsize=2,
+                    label=name,
+                )
+            axes.set_title(f"layer {layer}", fontsize=9)
+            rates = sorted({row.rate for row in rows if row.rate is not None})
+            if rates:
+                axes.set_xscale("log", base=2)
+                labels = [str(Fraction(rate).limit_denominator(1000)) for rate in rates]
+                axes.set_xticks(rates, labels)
+                axes.set_xlabel("rate")
+            else:
+                axes.set_xticks([])
+            axes.grid(alpha=0.25)
+            axes.spines[["top", "right"]].set_visible(False)
+        for axes in panels[len(layers) :]:
+            axes.set_visible(False)
+        panels[0].set_ylabel("relative error")
+        figure.legend(
+            *panels[0].get_legend_handles_labels(),
+            loc="outside lower center",
+            ncols=min(6, len(names)),
+            frameon=False,
+        )
+        # Without a date the same figures make the same file.
+        dateless = {"Date": None} if path.suffix.lower() == ".svg" else None
+        try:
+            figure.savefig(path.expanduser(), metadata=dateless)
+        except OSError as error:
+            raise WeirError(f"cannot write {path}: {error.strerror or error}") from None

@@ -1,0 +1,507 @@
+"""Share the bytes of a policy between layers by what they are worth on a text.
+
+A policy says how many slots a layer has on average. `calibrate` gives each layer the sizes that
+remove the most error of its attention per byte, within the bytes of the policy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from weir import __version__
+from weir.cache import DEFAULT, Forward, LayerPlan, StreamingCache
+from weir.cache.layer import Layer
+from weir.errors import WeirError, quote
+from weir.evals.capture import ListeningCache
+from weir.models import fingerprint, input_device, window_of
+from weir.policies import (
+    Layered,
+    Pipe,
+    Policy,
+    Recompute,
+    expand_home,
+    format_policy_file,
+    is_file,
+    parse_policy,
+    share_slots,
+)
+from weir.slab import AttentionParams
+from weir.stream import read_stream, replace_atomically
+
+
+@dataclass(frozen=True)
+class SizeOption:
+    """One size that a layer may have.
+
+    Attributes:
+        nbytes: what it takes.
+        error: what it leaves wrong.
+    """
+
+    nbytes: int
+    error: float
+
+
+def share_out(layers: Sequence[Sequence[SizeOption]], total: int) -> list[int]:
+    """Which of its choices each layer takes.
+
+    Every layer begins with the cheapest. Then, again and again, one layer takes the step that takes
+    away the most error for each byte more, of all steps of all layers that still fit. A step may
+    pass over choices, so that one that buys nothing does not hide a better one behind it. Where
+    each further byte buys a layer less than the one before, no other way to spend as many bytes
+    leaves less error.
+
+    Args:
+        layers: of each layer its choices.
+        total: bytes that all of them together may take.
+
+    Returns:
+        For each layer the place of its choice. Where even the cheapest do not fit, these.
+    """
+    taken = [
+        min(range(len(choices)), key=lambda n: (choices[n].nbytes, choices[n].error))
+        for choices in layers
+    ]
+    left = total - sum(choices[n].nbytes for choices, n in zip(layers, taken, strict=True))
+    while (step := _best_step(layers, taken, left)) is not None:
+        layer, choice = step
+        left -= layers[layer][choice].nbytes - layers[layer][taken[layer]].nbytes
+        taken[layer] = choice
+    return taken
+
+
+def _best_step(
+    layers: Sequence[Sequence[SizeOption]], taken: Sequence[int], left: int
+) -> tuple[int, int] | None:
+    """The layer and the choice that take away the most error for a byte; None if none fits."""
+    best, found = 0.0, None
+    for layer, choices in enumerate(layers):
+        now = choices[taken[layer]]
+        for place, choice in enumerate(choices):
+            more, less = choice.nbytes - now.nbytes, now.error - choice.error
+            # Nothing is worth more than what costs nothing.
+            gain = less / more if more > 0 else math.inf
+            if less > 0 and more <= left and gain > best:
+                best, found = gain, (layer, place)
+    return found
+
+
+EIGHTHS = (*range(2, 17), *range(18, 33, 2))
+"""The sizes that are tried, in eighths of the slots that can be shared out: 1/4 to 4."""
+NEWEST = (1 / 4, 1 / 2, 3 / 4, 7 / 8)
+"""The shares of the newest tokens that are tried beside that of the pipe."""
+
+
+def size_ladder(pipe: Pipe, most: int, *, splits: bool = False) -> list[Pipe]:
+    """A pipe in the sizes that are tried, the smallest first; its own among them.
+
+    First tokens, what a row is told to keep and what a pool says is fixed stay as they are. Pools
+    keep their shares of the rest.
+
+    Args:
+        pipe: one with a limit.
+        most: no size has more slots, unless the pipe has them itself.
+        splits: whether the share of the newest tokens is tried in several sizes too; only a pipe
+            that holds newest tokens and others has one.
+    """
+    assert pipe.slots is not None
+    free = _flexible_slots(pipe)
+    total, newest = sum(free), sum(free[place] for place in pipe.run)
+    shares: list[float | None] = [None]
+    if splits and 0 < newest < total:
+        shares += NEWEST
+    found = {pipe.stands_for: pipe}
+    for eighths in EIGHTHS if total else ():
+        slots = round(total * eighths / 8)
+        if pipe.slots - total + slots <= most:
+            for sized in _sized(pipe, free, slots, shares):
+                found.setdefault(sized.stands_for, sized)
+    return sorted(found.values(), key=lambda sized: sized.slots or 0)
+
+
+def _flexible_slots(pipe: Pipe) -> list[int]:
+    """Of each pool, the slots that may become more or fewer."""
+    return [
+        0
+        if pool.needs_marks or (pool.in_order and not pool.keeps_run)
+        else (pool.slots() or 0) - pool.fixed(pipe.pools[:place])
+        for place, pool in enumerate(pipe.pools)
+    ]
+
+
+def _sized(pipe: Pipe, free: list[int], slots: int, shares: list[float | None]) -> Iterator[Pipe]:
+    """The pipe with so many slots to share out, with each of the shares of the newest tokens."""
+    for share in shares:
+        if share is None:
+            parts = [(free, slots)]
+        else:
+            first = [n if place in pipe.run else 0 for place, n in enumerate(free)]
+            rest = [n - own for n, own in zip(free, first, strict=True)]
+            newest = round(slots * share)
+            parts = [(first, newest), (rest, slots - newest)]
+        if any(n < sum(size > 0 for size in sizes) for sizes, n in parts):
+            continue  # a pool would be left without a slot
+        given = [sum(each) for each in zip(*(share_slots(n, s) for s, n in parts), strict=True)]
+        try:
+            pools = tuple(
+                pool if n == now else pool.resized((pool.slots() or 0) + now - n)
+                for pool, n, now in zip(pipe.pools, free, given, strict=True)
+            )
+            yield Pipe(pools, formats=pipe.formats)
+        except WeirError:
+            continue  # some pools come in some sizes only
+
+
+PIECE = 512
+"""Tokens that the model reads in one call."""
+
+
+def measure_sizes(
+    model: PreTrainedModel,
+    passages: Sequence[Tensor],
+    sizes: Mapping[int, Sequence[Pipe]],
+    *,
+    chunk: int = 64,
+    seed: int = 0,
+    on_step: Callable[[float], None] = lambda share: None,
+) -> dict[int, list[float]]:
+    """The relative error of every size of every layer.
+
+    It is |z - exact| / |exact| (Frobenius, over all heads and passages) of the answers to the
+    second half of each passage, where something has gone.
+
+    Args:
+        model: a causal language model.
+        passages: token ids, each [length] and no longer than the model's window.
+        sizes: by layer, the pipes that are tried.
+        chunk: tokens between two folds.
+        seed: of all draws.
+        on_step: told which share of everything is done.
+
+    Raises:
+        WeirError: the model cannot be served, or makes keys or values that are no numbers.
+    """
+    wrong = {layer: [0.0] * len(pipes) for layer, pipes in sizes.items()}
+    whole = dict.fromkeys(sizes, 0.0)
+    for number, passage in enumerate(passages):
+        reader = _SizesReader(model, len(passage), sizes, chunk, seed)
+        try:
+            for begin in range(0, len(passage), PIECE):
+                reader.read(model, passage[begin : begin + PIECE], begin)
+                on_step((number + min(1, (begin + PIECE) / len(passage))) / len(passages))
+        finally:
+            reader.detach()
+        for layer in sizes:
+            whole[layer] += reader.whole[layer]
+            wrong[layer] = [a + b for a, b in zip(wrong[layer], reader.wrong[layer], strict=True)]
+    return {
+        layer: [(part / whole[layer]) ** 0.5 if whole[layer] else 0.0 for part in wrong[layer]]
+        for layer in sizes
+    }
+
+
+class _SizesReader(ListeningCache):
+    """An exact cache of one passage, and beside each of its layers others of all sizes.
+
+    Attributes:
+        wrong: by layer and size, the sum of squares of what was answered otherwise.
+        whole: by layer, the sum of squares of what was to be answered.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        length: int,
+        sizes: Mapping[int, Sequence[Pipe]],
+        chunk: int,
+        seed: int,
+    ) -> None:
+        # As many slots as tokens: nothing goes, and positions are those that rolling caches have.
+        super().__init__(model, f"window(budget={length})", chunk=chunk, seed=seed)
+        self.half = length // 2
+        self.at = 0
+        self.others = {
+            layer: [Layer(replace(self.stack[layer].spec, pipe=pipe)) for pipe in pipes]
+            for layer, pipes in sizes.items()
+        }
+        self.wrong = {layer: [0.0] * len(pipes) for layer, pipes in sizes.items()}
+        self.whole = dict.fromkeys(sizes, 0.0)
+
+    @torch.no_grad()
+    def read(self, model: PreTrainedModel, ids: Tensor, begin: int) -> None:
+        """Read tokens [length], the first of which is the passage's `begin`-th."""
+        self.at = begin
+        decoder = self.attachment.facts.decoder  # logits would be large
+        decoder(input_ids=ids[None].to(input_device(model)), past_key_values=self, use_cache=True)
+
+    def hear(
+        self,
+        forward: Forward,
+        layer: int,
+        asked: tuple[Tensor, Tensor, Tensor],
+        form: AttentionParams,
+        out: Tensor,
+    ) -> None:
+        """Ask the layer's other sizes the same, and add up how far they are off."""
+        plan = forward.plan.on(out.device)
+        exact = out[:, :, max(0, self.half - self.at) :].double()
+        for place, other in enumerate(self.others.get(layer, ())):
+            answer = other.attend(*asked, form, plan)
+            other.commit()
+            off = answer[:, :, out.shape[2] - exact.shape[2] :].double() - exact
+            self.wrong[layer][place] += float(off.square().sum())
+        if layer in self.whole:
+            self.whole[layer] += float(exact.square().sum())
+
+
+PASSAGE = 8
+"""A passage is so many times as long as a layer has slots on average, if the window allows it."""
+PASSAGES = 8
+"""So many are read, unless somebody says how many tokens."""
+
+
+@dataclass(frozen=True)
+class LayerBudget:
+    """What was found of one layer.
+
+    Attributes:
+        pipe: what it is given.
+        nbytes: of its slab, for one stream.
+        error: of its attention, relative, with this pipe, and
+        before: with the one of the policy.
+        tried: every pipe that was tried, as text, with its error; the smallest first.
+    """
+
+    pipe: Pipe
+    nbytes: int
+    error: float
+    before: float
+    tried: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Budgets by layer, and what they were measured on.
+
+    Attributes:
+        asked: the policy whose bytes were shared out.
+        layers: what was found, from the bottom up; layers that slide over a window of their own are
+            not among them.
+        nbytes: of all these layers, for one stream, and
+        before: as the policy has them.
+        chunk: tokens between two folds.
+        passages: how many were read, and
+        length: how many tokens each has.
+        text: the name of the file, and
+        digest: SHA-256 of the ids that were read.
+        model: the model's fingerprint.
+    """
+
+    asked: str
+    layers: tuple[LayerBudget, ...]
+    nbytes: int
+    before: int
+    chunk: int
+    passages: int
+    length: int
+    text: str
+    digest: str
+    model: dict[str, Any]
+
+    @property
+    def policy(self) -> Layered:
+        """What was found, as a policy."""
+        pipes = [layer.pipe for layer in self.layers]
+        return Layered(tuple(pipes), f"[{', '.join(pipe.stands_for for pipe in pipes)}]")
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """The layers' mean error under the policy that was given, and under what was found."""
+        return fmean(it.before for it in self.layers), fmean(it.error for it in self.layers)
+
+    def write(self, path: str | Path) -> None:
+        """Write the policy file, whole or not at all.
+
+        Raises:
+            WeirError: its name does not end with .toml, or it cannot be written.
+        """
+        path = check_path(path)
+        facts = {
+            "weir": __version__,
+            "calibrated": self.asked,
+            "chunk": self.chunk,
+            "bytes": self.nbytes,
+            "text": {
+                "name": self.text,
+                "sha256": self.digest,
+                "passages": self.passages,
+                "length": self.length,
+            },
+        }
+        layers = [
+            {
+                "policy": it.pipe.stands_for,
+                "slots": it.pipe.slots,
+                "bytes": it.nbytes,
+                "error": round(it.error, 6),
+                "error_before": round(it.before, 6),
+                "tried": [[pipe, round(error, 6)] for pipe, error in it.tried],
+            }
+            for it in self.layers
+        ]
+        try:
+            with replace_atomically(path) as new:
+                new.write_text(format_policy_file(facts, self.model, layers), "utf-8")
+        except OSError as error:
+            raise WeirError(f"cannot write the policy file {path}: {error.strerror}") from None
+
+
+def check_path(path: str | Path) -> Path:
+    """Where a policy file can be written.
+
+    Raises:
+        WeirError: its name does not end with .toml, or there is no such folder.
+    """
+    path = expand_home(path)
+    if not is_file(path.name):
+        raise WeirError(f"the name of a policy file ends with .toml, which {path.name} does not")
+    if not path.parent.is_dir():
+        raise WeirError(f"there is no folder {path.parent} to write {path.name} in")
+    return path
+
+
+def calibrate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    policy: str | Policy = DEFAULT,
+    *,
+    tokens: int | None = None,
+    chunk: int = 64,
+    seed: int = 0,
+    splits: bool = False,
+    on_step: Callable[[float], None] = lambda share: None,
+) -> Calibration:
+    """Share out the bytes of a policy between a model's layers, by what they are worth on a text.
+
+    The text is read in passages no longer than the model's window, so that there is exact attention
+    to compare with: `measure_sizes` measures the error of each size in `size_ladder`, `share_out`
+    spends the bytes. If the mean error does not fall, every layer keeps what the policy says.
+
+    Args:
+        model: a causal language model.
+        tokenizer: its tokenizer.
+        text: a file, UTF-8, plain or .xz.
+        policy: what a layer holds, one with a limit.
+        tokens: so many are read, whole passages of them; by default those of eight passages, or
+            what the text has.
+        chunk: tokens between two folds.
+        seed: of all random draws.
+        splits: whether the share of the newest tokens in each layer is measured too.
+        on_step: told which share of everything is done.
+
+    Raises:
+        WeirError: the text cannot be read or is shorter than a passage, the model cannot be served,
+            or the policy has no limit, or slots in one size only, or as many as a passage has
+            tokens.
+        PolicyError: the policy cannot be read.
+    """
+    asked = parse_policy(policy)
+    plans, sliding = _plans(model, asked, chunk)
+    slots = [plan.spec.pipe.slots or 0 for plan in plans.values()]
+    length = PASSAGE * round(fmean(slots))
+    for limit in (window_of(model.config), None if sliding is None else sliding - chunk):
+        length = length if limit is None else min(length, limit)
+    if max(slots) + chunk >= length:
+        raise WeirError(
+            f"{quote(str(asked))} has {max(slots)} slots and a chunk of {chunk}: of {length} "
+            "tokens, a passage of what the model reads at once, nothing would have to go, so there "
+            "is nothing to measure; take a smaller budget, or less memory"
+        )
+    ids = read_stream(tokenizer, text, None if tokens is None else tokens + 1).ids
+    if tokens is not None and tokens > len(ids):
+        raise WeirError(f"the text has {len(ids):,} tokens, so {tokens:,} cannot be read")
+    ids = ids[: PASSAGES * length if tokens is None else tokens]
+    passages = [each for each in ids.split(length) if len(each) == length]
+    if not passages:
+        raise WeirError(
+            f"{len(ids):,} tokens are too few: a passage has {length:,} here; give a longer text"
+        )
+    sizes = {
+        layer: size_ladder(plan.spec.pipe, length - chunk, splits=splits)
+        for layer, plan in plans.items()
+    }
+    if all(len(pipes) == 1 for pipes in sizes.values()):
+        raise WeirError(f"{quote(str(asked))} comes in one size only, so nothing can be shared out")
+    errors = measure_sizes(model, passages, sizes, chunk=chunk, seed=seed, on_step=on_step)
+    layers, before = _share_bytes(plans, sizes, errors)
+    return Calibration(
+        asked=str(asked),
+        layers=layers,
+        nbytes=sum(layer.nbytes for layer in layers),
+        before=before,
+        chunk=chunk,
+        passages=len(passages),
+        length=length,
+        text=Path(text).name.encode("utf-8", "replace").decode(),
+        digest=hashlib.sha256(b"".join(it.numpy().tobytes() for it in passages)).hexdigest(),
+        model=fingerprint(model),
+    )
+
+
+def _plans(
+    model: PreTrainedModel, policy: Policy, chunk: int
+) -> tuple[dict[int, LayerPlan], int | None]:
+    """The layers that a policy holds, by their place; and the window, if all of them slide."""
+    if isinstance(policy, Recompute):
+        raise WeirError("recompute caches nothing, so there are no slots to share out")
+    if any(pipe.slots is None for pipe in policy.pipes):
+        raise WeirError(f"{policy} has no limit, so there is nothing to share out")
+    cache = StreamingCache(model, policy, chunk=chunk)
+    cache.detach()
+    held = {
+        layer: plan for layer, plan in enumerate(cache.plans) if plan.spec.positions.window is None
+    }
+    return held, cache.attachment.facts.sliding
+
+
+def _share_bytes(
+    plans: dict[int, LayerPlan], sizes: dict[int, list[Pipe]], errors: dict[int, list[float]]
+) -> tuple[tuple[LayerBudget, ...], int]:
+    """What each layer gets; and the bytes of what they had."""
+    choices, own = [], []
+    for layer, plan in plans.items():
+        specs = [replace(plan.spec, pipe=pipe) for pipe in sizes[layer]]
+        nbytes = [replace(plan, spec=spec).slab.nbytes() for spec in specs]
+        choices.append([SizeOption(*it) for it in zip(nbytes, errors[layer], strict=True)])
+        own.append(sizes[layer].index(plan.spec.pipe))
+    before = [each[place] for each, place in zip(choices, own, strict=True)]
+    total = sum(choice.nbytes for choice in before)
+    taken = share_out(choices, total)
+    after = [each[place] for each, place in zip(choices, taken, strict=True)]
+    if fmean(it.error for it in after) >= fmean(it.error for it in before):
+        taken, after = own, before
+    found = tuple(
+        LayerBudget(
+            pipe=sizes[layer][place],
+            nbytes=now.nbytes,
+            error=now.error,
+            before=was.error,
+            tried=tuple(
+                (pipe.stands_for, error)
+                for pipe, error in zip(sizes[layer], errors[layer], strict=True)
+            ),
+        )
+        for layer, place, now, was in zip(plans, taken, after, before, strict=True)
+    )
+    return found, total

@@ -1,0 +1,224 @@
+"""Queries, keys and values as the attention of each layer gets them while a model reads a text.
+
+A cache that keeps everything records them, so this works for every model that weir serves.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from weir.cache import Forward, StreamingCache
+from weir.errors import WeirError
+from weir.models import input_device, transformers_model
+from weir.slab import AttentionParams, LayerPositions
+
+
+class ListeningCache(StreamingCache, ABC):
+    """A cache with an ear on its layers."""
+
+    @abstractmethod
+    def hear(
+        self,
+        forward: Forward,
+        layer: int,
+        asked: tuple[Tensor, Tensor, Tensor],
+        params: AttentionParams,
+        out: Tensor,
+    ) -> None:
+        """Told of each layer in each call, once it has answered.
+
+        Args:
+            forward: the call.
+            layer: which layer.
+            asked: queries [batch, heads, length, key_dim], keys [batch, kv_heads, length, key_dim]
+                and values [batch, kv_heads, length, value_dim], as the layer got them.
+            params: how it attends.
+            out: what it answered [batch, heads, length, value_dim].
+        """
+
+    def begin(self, given: dict[str, Any], without: tuple[int, ...] = ()) -> Forward:
+        """As ever, with an ear on the layers."""
+        forward = super().begin(given, without)
+        attend = forward.attend
+
+        def listen(
+            layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
+        ) -> Tensor:
+            out = attend(layer, queries, keys, values, params)
+            self.hear(forward, layer, (queries, keys, values), params, out)
+            return out
+
+        forward.attend = listen  # type: ignore[method-assign]
+        return forward
+
+
+Taken = TypeVar("Taken")
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """What the attention of one layer was given for a whole text, in float32.
+
+    Attributes:
+        layer, layers: which layer, and of how many.
+        queries: [1, heads, length, key_dim]; rotated to their places already if `positions.placed`.
+        keys: [1, kv_heads, length, key_dim], the same.
+        values: [1, kv_heads, length, value_dim].
+        form: how the layer attends.
+        positions: what it knows about positions.
+    """
+
+    layer: int
+    layers: int
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    form: AttentionParams
+    positions: LayerPositions
+
+    def __len__(self) -> int:
+        return self.keys.shape[2]
+
+
+class _CaptureCache(ListeningCache):
+    """A cache without a limit that takes down what some layers are given."""
+
+    def __init__(
+        self, model: PreTrainedModel, length: int, take: Callable[[LayerInputs], Any]
+    ) -> None:
+        super().__init__(model, "dense", positions="original", chunk=length)
+        self.device = input_device(transformers_model(model))
+        self.wanted: frozenset[int] = frozenset()
+        self.take = take
+        self.heard: dict[int, Any] = {}
+
+    def hear(
+        self,
+        forward: Forward,
+        layer: int,
+        asked: tuple[Tensor, Tensor, Tensor],
+        form: AttentionParams,
+        out: Tensor,
+    ) -> None:
+        """Take down what was asked."""
+        if layer in self.wanted:
+            spec = self.stack[layer].spec
+            queries, keys, values = (t.float() for t in asked)
+            it = LayerInputs(layer, spec.layers, queries, keys, values, form, spec.positions)
+            self.heard[layer] = self.take(it)
+
+
+def capture(
+    model: PreTrainedModel, ids: Tensor, layers: Sequence[int] | None = None
+) -> list[LayerInputs]:
+    """What the attention of some layers is given while a model reads a text at once, exactly.
+
+    Args:
+        model: a causal language model.
+        ids: the text [length], int64.
+        layers: which layers, from 0 on; None for all that see the whole text. Layers that slide
+            over a window of their own keep that window whatever the policy, and are left out.
+
+    Raises:
+        WeirError: the model cannot be served, or there is no such layer, or it slides.
+    """
+    listener = _CaptureCache(model, len(ids), lambda it: it)
+    try:
+        windows = [layer.spec.positions.window for layer in listener.stack]
+        whole = [n for n, window in enumerate(windows) if window is None]
+        for layer in layers or ():
+            if 0 <= layer < len(windows) and windows[layer] is not None:
+                raise WeirError(
+                    f"layer {layer} slides over a window of {windows[layer]} tokens of its own, "
+                    "whatever the policy; take others"
+                )
+        wanted = whole if layers is None else layers
+        if not wanted:
+            raise WeirError("every layer of this model slides over a window of its own")
+        return list(_listen(listener, ids, wanted).values())
+    finally:
+        listener.detach()
+
+
+def capture_each(
+    model: PreTrainedModel,
+    ids: Tensor,
+    take: Callable[[LayerInputs], Taken],
+    layers: Sequence[int] | None = None,
+) -> dict[int, Taken]:
+    """What `take` makes of each layer's queries, keys and values, layer by layer, sliding or not.
+
+    What it does not keep is gone before the next layer, so no more than one layer is held beside
+    the keys and values that the model itself needs to read the text exactly.
+
+    Args:
+        model: a causal language model.
+        ids: the text [length], int64.
+        take: told each layer in the order of the model.
+        layers: which layers, from 0 on; None for all.
+
+    Returns:
+        By layer, what `take` returned.
+
+    Raises:
+        WeirError: the model cannot be served, or there is no such layer.
+    """
+    listener = _CaptureCache(model, len(ids), take)
+    try:
+        every = range(len(listener.stack))
+        return _listen(listener, ids, every if layers is None else layers)
+    finally:
+        listener.detach()
+
+
+def _listen(listener: _CaptureCache, ids: Tensor, layers: Sequence[int]) -> dict[int, Any]:
+    """By layer, what the listener takes down of some layers while its model reads `ids`."""
+    count = len(listener.stack)
+    for layer in layers:
+        if not 0 <= layer < count:
+            raise WeirError(
+                f"layer {layer} does not exist; the model's layers are 0 to {count - 1}"
+            )
+    listener.wanted = frozenset(layers)
+    decoder = listener.attachment.facts.decoder  # logits of a whole text would be large
+    with torch.no_grad():
+        decoder(input_ids=ids[None].to(listener.device), past_key_values=listener, use_cache=True)
+    return {layer: listener.heard[layer] for layer in sorted(listener.wanted)}
+
+
+def in_place(it: LayerInputs, x: Tensor) -> Tensor:
+    """Queries or keys of a layer as its attention reads them, at their places in the text.
+
+    That is how transformers caches keys, and how the pools `kcenter`, `subgen` and `balance`
+    compare them.
+
+    Args:
+        it: the layer; its first token stands at place 0.
+        x: `it.queries` or `it.keys` [1, heads, length, key_dim].
+    """
+    rotary = it.positions.rotary
+    if rotary is None or it.positions.placed:
+        return x
+    return rotary.rotate(x, _places(x))
+
+
+def unrotated_keys(it: LayerInputs) -> Tensor | None:
+    """The keys of a layer as if all stood at place 0 [1, kv_heads, length, key_dim].
+
+    None for a layer that rotates nothing: its keys stand nowhere.
+    """
+    rotary = it.positions.rotary
+    if rotary is None:
+        return None
+    return rotary.move(in_place(it, it.keys), -_places(it.keys))
+
+
+def _places(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[2], device=x.device)[None, None]

@@ -1,0 +1,429 @@
+"""The demonstration: one book, one small model, several policies side by side.
+
+Every policy reads the book, all in turns. Then each is told names with numbers, reads on, and is
+asked for the numbers. The names are nano's exercises, "Anna has 482.", which it has learned to look
+up. The result is one HTML page that needs no network.
+"""
+
+from __future__ import annotations
+
+import copy
+import html
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from weir.evals.perplexity import STEP, PerplexityMeter
+from weir.evals.report import COLORS, DASHES, GRAY, TextTable, html_page, style_axes, svg_figure
+from weir.stream import BOOK, Stream, encode, read_text
+from weir.train import DIGITS, Words
+
+TITLE = "War and Peace"
+POLICIES = (
+    "dense",
+    "window(budget=256)",
+    "streaming_llm(budget=256)",
+    "streaming_llm(budget=448)",
+    "h2o(budget=256)",
+    "kcenter(budget=256)",
+    "weir(budget=256)",
+)
+"""What everyone does, what fails, what the paper does, the same with all the window allows; and
+those that choose what to remember."""
+NAMES = 8
+"""How many names with numbers are told."""
+AWAY = 1000
+"""Tokens between what is told and the question."""
+PARTS = 240
+"""Parts of the book in the picture of what is still held."""
+MOST_SHOWN = 5
+"""Characters of a wrong answer; a model that has forgotten the number may say anything."""
+
+
+@dataclass(frozen=True)
+class NamedNumber:
+    """A person's number.
+
+    Attributes:
+        name, number: as text.
+        said: ids of the statement.
+        asked: ids of the question, up to where the number begins.
+        answer: ids of the number.
+    """
+
+    name: str
+    number: str
+    said: tuple[int, ...]
+    asked: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+def draw_names(tokenizer: PreTrainedTokenizerBase, count: int, seed: int = 0) -> list[NamedNumber]:
+    """Draw different names, each with a number of its own.
+
+    Raises:
+        WeirError: the tokenizer lacks names or digits that are one token.
+    """
+    words, rng = Words.of(tokenizer), np.random.default_rng(seed)
+    drawn = []
+    for name in rng.choice(words.names, size=count, replace=False):
+        number = rng.choice(words.digits, size=DIGITS)
+        drawn.append(
+            NamedNumber(
+                str(tokenizer.decode([int(name)])).strip(),
+                str(tokenizer.decode(number.tolist())).replace(" ", ""),
+                tuple(words.statement(name, number).tolist()),
+                tuple(words.question(name).tolist()),
+                tuple(number.tolist()),
+            )
+        )
+    return drawn
+
+
+def ask_names(
+    stream: Stream, names: Sequence[NamedNumber], tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
+    """Ask a stream for each number; returns the likeliest digits.
+
+    Each question goes to a copy, so that the stream stays as it is.
+    """
+    answers = []
+    for one in names:
+        asked = copy.deepcopy(stream)
+        asked.feed(one.asked)
+        digits = list(asked.generate(len(one.answer), stop=[]))
+        answers.append(str(tokenizer.decode(digits)).replace(" ", ""))
+    return answers
+
+
+def held_by_part(stream: Stream, parts: int) -> list[float]:
+    """How much of each of `parts` equal parts of the text is still held, 0 to 1.
+
+    A token that holds a slot in every layer and KV head counts as 1, in half of them as 0.5.
+    """
+    holding = stream.holding()
+    held = np.zeros(holding.seen)
+    for token in holding.tokens():
+        held[token.token] = token.pairs / holding.pairs
+    return [round(float(part.mean()), 5) for part in np.array_split(held, parts)]
+
+
+@dataclass(frozen=True)
+class Story:
+    """What is told after the book, and asked.
+
+    Attributes:
+        tokenizer: of the model.
+        names: the people and their numbers.
+        between: the tokens that are read before the question [n].
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    names: Sequence[NamedNumber]
+    between: Tensor
+
+    def tell(self, stream: Stream) -> dict[str, Any]:
+        """Tell a stream the names, read on, and ask.
+
+        Returns:
+            "held" (how much is left of each part of the stream, 0 to 1), "answers", and "knows",
+            how many of them are right.
+        """
+        stream.feed([token for one in self.names for token in one.said])
+        stream.feed(self.between)
+        held = held_by_part(stream, PARTS)
+        answers = ask_names(stream, self.names, self.tokenizer)
+        right = [said == one.number for said, one in zip(answers, self.names, strict=True)]
+        return {"held": held, "answers": answers, "knows": sum(right)}
+
+
+def load_book(tokenizer: PreTrainedTokenizerBase, tokens: int) -> Tensor:
+    """The first tokens of the packaged excerpt; fewer if it has no more."""
+    return encode(tokenizer, read_text(BOOK), tokens)
+
+
+def load_book_and_story(tokenizer: PreTrainedTokenizerBase, tokens: int) -> tuple[Tensor, Story]:
+    """The first tokens of the packaged excerpt, and a story that goes on after them.
+
+    The two share the excerpt where it is too short for both.
+    """
+    ids = load_book(tokenizer, tokens + AWAY)
+    first = max(min(tokens, len(ids) - AWAY), len(ids) // 2)
+    return ids[:first], Story(tokenizer, draw_names(tokenizer, NAMES), ids[first:])
+
+
+def read_book(
+    model: PreTrainedModel,
+    ids: Tensor,
+    story: Story | None = None,
+    *,
+    policies: tuple[str, ...] = POLICIES,
+    block: int = 500,
+    on_step: Callable[[list[PerplexityMeter]], bool | None] = lambda meters: None,
+    on_ask: Callable[[int], bool | None] = lambda asked: None,
+) -> dict[str, Any]:
+    """Read the tokens `ids` of the book under every policy, and ask for what a story told.
+
+    Args:
+        model: the model.
+        ids: from `load_book`.
+        story: told after the book; None asks nothing.
+        policies: the policies.
+        block: tokens in a block of `ppl_by_block`.
+        on_step: called after every `STEP` tokens; reading ends early when it returns True, and
+            then nothing is asked.
+        on_ask: called with how many policies were asked, from 0 on; True ends that.
+
+    Returns:
+        {"model_window", "book", "tokens", "block", "story", "policies": [figures of each]}. The
+        figures are those of `weir stream`, "slots" (None for no limit), and what `Story.tell`
+        returns. "story" has "told_at" (a place in the stream), "said" and "away" (tokens told, and
+        then read) and "names"; it is None, and the figures have no answers, where not every policy
+        was asked.
+    """
+    meters = [PerplexityMeter(Stream(model, policy), block) for policy in policies]
+    for piece in ids.split(STEP):
+        for meter in meters:
+            meter.take(piece)
+        if on_step(meters):
+            story = None
+            break
+    for meter in meters:
+        meter.close()
+    found = [{**meter.reading.as_json(), "slots": meter.stream.capacity} for meter in meters]
+    told = None
+    if story is not None and _ask_all(story, meters, found, on_ask):
+        told = {
+            "told_at": len(ids),
+            "said": sum(len(one.said) for one in story.names),
+            "away": len(story.between),
+            "names": [[one.name, one.number] for one in story.names],
+        }
+    return {
+        "model_window": model.config.max_position_embeddings,
+        "book": f"Leo Tolstoy, {TITLE}",
+        "tokens": meters[0].reading.tokens,
+        "block": block,
+        "story": told,
+        "policies": found,
+    }
+
+
+def _ask_all(
+    story: Story,
+    meters: Sequence[PerplexityMeter],
+    found: list[dict[str, Any]],
+    on_ask: Callable[[int], bool | None],
+) -> bool:
+    """Add each policy's answers to its figures; False, and nothing is added, if interrupted."""
+    answers = []
+    for asked, meter in enumerate(meters):
+        if on_ask(asked):
+            return False
+        answers.append(story.tell(meter.stream))
+    for figures, more in zip(found, answers, strict=True):
+        figures.update(more)
+    return True
+
+
+# --- the page
+
+STORY = Template("""<h2>Who still knows?</h2>
+<p>Behind the book every policy was told $count names with numbers ($some, &hellip;), read $away
+tokens more, and was asked for each number. A right answer has a tick.</p>
+$answers
+
+<h2>What each policy still holds</h2>
+<p>All that was read, from its first token at the left to its ${seen}th at the right, just before
+the questions. The stronger the color, the more tokens of a place have a slot, over all layers and
+heads. The mark shows where the names were told.</p>
+<div class="strips">
+<div class="told"><span style="left:$place%">names</span></div>
+$strips
+</div>""")
+"""The part of the page about the names, where every policy was asked."""
+STYLE = """
+  svg { max-width: 40rem; }
+  .figures, .answers { width: 100%; }
+  .answers { font-size: .85rem; }
+  .answers th, .answers td { padding: .35rem .25rem; }
+  .answers td { color: var(--gray); }
+  .answers td:first-child, .answers b { color: var(--ink); }
+  td i, p i { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .5em; }
+  .strips { margin-bottom: 2.4rem; }
+  .strips p { margin: .8rem 0 .15rem; font-size: .9rem; color: var(--gray); }
+  .strips code { color: var(--ink); margin-right: .6em; }
+  .strip { height: 1.4rem; border: 1px solid var(--line); border-radius: .2rem; }
+  .told { position: relative; height: 1.2rem; font-size: .85rem; color: var(--gray); }
+  .told span { position: absolute; transform: translateX(-50%); border-bottom: 2px solid var(--ink); line-height: 1.2; }
+  @media (max-width: 40rem) {
+    table { font-size: .75rem; }
+    th, td { padding: .35rem .2rem; }
+    th, td:first-child { white-space: normal; }
+    .figures th:last-child, .figures td:last-child { display: none; }
+  }
+"""  # noqa: E501
+
+
+def write_report(result: dict[str, Any], path: Path) -> None:
+    """Write the page for a result of `read_book`."""
+    from weir import __version__
+
+    policies = result["policies"]
+    limited = [policy for policy in policies if policy["slots"] is not None] or policies
+    body = Template((resources.files("weir.evals") / "demo.html").read_text("utf-8")).substitute(
+        book=html.escape(result["book"]),
+        tokens=f"{result['tokens']:,}",
+        times=f"{result['tokens'] / result['model_window']:.1f}",
+        window=f"{result['model_window']:,}",
+        block=f"{result['block']:,}",
+        figures=_figures(result),
+        story=_story(result) if result["story"] else "",
+        all_perplexity=_plot(result, policies, "ppl_by_block", "perplexity", log=True),
+        perplexity=_plot(result, limited, "ppl_by_block", "perplexity"),
+        memory=_plot(result, policies, "bytes_by_block", "cache, MB", log=True),
+    )
+    footer = (
+        f"Made by <code>weir demo</code>, weir {__version__}. The figures are in "
+        "<code>result.json</code> beside this page."
+    )
+    heading = "A book read past the window, and what is left of it"
+    title = "weir: a book read past the window, and what is left of it"
+    path.write_text(html_page(title, body, footer, heading=heading, style=STYLE), "utf-8")
+
+
+def _look(choices: tuple[Any, ...], result: dict[str, Any], policy: dict[str, Any]) -> Any:
+    """The color or dash of a policy, the same in all pictures."""
+    return choices[result["policies"].index(policy) % len(choices)]
+
+
+def _name(result: dict[str, Any], policy: dict[str, Any]) -> str:
+    """A policy with its color in front; a phone may break it before the bracket."""
+    written = html.escape(policy["policy"]).replace("(", "<wbr>(")
+    return f'<i style="background:{_look(COLORS, result, policy)}"></i><code>{written}</code>'
+
+
+def _figures(result: dict[str, Any]) -> str:
+    """The table of figures."""
+    story = result["story"]
+    heads = ["policy", "perplexity", "last block", "cache", "still knows", "tokens/s"]
+    rows = [
+        [
+            _name(result, policy),
+            f"{policy['ppl']:,.1f}",
+            f"{policy['ppl_by_block'][-1]:,.1f}",
+            f"{policy['kv_bytes'] / 1e6:,.1f} MB",
+            f"{policy['knows']} of {len(story['names'])}" if story else "",
+            f"{policy['tokens_per_s']:,.0f}",
+        ]
+        for policy in result["policies"]
+    ]
+    if not story:
+        for cells in (heads, *rows):
+            del cells[4]
+    return TextTable(heads, rows, markup=True).html("figures")
+
+
+def _story(result: dict[str, Any]) -> str:
+    """Who still knows the names, and what each policy holds."""
+    story = result["story"]
+    seen = story["told_at"] + story["away"] + story["said"]
+    some = ", ".join(f"{html.escape(name)} has {number}" for name, number in story["names"][:2])
+    names = [f"{html.escape(name)}<br>{html.escape(number)}" for name, number in story["names"]]
+    answers = [
+        [_name(result, policy), *_answers(policy["answers"], story)]
+        for policy in result["policies"]
+    ]
+    return STORY.substitute(
+        count=len(story["names"]),
+        some=some,
+        away=f"{story['away']:,}",
+        seen=f"{seen:,}",
+        place=f"{100 * story['told_at'] / seen:.2f}",
+        answers=TextTable(["policy", *names], answers, markup=True).html("answers"),
+        strips="\n".join(_strip(result, policy, seen) for policy in result["policies"]),
+    )
+
+
+def _answers(answers: Sequence[str], story: dict[str, Any]) -> list[str]:
+    """The answers of a policy as cells, the right ones with a tick."""
+    return [
+        f"<b>{html.escape(said)}&nbsp;✓</b>"
+        if said == number
+        else html.escape(said if len(said) <= MOST_SHOWN else said[:MOST_SHOWN] + "…")
+        for said, (_, number) in zip(answers, story["names"], strict=True)
+    ]
+
+
+def _strip(result: dict[str, Any], policy: dict[str, Any], seen: int) -> str:
+    """What a policy holds of all that was read, as a bar: the more is left, the stronger."""
+    held = policy["held"]
+    color, parts = _look(COLORS, result, policy), len(held)
+    stops = []
+    at = 0
+    # By the root of the share, so that one token of fifty is visible. Equal neighbors are merged.
+    for shade, group in itertools.groupby(round(math.sqrt(share), 2) for share in held):
+        end = at + len(list(group))
+        alpha = f"{round(255 * shade):02x}"
+        stops.append(f"{color}{alpha} {100 * at / parts:.2f}% {100 * end / parts:.2f}%")
+        at = end
+    words = f"holds {sum(held) / parts:.1%} of {seen:,} tokens"
+    return (
+        f"<div><p>{_name(result, policy)} {words}</p>"
+        f'<div class="strip" role="img" aria-label="{words}" '
+        f'style="background:linear-gradient(90deg,{",".join(stops)})"></div></div>'
+    )
+
+
+def _plot(
+    result: dict[str, Any],
+    policies: list[dict[str, Any]],
+    key: str,
+    label: str,
+    *,
+    log: bool = False,
+) -> str:
+    """One line per policy over the position in the book, as an SVG element."""
+    from matplotlib.ticker import MaxNLocator
+
+    # As narrow as a phone can show with readable letters.
+    with svg_figure(f"{key}{log}{len(policies)}", 5.2, 3.6) as (figure, out):
+        axes = figure.subplots()
+        for policy in policies:
+            line = {"color": _look(COLORS, result, policy), "lw": 2, "label": policy["policy"]}
+            line["ls"] = _look(DASHES, result, policy)
+            values = policy[key]
+            edges = [min(n * result["block"], result["tokens"]) for n in range(len(values) + 1)]
+            if key == "bytes_by_block":
+                held = [n / 1e6 for n in values]
+                axes.plot(edges, [held[0], *held], drawstyle="steps-pre", **line)
+            else:
+                middles = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
+                axes.plot(middles, values, marker="o", ms=2.5, **line)
+        axes.set_xlim(0, result["tokens"])
+        axes.set_xlabel("tokens read")
+        axes.set_ylabel(label)
+        if log:
+            axes.set_yscale("log")
+            axes.margins(y=0.1)  # so that the lowest line does not lie on the axis
+        else:
+            axes.set_ylim(bottom=0)
+            axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        style_axes(axes, vertical=False)
+        window = result["model_window"]
+        if window < result["tokens"]:
+            axes.axvline(window, color=GRAY, lw=1, ls=":")
+            top = axes.get_xaxis_transform()
+            axes.text(window, 1.01, "the model's window", color=GRAY, transform=top)
+        figure.legend(loc="outside lower center", frameon=False, fontsize=9, ncols=2)
+    return out[0]

@@ -1,0 +1,199 @@
+"""Streaming perplexity."""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weir.stream import Stream
+
+STEP = 200
+"""Tokens fed and timed at once."""
+
+
+@dataclass
+class PerplexityResult:
+    """What reading a text has shown.
+
+    Attributes:
+        policy: the policy as it was written.
+        tokens: tokens read.
+        block: tokens in a block.
+        nll: sum of negative log-likelihoods, in nats.
+        scored: tokens that had something before them.
+        ppl_by_block: perplexity of each block of the text; the last one may be short. Nothing
+            predicts the first token of a stream: it counts for nothing in its block.
+        kv_bytes: bytes of the cache at the end.
+        bytes_by_block: bytes of the cache after each block.
+        memory_growth: how far the process's memory has risen above its most up to token 5,000, in
+            bytes; None before, and where the system does not say.
+        seconds: spent reading.
+        pace: seconds per token, for each `STEP` tokens.
+    """
+
+    policy: str
+    block: int
+    tokens: int = 0
+    nll: float = 0.0
+    scored: int = 0
+    ppl_by_block: list[float] = field(default_factory=list)
+    kv_bytes: int = 0
+    bytes_by_block: list[int] = field(default_factory=list)
+    memory_growth: int | None = None
+    seconds: float = 0.0
+    pace: list[float] = field(default_factory=list)
+
+    @property
+    def ppl(self) -> float:
+        """Perplexity of all that was read; NaN before the second token."""
+        return _exp(self.nll / self.scored) if self.scored else math.nan
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second, all in all."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def slowdown(self) -> float | None:
+        """Time per token in the last thousand tokens over the second thousand (medians).
+
+        None for fewer than 3,000 tokens.
+        """
+        span = 1000 // STEP
+        if len(self.pace) < 3 * span:
+            return None
+        return median(self.pace[-span:]) / median(self.pace[span : 2 * span])
+
+    def as_json(self) -> dict[str, Any]:
+        """Every figure, by name."""
+        facts = asdict(self)
+        del facts["pace"], facts["nll"], facts["scored"]
+        return {
+            **facts,
+            "seconds": round(self.seconds, 3),
+            "ppl": self.ppl,
+            "tokens_per_s": round(self.tokens_per_s, 1),
+            "last_over_second_thousand": self.slowdown,
+        }
+
+
+class PerplexityMeter:
+    """Reads a text piece by piece and keeps the figures.
+
+    Args:
+        stream: a new stream.
+        block: tokens in a block of `ppl_by_block`.
+        in_steps: a call of the model for each token, as when an answer is written; otherwise one
+            for many.
+
+    Attributes:
+        reading: what was found so far.
+    """
+
+    def __init__(self, stream: Stream, block: int = 1000, *, in_steps: bool = False) -> None:
+        self.stream = stream
+        self.in_steps = in_steps
+        self.reading = PerplexityResult(str(stream.policy), block)
+        # Of the block that is open.
+        self._nll = 0.0
+        self._scored = 0
+        self._early_memory = 0
+
+    def take(self, piece: Tensor) -> None:
+        """Read the next tokens [n]; `STEP` of them, but for the last piece of a text."""
+        reading = self.reading
+        began = time.perf_counter()
+        is_first = self.stream.seen == 0
+        parts = piece.split(1 if self.in_steps else len(piece))
+        nll = torch.cat([self.stream.score(part[None])[0] for part in parts])
+        took = time.perf_counter() - began
+        reading.seconds += took
+        reading.pace.append(took / len(piece))
+        for part in nll.split(_cuts(len(nll), reading.tokens % reading.block, reading.block)):
+            known = part[1:] if is_first and reading.tokens == 0 else part
+            total = float(known.double().sum())
+            self._nll += total
+            self._scored += len(known)
+            reading.nll += total
+            reading.scored += len(known)
+            reading.tokens += len(part)
+            if reading.tokens % reading.block == 0:
+                self.close()
+        reading.kv_bytes = self.stream.nbytes
+        if (memory := _memory()) is None:
+            return
+        if reading.tokens <= 5000:
+            # Buffers come and go, so one look would be a matter of luck: the most so far counts.
+            self._early_memory = max(self._early_memory, memory)
+        if reading.tokens >= 5000:
+            grown = memory - self._early_memory
+            reading.memory_growth = max(grown, reading.memory_growth or 0)
+
+    def close(self) -> None:
+        """End the block that is open, if there is one; the last of a text may be short."""
+        reading = self.reading
+        if reading.tokens <= len(reading.ppl_by_block) * reading.block:
+            return
+        mean = self._nll / self._scored if self._scored else math.nan
+        reading.ppl_by_block.append(_exp(mean))
+        reading.bytes_by_block.append(self.stream.nbytes)
+        self._nll, self._scored = 0.0, 0
+
+
+def read(
+    stream: Stream,
+    ids: Tensor,
+    *,
+    block: int = 1000,
+    in_steps: bool = False,
+    on_step: Callable[[PerplexityResult], bool | None] = lambda reading: None,
+) -> PerplexityResult:
+    """Read `ids` [tokens] and measure.
+
+    Args:
+        stream: a new stream.
+        ids: the text.
+        block: tokens in a block of `ppl_by_block`.
+        in_steps: a call of the model for each token.
+        on_step: called after every `STEP` tokens; reading ends early when it returns True.
+    """
+    meter = PerplexityMeter(stream, block, in_steps=in_steps)
+    for piece in ids.split(STEP):
+        meter.take(piece)
+        if on_step(meter.reading):
+            break
+    meter.close()
+    return meter.reading
+
+
+def _cuts(length: int, in_block: int, block: int) -> list[int]:
+    """Lengths of the parts of `length` tokens that fall into different blocks."""
+    cuts = []
+    while length:
+        part = min(length, block - in_block)
+        cuts.append(part)
+        length, in_block = length - part, 0
+    return cuts
+
+
+def _exp(nats: float) -> float:
+    return math.exp(min(nats, 700.0))
+
+
+def _memory() -> int | None:
+    """The memory of the process in bytes; None where the system is not Linux."""
+    # Not the peak, which loading a model sets high enough to hide what comes after.
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * resource.getpagesize()

@@ -1,0 +1,238 @@
+"""Data sets of JSON lines."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import sys
+import zlib
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from weir.errors import WeirError, describe_missing
+
+
+def import_optional(module: str, what: str, extra: str = "eval") -> Any:
+    """A module of an optional package.
+
+    Args:
+        module: its name, as in an import.
+        what: what needs it, as an error begins.
+        extra: of weir's extras, the one that brings it.
+
+    Raises:
+        WeirError: it is not installed, or cannot be imported.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        reason = "" if error.name == module.partition(".")[0] else str(error)
+        raise WeirError(describe_missing(what, module, reason=reason, extra=extra)) from None
+
+
+HUB = "hub:"
+
+
+def rows_of(name: str, most: int | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a data set, the first `most` of them.
+
+    Raises:
+        WeirError: the name has another form, the package `datasets` is missing, or the data set
+            cannot be had.
+    """
+    parts = name.removeprefix(HUB).split(":")
+    if len(parts) not in (2, 3) or not all(parts):
+        raise WeirError(
+            f"a data set of the Hub is written hub:ID:SPLIT or hub:ID:CONFIGURATION:SPLIT, and not "
+            f"{name!r}"
+        )
+    datasets = import_optional("datasets", "reading from the Hub")
+    try:
+        found = datasets.load_dataset(*parts[:-1], split=parts[-1])
+    except Exception as error:  # what it raises has no common kind
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise WeirError(f"the data set {name!r} cannot be had ({reason})") from None
+    yield from islice(found, most)
+
+
+LARGEST = sys.float_info.max
+
+
+class JsonRecord:
+    """One JSON object, which says where it stands when a field is not as it should be.
+
+    Args:
+        place: the file and line, as an error names them.
+        values: the object.
+        path: the fields that lead to it, if it lies inside another, as `question.choices[2].`.
+    """
+
+    def __init__(self, place: str, values: dict[str, Any], path: str = "") -> None:
+        self.place = place
+        self.values = values
+        self.path = path
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.values
+
+    def text(self, name: str) -> str:
+        """The text in a field.
+
+        Raises:
+            WeirError: there is no such field, or it holds something else.
+        """
+        return str(self._get(name, str, "a text"))
+
+    def count(self, name: str) -> int:
+        """The whole number in a field; raises as `text`."""
+        return int(self._get(name, int, "a whole number"))
+
+    def flag(self, name: str) -> bool:
+        """The truth value in a field; raises as `text`."""
+        return bool(self._get(name, bool, "true or false"))
+
+    def number(self, name: str, known: bool = False) -> float | None:
+        """The number in a field, None for null unless it must be `known`; raises as `text`."""
+        if name not in self.values:
+            raise self.wrong(name, "is missing")
+        return self._number(name, self.values[name], known)
+
+    def numbers(self, name: str) -> list[float | None]:
+        """The list of numbers in a field, None for each null; raises as `text`."""
+        items = enumerate(self._items(name, least=0))
+        return [self._number(f"{name}[{i}]", value, known=False) for i, value in items]
+
+    def words(self, name: str) -> str:
+        """The text in a field, which is not blank; raises as `text`."""
+        return self._words(name, self.text(name))
+
+    def several_words(self, name: str, least: int = 0) -> list[str]:
+        """The list of texts in a field, none of them blank; raises as `text`."""
+        found = enumerate(self.texts(name, least))
+        return [self._words(f"{name}[{i}]", value) for i, value in found]
+
+    def texts(self, name: str, least: int = 0) -> list[str]:
+        """The list of texts in a field, `least` or more of them; raises as `text`."""
+        return [
+            str(self._check(f"{name}[{i}]", value, str, "a text"))
+            for i, value in enumerate(self._items(name, least))
+        ]
+
+    def record(self, name: str) -> JsonRecord:
+        """The object in a field; raises as `text`."""
+        return JsonRecord(self.place, self._get(name, dict, "an object"), f"{self.path}{name}.")
+
+    def records(self, name: str, least: int = 0) -> list[JsonRecord]:
+        """The list of objects in a field, `least` or more of them; raises as `text`."""
+        found = []
+        for i, value in enumerate(self._items(name, least)):
+            inner = self._check(f"{name}[{i}]", value, dict, "an object")
+            found.append(JsonRecord(self.place, inner, f"{self.path}{name}[{i}]."))
+        return found
+
+    def wrong(self, name: str, problem: str) -> WeirError:
+        """The error to raise for a field that is of the right kind and still makes no sense."""
+        return WeirError(f"{self.place}: the field '{self.path}{name}' {problem}")
+
+    def _items(self, name: str, least: int) -> list[Any]:
+        items: list[Any] = self._get(name, list, "a list")
+        if len(items) < least:
+            raise self.wrong(name, f"needs {least} or more entries and has {len(items)}")
+        return items
+
+    def _get(self, name: str, kind: type, words: str) -> Any:
+        if name not in self.values:
+            raise self.wrong(name, "is missing")
+        return self._check(name, self.values[name], kind, words)
+
+    def _check(self, name: str, value: Any, kind: type, words: str) -> Any:
+        # To Python a truth value is a whole number too.
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise self.wrong(name, f"must be {words}, not {_shown(value)}")
+        return value
+
+    def _number(self, name: str, value: Any, known: bool) -> float | None:
+        if value is None and not known:
+            return None
+        # NaN is in no range, and neither is a whole number that no float can hold.
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not -LARGEST <= value <= LARGEST:
+            raise self.wrong(
+                name, f"must be a number{'' if known else ' or null'}, not {_shown(value)}"
+            )
+        return float(value)
+
+    def _words(self, name: str, value: str) -> str:
+        if not value.strip():
+            raise self.wrong(name, "is empty")
+        return value
+
+
+def read_records(path: str | Path, most: int | None = None) -> list[JsonRecord]:
+    """The records of a file, the first `most` of them; lines that hold nothing are passed over.
+
+    `hub:ID:SPLIT` and `hub:ID:CONFIGURATION:SPLIT` are read from the Hub.
+
+    Raises:
+        WeirError: no file is named, or it is missing, damaged, not UTF-8 or empty, or a line is no
+            JSON object; or the data set cannot be had.
+    """
+    if not str(path):
+        raise WeirError("no file is named: give the path of one, or hub:ID:SPLIT")
+    if str(path).startswith(HUB):
+        rows = enumerate(rows_of(str(path), most), 1)
+        found = [JsonRecord(f"{path}, row {number}", row) for number, row in rows]
+    else:
+        found = _from_file(path, most)
+    if not found:
+        raise WeirError(f"{path} holds no records")
+    return found
+
+
+def _from_file(path: str | Path, most: int | None) -> list[JsonRecord]:
+    found: list[JsonRecord] = []
+    for number, line in _numbered_lines(Path(path).expanduser()):
+        if not line.strip():
+            continue
+        place = f"{path}, line {number}"
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise WeirError(f"{place}: not JSON, {error.msg} (character {error.pos + 1})") from None
+        except RecursionError:
+            raise WeirError(f"{place}: nested too deeply to be read") from None
+        if not isinstance(values, dict):
+            raise WeirError(f"{place}: expected a JSON object, not {_shown(values)}")
+        found.append(JsonRecord(place, values))
+        if len(found) == most:
+            break
+    return found
+
+
+def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines of text with their numbers, from 1 on."""
+    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
+    number = 0
+    try:
+        with openers.get(path.suffix, open)(path, "rb") as file:
+            for number, raw in enumerate(file, 1):
+                yield number, raw.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise WeirError(
+            f"{path}, line {number}: not UTF-8, byte {error.start + 1} is "
+            f"0x{error.object[error.start]:02x}"
+        ) from None
+    except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
+        raise WeirError(f"{path} is not a whole {path.suffix} file: {error}") from None
+    except OSError as error:
+        raise WeirError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _shown(value: Any) -> str:
+    """A value, short enough for an error."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,162 @@
+"""Pages, tables and pictures, the same for every command that reports something.
+
+One HTML page with its pictures inside, which follows the reader's light or dark setting; tables as
+HTML and Markdown; figures as SVG. The colors are those of Okabe and Ito 2008, "Color Universal
+Design", without yellow and black, which are hard to see on white or dark paper. Lines also differ
+in marker or dash, never in color alone.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import resources
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d3b")
+"""Blue, vermilion, green, purple, orange, sky blue, and brown for the seventh line."""
+DASHES: tuple[Any, ...] = ("-", "-", (0, (5, 3)), (0, (2, 2)), (0, (7, 2, 1, 2)), (0, (1, 3)))
+"""Line styles that go with the colors, so that lines on top of each other stay visible."""
+MARKERS = "os^Dv<>PX"
+INK, GRAY, LINE = "#1b2733", "#6b7680", "#dde2e6"
+"""Colors of text and axes, of secondary text, and of the grid."""
+NIGHT = {INK: "#e6eaee", GRAY: "#9aa5af", LINE: "#38424c"}
+"""The same colors on a dark page."""
+NAMES = {INK: "--ink", GRAY: "--gray", LINE: "--line"}
+"""Their names as CSS custom properties."""
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table of text; the first column names the rows.
+
+    Attributes:
+        heads: of the columns.
+        rows: cells.
+        markup: heads and cells are HTML or Markdown already and are not escaped.
+    """
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    markup: bool = False
+
+    def html(self, classes: str = "") -> str:
+        """The table as HTML, in a box that scrolls sideways on a narrow screen.
+
+        Args:
+            classes: CSS classes of the table.
+        """
+        shown = str if self.markup else html.escape
+        heads = "".join(f"<th>{shown(head)}</th>" for head in self.heads)
+        body = "\n".join(
+            f"<tr>{''.join(f'<td>{shown(cell)}</td>' for cell in row)}</tr>" for row in self.rows
+        )
+        kind = f' class="{classes}"' if classes else ""
+        return (
+            f'<div class="scroll"><table{kind}>\n<thead><tr>{heads}</tr></thead>\n'
+            f"<tbody>\n{body}\n</tbody></table></div>"
+        )
+
+    def markdown(self) -> str:
+        """The table as Markdown: the first column to the left, the others to the right."""
+        rules = ["---", *("---:" for _ in self.heads[1:])]
+        return "\n".join(f"| {' | '.join(row)} |" for row in (self.heads, rules, *self.rows))
+
+
+def html_page(title: str, body: str, footer: str, *, heading: str = "", style: str = "") -> str:
+    """A whole HTML page.
+
+    Args:
+        title: of the window.
+        body, footer: HTML.
+        heading: at the top; the title if empty.
+        style: CSS that this page needs in addition.
+    """
+    page = Template((resources.files("weir.evals") / "page.html").read_text("utf-8"))
+    light = " ".join(f"{name}: {color};" for color, name in NAMES.items())
+    dark = " ".join(f"{name}: {NIGHT[color]};" for color, name in NAMES.items())
+    return page.substitute(
+        title=html.escape(title),
+        heading=html.escape(heading or title),
+        light=light,
+        dark=dark,
+        style=style,
+        body=body,
+        footer=footer,
+    )
+
+
+def line_style(number: int) -> dict[str, Any]:
+    """Color and marker of a line; no other of sixty lines has both the same."""
+    return {"color": COLORS[number % len(COLORS)], "marker": MARKERS[number % len(MARKERS)]}
+
+
+@contextmanager
+def svg_figure(salt: str, width: float, height: float) -> Iterator[tuple[Figure, list[str]]]:
+    """A figure to draw into, and a list that receives its SVG element on exit.
+
+    The background is transparent. Letters and lines follow the page between light and dark, or the
+    reader's own setting where the picture is a file by itself.
+
+    Args:
+        salt: keeps the ids inside the pictures of a page apart, and the same from run to run.
+        width, height: inches; letters have 10 points.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10}
+    for part in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"):
+        style[part] = INK
+    with mpl.rc_context(style):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        out: list[str] = []
+        yield figure, out
+        target = io.StringIO()
+        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(target, format="svg", transparent=True, metadata=metadata)
+    svg = target.getvalue()
+    out.append(_with_page_colors(re.sub(r' id="[a-z0-9.]+_\d+"', "", svg[svg.index("<svg") :])))
+
+
+def _with_page_colors(svg: str) -> str:
+    """A picture whose letters and lines take the page's colors, or its own outside of a page."""
+    for color, name in NAMES.items():
+        svg = svg.replace(color, f"var({name}, {color})")
+    dark = "; ".join(f"{name}: {NIGHT[color]}" for color, name in NAMES.items())
+    style = f"<style>@media (prefers-color-scheme: dark) {{ svg {{ {dark} }} }}</style>"
+    head, mark, rest = svg.partition(">")
+    return f"{head}{mark}{style}{rest}"
+
+
+def style_axes(axes: Axes, *, vertical: bool = True) -> None:
+    """A grid behind the data, plain numbers, and no frame.
+
+    Args:
+        axes: of which either scale may be logarithmic.
+        vertical: the grid has vertical lines too.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    for axis, scale in ((axes.xaxis, axes.get_xscale()), (axes.yaxis, axes.get_yscale())):
+        if scale == "log":
+            axis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+            axis.set_minor_formatter(NullFormatter())
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.grid(axis="both" if vertical else "y", color=LINE, lw=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def needs_log_scale(values: Sequence[float], ratio: float) -> bool:
+    """Whether the largest value is more than `ratio` times the smallest, which is positive."""
+    return bool(values) and min(values) > 0 and max(values) > ratio * min(values)

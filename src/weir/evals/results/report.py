@@ -1,0 +1,505 @@
+"""Reports of results."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from weir.errors import WeirError
+from weir.evals.report import (
+    GRAY,
+    TextTable,
+    html_page,
+    line_style,
+    needs_log_scale,
+    style_axes,
+    svg_figure,
+)
+from weir.evals.results.file import CellRecord, failures, unique
+from weir.evals.results.naming import read_together
+from weir.evals.results.summary import (
+    CACHE,
+    FigureTable,
+    across_models,
+    by_distance,
+    group_by,
+    overviews,
+    short_heads,
+    strip_budget,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BEST, SECOND = 1, 2
+
+
+def as_markdown(table: FigureTable) -> str:
+    """A table in Markdown."""
+    rows = _cells(table, "**", "**")
+    cells = [[_code(name), *row] for name, row in zip(table.rows, rows, strict=True)]
+    return TextTable(["policy", *(column.head for column in table.columns)], cells).markdown()
+
+
+def as_html(table: FigureTable) -> str:
+    """A table in HTML."""
+    heads = ["policy", *(html.escape(column.head) for column in table.columns)]
+    rows = _cells(table, "<b>", "</b>")
+    names = [f"<code>{html.escape(name)}</code>" for name in table.rows]
+    cells = [[name, *row] for name, row in zip(names, rows, strict=True)]
+    return TextTable(heads, cells, markup=True).html()
+
+
+def _cells(table: FigureTable, bold: str, unbold: str) -> list[list[str]]:
+    """The figures row by row, the best and second best marked."""
+    marks = {BEST: (bold, unbold), SECOND: ("<u>", "</u>")}
+    found: list[list[str]] = [[] for _ in table.rows]
+    for column in table.columns:
+        places = column.places()
+        for number, cells in enumerate(found):
+            before, after = marks.get(places.get(number, 0), ("", ""))
+            sure = column.sure(number)
+            behind = f" <small>{sure}</small>" if sure else ""
+            cells.append(f"{before}{column.written(number, group=',')}{after}{behind}")
+    return found
+
+
+def as_csv(tables: Sequence[FigureTable]) -> str:
+    """Tables as one of comma-separated values, a line a figure, none of them rounded."""
+    target = io.StringIO()
+    lines = csv.writer(target, lineterminator="\n")
+    names = ("mean", "sd", "low", "high", "n", "seeds")
+    lines.writerow(["table", "policy", "column", *names])
+    for table in tables:
+        for column in table.columns:
+            for name, figure in zip(table.rows, column.figures, strict=True):
+                if figure is not None:
+                    facts = [getattr(figure, fact) for fact in names]
+                    lines.writerow([table.title, name, column.head, *facts])
+    return target.getvalue()
+
+
+def as_latex(tables: Sequence[FigureTable]) -> str:
+    """Tables for a paper that loads booktabs: means, and below them 95 % intervals, sd and n."""
+    return "% \\usepackage{booktabs}\n" + "\n".join(_latex(table) for table in tables)
+
+
+def _latex(table: FigureTable) -> str:
+    heads = " & ".join(["policy", *(_tex(column.head) for column in table.columns)])
+    body = []
+    for row, name in enumerate(table.rows):
+        cells, below = [], []
+        for column in table.columns:
+            place = column.places().get(row, 0)
+            written = column.written(row, unknown="--", group="")
+            mark = {BEST: r"\textbf{%s}", SECOND: r"\underline{%s}"}.get(place, "%s")
+            cells.append(mark % written)
+            sure = column.sure(row)
+            below.append(rf"{{\scriptsize {_tex(sure)}}}" if sure else "")
+        body.append(" & ".join([rf"\texttt{{{_tex(name)}}}", *cells]) + r" \\")
+        if any(below):
+            body.append(" & ".join(["", *below]) + r" \\")
+    columns = "l" + "r" * len(table.columns)
+    return "\n".join(
+        [
+            f"% {table.title}",
+            rf"\begin{{tabular}}{{{columns}}}",
+            r"\toprule",
+            rf"{heads} \\",
+            r"\midrule",
+            *body,
+            r"\bottomrule",
+            r"\end{tabular}",
+            "",
+        ]
+    )
+
+
+def _tex(text: str) -> str:
+    """Text as LaTeX prints it."""
+    special = {"\\": r"\textbackslash{}", "|": r"\textbar{}", "~": r"\textasciitilde{}"}
+    special |= {"^": r"\textasciicircum{}", "–": "--", "<": r"\textless{}", ">": r"\textgreater{}"}
+    special |= {mark: rf"\{mark}" for mark in "&%$#_{}"}
+    return "".join(special.get(letter, letter) for letter in text)
+
+
+def _code(name: str) -> str:
+    """A policy in a cell; a bar in it would end the cell."""
+    return f"<code>{name.replace('|', '&#124;')}</code>" if "|" in name else f"`{name}`"
+
+
+WIDTH = 7.6
+"""Inches."""
+FAR = 20.0
+"""From such a ratio of the largest figure to the smallest on, a scale is logarithmic."""
+FAR_BYTES = 10.0
+"""The same of bytes: policies of some hundred slots and exact attention are farther apart."""
+
+
+def family(policy: str) -> str:
+    """What policies of different budgets have in common: all but the budget; a pipe itself.
+
+    Of a policy that was written without the word `budget` it is the name.
+    """
+    plain = strip_budget(policy)
+    return plain if plain != policy or " | " in policy else policy.partition("(")[0]
+
+
+def pareto_front(points: Sequence[tuple[float, float]], higher: bool) -> list[int]:
+    """Of points (bytes, quality), those that none beats in both, from the smallest on."""
+    order = sorted(
+        range(len(points)), key=lambda i: (points[i][0], -points[i][1] if higher else points[i][1])
+    )
+    best: list[int] = []
+    for i in order:
+        if not best or (
+            points[i][1] > points[best[-1]][1] if higher else points[i][1] < points[best[-1]][1]
+        ):
+            best.append(i)
+    return best
+
+
+def plot_pareto(records: Sequence[CellRecord], label: str) -> str | None:
+    """Every policy's figure against the bytes of its cache, budgets joined; the front in gray.
+
+    Args:
+        records: of one model and one setting.
+        label: what is measured.
+
+    Returns:
+        The picture; None where fewer than two policies have both figures.
+    """
+    of_policy = group_by((r for r in records if r["value"] is not None and r["kv_bytes"]), "policy")
+    if len(of_policy) < 2:
+        return None
+    points = {
+        policy: (max(r["kv_bytes"] for r in rows) / 1e6, mean(r["value"] for r in rows))
+        for (policy,), rows in of_policy.items()
+    }
+    names = list(points)
+    with svg_figure(f"pareto{label}", WIDTH, _height(names)) as (figure, out):
+        axes = figure.subplots()
+        higher = records[0]["better"] == "higher"
+        best = [points[names[i]] for i in pareto_front(list(points.values()), higher)]
+        axes.plot(
+            *zip(*best, strict=True),
+            color=GRAY,
+            lw=5,
+            alpha=0.25,
+            zorder=1,
+            label="not beaten in both",
+        )
+        for number, kind in enumerate(unique(family(name) for name in names)):
+            mine = sorted(points[name] for name in names if family(name) == kind)
+            axes.plot(*zip(*mine, strict=True), lw=1.2, ms=6, label=kind, **line_style(number))
+        _scales(axes, [x for x, _ in points.values()], [y for _, y in points.values()])
+        axes.set_xlabel("cache, MB")
+        axes.set_ylabel(label)
+        _dress_axes(axes)
+    return out[0]
+
+
+def plot_along(records: Sequence[CellRecord]) -> str | None:
+    """Perplexity of each block of a text, a line per policy; None where there are no blocks.
+
+    Args:
+        records: of one model and one setting; of several seeds the first is drawn.
+    """
+    rows = [r for r in records if len(r["result"].get("ppl_by_block", ())) > 1]
+    of_policy = group_by(rows, "policy")
+    if not of_policy:
+        return None
+    with svg_figure("along", WIDTH, _height([p for (p,) in of_policy])) as (figure, out):
+        axes = figure.subplots()
+        every = []
+        for number, ((policy,), mine) in enumerate(of_policy.items()):
+            result = mine[0]["result"]
+            values = result["ppl_by_block"]
+            edges = [min(i * result["block"], result["tokens"]) for i in range(len(values) + 1)]
+            middles = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
+            how = line_style(number)
+            if len(values) > 25:  # so many markers would be one smear
+                how["markevery"] = max(1, len(values) // 8)
+            axes.plot(middles, values, lw=1.4, ms=4, label=policy, **how)
+            every += [v for v in values if v is not None]
+        _scales(axes, [], every)
+        axes.set_xlabel("tokens read")
+        axes.set_ylabel("perplexity")
+        _dress_axes(axes)
+    return out[0]
+
+
+def plot_heat(records: Sequence[CellRecord]) -> str | None:
+    """What was found by length and depth, a panel per policy; None where there are no such cells.
+
+    Args:
+        records: of one model and one setting; of several seeds the mean is drawn.
+    """
+    of_policy = group_by((r for r in records if r["result"].get("cells")), "policy")
+    if not of_policy:
+        return None
+    across = min(3, len(of_policy))
+    down = -(-len(of_policy) // across)
+    with svg_figure("heat", WIDTH, 1.9 * down + 0.6) as (figure, out):
+        panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flatten()
+        for axes in panels[len(of_policy) :]:
+            axes.set_axis_off()
+        image = None
+        for axes, ((policy,), mine) in zip(panels, of_policy.items(), strict=False):
+            cells = group_by((c for r in mine for c in r["result"]["cells"]), "length", "depth")
+            lengths = sorted(unique(length for length, _ in cells))
+            depths = sorted(unique(depth for _, depth in cells))
+            found = [
+                [_share(cells.get((length, depth), [])) for length in lengths] for depth in depths
+            ]
+            image = axes.imshow(found, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+            axes.set_title(policy, fontsize=8)
+            axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], rotation=45)
+            axes.set_yticks(range(len(depths)), [f"{100 * d:.0f} %" for d in depths])
+            axes.tick_params(labelsize=7)
+        figure.supxlabel("tokens", fontsize=8)
+        figure.supylabel("depth", fontsize=8)
+        if image is not None:
+            figure.colorbar(image, ax=panels.tolist(), shrink=0.8, label="found")
+    return out[0]
+
+
+def _share(cells: Sequence[dict[str, Any]]) -> float:
+    """Mean accuracy; where nothing was asked NaN, which is drawn as a hole."""
+    return float(mean(cell["accuracy"] for cell in cells)) if cells else math.nan
+
+
+def _height(names: Sequence[str]) -> float:
+    """Inches of a picture that has three names of lines in each row below it."""
+    return 3.4 + 0.17 * -(-len(names) // 3)
+
+
+def _scales(axes: Axes, across: Sequence[float], up: Sequence[float]) -> None:
+    if needs_log_scale(across, FAR_BYTES):
+        axes.set_xscale("log")
+    if needs_log_scale(up, FAR):
+        axes.set_yscale("log")
+
+
+def _dress_axes(axes: Axes) -> None:
+    """Grid, numbers, and the legend below all of it, where it hides no point."""
+    style_axes(axes)
+    axes.figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=3)
+
+
+FORMATS = {
+    "html": "report.html",
+    "md": "report.md",
+    "csv": "tables.csv",
+    "latex": "tables.tex",
+}
+"""What a report is written as, and into which file."""
+USUAL = ("html", "md")
+MARKS = "Bold is best, underlined second best."
+SURE = (
+    "Behind a figure stand its 95 % interval (Wilson's of answers that were counted, Student's "
+    "over seeds), the standard deviation over seeds, and n, answers or seeds; a figure without "
+    "was measured once."
+)
+
+STYLE = "body { max-width: 60rem; } svg { min-width: 30rem; }"
+"""CSS for wide tables and pictures."""
+ACROSS = (
+    "Behind a figure stand Student's 95 % interval, the standard deviation and n of the models."
+)
+
+
+@dataclass(frozen=True)
+class ReportPart:
+    """A part of a report.
+
+    Attributes:
+        title: its heading.
+        words: a sentence or two under it.
+        table: a table.
+        picture: an SVG element.
+        name: the picture's file beside the Markdown, without ending.
+    """
+
+    title: str
+    words: str = ""
+    table: FigureTable | None = None
+    picture: str | None = None
+    name: str = ""
+
+
+def write_report(
+    results: Path | Sequence[Path], out: Path, formats: Sequence[str] = USUAL
+) -> list[Path]:
+    """Write `report.html`, which holds its pictures, and `report.md` with them beside it.
+
+    Args:
+        results: a file that `weir eval` wrote, or several; they may still be growing.
+        out: a folder, made if need be.
+        formats: what is written, of `FORMATS`: `csv` and `latex` are the tables alone.
+
+    Returns:
+        What was written.
+
+    Raises:
+        WeirError: the results cannot be read or contradict each other, none is done yet, a format
+            is none of these, or a file cannot be written.
+    """
+    for name in formats:
+        if name not in FORMATS:
+            raise WeirError(f"a report is written as {', '.join(FORMATS)}, not {name!r}")
+    paths = [results] if isinstance(results, Path) else list(results)
+    cells, records = read_together(paths)
+    source = ", ".join(path.name for path in paths)
+    done = [record for record in records if record["status"] == "done"]
+    if not done:
+        raise WeirError(f"{source} has no finished cell yet, so there is nothing to report")
+    parts = list(_parts(done))
+    facts = _facts(cells, records)
+    tables = [part.table for part in parts if part.table is not None]
+    pages = [out / FORMATS[name] for name in FORMATS if name in formats]
+    if out.exists() and not out.is_dir():
+        raise WeirError(f"{out} is a file, and --out is the folder of a report; name another")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for page in pages:
+            page.write_text(_written(page.suffix, parts, tables, facts, records, source), "utf-8")
+        for part in parts:
+            if part.picture is not None and "md" in formats:
+                (out / f"{part.name}.svg").write_text(part.picture, "utf-8")
+    except OSError as error:
+        raise WeirError(f"cannot write to {out}: {error.strerror}") from None
+    return pages
+
+
+def _written(
+    suffix: str,
+    parts: Sequence[ReportPart],
+    tables: Sequence[FigureTable],
+    facts: str,
+    records: Sequence[CellRecord],
+    source: str,
+) -> str:
+    """What stands in the file of a format."""
+    if suffix == ".csv":
+        return as_csv(tables)
+    if suffix == ".tex":
+        return as_latex(tables)
+    page = _html if suffix == ".html" else _markdown
+    return page(parts, facts, failures(records), source)
+
+
+def _parts(done: Sequence[CellRecord]) -> Iterator[ReportPart]:
+    for table in overviews(done):
+        words = (
+            f"{MARKS} Figures of several seeds are their means. {SURE} {CACHE} is a policy's "
+            "largest cache over all tasks."
+        )
+        yield ReportPart(table.title, words, table=table)
+    for table in across_models(done):
+        words = (
+            "What each policy makes of a model's figures at the same bytes or slots: the ratio, or "
+            "of shares of right answers the difference. Mean over the sizes of a model, and then "
+            f"over models. {MARKS} {ACROSS}"
+        )
+        yield ReportPart(table.title, words, table=table)
+    for table in by_distance(done):
+        words = f"Share of right answers by distance. {MARKS} {SURE}"
+        yield ReportPart(table.title, words, table=table)
+    short = short_heads(list(unique(record["setting"] for record in done)))
+    settings = group_by(done, "model", "protocol", "setting")
+    for number, ((model, _, setting), mine) in enumerate(settings.items()):
+        better = mine[0]["better"]
+        label = mine[0]["metric"]
+        for kind, heading, picture, words in (
+            (
+                "pareto",
+                f"{label} against bytes",
+                plot_pareto(mine, label),
+                f"{label} against the bytes of the cache; {better} is better. Points of one policy "
+                "with different budgets are joined; those on the gray line no other beats in both.",
+            ),
+            (
+                "along",
+                "perplexity along the text",
+                plot_along(mine),
+                "Perplexity of each block of the text; lower is better.",
+            ),
+            (
+                "heat",
+                "needles by length and depth",
+                plot_heat(mine),
+                "Share of needles found, by length and depth of the haystack.",
+            ),
+        ):
+            if picture is not None:
+                title = f"{model}: {short[setting]}, {heading}"
+                yield ReportPart(title, words, picture=picture, name=f"{kind}-{number}")
+
+
+def _facts(cells: int, records: Sequence[CellRecord]) -> str:
+    """What was run, in a sentence."""
+
+    def several(word: str, values: Sequence[object]) -> str:
+        return f"{len(values)} {word}{'' if len(values) == 1 else 's'}"
+
+    kinds = [
+        several(word, unique(record[field] for record in records))
+        for word, field in (("model", "model"), ("task setting", "setting"), ("seed", "seed"))
+    ]
+    policies = len(unique(record["policy"] for record in records))
+    failed = len(failures(records))
+    done = len(records) - failed
+    versions = ", ".join(unique(record["weir"] for record in records))
+    return (
+        f"{', '.join(kinds)}, policies and budgets: {policies}. Of "
+        f"{several('cell', range(cells))}, {done} {'is' if done == 1 else 'are'} done and {failed} "
+        f"failed. weir {versions}."
+    )
+
+
+def _html(
+    parts: Sequence[ReportPart], facts: str, failed: Sequence[CellRecord], source: str
+) -> str:
+    body = []
+    for part in parts:
+        body.append(f"<h2>{html.escape(part.title)}</h2>\n<p>{html.escape(part.words)}</p>")
+        if part.table is not None:
+            body.append(as_html(part.table))
+        if part.picture is not None:
+            body.append(f"<figure>{part.picture}</figure>")
+    if failed:
+        rows = "".join(f"<li>{html.escape(_failure(record))}</li>" for record in failed)
+        body.append(f"<h2>Failed</h2>\n<ul>{rows}</ul>")
+    footer = f"Made by <code>weir report</code> from <code>{html.escape(source)}</code>."
+    page = "\n".join([f"<p>{html.escape(facts)}</p>", *body])
+    return html_page("weir: results", page, footer, heading="Results", style=STYLE)
+
+
+def _markdown(
+    parts: Sequence[ReportPart], facts: str, failed: Sequence[CellRecord], source: str
+) -> str:
+    body = ["# Results", facts]
+    for part in parts:
+        body += [f"## {part.title}", part.words]
+        if part.table is not None:
+            body.append(as_markdown(part.table))
+        if part.picture is not None:
+            body.append(f"![{part.title}]({part.name}.svg)")
+    if failed:
+        body += ["## Failed", "\n".join(f"- {_failure(record)}" for record in failed)]
+    body.append(f"Made by `weir report` from `{source}`.")
+    return "\n\n".join(body) + "\n"
+
+
+def _failure(record: CellRecord) -> str:
+    where = f"{record['setting']} of {record['model']} under {record['policy']}"
+    return f"{where}, seed {record['seed']}: {record['reason']}"

@@ -1,0 +1,148 @@
+"""How answers are compared with the right ones, and how sure a share or a mean is."""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+from collections.abc import Sequence
+from statistics import NormalDist, fmean, stdev
+from typing import Any
+
+from weir.errors import WeirError
+from weir.evals.records import import_optional
+
+
+def wilson(right: int, asked: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson's interval of a share: where the true one lies, with this confidence.
+
+    Unlike the interval of the normal distribution it stays within 0 and 1 and is not empty where
+    all answers or none are right (Wilson 1927).
+    """
+    if asked == 0:
+        return 0.0, 1.0
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    share, spread = right / asked, z * z / asked
+    middle = (share + spread / 2) / (1 + spread)
+    reach = z * math.sqrt(share * (1 - share) / asked + spread / (4 * asked)) / (1 + spread)
+    # Rounding must not take the ends past what can be.
+    return max(0.0, middle - reach), min(1.0, middle + reach)
+
+
+def count_right(right: int, asked: int) -> dict[str, Any]:
+    """Right answers as a row of a result: counts, share (None of none), and its 95 % interval."""
+    low, high = wilson(right, asked)
+    share = right / asked if asked else None
+    return {"right": right, "asked": asked, "accuracy": share, "low": low, "high": high}
+
+
+def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float | None]:
+    """The mean of some figures, and how far to either side the true one may lie.
+
+    Student's interval, for a handful of figures that were measured independently; None where there
+    is one figure, which says nothing about another.
+    """
+    if len(values) < 2:
+        return fmean(values), None
+    reach = student(len(values) - 1, confidence) * stdev(values) / math.sqrt(len(values))
+    return fmean(values), reach
+
+
+def student(freedom: int, confidence: float = 0.95) -> float:
+    """How many standard errors lie to either side of a mean, by Student's t.
+
+    Args:
+        freedom: figures less one, 1 or more.
+        confidence: that the true mean is within.
+    """
+    low, high = 0.0, 1.0
+    while _within(high, freedom) < confidence:
+        high *= 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
+    return high
+
+
+def _within(t: float, freedom: int) -> float:
+    """The probability of Student's t between -t and t (Abramowitz and Stegun, 26.7.3 and 4)."""
+    angle = math.atan(t / math.sqrt(freedom))
+    odd = freedom % 2
+    term = math.cos(angle) if odd else 1.0
+    total = term if freedom > 1 else 0.0
+    for n in range(2 + odd, freedom - 1, 2):
+        term *= math.cos(angle) ** 2 * (n - 1) / n
+        total += term
+    if odd:
+        return 2 / math.pi * (angle + math.sin(angle) * total)
+    return math.sin(angle) * total
+
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+
+
+def normalize(text: str) -> str:
+    """A text in small letters, without punctuation, articles and extra space."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def is_exact(answer: str, right: Sequence[str]) -> bool:
+    """Whether an answer is one of the right ones, in their normal form."""
+    return normalize(answer) in {normalize(one) for one in right}
+
+
+def contains(answer: str, right: Sequence[str]) -> bool:
+    """Whether a right answer stands somewhere in an answer, in their normal form."""
+    said = normalize(answer)
+    return any(normalize(one) in said for one in right)
+
+
+def words_found(answer: str, right: str) -> float:
+    """The share of a right answer's words that an answer has, in their normal form.
+
+    Fu et al. 2024 score the needle in a haystack so, which BalanceKV (section 4.3) follows.
+    """
+    wanted = set(normalize(right).split())
+    return len(wanted & set(normalize(answer).split())) / len(wanted) if wanted else 1.0
+
+
+ROUGE = ("rouge1", "rouge2", "rougeL")
+
+
+def rouge_scores(answers: Sequence[str], right: Sequence[str]) -> dict[str, float]:
+    """Mean F1 of ROUGE-1, ROUGE-2 and ROUGE-L, and the geometric mean of the three, from 0 to 1.
+
+    Words are compared by their stems (Porter), as the metric's first implementation does. "rouge",
+    the geometric mean of the means, is BUZZ's mean score (section 4.2.1, Table 2).
+
+    Raises:
+        WeirError: rouge-score is not installed, or there is nothing to compare.
+    """
+    if not answers:
+        raise WeirError("there are no summaries to compare")
+    module = import_optional("rouge_score.rouge_scorer", "ROUGE")
+    scorer = module.RougeScorer(list(ROUGE), use_stemmer=True)
+    scores = [scorer.score(target, said) for said, target in zip(answers, right, strict=True)]
+    means = {kind: sum(one[kind].fmeasure for one in scores) / len(scores) for kind in ROUGE}
+    return {"rouge": math.prod(means.values()) ** (1 / len(ROUGE)), **means}
+
+
+def self_bleu(texts: Sequence[str]) -> float | None:
+    """How alike texts are: the mean BLEU of each with all the others as references, from 0 to 1.
+
+    BUZZ, section 4.2.3 and Figure 7, after Zhu et al. 2018. BLEU is sacrebleu's of sentences, which
+    leaves out orders longer than the text. None for fewer than two texts that are not empty.
+
+    Raises:
+        WeirError: sacrebleu is not installed.
+    """
+    sentence_bleu = import_optional("sacrebleu", "Self-BLEU").sentence_bleu
+    known = [text for text in texts if text.strip()]
+    if len(known) < 2:
+        return None
+    scores = [
+        sentence_bleu(text, [*known[:i], *known[i + 1 :]]).score / 100
+        for i, text in enumerate(known)
+    ]
+    return min(1.0, sum(scores) / len(scores))  # sacrebleu's 100 % is a little more

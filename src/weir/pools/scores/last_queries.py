@@ -1,0 +1,147 @@
+"""What the last queries attended to, for scores that ask them. Knows no score."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from weir.errors import WeirError
+from weir.pools.base import Fold
+from weir.slab import Rotation, Slots
+
+
+def last_attention(slots: Slots, fold: Fold, window: int) -> Tensor:
+    """Shares of the attention of the last queries [batch, kv_heads, group, window, slots], float32.
+
+    Of all that a query gave, to tokens in other pools too, as it was given: at the distances at
+    which attention reads (`ObservedAttention`). 0 for tokens newer than the query, and from
+    queries of which there were none yet.
+
+    Args:
+        slots: of the pool, in any order.
+        fold: of a pool that says so many in `needs_queries`.
+        window: how many of the last queries.
+    """
+    assert fold.read is not None
+    return fold.read.attention(slots)[:, :, :, -window:]
+
+
+def keys_as_read(slots: Slots, fold: Fold) -> Tensor:
+    """Keys at the distances at which attention reads them; as said for slots that lie in no layer.
+
+    Returns:
+        [batch, kv_heads, slots, key_dim], float32.
+    """
+    return (slots.keys if fold.read is None else fold.read.keys(slots)).float()
+
+
+def logits(slots: Slots, fold: Fold, window: int) -> Tensor:
+    """Logits of the last queries, as `last_attention`; `-inf` where its share is 0."""
+    assert fold.read is not None
+    lse = fold.read.lse[:, :, :, -window:, None]
+    return last_attention(slots, fold, window).log() + lse.nan_to_num(neginf=0.0)
+
+
+def check_window(name: str, window: int) -> None:
+    """Refuse a number of queries that is none.
+
+    Raises:
+        WeirError: by the pool's name.
+    """
+    if window < 1:
+        raise WeirError(f"at least the last query is asked in {name}, not the last {window}")
+
+
+def check_kernel(name: str, kernel: int) -> None:
+    """Refuse neighborhoods without a token in their middle.
+
+    Raises:
+        WeirError: by the pool's name.
+    """
+    if kernel < 1 or kernel % 2 == 0:
+        raise WeirError(
+            f"the kernel of {name} has a token in its middle, so it is odd and at least 1, not "
+            f"{kernel}"
+        )
+
+
+def check_share(name: str, parameter: str, value: float) -> None:
+    """Refuse what is no share of something.
+
+    Raises:
+        WeirError: by the pool's name.
+    """
+    if not 0 <= value <= 1:
+        raise WeirError(f"{parameter} of {name} is a share, from 0 to 1, not {value:g}")
+
+
+def last_unrotated_queries(fold: Fold, count: int) -> tuple[Tensor, Tensor]:
+    """The last queries without their rotation, float32, and which of them there were.
+
+    Args:
+        fold: of a pool that says so many in `needs_queries`.
+        count: how many.
+
+    Returns:
+        [batch, kv_heads, group, n, key_dim], 0 where there was none; [batch, n], bool.
+    """
+    assert fold.read is not None
+    queries = fold.read.unrotated_queries[:, :, :, -count:].float()
+    there = fold.read.query_positions[:, -count:] >= fold.origin
+    return queries.masked_fill(~there[:, None, None, :, None], 0.0), there
+
+
+def mean_query(queries: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean of queries, and of how many it is.
+
+    Args:
+        queries, there: of `last_unrotated_queries`.
+
+    Returns:
+        [batch, kv_heads, group, key_dim]; [batch, 1, 1, 1], float32, at least 1.
+    """
+    count = there.sum(dim=1).clamp_min(1)[:, None, None, None].float()
+    return queries.sum(dim=3) / count, count
+
+
+def mean_rotation(fold: Fold, ahead: Sequence[int]) -> Rotation | None:
+    """The mean rotation of places to come; None for a layer that rotates nothing.
+
+    Args:
+        fold: says which place is next.
+        ahead: so many places behind the next one.
+
+    Returns:
+        Cosines and sines [batch, 1, 1, rotary_dim / 2].
+    """
+    assert fold.read is not None
+    rotary = fold.read.positions.rotary
+    if rotary is None:
+        return None
+    steps = torch.tensor(ahead, device=fold.next.device)
+    turn = rotary.turns(fold.next[:, None, None] + steps)
+    return Rotation(turn.cos.mean(dim=2, keepdim=True), turn.sin.mean(dim=2, keepdim=True))
+
+
+def rotate_back(keys: Tensor, turn: Rotation | None) -> Tensor:
+    """Keys as a query without rotation would meet them: the transpose of a mean rotation on them.
+
+    Args:
+        keys: [batch, kv_heads, n, key_dim], float32.
+        turn: of `mean_rotation`.
+    """
+    return keys if turn is None else Rotation(turn.cos, -turn.sin).of(keys)
+
+
+def check_ahead(name: str, ahead: int) -> None:
+    """Refuse a look ahead at no place.
+
+    Raises:
+        WeirError: by the pool's name.
+    """
+    if not 1 <= ahead <= 1 << 20:
+        raise WeirError(
+            f"{name} looks 1 to {1 << 20:,} places ahead, not {ahead}; a fold's chunk is 64"
+        )

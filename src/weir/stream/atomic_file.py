@@ -1,0 +1,75 @@
+"""A file that is written anew: whole or not at all, and nothing is left of a write that was killed.
+
+What is new is written in a folder of its own beside the file, `NAME.xxxxxxxx.part`, and then takes
+the file's place. Whoever writes holds a lock on that folder, which the system drops with the
+process; so a folder that nobody has locked is what a killed process left, and the next write to the
+same file clears it. Knows nothing about what is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PART = ".part"
+
+
+@contextmanager
+def replace_atomically(path: Path) -> Iterator[Path]:
+    """Where to write what takes the place of `path` when the block ends without an error.
+
+    Several processes may write to one path at once: the last to end is the one that stays.
+
+    Raises:
+        OSError: it cannot be written there, or something that is no file stands in its place.
+    """
+    _clear(path)
+    folder, lock = _own_folder(path)
+    try:
+        new = folder / path.name
+        yield new
+        with open(new, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _own_folder(path: Path) -> tuple[Path, int]:
+    """A new folder beside `path`, and the descriptor that holds its lock."""
+    while True:
+        folder = tempfile.mkdtemp(prefix=f"{path.name}.", suffix=PART, dir=path.parent)
+        # Another process may find and clear the folder before the lock is there: then once more.
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(folder, os.O_RDONLY)
+            with contextlib.suppress(OSError):  # a file system without locks: nobody clears there
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.exists(folder):
+                return Path(folder), lock
+            os.close(lock)
+
+
+def _clear(path: Path) -> None:
+    """Remove the folders of writes to `path` that never ended and that nobody goes on with."""
+    name = re.compile(re.escape(path.name) + r"\.[a-z0-9_]{8}" + re.escape(PART))
+    with contextlib.suppress(OSError):
+        for left in [entry.path for entry in os.scandir(path.parent) if name.fullmatch(entry.name)]:
+            with contextlib.suppress(OSError):
+                _clear_unless_locked(left)
+
+
+def _clear_unless_locked(folder: str) -> None:
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)

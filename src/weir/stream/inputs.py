@@ -1,0 +1,327 @@
+"""Token ids as people have them: lists, arrays, tensors, what a tokenizer returned.
+
+Knows nothing about models or streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from weir.errors import WeirError, quote
+from weir.models import MOST_OFFSET, OFFSETS, PICTURES, Images, check_ids, embed, offsets
+
+Tokens = (
+    Tensor
+    | np.ndarray[Any, Any]
+    | Sequence[int]
+    | Sequence[Sequence[int]]
+    | Mapping[str, Any]  # with `input_ids`, as a tokenizer returns them
+)
+
+NOTHING = "zero tokens were fed; a stream needs at least one"
+
+
+def read_ids(given: Tokens | None, vocabulary: int) -> Tensor:
+    """Token ids, checked.
+
+    Args:
+        given: ids [length] or [batch, length], or what a tokenizer returned, without padding; None
+            is refused like anything else that is no ids.
+        vocabulary: ids run from 0 to this, exclusive.
+
+    Returns:
+        [batch, length], int64, where they were.
+
+    Raises:
+        WeirError: they are no ids, none at all, out of range, or padded.
+    """
+    if isinstance(given, str):
+        raise WeirError("text is not token ids; write tokenizer(text).input_ids")
+    if isinstance(given, Mapping):
+        given = _of_tokenizer(given)
+    ids = _tensor(given)
+    if ids.numel() == 0:
+        raise WeirError(NOTHING)
+    whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if not whole or ids.ndim not in (1, 2):
+        raise WeirError(
+            f"token ids must be whole numbers [length] or [batch, length], not {ids.dtype} "
+            f"{list(ids.shape)}"
+        )
+    ids = ids.to(torch.int64)
+    check_ids(ids, vocabulary)
+    return ids[None] if ids.ndim == 1 else ids
+
+
+def pieces_of(given: Iterator[int], size: int) -> Iterator[list[int]]:
+    """The ids that an iterator yields, `size` at a time and never more ahead.
+
+    Raises:
+        WeirError: it yields something else, or nothing at all.
+    """
+    last: list[int] | None = None
+    while piece := list(itertools.islice(given, size)):
+        last = [_index(token) for token in piece]
+        yield last
+    if last is None:
+        raise WeirError(NOTHING)
+
+
+def _index(token: Any) -> int:
+    """An id, of whatever kind of whole number."""
+    with contextlib.suppress(TypeError):  # a tensor has `__index__`, and not always an index
+        if not isinstance(token, bool):
+            return operator.index(token)
+    raise WeirError(f"an iterator yields ids one by one, whole numbers, not {quote(token)}")
+
+
+def read_stops(given: int | Sequence[int]) -> set[int]:
+    """The ids of tokens that end an answer, from one or several.
+
+    Raises:
+        WeirError: they are no ids.
+    """
+    found: Any = [given] if is_count(given) else given
+    try:
+        if not isinstance(found, str) and all(map(is_count, found)):
+            return {int(token) for token in found}
+    except TypeError:
+        pass  # nothing that holds several
+    raise WeirError(f"stop must be a token id or several, not {quote(given)}")
+
+
+def is_count(value: object) -> bool:
+    """Whether it is a whole number from 0 on."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+
+
+def _tensor(given: Any) -> Tensor:
+    """Numbers as a tensor.
+
+    Raises:
+        WeirError: they are none, or rows of them have different lengths.
+    """
+    try:
+        # A copy, since torch would warn about sharing an array that nobody may write to.
+        return torch.tensor(given) if isinstance(given, np.ndarray) else torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise WeirError(
+            "token ids must be whole numbers [length] or, in rows of one length, "
+            f"[batch, length] ({error})"
+        ) from None
+
+
+def _of_tokenizer(given: Mapping[str, Any]) -> Any:
+    """The ids of what a tokenizer returned.
+
+    Raises:
+        WeirError: it has none, or some of them are padding.
+    """
+    if "input_ids" not in given:
+        raise WeirError(f"token ids are looked for in 'input_ids', and {list(given)} has none")
+    mask = given.get("attention_mask")
+    if mask is not None and not bool(_tensor(mask).all()):
+        raise WeirError(
+            "a stream takes no padding, and the attention_mask has some; feed rows of one length, "
+            "or use model.generate(..., past_key_values=weir.StreamingCache(...))"
+        )
+    return given["input_ids"]
+
+
+NO_ID = -1
+"""Stands for the id of a token that was fed as an embedding without one."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tokens on their way to the model.
+
+    Attributes:
+        ids: [batch, length], int64; `NO_ID` where a token has none.
+        embeddings: what the decoder reads in place of the ids [batch, length, width], or None.
+        offsets: of a model with three axes, where each stands within its word or image [batch,
+            length, 5]; None for words.
+    """
+
+    ids: Tensor
+    embeddings: Tensor | None = None
+    offsets: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.ids.shape[1]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch."""
+        return self.ids.shape[0]
+
+    @property
+    def last(self) -> list[int | None]:
+        """The last token of each row; None where it has no id."""
+        return [None if token == NO_ID else token for token in self.ids[:, -1].tolist()]
+
+    @property
+    def given(self) -> dict[str, Tensor]:
+        """The model's arguments."""
+        if self.embeddings is None:
+            return {"input_ids": self.ids}
+        if self.offsets is None:
+            return {"inputs_embeds": self.embeddings}
+        return {"inputs_embeds": self.embeddings, OFFSETS: self.offsets}
+
+    def part(self, start: int, stop: int) -> Inputs:
+        """The tokens from `start` to `stop`, exclusive."""
+        embeddings = None if self.embeddings is None else self.embeddings[:, start:stop]
+        within = None if self.offsets is None else self.offsets[:, start:stop]
+        return Inputs(self.ids[:, start:stop], embeddings, within)
+
+    def to(self, device: torch.device) -> Inputs:
+        """The same on another device."""
+        moved = None if self.embeddings is None else self.embeddings.to(device)
+        within = None if self.offsets is None else self.offsets.to(device)
+        return Inputs(self.ids.to(device), moved, within)
+
+
+def read_inputs(
+    given: Tokens | None,
+    embeddings: Tensor | None,
+    model: PreTrainedModel,
+    images: Images | None,
+    vocabulary: int,
+    within: Tensor | None = None,
+) -> Inputs:
+    """What somebody feeds, checked; images are turned into embeddings.
+
+    Args:
+        given: as for `read_ids`, or what the model's processor returned, with pixels.
+        embeddings: [length, width] or [batch, length, width]; `given` are their ids then, if there
+            are any.
+        model: who is to read it.
+        images: what is known of the model's images.
+        vocabulary: ids run from 0 to this, exclusive.
+        within: with embeddings, their offsets [length, 5] or [batch, length, 5]
+            (`models.offsets`); None for words.
+
+    Raises:
+        WeirError: there is nothing, ids embeddings or offsets are none or not the model's, or
+            images and image tokens do not go together.
+    """
+    if embeddings is not None:
+        inputs = _with_embeddings(given, embeddings, model, vocabulary)
+        if within is None:
+            return inputs
+        return replace(inputs, offsets=_checked_offsets(within, inputs, model, images))
+    if within is not None:
+        raise WeirError("offsets are those of embeddings; of ids and images weir makes them itself")
+    ids = read_ids(given, vocabulary)
+    pictures = _pictures(given)
+    if not pictures:
+        if images is not None:
+            images.check_words(ids)
+        return Inputs(ids)
+    if images is None:
+        raise WeirError(f"a {type(model).__name__} sees no images, and {list(pictures)} was fed")
+    both = {"input_ids": ids, **pictures}
+    return Inputs(ids, embed(model, both), offsets(model, both))
+
+
+def _pictures(given: Tokens | None) -> dict[str, Any]:
+    """What a processor returned beside the ids, if there are pixels among it."""
+    if not isinstance(given, Mapping) or all(given.get(name) is None for name in PICTURES):
+        return {}
+    return {name: it for name, it in given.items() if name not in ("input_ids", "attention_mask")}
+
+
+def _with_embeddings(
+    given: Tokens | None, embeddings: Tensor, model: PreTrainedModel, vocabulary: int
+) -> Inputs:
+    vectors = _checked(embeddings, model)
+    if given is None:
+        return Inputs(torch.full(vectors.shape[:2], NO_ID), vectors)
+    if isinstance(given, Mapping) and _pictures(given):
+        raise WeirError("feed images or embeddings, not both; the embeddings may hold the images")
+    ids = read_ids(given, vocabulary)
+    if ids.shape != vectors.shape[:2]:
+        raise WeirError(
+            f"the ids of embeddings are {list(vectors.shape[:2])} like these, not {list(ids.shape)}"
+        )
+    return Inputs(ids, vectors)
+
+
+def _checked(embeddings: object, model: PreTrainedModel) -> Tensor:
+    """Embeddings that the model can read [batch, length, width].
+
+    Raises:
+        WeirError: they are none, of another width or dtype, or not finite.
+    """
+    weight: Any = model.get_input_embeddings().weight
+    width, dtype = weight.shape[1], _name(weight.dtype)
+    if not isinstance(embeddings, Tensor):
+        raise WeirError(
+            f"embeddings are a tensor [tokens, {width}] or [batch, tokens, {width}], not "
+            f"{quote(embeddings)}"
+        )
+    if embeddings.ndim not in (2, 3) or embeddings.shape[-1] != width:
+        raise WeirError(
+            f"this model reads embeddings [tokens, {width}] or [batch, tokens, {width}], not "
+            f"{list(embeddings.shape)}"
+        )
+    if embeddings.dtype != weight.dtype:
+        raise WeirError(
+            f"the embeddings are {_name(embeddings.dtype)} and this model reads {dtype}; write "
+            f"embeddings.to(torch.{dtype})"
+        )
+    vectors = embeddings.detach()
+    vectors = vectors[None] if vectors.ndim == 2 else vectors
+    if vectors.shape[0] == 0 or vectors.shape[1] == 0:
+        raise WeirError("zero embeddings were fed; a stream needs at least one")
+    wrong = (~vectors.isfinite().all(dim=-1)).nonzero().tolist()
+    if wrong:
+        row, place = wrong[0]
+        where = f" of row {row}" if vectors.shape[0] > 1 else ""
+        raise WeirError(
+            f"embedding {place + 1}{where} of this call is infinite or no number; nothing was fed"
+        )
+    return vectors
+
+
+def _checked_offsets(
+    within: object, inputs: Inputs, model: PreTrainedModel, images: Images | None
+) -> Tensor:
+    """Offsets as `models.offsets` makes them [batch, length, 5], int64.
+
+    Raises:
+        WeirError: they are not, or the model has one axis.
+    """
+    if images is None or not images.axes:
+        raise WeirError(f"the tokens of a {type(model).__name__} have one place each, no offsets")
+    wanted = [*inputs.ids.shape, 5]
+    if isinstance(within, Tensor) and within.ndim == 2:
+        within = within[None]
+    if not isinstance(within, Tensor) or list(within.shape) != wanted:
+        what = list(within.shape) if isinstance(within, Tensor) else quote(within)
+        raise WeirError(f"the offsets of these embeddings are {wanted}, not {what}")
+    whole = not (within.is_floating_point() or within.is_complex() or within.dtype == torch.bool)
+    found = within.to(torch.int64) if whole else within
+    if not whole or bool((found < 0).any()) or bool((found >= MOST_OFFSET).any()):
+        raise WeirError(
+            f"offsets are whole numbers from 0 to {MOST_OFFSET - 1:,}, as models.offsets"
+        )
+    if bool((found[:, :, 3] < 1).any()):
+        raise WeirError("a word or image reaches 1 at least, the fourth of the offsets; 0 is none")
+    return found
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

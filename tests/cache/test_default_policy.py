@@ -1,0 +1,171 @@
+"""A policy that was measured on a model and lies with it is taken where nobody names one."""
+
+from __future__ import annotations
+
+import functools
+import runpy
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from roundings import close_runs
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+import weir
+from weir.cache import DEFAULT, find_model_policy, size_of
+from weir.errors import WeirError
+from weir.models import fingerprint, loading
+from weir.policies import format_policy_file
+
+HUB = Path(__file__).parents[2] / "hub" / "custom_generate" / "generate.py"
+LAYERS = [{"policy": "h2o(8)"}, {"policy": "sink(2) | recent(14)"}]
+WRITTEN = "[h2o(8), sink(2) | recent(14)]"
+
+
+@pytest.fixture
+def folder(fresh_llama, tmp_path) -> Path:
+    """A folder with a model, and with what was measured on it."""
+    model = fresh_llama()
+    model.generation_config = GenerationConfig()
+    model.save_pretrained(tmp_path / "model")
+    text = format_policy_file({}, fingerprint(model), LAYERS)
+    (tmp_path / "model" / "weir.toml").write_text(text)
+    return tmp_path / "model"
+
+
+def read(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def test_it_is_taken_by_streams_caches_and_generate(folder, ids):
+    model, tokens = read(folder), ids(1, 40)
+    assert str(weir.Stream(model).policy) == str(weir.StreamingCache(model).policy) == WRITTEN
+    how = {"max_new_tokens": 8, "do_sample": False, "custom_generate": weir.generate}
+    said, wanted = (model.generate(tokens, **how, **more) for more in ({}, {"policy": WRITTEN}))
+    assert torch.equal(said, wanted)
+    assert str(find_model_policy(str(folder))) == WRITTEN
+
+
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [
+        ({"policy": "h2o(20)"}, "h2o(budget=20)"),
+        ({"slots": "exact"}, "weir(budget=256, slots=exact)"),
+        ({"slots": "fp8"}, "weir(budget=256, slots=fp8)"),
+        ({"policy": "h2o(20)", "slots": "int8"}, "quantized(h2o(budget=20), slots=int8)"),
+    ],
+)
+def test_what_is_given_goes_before_it(folder, given, policy):
+    (folder / "weir.toml").write_text("not even looked at")
+    assert weir.Stream(read(folder), **given).policy == weir.policy(policy)
+
+
+def test_it_folds_as_often_as_when_it_was_measured_unless_somebody_says_how_often(folder):
+    text = (folder / "weir.toml").read_text()
+    (folder / "weir.toml").write_text(text.replace("format = 1", "format = 1\nchunk = 16"))
+    model, file = read(folder), str(folder / "weir.toml")
+    for stream in (
+        weir.Stream(model),
+        weir.Stream(model, file),
+        weir.Stream(model, file, slots="int8"),
+    ):
+        assert stream.cache.chunk == 16
+    assert weir.Stream(model, chunk=8).cache.chunk == 8
+    assert weir.Stream(model, WRITTEN).cache.chunk == 64  # as text it was measured nowhere
+    assert size_of(model, file) == size_of(model, file, chunk=16)
+    assert size_of(model, file) != size_of(model, file, chunk=64)
+    (folder / "weir.toml").write_text(text.replace("format = 1", "format = 1\nchunk = 0"))
+    with pytest.raises(WeirError, match="its chunk is no whole number from 1 on"):
+        weir.Stream(model)
+
+
+def test_without_one_it_is_the_policy_for_everybody(folder, llama):
+    (folder / "weir.toml").unlink()
+    assert str(weir.Stream(read(folder)).policy) == DEFAULT
+    assert str(weir.StreamingCache(llama).policy) == DEFAULT  # which was never in a folder
+    assert find_model_policy(str(folder)) is None
+    assert find_model_policy("nano") is None
+
+
+def test_it_reads_a_short_prompt_as_the_model_does_where_its_slots_are_exact(llama, ids):
+    tokens = ids(1, 250)
+    with torch.no_grad():
+        plain = llama(tokens).logits
+        exact, eight = (
+            llama(tokens, past_key_values=weir.StreamingCache(llama, slots=slots)).logits
+            for slots in ("exact", None)
+        )
+    close_runs(exact, plain, llama)
+    first = slice(64)  # the chunk in front of the first fold
+    assert torch.equal(eight[:, first], exact[:, first])
+    assert not torch.equal(eight, exact)
+
+
+def test_a_model_that_was_made_here_does_not_take_what_lies_in_the_working_folder(
+    folder, fresh_llama, monkeypatch
+):
+    monkeypatch.chdir(folder)
+    assert str(weir.Stream(fresh_llama()).policy) == DEFAULT
+
+
+def test_of_the_hub_it_is_taken_from_the_snapshot_here_and_nothing_is_fetched(
+    folder, tmp_path, monkeypatch
+):
+    snapshots = tmp_path / "hub" / "models--some--body"
+    (snapshots / "refs").mkdir(parents=True)
+    (snapshots / "refs" / "main").write_text("a" * 40)
+    (snapshots / "snapshots" / ("a" * 40)).mkdir(parents=True)
+    (snapshots / "snapshots" / ("b" * 40)).mkdir(parents=True)
+    (folder / "weir.toml").rename(snapshots / "snapshots" / ("a" * 40) / "weir.toml")
+    look = functools.partial(huggingface_hub.try_to_load_from_cache, cache_dir=tmp_path / "hub")
+    monkeypatch.setattr(loading, "try_to_load_from_cache", look)
+    model = read(folder)
+    model.name_or_path = "some/body"
+    for commit, policy in (("a" * 40, WRITTEN), ("b" * 40, DEFAULT), (None, WRITTEN)):
+        model.config._commit_hash = commit
+        assert str(weir.Stream(model).policy) == policy
+    assert str(find_model_policy("some/body")) == WRITTEN
+    assert find_model_policy("some/body", "b" * 40) is None
+    for gone in ("some/other", "a/folder/that/is/gone", "/nowhere"):
+        assert find_model_policy(gone) is None
+
+
+@pytest.mark.parametrize("damaged", ["", "format = 1", "format ="])
+def test_a_damaged_one_is_one_sentence_and_not_passed_over(folder, damaged):
+    (folder / "weir.toml").write_text(damaged)
+    wanted = r"weir.toml is (TOML, but )?no policy file.*; it lies with the model, so it is what"
+    for ask in (lambda: weir.Stream(read(folder)), lambda: find_model_policy(str(folder))):
+        with pytest.raises(WeirError, match=wanted) as told:
+            ask()
+        assert "\n" not in str(told.value)
+
+
+def test_one_of_another_model_is_refused(folder, fresh_llama):
+    other = fresh_llama(seed=1)
+    other.save_pretrained(folder)  # trained on, say
+    with pytest.raises(WeirError, match=r"calibrated for another model .* mend or remove it"):
+        weir.Stream(read(folder))
+
+
+def test_a_saved_stream_keeps_its_own(folder, tmp_path):
+    stream = weir.Stream(read(folder), "h2o(20)")
+    stream.feed([1, 2, 3])
+    stream.save(tmp_path / "session")
+    assert weir.Stream.restore(read(folder), tmp_path / "session").policy == stream.policy
+
+
+def test_a_link_to_nothing_is_not_passed_over(folder):
+    (folder / "weir.toml").unlink()
+    (folder / "weir.toml").symlink_to("gone")
+    with pytest.raises(WeirError, match=r"weir\.toml.*it lies with the model"):
+        weir.Stream(read(folder))
+
+
+def test_the_folder_for_the_hub_takes_its_chunk_too(folder, monkeypatch):
+    text = format_policy_file({"chunk": 5}, fingerprint(read(folder)), LAYERS)
+    (folder / "weir.toml").write_text(text)
+    model = read(folder)
+    monkeypatch.setattr(model, "generate", lambda past_key_values: past_key_values)
+    generate = runpy.run_path(str(HUB))["generate"]
+    assert (generate(model).chunk, generate(model, chunk=3).chunk) == (5, 3)

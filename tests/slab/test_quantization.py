@@ -1,0 +1,111 @@
+"""Quantizing: within its bound, the same again when it is done again, whatever the numbers are."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from weir.slab import FORMATS
+from weir.slab.quantization import Code, are_levels, dequantize, quantize, steps
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CODES = list(dict.fromkeys(c for form in FORMATS.values() for c in (form.keys, form.values)))
+
+
+def some(dtype: torch.dtype, seed: int, size: float, dim: int = 64) -> Tensor:
+    """Vectors of all kinds about that size: plain, steep, with outliers, and of zeros."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(60, dim, generator=draw)
+    x[10:20] = x[10:20] ** 5
+    x[20:30, 3] *= 1000
+    x[30:40] = x[30:40].round()
+    x[40:50] = torch.rand(10, dim, generator=draw).sign()  # all of one size
+    x[50:] = 0
+    top = torch.finfo(dtype).max
+    return (x * size).clamp(-top, top).to(dtype)
+
+
+def error_in_steps(x: Tensor, code: Code) -> Tensor:
+    """By how many steps what is read is off, at most, before the dtype of the model rounds it."""
+    numbers, peaks = quantize(x, code)
+    found = dequantize(numbers, peaks, code, torch.float64)
+    each = steps(peaks, code).double().repeat_interleave(x.shape[-1] // peaks.shape[-1], -1)
+    return ((found - x.double()).abs() / each).max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("code", CODES, ids=str)
+@given(seed=st.integers(0, 2**32), power=st.integers(-40, 40))
+def test_numbers_are_within_the_bound(code, dtype, seed, power):
+    x = some(dtype, seed, 2.0**power)
+    # A quotient is rounded once, in float32: of `levels` at most 2^-24 of itself.
+    assert error_in_steps(x, code) <= code.bound + code.levels * 2.0**-23
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("code", CODES, ids=str)
+@given(seed=st.integers(0, 2**32), power=st.integers(-40, 40))
+def test_what_was_read_is_quantized_to_the_same_bits(code, dtype, seed, power):
+    once = quantize(some(dtype, seed, 2.0**power), code)
+    read = dequantize(*once, code, dtype)
+    assert read.isfinite().all()
+    twice = quantize(read, code)
+    for one, other in zip(once, twice, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("code", CODES, ids=str)
+def test_the_ends_of_a_dtype_are_numbers_too(code, dtype):
+    info = torch.finfo(dtype)
+    x = torch.tensor([info.max, -info.max, info.tiny, 0.0] * 16, dtype=dtype)[None]
+    read = dequantize(*quantize(x, code), code, dtype)
+    assert read.isfinite().all()
+    assert float(read[0, 0]) >= info.max * (1 - 2.0**-7)
+    x = torch.full((1, 64), info.tiny, dtype=dtype)
+    numbers, peaks = quantize(x, code)
+    assert are_levels(numbers, code) and peaks.isfinite().all()
+
+
+@pytest.mark.parametrize("code", CODES, ids=str)
+def test_what_is_stored_has_the_size_that_was_said(code):
+    numbers, peaks = quantize(torch.randn(2, 3, 5, 64), code)
+    assert numbers.shape == (2, 3, 5, code.stored(64)) and numbers.dtype == code.dtype
+    assert peaks.shape == (2, 3, 5, code.peaks(64)) and peaks.dtype == torch.bfloat16
+    assert are_levels(numbers, code)
+
+
+def test_k8v4_has_two_numbers_to_a_byte_and_a_peak_for_each_32():
+    code = FORMATS["k8v4"].values
+    x = torch.zeros(1, 64)
+    x[0, :3], x[0, 33:36] = torch.tensor([7.0, -3.0, 2.4]), torch.tensor([-1.4, 0.65, 0.0])
+    numbers, peaks = quantize(x, code)
+    assert numbers.shape == (1, 32)
+    assert torch.equal(peaks, torch.tensor([[7.0, 1.4]]).bfloat16())
+    assert numbers[0, :4].tolist() == [15 | 8 << 4, 5 | 1 << 4, 10 | 11 << 4, 8 | 8 << 4]
+    assert not are_levels(torch.zeros(1, 32, dtype=torch.uint8), code)  # -8 is no level
+    assert "heads of 48" in FORMATS["k8v4"].wrong(64, 48)
+    assert FORMATS["k8v4"].wrong(48, 64) is None
+
+
+def test_fp8_is_what_pytorch_rounds_to():
+    code = FORMATS["fp8"].keys
+    x = torch.linspace(-1, 1, 64)[None]
+    numbers, peaks = quantize(x, code)
+    assert torch.equal(numbers.view(torch.float8_e4m3fn), (x * 448).to(torch.float8_e4m3fn))
+    assert peaks.tolist() == [[1.0]]
+    assert not are_levels(torch.tensor([[0x7F]], dtype=torch.uint8), code)  # not a number
+
+
+def test_int8_is_rounding_to_a_127th_of_the_largest():
+    x = torch.tensor([[1.0, -0.5, 0.2501, 0.0]])
+    numbers, peaks = quantize(x, FORMATS["int8"].keys)
+    assert peaks.tolist() == [[1.0]]
+    assert numbers.tolist() == [[127, -64, 32, 0]]  # 63.5 goes to the even neighbor
+    assert not are_levels(torch.tensor([[-128]], dtype=torch.int8), FORMATS["int8"].keys)
+    assert math.isclose(float(steps(peaks, FORMATS["int8"].keys)), 1 / 127, rel_tol=1e-6)
