@@ -55,7 +55,9 @@ def ask(client: EngineClient, *messages: Message) -> tuple[Prompt, str, TurnReco
     answer = "".join(event.text for event in generation.queue._events)
     end = generation.queue._events[-1]
     assert isinstance(end, FinishEvent)
-    record = client.store.find_history("", chain(plan.chain, [Message("assistant", answer)])[0])
+    record = client.store.find_history(
+        "", hash_prefixes(plan.hash, [Message("assistant", answer)])[0]
+    )
     assert record.usage["pinned"] == end.stats.pinned
     return plan, answer, record
 

@@ -419,7 +419,7 @@ def test_after_a_restart_an_engine_goes_on_as_one_that_never_stopped(tmp_path):
     assert found == wanted
     with shelf(tmp_path) as its:
         for name, *_ in told:
-            assert same(its.get(name), memory.shelf.get(name))
+            assert same(its.get(name), memory.store.get(name))
 
 
 def test_a_row_that_stands_where_a_turn_starts_is_not_read_from_disk(tmp_path, monkeypatch):

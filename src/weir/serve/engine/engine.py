@@ -65,7 +65,7 @@ class Engine:
         model: a causal language model, which nobody else feeds meanwhile.
         policy: of every row.
         rows: sequences that run at once.
-        checkpoints: where the ends of sequences are kept.
+        store: where the ends of sequences are kept.
         chunk: tokens between two folds; None for what the policy was measured with, or 64.
         prefill_chunk: tokens of prompts that are read between two decode calls.
         queue: sequences that may wait while no row is free.
@@ -88,7 +88,7 @@ class Engine:
         model: PreTrainedModel,
         policy: str | Policy,
         rows: int,
-        checkpoints: CheckpointStore,
+        store: CheckpointStore,
         *,
         chunk: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
@@ -97,7 +97,7 @@ class Engine:
     ) -> None:
         self.model = model
         self.cache = StreamingCache(model, policy, chunk=chunk, batch=rows, failures="keep")
-        self.checkpoints = checkpoints
+        self.store = store
         self.deterministic = deterministic
         self.runner = ModelRunner(model, self.cache)
         self.scheduler = Scheduler(rows, queue, prefill_chunk, deterministic=deterministic)
@@ -151,7 +151,7 @@ class Engine:
         """Drop a checkpoint, and free the row that stands there."""
         with self._changed:
             self.scheduler.rows.forget(checkpoint)
-        self.checkpoints.drop(checkpoint)
+        self.store.drop(checkpoint)
 
     def load(self) -> EngineLoad:
         """How busy the engine is."""
@@ -220,7 +220,7 @@ class Engine:
             self.cache.reset_row(sequence.row, seed=sequence.seed)
             beginning: int | None = sequence.beginning
         else:
-            checkpoint = self.checkpoints.get(sequence.parent)
+            checkpoint = self.store.get(sequence.parent)
             if not resident:
                 # No check: a store returns what it was given, and one on disk has a checksum.
                 self.cache.put_row(sequence.row, checkpoint.state, check=False)
@@ -343,7 +343,7 @@ class Engine:
 
         try:
             checkpoint = Checkpoint(state, (sequence.output_ids[-1],))
-            self.checkpoints.put(sequence.id, checkpoint, on_saved)
+            self.store.put(sequence.id, checkpoint, on_saved)
         except Exception as error:
             on_saved(error)
 
