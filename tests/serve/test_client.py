@@ -21,6 +21,7 @@ from weir.serve import (
     Prompt,
     SamplingParams,
     TurnRecord,
+    hash_prefixes,
 )
 
 
@@ -55,9 +56,8 @@ def ask(client: EngineClient, *messages: Message) -> tuple[Prompt, str, TurnReco
     answer = "".join(event.text for event in generation.queue._events)
     end = generation.queue._events[-1]
     assert isinstance(end, FinishEvent)
-    record = client.store.find_history(
-        "", hash_prefixes(plan.hash, [Message("assistant", answer)])[0]
-    )
+    (chain,) = hash_prefixes(plan.hash, [Message("assistant", answer)])
+    record = client.store.find_history("", chain)
     assert record.usage["pinned"] == end.stats.pinned
     return plan, answer, record
 
