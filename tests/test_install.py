@@ -263,7 +263,7 @@ PARTS = {
     "cluster": ("serve",),
     "eval": ("evals", "cli"),
     "fast": ("kernels/cpu",),
-    "images": ("train/images", "models/images"),
+    "images": ("models/images",),
     "inspect": ("evals/inspect", "cli/inspect"),
     "plots": ("evals/results", "evals/demo", "evals/report", "evals/attention_error"),
     "ray": ("evals/grid",),

@@ -110,7 +110,6 @@ def test_garbage_is_collected_as_usual_once_the_model_is_loaded_and_when_a_comma
         ("bench serve", "weir_bench.serving.run.measure"),
         ("eval --out x", "weir.evals.grid.make_grid"),
         ("train --text x --out x", "weir.cli.train.preset_of"),
-        ("train --images --out x", "weir.train.images.train_captioner"),
     ],
 )
 def test_commands_that_work_for_long_collect_garbage_as_usual(words, first, monkeypatch, capsys):

@@ -50,10 +50,6 @@ NOWHERE = "/nowhere/text.txt"
             "eval --tasks ppl --policies h2o(64) --add --out {file}/none",
             "--add changes nothing here: there is no {file}/none yet",
         ),
-        (
-            "train --images --out {file} --heads 4 --sink none --steps 1",
-            "--heads and --sink change nothing here: --images trains by a recipe of its own",
-        ),
     ],
 )
 def test_what_nothing_will_read_is_named(capsys, tmp_path, words, told):

@@ -13,13 +13,14 @@ import pytest
 import torch
 from PIL import Image
 from reference.drawings import captioner
+from reference.examples import import_example
 from reference.subjects import quiet
 from terminal import run
 from transformers import AutoProcessor
 
 import weir
 from weir import WeirError
-from weir.evals.task import TASKS, Subject
+from weir.evals.task import TASKS, Subject, Task
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "captions" / "caption.py"
 _spec = spec_from_file_location("caption_example", SCRIPT)
@@ -214,3 +215,24 @@ def test_one_command_puts_policies_side_by_side(
     assert all(record["result"]["asked"] == 3 for record in records)
     assert records[1]["result"]["share"] < 0.7
     assert "caption: 1 images were left out: 0003.png is not there" in ended.err
+
+
+def test_what_drawings_py_trains_can_be_measured(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WEIR_IMPORT", "")
+    monkeypatch.setattr("weir.policies.plugins._asked", set())
+    monkeypatch.delitem(sys.modules, "caption", raising=False)
+    monkeypatch.setitem(TASKS, "caption", Task)  # and taken away at the end
+    out = tmp_path / "seer"
+    tiny = ("--steps", "2", "--rows", "4", "--width", "16", "--layers", "1", "--held-out", "3")
+    import_example("captions/drawings.py").main(["--out", str(out), *tiny])
+    files = f'captions="{out}/captions.json", images="{out}/images"'
+    ended = run(
+        capsys, "--import", SCRIPT, "eval", "--model", out,
+        "--task", f"caption({files}, samples=2, most=3)",
+        "--policies", "streaming_llm", "--budgets", 16, "--chunk", 8,
+        "--out", tmp_path / "r.jsonl", "--json",
+    )  # fmt: skip
+    assert ended.code == 0
+    assert json.loads(ended.out)["records"][0]["result"]["asked"] == 2

@@ -19,7 +19,7 @@ import weir
 from weir.errors import WeirError
 from weir.models.loading import ASSETS
 from weir.stream import read_text
-from weir.train import PRESETS, Preset, Recipe
+from weir.train import PRESETS, Preset, TrainingRecipe
 
 pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).parents[2] / "examples" / "sinks"
@@ -31,7 +31,7 @@ import sinks as example  # noqa: E402
 sys.path.remove(str(FOLDER))
 
 TOY = Preset(
-    Recipe(
+    TrainingRecipe(
         tokens=30 * 4 * 64,
         rows=4,
         length=64,

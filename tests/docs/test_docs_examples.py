@@ -22,6 +22,7 @@ import weir
 from weir.cli import main
 from weir.models.loading import ASSETS
 from weir.pools import POOLS, Pool
+from weir.pools.observed_attention import ObservedAttention
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"(<!-- not run: [^\n]*-->\n)?^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -168,6 +169,14 @@ def test_the_new_pool_keeps_the_loudest_of_all_that_left_the_window(
     middle = dense.values[:, :, 2 : 203 - 203 % 5 - 16].norm(dim=-1)
     kept = held.values.norm(dim=-1).masked_fill(held.pool != held.pools.index("loud"), -1.0)
     close(kept.topk(8).values, middle.topk(8).values, terms=16 + 5)
+
+
+def test_what_a_fold_is_said_to_have_is_there() -> None:
+    page = (ROOT / "docs" / "writing-a-pool.md").read_text("utf-8")
+    table = page.split("| of the fold's `read` |")[1].split("\n\n")[0]
+    named = set(re.findall(r"`([a-z_]+)(?:\([a-z, ]+\))?`[,| ]", table)) - {"None", "window"}
+    assert len(named) > 12
+    assert not [name for name in named if not hasattr(ObservedAttention, name)]
 
 
 def test_below_its_budget_the_new_pool_changes_nothing(

@@ -6,16 +6,18 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from reference.examples import import_example
 from reference.models import randomized
-from weir.train.images import ImageRecipe, make_captioner, scenes, write_captions
+
+_example = import_example("captions/drawings.py")
 
 
 def captioner(folder: Path, drawings: int = 4) -> PreTrainedModel:
     """Write the folder; the model that is in it."""
     folder.mkdir(parents=True, exist_ok=True)
-    model, processor = make_captioner(ImageRecipe(width=16, layers=1))
+    model, processor = _example.make_captioner(_example.ImageRecipe(width=16, layers=1))
     randomized(model)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
-    write_captions(scenes()[:: 612 // drawings][:drawings], folder, seed=0)
+    _example.write_captions(_example.scenes()[:: 612 // drawings][:drawings], folder, seed=0)
     return model

@@ -39,4 +39,4 @@ def random_client(template: str | None = CHATML, rows: int = 3) -> EngineClient:
         model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
     store = MemoryStore(64)
     engine = Engine(model, POLICY, rows, store, chunk=32)
-    return EngineClient(engine, store, tokenizer, "small", Limits(prompt=20_000))
+    return EngineClient(engine, tokenizer, "small", Limits(prompt=20_000))

@@ -15,10 +15,11 @@ import sys
 from dataclasses import dataclass
 
 import torch
+from bare_record import bare_record
 from toychat import END, HEADER, OPEN, USER, answer, asked, beginning, train
 from transformers import PreTrainedModel
 
-from weir.serve import Engine, MemoryCheckpoints, SampledToken, Sampler, SamplingParams, Sequence
+from weir.serve import Engine, MemoryStore, SampledToken, Sampler, SamplingParams, Sequence
 from weir.stream import Sampling
 
 WINDOW = 16
@@ -85,8 +86,7 @@ def shares(
         turns: of each session that are looked at.
         read: turns that are not looked at are read with their answers, many at once.
     """
-    shelf = MemoryCheckpoints(2 * sessions)
-    engine = Engine(model, policy, sessions, shelf, chunk=4)
+    engine = Engine(model, policy, sessions, MemoryStore(2 * sessions), chunk=4)
     dice = random.Random(0)
     stops = [dice.randrange(24) for _ in range(sessions)]
     seen, number = [0] * sessions, 0
@@ -113,6 +113,7 @@ def shares(
                     listener=heard[session],
                     beginning=len(beginning(0)),
                     header=len(HEADER),
+                    record=bare_record,
                 )
             )
             seen[session] += len(ids)

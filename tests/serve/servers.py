@@ -111,7 +111,7 @@ def make_client(
         store = SQLiteStore(data, model, policy, chunk=4)
     engine = Engine(model, policy, rows, store, chunk=4, queue=limits.queue)
     book = ResponseStore(None if data is None else data / "book.db", limits.texts)
-    return EngineClient(engine, store, tokenizer, "small", limits, book)
+    return EngineClient(engine, tokenizer, "small", limits, book)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from weir.serve import (
 def test_a_learned_sink_stands_in_front_of_what_is_read_first():
     plain = make_client()
     set_sink(plain.engine.model.config, "learnable", (7, 8))
-    client = EngineClient(plain.engine, plain.store, plain.tokenizer, "small", Limits())
+    client = EngineClient(plain.engine, plain.tokenizer, "small", Limits())
     messages = [Message("user", "Hi")]
     chat, without = (one.matcher.match("", messages, None).ids for one in (client, plain))
     assert chat == [7, 8, *without]

@@ -13,7 +13,7 @@ from weir.errors import WeirError
 from weir.models.compiling import Compiled
 from weir.serve import (
     Engine,
-    MemoryCheckpoints,
+    MemoryStore,
     SampledToken,
     Sampler,
     SamplingParams,
@@ -66,7 +66,7 @@ def steps(monkeypatch) -> list[int]:
 
 
 def engine_of(model, rows: int, **given) -> Engine:
-    return Engine(model, POLICY, rows, MemoryCheckpoints(), chunk=4, prefill_chunk=5, **given)
+    return Engine(model, POLICY, rows, MemoryStore(), chunk=4, prefill_chunk=5, **given)
 
 
 def answers(engine: Engine, limits: list[int]) -> list[list[int]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from bare_record import bare_record
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -17,7 +18,7 @@ from weir.serve import (
     Busy,
     Cancelled,
     Engine,
-    MemoryCheckpoints,
+    MemoryStore,
     SampledToken,
     Sampler,
     SamplingParams,
@@ -66,13 +67,12 @@ class Heard:
 
 def engine(rows: int = 3, **given) -> Engine:
     given = {"policy": POLICY, "chunk": CHUNK, "prefill_chunk": 5, **given}
-    return Engine(
-        MODEL, given.pop("policy"), rows, given.pop("shelf", MemoryCheckpoints()), **given
-    )
+    return Engine(MODEL, given.pop("policy"), rows, given.pop("store", MemoryStore()), **given)
 
 
 def turn(node: str, ids, start: str | None = None, limit: int = 6, **given) -> Sequence:
     chooser = Sampler(given.pop("choosing", SamplingParams()))
+    given = {"record": bare_record, **given}
     listener = given.pop("listener", Heard())
     stops = frozenset(given.pop("stops", ()))
     return Sequence(node, start, list(ids), limit, stops, chooser, listener, **given)
@@ -199,8 +199,7 @@ def test_a_turn_may_be_gone_on_from_again_and_after_its_row_went_on():
 
 
 def test_a_row_that_stands_where_a_turn_starts_is_not_filled_anew():
-    shelf = MemoryCheckpoints()
-    served = engine(rows=2, shelf=shelf)
+    served = engine(rows=2)
     work(served, turn("a", words(0, 20)))
     puts = []
     put_row, served.cache.put_row = served.cache.put_row, lambda *given: puts.append(given)
@@ -318,10 +317,10 @@ def test_a_call_that_fails_is_the_end_of_its_turns_and_of_nothing_else(monkeypat
     assert again.listener.tokens == alone([(words(0, 20), 6), (words(1, 9), 6)])[1]
 
 
-class Full(MemoryCheckpoints):
-    """A shelf that takes nothing."""
+class Full(MemoryStore):
+    """A store that takes nothing."""
 
-    def put(self, name, node, done):
+    def save(self, checkpoint, record, done):
         raise OSError("no room")
 
 
@@ -347,8 +346,8 @@ def test_a_turn_whose_row_cannot_be_copied_fails_and_leaves_its_row(monkeypatch,
     assert (load.busy, load.waiting, load.resting) == (0, 0, 1)
 
 
-def test_a_shelf_that_refuses_a_node_fails_its_turn():
-    served = engine(rows=1, shelf=Full())
+def test_a_store_that_refuses_a_turn_fails_it():
+    served = engine(rows=1, store=Full())
     lost = turn("a", words(0, 9))
     work(served, lost)
     assert isinstance(lost.listener.error, OSError)
@@ -429,7 +428,7 @@ def test_turns_that_make_no_sense_are_refused():
 
 def test_a_node_that_is_not_kept_leaves_its_row_free():
     served = engine(rows=1)
-    each = turn("a", words(0, 9), save=False)
+    each = turn("a", words(0, 9), record=None)
     work(served, each)
     assert each.listener.reason == "length"
     assert served.load().resting == 0

@@ -182,10 +182,10 @@ def test_ends_of_turns_are_kept_so_many_and_no_more(server):
 
 
 def test_a_turn_that_cannot_be_saved_fails_and_nobody_hears_of_an_end(server, monkeypatch):
-    def full(record):
+    def full(checkpoint, record, done):
         raise WeirError("the disk of /srv/weir is full")
 
-    monkeypatch.setattr(server.store, "add", full)
+    monkeypatch.setattr(server.store, "save", full)
     answer = server.post(CHAT, body_of(max_tokens=2))
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
     assert "/srv" not in answer.text

@@ -11,7 +11,7 @@ import pytest
 from servers import POLICY, Server, make_client, serving
 
 from weir.cache import Holding, StreamingCache
-from weir.serve import Engine, MemoryCheckpoints
+from weir.serve import Engine
 from weir.serve.api import Keys
 
 CHAT = "/v1/chat/completions"
@@ -45,11 +45,11 @@ def memory(server: Server, session: str, **asked: int) -> dict[str, Any]:
 
 def head_holding(server: Server, session: str) -> Holding:
     """What the row at a session's end holds, as a cache says that it was put into."""
-    engine_client = server.desk
+    engine_client = server.engine_client
     found = engine_client.store.get_session("", session)
     assert found is not None
     cache = StreamingCache(engine_client.engine.model, POLICY, chunk=4)
-    cache.put_row(0, engine_client.store.get(found.head).state)
+    cache.put_row(0, engine_client.store.load(found.head).state)
     return cache.holding()
 
 
@@ -155,24 +155,24 @@ def test_memory_is_the_owners_alone_and_asked_for_in_numbers(server):
 def test_who_looks_at_a_turn_without_a_row_waits_for_nothing():
     from test_engine import engine, turn
 
-    made: Engine = engine(rows=1, shelf=MemoryCheckpoints())
+    made: Engine = engine(rows=1)
     first, second = turn("a", [1, 2, 3], limit=50), turn("b", [4, 5])
     made.submit(first)
     made.submit(second)
     made.step()
-    looks = [made.look(first), made.look(first), made.look(second)]
+    looks = [made.inspect(first), made.inspect(first), made.inspect(second)]
     assert looks[0] is looks[1]
     made.step()
     glance = looks[0].result(0)
     assert glance is not None
-    assert glance.holding.seen == 3 + len(glance.chosen) - 1
+    assert glance.holding.seen == 3 + len(glance.output_ids) - 1
     assert not looks[2].done()  # one look a step
     made.step()
     assert looks[2].result(0) is None
     made.cancel(first)
     made.cancel(second)
     made.step()
-    after = made.look(first)
+    after = made.inspect(first)
     made.stop()
     made.run()  # with nobody to answer, it still shows what was asked for, and ends
     assert after.result(0) is None

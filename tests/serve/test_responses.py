@@ -227,12 +227,12 @@ def test_nothing_is_kept_of_what_is_not_to_be_stored(server, client):
     headers = {"Authorization": f"Bearer {ALICE}"}
     first = say(client, "Secret base")
     before = httpx.get(f"{server.url}/v1/sessions", headers=headers).json()
-    kept = len(server.store._records)
+    kept = len(server.store._turns)
     told = say(client, "Secret", store=False, previous_response_id=first.id)
     assert not told.store and cached(told) == first.usage.total_tokens - 1
     assert told.usage.input_tokens_details.cache_write_tokens == 0
     assert httpx.get(f"{server.url}/v1/sessions", headers=headers).json() == before
-    assert len(server.store._records) == kept
+    assert len(server.store._turns) == kept
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(told.id)
     with pytest.raises(openai.NotFoundError) as error:
@@ -393,14 +393,14 @@ def test_a_turn_that_cannot_be_kept_fails_and_leaves_nothing(server, client, mon
     def refuse(*given):
         raise WeirError("the disk is full")
 
-    before = len(server.store._records)
+    before = len(server.store._turns)
     monkeypatch.setattr(server.engine_client.responses, "save_response", refuse)
     with pytest.raises(openai.InternalServerError):
         say(client, "Hello")
     *_, last = say(client, "Hello", stream=True)
     assert (last.type, last.response.status) == ("response.failed", "failed")
     assert last.response.error.code == "server_error"
-    assert len(server.store._records) == before
+    assert len(server.store._turns) == before
 
 
 def test_a_chain_goes_on_after_a_restart(tmp_path):

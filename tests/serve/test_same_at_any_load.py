@@ -18,7 +18,7 @@ from roundings import close_runs
 from torch import Tensor
 
 from weir.cache import RowState
-from weir.serve import Engine, MemoryCheckpoints, SampledToken, Sampler, SamplingParams, Sequence
+from weir.serve import Engine, MemoryStore, SampledToken, Sampler, SamplingParams, Sequence
 from weir.stream import Sampling
 
 VOCABULARY = 4096
@@ -122,7 +122,7 @@ def talk(
 
 
 def engine_of(model, rows: int, **given) -> Engine:
-    return Engine(model, POLICY, rows, MemoryCheckpoints(), chunk=16, prefill_chunk=32, **given)
+    return Engine(model, POLICY, rows, MemoryStore(), chunk=16, prefill_chunk=32, **given)
 
 
 def facts_of(state: RowState) -> dict[str, Any]:

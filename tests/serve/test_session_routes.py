@@ -190,7 +190,7 @@ def test_files_that_are_none_are_refused_and_nothing_is_kept(server, alice):
     assert alice.ask("POST", "/sessions/import", other).status_code == 400
     assert alice.ask("GET", "/sessions").json() == before
     if isinstance(server.store, SQLiteStore):
-        assert not list(server.store.folder.glob("moving/*"))
+        assert not list(server.store.checkpoints.folder.glob("moving/*"))
 
 
 BAD = [

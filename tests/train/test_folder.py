@@ -23,9 +23,9 @@ from weir.models.loading import load
 from weir.train import PRESETS, folder, loop, practiced
 from weir.train.log import read_log
 from weir.train.loop import Lesson
-from weir.train.recipe import Recipe
+from weir.train.recipe import TrainingRecipe
 
-TINY = Recipe(
+TINY = TrainingRecipe(
     tokens=10 * 4 * 192,
     rows=4,
     length=192,
@@ -261,7 +261,7 @@ import os, signal
 from functools import partial
 from pathlib import Path
 import torch
-from weir.train import Recipe, run
+from weir.train import TrainingRecipe, run
 
 torch.compile = partial(torch.compile, backend="aot_eager")
 
@@ -269,14 +269,14 @@ def stop(step, steps, facts):
     if step == {killed_after}:
         os.kill(os.getpid(), signal.SIGKILL)
 
-recipe = Recipe(**{recipe!r})
+recipe = TrainingRecipe(**{recipe!r})
 run(recipe, Path({text!r}), Path({out!r}), vocabulary=640, compiled={compiled}, on_step=stop)
 """
 
 
 def script(recipe, text, out, *, killed_after=None, compiled=False):
     """The source of a process that trains, and is killed after so many steps."""
-    values = {name: getattr(recipe, name) for name in Recipe.__dataclass_fields__}
+    values = {name: getattr(recipe, name) for name in TrainingRecipe.__dataclass_fields__}
     return SCRIPT.format(
         recipe=values, text=str(text), out=str(out), killed_after=killed_after, compiled=compiled
     )

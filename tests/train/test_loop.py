@@ -13,10 +13,10 @@ from transformers import LlamaConfig
 from weir.errors import WeirError
 from weir.train import corpus, loop
 from weir.train.log import read_log
-from weir.train.loop import Lesson, Recipe
+from weir.train.loop import Lesson, TrainingRecipe
 from weir.train.shapes import new_model
 
-TINY = Recipe(
+TINY = TrainingRecipe(
     tokens=40 * 4 * 192,
     rows=4,
     length=192,

@@ -7,12 +7,14 @@ import json
 import numpy as np
 import pytest
 import torch
+from reference.examples import import_example
 from reference.kneser_ney import KneserNey
 from roundings import off
 
 from weir.errors import WeirError
 from weir.stream.text import encode
-from weir.train import ngram
+
+ngram = import_example("ngram/ngram.py")
 
 
 def draw(length: int, vocabulary: int, seed: int) -> np.ndarray:

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from weir.models import load
-from weir.serve import Engine, MemoryCheckpoints, SampledToken, Sampler, SamplingParams, Sequence
+from weir.serve import Engine, MemoryStore, SampledToken, Sampler, SamplingParams, Sequence
 from weir.stream import Sampling
 from weir_bench.figure import Row, Setting, figure
 from weir_bench.model import model_of
@@ -60,9 +60,7 @@ class Answering(Contender):
     def __init__(
         self, model: PreTrainedModel, policy: str, chunk: int, rows: int, *, apart: bool
     ) -> None:
-        self._engine = Engine(
-            model, policy, rows, MemoryCheckpoints(), chunk=chunk, deterministic=apart
-        )
+        self._engine = Engine(model, policy, rows, MemoryStore(), chunk=chunk, deterministic=apart)
         generator = torch.Generator().manual_seed(0)
         for row in range(rows):
             ids = torch.randint(model.config.vocab_size, (32 + row,), generator=generator)

@@ -232,7 +232,7 @@ def serve(
         )
         if compiled:
             compile_or_say(engine)
-        client = EngineClient(engine, store, tokenizer, name or model_name, limits, book)
+        client = EngineClient(engine, tokenizer, name or model_name, limits, book)
         log_json()
         app = make_app(client, taken)
         address, number = bound.getsockname()[:2]

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weir.cli.app import command
-from weir.cli.common import AsJson, Seed, output, print_json, progress, say, say_unused
+from weir.cli.common import AsJson, Seed, output, print_json, progress, say
 from weir.cli.runtime import Terminated, freeze_imports
 from weir.errors import WeirError
 
 if TYPE_CHECKING:
-    from weir.train import Preset, Recipe
+    from weir.train import Preset, TrainingRecipe
 
-BOOKS = "Books: UTF-8, plain or .xz, parted by lines with a NUL byte."
-Books = Annotated[Path, typer.Option(help=BOOKS)]
+Books = Annotated[
+    Path, typer.Option(help="Books: UTF-8, plain or .xz, with a NUL byte on a line between two.")
+]
 PresetName = Annotated[
     str, typer.Option(help="nano, small (two cores), medium or large (160 million; a GPU).")
 ]
@@ -26,9 +27,8 @@ Compiled = Annotated[bool, typer.Option(help="Compile the model; faster after a 
 
 @command()
 def train(
-    context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder for the model; a run found there goes on.")],
-    text: Annotated[Path | None, typer.Option(help=BOOKS)] = None,
+    text: Books,
     preset: PresetName = "nano",
     sink: Annotated[
         str | None,
@@ -61,11 +61,6 @@ def train(
     rate: Annotated[float | None, typer.Option(min=0.0, help="Highest learning rate.")] = None,
     seed: Seed = 0,
     compiled: Compiled = True,
-    images: Annotated[
-        bool,
-        typer.Option("--images", help="Draw shapes, and train a model that says what they are."),
-    ] = False,
-    steps: Annotated[int | None, typer.Option(min=1, help="Of a training on images.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a small model on books, of the shape and with the attention sink of your choice.
@@ -79,20 +74,6 @@ def train(
 
     disable_progress_bar()
     freeze_imports()
-    if images:
-        from weir.cli.train_images import train_on_images
-
-        if text is not None:
-            raise typer.BadParameter("--images draws what it trains on; leave out --text")
-        sizes = {"steps": steps, "rows": rows, "width": width, "layers": layers, "rate": rate}
-        others = context.params.keys() - {*sizes, "out", "seed", "images", "as_json"}
-        say_unused(context, sorted(others), "--images trains by a recipe of its own")
-        train_on_images(out, {**sizes, "seed": seed}, as_json)
-        return
-    if text is None:
-        raise typer.BadParameter("give --text, the books to train on; or --images")
-    if steps is not None:
-        raise typer.BadParameter("--steps is for --images; how long a text is read says --tokens")
     chosen = preset_of(preset)
     if vocabulary is not None:
         chosen = replace(chosen, vocabulary=vocabulary)
@@ -150,7 +131,7 @@ def preset_of(name: str) -> Preset:
     return PRESETS[name]
 
 
-def _recipe(chosen: Preset, exercises: str, given: dict[str, Any]) -> Recipe:
+def _recipe(chosen: Preset, exercises: str, given: dict[str, Any]) -> TrainingRecipe:
     """The preset's recipe with what was given in its place, and what follows from that."""
     from weir.train import EXERCISES, ROOM
 

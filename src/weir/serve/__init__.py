@@ -4,8 +4,6 @@ from weir.serve.client import EngineClient, Generation, GenerationRequest
 from weir.serve.engine import (
     Busy,
     Cancelled,
-    Checkpoint,
-    CheckpointStore,
     Constraint,
     Engine,
     EngineLoad,
@@ -27,21 +25,18 @@ from weir.serve.memory_estimate import MemoryEstimate, estimate_memory
 from weir.serve.messages import Message, hash_prefixes
 from weir.serve.prefix_match import Prompt, PromptTooLong
 from weir.serve.sessions import (
-    MemoryCheckpoints,
+    Checkpoint,
     MemoryStore,
     ResponseStore,
-    SessionManager,
     SessionStore,
     SessionSummary,
     TurnRecord,
-    UnknownSession,
 )
 
 __all__ = [
     "Busy",
     "Cancelled",
     "Checkpoint",
-    "CheckpointStore",
     "Constraint",
     "Engine",
     "EngineClient",
@@ -52,7 +47,6 @@ __all__ = [
     "GenerationRequest",
     "Limits",
     "Listener",
-    "MemoryCheckpoints",
     "MemoryEstimate",
     "MemoryStore",
     "Message",
@@ -64,13 +58,11 @@ __all__ = [
     "Sampler",
     "SamplingParams",
     "Sequence",
-    "SessionManager",
     "SessionStore",
     "SessionSummary",
     "StreamStats",
     "TokenEvent",
     "TurnRecord",
-    "UnknownSession",
     "compile_engine",
     "estimate_memory",
     "hash_prefixes",

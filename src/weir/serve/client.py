@@ -24,7 +24,6 @@ from weir.serve.engine import (
     Constraint,
     Engine,
     FailureEvent,
-    FinishedAnswer,
     FinishEvent,
     Notifier,
     OutputEvent,
@@ -43,11 +42,10 @@ from weir.serve.sessions import (
     AcquireLease,
     ConversationLocks,
     ResponseStore,
-    SessionManager,
-    SessionStore,
     TurnRecord,
     pack_ids,
 )
+from weir.serve.sessions.manager import SessionManager
 from weir.serve.tools import Tool, read_calls
 
 
@@ -179,14 +177,14 @@ class EngineClient:
 
     Args:
         engine: its thread is run by this client from `open` on.
-        store: keeps checkpoints for the engine, and the records of turns.
         tokenizer: of the model.
         name: of the model, as clients call it.
         limits: of what clients may ask.
         responses: keeps responses and conversations; in memory where none is given.
-        acquire: takes leases on sessions, where other servers may have them.
+        acquire_lease: leases sessions, where other servers may answer them too.
 
     Attributes:
+        store: keeps the turns of sessions, for the engine too.
         renderer: makes tokens of messages.
         matcher: makes prompts of histories.
         sessions: manages saved sessions.
@@ -199,22 +197,21 @@ class EngineClient:
     def __init__(
         self,
         engine: Engine,
-        store: SessionStore,
         tokenizer: PreTrainedTokenizerBase,
         name: str,
         limits: Limits,
         responses: ResponseStore | None = None,
-        acquire: AcquireLease | None = None,
+        acquire_lease: AcquireLease | None = None,
     ) -> None:
         self.engine = engine
-        self.store = store
+        self.store = engine.store
         self.tokenizer = tokenizer
         self.name = name
         self.limits = limits
         self.responses = responses or ResponseStore(most=limits.texts)
-        self.sessions = SessionManager(engine, store, self.responses, limits)
+        self.sessions = SessionManager(engine, self.responses, limits)
         self.locks = ConversationLocks()
-        self.is_replica = acquire is not None
+        self.is_replica = acquire_lease is not None
         self.stop_ids = frozenset(StopTokens.of(engine.model.generation_config).stops)
         self.failure: Exception | None = None
         sink = sink_of(transformers_model(engine.model).config)
@@ -222,7 +219,9 @@ class EngineClient:
         # Turns saved with one model and policy are of no use to another.
         kind = [name, str(engine.cache.policy), engine.cache.chunk, engine.cache.positions]
         root = hashlib.sha256(json.dumps(kind).encode()).hexdigest()
-        self.matcher = PromptMatcher(self.renderer, store, limits, root, self.vocabulary, acquire)
+        self.matcher = PromptMatcher(
+            self.renderer, self.store, limits, root, self.vocabulary, acquire_lease
+        )
         self._notifier = Notifier()
         engine.on_step = self._notifier.notify
         self._requests: Counter[str] = Counter()
@@ -310,11 +309,6 @@ class EngineClient:
         self, request: GenerationRequest, prompt: Prompt, answer: int, queue: OutputQueue
     ) -> Sequence:
         """The sequence of one of the answers, with its output processor."""
-
-        def save(finished: FinishedAnswer) -> None:
-            if prompt.session is not None:
-                self._save(request, prompt, finished)
-
         processor = OutputProcessor(
             answer,
             self.engine.cache,
@@ -322,7 +316,7 @@ class EngineClient:
             request.stops,
             queue,
             self._notifier,
-            save,
+            partial(self._trim, prompt),
             self.renderer.call_tokens.values() if request.tools else (),
         )
         constraint = request.constraint() if request.constraint else None
@@ -337,27 +331,18 @@ class EngineClient:
             owner=prompt.owner,
             beginning=prompt.beginning,
             header=prompt.header,
-            save=prompt.session is not None,
+            record=None if prompt.session is None else partial(self._record, request, prompt),
         )
         return processor.sequence
 
-    def _save(self, request: GenerationRequest, prompt: Prompt, finished: FinishedAnswer) -> None:
-        """Save the record of a turn whose checkpoint is safe; the checkpoint goes if that fails."""
-        record = self._record(request, prompt, finished)
-        try:
-            (prompt.lease or self.store).add(record)
-        except Exception:
-            self.engine.forget(record.node)
-            raise
-        if prompt.parent is None or prompt.parent.session != prompt.session:
-            self.sessions.trim(prompt.owner)
-
     def _record(
-        self, request: GenerationRequest, prompt: Prompt, finished: FinishedAnswer
+        self, request: GenerationRequest, prompt: Prompt, sequence: Sequence, reason: str
     ) -> TurnRecord:
         """The record of a turn that has ended."""
         assert prompt.session is not None
-        sequence, stats = finished.sequence, finished.stats
+        assert isinstance(sequence.listener, OutputProcessor)
+        finished = sequence.listener.finish(reason)
+        stats = finished.stats
         answer = Message("assistant", finished.text)
         if request.tools:
             answer = read_calls(
@@ -388,7 +373,14 @@ class EngineClient:
                 "beginning": stats.beginning,
             },
             ids=pack_ids([*prompt.ids, *sequence.output_ids]),
+            epoch=0 if prompt.lease is None else prompt.lease.epoch,
         )
+
+    def _trim(self, prompt: Prompt) -> None:
+        """Drop the owner's oldest session if a turn that is saved has begun one too many."""
+        begins = prompt.parent is None or prompt.parent.session != prompt.session
+        if prompt.session is not None and begins:
+            self.sessions.trim(prompt.owner)
 
     def close_generation(self, generation: Generation) -> None:
         """Cancel the answers that have not ended, and release the session (`Generation.close`)."""

@@ -68,7 +68,7 @@ class PromptMatcher:
         limits: of the server.
         root: hash that sets histories of this model and policy apart from others.
         vocabulary: number of tokens that the model knows.
-        acquire: takes leases on sessions, where other servers may have them.
+        acquire_lease: leases sessions, where other servers may answer them too.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class PromptMatcher:
         limits: Limits,
         root: str,
         vocabulary: int,
-        acquire: AcquireLease | None = None,
+        acquire_lease: AcquireLease | None = None,
     ) -> None:
         self._renderer = renderer
         self._store = store
         self._limits = limits
         self._root = root
         self._vocabulary = vocabulary
-        self._acquire = acquire
+        self._acquire_lease = acquire_lease
 
     def match(
         self,
@@ -195,6 +195,6 @@ class PromptMatcher:
                 f"that is {len(prompt.ids):,} tokens to read, and one request may have "
                 f"{self._limits.prompt:,}; send the rest in further turns"
             )
-        if prompt.session is None or self._acquire is None:
+        if prompt.session is None or self._acquire_lease is None:
             return prompt
-        return replace(prompt, lease=self._acquire(prompt.owner, prompt.session))
+        return replace(prompt, lease=self._acquire_lease(prompt.owner, prompt.session))

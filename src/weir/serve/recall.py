@@ -136,7 +136,7 @@ def saved_row(store: SessionStore, owner: str, node: str, plans: list[LayerPlan]
     Raises:
         WeirError: it is not kept any more.
     """
-    return RecallSource(holding_in(plans, store.get(node).state), store.ancestry(owner, node))
+    return RecallSource(holding_in(plans, store.load(node).state), store.ancestry(owner, node))
 
 
 class Recaller:

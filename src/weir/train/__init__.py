@@ -4,7 +4,7 @@ from weir.train.exercises import DIGITS, NAMES, Words, front_of, passage, practi
 from weir.train.folder import EXERCISES, WORK, run
 from weir.train.log import plot_losses, read_log, smoothed
 from weir.train.processes import Processes
-from weir.train.recipe import PRESETS, ROOM, Preset, Recipe, SinkKind
+from weir.train.recipe import PRESETS, ROOM, Preset, SinkKind, TrainingRecipe
 
 __all__ = [
     "DIGITS",
@@ -15,8 +15,8 @@ __all__ = [
     "WORK",
     "Preset",
     "Processes",
-    "Recipe",
     "SinkKind",
+    "TrainingRecipe",
     "Words",
     "front_of",
     "passage",

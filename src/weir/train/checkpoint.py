@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from weir.errors import WeirError
-from weir.train.recipe import Recipe
+from weir.train.recipe import TrainingRecipe
 
 
 def save(
     path: Path,
-    recipe: Recipe,
+    recipe: TrainingRecipe,
     model: nn.Module,
     steppers: list[torch.optim.Optimizer],
     step: int,
@@ -40,7 +40,7 @@ def save(
 
 
 def restore(
-    path: Path, recipe: Recipe, model: nn.Module, steppers: list[torch.optim.Optimizer]
+    path: Path, recipe: TrainingRecipe, model: nn.Module, steppers: list[torch.optim.Optimizer]
 ) -> tuple[int, float]:
     """Load a checkpoint into model and optimizers; its step, and the seconds it took so far.
 
@@ -59,7 +59,7 @@ def restore(
     return int(state["step"]), float(state["seconds"])
 
 
-def check_same(recipe: Recipe, begun: Mapping[str, Any], where: str) -> None:
+def check_same(recipe: TrainingRecipe, begun: Mapping[str, Any], where: str) -> None:
     """Refuse to go on with a run that was begun by another recipe; its tokens may differ.
 
     Raises:

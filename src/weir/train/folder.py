@@ -26,7 +26,7 @@ from weir.train.exercises import PRACTICED, Words
 from weir.train.log import plot_losses
 from weir.train.loop import Lesson, OnStep
 from weir.train.processes import Processes
-from weir.train.recipe import Recipe
+from weir.train.recipe import TrainingRecipe
 
 WORK = "training"
 """The folder of a run inside that of its model."""
@@ -38,7 +38,7 @@ FEWEST = 1_000_000
 
 
 def run(
-    recipe: Recipe,
+    recipe: TrainingRecipe,
     text: Path,
     out: Path,
     *,
@@ -143,11 +143,11 @@ def _digest(books: list[str]) -> str:
 
 
 def _with_exercises(
-    recipe: Recipe,
+    recipe: TrainingRecipe,
     tokenizer: PreTrainedTokenizerBase,
     exercises: str,
     on_note: Callable[[str], None],
-) -> Recipe:
+) -> TrainingRecipe:
     """The recipe, without its exercises where they are not to be had and need not be."""
     if not recipe.exercise_rows:
         return recipe
@@ -163,7 +163,7 @@ def _with_exercises(
 
 @contextmanager
 def _folder(
-    out: Path, begun: dict[str, Any], recipe: Recipe, processes: Processes
+    out: Path, begun: dict[str, Any], recipe: TrainingRecipe, processes: Processes
 ) -> Iterator[Path]:
     """The folder of a run, checked; what was made is taken away where it comes to nothing.
 
@@ -188,7 +188,7 @@ def _folder(
         raise
 
 
-def _check_old(work: Path, out: Path, begun: dict[str, Any], recipe: Recipe) -> None:
+def _check_old(work: Path, out: Path, begun: dict[str, Any], recipe: TrainingRecipe) -> None:
     """Refuse a folder with a model that is not this run's, or with another run."""
     noted = work / "run.json"
     if not noted.exists():
@@ -214,7 +214,7 @@ def _check_old(work: Path, out: Path, begun: dict[str, Any], recipe: Recipe) -> 
     )
 
 
-def _note_down(work: Path, begun: dict[str, Any], recipe: Recipe) -> None:
+def _note_down(work: Path, begun: dict[str, Any], recipe: TrainingRecipe) -> None:
     """Write what the run was begun with; refuse where exercises have come or gone."""
     noted = work / "run.json"
     if noted.exists():

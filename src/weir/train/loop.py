@@ -29,7 +29,7 @@ from weir.train import checkpoint, exercises
 from weir.train.exercises import Words
 from weir.train.log import Log
 from weir.train.processes import Processes
-from weir.train.recipe import Recipe
+from weir.train.recipe import TrainingRecipe
 from weir.train.shapes import layers_of, new_model
 
 MOST_LOGITS = 2**28
@@ -53,7 +53,9 @@ class Lesson:
     held_out: np.ndarray
 
     @classmethod
-    def of(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, tokens: np.ndarray) -> Lesson:
+    def of(
+        cls, recipe: TrainingRecipe, tokenizer: PreTrainedTokenizerBase, tokens: np.ndarray
+    ) -> Lesson:
         """A text's ids [tokens] as a recipe wants them.
 
         Raises:
@@ -79,7 +81,7 @@ def split(tokens: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """One step's samples.
 
     Attributes:
@@ -94,7 +96,7 @@ class Batch:
     text: Tensor
 
 
-def batch(recipe: Recipe, lesson: Lesson, step: int) -> Batch:
+def batch(recipe: TrainingRecipe, lesson: Lesson, step: int) -> TrainingBatch:
     """The samples of one step.
 
     Depends on nothing but its arguments, so that a resumed run sees what it would have seen; and
@@ -115,7 +117,7 @@ def batch(recipe: Recipe, lesson: Lesson, step: int) -> Batch:
     text = np.zeros(ids.shape)
     text[recipe.exercise_rows :, len(lesson.front) + 1 :] = 1.0
     text /= text.sum()
-    return Batch(
+    return TrainingBatch(
         torch.from_numpy(ids.astype(np.int64)),
         torch.from_numpy(weights.astype(np.float32)),
         torch.from_numpy(text.astype(np.float32)),
@@ -123,7 +125,7 @@ def batch(recipe: Recipe, lesson: Lesson, step: int) -> Batch:
 
 
 def _exercise(
-    recipe: Recipe, lesson: Lesson, done: float, rng: np.random.Generator
+    recipe: TrainingRecipe, lesson: Lesson, done: float, rng: np.random.Generator
 ) -> exercises.Sample:
     words, length = lesson.words, recipe.window
     if words is None:
@@ -135,14 +137,14 @@ def _exercise(
     return exercises.recall_sample(words, lesson.book, length, 0.6, rng)
 
 
-def rate_at(recipe: Recipe, step: int) -> float:
+def rate_at(recipe: TrainingRecipe, step: int) -> float:
     """The learning rate: up over 100 steps or a tenth of the run, held, then straight to zero."""
     warmup = min(100, max(1, recipe.steps // 10))
     left = (recipe.steps - step) / (recipe.falling * recipe.steps)
     return recipe.rate * min(1.0, (step + 1) / warmup, max(left, 0.0))
 
 
-def optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
+def optimizers(model: PreTrainedModel, recipe: TrainingRecipe) -> list[torch.optim.Optimizer]:
     """What trains the matrices inside the layers, and AdamW for embeddings and norms."""
     inside = [p for p in layers_of(model).parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not q for q in inside)]
@@ -163,7 +165,7 @@ def losses(
     Args:
         model: with exact attention.
         ids: [rows, length].
-        weight, text: [rows, length], as in `Batch`.
+        weight, text: [rows, length], as in `TrainingBatch`.
 
     Returns:
         The sum by `weight`, which is minimized, and that by `text`, without gradient.
@@ -267,7 +269,7 @@ def figures(model: PreTrainedModel, lesson: Lesson, questions: int = 512) -> dic
 
 
 def train(
-    recipe: Recipe,
+    recipe: TrainingRecipe,
     tokenizer: PreTrainedTokenizerBase,
     lesson: Lesson,
     out: Path,
@@ -340,7 +342,7 @@ def train(
 
 
 def _step(
-    recipe: Recipe,
+    recipe: TrainingRecipe,
     lesson: Lesson,
     step: int,
     model: PreTrainedModel,

@@ -71,7 +71,7 @@ class SinkKind:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TrainingRecipe:
     """Everything a run is decided by, besides its text and tokenizer.
 
     Attributes:
@@ -221,14 +221,14 @@ class Recipe:
 class Preset:
     """A recipe and a vocabulary that go together."""
 
-    recipe: Recipe
+    recipe: TrainingRecipe
     vocabulary: int
 
 
-TEXT_ALONE = replace(Recipe(), optimizer="adamw", decay=0.1, exercise_rows=0, sink="none")
+TEXT_ALONE = replace(TrainingRecipe(), optimizer="adamw", decay=0.1, exercise_rows=0, sink="none")
 """As StreamingLLM trained its models (section 4.2): AdamW, and nothing but text."""
 PRESETS = {
-    "nano": Preset(Recipe(), 4096),
+    "nano": Preset(TrainingRecipe(), 4096),
     "small": Preset(
         replace(
             TEXT_ALONE,

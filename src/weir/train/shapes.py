@@ -23,10 +23,10 @@ from transformers import (
 
 from weir.models import set_sink
 from weir.train.exercises import front_of
-from weir.train.recipe import Recipe
+from weir.train.recipe import TrainingRecipe
 
 
-def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def new_model(recipe: TrainingRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """A model of the recipe's shape with random weights, whose configuration names its sink.
 
     The weights do not depend on the sink, but for the rows of the tokens that only it has.
@@ -51,7 +51,7 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
     return layers
 
 
-def _described(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, Any]:
+def _described(recipe: TrainingRecipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, Any]:
     """The class of the recipe's shape, and its configuration."""
     shared: dict[str, Any] = {
         "vocab_size": len(tokenizer),

@@ -147,7 +147,7 @@ class Cluster(RuleBasedStateMachine):
 
 
 TestCluster = Cluster.TestCase
-TestCluster.settings = settings(max_examples=150, stateful_step_count=30)
+TestCluster.settings = settings(max_examples=25, stateful_step_count=20)
 
 
 def test_a_turn_under_way_keeps_its_session_until_its_replica_is_silent_for_too_long():

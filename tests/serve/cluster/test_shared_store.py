@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sessions"))
 
-from stores import FORM, MODEL, NODES, kept, record, same
+from stores import FORM, MODEL, NODES, record, same, save
 
 from weir.errors import WeirError
 from weir.serve.cluster import LeaseTable, Shared, SharedStore, shared_at
@@ -58,15 +59,17 @@ def replicas(shared) -> Replicas:
 
 
 def turn(
-    store: SharedStore, made: TurnRecord, n: int, hold: SessionLease | None = None
+    store: SharedStore, made: TurnRecord, n: int, lease: SessionLease | None = None
 ) -> TurnRecord:
     """A turn that ends on a replica."""
-    held = hold or store.hold(made.owner, made.session)
+    lease = lease or store.acquire_lease(made.owner, made.session)
+    made = replace(made, epoch=lease.epoch)
     try:
-        assert kept(store, made.node, NODES[n]) is None
-        held.add(made)
+        error = save(store, made, NODES[n])
     finally:
-        held.release()
+        lease.release()
+    if error is not None:
+        raise error
     return made
 
 
@@ -85,7 +88,7 @@ def test_a_turn_is_gone_on_from_on_another_replica_bit_for_bit(replicas):
     first = turn(replicas.a, record("n0", 0, messages=said), 0)
     assert replicas.b.find_history("me", first.chain) == first
     assert replicas.b.find_turn("me", "n0") == first
-    found = replicas.b.get("n0")
+    found = replicas.b.load("n0")
     assert found.pending == NODES[0].pending
     assert same(type(NODES[0])(found.state, found.pending), NODES[0])
     second = turn(replicas.b, record("n1", 1, parent="n0"), 1)
@@ -106,21 +109,21 @@ def test_what_is_anothers_is_not_found(replicas):
 
 
 def test_a_session_that_is_answered_is_not_begun_elsewhere(replicas):
-    held = replicas.a.hold("me", "s")
+    held = replicas.a.acquire_lease("me", "s")
     with pytest.raises(AnsweredElsewhere) as refused:
-        replicas.b.hold("me", "s")
+        replicas.b.acquire_lease("me", "s")
     assert refused.value.seconds == 10
-    replicas.b.hold("me", "other").release()
+    replicas.b.acquire_lease("me", "other").release()
     held.release()
     held.release()  # which changes nothing
-    replicas.b.hold("me", "s").release()
+    replicas.b.acquire_lease("me", "s").release()
 
 
 def test_a_replica_that_was_silent_for_too_long_cannot_end_its_turn(replicas, shared):
     first = turn(replicas.a, record("n0", 0), 0)
-    late = replicas.a.hold("me", "s")
+    late = replicas.a.acquire_lease("me", "s")
     replicas.clock.now = 11
-    held = replicas.b.hold("me", "s")
+    held = replicas.b.acquire_lease("me", "s")
     with pytest.raises(LeaseLost):
         turn(replicas.a, record("late", 1, parent="n0"), 1, late)
     assert replicas.b.find_turn("me", "late") is None
@@ -130,7 +133,7 @@ def test_a_replica_that_was_silent_for_too_long_cannot_end_its_turn(replicas, sh
 
 
 def test_a_turn_that_began_before_its_session_was_lost_and_won_again_cannot_end(replicas):
-    late = replicas.a.hold("me", "s")
+    late = replicas.a.acquire_lease("me", "s")
     replicas.clock.now = 11
     turn(replicas.b, record("n1", 1), 1)
     turn(replicas.a, record("n2", 2), 2)
@@ -146,7 +149,7 @@ def test_what_a_killed_replica_was_writing_goes_when_its_session_goes_on(replica
         "/".join(["sessions", *_parts(first)]), writing, replicas.a._files.snapshot(NODES[1])
     )
     assert len(files(shared, replicas.a, first)) == 4
-    replicas.b.hold("me", "s").release()
+    replicas.b.acquire_lease("me", "s").release()
     assert len(files(shared, replicas.a, first)) == 2
 
 
@@ -170,7 +173,7 @@ def test_the_newest_turns_of_a_session_are_kept_and_old_pages_go(shared):
 
 def test_a_session_is_rewound_and_deleted_from_any_replica(replicas, shared):
     made = [turn(replicas.a, record(f"n{n}", n), n) for n in range(3)]
-    late = replicas.a.hold("me", "s")
+    late = replicas.a.acquire_lease("me", "s")
     assert replicas.b.remove_turns("me", "s", ["n2", "none"]) == ["n2"]
     with pytest.raises(LeaseLost):
         turn(replicas.a, record("late", 3), 3, late)
@@ -194,7 +197,7 @@ def test_a_fork_is_a_session_of_its_own(replicas):
     assert [each.last for each in copies] == [0, 2]
     assert copies[1].parent == copies[0].node != "n0"
     assert (fork.head, fork.turns) == (copies[1].node, 2)
-    found = replicas.a.get(fork.head)
+    found = replicas.a.load(fork.head)
     assert same(type(NODES[2])(found.state, found.pending), NODES[2])
     replicas.a.remove_turns("me", "s", ["n0", "n1", "n2"])
     assert replicas.b.list_turns("me", "fork") == copies

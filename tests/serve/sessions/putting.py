@@ -1,4 +1,4 @@
-"""Processes that put nodes until they are killed, and say of each when it is safe.
+"""Processes that save turns until they are killed, and say of each when it is safe.
 
 Each line that comes in begins one, as a copy of this process, so that a round takes no start of
 Python's; when it is dead, that is said too.
@@ -16,11 +16,11 @@ import torch  # noqa: E402
 
 torch.set_num_threads(1)  # a copy of a process has none of its threads
 
-from stores import NODES, shelf  # noqa: E402
+from stores import NODES, record, store  # noqa: E402
 
 
 def put(folder: Path, number: str) -> None:
-    its = shelf(folder)
+    its = store(folder)
     print("pid", os.getpid(), flush=True)
     for count in range(100_000):
         name, n = f"r{number}n{count}", count % len(NODES)
@@ -29,9 +29,9 @@ def put(folder: Path, number: str) -> None:
             assert error is None
             print(name, n, flush=True)
 
-        its.put(name, NODES[n], done)
+        its.save(NODES[n], record(name, n), done)
         if count % 5 == 4:
-            its.put("again", NODES[n], lambda error: None)
+            its.save(NODES[n], record("again", n), lambda error: None)
 
 
 def main(folder: str) -> None:

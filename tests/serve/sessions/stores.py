@@ -12,14 +12,13 @@ from reference.naive import VOCABULARY, make_llama
 
 from weir.cache import StreamingCache
 from weir.errors import WeirError
-from weir.serve import Checkpoint, CheckpointStore
+from weir.serve import Checkpoint
 from weir.serve.messages import Message
 from weir.serve.sessions import (
     RowFormat,
     SessionArchive,
     SessionStore,
     SessionSummary,
-    SQLiteCheckpoints,
     SQLiteStore,
     TurnRecord,
     pack_ids,
@@ -49,26 +48,27 @@ NODES = nodes(6)
 FORM = RowFormat.of(MODEL, POLICY, CHUNK)
 
 
-def shelf(folder: Path, **given: Any) -> SQLiteCheckpoints:
-    return SQLiteCheckpoints(folder, MODEL, POLICY, chunk=CHUNK, **given)
-
-
 def store(folder: Path, **given: Any) -> SQLiteStore:
     return SQLiteStore(folder, MODEL, POLICY, chunk=CHUNK, **given)
 
 
-def kept(shelf: CheckpointStore, name: str, node: Checkpoint) -> Exception | None:
-    """Put a node and wait until it is safe; why it cannot be, or None."""
-    told, said = threading.Event(), []
+def save(store: SessionStore, made: TurnRecord, checkpoint: Checkpoint) -> Exception | None:
+    """Save a turn and wait until it is safe; why it cannot be kept, or None."""
+    told, errors = threading.Event(), []
 
     def done(error: Exception | None) -> None:
-        said.append(error)
+        errors.append(error)
         told.set()
 
-    shelf.put(name, node, done)
+    store.save(checkpoint, made, done)
     assert told.wait(60)
-    (error,) = said
+    (error,) = errors
     return error
+
+
+def kept(store: SessionStore, name: str, checkpoint: Checkpoint) -> Exception | None:
+    """Save a turn of this name, in a session of its own."""
+    return save(store, record(name, session=f"of {name}"[:50], checkpoint=checkpoint), checkpoint)
 
 
 def same(found: Checkpoint, wanted: Checkpoint) -> bool:
@@ -83,20 +83,21 @@ def same(found: Checkpoint, wanted: Checkpoint) -> bool:
     )
 
 
-def has(shelf: CheckpointStore, name: str, node: Checkpoint) -> bool:
-    """Whether a shelf has this node; False if it has none of the name."""
+def has(store: SessionStore, name: str, checkpoint: Checkpoint) -> bool:
+    """Whether a store has this checkpoint; False if it has none of the name."""
     try:
-        found = shelf.get(name)
+        found = store.load(name)
     except WeirError as error:
         assert "not kept any more" in str(error)
         return False
-    assert same(found, node)
+    assert same(found, checkpoint)
     return True
 
 
-def record(node: str, n: int = 0, **given: Any) -> TurnRecord:
-    """The record of `NODES[n]`."""
-    state, (last,) = NODES[n].state, NODES[n].pending
+def record(node: str, n: int = 0, checkpoint: Checkpoint | None = None, **given: Any) -> TurnRecord:
+    """The record of a checkpoint, or of `NODES[n]`."""
+    checkpoint = checkpoint or NODES[n]
+    state, (last,) = checkpoint.state, checkpoint.pending
     made: dict[str, Any] = {
         "owner": "me",
         "session": "s",
@@ -153,18 +154,19 @@ class Cut:
         return call
 
 
-def kill(shelf: SQLiteCheckpoints) -> None:
-    """End a shelf as a killed process does: nothing more is written, the lock is gone."""
+def kill(store: SQLiteStore) -> None:
+    """End a store as a killed process does: nothing more is written, the lock is gone."""
+    checkpoints, writer = store.checkpoints, store._writer
     folder_file.os = Cut(0)  # type: ignore[attr-defined]
     try:
-        shelf._tables._writer.set_authorizer(lambda *given: 1)  # SQLITE_DENY
-        with shelf._writer._news:
-            shelf._writer._closed = True
-            shelf._writer._news.notify_all()
-        shelf._writer._thread.join()
+        checkpoints._db._writer.set_authorizer(lambda *given: 1)  # SQLITE_DENY
+        with writer._changed:
+            writer._closed = True
+            writer._changed.notify_all()
+        writer._thread.join()
     finally:
         folder_file.os = os  # type: ignore[attr-defined]
-    shelf._tables.close()
-    shelf._files.close()
-    os.close(shelf._lock)
-    shelf._lock = -1
+    checkpoints._db.close()
+    checkpoints._files.close()
+    os.close(checkpoints._lock)
+    checkpoints._lock = -1

@@ -15,14 +15,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from bare_record import bare_record
 from reference.naive import make_llama
-from stores import CHUNK, MODEL, NODES, POLICY, has, kept, kill, same, shelf
+from stores import CHUNK, MODEL, NODES, POLICY, has, kept, kill, record, same, store
 
 from weir.errors import WeirError
 from weir.models import fingerprint
 from weir.policies import format_policy_file
-from weir.serve import Engine, MemoryCheckpoints, Sampler, SamplingParams, Sequence
-from weir.serve.sessions import RowFormat, SQLiteCheckpoints
+from weir.serve import Engine, MemoryStore, Sampler, SamplingParams, Sequence
+from weir.serve.sessions import RowFormat, SQLiteStore
 from weir.serve.sessions import snapshot_folder as folder_file
 
 
@@ -31,98 +32,96 @@ def files(folder: Path) -> list[Path]:
 
 
 def test_what_was_put_is_there_when_the_folder_is_opened_again(tmp_path):
-    with shelf(tmp_path) as first:
+    with store(tmp_path) as first:
         for n, node in enumerate(NODES):
             assert kept(first, f"n{n}", node) is None
         assert all(has(first, f"n{n}", node) for n, node in enumerate(NODES))
-        held = first.nbytes
-    with shelf(tmp_path) as again:
+        held = first.checkpoints.nbytes
+    with store(tmp_path) as again:
         assert all(has(again, f"n{n}", node) for n, node in enumerate(NODES))
-        assert again.nbytes == held == sum(file.stat().st_size for file in files(tmp_path))
+        assert (
+            again.checkpoints.nbytes == held == sum(file.stat().st_size for file in files(tmp_path))
+        )
         again.drop("n1")
         again.drop("nobody")
         assert not has(again, "n1", NODES[1])
-        assert again.nbytes < held
-    with shelf(tmp_path) as again:
+        assert again.checkpoints.nbytes < held
+    with store(tmp_path) as again:
         assert not has(again, "n1", NODES[1])
         assert has(again, "n2", NODES[2])
     assert len(files(tmp_path)) == 5
 
 
 def test_a_node_under_the_name_of_another_takes_its_place(tmp_path):
-    with shelf(tmp_path) as one:
+    with store(tmp_path) as one:
         kept(one, "n", NODES[0])
         kept(one, "n", NODES[1])
         assert has(one, "n", NODES[1])
-        assert one.nbytes == files(tmp_path)[0].stat().st_size
+        assert one.checkpoints.nbytes == files(tmp_path)[0].stat().st_size
     assert len(files(tmp_path)) == 1
 
 
-def test_what_is_still_being_written_is_there_and_who_puts_too_much_waits(tmp_path, monkeypatch):
+def test_who_saves_too_much_waits_and_nothing_is_there_before_it_is_safe(tmp_path, monkeypatch):
     go, writing = threading.Event(), threading.Event()
-    with shelf(tmp_path, pending=2) as one:
-        write = one._files.write
+    with store(tmp_path, queue=2) as one:
+        write = one.checkpoints._files.write
 
         def slow(*given):
             writing.set()
             assert go.wait(60)
             write(*given)
 
-        monkeypatch.setattr(one._files, "write", slow)
+        monkeypatch.setattr(one.checkpoints._files, "write", slow)
         told = []
         for n in range(2):
-            one.put(f"n{n}", NODES[n], told.append)
-        third = threading.Thread(target=one.put, args=("n2", NODES[2], told.append))
+            one.save(NODES[n], record(f"n{n}", n), told.append)
+        third = threading.Thread(target=one.save, args=(NODES[2], record("n2", 2), told.append))
         third.start()
         assert writing.wait(60)
         third.join(0.05)
         assert third.is_alive()
-        assert one.get("n0") is NODES[0] or has(one, "n0", NODES[0])
-        assert has(one, "n1", NODES[1])
         assert not told
-        one.drop("n1")
-        assert not has(one, "n1", NODES[1])
+        assert not any(has(one, f"n{n}", NODES[n]) for n in range(3))
         go.set()
         third.join(60)
     assert told == [None, None, None]
-    with shelf(tmp_path) as again:
-        assert has(again, "n0", NODES[0]) and has(again, "n2", NODES[2])
-        assert not has(again, "n1", NODES[1])
+    with store(tmp_path) as again:
+        assert all(has(again, f"n{n}", NODES[n]) for n in range(3))
 
 
 def test_nothing_is_kept_after_the_end(tmp_path):
-    one = shelf(tmp_path)
+    one = store(tmp_path)
     one.close()
     one.close()
     assert "closed" in str(kept(one, "n", NODES[0]))
 
 
 def test_one_server_at_a_time(tmp_path):
-    with shelf(tmp_path), pytest.raises(WeirError, match="in use by another server"):
-        shelf(tmp_path)
-    shelf(tmp_path).close()
+    with store(tmp_path), pytest.raises(WeirError, match="in use by another server"):
+        store(tmp_path)
+    store(tmp_path).close()
 
 
 def test_what_was_used_longest_ago_goes_at_the_limit(tmp_path):
-    with shelf(tmp_path / "all") as one:
+    with store(tmp_path / "all") as one:
         kept(one, "n", NODES[0])
-        size = one.nbytes + 200
-    with shelf(tmp_path / "some", limit=3 * size) as one:
+        size = one.checkpoints.nbytes + 200
+    with store(tmp_path / "some", limit=3 * size) as one:
         for n in range(3):
             kept(one, f"n{n}", NODES[n])
-        one.get("n0")
+        one.load("n0")
         kept(one, "n3", NODES[3])
         assert [has(one, f"n{n}", NODES[n]) for n in range(4)] == [True, False, True, True]
-        one.get("n2")
+        one.load("n2")
     assert len(files(tmp_path / "some")) == 3
-    with shelf(tmp_path / "some", limit=2 * size) as one:  # when they were used is known still
+    with store(tmp_path / "some", limit=2 * size) as one:  # when they were used is known still
         kept(one, "n4", NODES[4])
         assert [has(one, f"n{n}", NODES[n]) for n in range(5)] == [False, False, True, False, True]
-        assert one.nbytes <= 2 * size
-    with shelf(tmp_path / "none", limit=100) as one:
+        assert one.checkpoints.nbytes <= 2 * size
+    with store(tmp_path / "none", limit=100) as one:
         assert "one turn takes" in str(kept(one, "n", NODES[0]))
     with pytest.raises(WeirError, match="one byte or more"):
-        shelf(tmp_path / "nothing", limit=0)
+        store(tmp_path / "nothing", limit=0)
 
 
 # --- a disk that is full
@@ -130,7 +129,7 @@ def test_what_was_used_longest_ago_goes_at_the_limit(tmp_path):
 
 @pytest.mark.parametrize("call", ["open", "write", "fsync", "rename"])
 def test_a_full_disk_refuses_a_node_and_loses_none(tmp_path, monkeypatch, call):
-    with shelf(tmp_path, limit=10**9) as one:
+    with store(tmp_path, limit=10**9) as one:
         kept(one, "n0", NODES[0])
 
         def full(*given, **named):
@@ -147,16 +146,16 @@ def test_a_full_disk_refuses_a_node_and_loses_none(tmp_path, monkeypatch, call):
 
 
 def test_tables_that_cannot_be_written_refuse_a_node_and_lose_none(tmp_path):
-    with shelf(tmp_path) as one:
+    with store(tmp_path) as one:
         kept(one, "n0", NODES[0])
-        pages = one._tables._writer.execute("PRAGMA page_count").fetchone()[0]
-        one._tables._writer.execute(f"PRAGMA max_page_count = {pages}")
+        pages = one.checkpoints._db._writer.execute("PRAGMA page_count").fetchone()[0]
+        one.checkpoints._db._writer.execute(f"PRAGMA max_page_count = {pages}")
         errors = [kept(one, f"{n:05}" * 200, NODES[1]) for n in range(60)]
         errors = [error for error in errors if error is not None]
         assert errors and all("is full" in str(error) for error in errors)
         assert len(files(tmp_path)) == 61 - len(errors)
         assert has(one, "n0", NODES[0])
-        one._tables._writer.execute("PRAGMA max_page_count = 1000000")
+        one.checkpoints._db._writer.execute("PRAGMA max_page_count = 1000000")
         assert kept(one, "n1", NODES[1]) is None
 
 
@@ -166,18 +165,18 @@ def test_a_disk_that_is_really_full(tmp_path):
     if subprocess.run(made, capture_output=True).returncode:
         pytest.skip("nothing can be mounted here")
     try:
-        with shelf(tmp_path) as one:
+        with store(tmp_path) as one:
             told = {n: kept(one, f"n{n}", NODES[n % 6]) for n in range(200)}
             safe = [n for n, error in told.items() if error is None]
             assert 9 < len(safe) < 200
             assert any("is full" in str(error) for error in told.values())
             assert all(has(one, f"n{n}", NODES[n % 6]) == (n in safe) for n in told)
-        with shelf(tmp_path) as one:
+        with store(tmp_path) as one:
             assert all(has(one, f"n{n}", NODES[n % 6]) == (n in safe) for n in told)
             for n in safe[:9]:
                 one.drop(f"n{n}")
             assert kept(one, "new", NODES[0]) is None
-        with shelf(tmp_path) as one:
+        with store(tmp_path) as one:
             assert all(has(one, f"n{n}", NODES[n % 6]) == (n in safe[9:]) for n in told)
             assert has(one, "new", NODES[0])
     finally:
@@ -228,7 +227,7 @@ SPOILS = [spoil_half, spoil_bit, spoil_long, spoil_link, spoil_gone, spoil_pipe,
 @pytest.mark.parametrize("spoil", SPOILS)
 @pytest.mark.parametrize("running", [True, False])
 def test_a_damaged_file_is_refused_by_name_and_all_others_go_on(tmp_path, caplog, spoil, running):
-    one = shelf(tmp_path)
+    one = store(tmp_path)
     kept(one, "n0", NODES[0])
     (path,) = files(tmp_path)
     kept(one, "n1", NODES[1])
@@ -237,9 +236,9 @@ def test_a_damaged_file_is_refused_by_name_and_all_others_go_on(tmp_path, caplog
     spoil(path)
     if not running:
         with caplog.at_level(logging.WARNING):
-            one = shelf(tmp_path)
+            one = store(tmp_path)
     if running or spoil is spoil_bit:
-        node = one.get("n0")
+        node = one.load("n0")
         sentence = "not kept any more" if spoil is spoil_gone else "turn 'n0' cannot be gone on"
         with caplog.at_level(logging.WARNING), pytest.raises(WeirError, match=sentence):
             _ = node.state
@@ -253,14 +252,14 @@ def test_a_damaged_file_is_refused_by_name_and_all_others_go_on(tmp_path, caplog
 
 
 def test_files_without_a_row_go_at_the_start_and_foreign_ones_stay(tmp_path):
-    with shelf(tmp_path) as one:
+    with store(tmp_path) as one:
         kept(one, "n0", NODES[0])
     stray = [f"{'a' * 32}.safetensors", f"{'b' * 32}.part"]
     for name in [*stray, "mine.safetensors", ".."[:1] + "dots"]:
         (tmp_path / "nodes" / name).write_bytes(b"x")
-    with shelf(tmp_path) as one:
+    with store(tmp_path) as one:
         assert has(one, "n0", NODES[0])
-        assert one.nbytes == max(path.stat().st_size for path in files(tmp_path))
+        assert one.checkpoints.nbytes == max(path.stat().st_size for path in files(tmp_path))
     left = {path.name for path in files(tmp_path)}
     assert not left & set(stray)
     assert {"mine.safetensors", ".dots"} < left and len(left) == 3
@@ -268,21 +267,21 @@ def test_files_without_a_row_go_at_the_start_and_foreign_ones_stay(tmp_path):
 
 @pytest.mark.parametrize("name", ["../weir.db", "/etc/passwd", ".", "", "a" * 32, "\x00"])
 def test_no_row_opens_a_file_elsewhere(tmp_path, name):
-    with shelf(tmp_path) as one:
+    with store(tmp_path) as one:
         kept(one, "n0", NODES[0])
     with sqlite3.connect(tmp_path / "weir.db") as db:
         db.execute("UPDATE nodes SET file = ?, bytes = 5", (name,))
     db.close()
-    with shelf(tmp_path) as one:
+    with store(tmp_path) as one:
         assert not has(one, "n0", NODES[0])
         with pytest.raises(WeirError, match="name of no file of a store"):
-            one._files.read(name, 5)
+            one.checkpoints._files.read(name, 5)
     assert (tmp_path / "weir.db").exists()
 
 
 def test_names_are_never_parts_of_a_path(tmp_path):
     names = ["../../x", "/x", ".", "..", "", "a\x00b", "x" * 5000, "nodes/../../y"]
-    with shelf(tmp_path / "in") as one:
+    with store(tmp_path / "in") as one:
         for name in names:
             assert kept(one, name, NODES[0]) is None
         assert all(has(one, name, NODES[0]) for name in names)
@@ -299,13 +298,13 @@ def test_names_are_never_parts_of_a_path(tmp_path):
     ],
 )
 def test_a_store_of_another_model_or_policy_is_refused(tmp_path, model, policy, chunk, sentence):
-    with shelf(tmp_path) as one:
+    with store(tmp_path) as one:
         kept(one, "n0", NODES[0])
     for _ in range(2):
         with pytest.raises(WeirError, match=sentence):
-            SQLiteCheckpoints(tmp_path, model, policy, chunk=chunk)
-    with SQLiteCheckpoints(tmp_path, MODEL, "streaming_llm(8, sinks=2)", chunk=CHUNK) as one:
-        assert one.get("n0").state.facts == NODES[0].state.facts  # the same, written otherwise
+            SQLiteStore(tmp_path, model, policy, chunk=chunk)
+    with SQLiteStore(tmp_path, MODEL, "streaming_llm(8, sinks=2)", chunk=CHUNK) as one:
+        assert one.load("n0").state.facts == NODES[0].state.facts  # the same, written otherwise
 
 
 def test_without_a_chunk_engine_and_store_take_that_of_the_policy_file(tmp_path):
@@ -314,21 +313,21 @@ def test_without_a_chunk_engine_and_store_take_that_of_the_policy_file(tmp_path)
     file.write_text(format_policy_file({"chunk": 8}, fingerprint(MODEL), layers))
     for policy, chunk in ((str(file), 8), (POLICY, 64)):
         folder = tmp_path / str(chunk)
-        with SQLiteCheckpoints(folder, MODEL, policy) as one:
+        with SQLiteStore(folder, MODEL, policy) as one:
             engine = Engine(MODEL, policy, 1, one)
             assert engine.cache.chunk == chunk
             answers(engine, "a", None, [1, 2, 3])
-            named = one.get("a").state.facts
-        with SQLiteCheckpoints(folder, MODEL, policy, chunk=chunk) as one:
-            assert one.get("a").state.facts == named
+            named = one.load("a").state.facts
+        with SQLiteStore(folder, MODEL, policy, chunk=chunk) as one:
+            assert one.load("a").state.facts == named
         with pytest.raises(WeirError, match=f"the chunk {chunk}, here {CHUNK}"):
-            SQLiteCheckpoints(folder, MODEL, policy, chunk=CHUNK)
-        assert Engine(MODEL, policy, 1, MemoryCheckpoints(), chunk=CHUNK).cache.chunk == CHUNK
+            SQLiteStore(folder, MODEL, policy, chunk=CHUNK)
+        assert Engine(MODEL, policy, 1, MemoryStore(), chunk=CHUNK).cache.chunk == CHUNK
 
 
 def test_a_store_whose_policy_stood_for_other_pools_is_refused(tmp_path):
-    with SQLiteCheckpoints(tmp_path, MODEL, "weir(24, quiet=3)", chunk=CHUNK) as one:
-        was = one._form
+    with SQLiteStore(tmp_path, MODEL, "weir(24, quiet=3)", chunk=CHUNK) as one:
+        was = one.checkpoints.row_format
     now = RowFormat.of(MODEL, "weir(24)", CHUNK)
     renamed = {"model": was.model, "kind": {**was.kind, "policy": "weir(24)"}}
     with pytest.raises(WeirError, match=r"quiet=3.* here .*quiet=2"):
@@ -340,32 +339,32 @@ def test_a_store_whose_policy_stood_for_other_pools_is_refused(tmp_path):
 def test_a_folder_that_is_none_of_ours_is_refused_and_left_alone(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(WeirError, match="file is no folder"):
-        shelf(tmp_path / "file")
-    with shelf(tmp_path / "a") as one:
+        store(tmp_path / "file")
+    with store(tmp_path / "a") as one:
         kept(one, "n0", NODES[0])
     for end in ("", "-wal", "-shm"):
         (tmp_path / "a" / f"weir.db{end}").unlink(missing_ok=True)
     for _ in range(2):
         with pytest.raises(WeirError, match="snapshots but no tables"):
-            shelf(tmp_path / "a")
+            store(tmp_path / "a")
     for spoiled in (b"no database" * 1000, b""):
         (tmp_path / "a" / "weir.db").write_bytes(spoiled)
         with pytest.raises(WeirError, match=r"is damaged|no tables"):
-            shelf(tmp_path / "a")
+            store(tmp_path / "a")
     assert len(files(tmp_path / "a")) == 1
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "nodes").symlink_to(tmp_path / "a" / "nodes")
     with pytest.raises(WeirError, match="cannot be used"):
-        shelf(tmp_path / "b")
+        store(tmp_path / "b")
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "weir.db").symlink_to(tmp_path / "file")
     with pytest.raises(WeirError, match="not an ordinary file"):
-        shelf(tmp_path / "c")
+        store(tmp_path / "c")
     assert (tmp_path / "file").read_text() == "x"
 
 
 def test_only_its_owner_reads_a_store(tmp_path):
-    with shelf(tmp_path / "a") as one:
+    with store(tmp_path / "a") as one:
         kept(one, "n0", NODES[0])
         tables = sorted((tmp_path / "a").glob("weir.db*"))  # and their logs, while it is open
         assert len(tables) == 3
@@ -395,7 +394,11 @@ class Heard:
 
 def answers(engine: Engine, name: str, start: str | None, ids: list[int]) -> list[int]:
     heard = Heard()
-    engine.submit(Sequence(name, start, ids, 6, frozenset(), Sampler(SamplingParams()), heard))
+    engine.submit(
+        Sequence(
+            name, start, ids, 6, frozenset(), Sampler(SamplingParams()), heard, record=bare_record
+        )
+    )
     for _ in range(1000):
         engine.step()
         if heard.over.wait(0.01):
@@ -408,25 +411,25 @@ def test_after_a_restart_an_engine_goes_on_as_one_that_never_stopped(tmp_path):
     def engine(its) -> Engine:
         return Engine(MODEL, POLICY, 1, its, chunk=CHUNK, prefill_chunk=5)
 
-    memory = engine(MemoryCheckpoints())
+    memory = engine(MemoryStore())
     told = [("a", None, [1, 2, 3, 4, 5, 6, 7]), ("b", "a", [8, 9]), ("c", "a", [10] * 9)]
     told += [("d", "b", [3]), ("e", "c", [5, 6])]
     wanted = [answers(memory, *each) for each in told]
     found = []
     for each in told:
-        with shelf(tmp_path) as its:
+        with store(tmp_path) as its:
             found.append(answers(engine(its), *each))
     assert found == wanted
-    with shelf(tmp_path) as its:
+    with store(tmp_path) as its:
         for name, *_ in told:
-            assert same(its.get(name), memory.store.get(name))
+            assert same(its.load(name), memory.store.load(name))
 
 
 def test_a_row_that_stands_where_a_turn_starts_is_not_read_from_disk(tmp_path, monkeypatch):
-    with shelf(tmp_path) as its:
+    with store(tmp_path) as its:
         served = Engine(MODEL, POLICY, 2, its, chunk=CHUNK)
         answers(served, "a", None, [1, 2, 3])
-        monkeypatch.setattr(its, "_read", None)
+        monkeypatch.setattr(its.checkpoints, "_read", None)
         answers(served, "b", "a", [4])
 
 
@@ -437,6 +440,7 @@ ROUNDS = int(os.environ.get("WEIR_KILLS", "3"))
 """How often a process is killed while it writes; 50 where somebody has the time."""
 
 
+@pytest.mark.slow
 def test_a_killed_process_loses_nothing_it_said_is_safe(tmp_path):
     script = Path(__file__).with_name("putting.py")
     command = [sys.executable, str(script), str(tmp_path)]
@@ -463,19 +467,19 @@ def test_a_killed_process_loses_nothing_it_said_is_safe(tmp_path):
 
 def check_all_is_there(folder: Path, safe: dict[str, int]) -> None:
     """What was said to be safe is, and nothing else is in the way."""
-    with shelf(folder) as one:
+    with store(folder) as one:
         assert all(has(one, name, NODES[n]) for name, n in safe.items())
-        with one._tables.reading() as db:
+        with one.checkpoints._db.reading() as db:
             known = [row[0] for row in db.execute("SELECT name FROM nodes")]
         for name in known:
-            assert one.get(name).state  # none is unreadable
+            assert one.load(name).state  # none is unreadable
         assert len(known) == len(files(folder))
         assert {path.suffix for path in files(folder)} == {".safetensors"}
 
 
 def test_a_killed_shelf_lets_go_of_its_folder(tmp_path):
-    one = shelf(tmp_path)
+    one = store(tmp_path)
     kept(one, "n0", NODES[0])
     kill(one)
-    with shelf(tmp_path) as again:
+    with store(tmp_path) as again:
         assert has(again, "n0", NODES[0])

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from reference.naive import make_llama
 from safetensors import safe_open
 from safetensors.torch import save_file
-from stores import CHUNK, NODES, POLICY, Cut, has, kept, kill, pack, record, same, store, unpack
+from stores import CHUNK, NODES, POLICY, Cut, has, kill, pack, record, same, save, store, unpack
 
 from weir.errors import WeirError
 from weir.serve import MemoryStore
@@ -43,8 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 def saved(its: SessionStore, name: str, n: int = 0, **given: Any) -> TurnRecord:
     """A turn as the engine and the engine_client save it."""
     made = record(name, n, **given)
-    assert kept(its, name, NODES[n]) is None
-    its.add(made)
+    assert save(its, made, NODES[n]) is None
     return made
 
 
@@ -60,7 +59,7 @@ def test_records_are_found_again_as_they_were(tmp_path):
         known = (first.created, 2.0, second.seen, second.usage, "hé? 1\x00")
         assert its.get_session("me", "s") == SessionSummary("s", "b", 2, *known)
         assert [each.id for each in its.list_sessions("me")] == ["s", "t"]
-        its.get("a")
+        its.load("a")
         assert [each.id for each in its.list_sessions("me")] == ["t", "s"]
     with store(tmp_path) as its:
         assert [each.id for each in its.list_sessions("me")] == ["t", "s"]
@@ -108,8 +107,8 @@ def test_the_tokens_of_a_stream_are_told_as_far_back_as_its_turns_line_up(tmp_pa
                 ("on", "gap", 11, [1, 2]),
                 ("wrong", "a", 9, [1, 2]),
             ]:
-                assert kept(its, name, NODES[0]) is None
-                its.add(record(name, parent=parent, seen=seen, ids=pack_ids(ids)))
+                made = record(name, parent=parent, seen=seen, ids=pack_ids(ids))
+                assert save(its, made, NODES[0]) is None
             told = [(each.start, unpack_ids(each.ids).tolist()) for each in its.ancestry("me", "c")]
             assert told == [(0, [1, 2, 3, 4, 5]), (5, [6, 7, 2**20]), (8, [9])]
             assert [each.node for each in its.ancestry("me", "other")] == ["a", "other"]
@@ -160,28 +159,36 @@ def test_a_dropped_turn_leaves_all_its_sessions(tmp_path):
         assert its.fork("me", "c", "u").turns == 1  # what led to it is known no more
 
 
-def test_a_record_needs_its_node(tmp_path):
+def test_a_turn_whose_record_is_refused_is_not_kept_at_all(tmp_path):
     with store(tmp_path) as its:
-        with pytest.raises(WeirError, match="no room to keep this turn"):
-            its.add(record("a"))
-        kept(its, "a", NODES[0])
-        with pytest.raises(WeirError, match="is no text"):
-            its.add(record("a", session="\ud800"))
+        saved(its, "b", 1)
+        error = save(its, record("a", session="\ud800"), NODES[0])
+        assert isinstance(error, WeirError) and "is no text" in str(error)
         assert its.find_turn("me", "a") is None
-        assert has(its, "a", NODES[0])
+        assert not has(its, "a", NODES[0])
+        (path,) = (tmp_path / "nodes").iterdir()
+        assert its.checkpoints.nbytes == path.stat().st_size
+
+
+def test_a_checkpoint_without_a_record_goes_at_the_start(tmp_path):
     with store(tmp_path) as its:
-        assert not has(its, "a", NODES[0])  # nobody was told of it
-    assert not list((tmp_path / "nodes").iterdir())
+        saved(its, "a")
+        saved(its, "b", 1)
+        with its.checkpoints.changing() as db:
+            db.execute("DELETE FROM records WHERE node = 'a'")
+    with store(tmp_path) as its:
+        assert not has(its, "a", NODES[0]) and has(its, "b", NODES[1])
+    assert len(list((tmp_path / "nodes").iterdir())) == 1
 
 
 def test_sessions_used_longest_ago_go_at_the_limit(tmp_path):
     with store(tmp_path / "a") as its:
         saved(its, "x")
-        size = its.nbytes + 200
+        size = its.checkpoints.nbytes + 200
     with store(tmp_path / "b", limit=2 * size) as its:
         saved(its, "a", session="a")
         saved(its, "b", session="b")
-        its.get("a")
+        its.load("a")
         saved(its, "c", session="c")
         assert [each.id for each in its.list_sessions("me")] == ["a", "c"]
 
@@ -192,7 +199,7 @@ def test_a_damaged_turn_is_not_found_again(tmp_path):
         (path,) = (tmp_path / "nodes").iterdir()
         path.write_bytes(bytes(path.stat().st_size))
         with pytest.raises(WeirError, match="turn 'a' cannot be gone on from"):
-            _ = its.get("a").state
+            _ = its.load("a").state
         assert its.find_history("me", made.chain) is None
 
 
@@ -221,7 +228,7 @@ def test_a_session_travels(tmp_path):
             assert its.get_session("you", session.id) == session
             found = its.list_turns("you", session.id)
             for n, each in enumerate(found):
-                assert same(its.get(each.node), NODES[n])
+                assert same(its.load(each.node), NODES[n])
                 parent = found[0].node if n else None
                 wanted = record(each.node, n, owner="you", session=session.id, parent=parent)
                 assert each == wanted
@@ -243,14 +250,14 @@ def test_a_session_that_does_not_fit_is_refused_and_others_stay(tmp_path):
 def test_a_full_disk_refuses_a_session_whole(tmp_path, monkeypatch):
     path = exported(tmp_path)
     with store(tmp_path / "two") as its:
-        write, count = its._files.write, itertools.count()
+        write, count = its.checkpoints._files.write, itertools.count()
 
         def full(*given):
             if next(count):
                 raise OSError(28, "No space left on device")
             write(*given)
 
-        monkeypatch.setattr(its._files, "write", full)
+        monkeypatch.setattr(its.checkpoints._files, "write", full)
         with pytest.raises(WeirError, match="is full"):
             unpack(its, "me", path)
         assert its.list_sessions("me") == []
@@ -417,17 +424,15 @@ class Stores(RuleBasedStateMachine):
     @rule(data=st.data(), n=st.integers(0, 5))
     def turn(self, data: st.DataObject, n: int) -> None:
         made = self.make(data, n)
-        assert kept(self.its, made.node, NODES[n]) is None
-        self.its.add(made)
-        self.oracle.put(made.node, NODES[n], lambda error: None)
-        self.oracle.add(made)
+        assert save(self.its, made, NODES[n]) is None
+        save(self.oracle, made, NODES[n])
         self.known[made.node] = (n, made)
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
     def get(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.known)))
-        assert same(self.its.get(name), self.oracle.get(name))
+        assert same(self.its.load(name), self.oracle.load(name))
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
@@ -463,23 +468,19 @@ class Stores(RuleBasedStateMachine):
         self.its.close()
         self.its = store(self.folder)
 
-    @rule(data=st.data(), n=st.integers(0, 5), after=st.integers(0, 8), recorded=st.booleans())
-    def killed(self, data: st.DataObject, n: int, after: int, recorded: bool) -> None:
+    @rule(data=st.data(), n=st.integers(0, 5), after=st.integers(0, 8))
+    def killed(self, data: st.DataObject, n: int, after: int) -> None:
         """In the course of a turn, which is there whole or not at all; others are as they were."""
         made = self.make(data, n)
         told, over = [], threading.Event()
 
         def done(error: Exception | None) -> None:
-            try:
-                if recorded:  # else it is killed before the record is written
-                    self.its.add(made)
-                    told.append(error)
-            finally:
-                over.set()
+            told.append(error)
+            over.set()
 
         folder_file.os = Cut(after)  # type: ignore[attr-defined]
         try:
-            self.its.put(made.node, NODES[n], done)
+            self.its.save(NODES[n], made, done)
             # To the end, or where it was cut off: what is known afterwards is a matter of what was
             # drawn, never of how fast this machine is.
             while self.its._writer._thread.is_alive() and not over.wait(0.001):
@@ -491,8 +492,7 @@ class Stores(RuleBasedStateMachine):
         assert found is not None or not told
         if found is not None:
             assert found == made
-            self.oracle.put(made.node, NODES[n], lambda error: None)
-            self.oracle.add(made)
+            save(self.oracle, made, NODES[n])
             self.known[made.node] = (n, made)
 
     @invariant()
@@ -512,7 +512,7 @@ class Stores(RuleBasedStateMachine):
             assert found is not None and replace(found, session=made.session) == made
         sizes = [path.stat().st_size for path in (self.folder / "nodes").iterdir()]
         assert len(sizes) == len(self.known)
-        assert self.its.nbytes == sum(sizes)
+        assert self.its.checkpoints.nbytes == sum(sizes)
 
 
 TestStores = Stores.TestCase

@@ -11,8 +11,8 @@ import torch
 
 from weir.cache import StreamingCache
 from weir.models import load
-from weir.serve import Checkpoint
-from weir.serve.sessions import SQLiteCheckpoints
+from weir.serve import Checkpoint, TurnRecord
+from weir.serve.sessions import SQLiteStore
 from weir_bench.figure import Row
 from weir_bench.serving.load import Heard
 from weir_bench.serving.part import Plan, part
@@ -36,15 +36,15 @@ def disk(plan: Plan) -> Iterator[Row | Heard]:
     plan.say("a row to disk and back")
     with (
         undisturbed(),
-        SQLiteCheckpoints(plan.scratch / "disk", model, plan.policy, chunk=CHUNK) as shelf,
+        SQLiteStore(plan.scratch / "disk", model, plan.policy, chunk=CHUNK) as store,
     ):
         for piece in ids.split(256, dim=1):
             model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
         for number in range(TIMES):
             began = time.perf_counter()
-            _put(shelf, str(number), Checkpoint(cache.take_row(0), (1,)))
+            _save(store, str(number), Checkpoint(cache.take_row(0), (1,)))
             safe = time.perf_counter()
-            cache.put_row(1, shelf.get(str(number)).state, check=False)
+            cache.put_row(1, store.load(str(number)).state, check=False)
             back.append(time.perf_counter() - safe)
             saved.append(safe - began)
     size = cache.nbytes / 2 / 1e6
@@ -68,8 +68,8 @@ def disk(plan: Plan) -> Iterator[Row | Heard]:
     )
 
 
-def _put(shelf: SQLiteCheckpoints, name: str, node: Checkpoint) -> None:
-    """Put a node and wait until it is safe."""
+def _save(store: SQLiteStore, name: str, checkpoint: Checkpoint) -> None:
+    """Save a turn and wait until it is safe."""
     safe = threading.Event()
     wrong: list[Exception] = []
 
@@ -78,7 +78,8 @@ def _put(shelf: SQLiteCheckpoints, name: str, node: Checkpoint) -> None:
             wrong.append(error)
         safe.set()
 
-    shelf.put(name, node, done)
+    record = TurnRecord(name, "", name, None, name, (), checkpoint.pending[-1], 1)
+    store.save(checkpoint, record, done)
     safe.wait()
     if wrong:
         raise wrong[0]

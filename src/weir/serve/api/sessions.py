@@ -28,13 +28,8 @@ from weir.serve.api.schemas.items import PageQuery
 from weir.serve.api.sse import EventStream
 from weir.serve.client import EngineClient
 from weir.serve.engine import Busy
-from weir.serve.sessions import (
-    HeldByConversation,
-    NameTaken,
-    SessionSummary,
-    TurnRecord,
-    UnknownSession,
-)
+from weir.serve.sessions import NameTaken, SessionSummary, TurnRecord
+from weir.serve.sessions.manager import HeldByConversation, UnknownSession
 
 FILE = "application/octet-stream"
 CHUNK = 2**18

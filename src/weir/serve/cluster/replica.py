@@ -122,7 +122,6 @@ class Replica:
             model,
             settings.policy,
             settings.rows,
-            self._store,
             chunk=settings.chunk,
             queue=settings.limits.queue,
             deterministic=settings.deterministic,
@@ -133,7 +132,7 @@ class Replica:
             tokenizer,
             settings.name,
             settings.limits,
-            acquire=self._store.hold,
+            acquire_lease=self._store.acquire_lease,
         )
         self._keys = Keys(list(settings.keys))
         self._over = threading.Event()

@@ -21,18 +21,18 @@ from weir.serve.cluster.leases import Leases
 from weir.serve.cluster.ledger import TAKEN, Ledger, Page
 from weir.serve.cluster.shared import Shared
 from weir.serve.cluster.turnfiles import TurnFiles
-from weir.serve.engine import Checkpoint, OnSaved
 from weir.serve.sessions import (
     AnsweredElsewhere,
-    CheckpointWriter,
+    BackgroundWriter,
+    Checkpoint,
     LeaseLost,
     MemoryStore,
     NameTaken,
+    OnSaved,
     RowFormat,
     SessionSummary,
     TurnRecord,
     TurnTokens,
-    WriteJob,
     find_path,
 )
 
@@ -56,15 +56,6 @@ class SharedLease:
     epoch: int
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _over: bool = False
-
-    def add(self, record: TurnRecord) -> None:
-        """Keep the record of a node.
-
-        Raises:
-            LeaseLost: the session went to another replica meanwhile.
-            WeirError: it cannot be kept.
-        """
-        self.store.end_turn(record, self.epoch)
 
     def release(self) -> None:
         """The turn is over."""
@@ -111,8 +102,7 @@ class SharedStore:
         self._alone = threading.RLock()  # whoever makes pages or changes what is near
         self._answering: Counter[str] = Counter()
         self._counting = threading.Lock()
-        self._ready: dict[str, bytes] = {}  # snapshots whose records are to come
-        self._writer = CheckpointWriter(self._snapshot, 2)
+        self._writer = BackgroundWriter(self._write, 2)
 
     def close(self) -> None:
         """Write what was put."""
@@ -120,7 +110,7 @@ class SharedStore:
 
     # --- a turn
 
-    def hold(self, owner: str, session: str) -> SharedLease:
+    def acquire_lease(self, owner: str, session: str) -> SharedLease:
         """Take hold of a session for a turn, and learn what others have made of it.
 
         Raises:
@@ -153,68 +143,43 @@ class SharedStore:
             answering = list(self._answering.elements())
         self._leases.beat(self.replica, answering)
 
-    def end_turn(self, record: TurnRecord, epoch: int) -> None:
-        """Keep the record of a node, as the end of a turn that began under a claim.
+    # --- saving
+
+    def load(self, node: str) -> Checkpoint:
+        """A checkpoint; one that another replica made is read when its state is needed.
 
         Raises:
-            LeaseLost: another replica has claimed the session since.
-            WeirError: it cannot be kept.
+            WeirError: it is not kept.
         """
+        return self._near.load(node)
+
+    def save(self, checkpoint: Checkpoint, record: TurnRecord, done: OnSaved) -> None:
+        """Save a turn in the writer's thread, which calls `done`.
+
+        The error is `LeaseLost` where another replica has claimed the session since the turn began.
+        """
+        self._writer.submit(checkpoint, record, done)
+
+    def _write(self, checkpoint: Checkpoint, record: TurnRecord) -> None:
         folder = folder_of(record.owner, record.session)
-        snapshot = self._ready.pop(record.node, None)
-        if snapshot is None:
-            raise WeirError("there is no room to keep this turn")
+        snapshot = self._files.snapshot(checkpoint)
         with self._alone, self._undone(folder, [record]):
             self._files.write(folder, record, snapshot)
             page = self._pages.get(folder)
-            if page is None or page.epoch != epoch:
+            if page is None or page.epoch != record.epoch:
                 raise LeaseLost(TAKEN)
             turns = (*page.turns, record.node)
             self._put(folder, page.next(turns[-self._kept :]))
             gone = turns[: -self._kept]
-            self._near.add(record)
+            self._near.save(checkpoint, record, _ignore)
             self._publish(record.owner, record.session, [record])
             self._remove(record.owner, record.session, gone)
 
-    # --- what a shelf does
-
-    def get(self, name: str) -> Checkpoint:
-        """A node; one that another replica made is read when its state is asked for.
-
-        Raises:
-            WeirError: there is none of that name.
-        """
-        return self._writer.find(name) or self._near.get(name)
-
-    def put(self, name: str, node: Checkpoint, done: OnSaved) -> None:
-        """Make a node ready to be kept; `done` is called in the thread that writes."""
-        self._writer.put(name, node, done)
-
-    def drop(self, name: str) -> None:
-        """Nobody goes on from a node here."""
-        self._writer.drop(name)
-        self._ready.pop(name, None)
-        self._near.drop(name)
-
-    def _snapshot(self, job: WriteJob) -> None:
-        if not job.dropped:
-            self._ready[job.name] = self._files.snapshot(job.node)
-            self._near.put(job.name, job.node, lambda error: None)
+    def drop(self, node: str) -> None:
+        """Forget a turn on this replica."""
+        self._near.drop(node)
 
     # --- what a store does
-
-    def add(self, record: TurnRecord) -> None:
-        """Keep the record of a node whose turn held nothing.
-
-        Raises:
-            AnsweredElsewhere: another replica is answering its session.
-            WeirError: it cannot be kept.
-        """
-        held = self.hold(record.owner, record.session)
-        try:
-            held.add(record)
-        finally:
-            held.release()
 
     def find_history(self, owner: str, chain: str) -> TurnRecord | None:
         """The owner's newest turn that ends a conversation of this hash, wherever it was made."""
@@ -273,7 +238,7 @@ class SharedStore:
             )
             for name in path
         ]
-        return self.import_session(copies, [self.get(name) for name in path])
+        return self.import_session(copies, [self.load(name) for name in path])
 
     def remove_turns(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:
         """Take turns out of a session, also where another replica is answering it just now."""
@@ -365,8 +330,7 @@ class SharedStore:
         for name in page.turns:
             record = self._files.record(folder, name)
             if record is not None:  # it may have gone this moment
-                self._near.put(name, self._files.node(folder, record), lambda error: None)
-                self._near.add(record)
+                self._near.save(self._files.node(folder, record), record, _ignore)
 
     @contextmanager
     def _undone(self, folder: str, records: Sequence[TurnRecord]) -> Iterator[None]:
@@ -394,3 +358,7 @@ class SharedStore:
                 self._index.remove(record)
             self._files.delete(folder_of(owner, session), node)
         self._near.remove_turns(owner, session, nodes)
+
+
+def _ignore(error: Exception | None) -> None:
+    """Nothing is done when a turn is in memory."""

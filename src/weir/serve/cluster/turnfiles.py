@@ -13,9 +13,9 @@ from typing import Any
 
 from weir.errors import WeirError
 from weir.serve.cluster.shared import Shared
-from weir.serve.engine import Checkpoint
 from weir.serve.messages import Message
 from weir.serve.sessions import (
+    Checkpoint,
     LazyCheckpoint,
     RowFormat,
     TurnRecord,
@@ -38,7 +38,7 @@ class TurnFiles:
     def __init__(self, shared: Shared, form: RowFormat) -> None:
         self._shared = shared
         self._form = form
-        shared.create("form.json", json.dumps(form.said).encode())
+        shared.create("form.json", json.dumps(form.to_json()).encode())
         data = shared.read("form.json")
         try:
             form.check(json.loads(data or b"null"))

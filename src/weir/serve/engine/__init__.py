@@ -1,6 +1,5 @@
 """The engine: sequences of many sessions through one model, in rows allocated once."""
 
-from weir.serve.engine.checkpoint import Checkpoint, CheckpointStore, OnSaved
 from weir.serve.engine.compilation import compile_engine, sizes_of
 from weir.serve.engine.engine import Cancelled, Engine, EngineLoad
 from weir.serve.engine.inspection import RowInspection
@@ -22,8 +21,6 @@ from weir.serve.engine.sequence import Listener, Sequence
 __all__ = [
     "Busy",
     "Cancelled",
-    "Checkpoint",
-    "CheckpointStore",
     "Constraint",
     "Engine",
     "EngineLoad",
@@ -32,7 +29,6 @@ __all__ = [
     "FinishedAnswer",
     "Listener",
     "Notifier",
-    "OnSaved",
     "OutputEvent",
     "OutputProcessor",
     "OutputQueue",

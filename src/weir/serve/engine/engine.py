@@ -21,12 +21,12 @@ from weir.cache import StreamingCache
 from weir.errors import WeirError
 from weir.policies import Policy
 from weir.pools import Marks
-from weir.serve.engine.checkpoint import Checkpoint, CheckpointStore
 from weir.serve.engine.inspection import InspectionQueue, RowInspection, inspect_row
 from weir.serve.engine.runner import ModelRunner
 from weir.serve.engine.sampler import SampledToken, sample
 from weir.serve.engine.scheduler import Scheduler
 from weir.serve.engine.sequence import Sequence, Stage
+from weir.serve.sessions import Checkpoint, SessionStore
 
 PREFILL_CHUNK = 256
 """Tokens of prompts that are read between two decode calls."""
@@ -65,7 +65,7 @@ class Engine:
         model: a causal language model, which nobody else feeds meanwhile.
         policy: of every row.
         rows: sequences that run at once.
-        store: where the ends of sequences are kept.
+        store: keeps the ends of sequences, with the records of their turns.
         chunk: tokens between two folds; None for what the policy was measured with, or 64.
         prefill_chunk: tokens of prompts that are read between two decode calls.
         queue: sequences that may wait while no row is free.
@@ -88,7 +88,7 @@ class Engine:
         model: PreTrainedModel,
         policy: str | Policy,
         rows: int,
-        store: CheckpointStore,
+        store: SessionStore,
         *,
         chunk: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
@@ -220,7 +220,7 @@ class Engine:
             self.cache.reset_row(sequence.row, seed=sequence.seed)
             beginning: int | None = sequence.beginning
         else:
-            checkpoint = self.store.get(sequence.parent)
+            checkpoint = self.store.load(sequence.parent)
             if not resident:
                 # No check: a store returns what it was given, and one on disk has a checksum.
                 self.cache.put_row(sequence.row, checkpoint.state, check=False)
@@ -326,10 +326,10 @@ class Engine:
         """Save the end of a sequence; its listener is told when that is safe."""
         assert sequence.row is not None
         # The copy may find no memory. Then the sequence fails, so it must not be finished yet.
-        state = self.cache.take_row(sequence.row) if sequence.save else None
+        state = self.cache.take_row(sequence.row) if sequence.record else None
         with self._changed:
             self.scheduler.finish(sequence, at_checkpoint=state is not None)
-        if state is None:
+        if state is None or sequence.record is None:
             sequence.listener.on_finish(reason)
             return
 
@@ -343,7 +343,7 @@ class Engine:
 
         try:
             checkpoint = Checkpoint(state, (sequence.output_ids[-1],))
-            self.store.put(sequence.id, checkpoint, on_saved)
+            self.store.save(checkpoint, sequence.record(sequence, reason), on_saved)
         except Exception as error:
             on_saved(error)
 

@@ -211,16 +211,14 @@ def _wake(loop: asyncio.AbstractEventLoop, queues: Iterable[OutputQueue]) -> Non
 
 @dataclass(frozen=True)
 class FinishedAnswer:
-    """An answer that has ended and is not saved yet.
+    """An answer that has ended.
 
     Attributes:
-        sequence: whose it is.
         text: all of it.
         cut: whether it ran into its limit.
         stats: of its stream.
     """
 
-    sequence: Sequence
     text: str
     cut: bool
     stats: StreamStats
@@ -236,7 +234,7 @@ class OutputProcessor:
         stops: texts that end the answer.
         queue: of the request.
         notifier: wakes it after the step.
-        save: called with the answer before anybody hears that it has ended.
+        on_saved: called when the answer is saved, before the client hears of its end.
         special: special tokens that are part of the answer's text.
 
     Attributes:
@@ -253,7 +251,7 @@ class OutputProcessor:
         stops: tuple[str, ...],
         queue: OutputQueue,
         notifier: Notifier,
-        save: Callable[[FinishedAnswer], None],
+        on_saved: Callable[[], None],
         special: Collection[int] = (),
     ) -> None:
         self._answer = answer
@@ -262,7 +260,8 @@ class OutputProcessor:
         self._text: list[str] = []
         self._queue = queue
         self._notifier = notifier
-        self._save = save
+        self._on_saved = on_saved
+        self._rest: str | None = None  # text held back until the answer ended
         self._stats: StreamStats | None = None
 
     def on_token(self, token: SampledToken) -> str | None:
@@ -283,18 +282,24 @@ class OutputProcessor:
             self._stats = StreamStats.of(self._cache, sequence.row)
         return "stop" if self._detokenizer.stopped else None
 
-    def on_finish(self, reason: str) -> None:
-        """Save the answer, now that its checkpoint is safe, and then put out its end."""
+    def finish(self, reason: str) -> FinishedAnswer:
+        """The whole answer, once it has ended."""
         assert self._stats is not None
-        rest = "" if self._detokenizer.stopped else self._detokenizer.end()
+        if self._rest is None:
+            self._rest = "" if self._detokenizer.stopped else self._detokenizer.end()
+        text = "".join([*self._text, self._rest])
+        return FinishedAnswer(text, reason == "length", self._stats)
+
+    def on_finish(self, reason: str) -> None:
+        """Put out the end of the answer, which is saved."""
         try:
-            text = "".join([*self._text, rest])
-            self._save(FinishedAnswer(self.sequence, text, reason == "length", self._stats))
+            answer = self.finish(reason)
+            self._on_saved()
         except Exception as error:
             self.on_failure(error)
             return
-        tokens = len(self.sequence.output_ids)
-        self._queue.put_now(FinishEvent(self._answer, rest, reason, tokens, self._stats))
+        tokens, rest = len(self.sequence.output_ids), self._rest or ""
+        self._queue.put_now(FinishEvent(self._answer, rest, reason, tokens, answer.stats))
 
     def on_failure(self, error: Exception) -> None:
         """Put out that the answer has failed."""

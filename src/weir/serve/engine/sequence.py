@@ -8,6 +8,7 @@ failure. Knows nothing about text, models or what rows hold.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from weir.cache import RowState
 from weir.serve.engine.sampler import SampledToken, Sampler
+from weir.serve.sessions import TurnRecord
 
 
 class Stage(enum.Enum):
@@ -60,7 +62,8 @@ class Sequence:
         beginning: how many of `prompt_ids` are the stream's beginning, where it is new.
         header: how many tokens at the end of `prompt_ids` are the header of the answer.
         forks: further answers to the same prompt, which start where it ends.
-        save: whether the end is saved.
+        record: makes the record that is saved with its end, from the sequence and the reason why it
+            ended (`Listener.on_finish`); None if the end is not saved.
         stage: how far it has come. This and what follows is set by the engine only.
         cancelled: whether the next step ends it.
         row: its row of the cache; None while it waits.
@@ -83,7 +86,7 @@ class Sequence:
     beginning: int = 0
     header: int = 0
     forks: list[Sequence] = field(default_factory=list)
-    save: bool = True
+    record: Callable[[Sequence, str], TurnRecord] | None = None
 
     stage: Stage = Stage.WAITING
     cancelled: bool = False

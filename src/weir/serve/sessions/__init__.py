@@ -1,7 +1,6 @@
 """Saved sessions: checkpoints and records of turns, responses, archives and leases."""
 
 from weir.serve.sessions.archive import SessionArchive
-from weir.serve.sessions.checkpoints import LazyCheckpoint, MemoryCheckpoints
 from weir.serve.sessions.items import (
     Item,
     answer_item,
@@ -20,10 +19,12 @@ from weir.serve.sessions.leases import (
     LeaseLost,
     SessionLease,
 )
-from weir.serve.sessions.manager import HeldByConversation, SessionManager, UnknownSession
 from weir.serve.sessions.memory_store import MemoryStore
 from weir.serve.sessions.records import (
+    Checkpoint,
+    LazyCheckpoint,
     NameTaken,
+    OnSaved,
     SessionStore,
     SessionSummary,
     TurnRecord,
@@ -34,38 +35,33 @@ from weir.serve.sessions.records import (
 )
 from weir.serve.sessions.responses import ResponseStore, StoredConversation, StoredResponse
 from weir.serve.sessions.snapshot import RowFormat, decode_checkpoint, encode_checkpoint
-from weir.serve.sessions.sqlite_checkpoints import SQLiteCheckpoints
 from weir.serve.sessions.sqlite_store import SQLiteStore
-from weir.serve.sessions.writer import CheckpointWriter, WriteJob
+from weir.serve.sessions.writer import BackgroundWriter
 
 __all__ = [
     "AcquireLease",
     "AnsweredElsewhere",
-    "CheckpointWriter",
+    "BackgroundWriter",
+    "Checkpoint",
     "ConversationLocked",
     "ConversationLocks",
-    "HeldByConversation",
     "Item",
     "LazyCheckpoint",
     "LeaseLost",
-    "MemoryCheckpoints",
     "MemoryStore",
     "NameTaken",
+    "OnSaved",
     "ResponseStore",
     "RowFormat",
-    "SQLiteCheckpoints",
     "SQLiteStore",
     "SessionArchive",
     "SessionLease",
-    "SessionManager",
     "SessionStore",
     "SessionSummary",
     "StoredConversation",
     "StoredResponse",
     "TurnRecord",
     "TurnTokens",
-    "UnknownSession",
-    "WriteJob",
     "answer_item",
     "answer_part",
     "call_item",

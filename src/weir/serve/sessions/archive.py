@@ -23,9 +23,8 @@ from safetensors.torch import save_file
 from weir.cache import FARTHEST, ValidationError, integer, list_of, optional, text
 from weir.cache import record as facts_of
 from weir.errors import WeirError, quote
-from weir.serve.engine import Checkpoint
 from weir.serve.messages import Message
-from weir.serve.sessions.records import SessionStore, TurnRecord, pack_ids, unpack_ids
+from weir.serve.sessions.records import Checkpoint, SessionStore, TurnRecord, pack_ids, unpack_ids
 from weir.serve.sessions.snapshot import RowFormat, decode_foreign, encode_checkpoint
 
 FORMAT = 2
@@ -54,7 +53,7 @@ class SessionArchive:
         parcel = cls()
         for record in store.list_turns(owner, session)[-most:]:
             try:
-                node = store.get(record.node)
+                node = store.load(record.node)
                 parcel.add(record, Checkpoint(node.state, node.pending))
             except WeirError:
                 if store.find_turn(owner, record.node) is not None:

@@ -1,7 +1,4 @@
-"""Who may end a turn of a session, where several servers share their sessions: a protocol.
-
-A server alone needs none. Knows nothing about how others are kept out.
-"""
+"""Leases: one request at a time per conversation, and one server at a time per session."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 from weir.errors import WeirError
-from weir.serve.sessions.records import TurnRecord
 
 
 class AnsweredElsewhere(WeirError):
@@ -26,44 +22,42 @@ class AnsweredElsewhere(WeirError):
 
 
 class LeaseLost(WeirError):
-    """Another server has the session now: the turn never happened."""
+    """Another server has taken the session over: the turn never happened."""
 
 
 class SessionLease(Protocol):
-    """A session, for one turn that is to end here."""
+    """The right to answer a session, for one turn.
 
-    def add(self, record: TurnRecord) -> None:
-        """Keep the record of a node, as `SessionStore.add`.
+    Attributes:
+        epoch: of the claim; the store refuses a record of an older one (`TurnRecord.epoch`).
+    """
 
-        Raises:
-            LeaseLost: the session went to another server meanwhile.
-            WeirError: it cannot be kept.
-        """
+    epoch: int
 
     def release(self) -> None:
-        """The turn is over, however it ended."""
+        """End the lease, however the turn ended."""
 
 
 AcquireLease = Callable[[str, str], SessionLease]
-"""Takes hold of a session, by owner and name; raises `AnsweredElsewhere`."""
+"""Leases a session, by owner and name; raises `AnsweredElsewhere`."""
 
 
 class ConversationLocked(WeirError):
-    """Somebody else is at the conversation."""
+    """Another request is using the conversation."""
 
 
 class ConversationLocks:
-    """Who is at which conversation: one request at a time."""
+    """Lets one request at a time use a conversation."""
 
     def __init__(self) -> None:
         self._held: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
 
     def acquire(self, owner: str, conversation: str) -> None:
-        """A conversation is nobody else's until `give`.
+        """Keep other requests out until `release`.
 
         Raises:
-            ConversationLocked: it is somebody else's.
+            ConversationLocked: another request is using it.
         """
         with self._lock:
             if (owner, conversation) in self._held:
@@ -73,6 +67,6 @@ class ConversationLocks:
             self._held.add((owner, conversation))
 
     def release(self, owner: str, conversation: str) -> None:
-        """It is anybody's again."""
+        """Let other requests use it again."""
         with self._lock:
             self._held.discard((owner, conversation))

@@ -17,7 +17,7 @@ from weir.errors import WeirError
 from weir.serve.engine import Busy, Engine
 from weir.serve.limits import Limits
 from weir.serve.sessions.archive import SessionArchive
-from weir.serve.sessions.records import SessionStore, SessionSummary, TurnRecord, find_path
+from weir.serve.sessions.records import SessionSummary, TurnRecord, find_path
 from weir.serve.sessions.responses import ResponseStore
 from weir.serve.sessions.snapshot import RowFormat
 
@@ -35,17 +35,14 @@ class SessionManager:
 
     Args:
         engine: stands at some of their turns.
-        store: where they are kept.
-        book: what was asked and answered in them through OpenAI's responses.
+        responses: and conversations of OpenAI's responses API that were answered in them.
         limits: of what an owner may have.
     """
 
-    def __init__(
-        self, engine: Engine, store: SessionStore, book: ResponseStore, limits: Limits
-    ) -> None:
+    def __init__(self, engine: Engine, responses: ResponseStore, limits: Limits) -> None:
         self._engine = engine
-        self._store = store
-        self._responses = book
+        self._store = engine.store
+        self._responses = responses
         self._limits = limits
         self._packing = threading.Lock()
 

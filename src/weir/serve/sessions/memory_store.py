@@ -1,7 +1,4 @@
-"""Turns and whose they are, in memory: the simplest store.
-
-Knows nothing about HTTP or models.
-"""
+"""Session store in memory: it ends with the process."""
 
 from __future__ import annotations
 
@@ -11,55 +8,71 @@ from dataclasses import replace
 from tempfile import TemporaryDirectory
 
 from weir.errors import WeirError
-from weir.serve.engine import Checkpoint, OnSaved
-from weir.serve.sessions.checkpoints import MemoryCheckpoints
-from weir.serve.sessions.records import NameTaken, SessionSummary, TurnRecord, TurnTokens, find_path
+from weir.serve.sessions.records import (
+    Checkpoint,
+    NameTaken,
+    OnSaved,
+    SessionSummary,
+    TurnRecord,
+    TurnTokens,
+    find_path,
+)
 
 
 class MemoryStore:
-    """A store in memory, at most so many nodes; all is gone when the process ends.
+    """Sessions in memory (`SessionStore`).
 
     Args:
-        most: nodes that are kept.
+        most: turns that are kept; the least recently used are deleted for new ones.
     """
 
     def __init__(self, most: int = 256) -> None:
         self._most = most
         self._lock = threading.RLock()
-        self._shelf = MemoryCheckpoints(most + 64)  # beside them, those whose records are to come
-        self._records: dict[str, TurnRecord] = {}  # by node, the one used longest ago first
+        # By node, the least recently used first.
+        self._turns: dict[str, tuple[Checkpoint, TurnRecord]] = {}
+        # Nodes in the order they came, by owner and hash, and by owner and session.
         self._chains: dict[tuple[str, str], list[str]] = {}
-        self._sessions: dict[tuple[str, str], list[str]] = {}  # nodes, by owner and session
+        self._sessions: dict[tuple[str, str], list[str]] = {}
 
-    def get(self, name: str) -> Checkpoint:
-        """A node.
+    def load(self, node: str) -> Checkpoint:
+        """A checkpoint.
 
         Raises:
-            WeirError: there is none of that name.
+            WeirError: it is not kept.
         """
         with self._lock:
-            node = self._shelf.get(name)
-            if name in self._records:
-                self._records[name] = self._records.pop(name)
-            return node
+            if node not in self._turns:
+                raise WeirError("what this turn goes on from is not kept any more")
+            checkpoint, _ = self._turns[node] = self._turns.pop(node)
+            return checkpoint
 
-    def put(self, name: str, node: Checkpoint, done: OnSaved) -> None:
-        """Keep a node."""
-        with self._lock:
-            self._shelf.put(name, node, lambda error: None)
+    def save(self, checkpoint: Checkpoint, record: TurnRecord, done: OnSaved) -> None:
+        """Save a turn, and call `done` at once."""
+        self._save(checkpoint, record)
         done(None)
 
-    def drop(self, name: str) -> None:
-        """Forget a node and its record."""
+    def _save(self, checkpoint: Checkpoint, record: TurnRecord) -> None:
         with self._lock:
-            self._shelf.drop(name)
-            record = self._records.pop(name, None)
-            if record is not None:
-                _take_out(self._chains, (record.owner, record.chain), name)
-                for place in self._places(record):
-                    _take_out(self._sessions, place, name)
+            self.drop(record.node)
+            self._turns[record.node] = checkpoint, record
+            self._chains.setdefault((record.owner, record.chain), []).append(record.node)
+            self._sessions.setdefault((record.owner, record.session), []).append(record.node)
+            while len(self._turns) > self._most:
+                self.drop(next(iter(self._turns)))
 
-    def _places(self, record: TurnRecord) -> list[tuple[str, str]]:
+    def drop(self, node: str) -> None:
+        """Delete a turn, if there is one of that name."""
+        with self._lock:
+            if node not in self._turns:
+                return
+            _, record = self._turns[node]
+            _remove(self._chains, (record.owner, record.chain), node)
+            for place in self._sessions_of(record):
+                _remove(self._sessions, place, node)
+            del self._turns[node]
+
+    def _sessions_of(self, record: TurnRecord) -> list[tuple[str, str]]:
         """The sessions a turn is in, the one it has been in for longest first."""
         home = (record.owner, record.session)
         others = [
@@ -69,33 +82,16 @@ class MemoryStore:
         ]
         return [home, *others]
 
-    def add(self, record: TurnRecord) -> None:
-        """Keep the record of a node.
-
-        Raises:
-            WeirError: its node is not kept any more.
-        """
-        with self._lock:
-            try:
-                self._shelf.get(record.node)
-            except WeirError:
-                raise WeirError("there is no room to keep this turn") from None
-            self._records[record.node] = record
-            self._chains.setdefault((record.owner, record.chain), []).append(record.node)
-            self._sessions.setdefault((record.owner, record.session), []).append(record.node)
-            while len(self._records) > self._most:
-                self.drop(next(iter(self._records)))
-
     def find_history(self, owner: str, chain: str) -> TurnRecord | None:
         """The owner's newest turn that ends a conversation of this hash."""
         with self._lock:
             nodes = self._chains.get((owner, chain))
-            return self._records[nodes[-1]] if nodes else None
+            return self._turns[nodes[-1]][1] if nodes else None
 
     def find_turn(self, owner: str, node: str) -> TurnRecord | None:
         """A turn of the owner's."""
         with self._lock:
-            record = self._records.get(node)
+            _, record = self._turns.get(node, (None, None))
             return record if record is not None and record.owner == owner else None
 
     def ancestry(self, owner: str, node: str) -> list[TurnTokens]:
@@ -107,22 +103,22 @@ class MemoryStore:
                 here = TurnTokens(record.node, record.seen, record.ids)
                 found.append(here)
                 parent = None if record.parent is None else self.find_turn(owner, record.parent)
-                goes_on = parent is not None and parent.seen == here.start < here.end
-                record = parent if goes_on else None
+                adjoins = parent is not None and parent.seen == here.start < here.end
+                record = parent if adjoins else None
         return found[::-1]
 
     def get_session(self, owner: str, session: str) -> SessionSummary | None:
         """A session of the owner's."""
         with self._lock:
-            nodes = self._sessions.get((owner, session))
-            if nodes is None:
+            turns = self.list_turns(owner, session)
+            if not turns:
                 return None
-            first, head = self._records[nodes[0]], self._records[nodes[-1]]
+            head = turns[-1]
             return SessionSummary(
                 session,
                 head.node,
-                len(nodes),
-                created=first.created,
+                len(turns),
+                created=turns[0].created,
                 used=head.created,
                 seen=head.seen,
                 usage=head.usage,
@@ -130,33 +126,35 @@ class MemoryStore:
             )
 
     def list_sessions(self, owner: str) -> list[SessionSummary]:
-        """All of the owner's, those used longest ago first."""
+        """All sessions of the owner, the least recently used first."""
         with self._lock:
-            place = {name: n for n, name in enumerate(self._records)}
-            # A session stands where its node stands that was used last.
+            order = {node: n for n, node in enumerate(self._turns)}
+            # A session was used when the one of its turns was that was used last.
             used = {
-                session: max(place[node] for node in nodes)
-                for (whose, session), nodes in self._sessions.items()
-                if whose == owner
+                session: max(order[node] for node in nodes)
+                for (its_owner, session), nodes in self._sessions.items()
+                if its_owner == owner
             }
-            found = [self.get_session(owner, name) for name in sorted(used, key=lambda n: used[n])]
+            found = [
+                self.get_session(owner, session) for session in sorted(used, key=used.__getitem__)
+            ]
             return [session for session in found if session is not None]
 
     def list_turns(self, owner: str, session: str) -> list[TurnRecord]:
         """The turns of a session that are kept, in the order they came."""
         with self._lock:
-            return [self._records[node] for node in self._sessions.get((owner, session), ())]
+            return [self._turns[node][1] for node in self._sessions.get((owner, session), ())]
 
     def fork(self, owner: str, node: str, session: str) -> SessionSummary:
-        """Begin a session that ends with a turn.
+        """Begin a session that ends with a turn of another: that one and its ancestors.
 
         Raises:
             NameTaken: the owner has a session of this name.
             WeirError: the owner has no such turn.
         """
         with self._lock:
-            own = {n: each.parent for n, each in self._records.items() if each.owner == owner}
-            path = find_path(node, own)
+            records = [record for _, record in self._turns.values() if record.owner == owner]
+            path = find_path(node, {record.node: record.parent for record in records})
             if not path:
                 raise WeirError("there is no such turn")
             if (owner, session) in self._sessions:
@@ -167,24 +165,24 @@ class MemoryStore:
             return found
 
     def remove_turns(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:
-        """Take turns out of a session; those that were in no other are dropped."""
+        """Take turns out of a session; those that are in no other are deleted and returned."""
         gone = []
         with self._lock:
             for node in set(nodes) & set(self._sessions.get((owner, session), ())):
-                record = self._records[node]
-                places = [place for place in self._places(record) if place != (owner, session)]
-                if not places:
+                checkpoint, record = self._turns[node]
+                others = [p for p in self._sessions_of(record) if p != (owner, session)]
+                if not others:
                     gone.append(node)
                     self.drop(node)
                     continue
-                _take_out(self._sessions, (owner, session), node)
-                self._records[node] = replace(record, session=places[0][1])
+                _remove(self._sessions, (owner, session), node)
+                self._turns[node] = checkpoint, replace(record, session=others[0][1])
         return gone
 
     def import_session(
-        self, records: Sequence[TurnRecord], nodes: Sequence[Checkpoint]
+        self, records: Sequence[TurnRecord], checkpoints: Sequence[Checkpoint]
     ) -> SessionSummary:
-        """Keep turns of one new session.
+        """Save the turns of one new session, parents first.
 
         Raises:
             WeirError: there are more of them than are kept.
@@ -192,20 +190,19 @@ class MemoryStore:
         if len(records) > self._most:
             raise WeirError(f"it has {len(records)} turns, and {self._most} of all are kept here")
         with self._lock:
-            for record, node in zip(records, nodes, strict=True):
-                self.put(record.node, node, lambda error: None)
-                self.add(record)
+            for record, checkpoint in zip(records, checkpoints, strict=True):
+                self._save(checkpoint, record)
             found = self.get_session(records[0].owner, records[0].session)
             assert found is not None
             return found
 
     def make_scratch_folder(self) -> TemporaryDirectory[str]:
-        """A folder for a large file on its way."""
+        """A folder for a large file in transit."""
         return TemporaryDirectory(prefix="weir-")
 
 
-def _take_out(lists: dict[tuple[str, str], list[str]], place: tuple[str, str], name: str) -> None:
-    """Take a name out of a list, and the list out of its dictionary when it was the last."""
-    lists[place].remove(name)
-    if not lists[place]:
-        del lists[place]
+def _remove(lists: dict[tuple[str, str], list[str]], key: tuple[str, str], node: str) -> None:
+    """Remove a node from a list, and an empty list from its dictionary."""
+    lists[key].remove(node)
+    if not lists[key]:
+        del lists[key]

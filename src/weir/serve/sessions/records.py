@@ -1,47 +1,81 @@
-"""What is kept of turns beside their state: whose they are, and where in a conversation they stand.
+"""What is kept of a turn: a checkpoint of its row, and a record of whose it is and what was said.
 
-Records, and a protocol for who keeps them. Knows nothing about HTTP or models.
+Also the protocol of stores that keep both. Knows nothing about HTTP or models.
 """
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Protocol
 
+from weir.cache import RowState
 from weir.errors import WeirError
-from weir.serve.engine import Checkpoint, CheckpointStore
 from weir.serve.messages import Message
+
+OnSaved = Callable[[Exception | None], None]
+"""Called once: with None when a turn is safe, or with the reason why it cannot be kept."""
+TOPIC = 80
+"""Characters of `TurnRecord.topic`."""
 
 
 class NameTaken(WeirError):
-    """There is a session of this name already."""
+    """The owner already has a session of this name."""
 
 
-TOPIC = 80
-"""Characters of what a conversation is called by."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """The end of a turn: all that is needed to continue from there.
+
+    Attributes:
+        state: of the row.
+        pending: tokens of the turn that the row has not read yet: the last of its answer.
+    """
+
+    state: RowState
+    pending: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LazyCheckpoint(Checkpoint):
+    """A checkpoint whose state is read on access; not read if the row is still resident.
+
+    Accessing `state` raises a WeirError if it cannot be read.
+    """
+
+    def __init__(self, pending: tuple[int, ...], read: Callable[[], Checkpoint]) -> None:
+        object.__setattr__(self, "pending", pending)
+        object.__setattr__(self, "_read", read)
+
+    @property  # type: ignore[misc]  # mypy expects a plain attribute
+    def state(self) -> RowState:
+        """The row, read anew each time."""
+        read: Callable[[], Checkpoint] = getattr(self, "_read")  # noqa: B009
+        return read().state
 
 
 @dataclass(frozen=True)
 class TurnRecord:
-    """A saved turn.
+    """A saved turn: its owner, its place in a conversation, and what was said.
 
     Attributes:
-        node: its name on the shelf.
-        owner: hash of the key that it was asked for with; empty where the server needs none.
-        session: the session it belongs to; names are an owner's own.
-        parent: the node it goes on from; None at the beginning of a stream.
-        chain: the hash of all messages up to its answer, that one too.
-        messages: those of this turn, its answer last.
+        node: the turn's name, and that of its checkpoint.
+        owner: hash of the API key it was asked with; empty where the server needs none.
+        session: the session it belongs to; names are unique per owner.
+        parent: the turn it continues; None at the beginning of a stream.
+        chain: hash of all messages up to and including its answer.
+        messages: of this turn, its answer last.
         last: the last token of its answer.
-        seen: tokens of the stream so far, the last of its answer too.
-        usage: what it took, as it was told to the client.
+        seen: tokens of the stream so far, including `last`.
+        usage: token counts, as the client was told.
         created: when it ended, in seconds since 1970.
-        ids: the tokens of this turn, what was fed and the answer, as `pack_ids` writes them: they
-            stand in the stream right before `seen`. Empty where they are not known.
+        ids: the tokens of this turn, prompt and answer, as `pack_ids` writes them; they end at
+            `seen`. Empty if unknown.
+        epoch: the claim on the session that the turn began under (`SessionLease`); 0 where no
+            other server shares it.
     """
 
     node: str
@@ -55,22 +89,23 @@ class TurnRecord:
     usage: dict[str, int] = field(default_factory=dict)
     created: float = field(default_factory=time.time)
     ids: bytes = b""
+    epoch: int = 0
 
     @property
     def topic(self) -> str:
-        """The beginning of what was last said to the model, in a line."""
-        said = next((each.content for each in reversed(self.messages) if each.role == "user"), "")
-        line = " ".join(said[: 4 * TOPIC].split())[:TOPIC]
+        """The beginning of the last user message, in one line."""
+        users = (message.content for message in reversed(self.messages) if message.role == "user")
+        line = " ".join(next(users, "")[: 4 * TOPIC].split())[:TOPIC]
         return line.encode("utf-8", "replace").decode()
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
-    """Token ids in four bytes each: a prompt of a million is kept as such."""
+    """Token ids in four bytes each."""
     return array("I", ids).tobytes()
 
 
 def unpack_ids(ids: bytes) -> array[int]:
-    """The token ids that `pack_ids` has written."""
+    """The token ids that `pack_ids` wrote."""
     found = array("I")
     found.frombytes(ids)
     return found
@@ -81,8 +116,8 @@ class TurnTokens:
     """The tokens of one turn in its stream.
 
     Attributes:
-        node: the turn's end.
-        end: how many tokens the stream has there.
+        node: the turn's name.
+        end: tokens of the stream at its end.
         ids: `TurnRecord.ids`.
     """
 
@@ -92,23 +127,23 @@ class TurnTokens:
 
     @property
     def start(self) -> int:
-        """The place in the stream of its first token."""
+        """The position in the stream of its first token."""
         return self.end - len(self.ids) // 4
 
 
 @dataclass(frozen=True)
 class SessionSummary:
-    """A conversation of an owner's, with no more of what was said than it is called by.
+    """A session as a list shows it, without what was said.
 
     Attributes:
-        id: its name, among the owner's.
-        head: the node of its newest turn.
+        id: its name, unique per owner.
+        head: its newest turn.
         turns: how many are kept.
         created: when the first that is kept ended, in seconds since 1970.
-        used: when its newest ended.
-        seen: tokens of the stream at its newest.
-        usage: of its newest.
-        topic: of its newest.
+        used: when the newest ended.
+        seen: tokens of the stream at the newest.
+        usage: of the newest.
+        topic: of the newest.
     """
 
     id: str
@@ -121,47 +156,56 @@ class SessionSummary:
     topic: str
 
 
-class SessionStore(CheckpointStore, Protocol):
-    """A shelf that knows whose its nodes are. Called from any thread.
+class SessionStore(Protocol):
+    """Keeps the turns of all owners. Called from any thread.
 
-    A turn is saved in two steps: `put` makes its state safe, and then `add` its record; nobody is
-    told that it ended before both are. A node without a record is nobody's and may be dropped when
-    a store is opened. `drop` drops a node's record as well, and a session goes with its last node.
-    What a store has no room for it drops by itself, what was used longest ago first.
+    A turn is saved whole, checkpoint and record, or not at all, and no client hears that it ended
+    before it is safe. Where there is no room, the least recently used turns are deleted; a session
+    ends with its last turn. What `load` returns is number for number what `save` was given.
 
-    A turn may be in several sessions, since a fork shares what came before it. It goes when it is
+    A turn may be in several sessions, since a fork shares its ancestors. It is deleted when it is
     in none any more; the session of its record is the one it has been in for longest.
     """
 
-    def add(self, record: TurnRecord) -> None:
-        """Keep the record of a node that is on the shelf; it becomes the head of its session.
+    def load(self, node: str) -> Checkpoint:
+        """The checkpoint of a turn.
 
         Raises:
-            WeirError: it cannot be kept, or its node is not on the shelf any more.
+            WeirError: it is not kept, or cannot be read.
+        """
+
+    def save(self, checkpoint: Checkpoint, record: TurnRecord, done: OnSaved) -> None:
+        """Save a turn as the newest of its session, and call `done`, perhaps in another thread."""
+
+    def drop(self, node: str) -> None:
+        """Delete a turn, if there is one of that name.
+
+        Raises:
+            WeirError: the disk refuses.
         """
 
     def find_history(self, owner: str, chain: str) -> TurnRecord | None:
-        """The owner's newest turn that ends a conversation of this hash, if its node is kept."""
+        """The owner's newest turn that ends a conversation of this hash."""
 
     def find_turn(self, owner: str, node: str) -> TurnRecord | None:
-        """A turn of the owner's, if its node is kept."""
+        """A turn of the owner's."""
 
     def ancestry(self, owner: str, node: str) -> list[TurnTokens]:
         """The tokens that led to a turn of the owner's, the oldest first: back to the beginning of
-        the stream, or to the last turn whose tokens are not known or that is not kept.
+        the stream, or to the last turn that is not kept or whose tokens are unknown.
         """
 
     def get_session(self, owner: str, session: str) -> SessionSummary | None:
         """A session of the owner's."""
 
     def list_sessions(self, owner: str) -> list[SessionSummary]:
-        """All of the owner's, those used longest ago first."""
+        """All sessions of the owner, the least recently used first."""
 
     def list_turns(self, owner: str, session: str) -> list[TurnRecord]:
-        """The turns of a session that are kept, in the order they came; none if there is none."""
+        """The turns of a session that are kept, in the order they came; empty if there is none."""
 
     def fork(self, owner: str, node: str, session: str) -> SessionSummary:
-        """Begin a session that ends with a turn: with that and those it goes on from.
+        """Begin a session that ends with a turn of another: that one and its ancestors.
 
         Raises:
             NameTaken: the owner has a session of this name.
@@ -169,38 +213,35 @@ class SessionStore(CheckpointStore, Protocol):
         """
 
     def remove_turns(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:
-        """Take turns out of a session.
-
-        Returns:
-            Those that were in no other: they are dropped.
+        """Take turns out of a session; returns those that were in no other and are now deleted.
 
         Raises:
-            WeirError: the disk does not let go of them.
+            WeirError: the disk refuses.
         """
 
     def import_session(
-        self, records: Sequence[TurnRecord], nodes: Sequence[Checkpoint]
+        self, records: Sequence[TurnRecord], checkpoints: Sequence[Checkpoint]
     ) -> SessionSummary:
-        """Keep turns of one new session, those that go on from others behind them; all or none.
+        """Save the turns of one new session, parents first; all or none.
 
         Raises:
             WeirError: they cannot be kept.
         """
 
     def make_scratch_folder(self) -> TemporaryDirectory[str]:
-        """A folder for a large file on its way, on the disk that nodes are on."""
+        """A folder for a large file in transit, on the disk that checkpoints are on."""
 
 
-def find_path(node: str, turns: Mapping[str, str | None]) -> list[str]:
-    """The turns that lead to one, it too, the oldest first.
+def find_path(node: str, parents: Mapping[str, str | None]) -> list[str]:
+    """A turn and its ancestors, the oldest first.
 
     Args:
-        node: of the turn.
-        turns: what each goes on from, by node; what is not there ends the path.
+        node: the turn.
+        parents: the parent of each turn; the path ends at one that is not in it.
     """
     path: dict[str, None] = {}
     at: str | None = node
-    while at is not None and at in turns and at not in path:
+    while at is not None and at in parents and at not in path:
         path[at] = None
-        at = turns[at]
+        at = parents[at]
     return list(reversed(path))

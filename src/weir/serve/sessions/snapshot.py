@@ -1,7 +1,7 @@
-"""The end of a turn as bytes, a safetensors file with one row, and back again.
+"""Checkpoints as bytes: a safetensors file of one row, and back.
 
-Nothing is believed on the way back: facts are checked by a table, the row as a session's is, by the
-cache that takes it or here. Knows nothing about folders, or whose a turn is.
+A file of our own is known by its checksum and not looked through; one from somebody else is
+validated in full (`decode_foreign`). Knows nothing about folders or owners.
 """
 
 from __future__ import annotations
@@ -28,19 +28,15 @@ from weir.cache import (
 from weir.errors import WeirError, quote
 from weir.models import fingerprint
 from weir.policies import Policy
-from weir.serve.engine import Checkpoint
+from weir.serve.sessions.records import Checkpoint
 
 FORMAT = 3
 KEY = "weir_node"
 
 
-def _anything(value: Any, place: str) -> None:
-    """What is compared as a whole."""
-
-
 @dataclass(frozen=True)
 class RowFormat:
-    """What the rows of a store are rows of.
+    """The model and policy that rows of a store belong to.
 
     Attributes:
         model: the model's fingerprint.
@@ -56,7 +52,7 @@ class RowFormat:
 
     @classmethod
     def of(cls, model: PreTrainedModel, policy: str | Policy, chunk: int | None) -> RowFormat:
-        """Of rows of a cache that an engine makes of these; no memory is taken for one.
+        """The format of an engine's rows; no memory is taken for a cache.
 
         Raises:
             WeirError: there is no such cache.
@@ -65,101 +61,115 @@ class RowFormat:
         vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
         return cls(fingerprint(model), cache.kind, cache.plans, vocabulary)
 
-    @property
-    def said(self) -> dict[str, Any]:
-        """What a store or a file says of its rows, as JSON can hold it."""
+    def to_json(self) -> dict[str, Any]:
+        """The model and the kind, which a store or a file states about its rows."""
         return {"model": self.model, "kind": self.kind}
 
-    def check(self, said: Any) -> None:
-        """Refuse what others say of their rows where it is not this.
+    def check(self, stated: Any) -> None:
+        """Refuse rows of another model or policy.
+
+        Args:
+            stated: what `to_json` of their format returned, perhaps.
 
         Raises:
             WeirError: naming what differs.
         """
-        if not isinstance(said, dict) or not all(isinstance(said.get(n), dict) for n in self.said):
+        mine = self.to_json()
+        if not isinstance(stated, dict) or not all(isinstance(stated.get(n), dict) for n in mine):
             raise WeirError("it does not say which model and policy it is of")
-        theirs = said["model"]
+        theirs = stated["model"]
         differ = [name for name, value in self.model.items() if theirs.get(name) != value]
         if differ:
             what = ", ".join(f"{n} {quote(theirs.get(n))}, here {self.model[n]}" for n in differ)
             raise WeirError(f"it is of another model ({what})")
-        unlike = unlike_policies(self.kind, said["kind"])
+        unlike = unlike_policies(self.kind, stated["kind"])
         if unlike is not None:
             raise WeirError(f"its rows have the policy {quote(unlike[1])}, here {quote(unlike[0])}")
-        for name, mine in self.kind.items():
-            other = said["kind"].get(name)
-            if name not in ("policy", "pools") and other != mine:
-                raise WeirError(f"its rows have the {name} {quote(other)}, here {quote(mine)}")
+        for name, value in self.kind.items():
+            other = stated["kind"].get(name)
+            if name not in ("policy", "pools") and other != value:
+                raise WeirError(f"its rows have the {name} {quote(other)}, here {quote(value)}")
 
 
-def encode_checkpoint(form: RowFormat, node: Checkpoint) -> bytes:
-    """A node as a safetensors file."""
-    said = {
+def encode_checkpoint(row_format: RowFormat, checkpoint: Checkpoint) -> bytes:
+    """A checkpoint as a safetensors file."""
+    state = checkpoint.state
+    facts = {
         "format": FORMAT,
-        **form.said,
-        "row": node.state.facts,
-        "pending": list(node.pending),
+        **row_format.to_json(),
+        "row": state.facts,
+        "pending": list(checkpoint.pending),
     }
-    tensors = {name: t.detach().cpu().contiguous() for name, t in node.state.tensors.items()}
-    return save(tensors, {KEY: json.dumps(said)})
+    tensors = {name: t.detach().cpu().contiguous() for name, t in state.tensors.items()}
+    return save(tensors, {KEY: json.dumps(facts)})
 
 
-def decode_checkpoint(form: RowFormat, data: bytes) -> Checkpoint:
-    """The node that a file of a store holds.
+def decode_checkpoint(row_format: RowFormat, data: bytes) -> Checkpoint:
+    """The checkpoint in a file that `encode_checkpoint` wrote, which a checksum has to show.
 
-    Its row is of the right model and policy by what the file says. What its numbers are is not
-    looked at: who reads a file of its own knows by a checksum that they are what was written, and
-    somebody else's is for `decode_foreign`.
+    Raises:
+        WeirError: it is damaged, or of another version.
+    """
+    facts, state = _decode(row_format, data)
+    return Checkpoint(state, tuple(facts["pending"]))
+
+
+def decode_foreign(row_format: RowFormat, data: bytes) -> Checkpoint:
+    """The checkpoint in somebody else's file, validated as a session's row is.
 
     Args:
-        form: what its row must be a row of.
+        row_format: the format that its row must have.
         data: the whole file; no tensor is larger than what is in it.
 
     Raises:
-        WeirError: it is damaged, or of another model or policy.
+        WeirError: it is damaged, of another model or policy, or its row is one that no stream has.
     """
-    try:
-        said = json.loads(read_metadata(data)[KEY])
-        tensors = load(data)
-    except (SafetensorError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise WeirError(f"it is damaged or no snapshot of weir ({quote(str(error))})") from None
-    if not isinstance(said, dict) or said.get("format") != FORMAT:
-        found = said.get("format") if isinstance(said, dict) else said
-        raise WeirError(f"it has the format {quote(found)}, and this weir reads {FORMAT}")
-    form.check(said)
-    token = integer(0, form.vocabulary - 1)
+    facts, state = _decode(row_format, data)
+    row_format.check(facts)
+    token = integer(0, row_format.vocabulary - 1)
     try:
         record(
             format=integer(FORMAT, FORMAT),
-            model=_anything,
-            kind=_anything,
-            row=_anything,
+            model=_accept,
+            kind=_accept,
+            row=_accept,
             pending=list_of(token),
-        )(said, "")
+        )(facts, "")
     except ValidationError as wrong:
         raise WeirError(f"what it says cannot be: {wrong}") from None
-    return Checkpoint(RowState(form.kind, said["row"], tensors), tuple(said["pending"]))
+    check_state(
+        row_format.plans,
+        state,
+        vocabulary=row_format.vocabulary,
+        chunk=row_format.kind["chunk"],
+        origin=row_format.kind["origin"],
+    )
+    return Checkpoint(state, tuple(facts["pending"]))
 
 
-def decode_foreign(form: RowFormat, data: bytes) -> Checkpoint:
-    """The node that somebody else's file holds, its row checked as a session's is.
+def _decode(row_format: RowFormat, data: bytes) -> tuple[dict[str, Any], RowState]:
+    """What a file states, and its row as it is.
 
     Raises:
-        WeirError: as `read`, or the row is one that no stream has.
+        WeirError: it is no snapshot, or of another version.
     """
-    node = decode_checkpoint(form, data)
-    check_state(
-        form.plans,
-        node.state,
-        vocabulary=form.vocabulary,
-        chunk=form.kind["chunk"],
-        origin=form.kind["origin"],
-    )
-    return node
+    try:
+        facts = json.loads(_read_metadata(data)[KEY])
+        tensors = load(data)
+    except (SafetensorError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise WeirError(f"it is damaged or no snapshot of weir ({quote(str(error))})") from None
+    found = facts.get("format") if isinstance(facts, dict) else facts
+    if found != FORMAT:
+        raise WeirError(f"it has the format {quote(found)}, and this weir reads {FORMAT}")
+    return facts, RowState(row_format.kind, facts.get("row"), tensors)
 
 
-def read_metadata(data: bytes) -> dict[str, str]:
-    """The texts that a safetensors file begins with; `load` leaves them out.
+def _accept(value: Any, place: str) -> None:
+    """No check here: the value is compared as a whole elsewhere."""
+
+
+def _read_metadata(data: bytes) -> dict[str, str]:
+    """The texts at the beginning of a safetensors file, which `load` leaves out.
 
     Raises:
         ValueError, LookupError, RecursionError: there are none.
@@ -167,8 +177,7 @@ def read_metadata(data: bytes) -> dict[str, str]:
     length = int.from_bytes(data[:8], "little")
     if not 0 < length <= len(data) - 8:
         raise ValueError("its header is longer than it is")
-    header = json.loads(data[8 : 8 + length])
-    found = header["__metadata__"]
+    found = json.loads(data[8 : 8 + length])["__metadata__"]
     if not isinstance(found, dict):
         raise ValueError("it says nothing of itself")
     return found

@@ -49,11 +49,11 @@ class SnapshotFolder:
             os.close(self._fd)
         self._fd = -1
 
-    def files(self) -> list[str]:
+    def list_names(self) -> list[str]:
         """The names of all files that were written, and of what stands in such a file's place."""
         return sorted(name for name in os.listdir(self._fd) if _FILE.fullmatch(name))
 
-    def clear_parts(self) -> None:
+    def delete_parts(self) -> None:
         """Remove what was being written when a process was killed."""
         for name in os.listdir(self._fd):
             if _PART.fullmatch(name):
@@ -138,7 +138,7 @@ def _check(name: str) -> None:
         raise WeirError(f"{name!r} is the name of no file of a store")
 
 
-def lock(path: Path) -> int:
+def lock_file(path: Path) -> int:
     """Keep other processes out; the system lets go of the lock when this one ends.
 
     Args:
@@ -173,7 +173,7 @@ class DiskReserve:
         self._size = size
 
     @contextmanager
-    def given_up(self) -> Iterator[None]:
+    def released(self) -> Iterator[None]:
         """The room is free while this lasts, and taken again behind it, if there is still some."""
         with contextlib.suppress(OSError):
             self._path.unlink()

@@ -1,9 +1,9 @@
-"""A shelf on disk: a snapshot a node, and a row in the tables that says which file it is in.
+"""Checkpoints in a folder: a snapshot file each, and a row in SQLite that names the file.
 
-A node is safe in this order: its file is written and synced, takes its name, the folder is synced,
-its row is committed, and then who put it is told. So a file without a row is of a node that nobody
-was told of, and is removed at the next start; a row without its file never comes from a crash.
-Knows nothing about whose the nodes are.
+The order of writes makes a crash safe at any point: the snapshot file is written and synced, takes
+its name, and the folder is synced; only then the row that names it is committed. A file without a
+row belongs to a turn that no client saw end, and is deleted at the next start. A crash never leaves
+a row without its file. Knows nothing about owners or sessions.
 """
 
 from __future__ import annotations
@@ -16,65 +16,70 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
-
-from transformers import PreTrainedModel
 
 from weir.errors import WeirError, quote
-from weir.policies import Policy
-from weir.serve.engine import Checkpoint, OnSaved
-from weir.serve.sessions.checkpoints import LazyCheckpoint
 from weir.serve.sessions.database import Database, fetch_all, fetch_one
+from weir.serve.sessions.records import Checkpoint, LazyCheckpoint
 from weir.serve.sessions.snapshot import RowFormat, decode_checkpoint, encode_checkpoint
-from weir.serve.sessions.snapshot_folder import DiskReserve, SnapshotFolder, lock, new_name
-from weir.serve.sessions.writer import CheckpointWriter, WriteJob
+from weir.serve.sessions.snapshot_folder import DiskReserve, SnapshotFolder, lock_file, new_name
 
 _log = logging.getLogger(__name__)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
+@dataclass(frozen=True)
+class WrittenSnapshot:
+    """A snapshot file that is safe on disk, as its row describes it.
+
+    Attributes:
+        name: of the checkpoint.
+        file: of the snapshot.
+        bytes: its size.
+        sha256: its checksum.
+        pending: tokens of `Checkpoint.pending`.
+    """
+
+    name: str
+    file: str
+    bytes: int
+    sha256: str
+    pending: tuple[int, ...]
+
+
 class SQLiteCheckpoints:
-    """Nodes on disk, written by a thread of their own; those used longest ago go at a limit.
+    """Snapshot files and their rows; past the limit the least recently used are deleted.
 
     Args:
-        folder: where they are; made if there is none. One process at a time has it.
-        model: whose rows they are.
-        policy: of the rows.
-        chunk: of the rows; None for what the policy was measured with, or 64.
-        limit: bytes of snapshots that are kept; None for as many as the disk takes. While one is
-            written, there is one more.
-        pending: nodes that may wait to be written; who puts one more waits.
+        folder: where they are kept; created if missing. One process at a time may use it.
+        row_format: of the rows; a folder with rows of another format is refused.
+        limit: bytes of all snapshots; None for no limit. While one is written there is one more.
+
+    Attributes:
+        folder: as given.
+        row_format: as given.
+        nbytes: bytes of all snapshots.
 
     Raises:
-        WeirError: the folder cannot be used, another process has it, or what is in it is of another
+        WeirError: the folder cannot be used, another process uses it, or its rows are of another
             model or policy.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        model: PreTrainedModel,
-        policy: str | Policy,
-        *,
-        chunk: int | None = None,
-        limit: int | None = None,
-        pending: int = 2,
-    ) -> None:
+    def __init__(self, folder: Path, row_format: RowFormat, limit: int | None = None) -> None:
         if limit is not None and limit < 1:
             raise WeirError(f"a store may have one byte or more, not {limit}")
-        self.folder = Path(folder)
-        self._form = RowFormat.of(model, policy, chunk)
+        self.folder = folder
+        self.row_format = row_format
         self._limit = limit
         with contextlib.ExitStack() as undo:
             try:
-                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._lock = lock(self.folder / "lock")
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._lock = lock_file(folder / "lock")
                 undo.callback(os.close, self._lock)
-                self._files = SnapshotFolder(self.folder / "nodes")
+                self._files = SnapshotFolder(folder / "nodes")
             except BlockingIOError:
                 raise WeirError(f"{folder} is in use by another server") from None
             except FileExistsError:
@@ -82,93 +87,41 @@ class SQLiteCheckpoints:
             except OSError as error:
                 raise WeirError(f"{folder} cannot be used: {error.strerror}") from None
             undo.callback(self._files.close)
-            self._reserve = DiskReserve(self.folder / "reserve")
-            with self._reserve.given_up():
-                # Files of tables that are gone are somebody's, and not to be taken for leftovers.
-                self._tables = Database(self.folder / "weir.db", begin=not self._files.files())
-                undo.callback(self._tables.close)
+            self._reserve = DiskReserve(folder / "reserve")
+            with self._reserve.released():
+                # Snapshots whose database is gone are somebody's: never treat them as leftovers.
+                self._db = Database(folder / "weir.db", begin=not self._files.list_names())
+                undo.callback(self._db.close)
                 self._open()
             undo.pop_all()
-        self._writer = CheckpointWriter(self._save, pending)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
-        """Write what was put and let go of the folder; nothing can be asked of it any more."""
+        """Write the times of use and release the folder; closing twice does nothing."""
         if self._lock < 0:
             return
-        self._writer.close()
-        with contextlib.suppress(sqlite3.Error), self._changing():
-            pass  # when nodes were used last
-        self._tables.close()
+        with contextlib.suppress(sqlite3.Error), self.changing():
+            pass
+        self._db.close()
         self._files.close()
         os.close(self._lock)
         self._lock = -1
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all snapshots."""
-        return self._held
-
-    # --- what a shelf does
-
-    def get(self, name: str) -> Checkpoint:
-        """A node; its state is read from disk when it is asked for.
-
-        Raises:
-            WeirError: there is none of that name. The node's state raises one where it is damaged;
-                then it is dropped.
-        """
-        node = self._writer.find(name)
-        if node is None:
-            with self._tables.reading() as db:
-                found = fetch_one(
-                    db, "SELECT file, bytes, sha256, pending FROM nodes WHERE name = ?", name
-                )
-            if found is None:
-                raise _unknown()
-            row = dict(found)
-            node = LazyCheckpoint(tuple(json.loads(row["pending"])), lambda: self._read(name, row))
-        self._touch(name)
-        return node
-
-    def put(self, name: str, node: Checkpoint, done: OnSaved) -> None:
-        """Keep a node; `done` is called in the thread that writes, when it is safe or cannot be."""
-        self._writer.put(name, node, done)
-
-    def drop(self, name: str) -> None:
-        """Forget a node, if there is one of that name.
-
-        Raises:
-            WeirError: the disk does not let go of it.
-        """
-        self._drop([name])
-
     # --- opening
 
     def _open(self) -> None:
-        """Check whose store it is, and set right what a killed process left."""
-        said = json.dumps(self._form.said)
-        self._alone = threading.RLock()  # whoever changes what is held
-        self._touching = threading.Lock()
-        self._touched: dict[str, int] = {}  # uses that no table knows yet, by node
+        """Check that the rows are of this format, and delete what a killed process left."""
+        self._exclusive = threading.RLock()  # held by whoever changes `nbytes`
+        self._uses_lock = threading.Lock()
+        self._uses: dict[str, int] = {}  # uses that are not in the database yet, by checkpoint
         try:
-            with self._tables.writing() as db:
-                db.execute("INSERT OR IGNORE INTO facts VALUES ('form', ?)", (said,))
-                theirs = fetch_one(db, "SELECT value FROM facts WHERE name = 'form'")
-                assert theirs is not None
-                self._form.check(json.loads(theirs["value"]))
-                self._mend(db)
-                ((self._clock, self._held),) = db.execute(
+            with self._db.writing() as db:
+                written = json.dumps(self.row_format.to_json())
+                db.execute("INSERT OR IGNORE INTO facts VALUES ('form', ?)", (written,))
+                found = fetch_one(db, "SELECT value FROM facts WHERE name = 'form'")
+                assert found is not None
+                self.row_format.check(json.loads(found["value"]))
+                self._delete_leftovers(db)
+                ((self._clock, self.nbytes),) = db.execute(
                     "SELECT coalesce(max(used), 0), coalesce(sum(bytes), 0) FROM nodes"
                 )
         except (sqlite3.Error, OSError, ValueError, RecursionError) as error:
@@ -179,8 +132,12 @@ class SQLiteCheckpoints:
                 "another folder"
             ) from None
 
-    def _mend(self, db: sqlite3.Connection) -> None:
-        """Rows without their files and files without a row go."""
+    def _delete_leftovers(self, db: sqlite3.Connection) -> None:
+        """Delete checkpoints without a record, rows without their file, and files without a row."""
+        db.execute(
+            "DELETE FROM nodes WHERE name NOT IN (SELECT node FROM records) OR "
+            "name NOT IN (SELECT node FROM members)"
+        )
         kept = set()
         for row in fetch_all(db, "SELECT name, file, bytes FROM nodes"):
             size = self._files.size(str(row["file"]))
@@ -190,97 +147,172 @@ class SQLiteCheckpoints:
             why = "is missing" if size is None else f"has {size:,} bytes, not {row['bytes']:,}"
             _log.warning("turn %s is dropped: its file %s", quote(row["name"]), why)
             db.execute("DELETE FROM nodes WHERE name = ?", (row["name"],))
-        self._files.clear_parts()
-        self._remove([name for name in self._files.files() if name not in kept])
+        self._files.delete_parts()
+        self.delete_files([name for name in self._files.list_names() if name not in kept])
 
-    # --- changing
+    # --- reading
 
     @contextmanager
-    def _changing(self) -> Iterator[sqlite3.Connection]:
-        """Change the tables; uses that none knows yet are written with it.
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """The database as it was committed last."""
+        with self._db.reading() as db:
+            yield db
+
+    def load(self, name: str) -> Checkpoint:
+        """A checkpoint whose state is read from disk when it is first needed.
 
         Raises:
-            WeirError: they cannot be changed.
+            WeirError: there is none of that name. Reading the state of a damaged one raises too,
+                and deletes it.
         """
-        with self._tables.writing() as db:
-            with self._touching:
-                touched = dict(self._touched)
-            db.executemany(
-                "UPDATE nodes SET used = ? WHERE name = ?",
-                [(used, name) for name, used in touched.items()],
+        with self._db.reading() as db:
+            row = fetch_one(
+                db, "SELECT file, bytes, sha256, pending FROM nodes WHERE name = ?", name
             )
-            yield db
-        with self._touching:
-            for name, used in touched.items():
-                if self._touched.get(name) == used:
-                    del self._touched[name]
+        if row is None:
+            raise _not_kept()
+        self.touch(name)
+        pending = tuple(json.loads(row["pending"]))
+        written = WrittenSnapshot(name, row["file"], row["bytes"], row["sha256"], pending)
+        return LazyCheckpoint(pending, lambda: self._read(written))
 
-    def _touch(self, name: str) -> int:
-        """A node was used."""
-        with self._touching:
+    def _read(self, written: WrittenSnapshot) -> Checkpoint:
+        """Read a snapshot file.
+
+        Raises:
+            WeirError: it was deleted meanwhile, cannot be read, or is damaged.
+        """
+        name, file = written.name, written.file
+        try:
+            data = self._files.read(file, written.bytes)
+            if hashlib.sha256(data).hexdigest() != written.sha256:
+                raise WeirError("its file is damaged: its checksum is not that of what was written")
+            found = decode_checkpoint(self.row_format, data)
+            if found.pending != written.pending:
+                raise WeirError("it is the end of another turn")
+            return found
+        except FileNotFoundError:
+            with contextlib.suppress(WeirError):
+                self._delete_damaged(name, file)
+            raise _not_kept() from None
+        except OSError as error:
+            raise WeirError(f"turn {quote(name)} cannot be read: {error.strerror}") from None
+        except WeirError as error:
+            _log.warning("turn %s cannot be read and is dropped: %s", quote(name), error)
+            with contextlib.suppress(WeirError):
+                self._delete_damaged(name, file)
+            raise WeirError(
+                f"turn {quote(name)} cannot be gone on from, and is dropped: {error}"
+            ) from None
+
+    def _delete_damaged(self, name: str, file: str) -> None:
+        """Delete a checkpoint unless its row names another file by now."""
+        with self._db.reading() as db:
+            is_same = any(row["file"] == file for row in _rows_of(db, name))
+        if is_same:
+            self.delete([name])
+
+    def touch(self, name: str) -> int:
+        """Note that a checkpoint was used; the number rises from use to use."""
+        with self._uses_lock:
             self._clock += 1
-            self._touched[name] = self._clock
+            self._uses[name] = self._clock
             return self._clock
 
-    def _save(self, job: WriteJob) -> None:
-        """Write a node, in the writer's thread.
+    def unwritten_uses(self) -> dict[str, int]:
+        """Uses that the database does not have yet, by checkpoint."""
+        with self._uses_lock:
+            return dict(self._uses)
+
+    # --- writing
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Let nobody else change anything meanwhile."""
+        with self._exclusive:
+            yield
+
+    @contextmanager
+    def changing(self) -> Iterator[sqlite3.Connection]:
+        """One transaction; it also writes the uses that the database does not have yet.
 
         Raises:
-            WeirError: it cannot be written; then it was never there, and all others are.
+            sqlite3.Error: it cannot be committed; nothing has changed.
         """
-        data = encode_checkpoint(self._form, job.node)
-        if self._limit is not None and len(data) > self._limit:
-            raise WeirError(
-                f"one turn takes {len(data):,} bytes and the store has {self._limit:,} for all"
+        with self._exclusive, self._db.writing() as db:
+            uses = self.unwritten_uses()
+            db.executemany(
+                "UPDATE nodes SET used = ? WHERE name = ?",
+                [(used, name) for name, used in uses.items()],
             )
-        try:
-            file = self._write(data)
-            try:
-                gone = self._enter(job, file, data)
-            except Exception:
-                self._files.delete(file)
-                raise
-        except (OSError, sqlite3.Error) as error:
-            raise self._refused(error) from None
-        self._remove(gone)
+            yield db
+        with self._uses_lock:
+            for name, used in uses.items():
+                if self._uses.get(name) == used:
+                    del self._uses[name]
 
-    def _write(self, data: bytes) -> str:
-        """Write a snapshot; returns the file it is safe in."""
-        file = new_name()
-        self._files.write(file, data)
-        return file
+    @contextmanager
+    def adding(
+        self, checkpoints: Sequence[tuple[str, Checkpoint]], what: str
+    ) -> Iterator[sqlite3.Connection]:
+        """Add checkpoints, all or none, in one transaction with what is written meanwhile.
 
-    def _enter(self, job: WriteJob, file: str, data: bytes) -> list[str]:
-        """Commit the row of a node whose file is safe.
+        Args:
+            checkpoints: and their names; one of the same name is replaced.
+            what: they are, for errors.
 
-        Returns:
-            Files that no row names any more.
+        Raises:
+            WeirError: they exceed the limit, or the disk refuses them; nothing has changed.
         """
-        with self._alone:
-            with self._changing() as db:
-                if job.dropped:
-                    return [file]
-                before = _node(db, job.name)
-                self._insert(db, job.name, file, data, job.node.pending)
-                held = self._held + len(data) - sum(row["bytes"] for row in before)
-                evicted = self._evict(db, held, {job.name})
-            self._held = held - sum(row["bytes"] for row in evicted)
-        return [row["file"] for row in (*before, *evicted)]
+        written: list[WrittenSnapshot] = []
+        try:
+            for name, checkpoint in checkpoints:
+                data = encode_checkpoint(self.row_format, checkpoint)
+                size = sum(each.bytes for each in written) + len(data)
+                if self._limit is not None and size > self._limit:
+                    more = " or more" if len(checkpoints) > 1 else ""
+                    raise WeirError(
+                        f"{what} takes {size:,} bytes{more}, and the store has {self._limit:,} for "
+                        "all sessions"
+                    )
+                file, checksum = new_name(), hashlib.sha256(data).hexdigest()
+                self._files.write(file, data)
+                written.append(WrittenSnapshot(name, file, len(data), checksum, checkpoint.pending))
+            with self._exclusive:
+                with self.changing() as db:
+                    gone = [row for each in written for row in _rows_of(db, each.name)]
+                    for each in written:
+                        self._insert(db, each)
+                    yield db
+                    held = self.nbytes + size - sum(row["bytes"] for row in gone)
+                    gone += self._evict(db, held, {each.name for each in written})
+                self.nbytes += size - sum(row["bytes"] for row in gone)
+        except (OSError, sqlite3.Error) as error:
+            self.delete_files([each.file for each in written])
+            raise self.refusal(error) from None
+        except BaseException:
+            self.delete_files([each.file for each in written])
+            raise
+        self.delete_files([row["file"] for row in gone])
 
-    def _insert(
-        self, db: sqlite3.Connection, name: str, file: str, data: bytes, pending: tuple[int, ...]
-    ) -> None:
-        """Make the row of a node, or change it to another file."""
-        digest, used = hashlib.sha256(data).hexdigest(), self._touch(name)
+    def _insert(self, db: sqlite3.Connection, written: WrittenSnapshot) -> None:
+        """Insert the row of a snapshot, or let the row of that name name it."""
         db.execute(
             "INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
             "file = excluded.file, bytes = excluded.bytes, sha256 = excluded.sha256, "
             "pending = excluded.pending, used = excluded.used",
-            (name, file, len(data), digest, json.dumps(pending), used),
+            (
+                written.name,
+                written.file,
+                written.bytes,
+                written.sha256,
+                json.dumps(written.pending),
+                self.touch(written.name),
+            ),
         )
 
     def _evict(self, db: sqlite3.Connection, held: int, new: set[str]) -> list[sqlite3.Row]:
-        """Delete the rows used longest ago until the rest is within the limit; new ones stay."""
+        """Delete the least recently used rows until the rest is within the limit; keep new ones."""
         evicted: list[sqlite3.Row] = []
         while self._limit is not None and held > self._limit:
             oldest = fetch_all(
@@ -292,50 +324,51 @@ class SQLiteCheckpoints:
             held -= row["bytes"]
         return evicted
 
-    def _drop(self, names: list[str]) -> None:
-        """Forget nodes, all of them or none.
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete checkpoints with their records, all or none; unknown names are ignored.
 
         Raises:
-            WeirError: the disk does not let go of them.
+            WeirError: the disk refuses.
         """
+        names = list(names)
         try:
             try:
-                gone = self._leave(names)
+                files = self._delete_rows(names)
             except sqlite3.OperationalError as error:
                 if not _is_full(error):
                     raise
-                with self._tables.reading() as db:
-                    files = [row["file"] for name in names for row in _node(db, name)]
-                with self._reserve.given_up():
-                    self._remove(files)
-                    self._tables.shorten()
-                    gone = self._leave(names)
+                # Deleting takes room too: free the files and the reserve, then try once more.
+                with self._db.reading() as db:
+                    files = [row["file"] for name in names for row in _rows_of(db, name)]
+                with self._reserve.released():
+                    self.delete_files(files)
+                    self._db.shorten()
+                    files = self._delete_rows(names)
         except sqlite3.Error as error:
-            raise self._refused(error) from None
-        self._remove(gone)
+            raise self.refusal(error) from None
+        self.delete_files(files)
 
-    def _leave(self, names: Iterable[str]) -> list[str]:
-        """Delete the rows of nodes; returns the files they had."""
+    def _delete_rows(self, names: list[str]) -> list[str]:
+        """Delete rows; returns the files they named."""
         gone: list[sqlite3.Row] = []
-        with self._alone:
-            with self._changing() as db:
+        with self._exclusive:
+            with self.changing() as db:
                 for name in names:
-                    self._writer.drop(name)  # which is looked at once more before a row is made
-                    gone += _node(db, name)
+                    gone += _rows_of(db, name)
                     db.execute("DELETE FROM nodes WHERE name = ?", (name,))
-            self._held -= sum(row["bytes"] for row in gone)
+            self.nbytes -= sum(row["bytes"] for row in gone)
         return [row["file"] for row in gone]
 
-    def _remove(self, files: list[str]) -> None:
-        """Remove files that no row names; what cannot be removed goes at the next start."""
+    def delete_files(self, files: list[str]) -> None:
+        """Delete files that no row names; what cannot be deleted goes at the next start."""
         for file in files:
             try:
                 self._files.delete(file)
             except OSError as error:
                 _log.warning("%s cannot be removed: %s", file, error)
 
-    def _refused(self, error: Exception) -> WeirError:
-        """A sentence for what the disk says."""
+    def refusal(self, error: Exception) -> WeirError:
+        """The sentence for an error of the disk or the database."""
         if _is_full(error):
             return WeirError(
                 f"the disk of {self.folder} is full, so the turn is not kept; delete sessions or "
@@ -344,55 +377,14 @@ class SQLiteCheckpoints:
         reason = getattr(error, "strerror", None) or error
         return WeirError(f"the turn cannot be kept in {self.folder}: {reason}")
 
-    # --- reading
-
-    def _read(self, name: str, row: dict[str, Any]) -> Checkpoint:
-        """The node of a row.
-
-        Raises:
-            WeirError: it is not there any more, or cannot be read. One that is damaged is dropped.
-        """
-        try:
-            node = decode_checkpoint(self._form, self._bytes(row))
-            if json.dumps(node.pending) != row["pending"]:
-                raise WeirError("it is the end of another turn")
-            return node
-        except FileNotFoundError:
-            with contextlib.suppress(WeirError):
-                self._drop_damaged(name, row["file"])
-            raise _unknown() from None
-        except OSError as error:
-            raise WeirError(f"turn {quote(name)} cannot be read: {error.strerror}") from None
-        except WeirError as error:
-            _log.warning("turn %s cannot be read and is dropped: %s", quote(name), error)
-            with contextlib.suppress(WeirError):
-                self._drop_damaged(name, row["file"])
-            raise WeirError(
-                f"turn {quote(name)} cannot be gone on from, and is dropped: {error}"
-            ) from None
-
-    def _bytes(self, row: dict[str, Any]) -> bytes:
-        """The file of a row, the bytes that were written."""
-        data = self._files.read(row["file"], row["bytes"])
-        if hashlib.sha256(data).hexdigest() != row["sha256"]:
-            raise WeirError("its file is damaged: its checksum is not that of what was written")
-        return data
-
-    def _drop_damaged(self, name: str, file: str) -> None:
-        """Drop a node if its row still names this file."""
-        with self._tables.reading() as db:
-            same = [row for row in _node(db, name) if row["file"] == file]
-        if same:
-            self._drop([name])
-
 
 def _is_full(error: Exception) -> bool:
     return getattr(error, "errno", None) in _FULL or "is full" in str(error)
 
 
-def _unknown() -> WeirError:
+def _not_kept() -> WeirError:
     return WeirError("what this turn goes on from is not kept any more")
 
 
-def _node(db: sqlite3.Connection, name: str) -> list[sqlite3.Row]:
+def _rows_of(db: sqlite3.Connection, name: str) -> list[sqlite3.Row]:
     return fetch_all(db, "SELECT file, bytes FROM nodes WHERE name = ?", name)

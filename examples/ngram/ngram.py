@@ -171,8 +171,8 @@ def _look_up(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """`python -m weir.train.ngram`: the perplexity of a model trained on one text, on another."""
-    parser = argparse.ArgumentParser(prog="python -m weir.train.ngram", description=main.__doc__)
+    """Print the perplexity that a model trained on one text has on another."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--tokenizer", required=True, help="a folder with a tokenizer")
     parser.add_argument("--text", required=True, type=Path, help="books to train on")
     parser.add_argument("--on", required=True, type=Path, help="the text to read")

@@ -5,39 +5,31 @@ from __future__ import annotations
 import csv
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
+from reference.examples import import_example
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import weir
 from weir import WeirError
 from weir.models import load_processor
-from weir.train.images import (
-    COLORS,
-    GRAY,
-    SIDE,
-    ImageRecipe,
-    Scene,
-    draw,
-    make_captioner,
-    scenes,
-    train_captioner,
-)
 
-TINY = ImageRecipe(steps=6, rows=8, held_out=3, width=16, layers=1)
+drawings = import_example("captions/drawings.py")
+TINY = drawings.ImageRecipe(steps=6, rows=8, held_out=3, width=16, layers=1)
 
 
 def center(picture: Any, color: str) -> tuple[float, float]:
     """The mean place of a color's pixels, and that there are some."""
     found = [
         (x, y)
-        for x in range(SIDE)
-        for y in range(SIDE)
-        if picture.getpixel((x, y)) == COLORS[color]
+        for x in range(drawings.SIDE)
+        for y in range(drawings.SIDE)
+        if picture.getpixel((x, y)) == drawings.COLORS[color]
     ]
     assert len(found) > 80
     return tuple(sum(each) / len(found) for each in zip(*found, strict=True))  # type: ignore
@@ -47,26 +39,26 @@ def center(picture: Any, color: str) -> tuple[float, float]:
 def test_a_drawing_shows_what_its_caption_says(form: str) -> None:
     dice = random.Random(0)
     for _ in range(5):
-        beside = draw(Scene(("red", form), ("blue", "square"), "left of"), dice)
+        beside = drawings.draw(drawings.Scene(("red", form), ("blue", "square"), "left of"), dice)
         assert center(beside, "red")[0] + 8 < center(beside, "blue")[0]
-        over = draw(Scene(("red", form), ("blue", "square"), "above"), dice)
+        over = drawings.draw(drawings.Scene(("red", form), ("blue", "square"), "above"), dice)
         assert center(over, "red")[1] + 8 < center(over, "blue")[1]
-        assert over.getpixel((0, 0)) == GRAY
+        assert over.getpixel((0, 0)) == drawings.GRAY
 
 
 def test_captions_in_other_words_say_the_same() -> None:
-    assert Scene(("red", "circle"), ("blue", "square"), "left of").captions == (
+    assert drawings.Scene(("red", "circle"), ("blue", "square"), "left of").captions == (
         "a red circle left of a blue square",
         "a blue square right of a red circle",
         "a red circle and a blue square",
     )
-    every = scenes()
+    every = drawings.scenes()
     assert len(every) == len({one.caption for one in every}) == 18 * 17 * 2
 
 
 def test_the_folder_is_an_ordinary_model_with_its_processor(tmp_path: Path) -> None:
     told: list[tuple[int, int, float]] = []
-    figures = train_captioner(TINY, tmp_path, lambda *facts: told.append(facts))
+    figures = drawings.train_captioner(TINY, tmp_path, lambda *facts: told.append(facts))
     assert [step for step, _, _ in told] == [1, 2, 3, 4, 5, 6]
     assert figures["loss"] == told[-1][2] < told[0][2]
     rows = list(csv.DictReader((tmp_path / "loss.csv").read_text().splitlines()))
@@ -84,38 +76,48 @@ def test_the_folder_is_an_ordinary_model_with_its_processor(tmp_path: Path) -> N
     assert torch.allclose(stream.feed(given), plain, atol=1e-4)
     assert type(load_processor(str(tmp_path))) is type(processor)
     with pytest.raises(WeirError, match="holds a model already"):
-        train_captioner(TINY, tmp_path)
+        drawings.train_captioner(TINY, tmp_path)
 
 
 def test_the_same_seed_trains_the_same_model(tmp_path: Path) -> None:
-    ours, theirs = (train_captioner(TINY, tmp_path / name) for name in ("a", "b"))
+    ours, theirs = (drawings.train_captioner(TINY, tmp_path / name) for name in ("a", "b"))
     assert ours == theirs
-    other = train_captioner(ImageRecipe(**{**vars(TINY), "seed": 1}), tmp_path / "c")
+    other = drawings.train_captioner(replace(TINY, seed=1), tmp_path / "c")
     assert other["loss"] != ours["loss"]
 
 
 def test_held_out_drawings_are_not_trained_on() -> None:
-    from weir.train.images import _parted
 
-    known, kept = _parted(TINY)
+    known, kept = drawings._parted(TINY)
     assert len(kept) == 3 and len(known) == 612 - 3
     assert not {one.caption for one in known} & {one.caption for one in kept}
 
 
+def test_the_command_writes_a_model_and_prints_its_figures(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["--steps", "2", "--rows", "4", "--width", "16", "--layers", "1", "--held-out", "3"]
+    drawings.main(["--out", str(tmp_path), *words])
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["recipe"]["steps"], facts["held_out"]) == (2, 3)
+    assert (tmp_path / "config.json").exists() and (tmp_path / "captions.json").exists()
+    with pytest.raises(SystemExit, match=r"weir: .*holds a model already"):
+        drawings.main(["--out", str(tmp_path), *words])
+
+
 def test_recipes_that_make_no_sense() -> None:
     with pytest.raises(WeirError, match="steps must be 1 or more, not 0"):
-        ImageRecipe(steps=0)
+        drawings.ImageRecipe(steps=0)
     with pytest.raises(WeirError, match="multiple of 8, not 20"):
-        ImageRecipe(width=20)
+        drawings.ImageRecipe(width=20)
     with pytest.raises(WeirError, match="there are 612 scenes"):
-        train_captioner(ImageRecipe(held_out=612), Path("nowhere"))
+        drawings.train_captioner(drawings.ImageRecipe(held_out=612), Path("nowhere"))
 
 
 def test_only_the_caption_and_its_end_are_learned() -> None:
-    from weir.train.images import _batch
 
-    _, processor = make_captioner(TINY)
-    given = _batch(processor, scenes()[:2], random.Random(0))
+    _, processor = drawings.make_captioner(TINY)
+    given = drawings._batch(processor, drawings.scenes()[:2], random.Random(0))
     learned = given["labels"][0][given["labels"][0] != -100]
     tokenizer: Any = processor.tokenizer  # type: ignore[attr-defined]
-    assert tokenizer.decode(learned) == f"{scenes()[0].caption} </s>"
+    assert tokenizer.decode(learned) == f"{drawings.scenes()[0].caption} </s>"

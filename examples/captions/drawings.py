@@ -1,20 +1,24 @@
-"""A tiny model that sees: trained from nothing, in minutes, on drawings of colored shapes.
+"""Train a tiny model that sees, from nothing and in minutes, on drawings of colored shapes.
+
+    python examples/captions/drawings.py --out seer
 
 "a red circle left of a blue square": two shapes, their colors and how they lie are all there is to
-see, so that a task over images has a figure on any machine. The model is a LLaVA (Liu et al. 2023,
+see, so that the task beside it has a figure on any machine. The model is a LLaVA (Liu et al. 2023,
 "Visual Instruction Tuning"): a CLIP-shaped vision tower, a projector, a Llama. What is written is
 an ordinary transformers folder with its processor, and beside it drawings that were not trained on,
-with captions in COCO's format. Knows nothing about caches.
+with captions in COCO's format.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -216,7 +220,10 @@ def train_captioner(
         raise WeirError(f"the folder {out} holds a model already; name another")
     model, processor = make_captioner(recipe)
     known, kept = _parted(recipe)
-    _make_folder(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WeirError(f"cannot make the folder {out}: {error.strerror}") from None
     write_captions(kept, out, recipe.seed)
     losses = []
     for step, loss in enumerate(_steps(model, processor, known, recipe), 1):
@@ -371,8 +378,27 @@ def _right(
     return right / len(kept)
 
 
-def _make_folder(out: Path) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train a model on drawings and print its figures as one JSON object."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--out", required=True, type=Path, help="a folder for the model")
+    for field in fields(ImageRecipe):
+        kind = type(field.default)
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
+    given = vars(parser.parse_args(arguments))
+    out = given.pop("out")
+
+    def show(step: int, steps: int, loss: float) -> None:
+        if step % 100 == 0:
+            print(f"step {step} of {steps}: loss {loss:.3f}", file=sys.stderr)
+
     try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise WeirError(f"cannot make the folder {out}: {error.strerror}") from None
+        recipe = ImageRecipe(**given)
+        figures = train_captioner(recipe, out, show)
+    except WeirError as error:
+        sys.exit(f"weir: {error}")
+    print(json.dumps({"out": str(out), "recipe": asdict(recipe), **figures}))
+
+
+if __name__ == "__main__":
+    main()

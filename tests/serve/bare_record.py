@@ -1,0 +1,10 @@
+"""The record of a turn that tests of the engine alone save."""
+
+from __future__ import annotations
+
+from weir.serve import Sequence, TurnRecord
+
+
+def bare_record(turn: Sequence, reason: str) -> TurnRecord:
+    """A record that names the turn and says nothing else."""
+    return TurnRecord(turn.id, "", turn.id, turn.parent, turn.id, (), turn.output_ids[-1], 1)
