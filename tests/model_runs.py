@@ -144,5 +144,5 @@ def has_one_size(
         stream.feed(piece)
         sizes.add(stream.nbytes)
     assert len(sizes) == 1
-    assert {len(layer.slab) for layer in stream.cache.stack} == {slots + chunk}
+    assert {len(layer.state.slab) for layer in stream.cache.stack} == {slots + chunk}
     return stream

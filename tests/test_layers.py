@@ -149,7 +149,7 @@ class House:
 
 
 def room_of(module: str) -> str:
-    """`cache` of `weir.cache.layer.mask`; the face of all is in `weir`."""
+    """`cache` of `weir.cache.layer.attention`; the face of all is in `weir`."""
     return module.split(".")[1] if "." in module else module
 
 

@@ -8,32 +8,19 @@ takes longer to ask for than to do. Knows nothing about what is timed.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from weir_bench.caches import Weir
-from weir_bench.figure import Setting
+from weir_bench.figure import Bound, Setting
 from weir_bench.model import bandwidth, weight_bytes
 from weir_bench.timing import Doing, in_turns, middle
 
 ROWS = (64, 256, 1024)
 """Rows that are multiplied at once to measure arithmetic; the fastest counts."""
-
-
-class Bound(NamedTuple):
-    """What a figure waits for, as a `Row` has it.
-
-    Attributes:
-        bound: "bytes", "operations" or "calls".
-        share: the time that these would take at the speed of the machine, over what it took; None
-            where nobody can say, as of calls.
-    """
-
-    bound: str
-    share: float | None = None
 
 
 CALLS = Bound("calls")

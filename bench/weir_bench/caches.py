@@ -39,6 +39,17 @@ class Decoding(Contender):
         """A forward of `ids` [1, n]."""
         self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
 
+    def feed_masked(self, ids: Tensor, real: Tensor) -> None:
+        """A forward of `ids` [rows, n], of which only the `real` ones [rows, n] are tokens."""
+        with torch.no_grad():
+            self.model(
+                input_ids=ids,
+                attention_mask=real.long(),
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+
 
 class Dynamic(Decoding):
     """A step with `DynamicCache` that holds `tokens`, the new one among them."""
@@ -133,9 +144,9 @@ class Weir(Decoding):
         """Bytes of keys and values that a step reads, the tail half full."""
         total = 0
         for layer in self.cache.stack:
-            assert layer.slab is not None
-            slots = sum(layer.lengths[0]) + self.cache.chunk // 2
-            for t in (layer.slab.keys, layer.slab.values):
+            assert layer.state.slab is not None
+            slots = sum(layer.state.lengths[0]) + self.cache.chunk // 2
+            for t in (layer.state.slab.keys, layer.state.slab.values):
                 total += t[:, :, :slots].nbytes
         return total
 

@@ -6,8 +6,8 @@ Knows nothing about what is measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -108,6 +108,19 @@ class Setting:
     on_mark: Callable[[list[dict[str, Any]]], None] = lambda marks: None
 
 
+class Bound(NamedTuple):
+    """What a figure waits for, as a `Row` has it.
+
+    Attributes:
+        bound: "bytes" that have to move, "operations", or "calls" of many small operations.
+        share: the time these would take at the speed of the machine, over the time it took; None
+            where nobody can say, as of calls.
+    """
+
+    bound: str
+    share: float | None = None
+
+
 @dataclass(frozen=True)
 class Row:
     """One figure.
@@ -150,6 +163,34 @@ class Row:
         return {**vars(self), "met": self.met}
 
 
+def compare(
+    what: str,
+    ours: float,
+    peer: float,
+    target: float | None = None,
+    *,
+    unit: str = "ms",
+    inverse: bool = False,
+    least: bool = False,
+    note: str = "",
+    bound: Bound | None = None,
+) -> Row:
+    """A row of two measurements, in seconds or bytes.
+
+    Args:
+        what: ours ÷ the peer's in words, or the peer's ÷ ours.
+        ours, peer: what was measured.
+        target, least, note: as in `Row`.
+        unit: that both are written in: "s", "ms" or "MB".
+        inverse: the ratio is the peer's ÷ ours.
+        bound: what bounds ours.
+    """
+    scale = {"s": 1.0, "ms": 1e3, "MB": 1e-6}[unit]
+    ratio = peer / ours if inverse else ours / peer
+    row = Row(what, ours * scale, peer * scale, unit, ratio, target, least, note=note)
+    return row if bound is None else replace(row, **bound._asdict())
+
+
 class Skipped(Exception):
     """A figure cannot be measured here; the message says why."""
 
@@ -179,8 +220,9 @@ class Figure:
 ORDER = (
     *("decode", "dense", "recompute", "policies", "folds"),
     *("weights", "slots", "answer", "halvings", "prefill", "kvpress"),
+    *("batches", "deterministic", "flat", "kernel", "rows", "products", "prompts", "start"),
 )
-"""The table begins with these."""
+"""The figures as they stand in the table."""
 FIGURES: dict[str, Figure] = {}
 """Every figure by its name."""
 
@@ -212,5 +254,5 @@ def chosen(names: list[str]) -> list[str]:
 
 
 def _place(name: str) -> int:
-    """Where a figure stands in the table; those that nobody has given a place stand last."""
+    """The place of a figure in the table; last where it has none."""
     return ORDER.index(name) if name in ORDER else len(ORDER)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,45 +18,10 @@ import transformers
 import weir
 from weir.kernels import paths
 from weir_bench.figure import FIGURES, Row, Setting, Skipped, chosen
-from weir_bench.figures import (
-    answer,
-    batches,
-    decode,
-    deterministic,
-    flat,
-    halvings,
-    kernel,
-    kvpress,
-    memory,
-    policies,
-    products,
-    prompts,
-    recompute,
-    rows,
-    slots,
-    start,
-    weights,
-)
 from weir_bench.timing import settled
 
-# They register.
-_MEASURE = (
-    decode,
-    weights,
-    products,
-    slots,
-    rows,
-    batches,
-    policies,
-    recompute,
-    answer,
-    halvings,
-    memory,
-    kvpress,
-    kernel,
-    start,
-)
-_ASKED = (flat, deterministic, prompts)
+for _name in ("decode", "flat", "kernels", "kvpress", "policies", "prompts", "rows", "start"):
+    import_module(f"weir_bench.figures.{_name}")  # which registers its figures
 
 
 @dataclass
@@ -111,16 +77,16 @@ def measure(
     for name in chosen(list(names)):
         figure = FIGURES[name]
         for dtype in dtypes if figure.by_dtype else dtypes[:1]:
-            its = str(dtype).removeprefix("torch.") if figure.by_dtype else ""
-            setting.say(f"{name} {its}".strip())
+            precision = str(dtype).removeprefix("torch.") if figure.by_dtype else ""
+            setting.say(f"{name} {precision}".strip())
             try:
                 with settled():
                     for row in figure.measure(replace(setting, dtype=dtype, on_mark=mark)):
                         whole = replace(row, bound=row.bound or figure.bound)
-                        bench.rows.append((name, its, whole))
+                        bench.rows.append((name, precision, whole))
                         on_row(bench)
             except Skipped as reason:
-                bench.skipped.append((name, its, str(reason)))
+                bench.skipped.append((name, precision, str(reason)))
                 on_row(bench)
     return bench
 

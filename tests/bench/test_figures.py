@@ -14,8 +14,8 @@ from weir.errors import WeirError
 from weir.policies import NAMED
 from weir.pools.balance import Gram, Halving, Sets
 from weir_bench.figure import FIGURES, QUICK, Row, Setting, Skipped, chosen, figure
-from weir_bench.figures import flat, memory
-from weir_bench.figures import halvings as halves
+from weir_bench.figures import flat, prompts
+from weir_bench.figures import kernels as halves
 from weir_bench.figures import kvpress as presses
 from weir_bench.figures.decode import PLAIN
 from weir_bench.figures.policies import comparable
@@ -182,7 +182,7 @@ def test_without_torchao_weights_of_few_bits_are_left_out_and_with_it_measured()
         assert [row.target for row in rows] == [None, None, 0.35, None]
 
 
-@pytest.mark.skipif(not memory.STATUS.exists(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.skipif(not prompts.STATUS.exists(), reason="peak memory is read from Linux's /proc")
 @pytest.mark.slow
 def test_the_peak_of_a_prompt_fed_whole_is_higher():
     (each,) = FIGURES["prefill"].measure(SETTING)

@@ -130,7 +130,7 @@ def test_slab_bytes_never_change_after_the_first_token(llama, ids):
     with torch.no_grad():
         for size in sizes:
             llama(tokens[:, start : start + size], past_key_values=cache)
-            bytes_seen.add((cache.nbytes, *(len(layer.slab) for layer in cache.stack)))
+            bytes_seen.add((cache.nbytes, *(len(layer.state.slab) for layer in cache.stack)))
             start += size
     assert len(bytes_seen) == 1
     # 24 slots of 2 rows and 2 heads: keys and values of 16, two weights, a place; 4 masters more.

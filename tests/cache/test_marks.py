@@ -108,7 +108,7 @@ def test_rows_keep_what_a_loop_over_lists_keeps():
     assert [len(row.pools[3]) for row in rows] == [2, 3, 3, 3, 3]
     assert cache.report(1)["layers"][0]["slots"]["beginning"] == 3
     # Rows of different marks fold apart, so that no slot is left empty and weights are not read.
-    assert all(layer._plain for layer in cache.stack)
+    assert all(layer.state.plain for layer in cache.stack)
 
 
 def test_a_compiled_step_sees_the_same():

@@ -228,6 +228,6 @@ def test_where_numbers_are_looked_at_late_a_refused_call_leaves_none_behind(
     assert list(cache.failed) == [1]
     assert cache.seen == [16, 13]
     for layer in cache.stack:
-        assert bool(layer.slab.keys.isfinite().all())
-        assert bool(layer.slab.values.isfinite().all())
+        assert bool(layer.state.slab.keys.isfinite().all())
+        assert bool(layer.state.slab.values.isfinite().all())
     cache.put_row(1, cache.take_row(1))

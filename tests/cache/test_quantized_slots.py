@@ -190,7 +190,7 @@ def test_a_survivor_of_a_thousand_folds_is_off_by_no_more_than_after_one(shallow
     for segment in text.split(100, dim=1):
         fed(shallow, quantized, segment)
         fed(shallow, plain, segment)
-        slab, other = quantized.stack[0].slab, plain.stack[0].slab
+        slab, other = quantized.stack[0].state.slab, plain.stack[0].state.slab
         buffers = slab.quantized.buffers
         step = steps(buffers["masters_peaks"], INT8), steps(buffers["keys_peaks"], INT8)
         mine, theirs = slab.front(0, 8), other.front(0, 8)

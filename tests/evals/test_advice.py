@@ -47,6 +47,7 @@ def test_what_is_taken_where_nobody_says_is_among_the_candidates():
         assert weir.policy(with_budget(name, advice.SMALLEST)).pipes
 
 
+@pytest.mark.slow
 def test_policies_that_are_named_get_what_fits_or_are_taken_as_they_are(nano, tmp_path):
     path = tmp_path / "mine.toml"
     layer = {"policy": "sink(4) | recent(60)"}
@@ -133,6 +134,7 @@ def test_a_text_that_is_shorter_than_the_sample_is_refused(nano, tmp_path):
         advise(*nano, str(path), 10**6, tokens=5000)
 
 
+@pytest.mark.slow
 def test_it_is_said_whether_anything_was_evicted(nano, monkeypatch):
     monkeypatch.setattr(advice, "CANDIDATES", ("window", "pyramidkv"))
     few = advise(*nano, str(BOOK), 10**9, tokens=448 + 64 - 1)

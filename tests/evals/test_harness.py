@@ -88,6 +88,7 @@ def answers(model: Any, tasks: list[dict[str, Any]] = TASKS) -> dict[str, list[A
     }
 
 
+@pytest.mark.slow
 def test_dense_answers_as_the_harness_s_own_model(nano: tuple[Any, Any]) -> None:
     pytest.importorskip("peft", reason="the harness's own model needs lm_eval[hf]")
     from lm_eval.models.huggingface import HFLM
@@ -103,7 +104,13 @@ def test_dense_answers_as_the_harness_s_own_model(nano: tuple[Any, Any]) -> None
                 assert a == pytest.approx(b, abs=sum_off(model))
 
 
-@pytest.mark.parametrize("policy", ["sink(4) | recent(8)", "recompute(budget=12, sinks=1)"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "sink(4) | recent(8)",
+        pytest.param("recompute(budget=12, sinks=1)", marks=pytest.mark.slow),
+    ],
+)
 def test_a_batch_gives_what_its_rows_give_alone(nano: tuple[Any, Any], policy: str) -> None:
     model, tokenizer = nano
     alone, together = (
@@ -162,6 +169,7 @@ def test_the_entry_point_the_harness_looks_for_leads_to_the_model() -> None:
     assert issubclass(WeirLM, LM)
 
 
+@pytest.mark.slow
 def test_the_command_runs_a_task_from_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

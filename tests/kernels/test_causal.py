@@ -12,7 +12,7 @@ from torch import Tensor
 
 import weir
 from weir import kernels
-from weir.cache.layer.mask import band
+from weir.cache.layer.attention import band
 from weir.errors import WeirError
 from weir.slab.attention import (
     AttentionParams,

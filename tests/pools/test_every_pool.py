@@ -121,9 +121,9 @@ def fed(
         form = AttentionParams(scale=0.4)
         answers.append(layer.feed(q, k, v, form, seen=seen, waiting=seen % CHUNK))
         seen += width
-        assert layer.slab is not None
-        sizes.add(layer.slab.nbytes)
-        held = layer.slab.run(0, sum(layer.lengths[0]))
+        assert layer.state.slab is not None
+        sizes.add(layer.state.slab.nbytes)
+        held = layer.state.slab.run(0, sum(layer.state.lengths[0]))
         assert pipe.slots is None or len(held) <= pipe.slots
         assert (held.position < seen).all()
         assert not held.a.isnan().any() and not held.b.isnan().any()
@@ -168,7 +168,7 @@ def test_head_dimensions_may_be_odd_and_differ_and_there_may_be_one_head(text, h
     # What a slot holds is a token of the stream, whole, with its own key and value.
     if policy(text).pools[-1].synthetic:
         return
-    held = layer.slab.run(0, sum(layer.lengths[0]))
+    held = layer.state.slab.run(0, sum(layer.state.lengths[0]))
     for row in range(2):
         for head in range(heads[1]):
             place = held.position[row, head]
@@ -318,10 +318,10 @@ def test_a_slab_has_the_slots_that_are_announced_and_keeps_its_bytes(nano, name)
         assert stream.nbytes == first
     layers = stream.cache.stack
     announced = [stream.policy.for_layer(n, len(layers)).slots for n in range(len(layers))]
-    assert [len(layer.slab) - 16 for layer in layers] == announced
+    assert [len(layer.state.slab) - 16 for layer in layers] == announced
     more = 64 + 16 if name == "pinned" else 0  # which it adds to what it pins
     assert sum(announced) <= (96 + more) * len(layers)
-    slabs = [layer.slab.tensors() for layer in layers]
-    states = [layer.slab.state for layer in layers]
+    slabs = [layer.state.slab.tensors() for layer in layers]
+    states = [layer.state.slab.state for layer in layers]
     buffers = [t for found in (*slabs, *states) for t in found.values()]
     assert first == sum({t.data_ptr(): t.untyped_storage().nbytes() for t in buffers}.values())

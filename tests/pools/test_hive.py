@@ -395,9 +395,9 @@ def test_strange_keys_and_values_are_kept_like_others(text, kind):
     assert out.isfinite().all()
     if kind == "zero values":
         assert out.eq(0).all()
-    place = layer.slab.position[:, :, : sum(layer.lengths[0])]
-    assert sum(layer.lengths[0]) <= policy(text).slots
+    place = layer.state.slab.position[:, :, : sum(layer.state.lengths[0])]
+    assert sum(layer.state.lengths[0]) <= policy(text).slots
     assert place.unique(dim=2).shape == place.shape
     for head in range(heads):
-        kept = layer.slab.values[0, head, : place.shape[2]]
+        kept = layer.state.slab.values[0, head, : place.shape[2]]
         assert torch.equal(kept, values[0, head, place[0, head]])

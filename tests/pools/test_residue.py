@@ -181,7 +181,7 @@ def test_what_was_merged_fades_by_what_arrives(llama, ids):
     for _ in range(11):
         wanted = wanted * 0.5 ** (5 / 10) + 5
     for layer in stream.cache.stack:
-        weight = layer.slab.state["1.b"].double().exp().sum(dim=2)
+        weight = layer.state.slab.state["1.b"].double().exp().sum(dim=2)
         bound = weights_off(wanted, 11 * 5) * wanted
         within(weight, torch.full_like(weight, wanted), bound)
 

@@ -165,9 +165,9 @@ def test_bytes_never_change_after_the_first_token(llama, ids, text):
     for piece in tokens[:, 1:].split(50, dim=1):
         stream.feed(piece)
         assert stream.cache.nbytes == first
-    slab = stream.cache.stack[0].slab
+    slab = stream.cache.stack[0].state.slab
     assert len(slab) == 2 + 5 + 6 + CHUNK
-    assert first == sum(layer.slab.nbytes for layer in stream.cache.stack)
+    assert first == sum(layer.state.slab.nbytes for layer in stream.cache.stack)
 
 
 def test_a_sample_without_a_limit_grows_with_the_stream(llama, ids):

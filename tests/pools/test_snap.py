@@ -105,12 +105,12 @@ class Stream:
 
     def places(self, row: int, head: int, pool: int) -> list[int]:
         """The tokens of one pool, counted from the first of the stream."""
-        lengths, start = self.layer.lengths[row], 0
+        lengths, start = self.layer.state.lengths[row], 0
         for index in (*self.pipe.front, *self.pipe.run):
             if index == pool:
                 break
             start += lengths[index]
-        position = self.layer.slab.position[row, head, start : start + lengths[pool]]
+        position = self.layer.state.slab.position[row, head, start : start + lengths[pool]]
         return [p - self.origin for p in position.tolist() if p >= 0]
 
     def own(self, row: int, head: int) -> tuple[list, list]:

@@ -140,7 +140,7 @@ def test_no_query_is_counted_by_two_folds():
     ids = tokenizer("The road was long, and 418 was the number of the house. " * 8).input_ids
     stream = weir.Stream(model, "recent(8) | tail(4)", chunk=2)
     stream.feed(ids[:61])
-    state = stream.cache.stack[0].slab.state
+    state = stream.cache.stack[0].state.slab.state
     held_since = 8 + 2  # when the fold that gave the sample its first token was over
     assert (state["1.watched"] == (60 - held_since) * 2).all()
 

@@ -17,11 +17,10 @@ from weir.slab.attention import (
     AttentionParams,
     attention_mass,
     fused_attention,
-    is_uncapped,
+    observed_attention,
     split_attention,
     split_weights,
     two_weight_attention,
-    watched_attention,
 )
 from weir.slab.compiled_attention import attend_in_loops
 
@@ -191,12 +190,12 @@ def test_the_fused_call_equals_the_reference_for_one_weight(case):
 
 
 @given(cases(capped=False, apart=False))
-def test_watched_attention_is_the_formula_and_the_mass_is_that_of_a_fold_to_the_bit(case):
+def test_observed_attention_is_the_formula_and_the_mass_is_that_of_a_fold_to_the_bit(case):
     if case.form.sinks is not None:
         return
     parts = (case.queries, case.keys, case.values)
     case = replace(case, queries=parts[0].float(), keys=parts[1].float(), values=parts[2].float())
-    got = watched_attention(case.queries, case.keys, case.values, case.b, case.form, case.bias)
+    got = observed_attention(case.queries, case.keys, case.values, case.b, case.form, case.bias)
     wanted, size, mass, _ = looped(case)
     bias = case.b[:, :, None, None] + (0.0 if case.bias is None else case.bias)
     blind = ~torch.isfinite(bias.expand(*case.queries.shape[:4], -1)).any(dim=-1)
@@ -210,15 +209,15 @@ def test_watched_attention_is_the_formula_and_the_mass_is_that_of_a_fold_to_the_
     assert torch.equal(got.mass, fold)
 
 
-def test_watched_attention_is_the_same_where_gradients_flow_and_has_them():
+def test_observed_attention_is_the_same_where_gradients_flow_and_has_them():
     generator = torch.Generator().manual_seed(0)
     queries, keys, values = (
         torch.randn(1, 2, *shape, generator=generator) for shape in [(3, 4, 8), (9, 8), (9, 8)]
     )
     b, form = torch.zeros(1, 2, 9), AttentionParams(8**-0.5)
-    plain = watched_attention(queries, keys, values, b, form, None)
+    plain = observed_attention(queries, keys, values, b, form, None)
     learned = queries.clone().requires_grad_()
-    got = watched_attention(learned, keys, values, b, form, None)
+    got = observed_attention(learned, keys, values, b, form, None)
     for mine, its in zip(got, plain, strict=True):
         assert torch.equal(mine, its)
     got.answers.sum().backward()
@@ -234,7 +233,7 @@ def test_a_bias_over_the_last_slots_is_one_that_is_zero_for_the_others():
     bias = torch.zeros(1, 1, 1, 4, 9)
     bias[..., 5:].masked_fill_(~torch.ones(4, 4).tril().bool(), -math.inf)
     parts = (queries, keys, values, torch.zeros(2, 3, 9), AttentionParams(0.5))
-    some, full = (watched_attention(*parts, its) for its in (bias[..., 5:], bias))
+    some, full = (observed_attention(*parts, its) for its in (bias[..., 5:], bias))
     assert all(map(torch.equal, some, full))
     assert some.shares[:, :, :, 0, 6:].eq(0).all()
 
@@ -469,9 +468,3 @@ def test_a_query_that_sees_nothing_gets_zero():
             way(Case(queries, keys, values, zeros, empty, AttentionParams(0.5), None)).eq(0).all()
         )
     assert attention_mass(queries, keys, empty, AttentionParams(0.5)).eq(0).all()
-
-
-def test_logits_that_are_not_capped_are_fused():
-    assert is_uncapped(AttentionParams(1.0))
-    assert is_uncapped(AttentionParams(1.0, sinks=torch.zeros(1, 1)))
-    assert not is_uncapped(AttentionParams(1.0, softcap=30.0))

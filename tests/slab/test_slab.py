@@ -378,7 +378,7 @@ def test_every_layer_may_have_a_budget_of_its_own(llama, naive, twins, ids):
     for row, pads in enumerate(PADDING):
         wanted = naive(llama, fold, 3, CHUNK).feed(rows[row])
         close_runs(got[row, pads:], wanted, llama)
-    assert [len(layer.slab) for layer in cache.stack] == [13 + CHUNK, 8 + CHUNK]
+    assert [len(layer.state.slab) for layer in cache.stack] == [13 + CHUNK, 8 + CHUNK]
 
 
 def test_draws_decide_alike_however_the_stream_is_cut_or_batched(llama, ids):

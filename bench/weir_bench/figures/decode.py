@@ -1,22 +1,41 @@
-"""Figures of one decode step: beside transformers' caches, beside dense attention."""
+"""Figures of one decode step: beside transformers' caches, re-computation, quantized slots and
+weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
+from importlib.util import find_spec
 from statistics import mean
 
 import torch
+from transformers import PreTrainedModel
 
-from weir.errors import WeirError
-from weir_bench.caches import CompiledStatic, Dynamic, Static, as_it_is_and_compiled, full
-from weir_bench.figure import Row, Setting, figure
+from weir.errors import WeirError, describe_missing
+from weir.models import BITS, quantize_weights, stored_bytes
+from weir.slab import FORMATS
+from weir.stream import Stream
+from weir_bench.bounds import of_step
+from weir_bench.caches import (
+    CompiledStatic,
+    Dynamic,
+    Static,
+    Weir,
+    as_it_is_and_compiled,
+    full,
+    full_compiled,
+)
+from weir_bench.figure import Row, Setting, Skipped, compare, figure
 from weir_bench.model import bandwidth, model_of, twin_of, weight_bytes
-from weir_bench.timing import Contender, in_turns, middle
+from weir_bench.timing import Contender, Doing, in_turns, middle
 
 PLAIN = "streaming_llm"
 COMPILED = ", compiled"
 COMPILED_STATIC = "compiled StaticCache"
+NEWEST = 64
+"""Exact slots at the end of a cache whose other slots are quantized."""
 
 
 @figure(
@@ -39,41 +58,30 @@ def decode(setting: Setting) -> Iterator[Row]:
     slots = f"{sizes.slots:,}"
     moved = weight_bytes(model) + ours[""].read_bytes
     speed = bandwidth(sizes.copied)
-    least = moved / speed
-    for kind, contender in ours.items():
-        # Folds are among the steps that were timed, but a median does not see them.
-        own = times[kind] + mean(contender.folds or [0.0]) / sizes.chunk
-        for name, target in _targets(kind, peers, least / times["DynamicCache"]).items():
-            yield Row(
-                f"decode step, `{PLAIN}` at {slots} slots{kind}, folds included ÷ {name} of "
-                f"{slots} tokens",
-                own * 1e3,
-                times[name] * 1e3,
-                "ms",
-                own / times[name],
-                target,
-            )
-        yield Row(
-            f"share of the roofline, decode at batch 1, {slots} slots{kind}",
-            own * 1e3,
-            least * 1e3,
-            "ms",
-            least / own,
-            0.6 if kind and setting.dtype != torch.float32 else 0.7,
-            least=True,
-            share=least / own,
-            note=f"{moved / 1e6:.0f} MB a step; a copy moves {speed / 1e9:.1f} GB/s",
-        )
+    for kind, cache in ours.items():
+        own = times[kind] + _fold(cache)
+        for name, target in _targets(kind, peers, moved / speed / times["DynamicCache"]).items():
+            what = f"`{PLAIN}` at {slots} slots{kind}, folds included ÷ {name} of {slots} tokens"
+            yield compare(f"decode step, {what}", own, times[name], target)
+        half = kind and setting.dtype != torch.float32
+        note = f"{moved / 1e6:.0f} MB a step; a copy moves {speed / 1e9:.1f} GB/s"
+        yield roofline(f"{slots} slots{kind}", own, moved / speed, 0.6 if half else 0.7, note)
+
+
+def roofline(what: str, own: float, least: float, target: float, note: str = "") -> Row:
+    """The share of a step that moving its bytes would take."""
+    what = f"share of the roofline, decode at batch 1, {what}"
+    share = least / own
+    return Row(what, own * 1e3, least * 1e3, "ms", share, target, True, share=share, note=note)
+
+
+def _fold(cache: Weir) -> float:
+    """Seconds of folds for each token: a median of steps does not see the few that fold."""
+    return mean(cache.folds or [0.0]) / cache.cache.chunk
 
 
 def _targets(kind: str, peers: Collection[str], share: float) -> dict[str, float]:
-    """What a step is to take of each peer's.
-
-    Args:
-        kind: of our step.
-        peers: by name.
-        share: of the roofline, of a step with PyTorch's products.
-    """
+    """The targets of a step beside each peer; `share` is that of the roofline of PyTorch's step."""
     if kind != COMPILED:
         return {"DynamicCache": 0.95, "StaticCache": 1.00}
     targets = {"DynamicCache": 0.35 if share < 0.5 else 0.75, "StaticCache": 1.00}
@@ -88,10 +96,106 @@ def dense(setting: Setting) -> Iterator[Row]:
     for tokens in sizes.dense:
         peer = Dynamic(model, tokens)
         times = middle(in_turns({PLAIN: ours, "dense": peer}, 2 * sizes.slow, warm=1))
-        yield Row(
-            f"decode step, DynamicCache of {tokens:,} tokens ÷ `{PLAIN}` at {sizes.slots:,} slots",
-            times[PLAIN] * 1e3,
-            times["dense"] * 1e3,
-            "ms",
-            times["dense"] / times[PLAIN],
+        what = f"DynamicCache of {tokens:,} tokens ÷ `{PLAIN}` at {sizes.slots:,} slots"
+        yield compare(f"decode step, {what}", times[PLAIN], times["dense"], inverse=True)
+
+
+@figure("recompute", "a token beside re-computation of the window", bound="bytes")
+def recompute(setting: Setting) -> Iterator[Row]:
+    """`streaming_llm` against `recompute`, per token, folds included.
+
+    The paper reports up to 22.2 times at 4,096 slots, on a GPU (StreamingLLM, Xiao et al. 2024,
+    section 4.5).
+    """
+    sizes, model = setting.sizes, model_of(setting)
+    # The targets are for float32; in half precision the matrices of a prompt are much faster.
+    asked = setting.dtype == torch.float32
+    for slots, target in ((sizes.slots, 32.0), (sizes.many_slots, 80.0)):
+        setting.say(f"re-computation of {slots:,} tokens")
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(sizes.vocabulary, (slots,), generator=generator)
+        peer = Stream(model, f"recompute({slots})")
+        peer.feed(ids)
+        ours = as_it_is_and_compiled(setting, PLAIN, slots)
+        # A round of ours is all tokens between two folds, and the fold.
+        rounds = {name: Doing(partial(_steps, each, sizes.chunk)) for name, each in ours.items()}
+        feeding = Doing(partial(peer.feed, ids[:1]))
+        times = middle(in_turns({**rounds, "peer": feeding}, sizes.slow, warm=1))
+        for name, cache in ours.items():
+            own = times[name] / sizes.chunk
+            yield compare(
+                f"`recompute` ÷ `{PLAIN}`{name}, per token at {slots:,} slots",
+                own,
+                times["peer"],
+                target if asked else None,
+                inverse=True,
+                least=True,
+                bound=of_step(setting, own, cache),
+            )
+
+
+def _steps(cache: Weir, count: int) -> None:
+    for _ in range(count):
+        cache.step()
+
+
+@figure("slots", "a decode step with quantized slots beside one with exact ones", bound="bytes")
+def slots(setting: Setting) -> Iterator[Row]:
+    """`streaming_llm`, all but its newest tokens quantized, against itself; and what is read."""
+    sizes, model = setting.sizes, model_of(setting)
+    plain = f"{PLAIN}(budget={sizes.slots})"
+    newest = min(NEWEST, sizes.slots // 2)
+    policies = {"exact": plain} | {
+        name: f"quantized({plain}, slots={name}, newest={newest})" for name in FORMATS
+    }
+    caches = {name: Weir(model, policy, sizes.chunk) for name, policy in policies.items()}
+    for cache in caches.values():
+        cache.fill(sizes.slots + sizes.chunk)
+        cache.start_afresh()
+    times = middle(in_turns(caches, sizes.steps, warm=3))
+    own = {name: times[name] + _fold(cache) for name, cache in caches.items()}
+    for name in FORMATS:
+        part = caches[name].cache.nbytes / caches["exact"].cache.nbytes
+        what = f"{name} slots ÷ exact ones, {sizes.slots:,} of them, folds included"
+        note = f"the cache has {part:.2f} of the bytes"
+        yield compare(f"decode step, {what}", own[name], own["exact"], 1.0, note=note)
+
+
+@figure(
+    "weights", "a decode step with weights of 8 and 4 bits beside one with all bits", bound="bytes"
+)
+def weights(setting: Setting) -> Iterator[Row]:
+    """`streaming_llm` with int8 and int4 weights against the same model as it was."""
+    if find_spec("torchao") is None:
+        raise Skipped(describe_missing("this figure", "torchao"))
+    slots = setting.sizes.slots
+    for kind, make in {"": full, COMPILED: full_compiled}.items():
+        made = {bits: make(setting, _model(setting, bits), PLAIN, slots) for bits in ("", *BITS)}
+        caches = {bits: cache for bits, cache in made.items() if cache is not None}
+        yield from _few_bits(setting, caches, kind)
+
+
+def _model(setting: Setting, bits: str) -> PreTrainedModel:
+    """The model of figures with weights of so few bits; all of them for none."""
+    model = twin_of(setting)
+    if bits:
+        quantize_weights(model, bits)
+    return model
+
+
+def _few_bits(setting: Setting, caches: Mapping[str, Weir], kind: str) -> Iterator[Row]:
+    """Each of few bits beside that of all bits, timed in turns."""
+    times = middle(in_turns(caches, setting.sizes.steps, warm=3))
+    for bits in BITS:
+        if bits not in caches or "" not in caches:
+            continue
+        part = stored_bytes(caches[bits].model) / stored_bytes(caches[""].model)
+        asked = bits == "int8" and kind and setting.dtype == torch.float32
+        what = f"{bits} weights ÷ all bits, `{PLAIN}` at {setting.sizes.slots:,} slots{kind}"
+        yield compare(
+            f"decode step, {what}",
+            times[bits],
+            times[""],
+            0.35 if asked else None,
+            note=f"weights take {part:.2f} of the bytes",
         )

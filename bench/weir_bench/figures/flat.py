@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weir.models import load
 from weir.stream import PIECE, Stream
-from weir_bench.figure import Row, Setting, figure
+from weir_bench.figure import Row, Setting, compare, figure
 from weir_bench.timing import Doing, in_turns, seconds, undisturbed
 
 POLICY = "streaming_llm(budget=256)"
@@ -60,21 +60,10 @@ def flat(setting: Setting) -> Iterator[Row]:
     }
     times = {name: median(taken) / CHUNK for name, taken in in_turns(both, 40, warm=2).items()}
     first, last = marks[0], marks[-1]
-    yield Row(
-        f"time per token at position {late.seen:,} ÷ at {EARLY:,}, `nano`, `{POLICY}`",
-        times["late"] * 1e3,
-        times["early"] * 1e3,
-        "ms",
-        times["late"] / times["early"],
-        1.03,
-    )
-    yield Row(
-        f"memory of the process after {last.tokens:,} tokens ÷ after {first.tokens:,}, the same",
-        last.process_bytes / 1e6,
-        first.process_bytes / 1e6,
-        "MB",
-        last.process_bytes / first.process_bytes,
-    )
+    what = f"time per token at position {late.seen:,} ÷ at {EARLY:,}, `nano`, `{POLICY}`"
+    yield compare(what, times["late"], times["early"], 1.03)
+    what = f"memory of the process after {last.tokens:,} tokens ÷ after {first.tokens:,}, the same"
+    yield compare(what, last.process_bytes, first.process_bytes, unit="MB")
 
 
 def run(stream: Stream, setting: Setting) -> tuple[Stream, Stream, list[Mark]]:

@@ -19,7 +19,7 @@ import torch
 
 from weir.errors import WeirError
 from weir_bench.caches import as_it_is_and_compiled
-from weir_bench.figure import Row, Setting, Skipped, figure
+from weir_bench.figure import Row, Setting, Skipped, compare, figure
 from weir_bench.model import config
 from weir_bench.timing import seconds, undisturbed
 
@@ -51,17 +51,15 @@ def kvpress(setting: Setting) -> Iterator[Row]:
                 for kind, cache in ours.items():
                     own[kind] += [seconds(cache.step) for _ in range(TURN)]
                 time.sleep(REST)
-        its = _per_token(theirs, sizes.chunk)
+        kvpress_time = _per_token(theirs, sizes.chunk)
         for kind, taken in own.items():
-            mine = _per_token(taken, sizes.chunk)
-            yield Row(
+            yield compare(
                 f"decode, kvpress {press} ÷ `{name}`{kind}, {sizes.slots:,} slots, every "
                 f"{sizes.chunk} tokens",
-                mine * 1e3,
-                its * 1e3,
-                "ms",
-                its / mine,
+                _per_token(taken, sizes.chunk),
+                kvpress_time,
                 1.5,
+                inverse=True,
                 least=True,
                 note="not the same method: weir has no norms" if press == "Knorm" else "",
             )
@@ -74,7 +72,7 @@ def _per_token(taken: list[float], chunk: int) -> float:
     return between + (mean(compressing) - between) / chunk
 
 
-class Peer:
+class KvpressProcess:
     """kvpress in its process.
 
     Attributes:
@@ -110,7 +108,7 @@ class Peer:
 
 
 @contextmanager
-def _peer(setting: Setting, press: str) -> Iterator[Peer]:
+def _peer(setting: Setting, press: str) -> Iterator[KvpressProcess]:
     """kvpress with its cache full, its next step the first after a compression."""
     assert setting.kvpress is not None
     script = Path(__file__).with_name("kvpress_peer.py")
@@ -127,7 +125,7 @@ def _peer(setting: Setting, press: str) -> Iterator[Peer]:
         raise WeirError(f"--kvpress {setting.kvpress} cannot be run: {error.strerror}") from None
     with process:
         try:
-            peer = Peer(process)
+            peer = KvpressProcess(process)
             peer.ask(
                 {
                     "config": config(setting.sizes).to_dict(),

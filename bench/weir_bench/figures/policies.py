@@ -13,7 +13,7 @@ import torch
 from weir.policies import NAMED
 from weir_bench.bounds import of_step
 from weir_bench.caches import Weir, full
-from weir_bench.figure import Row, Setting, Skipped, figure
+from weir_bench.figure import Row, Setting, Skipped, compare, figure
 from weir_bench.figures.decode import PLAIN
 from weir_bench.model import model_of, walk_path
 from weir_bench.timing import in_turns
@@ -54,16 +54,13 @@ def policies(setting: Setting) -> Iterator[Row]:
     cache = full(setting, model_of(setting), PLAIN, setting.sizes.slots)
     for name in names:
         ours, plain, mass = _beside_plain(setting, name)
-        bound = of_step(setting, ours.token, cache)
-        yield Row(
+        yield compare(
             f"decode step, `{name}` ÷ `{PLAIN}`, {setting.sizes.slots:,} slots, folds included",
-            ours.token * 1e3,
-            plain.token * 1e3,
-            "ms",
-            ours.token / plain.token,
+            ours.token,
+            plain.token,
             1.10 if mass else 1.05,
             note="reads attention" if mass else "",
-            **bound._asdict(),
+            bound=of_step(setting, ours.token, cache),
         )
 
 
@@ -72,30 +69,28 @@ def folds(setting: Setting) -> Iterator[Row]:
     """The time of folds over the tokens between two of them, over that of a step."""
     for name in wanted(setting, [PLAIN, *comparable()]):
         ours, _, _ = _beside_plain(setting, name)
-        yield Row(
+        yield compare(
             f"folds of `{name}` per token ÷ decode step, {setting.sizes.slots:,} slots, "
             f"chunk {setting.sizes.chunk}",
-            ours.fold / ours.chunk * 1e3,
-            ours.step * 1e3,
-            "ms",
-            ours.fold / ours.chunk / ours.step,
+            ours.fold / ours.chunk,
+            ours.step,
             0.03 if name in EASED else 0.05,
             note=f"walk: {walk_path()}" if name == "balancekv" else "",
         )
 
 
 def wanted(setting: Setting, names: list[str]) -> list[str]:
-    """Those of the names that a run was asked for: all, where it named none."""
+    """The names that a run asked for; all, where it named none."""
     return [name for name in names if not setting.policies or name in setting.policies]
 
 
 def comparable() -> list[str]:
-    """The named policies that are given so many slots, but for the one they are compared with."""
+    """The named policies with a budget, without the one they are compared with."""
     return [name for name in budgeted() if name != PLAIN]
 
 
 def budgeted() -> list[str]:
-    """The named policies that are given so many slots, but for the slow oracle."""
+    """The named policies with a budget, without the slow oracle."""
     return [
         name
         for name, policy in NAMED.items()

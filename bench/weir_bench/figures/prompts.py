@@ -1,4 +1,4 @@
-"""Figures of prompts: reading one under each policy beside exact attention, and beside arithmetic.
+"""Figures of prompts: each policy beside exact attention, a long answer, and peak memory.
 
 A prompt is multiplied with every weight, which no policy can spare it; what is left is attention,
 which grows with the prompt unless a policy holds it back, and folds.
@@ -6,26 +6,44 @@ which grows with the prompt unless a policy holds it back, and folds.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from weir.stream import PIECE
-from weir_bench.bounds import of_prompt
+from weir.stream import PIECE, Stream
+from weir_bench.bounds import of_prompt, of_step
 from weir_bench.caches import Decoding, Weir, feed_prompt, hold_prompt
-from weir_bench.figure import Row, Setting, figure
+from weir_bench.figure import Row, Setting, Sizes, Skipped, compare, figure
 from weir_bench.figures.policies import budgeted, wanted
-from weir_bench.model import model_of
+from weir_bench.model import model_of, walk_path
 from weir_bench.timing import Doing, in_turns, middle
 from weir_bench.tracing import trace
 
 TARGETS = {8192: 0.75, 32768: 0.3}
 ROUNDS = 3
 """How often each prompt is read; of one policy a prompt has taken a fifth longer than the next."""
+CHUNKS = 8
+"""Usual chunks in one of the long answer, whose large slab goes with few folds."""
+STEPS = 32
+"""Decode steps of the long answer that are timed, spread over the tokens that are generated."""
+STATUS = Path("/proc/self/status")
+CLEAR = Path("/proc/self/clear_refs")
+CHILD = f"""
+import sys
+sys.path.append({str(Path(__file__).parents[2])!r})
+from weir_bench.figures.prompts import child
+child()
+"""
+"""The script of a process that feeds a prompt and prints its peak memory."""
 
 
 @figure("prompts", "a prompt under each policy, beside exact attention", asked=True)
@@ -68,17 +86,15 @@ def _beside_exact(
     for name, own in took.items():
         if name == "exact":
             continue
-        bound = of_prompt(setting, own, model, tokens)
-        yield Row(
+        yield compare(
             f"prompt of {tokens:,} tokens, `{name}` at {setting.sizes.slots:,} slots ÷ exact "
             "attention",
             own,
             took["exact"],
-            "s",
-            own / took["exact"],
             TARGETS.get(tokens),
+            unit="s",
             note=note,
-            **bound._asdict(),
+            bound=of_prompt(setting, own, model, tokens),
         )
 
 
@@ -87,22 +103,15 @@ def _in_pieces(setting: Setting, ids: Tensor) -> Iterator[Row]:
     sizes = setting.sizes
     cache = Weir(model_of(setting), f"streaming_llm(budget={sizes.slots})", sizes.chunk)
     ways = {
-        piece: Doing(partial(feed_prompt, cache, ids, piece))
+        str(piece): Doing(partial(feed_prompt, cache, ids, piece))
         for piece in (PIECE // 4, PIECE // 2, PIECE, 2 * PIECE)
     }
-    took = middle(in_turns({str(piece): do for piece, do in ways.items()}, sizes.slow, warm=0))
-    plain = took[str(PIECE)]
-    for piece in ways:
-        if piece != PIECE:
-            own = took[str(piece)]
-            yield Row(
-                f"prompt of {ids.shape[1]:,} tokens in pieces of {piece} ÷ in pieces of {PIECE}",
-                own,
-                plain,
-                "s",
-                own / plain,
-                **of_prompt(setting, own, model_of(setting), ids.shape[1])._asdict(),
-            )
+    took = middle(in_turns(ways, sizes.slow, warm=0))
+    usual = took.pop(str(PIECE))
+    for piece, own in took.items():
+        what = f"prompt of {ids.shape[1]:,} tokens in pieces of {piece} ÷ in pieces of {PIECE}"
+        bound = of_prompt(setting, own, model_of(setting), ids.shape[1])
+        yield compare(what, own, usual, unit="s", bound=bound)
 
 
 def _beyond(tokens: tuple[int, ...], took: list[float], far: int) -> float:
@@ -116,3 +125,115 @@ def _beyond_squared(tokens: tuple[int, ...], took: list[float], far: int) -> flo
     first, second = (seconds / n for n, seconds in zip(tokens[-2:], took[-2:], strict=True))
     growth = max(0.0, (second - first) / (tokens[-1] - tokens[-2]))
     return far * (second + growth * (far - tokens[-1]))
+
+
+@figure("answer", "balancekv at rate 1/4 beside exact attention: a long prompt and its answer")
+def answer(setting: Setting) -> Iterator[Row]:
+    """Prefill in pieces and decode of `balancekv`, against exact ones.
+
+    Kochetkova et al. 2025 report 1.21 times the exact prefill and 1.01 times the exact decoding for
+    16,384 tokens and 1,024 generated (BalanceKV, Table 5).
+    """
+    sizes, model = setting.sizes, model_of(setting)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(sizes.vocabulary, (1, sizes.prompt), generator=generator)
+    budget = sizes.prompt // 4
+    policy = f"balancekv(budget={budget})"
+    chunk = CHUNKS * sizes.chunk
+    ours = Weir(model, policy, chunk)
+    exact = Decoding(model, DynamicCache(config=model.config))
+    setting.say(f"prefill of {sizes.prompt:,} tokens")
+    both = {
+        "ours": Doing(partial(feed_prompt, ours, ids)),
+        "exact": Doing(partial(hold_prompt, exact, ids)),
+    }
+    times = middle(in_turns(both, min(ROUNDS, sizes.slow), warm=0))
+    fed, exactly = times["ours"], times["exact"]
+    what = f"`{policy}`, {sizes.prompt:,} tokens, {sizes.generated:,} generated"
+    note = f"chunk {chunk}; walk: {walk_path()}"
+    bound = of_prompt(setting, fed, model, sizes.prompt)
+    what_fed = f"{what}: prefill ÷ exact prefill"
+    yield compare(what_fed, fed, exactly, 1.05, unit="s", note=note, bound=bound)
+    own, peer = _generate(ours, exact, sizes.generated)
+    what_decoded = f"{what}: decode ÷ exact decode, folds included"
+    bound = of_step(setting, own, ours)
+    yield compare(what_decoded, own, peer, 0.6, note=note, bound=bound)
+
+
+def _generate(ours: Weir, exact: Decoding, tokens: int) -> tuple[float, float]:
+    """Seconds per token of either while `tokens` are generated."""
+    between: dict[str, list[float]] = {"ours": [], "exact": []}
+    ours.folds.clear()
+    done = 0
+    skipped = max(1, tokens // STEPS)
+    both = {"ours": ours, "exact": exact}
+    while done < tokens:
+        for name, taken in in_turns(both, 1, warm=0).items():
+            between[name] += taken
+        more = torch.ones(1, min(skipped, tokens - done) - 1, dtype=torch.int64)
+        with torch.no_grad():
+            for each in both.values():
+                if more.numel():
+                    each.feed(more)
+        done += 1 + more.shape[1]
+    folds = sum(ours.folds) / tokens
+    return median(between["ours"]) + folds, median(between["exact"])
+
+
+@figure("prefill", "peak memory of reading a long prompt, chunked beside full", bound="bytes")
+def prefill(setting: Setting) -> Iterator[Row]:
+    """Extra memory of `prefill="chunked"` against `prefill="full"`."""
+    if not STATUS.exists():
+        raise Skipped("peak memory is read from /proc, which only Linux has")
+    peak = {}
+    for way in ("chunked", "full"):
+        setting.say(f'{setting.sizes.fed:,} tokens with prefill="{way}"')
+        peak[way] = _in_a_process(way, setting)
+    what = f"`streaming_llm({setting.sizes.slots})`, chunked ÷ full"
+    yield compare(
+        f"peak extra memory while {setting.sizes.fed:,} tokens are fed, {what}",
+        peak["chunked"],
+        peak["full"],
+        0.1,
+        unit="MB",
+    )
+
+
+def _in_a_process(way: str, setting: Setting) -> int:
+    what = {
+        "way": way,
+        "sizes": asdict(setting.sizes),
+        "dtype": str(setting.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD], input=json.dumps(what), capture_output=True, text=True
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        raise Skipped(f'prefill="{way}" failed in its process: {last}')
+    return int(json.loads(done.stdout)["bytes"])
+
+
+def child() -> None:
+    """Feed the prompt that standard input describes, and print the peak of memory."""
+    what = json.load(sys.stdin)
+    torch.set_num_threads(what["threads"])
+    # Tuples again, though none is needed here.
+    sizes = Sizes(**{**what["sizes"], "dense": (), "prompts": ()})
+    model = model_of(Setting(sizes, getattr(torch, what["dtype"])))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(sizes.vocabulary, (1, sizes.fed), generator=generator)
+    # What libraries allocate once, at their first call, is not the prompt's.
+    Stream(model, "streaming_llm(16)", chunk=8).feed(ids[:, :32])
+    stream = Stream(model, f"streaming_llm({sizes.slots})", chunk=sizes.chunk, prefill=what["way"])
+    before = _kilobytes("VmRSS")
+    CLEAR.write_text("5")  # the peak is counted from here on
+    stream.feed(ids)
+    json.dump({"bytes": 1024 * (_kilobytes("VmHWM") - before)}, sys.stdout)
+
+
+def _kilobytes(name: str) -> int:
+    """A field of the process's status, in kB."""
+    lines = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
+    return int(lines[name].split()[0])

@@ -1,94 +1,43 @@
-"""Figures of many streams at once: sixteen rows beside one, and rows that are not in step."""
+"""Figures of many streams at once: batches, ragged rows, products, and rows decoded one by one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
 import torch
 from transformers import PreTrainedModel
 
 from weir.errors import WeirError
-from weir.models import compile_steps, load
-from weir_bench.caches import Weir
-from weir_bench.figure import Row, Setting, figure
-from weir_bench.model import model_of, twin_of
-from weir_bench.timing import in_turns
+from weir.models import choose_products, compile_steps, load
+from weir.serve import Engine, MemoryStore, SampledToken, Sampler, SamplingParams, Sequence
+from weir.stream import Sampling
+from weir_bench.bounds import of_step
+from weir_bench.caches import Dynamic, Weir
+from weir_bench.figure import Row, Setting, Skipped, compare, figure
+from weir_bench.figures.decode import roofline
+from weir_bench.model import bandwidth, model_of, twin_of, weight_bytes
+from weir_bench.timing import Contender, Doing, in_turns, middle
 
 POLICY = "streaming_llm"
 ROWS = 16
 ASKED = 1.5
 """Milliseconds that a compiled step of `nano` may take."""
+BATCHES = (2, 4, 8, 16, 32, 64)
+SLOTS = 256
+"""Slots of a row: with more, 64 rows in step and as many ragged ones take many gigabytes."""
+FEW = (1, 4, 16)
+"""Rows of steps with chosen products, and of an engine."""
+MOST = 1 << 20
+"""Tokens of an answer: more than are ever timed."""
 
 
-@figure(
-    "rows",
-    "a decode step of sixteen streams, in step and ragged, beside one stream's",
-    bound="bytes",
-)
-def rows(setting: Setting) -> Iterator[Row]:
-    """`streaming_llm` on the model of the figures and on `nano`, as it is and compiled."""
-    sizes = setting.sizes
-    models: dict[str, tuple[list[PreTrainedModel], int]] = {
-        "": ([model_of(setting), twin_of(setting)], sizes.slots),
-    }
-    if sizes.nano:
-        packaged = [load("nano", dtype=setting.dtype)[0] for _ in range(2)]
-        models[" of `nano`"] = packaged, min(256, sizes.slots)
-    for whose, ((plain, twin), slots) in models.items():
-        yield from _rows(plain, f"{whose}, {slots:,} slots", slots, setting)
-        compile_steps(twin, strict=True, backend=setting.sizes.backend)
-        setting.say(f"compiling steps of {ROWS} rows")
-        try:
-            found = list(_rows(twin, f"{whose}, {slots:,} slots, compiled", slots, setting))
-            yield from found
-            if whose:
-                yield _one(found[-1].peer, f"{whose}, {slots:,} slots, compiled")
-        except WeirError as error:
-            setting.say(str(error))
-
-
-def _rows(model: PreTrainedModel, where: str, slots: int, setting: Setting) -> Iterator[Row]:
-    policy, chunk = f"{POLICY}(budget={slots})", setting.sizes.chunk
-    # Rows that begin later by a number coprime to the chunk fold at different steps, all of them.
-    later = [row * 37 % chunk for row in range(ROWS)]
-    contenders = {
-        "one": Rows(model, policy, chunk, [0], slots),
-        "in step": Rows(model, policy, chunk, [0] * ROWS, slots),
-        "ragged": Rows(model, policy, chunk, later, slots),
-    }
-    # Whole rounds of the tails, so that each is seen as full as it gets and as empty.
-    rounds = max(2, setting.sizes.steps // chunk) * chunk
-    times = in_turns(contenders, rounds, warm=3)
-    plain = _without_folds(times, contenders, warm=3)
-    one, many, ragged = (plain[name] for name in contenders)
-    yield Row(
-        f"decode call of {ROWS} ragged rows ÷ of {ROWS} rows in step{where}",
-        ragged * 1e3,
-        many * 1e3,
-        "ms",
-        ragged / many,
-        1.05,
-        note="medians of the calls in which none of the caches folds",
-    )
-    yield Row(
-        f"tokens per second of {ROWS} rows in step ÷ of one row{where}",
-        many * 1e3 / ROWS,
-        one * 1e3,
-        "ms a token",
-        ROWS * one / many,
-        8.0,
-        least=True,
-        note="the same calls",
-    )
-
-
-def _one(one: float, where: str) -> Row:
-    """One row's step beside what was asked of it."""
-    return Row(f"decode step of one row{where} ÷ {ASKED:g} ms", one, ASKED, "ms", one / ASKED, 1.0)
-
-
-class Rows(Weir):
+class RaggedRows(Weir):
     """A step of a batch, each row past its budget.
 
     Attributes:
@@ -104,15 +53,7 @@ class Rows(Weir):
         generator = torch.Generator().manual_seed(0)
         shape = (len(later), length)
         ids = torch.randint(model.config.vocab_size, shape, generator=generator)
-        real = torch.arange(length) >= torch.tensor(later)[:, None]
-        with torch.no_grad():
-            model(
-                input_ids=ids,
-                attention_mask=real.long(),
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+        self.feed_masked(ids, torch.arange(length) >= torch.tensor(later)[:, None])
         self.folds.clear()
 
     def step(self) -> None:
@@ -122,8 +63,99 @@ class Rows(Weir):
         self.folding.append(len(self.folds) > before)
 
 
+class QuietRows(Weir):
+    """A step of some rows past their budget, none of which folds in the next steps.
+
+    Args:
+        model: of the rows.
+        slots: of each.
+        chunk: tokens between two folds.
+        rows: how many.
+        ragged: rows stand in different places of their tails.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, slots: int, chunk: int, rows: int, *, ragged: bool = False
+    ) -> None:
+        super().__init__(model, f"{POLICY}(budget={slots})", chunk)
+        self.fill(slots + chunk)
+        self.start_afresh()
+        # Rows of the same stream: to read a prompt for each would take minutes, and change nothing.
+        self.cache.batch_repeat_interleave(rows)
+        self.token = torch.ones(rows, 1, dtype=torch.int64)
+        most = chunk // 2
+        if ragged and most > 1:
+            count = torch.arange(rows) * 5 % most
+            real = torch.arange(most) >= most - count[:, None]
+            self.feed_masked(self.token.expand(rows, most), real)
+
+
+@figure(
+    "rows",
+    "a decode step of sixteen streams, in step and ragged, beside one stream's",
+    bound="bytes",
+)
+def rows(setting: Setting) -> Iterator[Row]:
+    """`streaming_llm` on the model of the figures and on `nano`, as it is and compiled."""
+    sizes = setting.sizes
+    models: dict[str, tuple[list[PreTrainedModel], int]] = {
+        "": ([model_of(setting), twin_of(setting)], sizes.slots),
+    }
+    if sizes.nano:
+        packaged = [load("nano", dtype=setting.dtype)[0] for _ in range(2)]
+        models[" of `nano`"] = packaged, min(SLOTS, sizes.slots)
+    for whose, ((plain, twin), slots) in models.items():
+        where = f"{whose}, {slots:,} slots"
+        yield from _sixteen(plain, where, slots, setting)
+        compile_steps(twin, strict=True, backend=setting.sizes.backend)
+        setting.say(f"compiling steps of {ROWS} rows")
+        try:
+            found = list(_sixteen(twin, f"{where}, compiled", slots, setting))
+            yield from found
+            if whose:
+                what = f"decode step of one row{where}, compiled ÷ {ASKED:g} ms"
+                yield compare(what, found[-1].peer / 1e3, ASKED / 1e3, 1.0)
+        except WeirError as error:
+            setting.say(str(error))
+
+
+def _sixteen(model: PreTrainedModel, where: str, slots: int, setting: Setting) -> Iterator[Row]:
+    policy, chunk = f"{POLICY}(budget={slots})", setting.sizes.chunk
+    # Rows that begin later by a number coprime to the chunk fold at different steps, all of them.
+    later = [row * 37 % chunk for row in range(ROWS)]
+    contenders = {
+        "one": RaggedRows(model, policy, chunk, [0], slots),
+        "in step": RaggedRows(model, policy, chunk, [0] * ROWS, slots),
+        "ragged": RaggedRows(model, policy, chunk, later, slots),
+    }
+    # Whole rounds of the tails, so that each is seen as full as it gets and as empty.
+    rounds = max(2, setting.sizes.steps // chunk) * chunk
+    times = in_turns(contenders, rounds, warm=3)
+    plain = _without_folds(times, contenders, warm=3)
+    one, many, ragged = (plain[name] for name in contenders)
+    yield compare(
+        f"decode call of {ROWS} ragged rows ÷ of {ROWS} rows in step{where}",
+        ragged,
+        many,
+        1.05,
+        note="medians of the calls in which none of the caches folds",
+    )
+    what = f"tokens per second of {ROWS} rows in step ÷ of one row{where}"
+    yield _pace(what, many, one, ROWS, 8.0, note="the same calls")
+
+
+def _pace(
+    what: str, many: float, one: float, rows: int, target: float | None = None, note: str = ""
+) -> Row:
+    """Tokens a second of a call of so many rows beside those of one row's call."""
+    ratio = rows * one / many
+    return Row(
+        what, many * 1e3 / rows, one * 1e3, "ms a token", ratio, target, least=True, note=note
+    )
+
+
 def _without_folds(
-    times: Mapping[str, list[float]], contenders: Mapping[str, Rows], warm: int
+    times: Mapping[str, list[float]], contenders: Mapping[str, RaggedRows], warm: int
 ) -> dict[str, float]:
     """The median of each contender's steps in rounds in which no cache folded."""
     folding = zip(*(contender.folding[warm:] for contender in contenders.values()), strict=True)
@@ -134,3 +166,142 @@ def _without_folds(
     }
     # Where every round folds, as with very short tails, all of them are what there is.
     return {name: median(kept[name] or times[name]) for name in times}
+
+
+@figure("batches", "decode steps of 2 to 64 rows, in step and ragged, beside one row's")
+def batches(setting: Setting) -> Iterator[Row]:
+    """Time a token, beside that of a row alone; what bounds it, and how near it comes."""
+    model, slots = model_of(setting), min(SLOTS, setting.sizes.slots)
+    chunk = setting.sizes.chunk
+    for rows in BATCHES:
+        setting.say(f"{rows} rows")
+        ways = {
+            "alone": QuietRows(model, slots, chunk, 1),
+            "in step": QuietRows(model, slots, chunk, rows),
+            "ragged": QuietRows(model, slots, chunk, rows, ragged=True),
+        }
+        times = middle(in_turns(ways, min(8, setting.sizes.steps), warm=2))
+        for name in ("in step", "ragged"):
+            what = f"tokens per second of {rows} rows {name} ÷ of one row, {slots:,} slots"
+            note = f"{rows / times[name]:,.0f} tokens a second"
+            row = _pace(what, times[name], times["alone"], rows, note=note)
+            bound, share = of_step(setting, times[name], ways[name], rows)
+            yield replace(row, bound=bound, share=share)
+
+
+@figure("products", "decode steps with chosen matrix products beside PyTorch's", bound="bytes")
+def products(setting: Setting) -> Iterator[Row]:
+    """What `weir.choose_products` brings: `streaming_llm` for 1, 4 and 16 rows; for one also
+    `DynamicCache` and the roofline. Before that, what large pages of memory bring by themselves.
+
+    Products are timed anew, and what is kept of this machine is left alone.
+    """
+    plain, chosen = model_of(setting), twin_of(setting)
+    with ExitStack() as ending:
+        scratch = Path(ending.enter_context(TemporaryDirectory()))
+        setting.say("timing matrix products")
+        gains = choose_products(chosen, remembered=scratch / "products.json")
+    if not gains:
+        raise Skipped("there is no kernel for products here: numba is not installed")
+    sizes = setting.sizes
+    reading = {"chosen": Doing(partial(_read, chosen)), "usual": Doing(partial(_read, plain))}
+    read = middle(in_turns(reading, sizes.steps, warm=3))
+    yield compare(
+        "all weights read once, moved into large pages ÷ where they were",
+        read["chosen"],
+        read["usual"],
+        note="a sum of each; where Linux has no large pages both are the same",
+    )
+    policy = f"{POLICY}(budget={sizes.slots})"
+    for rows in FEW:
+        ours, usual = (
+            RaggedRows(model, policy, sizes.chunk, [0] * rows, sizes.slots)
+            for model in (chosen, plain)
+        )
+        ways: dict[str, Contender] = {"chosen": ours, "usual": usual}
+        if rows == 1:
+            ways["DynamicCache"] = Dynamic(plain, sizes.slots)
+        times = middle(in_turns(ways, sizes.steps, warm=3))
+        for peer in list(ways)[1:]:
+            beside = "with PyTorch's products" if peer == "usual" else f"{peer} of {sizes.slots:,}"
+            yield compare(
+                f"decode step of {rows} {'rows' if rows > 1 else 'row'}, `{POLICY}` at "
+                f"{sizes.slots:,} slots, products chosen ÷ {beside}",
+                times["chosen"],
+                times[peer],
+                None if peer == "usual" else 0.97,
+            )
+        if rows == 1:
+            least = (weight_bytes(plain) + ours.read_bytes) / bandwidth(sizes.copied)
+            yield roofline(f"{sizes.slots:,} slots, products chosen", times["chosen"], least, 0.7)
+
+
+def _read(model: PreTrainedModel) -> None:
+    """Read every weight."""
+    for weight in model.parameters():
+        weight.sum()
+
+
+@figure(
+    "deterministic",
+    "a step of an engine that decodes each row by itself, beside one that decodes all together",
+    asked=True,
+    bound="bytes",
+)
+def deterministic(setting: Setting) -> Iterator[Row]:
+    """What `weir serve --deterministic` costs, on the model of the figures and on `nano`."""
+    sizes = setting.sizes
+    models = {"": model_of(setting), " of `nano`": load("nano", dtype=setting.dtype)[0]}
+    for whose, model in models.items():
+        policy = f"{POLICY}(budget={min(SLOTS, sizes.slots)})"
+        for rows in FEW:
+            setting.say(f"{rows} answers{whose}")
+            contenders = {
+                name: Answering(model, policy, sizes.chunk, rows, apart=apart)
+                for name, apart in (("apart", True), ("together", False))
+            }
+            took = middle(in_turns(contenders, min(sizes.steps, 24), warm=2))
+            what = f"a step of {rows} answers, each row by itself ÷ all together{whose}"
+            yield compare(what, took["apart"], took["together"])
+
+
+class Answering(Contender):
+    """A step of an engine in which every row answers.
+
+    Args:
+        model: of the engine.
+        policy, chunk, rows: of it.
+        apart: each row is decoded by itself.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, policy: str, chunk: int, rows: int, *, apart: bool
+    ) -> None:
+        self._engine = Engine(model, policy, rows, MemoryStore(), chunk=chunk, deterministic=apart)
+        generator = torch.Generator().manual_seed(0)
+        for row in range(rows):
+            ids = torch.randint(model.config.vocab_size, (32 + row,), generator=generator)
+            chooser = Sampler(SamplingParams(Sampling(temperature=0)))
+            turn = Sequence(str(row), None, ids.tolist(), MOST, frozenset(), chooser, NoListener())
+            self._engine.submit(turn)
+        for _ in range(rows):  # a step reads one prompt or more
+            self._engine.step()
+
+    def step(self) -> None:
+        """A token of each answer."""
+        self._engine.step()
+
+
+class NoListener:
+    """A listener that ignores every answer."""
+
+    def chose(self, choice: SampledToken) -> str | None:
+        """Let the answer go on."""
+        return None
+
+    def ended(self, reason: str) -> None:
+        """Ignore the end."""
+
+    def failed(self, error: Exception) -> None:
+        """Raise the error: what is timed has to work."""
+        raise error

@@ -15,7 +15,7 @@ from functools import partial
 from importlib import resources
 from pathlib import Path
 
-from weir_bench.figure import Row, Setting, Skipped, figure
+from weir_bench.figure import Row, Setting, Skipped, compare, figure
 from weir_bench.timing import Doing, in_turns, middle
 
 ROUNDS = 3
@@ -50,15 +50,7 @@ def start(setting: Setting) -> Iterator[Row]:
         text = Path(folder) / "text.txt"
         text.write_text("Once there was a river that nobody had seen the end of.\n", "utf-8")
         stream = ("stream", "--model", "nano", "--text", str(text), "--json")
-        chat = (
-            "chat",
-            "--model",
-            "nano",
-            "--policy",
-            "streaming_llm(budget=64)",
-            "--max-tokens",
-            "1",
-        )
+        chat = "chat --model nano --policy streaming_llm(budget=64) --max-tokens 1".split()
         ways = {
             "`weir --help`": (partial(run, MAIN, "--help"), partial(run, HELP)),
             '`weir.load("nano")` and a token': (partial(run, OURS), partial(run, ONE_TOKEN)),
@@ -74,14 +66,8 @@ def start(setting: Setting) -> Iterator[Row]:
             both = {"ours": Doing(ours), "peer": Doing(peer)}
             took = middle(in_turns(both, min(ROUNDS, setting.sizes.slow), warm=0))
             what = "importing typer" if peer.args[0] == HELP else "the same by transformers alone"
-            yield Row(
-                f"{name} ÷ {what}",
-                took["ours"],
-                took["peer"],
-                "s",
-                took["ours"] / took["peer"],
-                TARGETS.get(name, LOADED),
-            )
+            target = TARGETS.get(name, LOADED)
+            yield compare(f"{name} ÷ {what}", took["ours"], took["peer"], target, unit="s")
 
 
 def run(code: str, *arguments: str, said: str = "") -> None:

@@ -6,7 +6,7 @@ Knows nothing about what is measured.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -122,6 +122,43 @@ def chosen(names: list[str]) -> list[str]:
 def loop(plan: Plan, server: Server, talks: Sequence[Talk], what: str = "") -> Heard:
     """One round of a closed loop."""
     return asyncio.run(closed(server, talks, plan.manner, what=what, seconds=plan.seconds))
+
+
+def take_turns(
+    plan: Plan, contenders: Mapping[str, tuple[Server, Sequence[Talk]]], *, strict: bool = False
+) -> dict[str, list[Heard]]:
+    """Closed loops of several contenders, a round of each in turn, after one that warms up.
+
+    Args:
+        plan: how.
+        contenders: by name, each with its server and one conversation a client.
+        strict: a server that answers with errors while it warms up is an error.
+
+    Raises:
+        WeirError: as `strict` says.
+    """
+    heards: dict[str, list[Heard]] = {name: [] for name in contenders}
+    for turn in range(plan.rounds + 1):
+        for name, (server, talks) in contenders.items():
+            heard = loop(plan, server, talks, name)
+            if turn:
+                heards[name].append(heard)
+            elif strict and heard.errors:
+                raise WeirError(f"a server does not answer the bench: {heard.errors[0]}")
+    return heards
+
+
+def compare_pace(
+    what: str,
+    ours: Sequence[Heard],
+    peer: Sequence[Heard],
+    target: float | None = None,
+    *,
+    least: bool = False,
+) -> Row:
+    """A row of tokens per second of rounds that took turns."""
+    own, other = ([heard.pace for heard in rounds] for rounds in (ours, peer))
+    return Row(what, median(own), median(other), "tokens/s", ratio(own, other), target, least)
 
 
 def ratio(ours: list[float], peer: list[float]) -> float:

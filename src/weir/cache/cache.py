@@ -235,7 +235,7 @@ class StreamingCache(MovingRows):
     @property
     def nbytes(self) -> int:
         """Bytes of all slabs; fixed from the first token on."""
-        return sum(layer.slab.nbytes for layer in self.stack if layer.slab is not None)
+        return sum(layer.state.slab.nbytes for layer in self.stack if layer.state.slab is not None)
 
     @property
     def waiting(self) -> list[int]:

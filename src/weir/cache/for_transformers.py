@@ -122,8 +122,8 @@ class ForTransformers(Cache):
                 "at least has to stay"
             )
         for layer in self.stack:
-            if layer.slab is not None:
-                layer.select_rows(indices.to(layer.slab.keys.device, torch.int64))
+            if layer.state.slab is not None:
+                layer.state.select_rows(indices.to(layer.state.slab.keys.device, torch.int64))
         self.rows = self.rows.select(wanted)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -150,5 +150,5 @@ class ForTransformers(Cache):
 
     def _check_wide(self) -> None:
         """Refuse what changes which rows there are, while some are all there is."""
-        if any(layer.narrowed for layer in self.stack):
+        if any(layer.state.narrowed for layer in self.stack):
             raise WeirError("this cache is narrowed to some of its rows; leave only() first")

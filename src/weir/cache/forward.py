@@ -107,7 +107,7 @@ class Forward:
             if its is None or its.keys.device != segment.device:
                 return None
             slots.append(its)
-        ends = [layer.ends(segment.waiting) for layer in self.owner.stack]
+        ends = [layer.state.ends(segment.waiting) for layer in self.owner.stack]
         return Step(
             slots,
             torch.tensor(ends, device=segment.device),

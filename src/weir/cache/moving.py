@@ -53,7 +53,9 @@ class MovingRows(ForTransformers):
     @property
     def _plans_now(self) -> list[LayerPlan]:
         """The plans; of a model spread over devices by heads, with this device's share."""
-        return [plan.of(layer.slab) for plan, layer in zip(self.plans, self.stack, strict=True)]
+        return [
+            plan.of(layer.state.slab) for plan, layer in zip(self.plans, self.stack, strict=True)
+        ]
 
     @property
     def kind(self) -> dict[str, Any]:
@@ -89,7 +91,7 @@ class MovingRows(ForTransformers):
         tensors: dict[str, Tensor] = {}
         lengths = []
         for index, layer in enumerate(self.stack):
-            its, used = layer.take_row(row)
+            its, used = layer.state.take_row(row)
             tensors |= {f"{index}.{name}": t for name, t in its.items()}
             lengths.append(used)
         facts = {
@@ -99,7 +101,7 @@ class MovingRows(ForTransformers):
             "claimed": only.claimed[0],
             "last": only.last[0],
             "ended": only.ended[0],
-            "seed": self.stack[0].seeds[row],
+            "seed": self.stack[0].state.seeds[row],
             "marks": asdict(only.marks[0]),
             "lengths": lengths,
         }
@@ -144,13 +146,13 @@ class MovingRows(ForTransformers):
         parts += [[Marks(**facts["marks"])], [facts.get("drift", 0)]]  # no drift on one axis
         other = Rows(facts["columns"], *parts)
         for layer, tensors, lengths in zip(self.stack, own, facts["lengths"], strict=True):
-            layer.put_row(row, tensors, lengths, facts["seed"])
+            layer.state.put_row(row, tensors, lengths, facts["seed"])
         self.rows = self.rows.with_row(row, other)
 
     def take_rows(self) -> list[RowState]:
         """The whole state of every row; none before the first token."""
         self._check_whole()
-        if self.rows.batch is None or self.stack[0].slab is None:
+        if self.rows.batch is None or self.stack[0].state.slab is None:
             return []
         kind = self.kind
         return [self._taken(row, kind) for row in range(self.rows.batch)]
@@ -207,7 +209,7 @@ class MovingRows(ForTransformers):
         self._check_whole()
         self._check_row(row)
         for layer in self.stack:
-            layer.reset_row(row, self.origin, self.seed if seed is None else seed)
+            layer.state.reset_row(row, self.origin, self.seed if seed is None else seed)
         self.rows = self.rows.with_row(row, Rows.empty(1))
 
     @property
@@ -268,7 +270,7 @@ class MovingRows(ForTransformers):
         for layer, plan in zip(self.stack, self.plans, strict=True):
             device = self._device_of(model, plan.spec.index)
             start = torch.full((batch,), self.origin, dtype=torch.int64, device=device)
-            layer.allocate(plan.heads, batch, start, device, [self.seed] * batch)
+            layer.state.allocate(plan.heads, batch, start, device, [self.seed] * batch)
         self.rows = Rows.empty(batch)
 
     def _device_of(self, model: PreTrainedModel | None, layer: int) -> torch.device:
@@ -285,7 +287,7 @@ class MovingRows(ForTransformers):
 
     def _check_row(self, row: int) -> None:
         batch = self.rows.batch
-        if batch is None or self.stack[0].slab is None:
+        if batch is None or self.stack[0].state.slab is None:
             raise WeirError(
                 "this cache has no rows yet: feed it, or make it with batch=n for n empty rows"
             )
@@ -344,20 +346,20 @@ def narrow(cache: Narrowable, start: int, stop: int) -> Iterator[None]:
     """
     if any(layer.spec.pipe.slots is None for layer in cache.stack):
         raise WeirError("this policy has no limit, so that its rows cannot be fed apart")
-    if any(layer.narrowed for layer in cache.stack):
+    if any(layer.state.narrowed for layer in cache.stack):
         raise WeirError("this cache is narrowed already")
     rows = cache.rows
     if start == 0 and stop == rows.batch:
         yield
         return
     for layer in cache.stack:
-        layer.narrow(start, stop)
+        layer.state.narrow(start, stop)
     cache.rows = rows.select(list(range(start, stop)))
     try:
         yield
     finally:
         for layer in cache.stack:
-            layer.widen()
+            layer.state.widen()
         inside, cache.rows = cache.rows, rows
         for row in range(start, stop):
             cache.rows = cache.rows.with_row(row, inside.select([row - start]))

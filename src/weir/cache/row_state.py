@@ -160,7 +160,7 @@ def _by_layer(tensors: Mapping[str, Tensor], layers: int) -> list[dict[str, Tens
 
 def own_tensors(layer: Layer, state: RowState) -> dict[str, Tensor]:
     """The tensors of a state, checked before, for one layer and on its device."""
-    slab = layer.slab
+    slab = layer.state.slab
     assert slab is not None
     return {
         name: state.tensors[f"{layer.spec.index}.{name}"].to(mine.device)

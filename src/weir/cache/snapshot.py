@@ -48,16 +48,16 @@ def contents_of(layer: Layer, waiting: list[int]) -> Contents:
     Raises:
         WeirError: nothing was fed yet.
     """
-    if layer.slab is None:
+    if layer.state.slab is None:
         raise WeirError("nothing was fed to this cache yet")
-    ends = layer.ends(waiting)
-    part = layer.slab.run(0, max(ends))
+    ends = layer.state.ends(waiting)
+    part = layer.state.slab.run(0, max(ends))
     steps = torch.arange(max(ends), device=part.position.device)
     used = steps < torch.tensor(ends, device=steps.device)[:, None]
     position = part.position.masked_fill(~used[:, None], -1)
     pools = torch.full_like(position, -1)
     for row, end in enumerate(ends):
-        pools[row, :, :end] = pools_of(layer.spec, layer.lengths[row], end)
+        pools[row, :, :end] = pools_of(layer.spec, layer.state.lengths[row], end)
     empty = position < 0
     return Contents(
         position=position,
@@ -97,7 +97,7 @@ def layer_report(layer: Layer, row: int, waiting: int) -> dict[str, Any]:
     number and name. As JSON can hold it; `waiting` tokens are in the row's tail.
     """
     pools = layer.spec.pipe.pools
-    lengths = layer.lengths[row] if layer.slab is not None else [0] * len(pools)
+    lengths = layer.state.lengths[row] if layer.state.slab is not None else [0] * len(pools)
     held: dict[str, int] = {}
     for pool, length in zip(pools, lengths, strict=True):
         held[pool.name] = held.get(pool.name, 0) + length
@@ -106,11 +106,11 @@ def layer_report(layer: Layer, row: int, waiting: int) -> dict[str, Any]:
         "policy": str(layer.spec.pipe),
         "slots": held,
         "held": sum(held.values()),
-        "bytes": 0 if layer.slab is None else layer.slab.nbytes,
+        "bytes": 0 if layer.state.slab is None else layer.state.slab.nbytes,
     }
-    if layer.slab is None:
+    if layer.state.slab is None:
         return facts
-    states = layer.folding.states(layer.slab)
+    states = layer.folding.states(layer.state.slab)
     say = [pool.report(state, row) for pool, state in zip(pools, states, strict=True)]
     said = {f"{pools[index].name} {index}": told for index, told in enumerate(say) if told}
     return {**facts, "pools": said} if said else facts
@@ -246,11 +246,11 @@ def snapshot_row(
     """
     parts = []
     for layer in layers:
-        slab = layer.slab
+        slab = layer.state.slab
         if slab is None:
             raise WeirError("nothing was fed to this cache yet")
         buffers = (t[row] for t in (slab.position, slab.a, slab.b))
-        parts.append(LayerRow.cut(layer.spec, layer.lengths[row], waiting, *buffers))
+        parts.append(LayerRow.cut(layer.spec, layer.state.lengths[row], waiting, *buffers))
     return _together(parts, seen, origin)
 
 

@@ -259,15 +259,9 @@ def _numbers(option: str, text: str, least: int) -> list[int]:
 def _print(records: list[CellRecord]) -> None:
     from rich.text import Text
 
-    from weir.evals.results import (
-        by_distance,
-        distinguish_pools,
-        name_loading,
-        overviews,
-        shorten_layered,
-    )
+    from weir.evals.results import by_distance, name_records, overviews
 
-    records = shorten_layered(distinguish_pools(name_loading(records)))
+    records = name_records(records)
     for found in [*overviews(records), *by_distance(records)]:
         parts = _fitting(found)
         for number, columns in enumerate(parts, 1):

@@ -1,4 +1,4 @@
-"""Which policy, and how large: tried on the user's own text within the user's own memory."""
+"""Advice on a policy and its size, from trials on the user's text within the user's memory."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ LEAST = 4096
 
 
 @dataclass(frozen=True)
-class Try:
-    """What one policy came to on the sample.
+class Trial:
+    """The figures of one policy on the sample.
 
     Attributes:
         policy: with its budget, or the policy file that says it.
@@ -64,7 +64,7 @@ class Try:
 
 @dataclass(frozen=True)
 class Advice:
-    """What was tried, the best first.
+    """All trials, the best first.
 
     Attributes:
         tries: by perplexity; `dense` alone where everything fits.
@@ -75,7 +75,7 @@ class Advice:
         left_out: why it was not tried, by policy that somebody named.
     """
 
-    tries: tuple[Try, ...]
+    tries: tuple[Trial, ...]
     tokens: int
     available: int
     window: int | None
@@ -83,7 +83,7 @@ class Advice:
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def best(self) -> Try:
+    def best(self) -> Trial:
         """The policy to take."""
         return self.tries[0]
 
@@ -100,7 +100,7 @@ def advise(
     seed: int = 0,
     on_step: Callable[[str, float], None] = lambda policy, share: None,
 ) -> Advice:
-    """Try policies with all the slots that fit a memory on the beginning of a text.
+    """Trial policies with all the slots that fit a memory on the beginning of a text.
 
     A budget and a chunk together stay within the model's window, however much memory there is.
 
@@ -123,13 +123,13 @@ def advise(
             of another model.
         PolicyError: a policy cannot be read.
     """
-    named = None if policies is None else _named(model, policies)
+    named = None if policies is None else _list_policies(model, policies)
     ids = read_stream(tokenizer, text).ids
     if tokens is not None and tokens > len(ids):
         raise WeirError(f"the text has {len(ids):,} tokens, so it cannot be tried on {tokens:,}")
     window = window_of(model.config)
     if window is None or len(ids) <= window:
-        whole = _try(model, "dense", len(ids), ids, chunk, seed, lambda share: None)
+        whole = _try_policy(model, "dense", len(ids), ids, chunk, seed, lambda share: None)
         if whole.kv_bytes <= memory:
             return Advice((whole,), len(ids), len(ids), window, everything=True)
     left_out: dict[str, str] = {}
@@ -142,15 +142,15 @@ def advise(
     tries = []
     for number, (policy, budget) in enumerate(fits.items()):
 
-        def told(share: float, policy: str = policy, number: int = number) -> None:
+        def report(share: float, policy: str = policy, number: int = number) -> None:
             on_step(policy, (number + share) / len(fits))
 
-        tries.append(_try(model, policy, budget, sample, chunk, seed, told))
+        tries.append(_try_policy(model, policy, budget, sample, chunk, seed, report))
     tries.sort(key=lambda one: one.ppl)
     return Advice(tuple(tries), len(sample), len(ids), window, everything=False, left_out=left_out)
 
 
-def _named(model: PreTrainedModel, policies: str) -> list[str]:
+def _list_policies(model: PreTrainedModel, policies: str) -> list[str]:
     """The policies of a list, each once, a policy file by its name."""
     files = {}
     for file in filter(is_file, policies.split(",")):
@@ -163,7 +163,7 @@ def _named(model: PreTrainedModel, policies: str) -> list[str]:
 def _fitting(
     model: PreTrainedModel, named: list[str], memory: int, chunk: int
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """The policies that fit, as `_fitted` has them, and why each of the others does not.
+    """The policies that fit, as `_fit_policy` has them, and why each of the others does not.
 
     Raises:
         WeirError: none does; what is said of the first.
@@ -172,7 +172,7 @@ def _fitting(
     left_out: dict[str, str] = {}
     for policy in named:
         try:
-            sized, slots = _fitted(model, policy, memory, chunk)
+            sized, slots = _fit_policy(model, policy, memory, chunk)
         except WeirError as error:
             left_out[policy] = str(error)
         else:
@@ -182,7 +182,7 @@ def _fitting(
     return fits, left_out
 
 
-def _fitted(model: PreTrainedModel, policy: str, memory: int, chunk: int) -> tuple[str, int]:
+def _fit_policy(model: PreTrainedModel, policy: str, memory: int, chunk: int) -> tuple[str, int]:
     """A policy that somebody named, with the most slots that fit, and how many these are.
 
     Raises:
@@ -223,20 +223,20 @@ def _candidates(
     return fits
 
 
-def _try(
+def _try_policy(
     model: PreTrainedModel,
     policy: str,
     budget: int,
     sample: Tensor,
     chunk: int,
     seed: int,
-    told: Callable[[float], None],
-) -> Try:
+    report: Callable[[float], None],
+) -> Trial:
     meter = PerplexityMeter(Stream(model, policy, chunk=chunk, seed=seed))
     for piece in sample.split(STEP):
         meter.take(piece)
-        told(meter.reading.tokens / len(sample))
+        report(meter.reading.tokens / len(sample))
     found = meter.reading
     held = [layer["held"] for layer in meter.stream.report()["layers"]]
     evicted = min(held) < found.tokens
-    return Try(policy, budget, found.kv_bytes, found.ppl, found.tokens_per_s, evicted)
+    return Trial(policy, budget, found.kv_bytes, found.ppl, found.tokens_per_s, evicted)

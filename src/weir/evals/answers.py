@@ -1,4 +1,7 @@
-"""Answers to prompts."""
+"""Answers to prompts: what a model writes after a text, and what that costs.
+
+All tasks whose prompts are texts use `ask`. Each task judges by itself what is right.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from weir.stream import Detokenizer, Stream, Tokens, cut_at_stop, render_chat
 
 @dataclass(frozen=True)
 class GeneratedAnswer:
-    """What a model wrote, and what that took.
+    """An answer that a model wrote, and its cost.
 
     Attributes:
         text: without special tokens and without what it was stopped by.
@@ -39,7 +42,7 @@ def ask(
     """The subject's likeliest answer to a prompt, on a new stream.
 
     Args:
-        subject: who is asked.
+        subject: the model under a policy.
         text: the prompt.
         max_new_tokens: of the answer; at most so many.
         stops: texts that end it.
@@ -91,7 +94,7 @@ def generate_answer(
     stops: Sequence[str] = (),
     **sampling: Any,
 ) -> GeneratedAnswer:
-    """What the model writes after a prompt; the likeliest tokens unless `sampling` says otherwise.
+    """Write an answer to a prompt; the likeliest tokens unless `sampling` says otherwise.
 
     Args:
         stream: where the prompt goes on from.
@@ -116,7 +119,7 @@ def generate_answer(
 
 
 def costs(answers: Sequence[GeneratedAnswer]) -> dict[str, Any]:
-    """What answers took, as figures of a result.
+    """The cost of answers, as figures of a result.
 
     Returns:
         "kv_bytes" of the largest cache; "tokens" of prompt and answer together, on average; and

@@ -1,4 +1,10 @@
-"""How far the attention of one layer moves when a policy holds its keys and values."""
+"""Relative error of a layer's attention when a policy holds its keys and values.
+
+BalanceKV (Kochetkova et al. 2025), section 4.1 and B.1: ‖z - Attn‖_F / ‖Attn‖_F over the last
+queries of a text. Each layer gets the queries, keys and values of the exact model, so errors of
+lower layers do not add up. In the paper the first and the last tokens are exact and the text
+between is compressed once; a policy may also read the text as a stream, chunk by chunk.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +37,7 @@ MOST = 256
 
 @dataclass(frozen=True)
 class ErrorSetup:
-    """What is held of a text, and what is asked of it.
+    """The tokens that are exact, compressed and asked.
 
     Attributes:
         tokens: how many tokens the text has.
@@ -179,7 +185,7 @@ def size_policies(
     for name in names:
         for rate in rates or (None,):
             if rate is None:
-                sized.append(SizedPolicy(name, _cached(name)))
+                sized.append(SizedPolicy(name, _cached_policy(name)))
                 continue
             text = _with_rate(name, rate, setup)
             try:
@@ -263,7 +269,7 @@ def mean_over_layers(rows: Sequence[LayerError]) -> list[dict[str, Any]]:
     return found
 
 
-def _cached(name: str) -> Policy:
+def _cached_policy(name: str) -> Policy:
     policy = parse_policy(name)
     if isinstance(policy, Recompute):
         raise WeirError("recompute holds no keys, so there is no attention to compare")
@@ -290,7 +296,7 @@ def _with_rate(name: str, rate: float, setup: ErrorSetup) -> str:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What the last queries get [1, heads, queries, value_dim], and at what cost."""
+    """The answers to the last queries [1, heads, queries, value_dim], and their cost."""
 
     out: Tensor
     kept: float
@@ -309,8 +315,8 @@ def _answer(it: LayerInputs, pipe: Pipe, seed: int, setup: ErrorSetup) -> _Answe
         out = _feed(layer, it, before, setup.tokens)
     else:
         out = _feed(layer, it, 0, setup.tokens)[:, :, before:]
-    assert layer.slab is not None
-    held = layer.slab.position[0, :, : layer.used[0]] >= 0
+    assert layer.state.slab is not None
+    held = layer.state.slab.position[0, :, : layer.state.used[0]] >= 0
     kept = float(held.sum(dim=1).float().mean()) / before
     return _Answer(out.float(), kept, sum(timed.spent))
 
@@ -323,14 +329,14 @@ def _feed(layer: Layer, it: LayerInputs, start: int, stop: int, *, whole: bool =
 
 @dataclass(frozen=True)
 class _TimedPipe(Pipe):
-    """A pipe that takes down how long its pools take."""
+    """A pipe that records how long its pools take."""
 
     spent: list[float] = field(default_factory=list, compare=False)
 
     def fold(
         self, held: list[Slots], new: Slots, fold: Fold, states: list[dict[str, Tensor]]
     ) -> list[Slots]:
-        """As ever, with a look at the clock."""
+        """Fold, and record the seconds."""
         begin = time.perf_counter()
         kept = super().fold(held, new, fold, states)
         self.spent.append(time.perf_counter() - begin)

@@ -53,7 +53,7 @@ class SizeOption:
 
 
 def share_out(layers: Sequence[Sequence[SizeOption]], total: int) -> list[int]:
-    """Which of its choices each layer takes.
+    """Choose a size for each layer so that the bytes buy the most.
 
     Every layer begins with the cheapest. Then, again and again, one layer takes the step that takes
     away the most error for each byte more, of all steps of all layers that still fit. A step may
@@ -83,13 +83,13 @@ def share_out(layers: Sequence[Sequence[SizeOption]], total: int) -> list[int]:
 def _best_step(
     layers: Sequence[Sequence[SizeOption]], taken: Sequence[int], left: int
 ) -> tuple[int, int] | None:
-    """The layer and the choice that take away the most error for a byte; None if none fits."""
+    """The layer and the option that remove the most error per byte; None if none fits."""
     best, found = 0.0, None
     for layer, choices in enumerate(layers):
         now = choices[taken[layer]]
         for place, choice in enumerate(choices):
             more, less = choice.nbytes - now.nbytes, now.error - choice.error
-            # Nothing is worth more than what costs nothing.
+            # A gain that costs nothing is worth the most.
             gain = less / more if more > 0 else math.inf
             if less > 0 and more <= left and gain > best:
                 best, found = gain, (layer, place)
@@ -103,7 +103,7 @@ NEWEST = (1 / 4, 1 / 2, 3 / 4, 7 / 8)
 
 
 def size_ladder(pipe: Pipe, most: int, *, splits: bool = False) -> list[Pipe]:
-    """A pipe in the sizes that are tried, the smallest first; its own among them.
+    """The sizes of a pipe that are tried, from the smallest on; its own among them.
 
     First tokens, what a row is told to keep and what a pool says is fixed stay as they are. Pools
     keep their shares of the rest.
@@ -130,7 +130,7 @@ def size_ladder(pipe: Pipe, most: int, *, splits: bool = False) -> list[Pipe]:
 
 
 def _flexible_slots(pipe: Pipe) -> list[int]:
-    """Of each pool, the slots that may become more or fewer."""
+    """The slots of each pool that may become more or fewer."""
     return [
         0
         if pool.needs_marks or (pool.in_order and not pool.keeps_run)
@@ -140,7 +140,7 @@ def _flexible_slots(pipe: Pipe) -> list[int]:
 
 
 def _sized(pipe: Pipe, free: list[int], slots: int, shares: list[float | None]) -> Iterator[Pipe]:
-    """The pipe with so many slots to share out, with each of the shares of the newest tokens."""
+    """The pipe with `slots` slots to share out, for each share of the newest tokens."""
     for share in shares:
         if share is None:
             parts = [(free, slots)]
@@ -175,7 +175,7 @@ def measure_sizes(
     seed: int = 0,
     on_step: Callable[[float], None] = lambda share: None,
 ) -> dict[int, list[float]]:
-    """The relative error of every size of every layer.
+    """Measure the relative error of every size of every layer.
 
     It is |z - exact| / |exact| (Frobenius, over all heads and passages) of the answers to the
     second half of each passage, where something has gone.
@@ -211,7 +211,7 @@ def measure_sizes(
 
 
 class _SizesReader(ListeningCache):
-    """An exact cache of one passage, and beside each of its layers others of all sizes.
+    """An exact cache of one passage, with caches of all sizes beside each of its layers.
 
     Attributes:
         wrong: by layer and size, the sum of squares of what was answered otherwise.
@@ -252,7 +252,7 @@ class _SizesReader(ListeningCache):
         form: AttentionParams,
         out: Tensor,
     ) -> None:
-        """Ask the layer's other sizes the same, and add up how far they are off."""
+        """Ask the other sizes of the layer the same, and add up their errors."""
         plan = forward.plan.on(out.device)
         exact = out[:, :, max(0, self.half - self.at) :].double()
         for place, other in enumerate(self.others.get(layer, ())):
@@ -272,7 +272,7 @@ PASSAGES = 8
 
 @dataclass(frozen=True)
 class LayerBudget:
-    """What was found of one layer.
+    """The pipe that a layer gets, and the errors that were measured.
 
     Attributes:
         pipe: what it is given.
@@ -291,7 +291,7 @@ class LayerBudget:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Budgets by layer, and what they were measured on.
+    """Budgets by layer, and the text they were measured on.
 
     Attributes:
         asked: the policy whose bytes were shared out.
@@ -320,14 +320,15 @@ class Calibration:
 
     @property
     def policy(self) -> Layered:
-        """What was found, as a policy."""
+        """The budgets as a policy."""
         pipes = [layer.pipe for layer in self.layers]
         return Layered(tuple(pipes), f"[{', '.join(pipe.stands_for for pipe in pipes)}]")
 
     @property
     def errors(self) -> tuple[float, float]:
         """The layers' mean error under the policy that was given, and under what was found."""
-        return fmean(it.before for it in self.layers), fmean(it.error for it in self.layers)
+        before = fmean(layer.before for layer in self.layers)
+        return before, fmean(layer.error for layer in self.layers)
 
     def write(self, path: str | Path) -> None:
         """Write the policy file, whole or not at all.
@@ -350,14 +351,14 @@ class Calibration:
         }
         layers = [
             {
-                "policy": it.pipe.stands_for,
-                "slots": it.pipe.slots,
-                "bytes": it.nbytes,
-                "error": round(it.error, 6),
-                "error_before": round(it.before, 6),
-                "tried": [[pipe, round(error, 6)] for pipe, error in it.tried],
+                "policy": layer.pipe.stands_for,
+                "slots": layer.pipe.slots,
+                "bytes": layer.nbytes,
+                "error": round(layer.error, 6),
+                "error_before": round(layer.before, 6),
+                "tried": [[pipe, round(error, 6)] for pipe, error in layer.tried],
             }
-            for it in self.layers
+            for layer in self.layers
         ]
         try:
             with replace_atomically(path) as new:
@@ -367,7 +368,7 @@ class Calibration:
 
 
 def check_path(path: str | Path) -> Path:
-    """Where a policy file can be written.
+    """The path of a policy file that can be written.
 
     Raises:
         WeirError: its name does not end with .toml, or there is no such folder.
@@ -454,7 +455,7 @@ def calibrate(
         passages=len(passages),
         length=length,
         text=Path(text).name.encode("utf-8", "replace").decode(),
-        digest=hashlib.sha256(b"".join(it.numpy().tobytes() for it in passages)).hexdigest(),
+        digest=hashlib.sha256(b"".join(part.numpy().tobytes() for part in passages)).hexdigest(),
         model=fingerprint(model),
     )
 
@@ -478,18 +479,18 @@ def _plans(
 def _share_bytes(
     plans: dict[int, LayerPlan], sizes: dict[int, list[Pipe]], errors: dict[int, list[float]]
 ) -> tuple[tuple[LayerBudget, ...], int]:
-    """What each layer gets; and the bytes of what they had."""
+    """The budget of each layer, and the bytes of all layers before."""
     choices, own = [], []
     for layer, plan in plans.items():
         specs = [replace(plan.spec, pipe=pipe) for pipe in sizes[layer]]
         nbytes = [replace(plan, spec=spec).slab.nbytes() for spec in specs]
-        choices.append([SizeOption(*it) for it in zip(nbytes, errors[layer], strict=True)])
+        choices.append([SizeOption(*pair) for pair in zip(nbytes, errors[layer], strict=True)])
         own.append(sizes[layer].index(plan.spec.pipe))
     before = [each[place] for each, place in zip(choices, own, strict=True)]
     total = sum(choice.nbytes for choice in before)
     taken = share_out(choices, total)
     after = [each[place] for each, place in zip(choices, taken, strict=True)]
-    if fmean(it.error for it in after) >= fmean(it.error for it in before):
+    if fmean(layer.error for layer in after) >= fmean(layer.error for layer in before):
         taken, after = own, before
     found = tuple(
         LayerBudget(

@@ -21,7 +21,7 @@ from weir.slab import AttentionParams, LayerPositions
 
 
 class ListeningCache(StreamingCache, ABC):
-    """A cache with an ear on its layers."""
+    """A cache that reports the inputs and outputs of its layers, on any model weir serves."""
 
     @abstractmethod
     def hear(
@@ -32,7 +32,7 @@ class ListeningCache(StreamingCache, ABC):
         params: AttentionParams,
         out: Tensor,
     ) -> None:
-        """Told of each layer in each call, once it has answered.
+        """Called for each layer in each call, after it has answered.
 
         Args:
             forward: the call.
@@ -44,7 +44,7 @@ class ListeningCache(StreamingCache, ABC):
         """
 
     def begin(self, given: dict[str, Any], without: tuple[int, ...] = ()) -> Forward:
-        """As ever, with an ear on the layers."""
+        """Begin a forward whose layers report to `hear`."""
         forward = super().begin(given, without)
         attend = forward.attend
 
@@ -64,7 +64,7 @@ Taken = TypeVar("Taken")
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """What the attention of one layer was given for a whole text, in float32.
+    """Inputs of one layer's attention for a whole text, in float32.
 
     Attributes:
         layer, layers: which layer, and of how many.
@@ -88,7 +88,7 @@ class LayerInputs:
 
 
 class _CaptureCache(ListeningCache):
-    """A cache without a limit that takes down what some layers are given."""
+    """A cache without a limit that records the inputs of some layers."""
 
     def __init__(
         self, model: PreTrainedModel, length: int, take: Callable[[LayerInputs], Any]
@@ -107,18 +107,18 @@ class _CaptureCache(ListeningCache):
         form: AttentionParams,
         out: Tensor,
     ) -> None:
-        """Take down what was asked."""
+        """Record what was asked."""
         if layer in self.wanted:
             spec = self.stack[layer].spec
             queries, keys, values = (t.float() for t in asked)
-            it = LayerInputs(layer, spec.layers, queries, keys, values, form, spec.positions)
-            self.heard[layer] = self.take(it)
+            inputs = LayerInputs(layer, spec.layers, queries, keys, values, form, spec.positions)
+            self.heard[layer] = self.take(inputs)
 
 
 def capture(
     model: PreTrainedModel, ids: Tensor, layers: Sequence[int] | None = None
 ) -> list[LayerInputs]:
-    """What the attention of some layers is given while a model reads a text at once, exactly.
+    """Record the inputs of some layers' attention while a model reads a text at once, exactly.
 
     Args:
         model: a causal language model.
@@ -129,7 +129,7 @@ def capture(
     Raises:
         WeirError: the model cannot be served, or there is no such layer, or it slides.
     """
-    listener = _CaptureCache(model, len(ids), lambda it: it)
+    listener = _CaptureCache(model, len(ids), lambda inputs: inputs)
     try:
         windows = [layer.spec.positions.window for layer in listener.stack]
         whole = [n for n, window in enumerate(windows) if window is None]
@@ -153,7 +153,7 @@ def capture_each(
     take: Callable[[LayerInputs], Taken],
     layers: Sequence[int] | None = None,
 ) -> dict[int, Taken]:
-    """What `take` makes of each layer's queries, keys and values, layer by layer, sliding or not.
+    """Apply `take` to each layer's queries, keys and values, layer by layer, sliding or not.
 
     What it does not keep is gone before the next layer, so no more than one layer is held beside
     the keys and values that the model itself needs to read the text exactly.
@@ -179,7 +179,7 @@ def capture_each(
 
 
 def _listen(listener: _CaptureCache, ids: Tensor, layers: Sequence[int]) -> dict[int, Any]:
-    """By layer, what the listener takes down of some layers while its model reads `ids`."""
+    """Let the model read `ids`; returns what `take` made of each layer."""
     count = len(listener.stack)
     for layer in layers:
         if not 0 <= layer < count:
@@ -193,7 +193,7 @@ def _listen(listener: _CaptureCache, ids: Tensor, layers: Sequence[int]) -> dict
     return {layer: listener.heard[layer] for layer in sorted(listener.wanted)}
 
 
-def in_place(it: LayerInputs, x: Tensor) -> Tensor:
+def in_place(inputs: LayerInputs, x: Tensor) -> Tensor:
     """Queries or keys of a layer as its attention reads them, at their places in the text.
 
     That is how transformers caches keys, and how the pools `kcenter`, `subgen` and `balance`
@@ -203,21 +203,21 @@ def in_place(it: LayerInputs, x: Tensor) -> Tensor:
         it: the layer; its first token stands at place 0.
         x: `it.queries` or `it.keys` [1, heads, length, key_dim].
     """
-    rotary = it.positions.rotary
-    if rotary is None or it.positions.placed:
+    rotary = inputs.positions.rotary
+    if rotary is None or inputs.positions.placed:
         return x
     return rotary.rotate(x, _places(x))
 
 
-def unrotated_keys(it: LayerInputs) -> Tensor | None:
+def unrotated_keys(inputs: LayerInputs) -> Tensor | None:
     """The keys of a layer as if all stood at place 0 [1, kv_heads, length, key_dim].
 
     None for a layer that rotates nothing: its keys stand nowhere.
     """
-    rotary = it.positions.rotary
+    rotary = inputs.positions.rotary
     if rotary is None:
         return None
-    return rotary.move(in_place(it, it.keys), -_places(it.keys))
+    return rotary.move(in_place(inputs, inputs.keys), -_places(inputs.keys))
 
 
 def _places(x: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ def ask_names(
 
 
 def held_by_part(stream: Stream, parts: int) -> list[float]:
-    """How much of each of `parts` equal parts of the text is still held, 0 to 1.
+    """The share of each of `parts` equal parts of the text that is still held, 0 to 1.
 
     A token that holds a slot in every layer and KV head counts as 1, in half of them as 0.5.
     """
@@ -119,7 +119,7 @@ def held_by_part(stream: Stream, parts: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Story:
-    """What is told after the book, and asked.
+    """The names that are told after the book, and asked for.
 
     Attributes:
         tokenizer: of the model.
@@ -334,7 +334,7 @@ def _figures(result: dict[str, Any]) -> str:
 
 
 def _story(result: dict[str, Any]) -> str:
-    """Who still knows the names, and what each policy holds."""
+    """The section about the names: who still knows them, and what each policy holds."""
     story = result["story"]
     seen = story["told_at"] + story["away"] + story["said"]
     some = ", ".join(f"{html.escape(name)} has {number}" for name, number in story["names"][:2])
@@ -365,7 +365,7 @@ def _answers(answers: Sequence[str], story: dict[str, Any]) -> list[str]:
 
 
 def _strip(result: dict[str, Any], policy: dict[str, Any], seen: int) -> str:
-    """What a policy holds of all that was read, as a bar: the more is left, the stronger."""
+    """A bar that shows how much a policy holds of each part of the stream."""
     held = policy["held"]
     color, parts = _look(COLORS, result, policy), len(held)
     stops = []

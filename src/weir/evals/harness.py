@@ -29,7 +29,7 @@ from weir.stream import MOST_LOGITS, PIECE, Stream, cut_at_stop, render_chat
 
 @dataclass(frozen=True)
 class Likelihood:
-    """What a model says of one continuation.
+    """Log-likelihood of one continuation.
 
     Attributes:
         total: its log-likelihood given the context, in nats.
@@ -59,7 +59,7 @@ def likelihoods(
     continuations: Sequence[Sequence[int]],
     pad: int = 0,
 ) -> list[Likelihood]:
-    """How likely each continuation is after its context, both of one token or more.
+    """The likelihood of each continuation after its context, both of one token or more.
 
     Args:
         stream: makes a new stream under the policy; only its cache is used here. One under
@@ -308,7 +308,7 @@ class WeirLM(TemplateLM):
         return [found[i] for i in range(len(requests))]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes after each context, up to the first of the task's stops."""
+        """Write an answer to each context, up to the first of the task's stops."""
         found: dict[int, str] = {}
         ways: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
@@ -360,4 +360,4 @@ class WeirLM(TemplateLM):
 
 
 SAMPLING = ("temperature", "top_k", "top_p")
-"""How `recompute`, which has no cache for `generate`, can draw its answers."""
+"""Sampling options of `recompute`, which has no cache for `generate`."""

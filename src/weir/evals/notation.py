@@ -1,8 +1,7 @@
-"""How lists of tasks and of policies are written, and how a budget is put into a policy.
+"""Lists of tasks and of policies as text, and budgets put into policies.
 
 Tasks are calls like pools, with commas between them: `ppl(tokens=20000, text=book.txt), recall`.
-What they may be given beside numbers and words is a text, in quotes where it holds a comma, a
-parenthesis or a space.
+A value is a number, a word or a text, in quotes where it holds a comma, a parenthesis or a space.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def read_policies(text: str) -> list[str]:
 
 
 def takes_budget(policy: str) -> bool:
-    """Whether a policy is a named one that has a budget, and was written without its size.
+    """Whether a policy is a named one that takes a budget and was written without it.
 
     One that is quantized takes that of the policy inside.
     """

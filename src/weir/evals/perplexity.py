@@ -1,4 +1,8 @@
-"""Streaming perplexity."""
+"""Streaming perplexity: a model reads a text once, from its first token to its last.
+
+The test of StreamingLLM (Xiao et al. 2024, section 4.1). Every token is predicted from what the
+policy still holds, so nothing is truncated and nothing is read twice.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ STEP = 200
 
 @dataclass
 class PerplexityResult:
-    """What reading a text has shown.
+    """Perplexity, bytes and speed of reading a text.
 
     Attributes:
         policy: the policy as it was written.

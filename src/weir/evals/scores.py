@@ -1,4 +1,4 @@
-"""How answers are compared with the right ones, and how sure a share or a mean is."""
+"""Scores of answers against the right ones, and intervals of shares and means."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[fl
 
 
 def student(freedom: int, confidence: float = 0.95) -> float:
-    """How many standard errors lie to either side of a mean, by Student's t.
+    """Half the width of the interval of a mean, in standard errors, by Student's t.
 
     Args:
         freedom: figures less one, 1 or more.
@@ -83,23 +83,23 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def normalize(text: str) -> str:
-    """A text in small letters, without punctuation, articles and extra space."""
+    """SQuAD's normal form: lower case, no punctuation, no articles, single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def is_exact(answer: str, right: Sequence[str]) -> bool:
-    """Whether an answer is one of the right ones, in their normal form."""
+    """Whether an answer equals one of the right ones, after SQuAD's normalization."""
     return normalize(answer) in {normalize(one) for one in right}
 
 
 def contains(answer: str, right: Sequence[str]) -> bool:
-    """Whether a right answer stands somewhere in an answer, in their normal form."""
+    """Whether an answer contains a right one, after SQuAD's normalization."""
     said = normalize(answer)
     return any(normalize(one) in said for one in right)
 
 
 def words_found(answer: str, right: str) -> float:
-    """The share of a right answer's words that an answer has, in their normal form.
+    """The share of a right answer's words that an answer has, after normalization.
 
     Fu et al. 2024 score the needle in a haystack so, which BalanceKV (section 4.3) follows.
     """
@@ -129,7 +129,7 @@ def rouge_scores(answers: Sequence[str], right: Sequence[str]) -> dict[str, floa
 
 
 def self_bleu(texts: Sequence[str]) -> float | None:
-    """How alike texts are: the mean BLEU of each with all the others as references, from 0 to 1.
+    """The mean BLEU of each text with all the others as references, from 0 to 1.
 
     BUZZ, section 4.2.3 and Figure 7, after Zhu et al. 2018. BLEU is sacrebleu's of sentences, which
     leaves out orders longer than the text. None for fewer than two texts that are not empty.

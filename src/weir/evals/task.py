@@ -1,7 +1,7 @@
-"""What a task is: something that is measured of a model under a policy, in a register of such.
+"""A task: something to measure of a model under a policy, and the registry of all tasks.
 
-A task is a dataclass of its parameters, written like a pool: `ppl(tokens=20000)`. How lists of
-tasks are written is the business of `writing`; who runs them, of `runner`.
+A task is a dataclass of its parameters, written like a pool: `ppl(tokens=20000)`. `notation` reads
+lists of tasks, `grid` runs them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from weir.stream import Stream
 
 Better = Literal["higher", "lower"]
 Progress = Callable[[float], None]
-"""Told how much of a task is done, from 0 to 1."""
+"""Called with the share of a task that is done, from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured: a model under a policy, and how it is to read.
+    """A model under a policy, and the way it reads.
 
     Attributes:
         name: the model as it was named.
@@ -116,7 +116,7 @@ class Task(ABC):
 
         Args:
             subject: what is measured.
-            progress: to be told now and then how much is done.
+            progress: called now and then with the share that is done.
 
         Returns:
             Figures by name, as JSON holds them: those of `metrics` (None where nothing was
@@ -130,7 +130,7 @@ class Task(ABC):
     def __str__(self) -> str:
         """The task as it is written, with every parameter."""
         values = {f.name: getattr(self, f.name) for f in fields(cast(Any, self))}
-        inner = ", ".join(f"{name}={_written(value)}" for name, value in values.items())
+        inner = ", ".join(f"{name}={_format_value(value)}" for name, value in values.items())
         return f"{self.name}({inner})" if inner else self.name
 
 
@@ -141,7 +141,7 @@ AnyTask = TypeVar("AnyTask", bound=type[Task])
 
 
 def task(name: str) -> Callable[[AnyTask], AnyTask]:
-    """Make a class of tasks known under a name."""
+    """Register a class of tasks under a name."""
 
     def register(kind: AnyTask) -> AnyTask:
         kind.name = name
@@ -151,8 +151,8 @@ def task(name: str) -> Callable[[AnyTask], AnyTask]:
     return register
 
 
-def _written(value: Any) -> str:
-    """A value as it stands in a task: texts in quotes where they need them."""
+def _format_value(value: Any) -> str:
+    """A value as text: strings in quotes where they need them."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if not isinstance(value, str):

@@ -23,9 +23,9 @@ from weir.errors import WeirError
 from weir.slab import (
     Alibi,
     AttentionParams,
+    AttentionResult,
     LayerPositions,
     Slots,
-    Watched,
     attention_shares,
     attention_softmax,
     attention_weights,
@@ -71,7 +71,7 @@ class ObservedAttention:
     positions: LayerPositions
     projection: Output | None = None
     arrived: int = 0
-    watched: Watched | None = None
+    watched: AttentionResult | None = None
 
     @cached_property
     def whole(self) -> Slots:

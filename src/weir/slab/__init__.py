@@ -2,19 +2,17 @@
 
 from weir.slab.attention import (
     AttentionParams,
-    Watched,
+    AttentionResult,
     attention_mass,
     attention_shares,
     attention_softmax,
     attention_weights,
     compute_logits,
     fused_attention,
-    is_uncapped,
+    observed_attention,
     split_attention,
     split_weights,
     two_weight_attention,
-    two_weight_kernel,
-    watched_attention,
 )
 from weir.slab.compiled_attention import attend_in_loops, uses_loops
 from weir.slab.positions import (
@@ -28,6 +26,7 @@ from weir.slab.positions import (
 )
 from weir.slab.quantization import FORMATS, Format
 from weir.slab.quantized_slots import QuantizedSlots, QuantizedStorage, quantized_buffers
+from weir.slab.selection import AT_ONCE, AttendedSlots, Observe, select_attention
 from weir.slab.slab import (
     LARGE_PAGE,
     Slab,
@@ -41,15 +40,19 @@ from weir.slab.slots import EMPTY, Slots, pick
 from weir.slab.spec import STATE, Heads, SlabSpec
 
 __all__ = [
+    "AT_ONCE",
     "EMPTY",
     "FORMATS",
     "LARGE_PAGE",
     "STATE",
     "Alibi",
+    "AttendedSlots",
     "AttentionParams",
+    "AttentionResult",
     "Format",
     "Heads",
     "LayerPositions",
+    "Observe",
     "QuantizedSlots",
     "QuantizedStorage",
     "Rotary",
@@ -57,7 +60,6 @@ __all__ = [
     "Slab",
     "SlabSpec",
     "Slots",
-    "Watched",
     "attend_in_loops",
     "attention_mass",
     "attention_shares",
@@ -67,19 +69,18 @@ __all__ = [
     "copy_if_shared",
     "fused_attention",
     "is_longer",
-    "is_uncapped",
     "merge_groups",
+    "observed_attention",
     "pick",
     "put_lines",
     "quantized_buffers",
     "roll_positions",
     "rotation_tables",
+    "select_attention",
     "shift_spans",
     "slot_lines",
     "split_attention",
     "split_weights",
     "two_weight_attention",
-    "two_weight_kernel",
     "uses_loops",
-    "watched_attention",
 ]

@@ -17,16 +17,12 @@ that it does not have. Knows nothing about pools or streams.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from weir import kernels
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,7 @@ def attention_mass(
     The softmax of the denominator, summed over the queries and over the query heads of the group.
     Arguments as in `two_weight_attention`.
     """
-    if is_uncapped(params) and params.sinks is None and keys.device.type == "cpu":
+    if params.softcap is None and params.sinks is None and keys.device.type == "cpu":
         found = _plain_mass(queries, keys, b, params, bias)
         if not bool(found.isnan().any()):
             return found
@@ -124,40 +120,42 @@ def _received(shares: Tensor, b: Tensor) -> Tensor:
     return (ones @ shares).view(b.shape)
 
 
-class Watched(NamedTuple):
-    """Attention that was not only answered.
+class AttentionResult(NamedTuple):
+    """The answers of a call of attention, and what was observed beside them.
 
     Attributes:
         answers: [batch, kv_heads, group, length, value_dim].
-        received: what each slot received, as `attention_mass` has it, of equally many queries after
-            one another [batch, kv_heads, parts, slots], float32.
-        shares: of each query's attention, that of every slot
-            [batch, kv_heads, group, length, slots], float32; None where they were not kept.
+        received: the attention that each slot received, as `attention_mass` has it, from equally
+            many queries at a time [batch, kv_heads, parts, slots], float32; None if not observed.
+        shares: the share of each query's attention that every slot has
+            [batch, kv_heads, group, length, slots], float32; None if not kept.
     """
 
     answers: Tensor
-    received: Tensor
+    received: Tensor | None = None
     shares: Tensor | None = None
 
     @property
     def mass(self) -> Tensor:
-        """What each slot received from all queries [batch, kv_heads, slots], float32."""
+        """The attention each slot received from all queries [batch, kv_heads, slots], float32."""
+        assert self.received is not None
         return self.received.sum(dim=2)
 
     def of_last(self, queries: int) -> Tensor | None:
-        """The same from the last so many; None where no parts are so many together."""
+        """The same from the last `queries` queries; None where no parts add up to so many."""
+        assert self.received is not None
         parts, rest = divmod(queries * self.received.shape[2], self.answers.shape[3])
         return None if rest or not parts else self.received[:, :, -parts:].sum(dim=2)
 
 
-def watched_attention(
+def observed_attention(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
     b: Tensor,
     params: AttentionParams,
     bias: Tensor | None,
-) -> Watched | None:
+) -> AttentionResult | None:
     """Answers, and who received how much, by plain products around one softmax.
 
     On a CPU that takes as long as `fused_attention`, and spares whoever asks for shares or mass a
@@ -178,7 +176,7 @@ def watched_attention(
         return None
     size = queries.shape[:4]
     answers = weights.bmm(values.reshape(-1, *values.shape[2:]))
-    return Watched(answers.view(*size, -1), mass[:, :, None], weights.view(*size, -1))
+    return AttentionResult(answers.view(*size, -1), mass[:, :, None], weights.view(*size, -1))
 
 
 def compute_logits(
@@ -326,7 +324,7 @@ def split_attention(
     params: AttentionParams,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Both sums from one softmax, in float32; for forms that `is_uncapped` takes.
+    """Both sums from one softmax, in float32; for forms that have no cap.
 
         p = softmax(l + m),  z(q) = sum_i p_i e^(a_i-m_i) v_i / sum_i p_i e^(b_i-m_i)
 
@@ -362,35 +360,6 @@ def split_attention(
     if bias is not None:
         out.masked_fill_(logits.amax(dim=-1, keepdim=True).isneginf(), 0.0)
     return out.view(batch, kv_heads, group, length, -1).to(values.dtype)
-
-
-def two_weight_kernel(queries: Tensor) -> Callable[..., Tensor] | None:
-    """A function of the arguments of `two_weight_attention` that answers such queries faster.
-
-    Kernels take one query a head. Where there is one, plain slots go through it too. None where
-    there is no kernel.
-    """
-    decode = kernels.decode(queries.device) if queries.shape[3] == 1 else None
-    return None if decode is None else partial(_through, decode)
-
-
-def is_uncapped(params: AttentionParams) -> bool:
-    """Whether `fused_attention` and `split_attention` serve a form: logits are not capped."""
-    return params.softcap is None
-
-
-def _through(
-    decode: Callable[..., Tensor],
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    a: Tensor,
-    b: Tensor,
-    params: AttentionParams,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """The answers of a kernel, which knows tensors and numbers but no `AttentionParams`."""
-    return decode(queries, keys, values, a, b, params.scale, params.softcap, params.sinks, bias)
 
 
 def _flat_logits(

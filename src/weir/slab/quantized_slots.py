@@ -183,6 +183,26 @@ class QuantizedStorage:
         quantize_into(x, self._code(name), numbers, peaks)
 
 
+def read_slots(
+    keys: Tensor, values: Tensor, quantized: QuantizedStorage | None, start: int, stop: int
+) -> tuple[Tensor, Tensor]:
+    """Read slots as attention does: views where all are exact, otherwise in new memory.
+
+    Args:
+        keys, values: all exact slots [batch, kv_heads, slots, dim].
+        quantized: those in front of them; None for none.
+        start, stop: which slots, quantized ones counted first.
+    """
+    first = 0 if quantized is None else len(quantized)
+    begin, end = max(0, start - first), max(0, stop - first)
+    keys = keys.narrow(2, begin, end - begin)
+    values = values.narrow(2, begin, end - begin)
+    if quantized is None or start >= first:
+        return keys, values
+    stop = min(stop, first)
+    return quantized.keys(start, stop, keys), quantized.values(start, stop, values)
+
+
 Piece = QuantizedStorage | tuple[Tensor, Tensor]
 """Slots side by side: quantized, or exact keys and values [batch, kv_heads, n, dim]."""
 

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from weir.slab.attention import split_weights
 from weir.slab.quantization import Format
-from weir.slab.quantized_slots import Piece, QuantizedSlots, QuantizedStorage
+from weir.slab.quantized_slots import Piece, QuantizedSlots, QuantizedStorage, read_slots
+from weir.slab.selection import AttendedSlots
 from weir.slab.slots import EMPTY, Slots
 from weir.slab.spec import STATE, Heads, SlabSpec
 
@@ -133,14 +134,12 @@ class Slab:
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values of slots as attention reads them; a view where all are exact."""
-        first = self.first
-        begin, end = max(0, start - first), max(0, stop - first)
-        keys = self.keys.narrow(2, begin, end - begin)
-        values = self.values.narrow(2, begin, end - begin)
-        if self.quantized is None or start >= first:
-            return keys, values
-        stop = min(stop, first)
-        return self.quantized.keys(start, stop, keys), self.quantized.values(start, stop, values)
+        return read_slots(self.keys, self.values, self.quantized, start, stop)
+
+    def attended(self, start: int, stop: int, *, plain: bool = False) -> AttendedSlots:
+        """Slots as a call of attention reads them."""
+        held = self.keys, self.values, self.quantized, self.a, self.b, self.split
+        return AttendedSlots(*held, start, stop, plain)
 
     def run(self, start: int, stop: int) -> Slots:
         """Slots of the run or of the tail, as a view."""

@@ -7,7 +7,7 @@ import torch
 
 from weir import kernels
 from weir_bench.figure import Setting, Skipped
-from weir_bench.figures.kernel import DIM, GROUP, KV_HEADS, kernel, reached
+from weir_bench.figures.kernels import DIM, GROUP, HEADS, kernel, reached
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -18,7 +18,7 @@ def test_without_a_gpu_the_figure_is_skipped() -> None:
 
 def test_without_a_kernel_the_figure_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.VARIABLE, "reference")
-    with pytest.raises(Skipped, match=r"no decode kernel on cpu.*weir\[gpu\]"):
+    with pytest.raises(Skipped, match=r"no decode kernel on cpu.*weir-kv\[gpu\]"):
         reached(torch.device("cpu"), 1, 8, rounds=1)
 
 
@@ -29,10 +29,10 @@ def test_both_bandwidths_are_of_the_same_bytes(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(kernels.VARIABLE, "triton")
     batch, slots = 2, 70
     times = {"ours": [4.0], "copy": [1.0]}
-    timed = "weir_bench.figures.kernel.in_turns"
+    timed = "weir_bench.figures.kernels.in_turns"
     monkeypatch.setattr(timed, lambda both, rounds, warm: ran(both, times))
     row = reached(torch.device("cpu"), batch, slots, rounds=1)
-    heads = batch * KV_HEADS
+    heads = batch * HEADS
     moved = 2 * heads * GROUP * DIM + 2 * 2 * heads * slots * DIM + 2 * 4 * heads * slots
     assert row.ours == moved / 4e9
     assert row.peer == moved / 1e9

@@ -136,7 +136,7 @@ def test_a_pool_hears_the_last_queries_however_calls_were_cut(
             for part in parts:
                 start += part.shape[1]
                 llama(part, attention_mask=mask[:, :start], past_key_values=cache)
-        assert cache.stack[1].slab.queries.shape[2] == max(window, 8 if mass else 0)
+        assert cache.stack[1].state.slab.queries.shape[2] == max(window, 8 if mass else 0)
         return [heard[seen][-1] for seen in range(32, 41, 8)]
 
     wanted = told([41], 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,81 +12,61 @@ from roundings import largest, off, softmax_off, within
 
 import weir
 from weir import kernels
-from weir.cache.layer import attention, layer
-from weir.cache.layer.mask import band
+from weir.cache.layer import layer
+from weir.cache.layer.attention import band
 from weir.pools import ObservedAttention
+from weir.slab import AttendedSlots, select_attention
 
 CHUNK = 8
 POLICY = "sink(2) | recent(8) | heavy(16)"
 WINDOW = 16
 
 
-def naive(spec, slab, queries, form, bias, stop):
-    """Answers, shares over all slots and their mass, in float64."""
-    keys, values = (t.double() for t in slab.read(0, stop))
-    logits = torch.einsum("bhgld,bhnd->bhgln", queries.double(), keys) * form.scale
-    logits += slab.b[:, :, None, None, :stop].double()
-    if spec.positions.alibi is not None:
-        logits += bias.double()  # causality is in it, too
-    else:
-        ahead = torch.arange(stop - spec.chunk, stop)[:, None] - torch.arange(stop)
-        window = spec.positions.window or math.inf
-        logits.masked_fill_((ahead < 0) | (ahead >= window), -math.inf)
+def compare(got, queries, slots, params, bias):
+    """Answers, shares and mass are those of a softmax in float64, to rounding."""
+    keys, values = (t.double() for t in replace(slots, start=0).read())
+    logits = torch.einsum("bhgld,bhnd->bhgln", queries.double(), keys) * params.scale
+    logits += slots.b[:, :, None, None, : slots.stop].double() + bias.double()
     shares = logits.softmax(dim=-1)
     answers = torch.einsum("bhgln,bhnd->bhgld", shares, values)
-    return answers, shares, shares.sum(dim=(2, 3))
-
-
-@dataclass
-class Call:
-    """A call of `watch` that has answered."""
-
-    start: int
-    stop: int
-    quantized: bool
+    bound = softmax_off(queries.shape[4], largest(logits[logits.isfinite()])) + off(slots.stop)
+    group, width = queries.shape[2:4]
+    assert (got.shares is None) == (width > CHUNK)
+    if got.shares is None:
+        voted = shares[:, :, :, -WINDOW:].sum(dim=(2, 3))
+        within(got.of_last(WINDOW), voted, bound * group * WINDOW)
+        assert got.of_last(WINDOW - 1) is None
+    else:
+        within(got.shares, shares[..., slots.start :], bound)
+    within(got.mass, shares.sum(dim=(2, 3)), bound * group * width)
+    within(got.answers, answers, bound * largest(values))
 
 
 @pytest.fixture
 def spied(monkeypatch):
-    """Makes `watch` be compared with the naive one at every call, in a window if one is named."""
+    """Compares every call that observed with a naive one, in a window if one is named."""
     calls = []
 
-    def use(window: int | None = None) -> list[Call]:
-        def spy(spec, slab, queries, form, bias, slots):
-            start, stop = slots
-            if window is not None:
-                spec = replace(spec, positions=replace(spec.positions, window=window))
-                bias = band(CHUNK, stop, window, torch.float32, queries.device)
-            got = attention.observe(spec, slab, queries, form, bias, slots)
-            if got is not None:
-                calls.append(Call(start, stop, slab.quantized is not None))
-                compare(got, spec, slab, queries, form, bias, slots)
-            return got
+    def use(window: int | None = None) -> list[AttendedSlots]:
+        def spy(queries, slots, params, bias, *, causal=False, observe=""):
+            if window is not None and observe:
+                causal = False
+                bias = band(CHUNK, slots.stop, window, torch.float32, queries.device)
+            attend = select_attention(queries, slots, params, bias, causal=causal, observe=observe)
 
-        monkeypatch.setattr(layer, "observe", spy)
+            def answer(*given):
+                got = attend(*given[:3], bias)
+                if got.received is not None:
+                    calls.append(slots)
+                    compare(got, queries, slots, params, bias)
+                return got
+
+            return answer
+
+        monkeypatch.setattr(layer, "select_attention", spy)
         return calls
 
     return use
-
-
-def compare(got, spec, slab, queries, form, bias, slots):
-    """Answers, shares and mass are the naive ones, to rounding."""
-    start, stop = slots
-    answers, shares, mass = naive(spec, slab, queries, form, bias, stop)
-    keys, values = slab.read(0, stop)
-    logit = math.prod(float(t.norm(dim=-1).max()) for t in (queries, keys)) * form.scale
-    if spec.positions.alibi is not None:
-        logit += largest(bias)
-    bound = softmax_off(queries.shape[4], logit) + off(stop)
-    assert (got.shares is None) == (spec.chunk > CHUNK)
-    if got.shares is None:
-        voted = shares[:, :, :, -WINDOW:].sum(dim=(2, 3))
-        within(got.of_last(WINDOW), voted, bound * queries.shape[2] * WINDOW)
-        assert got.of_last(WINDOW - 1) is None
-    else:
-        within(got.shares, shares[..., start:], bound)
-    within(got.mass, mass, bound * queries.shape[2] * spec.chunk)
-    within(got.answers, answers, bound * largest(values))
 
 
 def feed(name: str, policy: str, chunk: int = CHUNK, **changes: int) -> None:
@@ -103,7 +83,7 @@ def test_quantized_slots_are_watched_as_they_are_read_and_left_out_while_nobody_
     calls = spied()
     feed("llama", f"quantized({POLICY}, slots=int8)")
     starts = {call.start for call in calls}
-    assert all(call.quantized for call in calls)
+    assert all(call.quantized is not None for call in calls)
     assert min(starts) == 0 < max(starts)
 
 
@@ -131,24 +111,25 @@ def test_linear_biases_reach_all_slots(spied):
 
 
 def test_where_a_query_sees_nothing_the_fold_asks_by_itself(monkeypatch):
-    refused = []
+    observed = []
 
-    def blind(spec, slab, queries, form, bias, slots):
-        kept = slab.b.clone()
-        slab.b.fill_(-math.inf)
-        refused.append(attention.observe(spec, slab, queries, form, bias, slots))
-        slab.b.copy_(kept)
-        return refused[-1]
+    def blind(queries, slots, params, bias, **how):
+        attend = select_attention(queries, slots, params, bias, **how)
+        if how.get("observe"):
+            unseen = replace(slots, b=torch.full_like(slots.b, -math.inf), plain=False)
+            observed.append(attend(queries, unseen, params, bias))
+            attend = select_attention(queries, slots, params, bias, causal=how["causal"])
+        return attend
 
     ids, model = tokens(2, 40), make("llama")
     wanted = weir.Stream(model, POLICY, chunk=CHUNK)
     wanted.feed(ids)
-    monkeypatch.setattr(layer, "observe", blind)
+    monkeypatch.setattr(layer, "select_attention", blind)
     got = weir.Stream(model, POLICY, chunk=CHUNK)
     got.feed(ids)
-    assert refused and set(refused) == {None}
+    assert observed and all(it.received is None and not it.answers.any() for it in observed)
     for mine, theirs in zip(got.cache.stack, wanted.cache.stack, strict=True):
-        assert torch.equal(mine.slab.position, theirs.slab.position)
+        assert torch.equal(mine.state.slab.position, theirs.state.slab.position)
 
 
 def test_votes_that_were_counted_are_those_that_shares_add_up_to(monkeypatch):

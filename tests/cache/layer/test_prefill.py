@@ -22,8 +22,8 @@ def test_a_prompt_that_nobody_asks_is_held_as_one_that_is_answered(text: str) ->
     )
     assert answered.shape == silent.shape == (1, 4, 300, 5)
     assert bool(answered.any()) and not silent.any()
-    one, other = (layer.slab for layer in layers)
-    assert layers[0].lengths == layers[1].lengths
+    one, other = (layer.state.slab for layer in layers)
+    assert layers[0].state.lengths == layers[1].state.lengths
     for name in ("keys", "values", "a", "b", "position"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
     # What is asked next is answered alike, and always.

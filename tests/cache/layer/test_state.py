@@ -50,7 +50,7 @@ PIPE = "sink(1) | counting | recent(4) | counting"
 
 def remembered(cache: weir.StreamingCache, layer: int = 0) -> dict[str, list]:
     """What a layer's pools remember, for the first head."""
-    state = cache.stack[layer].slab.state
+    state = cache.stack[layer].state.slab.state
     return {name: t[:, 0].tolist() for name, t in state.items() if name.endswith("came")}
 
 
@@ -63,7 +63,7 @@ def test_each_pool_of_each_row_has_its_own(llama, ids):
     # Folded so far: 12 of 13 tokens, and 18 of 20.
     assert remembered(cache) == remembered(cache, 1)
     assert remembered(cache) == {"1.came": [11, 17], "3.came": [7, 13]}
-    assert cache.stack[0].slab.state["1.sum"][:, 0, 0].tolist() == [4.0, 6.0]
+    assert cache.stack[0].state.slab.state["1.sum"][:, 0, 0].tolist() == [4.0, 6.0]
     cache.batch_select_indices(torch.tensor([1, 0, 1]))
     assert remembered(cache) == {"1.came": [17, 11, 17], "3.came": [13, 7, 13]}
 
@@ -71,7 +71,7 @@ def test_each_pool_of_each_row_has_its_own(llama, ids):
 def test_it_is_counted_in_the_bytes(llama, ids):
     stream = weir.Stream(llama, PIPE, chunk=3)
     stream.feed(ids(1, 1))
-    slab = stream.cache.stack[0].slab
+    slab = stream.cache.stack[0].state.slab
     slots = [t.nbytes for t in vars(slab).values() if isinstance(t, Tensor)]
     # Two pools, two heads: a whole number and three small ones each.
     assert slab.nbytes - sum(slots) == 2 * 2 * (8 + 3 * 4)

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.evals.inspect.covering import centers, cover, covering_radii, doublings, shuffled, spread
+from weir.evals.inspect.covering import (
+    centers,
+    cover,
+    covering_radii,
+    doublings,
+    shuffle_coordinates,
+    spread,
+)
 
 
 def draw(*shape: int, seed: int = 9) -> Tensor:
@@ -62,7 +69,7 @@ def test_no_choice_of_centers_has_less_than_half_the_radius():
 def test_the_control_keeps_every_coordinate_and_loses_what_they_have_in_common():
     x = draw(2, 500, 1)
     points = torch.cat([x, x, x], dim=2)  # three coordinates that are one
-    other = shuffled(points, seed=3)
+    other = shuffle_coordinates(points, seed=3)
     for mine, its in zip(points.mT.flatten(0, 1), other.mT.flatten(0, 1), strict=True):
         assert not torch.equal(mine, its)
         assert torch.equal(mine.sort().values, its.sort().values)
@@ -70,8 +77,8 @@ def test_the_control_keeps_every_coordinate_and_loses_what_they_have_in_common()
         correlated = torch.corrcoef(its.T) - torch.eye(3)
         assert correlated.abs().max() < 0.2  # the standard error is 0.045
     torch.testing.assert_close(spread(other), spread(points))
-    assert torch.equal(other, shuffled(points, seed=3))
-    assert not torch.equal(other, shuffled(points, seed=4))
+    assert torch.equal(other, shuffle_coordinates(points, seed=3))
+    assert not torch.equal(other, shuffle_coordinates(points, seed=4))
 
 
 def test_planted_clusters_score_far_apart_from_a_gaussian():

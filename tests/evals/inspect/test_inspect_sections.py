@@ -178,6 +178,7 @@ def test_hidden_sinks_are_gone_in_those_heads_only(llama, ids, naive, twins, hid
     within(losses(llama, text, hidden), nll[32 - 1 :], nll_off(llama, 1))
 
 
+@pytest.mark.slow
 def test_a_section_of_layers_says_all_figures(nano, tokenizer):
     seen: list[tuple[int, int]] = []
     to = asked(nano, tokenizer, tokens=450, on_step=lambda n, of: seen.append((n, of)))

@@ -7,7 +7,7 @@ import torch
 
 import weir
 from weir.errors import PolicyError, WeirError
-from weir.evals.inspect.kept import COLUMNS, chosen, follow, narrowed, only, section, strip
+from weir.evals.inspect.kept import COLUMNS, chosen, follow, narrow_image, only, section, strip
 from weir.evals.inspect.section import Inspection
 
 TEXT = "All happy families are alike; each unhappy family is unhappy in its own way. " * 40
@@ -76,11 +76,11 @@ def test_chosen_layers_and_heads_are_counted_alone(llama, ids):
 def test_a_picture_of_many_tokens_mixes_neighbors():
     image = torch.zeros(2, 3 * COLUMNS - 1, 3)
     image[0, 3] = 1.0
-    small = narrowed(image)
+    small = narrow_image(image)
     assert small.shape == (2, COLUMNS, 3)
     assert small[0, 1].tolist() == pytest.approx([1 / 3] * 3)
     assert float(small.sum()) == pytest.approx(1.0)
-    assert torch.equal(narrowed(image[:, :COLUMNS]), image[:, :COLUMNS])
+    assert torch.equal(narrow_image(image[:, :COLUMNS]), image[:, :COLUMNS])
 
 
 def test_the_section_shows_every_quarter(nano):

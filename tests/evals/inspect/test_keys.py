@@ -113,6 +113,7 @@ def test_tokens_that_are_all_the_same_have_a_plane_too():
     assert cloud.place.isfinite().all() and int(cloud.center.sum()) == 6
 
 
+@pytest.mark.slow
 def test_the_section_says_the_same_for_the_same_seed(nano):
     told, again = (section(Inspection(*nano, "nano", TEXT, tokens=48, seed=2)) for _ in range(2))
     assert told.facts == again.facts and told.text == again.text

@@ -120,6 +120,7 @@ def test_the_page_says_what_its_column_of_bytes_is_and_counts_in_english(results
     assert "Of 1 cell, 1 is done and 0 failed." in page.read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_the_same_results_give_the_same_page(results, tmp_path):
     once, again = (write_report(results, tmp_path / n)[0].read_text() for n in ("a", "b"))
     assert once == again

@@ -53,12 +53,13 @@ def test_numbers_that_json_does_not_have_are_null(tmp_path):
     assert read_results(path)[1][0]["result"] == {"rows": [None, 1.0]}
 
 
-def test_cut_off_at_any_byte_the_whole_lines_are_taken_up_again(tmp_path):
+@pytest.mark.parametrize("step", [41, pytest.param(1, marks=pytest.mark.slow)])
+def test_cut_off_at_any_byte_the_whole_lines_are_taken_up_again(tmp_path, step):
     path = tmp_path / "r.jsonl"
     write(path, 0, 1)
     whole = path.read_bytes()
     ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
-    for cut in range(len(whole)):
+    for cut in sorted({*range(0, len(whole), step), *ends[:-1], *(end - 1 for end in ends)}):
         path.write_bytes(whole[:cut])
         with ResultsFile(path, GRID, resume=True) as results:
             assert list(results.records) == list(range(max(0, sum(e <= cut for e in ends) - 1)))

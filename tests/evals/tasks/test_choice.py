@@ -15,7 +15,7 @@ from reference.subjects import nano, quiet
 import weir
 from weir.errors import WeirError
 from weir.evals.task import Subject
-from weir.evals.tasks.choice import Choice, answered
+from weir.evals.tasks.choice import Choice, answer_in_place
 
 OFFICIAL = Path(__file__).parents[2] / "data" / "evals" / "arc.jsonl"
 ROWS = [json.loads(line) for line in OFFICIAL.read_text().splitlines()]
@@ -82,11 +82,11 @@ def test_an_answer_of_several_tokens_is_right_if_each_of_them_is() -> None:
     asked = tokens(1, 9, seed=4)
     right = model.generate(asked, max_new_tokens=3, do_sample=False)[0, 9:].tolist()
     assert len(set(right)) == 3
-    assert answered(weir.Stream(model, "dense"), asked[0].tolist(), right) == 1
+    assert answer_in_place(weir.Stream(model, "dense"), asked[0].tolist(), right) == 1
     for place in range(3):
         wrong = [*right]
         wrong[place] = (wrong[place] + 1) % 90
-        assert answered(weir.Stream(model, "dense"), asked[0].tolist(), wrong) == 0
+        assert answer_in_place(weir.Stream(model, "dense"), asked[0].tolist(), wrong) == 0
 
 
 def test_only_the_stream_outgrows_the_cache() -> None:

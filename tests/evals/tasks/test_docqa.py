@@ -80,6 +80,7 @@ def test_exact_matches_are_counted_on_the_first_line(monkeypatch: pytest.MonkeyP
     assert (found["exact_match"], found["contains"], found["right"]) == (0.5, 1.0, 1)
 
 
+@pytest.mark.slow
 def test_dense_answers_as_a_plain_loop() -> None:
     one = stranger()
     task = DocumentQA(file=str(OFFICIAL))

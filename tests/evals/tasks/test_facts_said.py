@@ -264,6 +264,7 @@ def test_where_there_is_no_room_that_is_said(nano, tmp_path):
         Repeated(text=str(book), **FEW).run(reader(nano), silent)
 
 
+@pytest.mark.slow
 def test_on_nano_a_stream_of_k_centers_remembers_what_was_said_again_and_not_that_it_changed(nano):
     at_kcenter = Subject("nano", *nano, policy=weir.policy("kcenter(96)"))
     settings = {"samples": 6, "farthest": 128, "before": 128, "times": 2}

@@ -17,7 +17,7 @@ from weir.errors import WeirError
 from weir.evals.answers import GeneratedAnswer
 from weir.evals.task import Subject
 from weir.evals.tasks import lines
-from weir.evals.tasks.lines import Lines, made, number_in
+from weir.evals.tasks.lines import Lines, make_case, number_in
 
 OFFICIAL = Path(__file__).parents[2] / "data" / "evals" / "lines.jsonl"
 
@@ -33,20 +33,20 @@ def test_an_official_file_is_read_as_it_is() -> None:
 
 
 def test_a_made_case_has_the_line_it_asks_for_once() -> None:
-    case = made(200, random.Random(3))
+    case = make_case(200, random.Random(3))
     found = re.findall(r"^line (\S+): REGISTER_CONTENT is <(\d+)>$", case.prompt, re.MULTILINE)
     assert len(found) == len({name for name, _ in found}) == 200
     assert dict(found)[case.name] == str(case.number)
     assert case.prompt.split("\n")[-1].count(case.name) == 1
     assert all(1 <= int(number) <= 50_000 for _, number in found)
-    assert made(200, random.Random(3)) == case != made(200, random.Random(4))
+    assert make_case(200, random.Random(3)) == case != make_case(200, random.Random(4))
 
 
 def test_the_line_asked_for_is_anywhere() -> None:
     draw = random.Random(0)
     places = {
         re.findall(r"line (\S+):", case.prompt).index(case.name)
-        for case in (made(4, draw) for _ in range(60))
+        for case in (make_case(4, draw) for _ in range(60))
     }
     assert places == {0, 1, 2, 3}
 
@@ -86,6 +86,7 @@ def test_the_first_number_counts_and_in_a_chat_the_last(
     assert (found["kv_bytes"], found["share"]) == (64, 0.5)
 
 
+@pytest.mark.slow
 def test_dense_answers_as_a_plain_loop() -> None:
     one = stranger()
     task = Lines(lines=4, samples=6)

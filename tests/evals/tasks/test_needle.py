@@ -12,7 +12,7 @@ from reference.subjects import nano, quiet
 
 from weir.errors import WeirError
 from weir.evals.scores import words_found
-from weir.evals.tasks.needle import Needle, exercise, hidden
+from weir.evals.tasks.needle import Needle, exercise, hide_needle
 from weir.stream.text import read_stream
 from weir.train.exercises import Words
 
@@ -21,6 +21,7 @@ def by_depth(found: dict[str, Any], length: int) -> list[float]:
     return [cell["accuracy"] for cell in found["cells"] if cell["length"] == length]
 
 
+@pytest.mark.slow
 def test_dense_finds_every_needle_inside_the_window() -> None:
     found = Needle(longest=480, lengths=2, depths=5, samples=2).run(nano(), quiet)
     assert found["accuracy"] == 1.0 and found["format"] == "exercises"
@@ -58,7 +59,7 @@ def test_in_words_the_needle_follows_the_sentence_above_its_depth() -> None:
         (0.6, "One is here. NEEDLE Two is here too! Three"),
         (1.0, "One is here. Two is here too! Three NEEDLE"),
     ]:
-        assert hidden(tokenizer, hay, "NEEDLE", depth) == right
+        assert hide_needle(tokenizer, hay, "NEEDLE", depth) == right
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,7 @@ def test_an_answer_in_words_is_scored_by_the_words_it_has(said: str, share: floa
     assert words_found(said, "a spoonful of chestnut honey") == share
 
 
+@pytest.mark.slow
 def test_in_words_dense_answers_as_a_plain_loop() -> None:
     one = nano()
     task = Needle(longest=200, lengths=1, depths=2, samples=2, format="text")
@@ -79,7 +81,9 @@ def test_in_words_dense_answers_as_a_plain_loop() -> None:
     for depth in (0.0, 1.0):
         for _ in range(2):
             place = int(rng.integers(0, len(hay) - 200))
-            context = hidden(one.tokenizer, hay[place : place + 200].tolist(), task.needle, depth)
+            context = hide_needle(
+                one.tokenizer, hay[place : place + 200].tolist(), task.needle, depth
+            )
             prompt = (
                 f"Read the following book.\n\n{context}\n\nAnswer from what the book says.\n"
                 f"Question: {task.question}\nAnswer:"

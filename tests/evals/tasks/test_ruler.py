@@ -12,7 +12,7 @@ from reference.subjects import quiet, stranger
 
 from weir.errors import WeirError
 from weir.evals.records import read_records
-from weir.evals.tasks.ruler import Case, Ruler, matched
+from weir.evals.tasks.ruler import Ruler, RulerCase, match_score
 from weir.stream import Stream
 
 FILE = Path(__file__).parents[2] / "data" / "evals" / "ruler.jsonl"
@@ -29,8 +29,8 @@ ROWS = [json.loads(line) for line in FILE.read_text().splitlines()]
     ],
 )
 def test_metrics_are_rulers(answer, outputs, every, some):
-    assert matched(answer, outputs, "all") == every
-    assert matched(answer, outputs, "part") == some
+    assert match_score(answer, outputs, "all") == every
+    assert match_score(answer, outputs, "part") == some
 
 
 @pytest.mark.parametrize("question", ["after", "within"])
@@ -98,7 +98,7 @@ def test_records_are_read_as_ruler_and_the_harness_write_them(tmp_path):
     for it in (row, {**row, "gen_prefix": ""}):
         path.write_text(json.dumps(it))
         (record,) = read_records(path)
-        seen.append(Case.of(record))
+        seen.append(RulerCase.of(record))
     assert seen[0].begun == " It is" and seen[1].begun == ""
     assert seen[0].text + seen[0].question == row["input"]
     for wrong, said in [

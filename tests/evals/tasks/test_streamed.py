@@ -100,6 +100,7 @@ def test_perplexity_is_that_of_a_plain_forward_over_all_and_by_book(nano, two_bo
     assert told[-1] == 1.0
 
 
+@pytest.mark.slow
 def test_perplexity_of_cache_configurations_is_in_the_order_of_table_1(nano):
     found = {
         policy: Perplexity(tokens=1500).run(subject(nano, policy), silent)["ppl"]
@@ -144,6 +145,7 @@ def test_every_answer_is_due_its_distance_after_its_number(nano, seed):
         assert {place - 3, place - distance - 3} <= set(said.tolist())
 
 
+@pytest.mark.slow
 def test_recall_inside_the_window_is_that_of_a_plain_loop_answer_for_answer(nano):
     model, tokenizer = nano
     task = Recall(samples=6, farthest=200, before=20)
@@ -294,6 +296,7 @@ def test_efficiency_leaves_out_what_cannot_be_recomputed(nano, policy):
 # --- attention-error
 
 
+@pytest.mark.slow
 def test_the_attention_error_is_that_of_its_command_and_none_where_all_is_kept(nano):
     model, tokenizer = nano
     ids = read_stream(tokenizer, most=512).ids

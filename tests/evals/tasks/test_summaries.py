@@ -68,6 +68,7 @@ def test_the_figures_are_those_of_the_answers(monkeypatch: pytest.MonkeyPatch) -
     assert found["self_bleu"] == self_bleu(found["answers"])
 
 
+@pytest.mark.slow
 def test_dense_answers_as_a_plain_loop() -> None:
     one = stranger()
     prompts = [

@@ -7,13 +7,13 @@ while the user waits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from weir_bench.figure import Row
 from weir_bench.serving.load import Heard, percentiles, together
-from weir_bench.serving.part import Plan, loop, part
-from weir_bench.serving.server import weir_serves
+from weir_bench.serving.part import Plan, part, take_turns
+from weir_bench.serving.server import Server, weir_serves
 from weir_bench.serving.talk import Reply, Talk
 
 FULL = 0.8
@@ -43,9 +43,7 @@ class Compacting(Talk):
             ]
         reply = await super().turn(words, tokens)
         self._held = reply.prompt + reply.tokens
-        if began is None:
-            return reply
-        return replace(reply, asked=began)
+        return reply if began is None else replace(reply, asked=began)
 
 
 @part("compaction", "endless conversations beside clients that summarize at 80 % of the window")
@@ -56,12 +54,11 @@ def compaction(plan: Plan) -> Iterator[Row | Heard]:
         ours = [Talk(server.port, server.model) for _ in range(few)]
         theirs = [Compacting(server.port, server.model, window=plan.budget) for _ in range(few)]
         plan.say(f"{few} clients, endless and summarizing")
-        heards: dict[str, list[Heard]] = {"endless": [], "summarizing": []}
-        for turn in range(plan.rounds + 1):
-            for name, talks in (("endless", ours), ("summarizing", theirs)):
-                heard = loop(plan, server, talks, name)
-                if turn:
-                    heards[name].append(heard)
+        clients: dict[str, tuple[Server, Sequence[Talk]]] = {
+            "endless": (server, ours),
+            "summarizing": (server, theirs),
+        }
+        heards = take_turns(plan, clients)
         made = sum(talk.compactions for talk in theirs)
     endless = together(f"{few} endless sessions", heards["endless"])
     other = together(f"{few} clients that summarize, {made} times", heards["summarizing"])
@@ -71,10 +68,5 @@ def compaction(plan: Plan) -> Iterator[Row | Heard]:
         return
     for at in ("p50", "p99"):
         slow, quick = percentiles(other.first)[at], percentiles(endless.first)[at]
-        yield Row(
-            f"{at} of the first token, summarizing at 80 % of {plan.budget:,} tokens ÷ endless",
-            quick,
-            slow,
-            "ms",
-            slow / quick,
-        )
+        what = f"{at} of the first token, summarizing at 80 % of {plan.budget:,} tokens ÷ endless"
+        yield Row(what, quick, slow, "ms", slow / quick)

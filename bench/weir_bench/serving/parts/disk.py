@@ -13,7 +13,7 @@ from weir.cache import StreamingCache
 from weir.models import load
 from weir.serve import Checkpoint, TurnRecord
 from weir.serve.sessions import SQLiteStore
-from weir_bench.figure import Row
+from weir_bench.figure import Row, compare
 from weir_bench.serving.load import Heard
 from weir_bench.serving.part import Plan, part
 from weir_bench.timing import undisturbed
@@ -48,24 +48,13 @@ def disk(plan: Plan) -> Iterator[Row | Heard]:
             back.append(time.perf_counter() - safe)
             saved.append(safe - began)
     size = cache.nbytes / 2 / 1e6
-    whole = median(back) * 1e3
-    yield Row(
-        f"a row of {size:.3g} MB back from disk ÷ {MOST:g} ms",
-        whole,
-        MOST,
-        "ms",
-        whole / MOST,
-        1.0 if plan.model == "nano" else None,
-        note=f"at most {max(back) * 1e3:.3g} ms in {TIMES}; the system has read the file before",
-    )
-    yield Row(
-        f"a row of {size:.3g} MB safe on disk ÷ back from there",
-        median(saved) * 1e3,
-        whole,
-        "ms",
-        median(saved) * 1e3 / whole,
-        note="written, synced, renamed, committed; in a thread of its own, and not in the engine's",
-    )
+    note = f"at most {max(back) * 1e3:.3g} ms in {TIMES}; the system has read the file before"
+    what = f"a row of {size:.3g} MB back from disk ÷ {MOST:g} ms"
+    target = 1.0 if plan.model == "nano" else None
+    yield compare(what, median(back), MOST / 1e3, target, note=note)
+    note = "written, synced, renamed, committed; in a thread of its own, and not in the engine's"
+    what = f"a row of {size:.3g} MB safe on disk ÷ back from there"
+    yield compare(what, median(saved), median(back), note=note)
 
 
 def _save(store: SQLiteStore, name: str, checkpoint: Checkpoint) -> None:

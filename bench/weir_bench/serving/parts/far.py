@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from statistics import median
 
-from weir_bench.figure import Row
+from weir_bench.figure import Row, compare
 from weir_bench.serving.load import Heard
 from weir_bench.serving.part import Plan, part
 from weir_bench.serving.server import Server, weir_serves
@@ -41,9 +41,9 @@ async def _by(server: Server, plan: Plan, kind: type[Talk], how: str, target: fl
     finally:
         long.close()
         short.close()
-    after, before = (median(first) * 1e3 for _, first in times)
+    after, before = (median(first) for _, first in times)
     what = f"first token after {seen:,} tokens ÷ after {plan.near:,}, {how}"
-    return Row(what, after, before, "ms", after / before, target)
+    return compare(what, after, before, target)
 
 
 async def _resent(server: Server, plan: Plan) -> Row:
@@ -62,9 +62,8 @@ async def _resent(server: Server, plan: Plan) -> Row:
             other.close()
     finally:
         talk.close()
-    ours, peer = median(known) * 1e3, median(unknown) * 1e3
     what = f"first token after {plan.far:,} tokens, all of them read again ÷ found by their history"
-    return Row(what, ours, peer, "ms", peer / ours)
+    return compare(what, median(known), median(unknown), inverse=True)
 
 
 async def _begun(talk: Talk, tokens: int, chance: random.Random) -> int:

@@ -10,9 +10,9 @@ from statistics import median
 
 from weir.models import load
 from weir_bench.figure import Row
-from weir_bench.figures.rows import Rows
+from weir_bench.figures.rows import RaggedRows
 from weir_bench.serving.load import Heard, Manner, opened, together
-from weir_bench.serving.part import Plan, loop, part, ratio
+from weir_bench.serving.part import Plan, compare_pace, loop, part, ratio, take_turns
 from weir_bench.serving.server import Server, weir_serves
 from weir_bench.serving.talk import Talk
 from weir_bench.serving.wire import Wire
@@ -43,29 +43,14 @@ def pace(plan: Plan) -> Iterator[Row | Heard]:
         yield together("one session, closed loop", ones)
         every = together(f"{many} sessions, closed loop", alls)
         yield every
-        ours, peer = [each.pace for each in alls], [each.pace for each in ones]
-        yield Row(
-            f"tokens per second of {many} sessions ÷ of one, through HTTP",
-            median(ours),
-            median(peer),
-            "tokens/s",
-            ratio(ours, peer),
-            8.0 if many == 16 else None,
-            least=True,
-        )
+        what = f"tokens per second of {many} sessions ÷ of one, through HTTP"
+        yield compare_pace(what, alls, ones, 8.0 if many == 16 else None, least=True)
         if all(each.worked and each.replies for each in (*ones, *alls)):
-            ours, peer = (
-                [each.worked_a_token for each in alls],
-                [each.worked_a_token for each in ones],
-            )
-            yield Row(
-                f"processor time a token of one session ÷ of {many}, prompts and HTTP included",
-                median(ours) * 1e3,
-                median(peer) * 1e3,
-                "ms",
-                ratio(peer, ours),
-                note="all threads of the server; what else the machine does counts less in it",
-            )
+            ours, peer = ([each.worked_a_token for each in rounds] for rounds in (alls, ones))
+            what = f"processor time a token of one session ÷ of {many}, prompts and HTTP included"
+            note = "all threads of the server; what else the machine does counts less in it"
+            own, other = median(ours) * 1e3, median(peer) * 1e3
+            yield Row(what, own, other, "ms", ratio(peer, ours), note=note)
         rate = BUSY * median(each.pace for each in alls) / plan.manner.tokens
         plan.say(f"{rate:.2g} turns a second by chance")
         yield asyncio.run(
@@ -85,7 +70,7 @@ def share(plan: Plan) -> Iterator[Row | Heard]:
     """The time of a step through HTTP beside a bare call of the model over as many ragged rows."""
     model, _ = load(str(plan.folder), dtype="float32")
     rows, later = plan.sessions, [row * 37 % CHUNK for row in range(plan.sessions)]
-    bare = Rows(model, plan.policy, CHUNK, later, plan.budget)
+    bare = RaggedRows(model, plan.policy, CHUNK, later, plan.budget)
     manner = Manner(plan.manner.words, LONG, plan.manner.seed)
     steps: list[float] = []
     calls: list[float] = []
@@ -114,30 +99,19 @@ def alone(plan: Plan) -> Iterator[Row | Heard]:
         weir_serves(plan.folder, *plan.options, "--rows", 1) as narrow,
     ):
         servers = {"rows": (wide, _talks(wide, many)), "one": (narrow, _talks(narrow, many))}
-        heards: dict[str, list[Heard]] = {name: [] for name in servers}
         plan.say(f"{many} clients on {many} rows and on one")
-        for turn in range(plan.rounds + 1):
-            for name, (server, talks) in servers.items():
-                heard = loop(plan, server, talks, name)
-                if turn:
-                    heards[name].append(heard)
+        heards = take_turns(plan, servers)
     yield together(f"{many} clients, {many} rows", heards["rows"])
     yield together(f"{many} clients, one request at a time", heards["one"])
-    ours, peer = ([heard.pace for heard in each] for each in heards.values())
-    yield Row(
-        f"tokens per second of {many} clients on {many} rows ÷ one request at a time",
-        median(ours),
-        median(peer),
-        "tokens/s",
-        ratio(ours, peer),
-    )
+    what = f"tokens per second of {many} clients on {many} rows ÷ one request at a time"
+    yield compare_pace(what, heards["rows"], heards["one"])
 
 
 def _talks(server: Server, number: int) -> list[Talk]:
     return [Talk(server.port, server.model) for _ in range(number)]
 
 
-def _bare(rows: Rows, seconds: float) -> float:
+def _bare(rows: RaggedRows, seconds: float) -> float:
     """Seconds of a decode call over all rows, its folds in it."""
     with undisturbed():
         rows.step()

@@ -7,14 +7,12 @@ where a conversation has come to its share of that.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
 
-from weir.errors import WeirError
 from weir_bench.figure import Row, Skipped
 from weir_bench.serving.load import Heard, percentiles, together
-from weir_bench.serving.part import Plan, loop, part, ratio
+from weir_bench.serving.part import Plan, compare_pace, part, take_turns
 from weir_bench.serving.server import Server, transformers_serves, weir_serves
 from weir_bench.serving.talk import Reply, Talk
 
@@ -50,35 +48,25 @@ def transformers(plan: Plan) -> Iterator[Row | Heard]:
     own = weir_serves(plan.folder, *plan.options, "--rows", many)
     options = ("--cb-block-size", BLOCK, "--cb-num-blocks", -(-many * slots // BLOCK))
     with own as ours, transformers_serves(plan.folder, *options) as theirs:
-        talks: Mapping[Server, Sequence[Talk]] = {
-            ours: [Talk(ours.port, ours.model) for _ in range(many)],
-            theirs: [
-                Forgetting(theirs.port, theirs.model, more={}, window=slots) for _ in range(many)
-            ],
+        talks: dict[str, tuple[Server, Sequence[Talk]]] = {
+            "weir": (ours, [Talk(ours.port, ours.model) for _ in range(many)]),
+            "transformers": (
+                theirs,
+                [Forgetting(theirs.port, theirs.model, more={}, window=slots) for _ in range(many)],
+            ),
         }
         plan.say(f"{many} clients at weir serve and at transformers serve")
-        heards: dict[Server, list[Heard]] = {server: [] for server in talks}
-        for turn in range(plan.rounds + 1):
-            for server, clients in talks.items():
-                heard = loop(plan, server, clients)
-                if turn:
-                    heards[server].append(heard)
-                elif heard.errors:
-                    raise WeirError(f"a server does not answer the bench: {heard.errors[0]}")
+        heards = take_turns(plan, talks, strict=True)
     both = {
-        ours: together(f"weir serve, {many} endless sessions", heards[ours]),
-        theirs: together(f"transformers serve, {many} that begin anew", heards[theirs]),
+        "weir": together(f"weir serve, {many} endless sessions", heards["weir"]),
+        "transformers": together(
+            f"transformers serve, {many} that begin anew", heards["transformers"]
+        ),
     }
     yield from both.values()
-    own_pace, peer_pace = ([each.pace for each in rounds] for rounds in heards.values())
-    yield Row(
-        f"tokens per second of weir serve, {many} sessions ÷ transformers serve, same bytes",
-        median(own_pace),
-        median(peer_pace),
-        "tokens/s",
-        ratio(own_pace, peer_pace),
-    )
-    if both[ours].first and both[theirs].first:
+    what = f"tokens per second of weir serve, {many} sessions ÷ transformers serve, same bytes"
+    yield compare_pace(what, heards["weir"], heards["transformers"])
+    if all(heard.first for heard in both.values()):
         quick, slow = (percentiles(heard.first)["p50"] for heard in both.values())
         what = "median first token of transformers serve ÷ of weir serve"
         yield Row(what, quick, slow, "ms", slow / quick)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from statistics import mean, median
 
-from weir_bench.figure import Row, Skipped
+from weir_bench.figure import Row, Skipped, compare
 from weir_bench.serving.load import Heard, closed
 from weir_bench.serving.part import Plan, part
 from weir_bench.serving.server import weir_serves
@@ -42,40 +42,23 @@ def soak(plan: Plan) -> Iterator[Row | Heard]:
     yield heard
     if heard.errors:
         raise Skipped(f"{len(heard.errors)} turns failed, the first of them: {heard.errors[0]}")
-    last, first = (median(heard.third(number).between) * 1e3 for number in (2, 0))
+    last, first = (median(heard.third(number).between) for number in (2, 0))
     third = heard.work[-1][0] / 3
     late, early = (
         mean(took for when, took in heard.work if number * third <= when <= (number + 1) * third)
         for number in (2, 0)
     )
-    yield Row(
-        "median time between tokens, last third of the soak ÷ first",
-        last,
-        first,
-        "ms",
-        last / first,
-        1.05,
-        note=f"work of one size, done beside it, took {late / early:.3g} times as long",
-    )
+    note = f"work of one size, done beside it, took {late / early:.3g} times as long"
+    what = "median time between tokens, last third of the soak ÷ first"
+    yield compare(what, last, first, 1.05, note=note)
     last_work, first_work = (heard.third(number).worked_within for number in (2, 0))
     if last_work and first_work:
-        yield Row(
-            "processor time a token, last third of the soak ÷ first",
-            last_work * 1e3,
-            first_work * 1e3,
-            "ms",
-            last_work / first_work,
-            note="all threads of the server; what else the machine does counts less in it",
-        )
+        note = "all threads of the server; what else the machine does counts less in it"
+        what = "processor time a token, last third of the soak ÷ first"
+        yield compare(what, last_work, first_work, note=note)
     end = heard.memory[-1][0]
     after = [size for when, size in heard.memory if when > 0.95 * end]
     before = [size for when, size in heard.memory if WARM * end <= when < (WARM + 0.05) * end]
     if after and before and all(before):
-        yield Row(
-            "memory of the server at the end of the soak ÷ after its first sixth",
-            mean(after) / 1e6,
-            mean(before) / 1e6,
-            "MB",
-            mean(after) / mean(before),
-            1.01,
-        )
+        what = "memory of the server at the end of the soak ÷ after its first sixth"
+        yield compare(what, mean(after), mean(before), 1.01, unit="MB")

@@ -1,35 +1,33 @@
-"""Queries and keys put in their places, and the slab read.
+"""What attention needs of a layer: rotated queries and keys, who sees whom, and whole prompts.
 
-Between the layer, which knows what has come, and the formula, which knows nothing but tensors.
+Between the layer, which knows which tokens have come, and `weir.slab.selection`, which knows only
+tensors and numbers.
 """
 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from weir import kernels
-from weir.cache.layer.mask import band
-from weir.cache.layer.observation_window import AT_ONCE
-from weir.cache.layer.plan import Segment
+from weir.cache.layer.plan import Segment, StepEnds
 from weir.cache.layer.spec import LayerSpec
 from weir.slab import (
+    Alibi,
+    AttendedSlots,
     AttentionParams,
+    LayerPositions,
     Rotary,
     Slab,
     Slots,
-    Watched,
     attention_mass,
-    fused_attention,
-    is_uncapped,
-    split_attention,
-    two_weight_attention,
-    two_weight_kernel,
-    watched_attention,
+    select_attention,
 )
+
+QUERY_BLOCK = 256
+"""Queries handled at once, so that no mask is as large as the prompt squared."""
 
 
 def rotate_to_positions(
@@ -51,156 +49,6 @@ def rotate_to_positions(
     return queries, keys
 
 
-def attend_slots(
-    spec: LayerSpec,
-    slab: Slab,
-    queries: Tensor,
-    params: AttentionParams,
-    bias: Tensor | None,
-    slots: tuple[int, int],
-    *,
-    plain: bool,
-    causal: bool = False,
-) -> Tensor:
-    """Attention over some slots [batch, kv_heads, group, width, value_dim].
-
-    Args:
-        spec: the layer.
-        slab: its slots.
-        queries: [batch, kv_heads, group, width, key_dim].
-        form: how the layer attends.
-        bias: who sees whom, over all slots to the last of them.
-        slots: from the first that is in use in any row to behind the last.
-        plain: every slot that a query may see holds one token that counts once, so that weights
-            need not be looked at.
-        causal: the queries are of the last slots, and each sees all slots up to its own: the bias
-            says no more than that.
-    """
-    start, stop = slots
-    if causal and is_uncapped(params) and params.sinks is None:
-        kernel = kernels.causal(queries, slab.values)
-        if kernel is not None:
-            mask, factors = None, None
-            if slab.split is not None and not plain:
-                mask, *factors = (t[:, :, start:stop] for t in slab.split)
-            elif not plain:
-                mask = slab.b[:, :, start:stop]
-            exact, quantized = _as_stored(slab, slots)
-            answers: Tensor = kernel(queries, *exact, mask, params.scale, factors, quantized)
-            return answers
-    out = _by_kernel(slab, queries, params, bias, slots, plain=plain)
-    if out is not None:
-        return out
-    if bias is not None and start and bias.shape[4] > 1:
-        bias = bias[..., start:]
-    keys, values = slab.read(start, stop)
-    each = two_weight_kernel(queries)
-    if each or not is_uncapped(params):
-        return (each or two_weight_attention)(
-            queries, keys, values, slab.a[:, :, start:stop], slab.b[:, :, start:stop], params, bias
-        )
-    if not plain:
-        if slab.split is not None:
-            mask, above, below = (t[:, :, start:stop] for t in slab.split)
-            return split_attention(queries, keys, values, mask, above, below, params, bias)
-        below = slab.b[:, :, None, None, start:stop]
-        bias = below if bias is None else bias + below
-    return fused_attention(queries, keys, values, params, bias)
-
-
-def observe(
-    spec: LayerSpec,
-    slab: Slab,
-    queries: Tensor,
-    params: AttentionParams,
-    bias: Tensor | None,
-    slots: tuple[int, int],
-) -> Watched | None:
-    """`attend_slots` of a whole tail that folds next, with what the fold is going to ask about it.
-
-    Args:
-        spec, slab, queries, form, bias, slots: as for `attend_slots`, of rows that all lie alike.
-
-    Returns:
-        What all slots from slot 0 on received, and where pools need them shares of these slots.
-        None where that would be slower than to ask for it in the fold, or hold more at once;
-        `attend_slots` serves everything.
-    """
-    whole_tail = queries.shape[3] == spec.chunk and queries.dtype == torch.float32
-    start, stop = slots
-    fits = queries.shape[:4].numel() * stop <= AT_ONCE
-    plain = is_uncapped(params) and params.sinks is None and slab.split is None
-    if not (whole_tail and fits and plain and queries.device.type == "cpu"):
-        return None
-    everywhere = spec.positions.window is not None or spec.positions.alibi is not None
-    kernel, b = kernels.causal_and_received(queries, slab.values), slab.b[:, :, start:stop]
-    watched = None
-    if kernel is not None and not spec.pipe.needs_shares and not everywhere:
-        exact, quantized = _as_stored(slab, slots)
-        counted = kernel(queries, *exact, b, params.scale, quantized)
-        watched = None if counted is None else Watched(*counted)
-    if watched is None:
-        if bias is not None and bias.shape[4] > 1:
-            # Of rows that lie alike, a query sees whatever lies in front of the tail.
-            bias = bias[..., start if everywhere else -spec.chunk :]
-        watched = watched_attention(queries, *slab.read(start, stop), b, params, bias)
-    if watched is None or not start:
-        return watched
-    return watched._replace(received=F.pad(watched.received, (start, 0)))
-
-
-def _as_stored(
-    slab: Slab, slots: tuple[int, int]
-) -> tuple[tuple[Tensor, Tensor], tuple[kernels.QuantizedVectors, kernels.QuantizedVectors] | None]:
-    """Some slots for a kernel that reads 8 bits by itself: (keys and values, and those of quantized
-    slots in front of them); these are None where there are none, or all is read beforehand.
-    """
-    start, stop = slots
-    quantized = None
-    if slab.quantized is not None and start < slab.first:
-        quantized = slab.quantized.bytes_of(start, slab.first)
-    return slab.read(start if quantized is None else slab.first, stop), quantized
-
-
-def _by_kernel(
-    slab: Slab,
-    queries: Tensor,
-    params: AttentionParams,
-    bias: Tensor | None,
-    slots: tuple[int, int],
-    *,
-    plain: bool,
-) -> Tensor | None:
-    """`attend_slots` by a kernel that takes slots as they lie; None where there is none.
-
-    It takes one query a head, logits without a cap or sinks, and one weight for each slot.
-    """
-    if queries.shape[3] != 1 or not is_uncapped(params) or params.sinks is not None:
-        return None
-    biased = bias is not None and bias.shape[2] > 1
-    if biased or (slab.split is not None and not plain):
-        return None
-    first = slab.first
-    quantized = slab.quantized if slots[0] < first else None
-    if quantized is None:
-        kernel = kernels.decode_exact(slab.keys.device, slab.keys.dtype)
-    else:
-        kernel = kernels.decode_quantized(queries.device)
-    if kernel is None:
-        return None
-    mask = None
-    if not plain or bias is not None:
-        mask = slab.b[:, :, : slots[1]]
-        mask = mask if bias is None else mask + bias[:, :, 0, 0]
-    exact = slab.keys, slab.values
-    if quantized is not None:
-        out: Tensor = kernel(queries, quantized.stored, *exact, mask, params.scale, slots)
-        return out
-    mask = mask if mask is None else mask[:, :, first:]
-    out = kernel(queries, *exact, mask, params.scale, (slots[0] - first, slots[1] - first))
-    return out
-
-
 def _rotated(
     rotary: Rotary, queries: Tensor, keys: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -220,8 +68,96 @@ def _sharpened(slab: Slab, queries: Tensor, segment: Segment) -> Tensor:
     return (queries * factor[:, :, None, :, None]).to(queries.dtype)
 
 
-QUERY_BLOCK = 256
-"""Queries handled at once, so that no mask is as large as the prompt squared."""
+def mask_of_piece(
+    positions: LayerPositions,
+    slab: Slab,
+    segment: Segment,
+    stop: int,
+    dtype: torch.dtype,
+    *,
+    in_step: bool,
+) -> Tensor | None:
+    """What is added to the logits of a segment's queries over the first `stop` slots.
+
+    Args:
+        positions: what the layer knows about them.
+        slab: the slots, the tokens of the segment among them.
+        segment: the queries' tokens.
+        stop: slots of the longest row.
+        dtype: of a mask without biases.
+        in_step: all rows lie alike, and the segment's tokens are the last of the `stop` slots.
+
+    Returns:
+        -inf where a query must not look, broadcasts with [batch, kv_heads, group, width, slots];
+        None where every query sees everything.
+    """
+    width, window = segment.width, positions.window
+    bias: Tensor | None = None
+    if not in_step:
+        # A slot that waits for its token carries a position in the future.
+        ahead = segment.positions[:, :, None, :, None] - slab.position[:, :, None, None, :stop]
+        seen = (ahead >= 0) & segment.real[:, None, None, :, None]
+        if window is not None:
+            seen &= ahead < window
+        bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
+    elif width > 1 or (window is not None and stop > window):
+        bias = _cached_band(width, stop, window, dtype, slab.position.device)
+    return _tilted(bias, positions, slab, segment, stop)
+
+
+def mask_of_step(
+    positions: LayerPositions, slab: Slab, segment: Segment, ends: StepEnds, dtype: torch.dtype
+) -> Tensor | None:
+    """What is added to the logits of one query of each row, whose rows end in different slots.
+
+    Args:
+        positions: what the layer knows about them.
+        slab: the slots, the token of each row among them.
+        segment: one token of each row.
+        ends: the slots of those tokens; what lies behind its own a row does not see.
+        dtype: of a mask without biases.
+
+    Returns:
+        As `mask_of_piece`, over the slots up to the last of `ends`.
+    """
+    return _tilted(ends.mask(positions.window, dtype), positions, slab, segment, ends.stop)
+
+
+def band(
+    width: int, stop: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The mask of the last `width` of `stop` tokens in a row [1, 1, 1, width, stop]."""
+    with torch.inference_mode(False):
+        query = torch.arange(stop - width, stop, device=device)[:, None]
+        ahead = query - torch.arange(stop, device=device)
+        seen = ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=device)
+        return mask.masked_fill_(~seen, -torch.inf)[None, None, None]
+
+
+_cached_band = lru_cache(maxsize=8)(band)
+
+
+def _tilted(
+    bias: Tensor | None, positions: LayerPositions, slab: Slab, segment: Segment, stop: int
+) -> Tensor | None:
+    """A mask, and on it the layer's linear biases, where it has them."""
+    if positions.alibi is None or slab.frame is None:
+        return bias
+    frame, position = slab.frame[:, :, :stop], slab.position[:, :, :stop]
+    tilt = _tilt(positions, positions.alibi, frame, position, segment)
+    return tilt if bias is None else bias + tilt
+
+
+def _tilt(
+    positions: LayerPositions, alibi: Alibi, frame: Tensor, position: Tensor, segment: Segment
+) -> Tensor:
+    """ALiBi of slots at the places that the frame gives them [batch, kv_heads, slots]."""
+    first: Tensor | int = 0
+    if positions.rolling and alibi.rounding is not None:
+        far = torch.iinfo(frame.dtype).max
+        first = frame.masked_fill(position < 0, far).amin(dim=2, keepdim=True)
+    return alibi.bias(frame, frame.shape[1], first, segment.start[:, None, None])
 
 
 def attend_prompt(
@@ -265,10 +201,9 @@ def attend_prompt(
             received[:, :, :stop] += attention_mass(block, k, weights, params, bias + real)
         if not answers:
             continue
-        if is_uncapped(params):
-            outs.append(fused_attention(block, k, v, params, bias))
-        else:
-            outs.append(two_weight_attention(block, k, v, weights, weights, params, bias))
+        slots = AttendedSlots(k, v, None, weights, weights, None, 0, stop, plain=True)
+        attend = select_attention(block, slots, params, bias, by="torch")
+        outs.append(attend(block, slots, params, bias).answers)
     position = segment.positions.expand(-1, kv_heads, -1)
     shape = (*queries.shape[:-1], values.shape[3])
     out = torch.cat(outs, dim=3) if answers else values.new_zeros(shape)

@@ -16,17 +16,16 @@ from torch import Tensor
 from weir.cache.layer.spec import LayerSpec
 from weir.kernels import register_operator
 from weir.slab import (
+    AttendedSlots,
     AttentionParams,
     QuantizedStorage,
     Slab,
     attend_in_loops,
     fused_attention,
-    is_uncapped,
     merge_groups,
     put_lines,
+    select_attention,
     slot_lines,
-    split_attention,
-    two_weight_attention,
     uses_loops,
 )
 
@@ -133,13 +132,6 @@ class DecodeSlots:
         lines = slot_lines(ends - first, kv_heads, self.keys.shape[2])
         put_lines(self.keys, keys, lines)
         put_lines(self.values, values, lines)
-        held = self.keys, self.values
-        if self.quantized is not None:
-            quantized = self.quantized.keys(0, first), self.quantized.values(0, first)
-            held = (
-                torch.cat([quantized[0], self.keys], dim=2),
-                torch.cat([quantized[1], self.values], 2),
-            )
         if self.queries is not None:
             place = (waiting - self.unasked).clamp_min(0)
             asked = slot_lines(place, kv_heads, self.queries.shape[2])
@@ -149,25 +141,15 @@ class DecodeSlots:
         if self.window is not None:
             seen &= slot > ends[:, None] - self.window
         unseen = ~seen[:, None]
-        if looped and (self.a is None or (self.split is not None and is_uncapped(params))):
-            mask, factors = self.b, None
-            if self.split is not None:
-                mask, *factors = self.split
-            mask = mask.masked_fill(unseen, -torch.inf)
-            return attend_in_loops(queries, *held, mask, params, factors).flatten(1, 2)
-        if self.split is not None and is_uncapped(params):
-            mask, numerator, denominator = self.split
-            mask = mask.masked_fill(unseen, -torch.inf)
-            out = split_attention(queries, *held, mask, numerator, denominator, params)
-            return out.flatten(1, 2)
         below = self.b.masked_fill(unseen, -torch.inf)
-        if self.a is None and is_uncapped(params):
-            bias = below[:, :, None, None]
-            out = fused_attention(queries, *held, params, bias)
-        else:
-            above = below if self.a is None else self.a.masked_fill(unseen, -torch.inf)
-            out = two_weight_attention(queries, *held, above, below, params)
-        return out.flatten(1, 2)
+        above = below if self.a is None else self.a.masked_fill(unseen, -torch.inf)
+        split = self.split
+        if split is not None:
+            split = split[0].masked_fill(unseen, -torch.inf), *split[1:]
+        held = self.keys, self.values, self.quantized
+        slots = AttendedSlots(*held, above, below, split, 0, self.b.shape[2])
+        attend = select_attention(queries, slots, params, by="loops" if looped else "torch")
+        return attend(queries, slots, params, None).answers.flatten(1, 2)
 
 
 def _attended(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weir.cache.layer.layer_state import LayerState
 from weir.cache.layer.observation_window import (
     keep_older_queries,
     last_queries,
@@ -26,14 +27,33 @@ from weir.errors import WeirError
 from weir.pools import Fold, ObservedAttention
 from weir.slab import (
     AttentionParams,
+    AttentionResult,
     Slab,
     Slots,
-    Watched,
     copy_if_shared,
     is_longer,
     roll_positions,
     shift_spans,
 )
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A segment that was answered and is not committed yet.
+
+    Attributes:
+        segment, params: the segment, and how the layer attends.
+        arrivals: a whole prompt [batch, ...] that is folded in place of the tail.
+        mass: the attention each slot received from the segment [batch, kv_heads, slots], where the
+            segment is the whole tail and that is known; otherwise it is computed if a pool asks.
+        observed: what the queries of such a segment read, where pools ask for it.
+    """
+
+    segment: Segment
+    params: AttentionParams
+    arrivals: Slots | None = None
+    mass: Tensor | None = None
+    observed: AttentionResult | None = None
 
 
 @dataclass(frozen=True)
@@ -48,30 +68,16 @@ class Folding:
 
     # A fold makes hundreds of small tensors, and each costs less where none may have a gradient.
     @torch.inference_mode()
-    def fold(
-        self,
-        slab: Slab,
-        lengths: list[list[int]],
-        seeds: list[int],
-        segment: Segment,
-        params: AttentionParams,
-        arrivals: Slots | None = None,
-        mass: Tensor | None = None,
-        watched: Watched | None = None,
-    ) -> None:
+    def fold(self, state: LayerState, pending: Pending) -> None:
         """Fold the rows that are due, rows of the same layout together.
 
         Args:
-            slab: the slots of all rows; rewritten for the rows that fold.
-            lengths: per row and per pool, slots in use; rewritten for the rows that fold.
-            seeds: of each row's draws.
-            segment: what was appended last; says which rows are due.
-            params: how the layer attends.
-            arrivals: folded in place of the tail, if given: a whole prompt [batch, ...].
-            mass: what each slot received from the queries of the tail [batch, kv_heads, slots], if
-                that is known; otherwise it is worked out where a pool asks for it.
-            watched: what these queries have read, the same.
+            state: the layer's slots and lengths; rewritten for the rows that fold.
+            pending: what was appended last; says which rows are due.
         """
+        slab, lengths, segment, params = state.slab, state.lengths, pending.segment, pending.params
+        arrivals = pending.arrivals
+        assert slab is not None
         groups: dict[tuple[tuple[int, ...], int, tuple[Any, ...]], list[int]] = {}
         for row in segment.due:
             arrived = segment.waiting[row] + segment.counts[row]
@@ -88,7 +94,7 @@ class Folding:
             else:
                 new = part.run(end, end + arrived)
             if arrivals is None and part.mass is not None:
-                received = mass
+                received = pending.mass
                 if received is None or index is not None:
                     tail = tail_of(segment, rows, self.spec.chunk)
                     received = mass_from_tail(part, self.spec, params, tail, end + arrived)
@@ -99,17 +105,16 @@ class Folding:
             ahead, clock = segment.after, segment.clock
             if index is not None:
                 ahead, clock = ahead[index], clock[index]
-            its_seeds = tuple(seeds[row] for row in rows)
+            observed = pending.observed if index is None else None
+            seeds = tuple(state.seeds[row] for row in rows)
             fold = Fold(
                 draws=replace(
                     self.spec.draws,
-                    seed=its_seeds[0] if len(set(its_seeds)) == 1 else its_seeds,
+                    seed=seeds[0] if len(set(seeds)) == 1 else seeds,
                 ),
                 seen=ahead - segment.origin,  # a copy, whatever a pool may do with it
                 queries=queries,
-                read=self._reading(
-                    part, lies, new, queries, ahead, params, watched if index is None else None
-                ),
+                read=self._reading(part, lies, new, queries, ahead, params, observed),
                 prompt=arrivals is not None,
                 origin=segment.origin,
                 form=params,
@@ -124,6 +129,7 @@ class Folding:
                 slab.put_rows(index, part)
             for row in rows:
                 lengths[row] = kept
+        state.refresh()
 
     def _told(self, segment: Segment, row: int, arrived: int) -> tuple[Any, ...]:
         """What of a row's marks decides how many tokens its pools keep.
@@ -163,7 +169,7 @@ class Folding:
         queries: Tensor | None,
         ahead: Tensor,
         params: AttentionParams,
-        watched: Watched | None,
+        observed: AttentionResult | None,
     ) -> ObservedAttention:
         """What the last queries read, of a slab whose rows all lie alike, before it is packed.
 
@@ -179,7 +185,7 @@ class Folding:
             spec.positions,
             spec.output,
             len(new),
-            watched,
+            observed,
         )
 
     def _fold(

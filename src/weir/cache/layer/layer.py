@@ -20,35 +20,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from weir.cache.layer.attention import attend_prompt, attend_slots, observe, rotate_to_positions
+from weir.cache.layer.attention import (
+    attend_prompt,
+    mask_of_piece,
+    mask_of_step,
+    rotate_to_positions,
+)
 from weir.cache.layer.decode import DecodeSlots
-from weir.cache.layer.fold import Folding
-from weir.cache.layer.layerrows import LayerRows
-from weir.cache.layer.mask import mask_of_piece, mask_of_step
+from weir.cache.layer.fold import Folding, Pending
+from weir.cache.layer.layer_state import LayerState
 from weir.cache.layer.observation_window import store_last_queries, store_queries
 from weir.cache.layer.plan import ForwardPlan, Segment, plan_forward
 from weir.cache.layer.spec import LayerSpec
 from weir.errors import WeirError
-from weir.slab import AttentionParams, Heads, Slab, Slots, Watched
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A segment that was answered and is not committed yet.
-
-    Attributes:
-        segment, form: the segment, and how the layer attends.
-        arrivals: a whole prompt that is to be folded in place of the tail.
-        mass: what each slot received from the segment [batch, kv_heads, slots], where the segment
-            is the whole tail and that is known.
-        watched: what its queries have read, the same.
-    """
-
-    segment: Segment
-    params: AttentionParams
-    arrivals: Slots | None = None
-    mass: Tensor | None = None
-    watched: Watched | None = None
+from weir.slab import AttentionParams, Heads, Observe, Slab, select_attention
 
 
 @dataclass(frozen=True)
@@ -59,30 +44,31 @@ class Backup:
     lengths: list[list[int]]
 
 
-class Layer(LayerRows):
-    """The stream of one layer: a slab, a pipe, and how far each row of the batch has come.
+class Layer:
+    """The stream of one layer: its state, how it attends and folds, and the forward under way.
 
     Attributes:
-        spec: what is always so about it.
-        slab: the slots; None before the first token.
-        lengths: per row and per pool of the pipe, slots in use.
-        seeds: of each row's draws.
-        form: how it attended last; None before the first token. A compiled step, whose graph knows
+        spec: the layer's fixed facts.
+        state: the slots, and how each row of the batch uses them.
+        folding: how it folds.
+        params: how it attended last; None before the first token. A compiled step, whose graph has
             it already, folds with it.
+        unchecked: numbers of the last forward that must be finite (or true), [batch, ...] each, and
+            that nobody has looked at yet: to look waits for an accelerator, and costs a step on a
+            CPU more than one look at all layers together at its end.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
+        self.spec = spec
+        self.state = LayerState(spec)
         self.folding = Folding(spec)
-        super().__init__(spec)
+        self.reset()
 
     def reset(self) -> None:
         """Forget everything, and give the slots back."""
-        super().reset()
+        self.state.reset()
         self.params: AttentionParams | None = None
-        # Numbers of the last forward that are to be finite, each with its rows in front, and that
-        # nobody has looked at yet: looking means waiting for an accelerator, and costs a step on a
-        # CPU more than all layers together at its end.
-        self._unchecked: list[Tensor] = []
+        self.unchecked: list[Tensor] = []
         self._pending: Pending | None = None
         self._backup: Backup | None = None
         self._fold_seconds = 0.0
@@ -155,15 +141,15 @@ class Layer(LayerRows):
         kv_heads = keys.shape[1]
         queries = queries.view(batch, kv_heads, heads // kv_heads, length, -1)
         if not plan.segments:
-            self._unchecked = []
+            self.unchecked = []
             return values.new_zeros((batch, heads, length, values.shape[3]))
         self._check_finite(keys, values, plan)
-        if self.slab is None:
+        if self.state.slab is None:
             self._backup = Backup(None, [])
             group = heads // kv_heads
             sizes = Heads(kv_heads, group, keys.shape[3], values.shape[3], keys.dtype)
             first = plan.segments[0].start
-            self.allocate(sizes, batch, first, keys.device, self._seeds_of(batch))
+            self.state.allocate(sizes, batch, first, keys.device)
         self._check_like(keys, values)
         if plan.step:
             return self._attend_step(queries, keys, values, params, plan.segments[0]).flatten(1, 2)
@@ -193,9 +179,9 @@ class Layer(LayerRows):
     def _check_finite(self, keys: Tensor, values: Tensor, plan: ForwardPlan) -> None:
         """Refuse keys and values of tokens that are not finite, now or at the forward's end."""
         if plan.step:
-            self._unchecked = [keys, values]
+            self.unchecked = [keys, values]
             return
-        self._unchecked = []
+        self.unchecked = []
         if not keys.numel():
             return
         if keys.device.type == "cpu":
@@ -206,30 +192,25 @@ class Layer(LayerRows):
             if columns:
                 raise RowsNotFinite(self.spec.index, columns)
         else:
-            self._unchecked = [finite_columns(keys, values)]
-
-    @property
-    def unchecked(self) -> list[Tensor]:
-        """Numbers of the last forward that are to be finite (or true), [batch, ...] each."""
-        return self._unchecked
+            self.unchecked = [finite_columns(keys, values)]
 
     def unfinite(self, plan: ForwardPlan) -> dict[int, int]:
         """By row, the first column of the last forward that is not finite; {} where all is well.
 
         Of a step of one token each, rows without a token are named too.
         """
-        if not self._unchecked:
+        if not self.unchecked:
             return {}
-        if self._unchecked[0].dtype == torch.bool:
-            return first_unfinite(self._unchecked[0], plan)
+        if self.unchecked[0].dtype == torch.bool:
+            return first_unfinite(self.unchecked[0], plan)
         finite = torch.stack(
-            [t.isfinite().reshape(t.shape[0], -1).all(dim=1) for t in self._unchecked]
+            [t.isfinite().reshape(t.shape[0], -1).all(dim=1) for t in self.unchecked]
         )
         return dict.fromkeys((~finite.all(dim=0)).nonzero()[:, 0].tolist(), 0)
 
     def _check_like(self, keys: Tensor, values: Tensor) -> None:
         """Refuse keys and values that do not fit the slots there are."""
-        slab = self.slab
+        slab = self.state.slab
         assert slab is not None
         if keys.dtype != slab.keys.dtype or keys.device != slab.keys.device:
             was = f"{str(slab.keys.dtype).removeprefix('torch.')} on {slab.keys.device}"
@@ -249,9 +230,9 @@ class Layer(LayerRows):
 
     def decode_slots(self) -> DecodeSlots | None:
         """What a compiled step reads and writes; None where steps go the usual way."""
-        if self.slab is None or self.params is None:
+        if self.state.slab is None or self.params is None:
             return None
-        return DecodeSlots.of(self.slab, self.spec)
+        return DecodeSlots.of(self.state.slab, self.spec)
 
     def commit_step(self, segment: Segment, largest: Tensor | None) -> None:
         """A compiled step has written the tokens of a segment and answered them; as after `attend`.
@@ -262,7 +243,7 @@ class Layer(LayerRows):
                 where all are known to be finite.
         """
         assert self.params is not None
-        self._unchecked = [] if largest is None else [largest]
+        self.unchecked = [] if largest is None else [largest]
         self._note_spans(segment)
         self._pending = Pending(segment, self.params)
 
@@ -280,27 +261,17 @@ class Layer(LayerRows):
 
     def _commit(self) -> None:
         pending, self._pending = self._pending, None
-        if pending is None or self.slab is None or not pending.segment.due:
+        if pending is None or self.state.slab is None or not pending.segment.due:
             return
         start = time.perf_counter()
-        self.folding.fold(
-            self.slab,
-            self.lengths,
-            self.seeds,
-            pending.segment,
-            pending.params,
-            pending.arrivals,
-            pending.mass,
-            pending.watched,
-        )
-        self._look(self.slab)
+        self.folding.fold(self.state, pending)
         self._fold_seconds += time.perf_counter() - start
 
     def _commit_early(self) -> None:
         """Commit a segment while the forward is still under way."""
-        if self._backup is None and self.slab is not None:
-            lengths = [list(row) for row in self.lengths]
-            self._backup = Backup(self.slab.copy(), lengths)
+        if self._backup is None and self.state.slab is not None:
+            lengths = [list(row) for row in self.state.lengths]
+            self._backup = Backup(self.state.slab.copy(), lengths)
         self._commit()
 
     def undo(self) -> None:
@@ -308,24 +279,23 @@ class Layer(LayerRows):
         self._pending = None
         backup, self._backup = self._backup, None
         if backup is not None:
-            self.slab, self.lengths = backup.slab, backup.lengths
-            self._plain, self._from = True, self.spec.pipe.quantized_slots
-            if self.slab is not None:
-                self._look(self.slab)
-        if self.slab is not None:
+            self.state.slab, self.state.lengths = backup.slab, backup.lengths
+            if self.state.slab is not None:
+                self.state.refresh()
+        if self.state.slab is not None:
             # What is no number would make others so, in a step that reads the whole slab, though
             # its weight were zero.
-            for row, used in enumerate(self.used):
-                self.slab.scrub(row, used, used + self.spec.chunk)
+            for row, used in enumerate(self.state.used):
+                self.state.slab.scrub(row, used, used + self.spec.chunk)
 
     def undo_rows(self, rows: list[int]) -> None:
         """Take the tokens of some rows out of a step that has not been committed."""
-        if self._pending is None or self.slab is None:
+        if self._pending is None or self.state.slab is None:
             return
         segment = self._pending.segment
-        ends = self.ends(segment.waiting)
+        ends = self.state.ends(segment.waiting)
         for row in rows:
-            self.slab.scrub(row, ends[row], ends[row] + 1)
+            self.state.slab.scrub(row, ends[row], ends[row] + 1)
         self._pending = Pending(segment.without(rows), self._pending.params)
 
     # --- segments
@@ -343,10 +313,10 @@ class Layer(LayerRows):
         A row without a token writes there too and stays where it is: that costs nothing, and what
         it wrote is overwritten by its next token.
         """
-        slab, spec = self.slab, self.spec
+        slab, spec = self.state.slab, self.spec
         assert slab is not None
         queries, keys = rotate_to_positions(spec, slab, queries, keys, segment)
-        ends = segment.ends(tuple(self.ends(segment.waiting)))
+        ends = segment.ends(tuple(self.state.ends(segment.waiting)))
         kv_heads = keys.shape[1]
         if ends.in_step:
             slab.append(keys, values, ends.stop - 1)
@@ -365,9 +335,9 @@ class Layer(LayerRows):
                 slab.store_queries_each(queries, lines)
         self._note_spans(segment)
         self._pending = Pending(segment, params)
-        return attend_slots(
-            spec, slab, queries, params, bias, (self._from, ends.stop), plain=self._plain
-        )
+        slots = slab.attended(self.state.first, ends.stop, plain=self.state.plain)
+        attend = select_attention(queries, slots, params, bias)
+        return attend(queries, slots, params, bias).answers
 
     def _attend_piece(
         self,
@@ -381,46 +351,46 @@ class Layer(LayerRows):
         """One segment of a forward whose `last` is known: into the tail, and attend."""
         if self._pending is not None:
             self._commit_early()
-        slab, spec = self.slab, self.spec
+        slab, spec = self.state.slab, self.spec
         assert slab is not None
         queries, keys = rotate_to_positions(spec, slab, queries, keys, segment)
-        ends = self.ends(segment.waiting)
+        ends = self.state.ends(segment.waiting)
         in_step = segment.in_step and len(set(ends)) == 1
         if in_step:
             slab.append(keys, values, ends[0])
         else:
             rows, places, _ = segment.entries
-            prefix = torch.tensor(self.used, device=keys.device)
+            prefix = torch.tensor(self.state.used, device=keys.device)
             slab.append_at(keys, values, rows, prefix[rows] + segment.tail_places, places)
         stop = max(end + n for end, n in zip(ends, segment.counts, strict=True))
         bias = mask_of_piece(spec.positions, slab, segment, stop, queries.dtype, in_step=in_step)
         store_queries(slab, spec, queries, segment)
         self._note_spans(segment)
         # The last segment folds when all layers have answered. Until then none keeps its shares,
-        # which are as many as queries times slots.
-        told = 0 < spec.pipe.needs_queries <= segment.width
-        told = told and (segment is not last or not spec.pipe.needs_shares)
-        told = told and slab.quantized is None  # pools are told of these in another order
-        asked = in_step and (told or slab.mass is not None)
-        slots = (self._from, stop)
-        watched = observe(spec, slab, queries, params, bias, slots) if asked else None
-        if watched is not None:
-            kept = watched if told else None
-            if segment is last and kept is not None:
-                kept = kept._replace(shares=None)
-            self._pending = Pending(segment, params, mass=watched.mass, watched=kept)
-            return watched.answers
-        self._pending = Pending(segment, params)
-        plain = self._plain and in_step
+        # which are as many as queries times slots. Pools learn quantized slots in another order.
+        told = 0 < spec.pipe.needs_queries <= segment.width and slab.quantized is None
+        told = told and not (segment is last and spec.pipe.needs_shares)
+        observe: Observe = ""
+        if in_step and segment.width == spec.chunk and (told or slab.mass is not None):
+            observe = "shares" if spec.pipe.needs_shares else "received"
+        slots = slab.attended(self.state.first, stop, plain=self.state.plain and in_step)
         causal = in_step and spec.positions.window is None and spec.positions.alibi is None
-        return attend_slots(spec, slab, queries, params, bias, slots, plain=plain, causal=causal)
+        attend = select_attention(queries, slots, params, bias, causal=causal, observe=observe)
+        result = attend(queries, slots, params, bias)
+        mass = observed = None
+        if result.received is not None:
+            mass = result.mass
+            if told:
+                observed = result._replace(shares=None) if segment is last else result
+        self._pending = Pending(segment, params, mass=mass, observed=observed)
+        return result.answers
 
     def _note_spans(self, segment: Segment) -> None:
         """Keep where the tokens of a segment stand on three axes, for the folds that move them."""
-        slab = self.slab
+        slab = self.state.slab
         if slab is None or slab.span is None:
             return
-        ends = self.ends(segment.waiting)
+        ends = self.state.ends(segment.waiting)
         if segment.in_step and len(set(ends)) == 1:
             slab.span.narrow(2, ends[0], segment.width).copy_(segment.spans[:, None])
             return
@@ -441,10 +411,10 @@ class Layer(LayerRows):
 
         At once, so that no more than one layer holds the prompt.
         """
-        assert self.slab is not None
-        queries, keys = rotate_to_positions(self.spec, self.slab, queries, keys, segment)
+        assert self.state.slab is not None
+        queries, keys = rotate_to_positions(self.spec, self.state.slab, queries, keys, segment)
         out, arrivals = attend_prompt(self.spec, queries, keys, values, params, segment, answers)
-        store_last_queries(self.slab, self.spec, queries, segment)
+        store_last_queries(self.state.slab, self.spec, queries, segment)
         self._pending = Pending(segment, params, arrivals)
         self._commit_early()
         return out

@@ -11,13 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weir.cache.layer.mask import mask_of_piece
+from weir.cache.layer.attention import mask_of_piece
 from weir.cache.layer.plan import Segment
 from weir.cache.layer.spec import LayerSpec
-from weir.slab import AttentionParams, Slab, attention_mass, merge_groups
-
-AT_ONCE = 1 << 24
-"""Logits held at once."""
+from weir.slab import AT_ONCE, AttentionParams, Slab, attention_mass, merge_groups
 
 
 def store_queries(slab: Slab, spec: LayerSpec, queries: Tensor, segment: Segment) -> None:

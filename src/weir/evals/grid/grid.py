@@ -27,7 +27,7 @@ from weir.policies import NAMED, Layered, Pipe, is_file, parse_policy, with_slot
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a paper's tests read.
+    """The way the tests of a paper read a prompt.
 
     Attributes:
         about: what it sets, in a sentence.
@@ -142,7 +142,7 @@ class Cell:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Cell:
-        """The cell that `as_json` tells of.
+        """Make a cell from the fields of `as_json`.
 
         Raises:
             TypeError: a field is missing, or is none of a cell's.
@@ -169,7 +169,7 @@ class Grid:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def as_json(self) -> dict[str, Any]:
-        """What the first line of a results file says."""
+        """The first line of a results file."""
         cells = [cell.as_json() for cell in self.cells]
         return {"grid": self.fingerprint, "cells": cells}
 
@@ -189,7 +189,7 @@ def make_grid(
     loading: Mapping[str, Any] = MappingProxyType({}),
     compiled: bool = False,
 ) -> Grid:
-    """All cells of models × tasks × policies × budgets × seeds.
+    """Make all cells of models × tasks × policies × budgets × seeds.
 
     Args:
         models: names, folders or Hub ids; or models with their tokenizers, (model, tokenizer), by
@@ -260,7 +260,7 @@ def make_grid(
         for setting in settings
         for written in _each(policies, slots)
         for sized, budget, room in _sized(wanted[model], written, budgets, memory, chunk)
-        for seed in (seeds if _has_chance(setting, sized) else seeds[:1])
+        for seed in (seeds if _is_random(setting, sized) else seeds[:1])
     ]
     (twice, times), *_ = Counter(cells).most_common(1)
     if times > 1:
@@ -276,10 +276,10 @@ def _each(policies: str, slots: str | None) -> list[str]:
     every = ", ".join(name for name in NAMED if name not in NOT_IN_EVERY)
     words = [every if word.strip() == EVERY else word for word in policies.split(",")]
     found = read_policies(",".join(words))
-    return found if slots is None else [str(with_slots(parse_policy(it), slots)) for it in found]
+    return found if slots is None else [str(with_slots(parse_policy(one), slots)) for one in found]
 
 
-def _has_chance(setting: str, policy: str) -> bool:
+def _is_random(setting: str, policy: str) -> bool:
     """Whether a seed can change what a task finds under a policy."""
     (task,) = read_tasks(setting, TASKS)
     if task.drawn:
@@ -292,13 +292,13 @@ def _has_chance(setting: str, policy: str) -> bool:
 
 
 def pools_of(policy: str) -> str | None:
-    """What the name of a policy stands for today; None for one that is written in pools."""
+    """The pools that a policy's name stands for today; None for one that is written in pools."""
     try:
         found = parse_policy(policy)
     except WeirError:  # it has no budget yet
         return None
     each = found.policies if isinstance(found, Layered) else (found,)
-    in_pools = all(isinstance(it, Pipe) and it.called is None for it in each)
+    in_pools = all(isinstance(one, Pipe) and one.called is None for one in each)
     return None if in_pools or found.stands_for == policy else found.stands_for
 
 
@@ -399,7 +399,7 @@ def match_file_grid(path: Path, grid: Grid) -> Grid:
 
 
 def count_unrecorded_pools(grid: Grid) -> int:
-    """How many cells do not say what pools the name of their policy stands for."""
+    """Count the cells whose named policy is recorded without its pools."""
     return sum(cell.pools is None and pools_of(cell.policy) is not None for cell in grid.cells)
 
 

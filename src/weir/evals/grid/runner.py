@@ -33,9 +33,9 @@ from weir.policies import parse_policy
 Numbered = tuple[int, Cell]
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 """A model and its tokenizer."""
-Told = Callable[[int, float], None]
-"""Told of a cell, by its number in the grid, how much of it is done."""
-Worker = Callable[[list[Numbered], Told], Iterator[CellRecord]]
+CellProgress = Callable[[int, float], None]
+"""Called with the number of a cell in the grid and the share of it that is done."""
+Worker = Callable[[list[Numbered], CellProgress], Iterator[CellRecord]]
 """Runs cells and yields the record of each as it ends, in any order."""
 
 
@@ -47,7 +47,7 @@ def run(
     add: bool = False,
     models: Mapping[str, Loaded] | None = None,
     work: Worker | None = None,
-    on_progress: Told = lambda number, share: None,
+    on_progress: CellProgress = lambda number, share: None,
     on_record: Callable[[CellRecord], None] = lambda record: None,
 ) -> list[CellRecord]:
     """Run what is not done yet, and return the records of all cells in the order of the grid.
@@ -89,12 +89,12 @@ def run(
 
 def one_by_one(
     cells: list[Numbered],
-    told: Told,
+    on_progress: CellProgress,
     models: Mapping[str, Loaded] | None = None,
 ) -> Iterator[CellRecord]:
     """Cells in this process, in order."""
     for number, cell in cells:
-        yield measure(number, cell, partial(told, number), models)
+        yield measure(number, cell, partial(on_progress, number), models)
 
 
 def measure(
@@ -119,7 +119,7 @@ def failed_record(number: int, cell: Cell, why: str, seconds: float | None = Non
 
 
 def _facts(number: int, cell: Cell) -> CellRecord:
-    """What every record of a cell says."""
+    """The fields that every record of a cell has."""
     return {
         "cell": number,
         "model": cell.model,
@@ -198,7 +198,7 @@ def _loaded(name: str, loading: tuple[tuple[str, Any], ...], compiled: bool) -> 
 
 
 def failure_reason(error: Exception) -> str:
-    """What went wrong, in one line."""
+    """The error in one line."""
     lines = str(error).strip().splitlines()
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "out of memory" + (f": {lines[0]}" if lines else "")
@@ -215,7 +215,7 @@ CLUSTER_PATIENCE = 5.0
 
 
 def on_ray(address: str) -> Worker:
-    """What runs cells on a cluster.
+    """Make a worker that runs cells on a cluster.
 
     Args:
         address: `local` for a cluster of this machine's own, for as long as it is needed; or
@@ -231,10 +231,12 @@ def on_ray(address: str) -> Worker:
     ray = import_optional("ray", "--cluster", extra="ray")
     if address != LOCAL:
         _check_reachable(address)
-    return lambda cells, told: _run_on_ray(ray, address, cells, told)
+    return lambda cells, on_progress: _run_on_ray(ray, address, cells, on_progress)
 
 
-def _run_on_ray(ray: Any, address: str, cells: list[Numbered], told: Told) -> Iterator[CellRecord]:
+def _run_on_ray(
+    ray: Any, address: str, cells: list[Numbered], on_progress: CellProgress
+) -> Iterator[CellRecord]:
     if not cells:
         return
     threads = torch.get_num_threads()

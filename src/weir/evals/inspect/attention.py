@@ -40,7 +40,7 @@ OURS = "weir-inspect"
 
 @dataclass(frozen=True)
 class Attention:
-    """What one layer attends in one call: new tokens' queries, and the keys that they may see.
+    """Queries of one layer in one call, and the keys that they may see.
 
     Attributes:
         layer: which layer, from 0 on.
@@ -74,7 +74,7 @@ class Attention:
             yield start, min(start + BLOCK, self.length)
 
     def logits(self, start: int, stop: int) -> Tensor:
-        """What goes into the softmax: scaled, capped, with linear biases, before sink logits.
+        """Logits as they enter the softmax: scaled, capped, with linear biases, before sink logits.
 
         ALiBi is counted from the query's own place, where it is 0: a constant of each query is
         nothing to a softmax.
@@ -159,7 +159,7 @@ def watch(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
 
 
 def looks_ahead(model: PreTrainedModel) -> bool:
-    """Whether its tokens see those behind them, as an encoder's do."""
+    """Whether tokens of a model see those after them, as in an encoder."""
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         return False
@@ -185,20 +185,20 @@ class _Watcher(ListeningCache):
         """Show what was asked, and what there was to attend to."""
         queries, keys, _ = asked
         (piece,) = forward.plan.on(queries.device).segments  # a call is no longer than the tail
-        its = self.stack[layer]
-        assert its.slab is not None
-        positions = its.spec.positions
+        state = self.stack[layer].state
+        assert state.slab is not None
+        positions = self.stack[layer].spec.positions
         if positions.rotary is not None and not positions.placed:
             queries = positions.rotary.rotate(queries, piece.positions)
         # All rows and heads alike: tokens in order, and those of this call behind them.
-        end = its.ends(piece.waiting)[0] + piece.width
+        end = state.ends(piece.waiting)[0] + piece.width
         self.look(
             Attention(
                 layer,
                 queries.unflatten(1, (keys.shape[1], -1)),
-                its.slab.read(0, end)[0],
+                state.slab.read(0, end)[0],
                 int(piece.start[0]),
-                its.slab.position[0, 0, :end],
+                state.slab.position[0, 0, :end],
                 form,
                 positions,
             )

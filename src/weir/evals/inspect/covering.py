@@ -1,4 +1,4 @@
-"""How clusterable a set of points is: what radius k centers need to cover it, beside a control.
+"""Clusterability of points: the radius that k centers need to cover them, beside a control.
 
 SubGen (Zandieh et al. 2024), Definition 1: points are clusterable if few balls of a small radius
 cover them. A radius by itself says nothing, since it grows with the points, their number and their
@@ -85,7 +85,7 @@ def cover(points: Tensor, seed: int = 0, counts: Sequence[int] | None = None) ->
     # Shuffled coordinates have the same spread as they were: one unit for both.
     unit = spread(points)[:, None]
     unit = torch.where(unit > 0, unit, torch.ones_like(unit))
-    mine, other = points, shuffled(points, seed)
+    mine, other = points, shuffle_coordinates(points, seed)
     return Covering(
         counts, covering_radii(mine, counts) / unit, covering_radii(other, counts) / unit
     )
@@ -96,14 +96,14 @@ def spread(points: Tensor) -> Tensor:
     return (points - points.mean(dim=1, keepdim=True)).square().sum(dim=2).mean(dim=1).sqrt()
 
 
-def shuffled(points: Tensor, seed: int) -> Tensor:
+def shuffle_coordinates(points: Tensor, seed: int) -> Tensor:
     """Every coordinate of every set in an order of its own [sets, n, dim]."""
     draws = torch.rand(points.shape, generator=torch.Generator().manual_seed(seed % 2**63))
     return points.gather(1, draws.argsort(dim=1).to(points.device))
 
 
 def centers(points: Tensor, k: int) -> Tensor:
-    """Which points greedy k-center picks, the first of them to begin with [sets, n], bool.
+    """Pick points by greedy k-center, starting from the first [sets, n], bool.
 
     The traversal of the pool `kcenter`: of the first k of more centers it picks the same.
 

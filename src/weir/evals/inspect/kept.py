@@ -1,4 +1,14 @@
-"""What a policy keeps."""
+"""Tokens of a text that a policy keeps, by pool, at several moments, as a picture and as HTML.
+
+A token is *held* by a KV head of a layer while its own key and value lie in a slot there. Pools
+that weigh (`balance`, `subgen`, `uniform`, ...) let a slot speak for tokens that are gone; those
+are shown as gone, and the label gives the weight of the slot. A mean of several (`residue`) is
+shown at the newest of them.
+
+The text needs no scripts: pointing at a token, tapping it or reaching it by the keyboard shows a
+bar at the lower edge of the window. Color is never the only sign: the line under a token has a
+style for every pool and is thicker the more heads hold it.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +120,7 @@ def runs_of(said: Sequence[tuple[str, bool]], holding: Holding) -> Iterator[Run]
 
 
 def label_of(run: Run, holding: Holding) -> str:
-    """What is said of a run of tokens, as plain text."""
+    """The label of a run of tokens, as plain text."""
     one = run.first == run.last
     which = f"token {run.first:,}" if one else f"tokens {run.first:,} to {run.last:,}"
     if run.held is None:
@@ -176,7 +186,7 @@ GONE, UNREAD = (0.93, 0.94, 0.95), (1.0, 1.0, 1.0)
 
 
 def section(asked: Inspection) -> Section:
-    """What the policy holds of the text, as strips over layers and heads, and as text.
+    """Show what the policy holds of the text, as strips over layers and heads, and as text.
 
     Raises:
         PolicyError: the policy cannot be read.
@@ -246,7 +256,7 @@ def chosen(asked: Inspection) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def follow(asked: Inspection, policy: str, ids: Tensor, moments: Sequence[int]) -> list[Holding]:
-    """What the chosen layers and heads hold at each moment, while a text is read as a stream.
+    """Read a text as a stream; returns what the chosen layers and heads hold at each moment.
 
     Args:
         asked: the model, layers, heads and seed, and who is told of moments that were reached.
@@ -280,7 +290,7 @@ def only(holding: Holding, layers: Sequence[int], heads: Sequence[int]) -> Holdi
 
 
 def strip(holding: Holding, tokens: int, layers: Sequence[int], heads: Sequence[int]) -> Tensor:
-    """Which pool holds each token in each pair of a layer and a KV head.
+    """The pool that holds each token, for each layer and KV head.
 
     Args:
         holding: of these layers and heads.
@@ -314,7 +324,7 @@ def draw(
     with drawing(0.9 + (height + 0.38) * len(found)) as figure:
         panels = figure.subplots(len(found), 1, sharex=True, squeeze=False)[:, 0]
         for axes, holding in zip(panels, found, strict=True):
-            image = narrowed(palette[strip(holding, tokens, layers, heads)]).numpy()
+            image = narrow_image(palette[strip(holding, tokens, layers, heads)]).numpy()
             axes.imshow(image, aspect="auto", interpolation="nearest", extent=(0, tokens, lines, 0))
             axes.axvline(holding.seen, color="#1b2733", lw=1)
             axes.set_title(f"after {holding.seen:,} tokens", loc="left", fontsize=9, pad=3)
@@ -337,7 +347,7 @@ def draw(
     return figure
 
 
-def narrowed(image: Tensor) -> Tensor:
+def narrow_image(image: Tensor) -> Tensor:
     """An image with as many columns as a picture shows, neighbors mixed [lines, columns, 3].
 
     Args:
@@ -377,7 +387,7 @@ def _table(found: Sequence[Holding]) -> TextTable:
     rows = []
     for holding in found:
         held = holding.tokens()
-        everywhere = sum(it.pairs == holding.pairs for it in held)
+        everywhere = sum(token.pairs == holding.pairs for token in held)
         slots = torch.bincount(holding.pool, minlength=len(pools)) / holding.pairs
         cells = (holding.seen, len(held), everywhere)
         rows.append((*(f"{n:,}" for n in cells), *(f"{n:.1f}" for n in slots.tolist())))

@@ -1,4 +1,14 @@
-"""Geometry of keys."""
+"""Geometry of keys and values: t-SNE with greedy centers, and clusterability.
+
+SubGen (Zandieh et al. 2024), section 3.1 and Figure 1: the keys that a Llama-2-7B caches over 1,024
+tokens are said to be more clusterable than its values, thanks to rotary embedding. So keys are
+measured as a cache holds them, rotated to their places, once more as if all stood at place 0, and
+beside the values. Clusterability is a number here (`covering`), of every KV head and with an
+interval over passages of the text.
+
+The first token is left out, or all tokens of a learned sink: the sink lies far from all others, and
+shuffled, its coordinates would make the control look spread out and any set of points clusterable.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +31,7 @@ from weir.evals.inspect.section import (
     drawing,
     longest,
     passages,
+    style_panel,
 )
 from weir.evals.records import import_optional
 from weir.evals.report import TextTable
@@ -82,18 +93,18 @@ def draw_clouds(clouds: Sequence[Cloud], first: int = 0) -> Figure:
         clouds: in the order of their places.
         first: the place in the text of their first points.
     """
-    kinds = list(dict.fromkeys(it.kind for it in clouds))
-    layers = list(dict.fromkeys(it.layer for it in clouds))
+    kinds = list(dict.fromkeys(one.kind for one in clouds))
+    layers = list(dict.fromkeys(one.layer for one in clouds))
     with drawing(2.4 * len(layers) + 0.7) as figure:
         panels = figure.subplots(len(layers), len(kinds), squeeze=False)
-        for it in clouds:
-            axes = panels[layers.index(it.layer), kinds.index(it.kind)]
-            order = range(first, first + len(it.place))
-            x, y = it.place.T.numpy()
+        for one in clouds:
+            axes = panels[layers.index(one.layer), kinds.index(one.kind)]
+            order = range(first, first + len(one.place))
+            x, y = one.place.T.numpy()
             dots = axes.scatter(x, y, c=order, cmap="viridis", s=5, lw=0)
-            x, y = it.place[it.center].T.numpy()
+            x, y = one.place[one.center].T.numpy()
             axes.scatter(x, y, s=34, facecolors="none", edgecolors="#d1410c", lw=1.3)
-            axes.set_title(f"{it.kind}, layer {it.layer}, head {it.head}", fontsize=8.5, pad=3)
+            axes.set_title(f"{one.kind}, layer {one.layer}, head {one.head}", fontsize=8.5, pad=3)
             axes.set_xticks([])
             axes.set_yticks([])
             axes.spines[:].set_color("#c8d0d6")
@@ -113,7 +124,7 @@ def draw_curves(measured: Sequence[Measured]) -> Figure:
         end = axes.get_yaxis_transform()
         axes.text(0.99, 1, "the control", color=GRAY, ha="right", va="bottom", transform=end)
         for kind, (color, marker, line) in _looks(measured):
-            mine = [it for it in measured if it.kind == kind]
+            mine = [one for one in measured if one.kind == kind]
             counts = list(mine[0].counts)
             points = [mean_interval(shares) for shares in zip(*_shares(mine), strict=True)]
             middle = [mean for mean, _ in points]
@@ -133,23 +144,23 @@ def draw_curves(measured: Sequence[Measured]) -> Figure:
 
 def draw_scores(measured: Sequence[Measured]) -> Figure:
     """The clusterability of every head by layer; a line joins the means of the layers."""
-    layers = list(dict.fromkeys(it.layer for it in measured))
+    layers = list(dict.fromkeys(one.layer for one in measured))
     with drawing(3.1) as figure:
         axes = figure.subplots()
         axes.axhline(0, color=GRAY, lw=1)
         looks = _looks(measured)
         for number, (kind, (color, marker, line)) in enumerate(looks):
             aside = 0.16 * (number - (len(looks) - 1) / 2)
-            mine = [it for it in measured if it.kind == kind]
-            x = [layers.index(it.layer) + aside for it in mine]
-            scores = [mean_interval(it.scores) for it in mine]
+            mine = [one for one in measured if one.kind == kind]
+            x = [layers.index(one.layer) + aside for one in mine]
+            scores = [mean_interval(one.scores) for one in mine]
             y = [mean for mean, _ in scores]
             if scores[0][1] is not None:
                 reach = [reach or 0.0 for _, reach in scores]
                 axes.errorbar(x, y, reach, fmt="none", ecolor=color, elinewidth=0.8, alpha=0.5)
             axes.plot(x, y, marker, color=color, ms=4)
-            of = [layer for layer in layers if any(it.layer == layer for it in mine)]
-            means = [fmean(s for it, s in zip(mine, y, strict=True) if it.layer == n) for n in of]
+            of = [layer for layer in layers if any(one.layer == layer for one in mine)]
+            means = [fmean(s for one, s in zip(mine, y, strict=True) if one.layer == n) for n in of]
             places = [layers.index(layer) + aside for layer in of]
             axes.plot(places, means, line, color=color, lw=1.2)
             axes.plot([], [], line, marker=marker, color=color, ms=4, lw=1.2, label=kind)
@@ -164,14 +175,14 @@ def draw_scores(measured: Sequence[Measured]) -> Figure:
 def _looks(measured: Sequence[Measured]) -> list[tuple[str, tuple[str, str, str]]]:
     """The kinds that were measured, each with its look."""
     kinds = ("keys", "keys at place 0", "values")
-    there = {it.kind for it in measured}
+    there = {one.kind for one in measured}
     return [pair for pair in zip(kinds, LOOKS, strict=True) if pair[0] in there]
 
 
 def _shares(measured: Sequence[Measured]) -> list[list[float]]:
-    """By passage and k: radius / control's, the mean over heads."""
+    """The radius divided by the control's, by passage and k; means over heads."""
     radius, control = (
-        torch.tensor([getattr(it, name) for it in measured]) for name in ("radius", "control")
+        torch.tensor([getattr(one, name) for one in measured]) for name in ("radius", "control")
     )
     share = torch.where(control > 0, radius / control, torch.ones_like(radius))
     found: list[list[float]] = share.mean(dim=0).tolist()
@@ -179,9 +190,7 @@ def _shares(measured: Sequence[Measured]) -> list[list[float]]:
 
 
 def _dress_axes(axes: Axes) -> None:
-    axes.grid(axis="y", color="#e3e7ea", lw=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    style_panel(axes)
     axes.figure.legend(loc="outside upper center", frameon=False, ncols=3)
 
 
@@ -221,8 +230,8 @@ def section(asked: Inspection) -> Section:
     layers = layers_of(asked)
     measured, vectors = measure(asked, texts, layers)
     clouds = []
-    for it in vectors:
-        clouds.append(cloud_of(it, asked.seed))
+    for one in vectors:
+        clouds.append(cloud_of(one, asked.seed))
         asked.on_step(len(texts) * len(layers) + len(clouds), _steps(texts, layers))
     shown = ", ".join(map(str, some_of(layers)))
     pictures = (
@@ -255,7 +264,7 @@ def layers_of(asked: Inspection) -> tuple[int, ...]:
 
 
 def left_out(asked: Inspection) -> int:
-    """How many tokens are left out: those of a learned sink, or the first."""
+    """The number of tokens that are left out: those of a learned sink, or the first."""
     return max(1, len(asked.sink.tokens))
 
 
@@ -286,21 +295,21 @@ def measure(
     sink = left_out(asked)
     lot, drawn, done = random.Random(asked.seed), some_of(layers), 0
 
-    def take(number: int, it: LayerInputs) -> None:
+    def take(number: int, one: LayerInputs) -> None:
         nonlocal done
-        chosen = asked.kv_heads(it.queries.shape[1] // it.keys.shape[1])
-        heads = list(range(it.keys.shape[1]) if chosen is None else chosen)
+        chosen = asked.kv_heads(one.queries.shape[1] // one.keys.shape[1])
+        heads = list(range(one.keys.shape[1]) if chosen is None else chosen)
         head = lot.choice(heads) if chosen is None else heads[0]
-        for kind, x in kinds_of(it).items():
+        for kind, x in kinds_of(one).items():
             points = x[0, heads, sink:]
-            covering = cover(points, asked.seed + 1000 * number + it.layer)
-            for row, name in enumerate((it.layer, each, kind) for each in heads):
+            covering = cover(points, asked.seed + 1000 * number + one.layer)
+            for row, name in enumerate((one.layer, each, kind) for each in heads):
                 mine = found.setdefault(name, Measured(*name, covering.counts))
                 mine.radius.append(covering.radius[row].tolist())
                 mine.control.append(covering.control[row].tolist())
                 mine.scores.append(float(covering.score[row]))
-            if number == 0 and kind != TURNED and it.layer in drawn:
-                kept.append(Vectors(it.layer, head, kind, x[0, head, sink:].clone()))
+            if number == 0 and kind != TURNED and one.layer in drawn:
+                kept.append(Vectors(one.layer, head, kind, x[0, head, sink:].clone()))
         done += 1
         asked.on_step(done, _steps(texts, layers))
 
@@ -309,33 +318,33 @@ def measure(
     return list(found.values()), kept
 
 
-def kinds_of(it: LayerInputs) -> dict[str, Tensor]:
-    """What is compared of a layer, by kind [1, kv_heads, length, dim].
+def kinds_of(one: LayerInputs) -> dict[str, Tensor]:
+    """Keys, unrotated keys and values of a layer, by kind [1, kv_heads, length, dim].
 
     Keys at place 0 are missing where a layer rotates nothing.
     """
-    back = unrotated_keys(it)
-    found = {KEYS: in_place(it, it.keys), TURNED: back, VALUES: it.values}
+    back = unrotated_keys(one)
+    found = {KEYS: in_place(one, one.keys), TURNED: back, VALUES: one.values}
     return {kind: x for kind, x in found.items() if x is not None}
 
 
-def cloud_of(it: Vectors, seed: int) -> Cloud:
-    """Where t-SNE (van der Maaten and Hinton 2008) puts vectors in a plane, and greedy centers.
+def cloud_of(one: Vectors, seed: int) -> Cloud:
+    """Project vectors to a plane by t-SNE (van der Maaten and Hinton 2008) and pick greedy centers.
 
     The same for the same seed on one machine.
 
     Raises:
         WeirError: scikit-learn is missing.
     """
-    count = len(it.points)
+    count = len(one.points)
     # Where all vectors are one, principal components have no length to be scaled by.
-    start = "pca" if bool((it.points != it.points[:1]).any()) else "random"
+    start = "pca" if bool((one.points != one.points[:1]).any()) else "random"
     tsne = _manifold().TSNE(
         perplexity=min(PERPLEXITY, (count - 1) / 3), init=start, random_state=seed % 2**32
     )
-    place = torch.from_numpy(tsne.fit_transform(it.points.cpu().numpy()))
-    center = centers(it.points[None], min(CENTERS, count // 2))[0]
-    return Cloud(it.layer, it.head, it.kind, place, center.cpu())
+    place = torch.from_numpy(tsne.fit_transform(one.points.cpu().numpy()))
+    center = centers(one.points[None], min(CENTERS, count // 2))[0]
+    return Cloud(one.layer, one.head, one.kind, place, center.cpu())
 
 
 def _manifold() -> Any:
@@ -350,7 +359,7 @@ def _steps(texts: Tensor, layers: Sequence[int]) -> int:
 def _mean(measured: Sequence[Measured]) -> tuple[float, float | None]:
     """The mean score of some heads, and its interval over passages."""
     return mean_interval(
-        [fmean(scores) for scores in zip(*(it.scores for it in measured), strict=True)]
+        [fmean(scores) for scores in zip(*(one.scores for one in measured), strict=True)]
     )
 
 
@@ -363,7 +372,7 @@ def _cell(measured: Sequence[Measured]) -> str:
 
 def _of(measured: Sequence[Measured], **wanted: Any) -> list[Measured]:
     """Those that have these attributes."""
-    return [it for it in measured if all(getattr(it, k) == v for k, v in wanted.items())]
+    return [one for one in measured if all(getattr(one, k) == v for k, v in wanted.items())]
 
 
 def _kinds(measured: Sequence[Measured]) -> list[str]:
@@ -390,8 +399,8 @@ def _text(texts: Tensor, measured: Sequence[Measured]) -> str:
 
 
 def _table(measured: Sequence[Measured]) -> TextTable:
-    names = list(dict.fromkeys((it.layer, it.head) for it in measured))
-    layers = list(dict.fromkeys(it.layer for it in measured))
+    names = list(dict.fromkeys((one.layer, one.head) for one in measured))
+    layers = list(dict.fromkeys(one.layer for one in measured))
     groups: list[tuple[str, dict[str, int]]] = [
         (f"layer {layer}, head {head}", {"layer": layer, "head": head}) for layer, head in names
     ]
@@ -414,16 +423,16 @@ def _facts(texts: Tensor, measured: Sequence[Measured]) -> dict[str, Any]:
         "mean": {kind: {"score": mean, "reach": reach} for kind, (mean, reach) in means.items()},
         "heads": [
             {
-                "layer": it.layer,
-                "head": it.head,
-                "kind": it.kind,
-                "score": mean_interval(it.scores)[0],
-                "reach": mean_interval(it.scores)[1],
-                "scores": it.scores,
-                "k": list(it.counts),
-                "radius": it.radius,
-                "control": it.control,
+                "layer": one.layer,
+                "head": one.head,
+                "kind": one.kind,
+                "score": mean_interval(one.scores)[0],
+                "reach": mean_interval(one.scores)[1],
+                "scores": one.scores,
+                "k": list(one.counts),
+                "radius": one.radius,
+                "control": one.control,
             }
-            for it in measured
+            for one in measured
         ],
     }

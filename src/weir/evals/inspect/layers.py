@@ -1,4 +1,4 @@
-"""For which layers and heads sinks matter: perplexity of a stream whose sinks some cannot see.
+"""Perplexity of a stream whose sinks some layers or heads cannot see.
 
 StreamingLLM (Xiao et al. 2024), Table 1, taken apart: the model reads a text under
 `sink(4) | recent(n)`, and the slots of the sinks are left empty in one layer alone, in all layers
@@ -18,7 +18,14 @@ from torch import Tensor
 from weir.errors import WeirError
 from weir.evals.inspect.attention import looks_ahead
 from weir.evals.inspect.maps import FIRST
-from weir.evals.inspect.section import MOST_TOKENS, Inspection, Picture, Section, drawing
+from weir.evals.inspect.section import (
+    MOST_TOKENS,
+    Inspection,
+    Picture,
+    Section,
+    drawing,
+    style_panel,
+)
 from weir.evals.report import TextTable
 from weir.models import ModelSpec, describe, window_of
 from weir.policies import Layered, Pipe
@@ -74,7 +81,7 @@ class SinkOfSome(Pool):
 
 @dataclass(frozen=True)
 class StreamSetup:
-    """How the model reads.
+    """The layers, budget and chunk that a text is read with.
 
     Attributes:
         served: the layers that follow the policy; others slide over windows of their own.
@@ -105,14 +112,14 @@ class StreamSetup:
         )
 
     def all_of(self, layers: Iterable[int]) -> dict[int, tuple[int, ...]]:
-        """All KV heads of some layers."""
+        """Every KV head of some layers."""
         sizes = dict(zip(self.served, self.kv_heads, strict=True))
         return {layer: tuple(range(sizes[layer])) for layer in layers}
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What a text costs with some sinks hidden.
+    """The loss on a text with some sinks hidden.
 
     Attributes:
         layer: the layer that it is about.
@@ -173,11 +180,11 @@ def section(asked: Inspection) -> Section:
     without = [loss(layer, None, setup.all_of([layer])) for layer in layers]
     alone = [loss(layer, None, setup.all_of(set(setup.served) - {layer})) for layer in layers]
     by_head = [loss(layer, head, {layer: (head,)}) for layer, head in heads]
-    return _told(setup, len(ids), _ppl(seen), _ppl(unseen), without, alone, by_head)
+    return _make_section(setup, len(ids), _ppl(seen), _ppl(unseen), without, alone, by_head)
 
 
 def set_up(asked: Inspection, facts: ModelSpec) -> StreamSetup:
-    """How a model is to read: half of its window in slots, `BUDGET` at most."""
+    """The setup for a model: half of its window in slots, `BUDGET` at most."""
     windows = [layer.positions.window for layer in facts.layers]
     served = [n for n, window in enumerate(windows) if window is None] or list(range(len(windows)))
     most = min(window_of(asked.model.config) or MOST_TOKENS, facts.sliding or BUDGET * 2)
@@ -189,7 +196,7 @@ def set_up(asked: Inspection, facts: ModelSpec) -> StreamSetup:
 def losses_of(
     asked: Inspection, ids: Tensor, setup: StreamSetup, hidden: dict[int, tuple[int, ...]]
 ) -> Tensor:
-    """What each scored token costs, in nats [tokens - start], float64.
+    """The loss of each scored token, in nats [tokens - start], float64.
 
     Args:
         asked: the model.
@@ -227,7 +234,7 @@ def _ppl(losses: Tensor) -> float:
     return float(losses.mean().clamp(max=700.0).exp())
 
 
-def _told(
+def _make_section(
     setup: StreamSetup,
     tokens: int,
     seen: float,
@@ -308,9 +315,7 @@ def _draw(axes: Axes, losses: list[Loss], seen: float, unseen: float, label: str
     axes.margins(x=0.08, y=0.12)
     axes.set_xlabel("layer")
     axes.set_ylabel("perplexity")
-    axes.grid(axis="y", color="#e3e7ea", lw=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    style_panel(axes)
     axes.figure.legend(
         loc="outside upper center", frameon=False, fontsize=8, ncols=3, title="sinks",
         title_fontsize=8,

@@ -29,6 +29,7 @@ from weir.evals.inspect.section import (
     drawing,
     longest,
     passages,
+    style_panel,
 )
 from weir.evals.report import TextTable
 from weir.evals.scores import mean_interval
@@ -136,10 +137,10 @@ def measure(asked: Inspection, prompts: Tensor) -> Norms:
     """
     norms = Norms(prompts.shape[1])
 
-    def take(sums: dict[str, Sums], it: LayerInputs) -> None:
-        group = it.queries.shape[1] // it.keys.shape[1]
-        mine = norms.layers.setdefault(it.layer, {kind: Sums() for kind in KINDS})
-        for kind, of_head in norms_of(it).items():
+    def take(sums: dict[str, Sums], layer: LayerInputs) -> None:
+        group = layer.queries.shape[1] // layer.keys.shape[1]
+        mine = norms.layers.setdefault(layer.layer, {kind: Sums() for kind in KINDS})
+        for kind, of_head in norms_of(layer).items():
             heads = asked.heads if kind == KINDS[0] else asked.kv_heads(group)
             chosen = of_head if heads is None else of_head[list(heads)]
             sums[kind].add(chosen)
@@ -152,10 +153,10 @@ def measure(asked: Inspection, prompts: Tensor) -> Norms:
     return norms
 
 
-def norms_of(it: LayerInputs) -> dict[str, Tensor]:
+def norms_of(layer: LayerInputs) -> dict[str, Tensor]:
     """The Euclidean norms of a layer's vectors, by kind [heads or kv_heads, length]."""
-    keys = in_place(it, it.keys)
-    vectors = (in_place(it, it.queries), keys - keys.mean(dim=2, keepdim=True), it.values)
+    keys = in_place(layer, layer.keys)
+    vectors = (in_place(layer, layer.queries), keys - keys.mean(dim=2, keepdim=True), layer.values)
     return {kind: x[0].norm(dim=-1) for kind, x in zip(KINDS, vectors, strict=True)}
 
 
@@ -173,9 +174,7 @@ def draw(found: Sequence[Norms]) -> Figure:
             axes.set_title(kind, loc="left", fontsize=9)
             axes.set_ylim(0, 1.25 * max(m + r for m, r in zip(means, reach, strict=True)))
             axes.yaxis.set_major_locator(MaxNLocator(4))
-            axes.grid(axis="y", color="#e3e7ea", lw=0.8)
-            axes.set_axisbelow(True)
-            axes.spines[["top", "right"]].set_visible(False)
+            style_panel(axes)
         panels[-1].set_xscale("log", base=2)
         panels[-1].set_xticks(lengths, [f"{n:,}" for n in lengths])
         panels[-1].xaxis.set_minor_locator(NullLocator())

@@ -59,7 +59,7 @@ def look(
     Raises:
         WeirError: there is no such section.
     """
-    told: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for name in select_sections(only):
         mine = asked
         if on_step is not None:
@@ -68,7 +68,7 @@ def look(
             yield SECTIONS[name](mine)
         except WeirError as error:
             # A long sentence, such as the list of what weir serves, is said once.
-            first = told.setdefault(str(error), name)
+            first = reasons.setdefault(str(error), name)
             yield name, error if first == name else WeirError(f"for the same reason as {first}")
 
 

@@ -1,4 +1,16 @@
-"""What a section of `weir inspect` is given and gives back."""
+"""The input and output of a section of `weir inspect`, and the passages that sections read.
+
+A section is a function `section(asked: Inspection) -> Section` in a file of this folder, listed in
+`page.SECTIONS`. It computes, draws its pictures with `drawing`, and returns a `Section`; it prints
+nothing and writes no file. What it cannot do for a model or a text it raises as a `WeirError` of
+one sentence: the page carries the sentence in place of the section, and the others go on.
+matplotlib and optional packages are imported inside functions.
+
+- Layers and heads are checked: they exist. Heads are query heads; a section about keys or values
+  shows the KV heads that they read (`Inspection.kv_heads`).
+- A picture has labeled axes with units and is 5.2 inches wide, so that a phone shows it readably.
+- The page escapes all text but a `fragment`, whose author escapes it.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +30,7 @@ from weir.models import ModelSink, sink_of, window_of
 from weir.stream import encode
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 WIDTH = 5.2
@@ -25,12 +38,12 @@ WIDTH = 5.2
 
 
 def _nothing(done: int, of: int) -> None:
-    """Nobody listens."""
+    """Ignore progress."""
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is to be looked at.
+    """A model, a text, and the layers, heads and tokens to look at.
 
     Attributes:
         model: a causal language model, or an encoder (which weir does not stream: `describe`
@@ -306,3 +319,10 @@ def passages(asked: Inspection, length: int, count: int, fewest: int) -> Tensor:
             f"{length} tokens are too few; take a text, and passages of it, of {fewest} or more"
         )
     return pieces(asked.tokenizer, asked.text, count, length, asked.sink)
+
+
+def style_panel(axes: Axes) -> None:
+    """Horizontal grid lines behind the data, and no frame above and to the right."""
+    axes.grid(axis="y", color="#e3e7ea", lw=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -277,7 +277,7 @@ def _check_kind(path: Path) -> None:
 
 
 def _difference(there: list[CellRecord], here: list[CellRecord]) -> str:
-    """What tells the cells of two grids apart, field by field."""
+    """The differences between the cells of two grids, field by field."""
     found = []
     for name in unique(key for cell in (*there, *here) for key in cell):
         old, new = (unique(str(cell.get(name)) for cell in cells) for cells in (there, here))

@@ -1,4 +1,9 @@
-"""Names of models and policies in tables, and several results files as one."""
+"""Names of models and policies in tables, and several results files read as one.
+
+A model that was loaded in two ways is two models to a table, and a policy's name that stood for
+other pools is another policy; their names say so. A policy for each layer, which would fill a page,
+goes by its slots.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,15 @@ DEFAULTS = {"dtype": "auto"}
 """Of the arguments of `weir.load`, those whose default has a value; given it, nothing is said."""
 
 
+def name_records(records: Sequence[CellRecord]) -> list[CellRecord]:
+    """Records with the names that tables and pictures give their models and policies.
+
+    Args:
+        records: of cells, as they stand in a results file.
+    """
+    return shorten_layered(distinguish_pools(name_loading(records)))
+
+
 def name_loading(records: Sequence[CellRecord]) -> list[CellRecord]:
     """Records whose model is named with how it was loaded: `nano (dtype bfloat16)`.
 
@@ -27,14 +41,14 @@ def name_loading(records: Sequence[CellRecord]) -> list[CellRecord]:
     named = []
     for record in records:
         rest = {key: value for key, value in record.items() if key not in ("loading", "compiled")}
-        told = {**(record.get("loading") or {}), "compiled": record.get("compiled")}
-        model, how = record["model"], _how(told)
+        options = {**(record.get("loading") or {}), "compiled": record.get("compiled")}
+        model, how = record["model"], _describe_loading(options)
         named.append({**rest, "model": model + how, "loaded": rest.get("loaded", model)})
     return named
 
 
-def _how(loading: Mapping[str, Any]) -> str:
-    """What was not left to the default, in brackets behind a space; empty where all was."""
+def _describe_loading(loading: Mapping[str, Any]) -> str:
+    """The arguments that differ from the default, in brackets after a space."""
     words = [
         name.replace("_", " ") if value is True else f"{name.replace('_', ' ')} {value}"
         for name, value in sorted(loading.items())
@@ -91,8 +105,10 @@ def distinguish_pools(records: Sequence[CellRecord]) -> list[CellRecord]:
         pools = record.get("pools")
         meant.setdefault(record["policy"], set()).update([] if pools is None else [pools])
     return [
-        {**it, "policy": it.get("pools") or it["policy"]} if len(meant[it["policy"]]) > 1 else it
-        for it in records
+        {**one, "policy": one.get("pools") or one["policy"]}
+        if len(meant[one["policy"]]) > 1
+        else one
+        for one in records
     ]
 
 
@@ -101,7 +117,7 @@ DECIDING = ("model", "setting", "policy", "seed", "protocol", "chunk", "position
 
 
 def read_together(paths: Sequence[Path]) -> tuple[int, list[CellRecord]]:
-    """How many cells the grids of some files have, and their records, what is in two of them once.
+    """Read several results files as one: the number of cells, and the records, duplicates once.
 
     Models are named with how they were loaded, policies for each layer by their slots, and those
     whose name stands for several by their pools. Of a cell
@@ -121,9 +137,9 @@ def read_together(paths: Sequence[Path]) -> tuple[int, list[CellRecord]]:
         for record in name_loading(records):
             key = tuple(record.get(name) for name in DECIDING)
             found.setdefault(key, []).append(_Found(record, path))
-    merged = [_merged(same) for same in found.values()]
+    merged = [_merge_records(same) for same in found.values()]
     cells -= sum(map(len, found.values())) - sum(map(len, merged))
-    return cells, shorten_layered(distinguish_pools([it.record for same in merged for it in same]))
+    return cells, name_records([one.record for same in merged for one in same])
 
 
 @dataclass
@@ -134,7 +150,7 @@ class _Found:
     path: Path
 
 
-def _merged(same: Sequence[_Found]) -> list[_Found]:
+def _merge_records(same: Sequence[_Found]) -> list[_Found]:
     """Records of cells of one name, each cell once, in the order they come.
 
     Files from before cells said what their policy stands for have no pools: such a cell is the same
@@ -149,18 +165,20 @@ def _merged(same: Sequence[_Found]) -> list[_Found]:
     for place in order:
         record = same[place].record
         pools, value = record.get("pools"), record.get("value")
-        fits = {at: it.record for at, it in kept.items() if pools in (None, it.record.get("pools"))}
+        fits = {
+            at: one.record for at, one in kept.items() if pools in (None, one.record.get("pools"))
+        }
         at = min(fits, key=lambda at: fits[at].get("value") != value, default=None)
         if at is None:
             kept[place] = same[place]
             continue
-        whole = _one_of(kept.pop(at), same[place])
+        whole = _merge_pair(kept.pop(at), same[place])
         kept[min(at, place)] = whole
     return [kept[place] for place in sorted(kept)]
 
 
-def _one_of(there: _Found, here: _Found) -> _Found:
-    """What is known of a cell by two records: of one that failed and one that is done, the latter.
+def _merge_pair(there: _Found, here: _Found) -> _Found:
+    """Merge two records of a cell: one that is done replaces one that failed.
 
     Raises:
         WeirError: both are done, with other figures.

@@ -1,4 +1,4 @@
-"""Reports of results."""
+"""Reports of results: one HTML page with its plots inside, Markdown, CSV and LaTeX."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ FAR_BYTES = 10.0
 
 
 def family(policy: str) -> str:
-    """What policies of different budgets have in common: all but the budget; a pipe itself.
+    """The name that policies of different budgets share: all but the budget; a pipe itself.
 
     Of a policy that was written without the word `budget` it is the name.
     """
@@ -154,7 +154,7 @@ def family(policy: str) -> str:
 
 
 def pareto_front(points: Sequence[tuple[float, float]], higher: bool) -> list[int]:
-    """Of points (bytes, quality), those that none beats in both, from the smallest on."""
+    """Indices of the points (bytes, quality) that no other beats in both, by rising bytes."""
     order = sorted(
         range(len(points)), key=lambda i: (points[i][0], -points[i][1] if higher else points[i][1])
     )
@@ -238,7 +238,7 @@ def plot_along(records: Sequence[CellRecord]) -> str | None:
 
 
 def plot_heat(records: Sequence[CellRecord]) -> str | None:
-    """What was found by length and depth, a panel per policy; None where there are no such cells.
+    """Heat maps of what was found by length and depth, a panel per policy; None without such cells.
 
     Args:
         records: of one model and one setting; of several seeds the mean is drawn.
@@ -371,7 +371,7 @@ def write_report(
     try:
         out.mkdir(parents=True, exist_ok=True)
         for page in pages:
-            page.write_text(_written(page.suffix, parts, tables, facts, records, source), "utf-8")
+            page.write_text(_render(page.suffix, parts, tables, facts, records, source), "utf-8")
         for part in parts:
             if part.picture is not None and "md" in formats:
                 (out / f"{part.name}.svg").write_text(part.picture, "utf-8")
@@ -380,7 +380,7 @@ def write_report(
     return pages
 
 
-def _written(
+def _render(
     suffix: str,
     parts: Sequence[ReportPart],
     tables: Sequence[FigureTable],
@@ -388,7 +388,7 @@ def _written(
     records: Sequence[CellRecord],
     source: str,
 ) -> str:
-    """What stands in the file of a format."""
+    """The text of a report in a format."""
     if suffix == ".csv":
         return as_csv(tables)
     if suffix == ".tex":
@@ -446,7 +446,7 @@ def _parts(done: Sequence[CellRecord]) -> Iterator[ReportPart]:
 
 
 def _facts(cells: int, records: Sequence[CellRecord]) -> str:
-    """What was run, in a sentence."""
+    """A sentence about what was run."""
 
     def several(word: str, values: Sequence[object]) -> str:
         return f"{len(values)} {word}{'' if len(values) == 1 else 's'}"

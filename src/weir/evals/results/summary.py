@@ -1,4 +1,9 @@
-"""Records of cells as tables."""
+"""Records of cells as tables: policies down, what was measured across, seeds averaged.
+
+Shares of right answers are counted over all seeds together and have Wilson's interval; other
+figures with several seeds have Student's. Over several models only the change beside StreamingLLM
+is averaged, since models differ by more than policies do.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What some measurements of one thing come to.
+    """A mean with its uncertainty: standard deviation, 95 % interval and n.
 
     Attributes:
         mean: of the seeds.
@@ -37,14 +42,14 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """Of a figure a seed."""
+        """The estimate from one figure for each seed."""
         middle, reach = mean_interval(values)
         ends = (None, None) if reach is None else (middle - reach, middle + reach)
         return cls(middle, len(values), len(values), _spread(values), *ends)
 
     @classmethod
     def of_counts(cls, rows: Sequence[Any]) -> Estimate | None:
-        """Of answers that were counted, a row with "right" and "asked" a seed; None of none."""
+        """The estimate from rows of counted answers, "right" and "asked"; None without any."""
         asked = sum(row["asked"] for row in rows)
         if not asked:
             return None
@@ -66,7 +71,7 @@ def estimate_of(records: Sequence[dict[str, Any]], field: str) -> Estimate | Non
 
 
 def _is_share(record: dict[str, Any]) -> bool:
-    """Whether a record's main figure is the share of right answers that it has counted."""
+    """Whether a record's main figure is its share of right answers."""
     result = record["result"]
     right, asked = result.get("right"), result.get("asked")
     return bool(
@@ -115,7 +120,7 @@ class Column:
     figures: tuple[Estimate | None, ...] = ()
 
     def sure(self, row: int) -> str:
-        """How sure the figure of a row is, as it stands behind it; empty where nobody knows."""
+        """The interval, deviation and n of a row as text; empty where there are none."""
         figure = self.figures[row] if self.figures else None
         if figure is None or figure.low is None or figure.high is None:
             return ""
@@ -124,7 +129,7 @@ class Column:
         return f"{low}–{high}, {spread}n {figure.n:,}"
 
     def places(self) -> dict[int, int]:
-        """Of the rows that are best and second best, which they are: 1 or 2.
+        """The places 1 and 2 of the best and second best rows, by row.
 
         Figures that are written alike share a place. What is worst in a column is never marked.
         """
@@ -197,7 +202,7 @@ def by_distance(records: Sequence[CellRecord]) -> list[FigureTable]:
                     if row["distance"] == distance
                 ]
                 figures.append(Estimate.of_counts(rows))
-            values = tuple(None if it is None else it.mean for it in figures)
+            values = tuple(None if one is None else one.mean for one in figures)
             head = f"{distance:,}"
             columns.append(Column(head, values, "higher", digits=2, figures=tuple(figures)))
         title = f"{model}: {short[setting]}, by distance"
@@ -222,8 +227,8 @@ def short_heads(settings: list[str]) -> dict[str, str]:
     for setting, name in names.items():
         rivals = [other for other in settings if names[other] == name and other != setting]
         mine = _parameters(setting)
-        told = [p for p in mine if any(p not in _parameters(other) for other in rivals)]
-        found[setting] = f"{name}({', '.join(told)})" if told else name
+        apart = [p for p in mine if any(p not in _parameters(other) for other in rivals)]
+        found[setting] = f"{name}({', '.join(apart)})" if apart else name
     short = {setting: FOLDERS.sub(r"\1", head) for setting, head in found.items()}
     times = Counter(short.values())
     return {s: short[s] if times[short[s]] == 1 else head for s, head in found.items()}
@@ -270,7 +275,7 @@ REFERENCE = "streaming_llm"
 
 @dataclass(frozen=True)
 class Place:
-    """What two policies agree in whose figures are put beside each other.
+    """The model, setting and size that two policies share when they are compared.
 
     Attributes:
         model, setting, chunk, positions: as of a cell.
@@ -331,7 +336,7 @@ def across_models(records: Sequence[CellRecord]) -> list[FigureTable]:
                 Estimate.of(list(change.values())) if change.keys() == set(models) else None
                 for change in changes
             )
-            means = tuple(None if it is None else it.mean for it in figures)
+            means = tuple(None if one is None else one.mean for one in figures)
             head = f"{short[setting]}, {'ratio' if better == 'lower' else 'difference'}"
             columns.append(Column(head, means, better, 3, figures=figures))
         title = f"mean of {len(models)} models beside {REFERENCE}"
@@ -343,7 +348,7 @@ def across_models(records: Sequence[CellRecord]) -> list[FigureTable]:
 def _changes(
     found: Mapping[Place, Mapping[str, float]], setting: str, name: str, ratio: bool
 ) -> dict[str, float]:
-    """What a policy makes of a setting on each model: the mean of the sizes both were given."""
+    """The change that a policy makes on each model, as the mean over the sizes both were given."""
     each: dict[str, list[float]] = {}
     for place, row in found.items():
         if place.setting != setting or not {name, REFERENCE} <= row.keys():

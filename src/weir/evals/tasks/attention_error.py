@@ -60,11 +60,13 @@ class AttentionError(Task):
         rates = () if self.rate is None else (self.rate,)
         sized, _ = size_policies([str(subject.policy)], setup, rates)
 
-        def told(done: int, rows: int) -> bool:
+        def report(done: int, rows: int) -> bool:
             progress(done / rows)
             return False
 
-        rows = measure_error(subject.model, ids, sized, setup, seeds=(subject.seed,), on_step=told)
+        rows = measure_error(
+            subject.model, ids, sized, setup, seeds=(subject.seed,), on_step=report
+        )
         (mean,) = mean_over_layers(rows)
         return {
             "error": mean["error"],

@@ -75,11 +75,11 @@ class Choice(Task):
         turns = self._turns(stream, subject.tokenizer)
         streamed, alone = [], []
         for question in questions:
-            streamed.append(answered(stream, *turns(question)))
+            streamed.append(answer_in_place(stream, *turns(question)))
             progress(len(streamed) / (2 * len(questions)))
         for question in questions:
             fresh = subject.stream()
-            alone.append(answered(fresh, *self._turns(fresh, subject.tokenizer)(question)))
+            alone.append(answer_in_place(fresh, *self._turns(fresh, subject.tokenizer)(question)))
             progress((len(questions) + len(alone)) / (2 * len(questions)))
         return {
             **count_right(sum(streamed), len(questions)),
@@ -93,7 +93,7 @@ class Choice(Task):
     def _turns(
         self, stream: Stream, tokenizer: PreTrainedTokenizerBase
     ) -> Callable[[Question], tuple[list[int], list[int]]]:
-        """What makes the ids of a question and of its answer, as they follow in the stream."""
+        """A function that gives the ids of a question and of its answer."""
 
         def ids(text: str, start: bool = False) -> list[int]:
             return list(tokenizer(text, add_special_tokens=start)["input_ids"])
@@ -111,7 +111,7 @@ class Choice(Task):
         return turn
 
 
-def answered(stream: Stream, question: Sequence[int], right: Sequence[int]) -> int:
+def answer_in_place(stream: Stream, question: Sequence[int], right: Sequence[int]) -> int:
     """Feed a question and its answer; 1 if each token of the answer was the likeliest, else 0."""
     wanted = torch.tensor(right)
     first = stream.feed(question)[:, None]

@@ -21,7 +21,7 @@ MOST = 100
 
 
 @dataclass(frozen=True)
-class Case:
+class DocumentQuestion:
     """A question, its documents as (title, text) in order, and the right answers."""
 
     question: str
@@ -115,7 +115,7 @@ class DocumentQA(Task):
             **costs(answers),
         }
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[DocumentQuestion]:
         """The questions, their documents in order.
 
         Raises:
@@ -127,7 +127,7 @@ class DocumentQA(Task):
             raise WeirError("docqa runs one place of gold at a time; see its settings")
         return [self._case(record, places) for record in read_records(self.file, self.samples)]
 
-    def _case(self, record: JsonRecord, places: list[int]) -> Case:
+    def _case(self, record: JsonRecord, places: list[int]) -> DocumentQuestion:
         documents = record.records("ctxs", least=1)
         is_gold = [document.flag("isgold") for document in documents]
         if is_gold.count(True) != 1:
@@ -146,7 +146,7 @@ class DocumentQA(Task):
         if place > len(documents):
             raise record.wrong("ctxs", f"has {len(documents) + 1} documents and no place {place}")
         documents.insert(place, gold)
-        return Case(
+        return DocumentQuestion(
             record.text("question"),
             tuple((document.text("title"), document.text("text")) for document in documents),
             tuple(record.several_words("answers", least=1)),

@@ -102,7 +102,7 @@ class Efficiency(Task):
         }
 
     def _rivals(self, subject: Subject) -> dict[str, Callable[[], Stream]]:
-        """What is timed, by name: new streams of the policy, of exact attention, of recompute."""
+        """New streams of the policy, of exact attention and of recompute, by name."""
         stream = subject.stream(self.prompt, self.tokens)
         exact = replace(subject, policy=parse_policy("dense"), rate=None)
         rivals: dict[str, Callable[[], Stream]] = {
@@ -118,7 +118,7 @@ class Efficiency(Task):
 
 
 def _seconds(stream: Stream, ids: Tensor) -> float:
-    """How long a stream takes for some tokens."""
+    """The seconds that a stream takes for some tokens."""
     _wait(ids)
     begun = time.perf_counter()
     stream.feed(ids)
@@ -127,7 +127,7 @@ def _seconds(stream: Stream, ids: Tensor) -> float:
 
 
 def _wait(ids: Tensor) -> None:
-    """What the accelerator was given is done."""
+    """Wait until the accelerator is done."""
     if ids.is_cuda:
         torch.cuda.synchronize(ids.device)
 

@@ -1,4 +1,9 @@
-"""Facts said in book text and asked for again later."""
+"""Facts said in book text and asked for again later, each answered in place by the right answer.
+
+In nano's form a fact is one of its exercises, "Anna has 482.", all of one length, so that many
+streams are read side by side. In words it is " Anna's number is 4821.", and a stream is read by
+itself. Each task draws where and how often a fact is said.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +32,7 @@ PATIENCE = 200
 
 @dataclass(frozen=True)
 class StreamLayout:
-    """Where statements and answers stand, the same in every sample.
+    """Positions of statements and answers, the same in every sample.
 
     Attributes:
         statements: for each question the places of the first tokens of what was said of it, the
@@ -155,7 +160,7 @@ class Fact:
 
 
 class FactFormat(ABC):
-    """How facts are worded for a tokenizer.
+    """The wording of facts for a tokenizer.
 
     Attributes:
         name: as a task's `format` says it.
@@ -173,11 +178,11 @@ class FactFormat(ABC):
 
     @abstractmethod
     def people(self, count: int, times: int, rng: np.random.Generator) -> list[list[Fact]]:
-        """For so many people as many facts each; those of one differ where their answers begin."""
+        """Draw `times` facts for each of `count` people; their answers begin differently."""
 
     @abstractmethod
     def long(self, count: int, length: int, rng: np.random.Generator) -> list[list[Fact]]:
-        """So many facts, each alone, whose answers have `length` tokens, in words a few more."""
+        """Draw `count` facts whose answers have `length` tokens, in words a few more."""
 
 
 class ExerciseFacts(FactFormat):
@@ -198,7 +203,7 @@ class ExerciseFacts(FactFormat):
         self.opening = np.array([], dtype=np.int64)
 
     def people(self, count: int, times: int, rng: np.random.Generator) -> list[list[Fact]]:
-        """Of one name no two numbers begin with the same digit."""
+        """Draw people and their numbers; no two numbers of one name begin with the same digit."""
         words = self.words
         _check_people(count, len(words.names))
         stop = np.array([words.stop])
@@ -236,7 +241,7 @@ class TextFacts(FactFormat):
         )
 
     def people(self, count: int, times: int, rng: np.random.Generator) -> list[list[Fact]]:
-        """Of one name no two numbers begin with the same digit."""
+        """Draw people and their numbers; no two numbers of one name begin with the same digit."""
         _check_people(count, len(NAMES))
         found = []
         for name in rng.choice(NAMES, size=count, replace=False):
@@ -442,7 +447,7 @@ def ask_facts(
 
 
 def _begins_as(answer: np.ndarray, old: np.ndarray, new: np.ndarray) -> bool:
-    """Whether an answer is the old one's where the old and the new one first differ.
+    """Whether an answer agrees with the old one up to where old and new first differ.
 
     The new one was fed, so that only there it is known what would have been said.
     """

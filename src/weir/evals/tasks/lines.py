@@ -26,7 +26,7 @@ LARGEST = 50_000
 
 
 @dataclass(frozen=True)
-class Case:
+class LineQuestion:
     """One question: the record of lines with the question, the line's name, and its number."""
 
     prompt: str
@@ -80,14 +80,14 @@ class Lines(Task):
         texts = [one.text for one in answers]
         return {**count_right(right, len(cases)), "answers": texts, **costs(answers)}
 
-    def _ask(self, subject: Subject, case: Case) -> GeneratedAnswer:
+    def _ask(self, subject: Subject, case: LineQuestion) -> GeneratedAnswer:
         if self.chat:
             return ask(subject, case.prompt, max_new_tokens=100, chat=True)
         return ask(
-            subject, f"{case.prompt}\n{beginning(case.name)}", max_new_tokens=15, stops=(">",)
+            subject, f"{case.prompt}\n{line_start(case.name)}", max_new_tokens=15, stops=(">",)
         )
 
-    def cases(self, seed: int) -> list[Case]:
+    def cases(self, seed: int) -> list[LineQuestion]:
         """The questions.
 
         Raises:
@@ -95,7 +95,7 @@ class Lines(Task):
         """
         if self.file is None:
             draw = random.Random(seed)
-            return [made(self.lines, draw) for _ in range(self.samples)]
+            return [make_case(self.lines, draw) for _ in range(self.samples)]
         found = []
         for record in read_records(self.file, self.samples):
             number = record.count("expected_number")
@@ -105,14 +105,14 @@ class Lines(Task):
                 raise record.wrong(
                     "correct_line", f"must be a line with the number {number}, not {line!r}"
                 )
-            found.append(Case(record.text("prompt"), match["name"], number))
+            found.append(LineQuestion(record.text("prompt"), match["name"], number))
         return found
 
 
 LINE = re.compile(r"line (?P<name>\S+): REGISTER_CONTENT is <(?P<number>\d+)>")
 
 
-def beginning(name: str) -> str:
+def line_start(name: str) -> str:
     """A line, up to its number."""
     return f"line {name}: REGISTER_CONTENT is <"
 
@@ -123,19 +123,19 @@ def number_in(text: str, last: bool) -> int | None:
     return int(found[-1 if last else 0]) if found else None
 
 
-def made(lines: int, draw: random.Random) -> Case:
+def make_case(lines: int, draw: random.Random) -> LineQuestion:
     """A case in LongEval's format, its words and numbers drawn."""
     places = draw.sample(range(len(ADJECTIVES) * len(NOUNS)), lines)
     names = [f"{ADJECTIVES[i // len(NOUNS)]}-{NOUNS[i % len(NOUNS)]}" for i in places]
     numbers = [draw.randint(1, LARGEST) for _ in names]
     asked = draw.randrange(lines)
-    record = "\n".join(f"{beginning(n)}{x}>" for n, x in zip(names, numbers, strict=True))
+    record = "\n".join(f"{line_start(n)}{x}>" for n, x in zip(names, numbers, strict=True))
     prompt = (
         "Remember the following lines. Each of them has a name and, at its end, a number between "
         f"angle brackets.\n\n{record}\n\nThese were the lines. Which number is the "
         f"<REGISTER_CONTENT> of the line {names[asked]}? Answer with the number alone."
     )
-    return Case(prompt, names[asked], numbers[asked])
+    return LineQuestion(prompt, names[asked], numbers[asked])
 
 
 ADJECTIVES = """able amber ample ancient arid autumn bold brave brief bright brisk broad calm candid

@@ -1,30 +1,31 @@
-"""`longbench`: files of LongBench and LongBench-E, with their own prompts and metrics.
+"""`longbench`: files of LongBench and LongBench-E (Bai et al. 2024), by lm-evaluation-harness.
 
-Bai et al. 2024. Prompts, lengths of answers and metrics are those that lm-evaluation-harness has of
-each data set; here they are put to a subject, from local files. StreamingLLM (Table 8) cuts prompts
-in the middle, to 1,750 tokens of each end; BalanceKV (section 4.2, Table 1) takes LongBench-E under
+Prompts, lengths of answers and metrics are the harness's own tasks, given the records of a local
+file; weir answers on a stream under the subject's policy. StreamingLLM (Table 8) cuts prompts in
+the middle, to 1,750 tokens of each end; BalanceKV (section 4.2, Table 1) takes LongBench-E under
 the protocol `balancekv`.
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean
 from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from weir.errors import WeirError
+from weir.errors import WeirError, suggest
 from weir.evals.answers import ask, costs
-from weir.evals.recipes import recipe_of
-from weir.evals.records import JsonRecord, read_records
+from weir.evals.records import JsonRecord, import_optional, read_records
 from weir.evals.task import Better, Progress, Subject, Task, task
 
 PLAIN = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
 """Data sets whose prompts LongBench never puts into a chat template: few-shot, and code."""
 CLASSES = ("trec", "lsht")
 """Data sets whose answer is one of several classes; the others have null in `all_classes`."""
-LENGTHS = (("0-4k", 0, 4000), ("4-8k", 4000, 8000), ("8k+", 8000, None))
+LENGTHS = (("0-4k", 0, 4000), ("4-8k", 4000, 8000), ("8k+", 8000, float("inf")))
 """Groups of LongBench-E, by the words of a record."""
 
 
@@ -35,9 +36,9 @@ class LongBench(Task):
 
     Attributes:
         file: an official file, `multi_news.jsonl` or `qasper_e.jsonl`; or `hub:...`.
-        samples: the first so many of its records; none takes all.
-        truncate: cut longer prompts to so many tokens by leaving out their middle; none feeds them
-            whole.
+        samples: use the first records, this many; none takes all.
+        truncate: cut longer prompts to this many tokens by leaving out their middle; none feeds
+            them whole.
         chat: put prompts into the model's chat template, where LongBench does.
     """
 
@@ -59,20 +60,22 @@ class LongBench(Task):
 
         Returns:
             "score", the mean of the data set's metric, from 0 to 1; "dataset"; "asked"; the score
-            "by_length", in LongBench-E's groups; "answers"; and what `costs` says of the caches.
+            "by_length", in LongBench-E's groups; "answers"; and `costs`.
         """
         records = read_records(self.file, self.samples)
         name = records[0].text("dataset").removesuffix("_e")
-        recipe = recipe_of(name)
         rows = [fields_of(record, name) for record in records]
+        harness = harness_task(name, rows)
+        options = harness.config.generation_kwargs
+        chat = self.chat and name not in PLAIN
         answers, scores = [], []
         for row in rows:
-            prompt = recipe.prompt.render(**row)
+            prompt = harness.doc_to_text(row)
             if self.truncate is not None:
                 prompt = without_middle(subject.tokenizer, prompt, self.truncate)
-            chat = self.chat and name not in PLAIN
-            answers.append(ask(subject, prompt, recipe.max_new_tokens, recipe.stops, chat))
-            scores.append(float(recipe.score(row, [answers[-1].text])["score"]))
+            stops = tuple(options["until"])
+            answers.append(ask(subject, prompt, int(options["max_gen_toks"]), stops, chat))
+            scores.append(float(harness.process_results(row, [answers[-1].text])["score"]))
             progress(len(scores) / len(rows))
         return {
             "score": mean(scores),
@@ -84,10 +87,35 @@ class LongBench(Task):
         }
 
 
-def fields_of(record: JsonRecord, name: str) -> dict[str, Any]:
-    """The fields of a record, by the names the harness's prompts know them under.
+def harness_task(name: str, rows: list[dict[str, Any]]) -> Any:
+    """The harness's task of a data set, with these records in place of those on the Hub.
 
-    On the Hub there are copies with `question` in place of `input`.
+    Raises:
+        WeirError: there is no such data set, or a package is missing.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that some of them could be faster with yet another one
+        for package in ("lm_eval", "jieba", "fuzzywuzzy.fuzz", "rouge"):
+            import_optional(package, "longbench")
+    datasets = import_optional("datasets", "longbench")
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.tasks import __file__ as tasks
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    folder = Path(str(tasks)).parent / "longbench"
+    known = sorted(path.stem for path in folder.glob("[!_]*.yaml") if path.stem[-2:] != "_e")
+    if name not in known:
+        raise WeirError(f"LongBench has no data set {name!r}{suggest(name, known)}")
+
+    class LocalTask(ConfigurableTask):
+        def download(self, *given: Any, **options: Any) -> None:
+            self.dataset = {"test": datasets.Dataset.from_list(rows)}
+
+    return LocalTask(config=load_yaml(folder / f"{name}.yaml", resolve_func=True))
+
+
+def fields_of(record: JsonRecord, name: str) -> dict[str, Any]:
+    """The fields of a record under the harness's names; `question` may stand for `input`.
 
     Raises:
         WeirError: a field is missing or of another kind, or the record is of another data set.
@@ -104,7 +132,7 @@ def fields_of(record: JsonRecord, name: str) -> dict[str, Any]:
 
 
 def without_middle(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> str:
-    """A text of at most `most` tokens: the first half of them and the last, nothing between."""
+    """The first and the last tokens of a text, half of `most` each; all of a shorter text."""
     ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     if len(ids) <= most:
         return text
@@ -116,11 +144,8 @@ def by_length(rows: list[dict[str, Any]], scores: list[float]) -> list[dict[str,
     """The mean score of each group of lengths that has records."""
     found = []
     for group, least, past in LENGTHS:
-        mine = [
-            score
-            for row, score in zip(rows, scores, strict=True)
-            if row["length"] >= least and (past is None or row["length"] < past)
-        ]
+        pairs = zip(rows, scores, strict=True)
+        mine = [score for row, score in pairs if least <= row["length"] < past]
         if mine:
             found.append({"length": group, "asked": len(mine), "score": mean(mine)})
     return found

@@ -113,7 +113,7 @@ class Needle(Task):
     def _exercises(
         self, subject: Subject, hay: Tensor, length: int, depth: float, rng: np.random.Generator
     ) -> tuple[Sequence[float], int]:
-        """Whether each number was given digit by digit, all samples side by side."""
+        """Ask for a number in nano's form, all samples side by side; 1 for each right answer."""
         words = words_of(subject.tokenizer)
         rows, numbers = zip(
             *(exercise(words, hay.numpy(), length, depth, rng) for _ in range(self.samples)),
@@ -134,7 +134,7 @@ class Needle(Task):
         found, kv_bytes = [], 0
         for _ in range(self.samples):
             place = int(rng.integers(0, len(hay) - length))
-            context = hidden(
+            context = hide_needle(
                 subject.tokenizer, hay[place : place + length].tolist(), self.needle, depth
             )
             prompt = (
@@ -175,7 +175,7 @@ def exercise(
     return row, number
 
 
-def hidden(
+def hide_needle(
     tokenizer: PreTrainedTokenizerBase, hay: Sequence[int], needle: str, depth: float
 ) -> str:
     """Hay as text, with the needle after the last sentence that ends above its depth."""

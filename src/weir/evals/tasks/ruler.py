@@ -24,7 +24,7 @@ from weir.stream import render_chat
 
 
 @dataclass(frozen=True)
-class Case:
+class RulerCase:
     """A record: a text, what is asked of it, how the answer begins, and what it has to contain."""
 
     text: str
@@ -33,7 +33,7 @@ class Case:
     outputs: tuple[str, ...]
 
     @classmethod
-    def of(cls, record: JsonRecord) -> Case:
+    def of(cls, record: JsonRecord) -> RulerCase:
         """From a line of RULER's files; of `input` the last line is the question.
 
         lm-evaluation-harness calls `gen_prefix` what RULER calls `answer_prefix`; older files have
@@ -46,8 +46,8 @@ class Case:
         text, line, question = whole.rstrip().rpartition("\n")
         if not text.strip():
             raise record.wrong("input", "must end in a line of its own with the question")
-        told = [record.text(n) for n in ("answer_prefix", "gen_prefix") if n in record]
-        begun = next((words for words in told if words.strip()), "")
+        begins = [record.text(n) for n in ("answer_prefix", "gen_prefix") if n in record]
+        begun = next((words for words in begins if words.strip()), "")
         # A space in front belongs to the words before it, and not to those that a model begins.
         begun = f" {begun.strip()}" if begun.strip() else ""
         outputs = tuple(record.several_words("outputs", least=1))
@@ -94,11 +94,11 @@ class Ruler(Task):
             "score", the mean of the metric, from 0 to 1, with "low" and "high" (95 %, Student's;
             none for one record); "asked"; "answers"; and what `costs` says of the caches.
         """
-        cases = [Case.of(record) for record in read_records(self.file, self.samples)]
+        cases = [RulerCase.of(record) for record in read_records(self.file, self.samples)]
         answers, scores = [], []
         for case in cases:
             answers.append(self._ask(subject, case))
-            scores.append(matched(answers[-1].text, case.outputs, self.match))
+            scores.append(match_score(answers[-1].text, case.outputs, self.match))
             progress(len(scores) / len(cases))
         score, reach = mean_interval(scores)
         return {
@@ -110,7 +110,7 @@ class Ruler(Task):
             **costs(answers),
         }
 
-    def _ask(self, subject: Subject, case: Case) -> GeneratedAnswer:
+    def _ask(self, subject: Subject, case: RulerCase) -> GeneratedAnswer:
         """The answer; text and question are the same tokens wherever the question is fed."""
         text, question = self._parts(subject, case)
         tokenizer = subject.tokenizer
@@ -123,8 +123,8 @@ class Ruler(Task):
         stream.feed(first)
         return generate_answer(stream, tokenizer, second, self.most)
 
-    def _parts(self, subject: Subject, case: Case) -> tuple[str, str]:
-        """What is fed up to the question, and the question with the beginning of the answer."""
+    def _parts(self, subject: Subject, case: RulerCase) -> tuple[str, str]:
+        """The text up to the question, and the question with the beginning of the answer."""
         front = f"{case.question}\n\n" if self.question == "before" else ""
         text = front + case.text
         if not self.chat:
@@ -140,7 +140,7 @@ class Ruler(Task):
         return shown[:at], shown[at:] + begun
 
 
-def matched(answer: str, outputs: Sequence[str], match: str) -> float:
+def match_score(answer: str, outputs: Sequence[str], match: str) -> float:
     """RULER's `string_match_all` or `string_match_part` of one answer, from 0 to 1.
 
     The case of letters does not matter, and what cannot be printed is a line break.

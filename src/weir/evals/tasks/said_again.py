@@ -29,19 +29,8 @@ MOST = 9
 
 
 @dataclass(frozen=True)
-class _SaidAgain(Task):
-    """What both have in common.
-
-    Attributes:
-        times: how often each name's number is said before it is asked for.
-        samples: streams, each with one question per distance.
-        farthest: the largest distance, in tokens between a number, where it was said last, and the
-            place of the answer.
-        before: tokens in front of the newest statement that stands farthest back.
-        format: `exercises`, nano's own; `text`, in words; none takes exercises where the tokenizer
-            has their words as single tokens.
-        text: a file of books from which the text between is taken; none takes the packaged one.
-    """
+class _RepeatedFacts(Task):
+    """Parameters and the loop of both tasks."""
 
     times: int = 3
     samples: int = 32
@@ -68,17 +57,17 @@ class _SaidAgain(Task):
         distances = distances_to(self.farthest, form.nearest)
 
         def draw(form: FactFormat, rows: int, rng: np.random.Generator) -> FactStreams:
-            told = [form.people(len(distances), self.times, rng) for _ in range(rows)]
+            streams = [form.people(len(distances), self.times, rng) for _ in range(rows)]
             if not changing:
-                told = [[facts[:1] * self.times for facts in stream] for stream in told]
-            return scatter_facts(told, distances, self.before, len(form.front), rng)
+                streams = [[facts[:1] * self.times for facts in stream] for stream in streams]
+            return scatter_facts(streams, distances, self.before, len(form.front), rng)
 
         return ask_facts(subject, form, draw, distances, self.samples, self.text, progress)
 
 
 @task("repeated")
 @dataclass(frozen=True)
-class Repeated(_SaidAgain):
+class Repeated(_RepeatedFacts):
     """Numbers that are said several times, asked for 16, 32, 64 ... tokens after the last.
 
     Attributes:
@@ -101,7 +90,7 @@ class Repeated(_SaidAgain):
 
 @task("changed")
 @dataclass(frozen=True)
-class Changed(_SaidAgain):
+class Changed(_RepeatedFacts):
     """Numbers that change, asked for 16, 32, 64 ... tokens after the newest, which counts.
 
     No two numbers of a name begin with the same digit, so an answer that is `stale` is told from

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from weir.errors import WeirError
 from weir.evals.scores import count_right
 from weir.evals.task import Better, Progress, Subject, Task, task
-from weir.evals.tasks.lines import ADJECTIVES, LARGEST, NOUNS, beginning
+from weir.evals.tasks.lines import ADJECTIVES, LARGEST, NOUNS, line_start
 from weir.stream import Stream
 from weir.train import DIGITS, Words, practiced
 
@@ -182,7 +182,7 @@ class LineSource(ABC):
 
     @abstractmethod
     def right(self, number: int, answer: Tensor) -> int:
-        """How many of the answers [rows, n] are right."""
+        """Count the right ones of some answers [rows, n]."""
 
 
 class ExerciseLines(LineSource):
@@ -232,11 +232,11 @@ class ExerciseLines(LineSource):
         return torch.from_numpy(np.stack(asked))
 
     def answer_length(self, number: int) -> int:
-        """Its digits."""
+        """The number of digits."""
         return DIGITS
 
     def right(self, number: int, answer: Tensor) -> int:
-        """All digits are."""
+        """Count the rows whose digits are all right."""
         return int((answer.numpy() == self.numbers[:, number]).all(axis=1).sum())
 
 
@@ -266,20 +266,20 @@ class TextLines(LineSource):
         """The line in words, and its beginning once more."""
         name = self.names[number]
         return self._ids(
-            f"Which number is the REGISTER_CONTENT of the line {name}?\n{beginning(name)}"
+            f"Which number is the REGISTER_CONTENT of the line {name}?\n{line_start(name)}"
         )
 
     def answer_length(self, number: int) -> int:
-        """Its tokens, and those of the bracket behind it."""
+        """The tokens of the number and the bracket after it."""
         return self._ids(f"{self.numbers[number]}>").shape[1]
 
     def right(self, number: int, answer: Tensor) -> int:
-        """It is written out, and ends where it ends."""
+        """1 if the answer begins with the number and its bracket."""
         text = str(self.tokenizer.decode(answer[0].tolist())).strip()
         return int(text.startswith(f"{self.numbers[number]}>"))
 
     def _said(self, number: int) -> str:
-        return f"{beginning(self.names[number])}{self.numbers[number]}>\n"
+        return f"{line_start(self.names[number])}{self.numbers[number]}>\n"
 
     def _ids(self, text: str, special: bool = False) -> Tensor:
         ids = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]

@@ -128,7 +128,6 @@ class Replica:
         )
         self._client = EngineClient(
             engine,
-            self._store,
             tokenizer,
             settings.name,
             settings.limits,

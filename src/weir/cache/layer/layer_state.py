@@ -1,6 +1,6 @@
-"""The rows of a layer: their slots made, taken, put, emptied, and some of them for all there are.
+"""What one layer holds of a batch's rows, and how rows come and go.
 
-What moves rows knows what a layer holds, and nothing of how it attends or when it folds.
+Knows nothing about how the layer attends or when it folds.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ class WholeRows:
     """All rows of a layer that is narrowed to some of them.
 
     Attributes:
-        slab, lengths, seeds: as they were.
-        plain, first: whether weights were read, and from which slot on.
+        slab, lengths, seeds, plain, first: as in `LayerState`, of all rows.
         view: the slots of the rows `start` to `stop`.
     """
 
@@ -35,14 +34,17 @@ class WholeRows:
     stop: int
 
 
-class LayerRows:
-    """What a layer holds of each row of a batch.
+class LayerState:
+    """The slots of one layer, and how each row of the batch uses them.
 
     Attributes:
-        spec: what is always so about the layer.
+        spec: the layer's fixed facts.
         slab: the slots; None before the first token.
-        lengths: per row and per pool of the pipe, slots in use.
-        seeds: of each row's draws.
+        lengths: slots in use, per row and per pool of the pipe.
+        seeds: the seed of each row's draws.
+        plain: whether every slot in use holds one token that counts once, so that weights need not
+            be read.
+        first: the first slot that is read: while no row has quantized ones, the first exact slot.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -50,18 +52,21 @@ class LayerRows:
         self.reset()
 
     def reset(self) -> None:
-        """Hold no rows."""
+        """Hold no rows, and give the slots back."""
         self.slab: Slab | None = None
         self.lengths: list[list[int]] = []
         self.seeds: list[int] = []
-        # Whether every slot in use holds one token that counts once: then weights are not read.
-        self._plain = True
-        # The first slot that is read: while no row has quantized ones, the first exact slot.
-        self._from = self.spec.pipe.quantized_slots
+        self.plain = True
+        self.first = self.spec.pipe.quantized_slots
         self._whole: WholeRows | None = None
 
     def allocate(
-        self, heads: Heads, batch: int, start: Tensor, device: torch.device, seeds: list[int]
+        self,
+        heads: Heads,
+        batch: int,
+        start: Tensor,
+        device: torch.device,
+        seeds: list[int] | None = None,
     ) -> None:
         """Make the slots of a batch, without a token.
 
@@ -70,7 +75,7 @@ class LayerRows:
             batch: rows.
             start: each row's first place in the stream [batch], int64.
             device: where.
-            seeds: of each row's draws.
+            seeds: of each row's draws; None for those of the layer's.
 
         Raises:
             WeirError: there is no memory for them.
@@ -81,36 +86,34 @@ class LayerRows:
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise WeirError(f"no memory for {spec.slots} slots in every layer: {reason}") from None
-        self._remember_nothing(slab)
+        self._init_pool_state(slab)
         slab.open_tail(slab.first, start, self.spec.chunk)
         self.slab = slab
         self.lengths = [[0] * len(self.spec.pipe.pools) for _ in range(batch)]
+        if seeds is None:
+            seed = self.spec.draws.seed
+            seeds = [seed] * batch if isinstance(seed, int) else list(seed)
         self.seeds = list(seeds)
-        self._plain, self._from = True, self.spec.pipe.quantized_slots
-
-    def _seeds_of(self, batch: int) -> list[int]:
-        """The seeds of rows that were not given any: those of the layer's draws."""
-        seed = self.spec.draws.seed
-        return [seed] * batch if isinstance(seed, int) else list(seed)
+        self.plain, self.first = True, self.spec.pipe.quantized_slots
 
     def ends(self, waiting: list[int]) -> list[int]:
-        """Per row, where its slots in use end."""
+        """The end of each row's slots in use, its tail of `waiting` tokens among them."""
         return [used + w for used, w in zip(self.used, waiting, strict=True)]
 
     @property
     def used(self) -> list[int]:
-        """Per row, where the tail begins."""
+        """The slot where each row's tail begins."""
         return [count_used(self.spec.pipe, row) for row in self.lengths]
 
     def narrow(self, start: int, stop: int) -> None:
-        """Be the rows `start` to `stop` alone, until `widen`; for pipes with a limit."""
+        """Hold the rows `start` to `stop` alone, until `widen`; for pipes with a limit."""
         assert self.slab is not None
         view = self.slab.view(start, stop)
-        as_it_was = (self.slab, self.lengths, self.seeds, self._plain, self._from)
+        as_it_was = (self.slab, self.lengths, self.seeds, self.plain, self.first)
         self._whole = WholeRows(*as_it_was, view, start, stop)
         self.slab, self.lengths = view, self.lengths[start:stop]
         self.seeds = self.seeds[start:stop]
-        self._from = self._read_from
+        self.first = self._read_from
 
     @property
     def _read_from(self) -> int:
@@ -121,11 +124,11 @@ class LayerRows:
 
     @property
     def narrowed(self) -> bool:
-        """Whether it is some of its rows for now."""
+        """Whether it holds only some of its rows for now."""
         return self._whole is not None
 
     def widen(self) -> None:
-        """Be all rows again, with what has become of some of them."""
+        """Hold all rows again, with what was done to some of them since."""
         whole, self._whole = self._whole, None
         assert whole is not None
         assert self.slab is not None
@@ -136,9 +139,9 @@ class LayerRows:
         lengths[whole.start : whole.stop] = self.lengths
         seeds[whole.start : whole.stop] = self.seeds
         self.slab, self.lengths, self.seeds = whole.slab, lengths, seeds
-        same = self._from == whole.first
-        self._plain = self._plain and whole.plain and same
-        self._from = min(self._from, whole.first)
+        same = self.first == whole.first
+        self.plain = self.plain and whole.plain and same
+        self.first = min(self.first, whole.first)
 
     def select_rows(self, index: Tensor) -> None:
         """Keep, repeat or reorder the rows of the batch as `index` [n] says."""
@@ -154,7 +157,7 @@ class LayerRows:
         return self.slab.view(row, row + 1).copy().tensors(), list(self.lengths[row])
 
     def put_row(self, row: int, tensors: dict[str, Tensor], lengths: list[int], seed: int) -> None:
-        """Overwrite a row by one that was taken; sizes and types have been checked."""
+        """Overwrite a row with one that was taken; sizes and types have been checked."""
         slab = self.slab
         assert slab is not None
         if self.spec.pipe.slots is None:
@@ -162,7 +165,7 @@ class LayerRows:
         slab.put_row(row, tensors)
         self.lengths[row] = list(lengths)
         self.seeds[row] = seed
-        self._look(slab)
+        self.refresh()
 
     def reset_row(self, row: int, start: int, seed: int) -> None:
         """Empty a row; its next token stands at the place `start` of the stream."""
@@ -170,7 +173,7 @@ class LayerRows:
         assert slab is not None
         slab.clear(row)
         part = slab.view(row, row + 1)
-        self._remember_nothing(part)
+        self._init_pool_state(part)
         for name, t in slab.state.items():
             first = part.state[name][0]
             if t[row].shape == first.shape:
@@ -182,11 +185,11 @@ class LayerRows:
         part.open_tail(slab.first, place, self.spec.chunk)
         self.lengths[row] = [0] * len(self.spec.pipe.pools)
         self.seeds[row] = seed
-        self._look(slab)
+        self.refresh()
 
     @staticmethod
     def _of_one_size(slab: Slab, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a row of a pipe without a limit, and the slab, made equally long."""
+        """Lengthen a slab of a pipe without a limit, and the tensors of one row, to one size."""
         other = Slab.of(tensors)
         slab.grow(len(other), 0 if other.masters is None else other.masters.shape[2])
         other.grow(len(slab), 0 if slab.masters is None else slab.masters.shape[2])
@@ -194,15 +197,17 @@ class LayerRows:
         other.lengthen_state(slab)
         return other.tensors()
 
-    def _remember_nothing(self, slab: Slab) -> None:
-        """Give a slab what its pools remember before the first token."""
+    def _init_pool_state(self, slab: Slab) -> None:
+        """Give a slab the state its pools have before the first token."""
         with torch.inference_mode(False):
             for index, pool in enumerate(self.spec.pipe.pools):
                 for name, t in pool.state(slab.run(0, 0)).items():
                     slab.state[f"{index}.{name}"] = t
 
-    def _look(self, slab: Slab) -> None:
-        """Note from which slot on slots are read, and whether their weights are."""
+    def refresh(self) -> None:
+        """Update `plain` and `first` after slots were rewritten."""
+        slab = self.slab
+        assert slab is not None
         ends, start = self.used, self._read_from
         stop = max(ends)
         weights = [t[:, :, start:stop] for t in (slab.a, slab.b)]
@@ -210,4 +215,4 @@ class LayerRows:
             slots = torch.arange(start, stop, device=slab.a.device)
             behind = slots >= torch.tensor(ends, device=slots.device)[:, None, None]
             weights = [t.masked_fill(behind, 0.0) for t in weights]
-        self._plain, self._from = not any(bool(t.any()) for t in weights), start
+        self.plain, self.first = not any(bool(t.any()) for t in weights), start

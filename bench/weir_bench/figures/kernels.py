@@ -1,4 +1,4 @@
-"""The figure of BalanceKV's walk: two halvings beside a plain loop over the tokens."""
+"""Figures of kernels: BalanceKV's walk beside a plain loop, and the decode kernel on a GPU."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from weir import kernels
 from weir.pools.balance import Gram, Halving, Sets, blocks_at_once
 from weir_bench.bounds import of_work
-from weir_bench.figure import Row, Setting, figure
+from weir_bench.figure import Row, Setting, Skipped, compare, figure
 from weir_bench.model import walk_path
 from weir_bench.timing import Doing, in_turns, middle
 
@@ -18,6 +19,8 @@ HEADS = 8
 DIM = 128
 BLOCK = 256
 SCALE = DIM**-0.5
+BATCH, SLOTS, GROUP = 32, 2048, 4
+"""Of the decode kernel: one layer of a Llama of eight billion parameters, with `HEADS` KV heads."""
 
 
 @figure("halvings", "BalanceKV's walk beside a plain loop over the tokens", by_dtype=False)
@@ -39,27 +42,20 @@ def halvings(setting: Setting) -> Iterator[Row]:
         replace(setting, dtype=torch.float32), times["ours"], operations=_products(tokens)
     )
     halved = f"two halvings of [1, {HEADS}, {tokens}, {DIM}] in blocks of {BLOCK}"
-    yield Row(
+    ours, peer, products = times["ours"], times["peer"], times["bound"]
+    yield compare(
         f"{halved}: plain loop over tokens ÷ weir",
-        times["ours"] * 1e3,
-        times["peer"] * 1e3,
-        "ms",
-        times["peer"] / times["ours"],
+        ours,
+        peer,
         8.0,
+        inverse=True,
         least=True,
         note=f"walk: {walk_path()}",
-        **bound._asdict(),
+        bound=bound,
     )
-    yield Row(
-        f"{halved} ÷ their inner products alone",
-        times["ours"] * 1e3,
-        times["bound"] * 1e3,
-        "ms",
-        times["ours"] / times["bound"],
-        1.3,
-        note=f"the plain loop could be {times['peer'] / times['bound']:.1f} times as slow at most",
-        **bound._asdict(),
-    )
+    note = f"the plain loop could be {peer / products:.1f} times as slow at most"
+    what = f"{halved} ÷ their inner products alone"
+    yield compare(what, ours, products, 1.3, note=note, bound=bound)
 
 
 def _products(tokens: int) -> int:
@@ -119,3 +115,51 @@ def walk_plainly(keys: Tensor, values: Tensor, u: Tensor) -> Tensor:
         total = (products[:, :, place, :] * signs).sum(dim=-1)
         signs[:, :, place] = torch.where(u[:, :, place] < 0.5 - 4.0 * total, 1.0, -1.0)
     return signs
+
+
+@figure(
+    "kernel",
+    "the decode kernel's bandwidth beside a copy on the device",
+    by_dtype=False,
+    bound="bytes",
+)
+def kernel(setting: Setting) -> Iterator[Row]:
+    """One layer's decode step of a Llama of eight billion parameters, bfloat16, on a GPU."""
+    if not torch.cuda.is_available():
+        raise Skipped("there is no GPU here")
+    yield reached(torch.device("cuda"), BATCH, SLOTS, rounds=50)
+
+
+def reached(device: torch.device, batch: int, slots: int, rounds: int) -> Row:
+    """The kernel beside a copy of as many bytes as it has to read.
+
+    Raises:
+        Skipped: there is no decode kernel for the device.
+    """
+    decode = kernels.decode(device)
+    if decode is None:
+        raise Skipped(f"there is no decode kernel on {device.type} (weir-kv[gpu] brings it)")
+    queries = torch.randn(batch, HEADS, GROUP, 1, DIM, device=device).bfloat16()
+    keys, values = torch.randn(2, batch, HEADS, slots, DIM, device=device).bfloat16()
+    a, b = torch.zeros(2, batch, HEADS, slots, device=device)
+    moved = sum(t.nbytes for t in (queries, keys, values, a, b))
+    source = torch.empty(moved // 2, dtype=torch.uint8, device=device)  # read, and written
+    target = torch.empty_like(source)
+    both = {
+        "ours": Doing(lambda: decode(queries, keys, values, a, b, DIM**-0.5)),
+        "copy": Doing(lambda: target.copy_(source)),
+    }
+    times = middle(in_turns(both, rounds, warm=3))
+    share = times["copy"] / times["ours"]
+    return Row(
+        f"decode kernel at batch {batch}, {slots:,} slots: its bandwidth ÷ a copy's",
+        moved / times["ours"] / 1e9,
+        moved / times["copy"] / 1e9,
+        "GB/s",
+        share,
+        0.8,
+        least=True,
+        share=share,
+        note=f"decode: {kernels.paths(device)['decode']}; {HEADS} key-value heads, {GROUP} "
+        f"queries each, {DIM} dimensions, bfloat16",
+    )

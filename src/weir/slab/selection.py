@@ -1,0 +1,321 @@
+"""Which function answers a call of attention: the one place that chooses among all there are.
+
+`select_attention` is asked once a call, with what is known before a number is computed, and answers
+with one function of (queries, slots, params, bias). Each equals `two_weight_attention`, the
+readable reference, to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weir import kernels
+from weir.slab.attention import (
+    AttentionParams,
+    AttentionResult,
+    fused_attention,
+    observed_attention,
+    split_attention,
+    two_weight_attention,
+)
+from weir.slab.compiled_attention import attend_in_loops
+from weir.slab.quantized_slots import QuantizedStorage, read_slots
+
+AT_ONCE = 1 << 24
+"""Logits held at once."""
+
+
+@dataclass(slots=True)
+class AttendedSlots:
+    """The slots that a call of attention reads, from `start` to `stop`.
+
+    Attributes:
+        keys, values: all exact slots of a layer [batch, kv_heads, slots, dim].
+        quantized: the quantized slots, which come first; None for none.
+        a, b: log-weights of all slots [batch, kv_heads, slots], quantized ones first.
+        split: a and b as `split_attention` reads them; None for pipes of one weight, where a is b.
+        start, stop: from the first slot that any row uses to behind the last.
+        plain: whether every slot that a query may see holds one token that counts once, so that
+            weights need not be read.
+    """
+
+    keys: Tensor
+    values: Tensor
+    quantized: QuantizedStorage | None
+    a: Tensor
+    b: Tensor
+    split: tuple[Tensor, Tensor, Tensor] | None
+    start: int
+    stop: int
+    plain: bool = False
+
+    @property
+    def first(self) -> int:
+        """The first exact slot."""
+        return 0 if self.quantized is None else len(self.quantized)
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, dequantized where they are quantized."""
+        return read_slots(self.keys, self.values, self.quantized, self.start, self.stop)
+
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """a and b of these slots."""
+        some = slice(self.start, self.stop)
+        return self.a[:, :, some], self.b[:, :, some]
+
+    def split_weights(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """`split` of these slots."""
+        if self.split is None:
+            return None
+        mask, above, below = (t[:, :, self.start : self.stop] for t in self.split)
+        return mask, above, below
+
+    def crop(self, bias: Tensor | None) -> Tensor | None:
+        """A bias over all slots up to `stop`, from `start` on."""
+        if bias is None or not self.start or bias.shape[4] == 1:
+            return bias
+        return bias[..., self.start :]
+
+    def as_stored(self) -> tuple[tuple[Tensor, Tensor], _Stored | None]:
+        """Exact keys and values, and the quantized ones in front of them for a kernel that reads
+        8 bits; where they are of another format, all are exact.
+        """
+        stored = None
+        if self.quantized is not None and self.start < self.first:
+            stored = self.quantized.bytes_of(self.start, self.first)
+        start = self.start if stored is None else self.first
+        return read_slots(self.keys, self.values, self.quantized, start, self.stop), stored
+
+
+_Stored = tuple[kernels.QuantizedVectors, kernels.QuantizedVectors]
+Attend = Callable[[Tensor, AttendedSlots, AttentionParams, Tensor | None], AttentionResult]
+"""Answers queries [batch, kv_heads, group, length, key_dim] over slots; the bias
+[batch, kv_heads, group, length, slots up to `stop`], or of a shape that broadcasts to it, says who
+sees whom.
+"""
+Observe = Literal["", "received", "shares"]
+"""What a call tells beside its answers, where it can for nothing: what slots received, or every
+query's shares.
+"""
+By = Literal["kernels", "torch", "loops"]
+"""What may answer: kernels of weir's own beside PyTorch, PyTorch alone, or compiled loops."""
+
+
+def select_attention(
+    queries: Tensor,
+    slots: AttendedSlots,
+    params: AttentionParams,
+    bias: Tensor | None = None,
+    *,
+    causal: bool = False,
+    observe: Observe = "",
+    by: By = "kernels",
+) -> Attend:
+    """Choose how a call of attention is answered.
+
+    Args:
+        queries, slots, params, bias: of the call; of the tensors no number is looked at.
+        causal: the queries are of the last slots, and the bias says no more than that each sees
+            all slots up to its own.
+        observe: what is asked for beside the answers. The result has it where that takes no longer
+            than to ask for it later, and holds no more than `AT_ONCE` logits.
+        by: what may answer.
+    """
+    uncapped = params.softcap is None
+    weighted = slots.split is not None and not slots.plain
+    if by == "loops" and (uncapped or not weighted):
+        return _in_loops
+    if by == "kernels":
+        found = None
+        if uncapped and params.sinks is None:
+            found = (
+                _select_observed(queries, slots, causal, observe)
+                or _select_causal(queries, slots, causal)
+                or _select_decode(queries, slots, bias)
+            )
+        if found is None and queries.shape[3] == 1:
+            kernel = kernels.decode(queries.device)  # a GPU's, for all weights, caps and sinks
+            found = None if kernel is None else partial(_by_two_weight_kernel, kernel)
+        if found is not None:
+            return found
+    if not uncapped:
+        return _by_reference
+    return _by_split if weighted else _by_fused
+
+
+def _select_observed(
+    queries: Tensor, slots: AttendedSlots, causal: bool, observe: Observe
+) -> Attend | None:
+    """A function that answers and observes: float32 on a CPU, one weight a slot."""
+    if not observe or slots.split is not None:
+        return None
+    if queries.dtype != torch.float32 or queries.device.type != "cpu":
+        return None
+    if queries.shape[:4].numel() * slots.stop > AT_ONCE:
+        return None
+    kernel = None
+    if causal and observe == "received":
+        kernel = kernels.causal_and_received(queries, slots.values)
+    return partial(_observed, kernel, causal)
+
+
+def _select_causal(queries: Tensor, slots: AttendedSlots, causal: bool) -> Attend | None:
+    """The kernel for the newest tokens over all slots, on one thread of a CPU."""
+    kernel = kernels.causal(queries, slots.values) if causal else None
+    return None if kernel is None else partial(_by_causal_kernel, kernel)
+
+
+def _select_decode(queries: Tensor, slots: AttendedSlots, bias: Tensor | None) -> Attend | None:
+    """A kernel for one query a head over slots as they lie, of one weight each."""
+    if queries.shape[3] != 1 or (bias is not None and bias.shape[2] > 1):
+        return None
+    if slots.split is not None and not slots.plain:
+        return None
+    if slots.start >= slots.first:
+        kernel = kernels.decode_exact(slots.keys.device, slots.keys.dtype)
+        return None if kernel is None else partial(_by_exact_kernel, kernel)
+    kernel = kernels.decode_quantized(queries.device)
+    return None if kernel is None else partial(_by_quantized_kernel, kernel)
+
+
+# --- PyTorch
+
+
+def _by_reference(
+    queries: Tensor, slots: AttendedSlots, params: AttentionParams, bias: Tensor | None
+) -> AttentionResult:
+    out = two_weight_attention(queries, *slots.read(), *slots.weights(), params, slots.crop(bias))
+    return AttentionResult(out)
+
+
+def _by_split(
+    queries: Tensor, slots: AttendedSlots, params: AttentionParams, bias: Tensor | None
+) -> AttentionResult:
+    split = slots.split_weights()
+    assert split is not None
+    return AttentionResult(
+        split_attention(queries, *slots.read(), *split, params, slots.crop(bias))
+    )
+
+
+def _by_fused(
+    queries: Tensor, slots: AttendedSlots, params: AttentionParams, bias: Tensor | None
+) -> AttentionResult:
+    bias = slots.crop(bias)
+    keys, values = slots.read()
+    if not slots.plain:
+        below = slots.b[:, :, None, None, slots.start : slots.stop]
+        bias = below if bias is None else bias + below
+    return AttentionResult(fused_attention(queries, keys, values, params, bias))
+
+
+def _in_loops(
+    queries: Tensor, slots: AttendedSlots, params: AttentionParams, bias: Tensor | None
+) -> AttentionResult:
+    """For compiled steps, which have masked their weights and know no bias."""
+    mask, *factors = slots.split or (slots.b,)
+    return AttentionResult(attend_in_loops(queries, *slots.read(), mask, params, factors or None))
+
+
+def _observed(
+    kernel: Callable[..., Any] | None,
+    causal: bool,
+    queries: Tensor,
+    slots: AttendedSlots,
+    params: AttentionParams,
+    bias: Tensor | None,
+) -> AttentionResult:
+    result = None
+    b = slots.b[:, :, slots.start : slots.stop]
+    if kernel is not None:
+        exact, stored = slots.as_stored()
+        counted = kernel(queries, *exact, b, params.scale, stored)
+        result = None if counted is None else AttentionResult(*counted)
+    if result is None:
+        some = bias
+        if some is not None and some.shape[4] > 1:
+            # Of rows that lie alike, a query sees whatever lies in front of the tail.
+            some = some[..., -queries.shape[3] if causal else slots.start :]
+        result = observed_attention(queries, *slots.read(), b, params, some)
+    if result is None:  # a query sees nothing
+        attend = select_attention(queries, slots, params, bias, causal=causal)
+        return attend(queries, slots, params, bias)
+    if not slots.start:
+        return result
+    assert result.received is not None
+    return result._replace(received=F.pad(result.received, (slots.start, 0)))
+
+
+# --- kernels of weir's own
+
+
+def _by_two_weight_kernel(
+    kernel: Callable[..., Tensor],
+    queries: Tensor,
+    slots: AttendedSlots,
+    params: AttentionParams,
+    bias: Tensor | None,
+) -> AttentionResult:
+    given = queries, *slots.read(), *slots.weights()
+    how = params.scale, params.softcap, params.sinks
+    return AttentionResult(kernel(*given, *how, slots.crop(bias)))
+
+
+def _by_causal_kernel(
+    kernel: Callable[..., Tensor],
+    queries: Tensor,
+    slots: AttendedSlots,
+    params: AttentionParams,
+    bias: Tensor | None,
+) -> AttentionResult:
+    mask, factors = None, None
+    if not slots.plain:
+        mask, *factors = slots.split_weights() or (slots.b[:, :, slots.start : slots.stop],)
+    exact, stored = slots.as_stored()
+    return AttentionResult(kernel(queries, *exact, mask, params.scale, factors or None, stored))
+
+
+def _by_exact_kernel(
+    kernel: Callable[..., Tensor],
+    queries: Tensor,
+    slots: AttendedSlots,
+    params: AttentionParams,
+    bias: Tensor | None,
+) -> AttentionResult:
+    mask, first = _mask_of(slots, bias), slots.first
+    mask = mask if mask is None else mask[:, :, first:]
+    span = slots.start - first, slots.stop - first
+    return AttentionResult(kernel(queries, slots.keys, slots.values, mask, params.scale, span))
+
+
+def _by_quantized_kernel(
+    kernel: Callable[..., Tensor],
+    queries: Tensor,
+    slots: AttendedSlots,
+    params: AttentionParams,
+    bias: Tensor | None,
+) -> AttentionResult:
+    assert slots.quantized is not None
+    stored, exact, span = (
+        slots.quantized.stored,
+        (slots.keys, slots.values),
+        (slots.start, slots.stop),
+    )
+    return AttentionResult(
+        kernel(queries, stored, *exact, _mask_of(slots, bias), params.scale, span)
+    )
+
+
+def _mask_of(slots: AttendedSlots, bias: Tensor | None) -> Tensor | None:
+    """What is added to the logits of all slots up to `stop` [batch, kv_heads, slots]."""
+    if slots.plain and bias is None:
+        return None
+    mask = slots.b[:, :, : slots.stop]
+    return mask if bias is None else mask + bias[:, :, 0, 0]
