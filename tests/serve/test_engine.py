@@ -143,7 +143,7 @@ def test_short_prompts_are_read_in_one_call_and_answered_as_they_would_be_alone(
     assert calls[0] == {3: 3 + 4, 1: 5, 0: 4}
     assert served.load().seen == sum(map(len, prompts)) + 4 * 5 + 7 + 4 + 5 + 3 * 5
     for each in again:
-        n = int(each.start[1])
+        n = int(each.parent[1])
         assert each.listener.tokens == alone([(prompts[n], 6), (words(n + 9, 3 + n), 6)])[1]
 
 
@@ -238,7 +238,7 @@ def test_several_answers_to_one_prompt():
     served = engine(rows=2)
     choosing = [SamplingParams(Sampling(temperature=2.0), seed=n) for n in range(3)]
     turns = [turn(f"a{n}", words(0, 20), choosing=c, limit=9) for n, c in enumerate(choosing)]
-    turns[0].answers = turns[1:]
+    turns[0].forks = turns[1:]
     served.submit(turns[0])
     while not all(each.listener.over for each in turns):
         served.step()
@@ -328,7 +328,7 @@ class Full(MemoryStore):
 def test_a_turn_whose_row_cannot_be_copied_fails_and_leaves_its_row(monkeypatch, answers):
     served = engine(rows=1)
     lost = [turn(f"a{n}", words(0, 9)) for n in range(answers)]
-    lost[0].answers = lost[1:]
+    lost[0].forks = lost[1:]
 
     def fail(*given):
         raise MemoryError("no memory")

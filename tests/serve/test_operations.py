@@ -162,7 +162,7 @@ def test_a_turn_whose_beginning_was_dropped_while_it_waited_is_read_anew(server,
 
     def drop_before(turn):
         monkeypatch.undo()
-        server.engine.forget(turn.start)
+        server.engine.forget(turn.parent)
         submit(turn)
 
     kept = server.post(CHAT, body_of(messages=messages, max_tokens=4)).json()
