@@ -122,6 +122,7 @@ class Replica:
             model,
             settings.policy,
             settings.rows,
+            self._store,
             chunk=settings.chunk,
             queue=settings.limits.queue,
             deterministic=settings.deterministic,
