@@ -1,4 +1,4 @@
-"""A desk whose model says anything at all, for what holds it to something."""
+"""A engine_client whose model says anything at all, for what holds it to something."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TAKES_ARGS = TAKES_TOOLS.replace(
 )
 
 
-def random_desk(template: str | None = CHATML, rows: int = 3) -> EngineClient:
+def random_client(template: str | None = CHATML, rows: int = 3) -> EngineClient:
     """Its model has random weights, and no token that ends an answer where there is no template."""
     tokenizer = make_tokenizer(template)
     model = make_llama(layers=1, vocab_size=len(tokenizer), tie_word_embeddings=False)

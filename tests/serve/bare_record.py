@@ -7,4 +7,4 @@ from weir.serve import Sequence, TurnRecord
 
 def bare_record(turn: Sequence, reason: str) -> TurnRecord:
     """A record that names the turn and says nothing else."""
-    return TurnRecord(turn.node, "", turn.node, turn.start, turn.node, (), turn.chosen[-1], 1)
+    return TurnRecord(turn.id, "", turn.id, turn.parent, turn.id, (), turn.output_ids[-1], 1)

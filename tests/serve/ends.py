@@ -56,14 +56,14 @@ class Heard:
         self.tokens: list[int] = []
         self.error: Exception | None = None
 
-    def chose(self, choice: SampledToken) -> str | None:
-        self.tokens.append(choice.token)
+    def on_token(self, token: SampledToken) -> str | None:
+        self.tokens.append(token.id)
         return None
 
-    def ended(self, reason: str) -> None:
+    def on_finish(self, reason: str) -> None:
         pass
 
-    def failed(self, error: Exception) -> None:
+    def on_failure(self, error: Exception) -> None:
         raise error
 
 
@@ -104,12 +104,12 @@ def shares(
             ids = [*start, *said, *HEADER]
             engine.submit(
                 Sequence(
-                    node=f"{session}.{number}",
-                    start=f"{session}.{number - 1}" if number else None,
-                    ids=ids,
-                    limit=LIMIT,
-                    stops=frozenset([END]),
-                    chooser=Sampler(SamplingParams(Sampling(temperature=0))),
+                    id=f"{session}.{number}",
+                    parent=f"{session}.{number - 1}" if number else None,
+                    prompt_ids=ids,
+                    max_tokens=LIMIT,
+                    stop_ids=frozenset([END]),
+                    sampler=Sampler(SamplingParams(Sampling(temperature=0))),
                     listener=heard[session],
                     beginning=len(beginning(0)),
                     header=len(HEADER),

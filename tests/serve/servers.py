@@ -62,9 +62,17 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Any:
 class Server:
     """A server on a port of its own."""
 
-    desk: EngineClient
+    engine_client: EngineClient
     server: uvicorn.Server
     port: int
+
+    @property
+    def engine(self) -> Engine:
+        return self.engine_client.engine
+
+    @property
+    def store(self) -> SessionStore:
+        return self.engine_client.store
 
     @property
     def url(self) -> str:
@@ -79,14 +87,14 @@ class Server:
     def settled(self) -> None:
         """Wait until nobody is answered any more."""
         for _ in range(1000):
-            load = self.desk.engine.load()
-            if not load.busy and not load.waiting and not self.desk.open_of(""):
+            load = self.engine.load()
+            if not load.busy and not load.waiting and not self.engine_client.open_requests(""):
                 return
             time.sleep(0.01)
-        raise AssertionError(f"turns do not come to an end: {self.desk.engine.load()}")
+        raise AssertionError(f"turns do not come to an end: {self.engine.load()}")
 
 
-def make_desk(
+def make_client(
     rows: int = 3,
     limits: Limits | None = None,
     template: str | None = CHATML,
@@ -94,7 +102,7 @@ def make_desk(
     data: Path | None = None,
     policy: str = POLICY,
 ) -> EngineClient:
-    """A desk with an engine of a small model, whose turns are in memory or in a folder."""
+    """A client of an engine of a small model, whose turns are in memory or in a folder."""
     limits = limits or Limits()
     tokenizer = make_tokenizer(template)
     model = make_model(tokenizer)
@@ -107,12 +115,12 @@ def make_desk(
 
 
 @contextlib.contextmanager
-def serving(desk: EngineClient, keys: Keys | None = None) -> Iterator[Server]:
-    """A desk served by uvicorn in a thread of its own."""
+def serving(engine_client: EngineClient, keys: Keys | None = None) -> Iterator[Server]:
+    """A client of an engine, served by uvicorn in a thread of its own."""
     bound = bind("127.0.0.1", 0, keys or Keys())
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # what is not read is soon too much
     config = uvicorn.Config(
-        make_app(desk, keys),
+        make_app(engine_client, keys),
         http="h11",
         log_config=None,
         lifespan="on",
@@ -125,15 +133,15 @@ def serving(desk: EngineClient, keys: Keys | None = None) -> Iterator[Server]:
         assert thread.is_alive()
         time.sleep(0.01)
     try:
-        yield Server(desk, server, bound.getsockname()[1])
+        yield Server(engine_client, server, bound.getsockname()[1])
     finally:
         server.should_exit = True
         thread.join(30)
         bound.close()
         assert not thread.is_alive()
-        desk.responses.close()
-        if isinstance(desk.store, SQLiteStore):
-            desk.store.close()
+        engine_client.responses.close()
+        if isinstance(engine_client.store, SQLiteStore):
+            engine_client.store.close()
 
 
 def raw(

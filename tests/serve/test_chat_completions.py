@@ -8,14 +8,14 @@ import math
 import httpx
 import openai
 import pytest
-from servers import CHATML, make_desk, make_tokenizer, serving
+from servers import CHATML, make_client, make_tokenizer, serving
 
 USER = {"role": "user", "content": "Hello there"}
 
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(make_desk()) as server:
+    with serving(make_client()) as server:
         yield server
 
 
@@ -110,7 +110,7 @@ def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(client):
 
 
 def test_an_end_token_ends_an_answer_unless_it_is_to_be_ignored(server, client):
-    (end,) = server.desk.ends
+    (end,) = server.engine_client.stop_ids
     given = {"logit_bias": {str(end): 100}}
     answer = ask(client, [USER], logprobs=True, **given)
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("", "stop")
@@ -186,8 +186,8 @@ def test_a_session_goes_on_as_a_stream_that_was_fed_the_same(server, client):
     second = ask(client, messages)
     import weir
 
-    tokenizer = server.desk.tokenizer
-    stream = weir.Stream(server.desk.engine.model, server.desk.engine.cache.policy, chunk=4)
+    tokenizer = server.engine_client.tokenizer
+    stream = weir.Stream(server.engine.model, server.engine.cache.policy, chunk=4)
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     stream.feed(tokenizer(text, add_special_tokens=False)["input_ids"])
     assert tokenizer.decode(list(stream.generate(8, stop=[]))) == assistant(second)["content"]
@@ -199,8 +199,10 @@ def test_usage_says_where_the_stream_stands(server, client):
     assert told["seen"] == answer.usage.total_tokens
     assert told["held"] <= 2 + 6 + 4 + 4
     assert told["folds"] == (told["seen"] - 1) // 4
-    assert told["bytes"] == server.desk.engine.cache.nbytes // 3
-    start = server.desk.tokenizer("<|im_start|>user\n", add_special_tokens=False)["input_ids"]
+    assert told["bytes"] == server.engine.cache.nbytes // 3
+    start = server.engine_client.tokenizer("<|im_start|>user\n", add_special_tokens=False)[
+        "input_ids"
+    ]
     assert (told["pinned"], told["beginning"]) == (0, len(start))
 
 
@@ -272,7 +274,7 @@ def test_a_session_has_a_name_that_the_client_may_choose(server, client):
 
 
 def test_a_model_without_a_template_continues_the_text_to_the_end_of_its_line():
-    with serving(make_desk(template=None)) as server:
+    with serving(make_client(template=None)) as server:
         client = server.client()
         newline = make_tokenizer()("\n")["input_ids"][0]
         first = ask(client, [{"role": "user", "content": "Prince Andrew,"}])

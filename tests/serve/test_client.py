@@ -1,4 +1,4 @@
-"""A desk between text and tokens."""
+"""The client of the engine, between text and tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 from dataclasses import replace
 
 import pytest
-from servers import make_desk
+from servers import make_client
 
 from weir import StreamingCache
 from weir.models import set_sink
@@ -15,61 +15,68 @@ from weir.pools import Marks
 from weir.serve import (
     EngineClient,
     FinishEvent,
+    GenerationRequest,
     Limits,
     Message,
-    OutputQueue,
-    Plan,
+    Prompt,
     SamplingParams,
     TurnRecord,
-    Wish,
-    chain,
+    hash_prefixes,
 )
 
 
 def test_a_learned_sink_stands_in_front_of_what_is_read_first():
-    plain = make_desk()
+    plain = make_client()
     set_sink(plain.engine.model.config, "learnable", (7, 8))
-    desk = EngineClient(plain.engine, plain.tokenizer, "small", Limits())
+    client = EngineClient(plain.engine, plain.tokenizer, "small", Limits())
     messages = [Message("user", "Hi")]
-    chat, without = (one.planner.chat("", messages, None).ids for one in (desk, plain))
+    chat, without = (one.matcher.match("", messages, None).ids for one in (client, plain))
     assert chat == [7, 8, *without]
-    begins = [one.planner.chat("", messages, None).beginning for one in (desk, plain)]
+    begins = [one.matcher.match("", messages, None).beginning for one in (client, plain)]
     assert begins[0] == begins[1] + 2
-    assert desk.planner.text("", "Hi").ids == [7, 8, *plain.planner.text("", "Hi").ids]
-    assert desk.planner.text("", [1, 2]).ids == [1, 2]  # who names tokens names them all
+    assert client.matcher.complete("", "Hi").ids == [
+        7,
+        8,
+        *plain.matcher.complete("", "Hi").ids,
+    ]
+    assert client.matcher.complete("", [1, 2]).ids == [
+        1,
+        2,
+    ]  # who names tokens names them all
 
 
-def ask(desk: EngineClient, *messages: Message) -> tuple[Plan, str, TurnRecord]:
+def ask(client: EngineClient, *messages: Message) -> tuple[Prompt, str, TurnRecord]:
     """How a history was planned, what was answered, and the record of that."""
-    plan = desk.planner.chat("", messages, None)
+    plan = client.matcher.match("", messages, None)
     with contextlib.closing(asyncio.new_event_loop()) as loop:
-        mailbox = OutputQueue(loop, 1000)
-        desk.ask(plan, Wish([SamplingParams()], 40, (), frozenset()), mailbox)
-        while desk.engine.load().busy or desk.engine.load().waiting:
-            desk.engine.step()
-    answer = "".join(event.text for event in mailbox._events)
-    end = mailbox._events[-1]
+        request = GenerationRequest(lambda: plan, (SamplingParams(),), 40)
+        generation = client.generate(request, plan, loop)
+        while client.engine.load().busy or client.engine.load().waiting:
+            client.engine.step()
+    answer = "".join(event.text for event in generation.queue._events)
+    end = generation.queue._events[-1]
     assert isinstance(end, FinishEvent)
-    record = desk.store.find_history("", chain(plan.chain, [Message("assistant", answer)])[0])
-    assert record.usage["pinned"] == end.standing.pinned
+    (chain,) = hash_prefixes(plan.hash, [Message("assistant", answer)])
+    record = client.store.find_history("", chain)
+    assert record.usage["pinned"] == end.stats.pinned
     return plan, answer, record
 
 
 def test_the_beginning_of_a_conversation_stays_and_so_does_the_header_of_its_turn():
-    desk = make_desk(policy="pinned(streaming_llm(24), n=60)")
+    client = make_client(policy="pinned(streaming_llm(24), n=60)")
     system, first = Message("system", "Say it all in letters."), Message("user", "Hello")
-    plan, answer, record = ask(desk, system, first)
+    plan, answer, record = ask(client, system, first)
     start = "<|im_start|>system\nSay it all in letters.<|im_end|>\n<|im_start|>user\n"
-    begins = len(desk.tokenizer(start, add_special_tokens=False)["input_ids"])
+    begins = len(client.tokenizer(start, add_special_tokens=False)["input_ids"])
     header = "<|im_end|>\n<|im_start|>assistant\n"
-    ends = len(desk.tokenizer(header, add_special_tokens=False)["input_ids"])
+    ends = len(client.tokenizer(header, add_special_tokens=False)["input_ids"])
     assert (plan.beginning, plan.header) == (begins, ends)
     assert (record.usage["pinned"], record.usage["beginning"]) == (begins, begins)
-    cache = desk.engine.cache
+    cache = client.engine.cache
     assert cache.marks[0] == Marks(begins, len(plan.ids) - ends, ends)
     assert {*range(begins), *range(len(plan.ids) - ends, len(plan.ids))} <= places_of(cache)
     history = [system, first, Message("assistant", answer)]
-    plan, _, record = ask(desk, *history, Message("user", "And then?" * 9))
+    plan, _, record = ask(client, *history, Message("user", "And then?" * 9))
     assert plan.beginning == 0  # of what is fed now
     assert record.usage["beginning"] == begins
     turn = record.seen - 40 - ends
@@ -78,14 +85,18 @@ def test_the_beginning_of_a_conversation_stays_and_so_does_the_header_of_its_tur
 
 
 def test_of_a_long_beginning_the_first_tokens_stay_and_usage_says_so():
-    desk = make_desk(policy="pinned(window(24), n=10)")
-    _, _, record = ask(desk, Message("system", "Say it all in letters."), Message("user", "Hello"))
+    client = make_client(policy="pinned(window(24), n=10)")
+    _, _, record = ask(
+        client, Message("system", "Say it all in letters."), Message("user", "Hello")
+    )
     assert record.usage["pinned"] == 10
     assert record.usage["beginning"] > 30
-    assert places_of(desk.engine.cache) >= {*range(10)}
-    assert 11 not in places_of(desk.engine.cache)
-    desk = make_desk()
-    _, _, record = ask(desk, Message("system", "Say it all in letters."), Message("user", "Hello"))
+    assert places_of(client.engine.cache) >= {*range(10)}
+    assert 11 not in places_of(client.engine.cache)
+    client = make_client()
+    _, _, record = ask(
+        client, Message("system", "Say it all in letters."), Message("user", "Hello")
+    )
     assert record.usage["pinned"] == 0
     assert record.usage["beginning"] > 30
 
@@ -97,7 +108,7 @@ def places_of(cache: StreamingCache) -> set[int]:
 
 
 def test_a_plan_whose_turns_cannot_be_made_lets_go_of_its_session():
-    desk, let_go = make_desk(), []
+    client, let_go = make_client(), []
 
     class Lease:
         def release(self) -> None:
@@ -106,9 +117,9 @@ def test_a_plan_whose_turns_cannot_be_made_lets_go_of_its_session():
     def broken() -> None:
         raise MemoryError("no memory")
 
-    plan = replace(desk.planner.chat("", [Message("user", "Hi")], None), lease=Lease())
-    wish = Wish([SamplingParams()], 4, (), frozenset(), constraint=broken)
+    plan = replace(client.matcher.match("", [Message("user", "Hi")], None), lease=Lease())
+    request = GenerationRequest(lambda: plan, (SamplingParams(),), 4, constraint=broken)
     with contextlib.closing(asyncio.new_event_loop()) as loop, pytest.raises(MemoryError):
-        desk.ask(plan, wish, OutputQueue(loop, 9))
+        client.generate(request, plan, loop)
     assert let_go == [True]
-    assert not desk._asked
+    assert not client._generations

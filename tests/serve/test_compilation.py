@@ -32,13 +32,13 @@ class Heard:
     tokens: list[int] = field(default_factory=list)
     over: bool = False
 
-    def chose(self, choice: SampledToken) -> None:
-        self.tokens.append(choice.token)
+    def on_token(self, token: SampledToken) -> None:
+        self.tokens.append(token.id)
 
-    def ended(self, reason: str) -> None:
+    def on_finish(self, reason: str) -> None:
         self.over = True
 
-    def failed(self, error: Exception) -> None:
+    def on_failure(self, error: Exception) -> None:
         raise error
 
 
@@ -66,7 +66,7 @@ def steps(monkeypatch) -> list[int]:
 
 
 def engine_of(model, rows: int, **given) -> Engine:
-    return Engine(model, POLICY, rows, MemoryStore(), chunk=4, piece=5, **given)
+    return Engine(model, POLICY, rows, MemoryStore(), chunk=4, prefill_chunk=5, **given)
 
 
 def answers(engine: Engine, limits: list[int]) -> list[list[int]]:

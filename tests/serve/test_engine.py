@@ -40,25 +40,25 @@ class Heard:
     error: Exception | None = None
     stop_after: int | None = None
 
-    def chose(self, choice: SampledToken) -> str | None:
+    def on_token(self, token: SampledToken) -> str | None:
         assert self.reason is None
         assert self.error is None
-        self.choices.append(choice)
+        self.choices.append(token)
         return "stop" if len(self.choices) == self.stop_after else None
 
-    def ended(self, reason: str) -> None:
+    def on_finish(self, reason: str) -> None:
         assert self.reason is None
         assert self.error is None
         self.reason = reason
 
-    def failed(self, error: Exception) -> None:
+    def on_failure(self, error: Exception) -> None:
         assert self.reason is None
         assert self.error is None
         self.error = error
 
     @property
     def tokens(self) -> list[int]:
-        return [choice.token for choice in self.choices]
+        return [choice.id for choice in self.choices]
 
     @property
     def over(self) -> bool:
@@ -66,15 +66,15 @@ class Heard:
 
 
 def engine(rows: int = 3, **given) -> Engine:
-    given = {"policy": POLICY, "chunk": CHUNK, "piece": 5, **given}
+    given = {"policy": POLICY, "chunk": CHUNK, "prefill_chunk": 5, **given}
     return Engine(MODEL, given.pop("policy"), rows, given.pop("store", MemoryStore()), **given)
 
 
 def turn(node: str, ids, start: str | None = None, limit: int = 6, **given) -> Sequence:
     chooser = Sampler(given.pop("choosing", SamplingParams()))
+    given = {"record": bare_record, **given}
     listener = given.pop("listener", Heard())
     stops = frozenset(given.pop("stops", ()))
-    given = {"record": bare_record, **given}
     return Sequence(node, start, list(ids), limit, stops, chooser, listener, **given)
 
 
@@ -122,19 +122,19 @@ def test_sessions_are_answered_as_they_would_be_alone():
 def feeds(served: Engine) -> list[dict[int, int]]:
     """Of every call of an engine from now on, by row, how many tokens it is fed."""
     calls: list[dict[int, int]] = []
-    feed = served.feeder.feed
+    feed = served.runner.run
 
     def noting(tokens):
         calls.append({row: len(part) for row, part in tokens.items()})
         return feed(tokens)
 
-    served.feeder.feed = noting
+    served.runner.run = noting
     return calls
 
 
 def test_short_prompts_are_read_in_one_call_and_answered_as_they_would_be_alone():
     prompts = [words(n, 11 - n) for n in range(4)]
-    served = engine(rows=4, piece=64)
+    served = engine(rows=4, prefill_chunk=64)
     work(served, *(turn(f"a{n}", ids) for n, ids in enumerate(prompts)))
     calls = feeds(served)
     # Rows stand in different places, and one of those in between rests.
@@ -143,28 +143,28 @@ def test_short_prompts_are_read_in_one_call_and_answered_as_they_would_be_alone(
     assert calls[0] == {3: 3 + 4, 1: 5, 0: 4}
     assert served.load().seen == sum(map(len, prompts)) + 4 * 5 + 7 + 4 + 5 + 3 * 5
     for each in again:
-        n = int(each.start[1])
+        n = int(each.parent[1])
         assert each.listener.tokens == alone([(prompts[n], 6), (words(n + 9, 3 + n), 6)])[1]
 
 
 def test_with_deterministic_every_prompt_is_read_by_itself():
-    served = engine(rows=3, piece=64, deterministic=True)
+    served = engine(rows=3, prefill_chunk=64, deterministic=True)
     calls = feeds(served)
     work(served, *(turn(f"a{n}", words(n, 9)) for n in range(3)))
     assert all(len(call) == 1 for call in calls)
 
 
 def test_what_one_of_several_prompts_breaks_it_breaks_for_itself_alone():
-    served = engine(rows=3, piece=64)
+    served = engine(rows=3, prefill_chunk=64)
     turns = [turn(f"a{n}", words(n, 9)) for n in range(3)]
-    bad, feed = words(1, 9), served.feeder.feed
+    bad, feed = words(1, 9), served.runner.run
 
     def feed_or_fail(tokens):
         if bad in tokens.values():
             raise ValueError("the second prompt")
         return feed(tokens)
 
-    served.feeder.feed = feed_or_fail
+    served.runner.run = feed_or_fail
     work(served, *turns)
     assert str(turns[1].listener.error) == "the second prompt"
     for n in (0, 2):
@@ -172,7 +172,7 @@ def test_what_one_of_several_prompts_breaks_it_breaks_for_itself_alone():
 
 
 def test_a_long_prompt_waits_for_no_more_than_a_call_of_short_ones():
-    served = engine(rows=3, piece=8)
+    served = engine(rows=3, prefill_chunk=8)
     long, *short = (
         turn("long", words(0, 40), limit=1),
         *(turn(f"a{n}", words(n, 4)) for n in (1, 2)),
@@ -238,7 +238,7 @@ def test_several_answers_to_one_prompt():
     served = engine(rows=2)
     choosing = [SamplingParams(Sampling(temperature=2.0), seed=n) for n in range(3)]
     turns = [turn(f"a{n}", words(0, 20), choosing=c, limit=9) for n, c in enumerate(choosing)]
-    turns[0].answers = turns[1:]
+    turns[0].forks = turns[1:]
     served.submit(turns[0])
     while not all(each.listener.over for each in turns):
         served.step()
@@ -288,7 +288,7 @@ def test_a_failing_row_is_that_turns_own(monkeypatch):
     served.submit(bad)
     while len(bad.listener.tokens) < 3:
         served.step()
-    bad.chosen[-1] = VOCABULARY  # no token
+    bad.output_ids[-1] = VOCABULARY  # no token
     work(served)
     while not good.listener.over:
         served.step()
@@ -328,7 +328,7 @@ class Full(MemoryStore):
 def test_a_turn_whose_row_cannot_be_copied_fails_and_leaves_its_row(monkeypatch, answers):
     served = engine(rows=1)
     lost = [turn(f"a{n}", words(0, 9)) for n in range(answers)]
-    lost[0].answers = lost[1:]
+    lost[0].forks = lost[1:]
 
     def fail(*given):
         raise MemoryError("no memory")
@@ -385,14 +385,14 @@ def test_nobodys_prompt_stops_the_answers_of_others():
 
 def test_clients_take_turns():
     served = engine(rows=1)
-    greedy = [turn(f"a{n}", words(n, 3), limit=2, client="a") for n in range(4)]
-    modest = turn("b", words(9, 3), limit=2, client="b")
+    greedy = [turn(f"a{n}", words(n, 3), limit=2, owner="a") for n in range(4)]
+    modest = turn("b", words(9, 3), limit=2, owner="b")
     for each in (*greedy, modest):
         served.submit(each)
     order = []
     while not all(each.listener.over for each in (*greedy, modest)):
         served.step()
-        order += [e.node for e in (*greedy, modest) if e.listener.over and e.node not in order]
+        order += [e.id for e in (*greedy, modest) if e.listener.over and e.id not in order]
     assert order.index("b") == 1
 
 
@@ -455,7 +455,7 @@ class Sessions(RuleBasedStateMachine):
         self.count += 1
         ids = words(seed, length)
         history = [*(self.nodes[start] if start else []), (ids, limit)]
-        each = turn(f"n{self.count}", ids, start=start, limit=limit, client=str(seed % 2))
+        each = turn(f"n{self.count}", ids, start=start, limit=limit, owner=str(seed % 2))
         self.engine.submit(each)
         self.under_way.append((each, history))
 
@@ -486,7 +486,7 @@ class Sessions(RuleBasedStateMachine):
                 self.under_way.remove((each, history))
             if each.listener.reason is not None:
                 assert each.listener.tokens == alone(history)[-1]
-                self.nodes[each.node] = history
+                self.nodes[each.id] = history
 
     @invariant()
     def rows_have_one_owner(self) -> None:

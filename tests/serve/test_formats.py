@@ -8,7 +8,7 @@ import json
 import jsonschema
 import openai
 import pytest
-from anything import random_desk
+from anything import random_client
 from pydantic import BaseModel, Field
 from servers import serving
 
@@ -28,7 +28,7 @@ PERSON = {
 
 @pytest.fixture(scope="module")
 def client():
-    with serving(random_desk()) as server:
+    with serving(random_client()) as server:
         yield server.client()
 
 
@@ -119,7 +119,7 @@ def test_a_schema_that_fails_on_the_way_harms_nobody(client):
 
 
 def test_a_model_without_template_and_end_answers_with_a_schema_too():
-    with serving(random_desk(template=None, rows=1)) as server:
+    with serving(random_client(template=None, rows=1)) as server:
         answer = ask(server.client(), response_format=schema_of(PERSON), seed=3).choices[0]
         assert answer.finish_reason == "stop"
         jsonschema.validate(json.loads(answer.message.content), PERSON)

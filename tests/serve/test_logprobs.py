@@ -1,4 +1,4 @@
-"""Tokens as clients are told of them."""
+"""Log-probabilities of tokens, with their bytes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from weir.serve import SampledToken
-from weir.serve.api.logprobs import Tokens
+from weir.serve.api.logprobs import LogprobFormatter
 
 
 def bytes_of(tokenizer: PreTrainedTokenizerFast, token: int) -> list[int] | None:
-    told = Tokens(tokenizer, frozenset()).chat(SampledToken(token, -1.0, ((token, -1.0),)))
-    assert told is not None
-    assert told["top_logprobs"][0]["bytes"] == told["bytes"]
-    return told["bytes"]
+    sampled = SampledToken(token, -1.0, ((token, -1.0),))
+    (entry,) = LogprobFormatter(tokenizer, frozenset()).entries(sampled)
+    assert entry["top_logprobs"][0]["bytes"] == entry["bytes"]
+    return entry["bytes"]
 
 
 def test_pieces_of_characters_have_their_bytes_from_which_the_text_is_put_together():

@@ -18,14 +18,14 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from servers import Server, make_desk, raw, serving
+from servers import Server, make_client, raw, serving
 
 from weir.cli.app import run
 from weir.cli.serve import compile_or_say
 from weir.errors import WeirError
 from weir.models import ASSETS
 from weir.serve import Busy, Limits
-from weir.serve.api.logs import AsJson
+from weir.serve.api.logs import JSONFormatter
 
 USER = {"role": "user", "content": "Hello there"}
 CHAT = "/v1/chat/completions"
@@ -34,7 +34,7 @@ CHAT = "/v1/chat/completions"
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     limits = Limits(queue=1, wait=0.5, stall=1.0, unread=200, requests=3)
-    with serving(make_desk(rows=1, limits=limits, most=3)) as server:
+    with serving(make_client(rows=1, limits=limits, most=3)) as server:
         yield server
 
 
@@ -52,7 +52,7 @@ def count(server: Server, name: str) -> float:
 def busy(server: Server) -> None:
     """Wait until the only row is busy."""
     for _ in range(1000):
-        if server.desk.engine.load().busy:
+        if server.engine.load().busy:
             return
         time.sleep(0.005)
     raise AssertionError("nothing is answered")
@@ -60,20 +60,20 @@ def busy(server: Server) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_hangs_up_gives_the_row_back(server, stream):
-    seen = server.desk.engine.load().seen
+    seen = server.engine.load().seen
     body = json.dumps(body_of(max_tokens=60_000, stream=stream)).encode()
     with raw(server.port, CHAT, body) as connection:
         busy(server)
         if stream:
             assert connection.recv(1000).startswith(b"HTTP/1.1 200")
     server.settled()
-    assert server.desk.engine.load().seen - seen < 30_000
+    assert server.engine.load().seen - seen < 30_000
     assert server.post(CHAT, body_of(max_tokens=2)).status_code == 200
 
 
 @pytest.mark.parametrize("limits", [Limits(stall=0.5), Limits(stall=60, unread=20)])
 def test_who_does_not_read_is_cut_off(limits):
-    with serving(make_desk(rows=1, limits=limits)) as server:
+    with serving(make_client(rows=1, limits=limits)) as server:
         read_nothing(server)
 
 
@@ -84,7 +84,7 @@ def read_nothing(server: Server) -> None:
         busy(server)
         server.settled()
         assert count(server, 'weir_turns_total{ended="given up"}') == given_up + 1
-        assert server.desk.engine.load().seen < 1000
+        assert server.engine.load().seen < 1000
         read = b""
         try:
             while more := connection.recv(1 << 16):
@@ -109,7 +109,7 @@ def test_who_comes_when_all_is_full_is_to_come_again(server):
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    while not server.desk.engine.load().waiting:
+    while not server.engine.load().waiting:
         time.sleep(0.005)
     with pytest.raises(openai.RateLimitError) as error:
         client.chat.completions.create(**body_of())
@@ -127,13 +127,13 @@ def test_who_comes_when_all_is_full_is_to_come_again(server):
 
 def test_requests_of_one_key_are_bounded_also_while_they_are_being_sent(server):
     half = [raw(server.port, CHAT, b"", "X: y", length=50) for _ in range(3)]
-    while server.desk.open_of("") < 3:
+    while server.engine_client.open_requests("") < 3:
         time.sleep(0.005)
     answer = server.post(CHAT, body_of(max_tokens=2))
     assert answer.status_code == 429
     assert "of this key" in answer.json()["error"]["message"]
     half.pop().close()
-    while server.desk.open_of("") == 3:
+    while server.engine_client.open_requests("") == 3:
         time.sleep(0.005)
     assert server.post(CHAT, body_of(max_tokens=2)).status_code == 200
     # Who does not send the rest is told so in the end, and counts no longer.
@@ -144,30 +144,30 @@ def test_requests_of_one_key_are_bounded_also_while_they_are_being_sent(server):
 
 
 def test_requests_of_all_are_bounded():
-    desk = make_desk(limits=Limits(requests=2, open=3))
+    engine_client = make_client(limits=Limits(requests=2, open=3))
     for owner in "aab":
-        desk.enter(owner)
+        engine_client.enter(owner)
     for owner in "ac":
         with pytest.raises(Busy, match="too many requests"):
-            desk.enter(owner)
-    desk.leave("a")
-    desk.enter("c")
+            engine_client.enter(owner)
+    engine_client.leave("a")
+    engine_client.enter("c")
 
 
 def test_a_turn_whose_beginning_was_dropped_while_it_waited_is_read_anew(server, monkeypatch):
     first = server.post(CHAT, body_of(max_tokens=4)).json()
     said = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
     messages = [USER, said, {"role": "user", "content": "Go on"}]
-    submit = server.desk.engine.submit
+    submit = server.engine.submit
 
     def drop_before(turn):
         monkeypatch.undo()
-        server.desk.engine.forget(turn.start)
+        server.engine.forget(turn.parent)
         submit(turn)
 
     kept = server.post(CHAT, body_of(messages=messages, max_tokens=4)).json()
     assert kept["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    monkeypatch.setattr(server.desk.engine, "submit", drop_before)
+    monkeypatch.setattr(server.engine, "submit", drop_before)
     anew = server.post(CHAT, body_of(messages=messages, max_tokens=4)).json()
     assert anew["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert anew["choices"] == kept["choices"]
@@ -185,7 +185,7 @@ def test_a_turn_that_cannot_be_saved_fails_and_nobody_hears_of_an_end(server, mo
     def full(checkpoint, record, done):
         raise WeirError("the disk of /srv/weir is full")
 
-    monkeypatch.setattr(server.desk.store, "save", full)
+    monkeypatch.setattr(server.store, "save", full)
     answer = server.post(CHAT, body_of(max_tokens=2))
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
     assert "/srv" not in answer.text
@@ -208,7 +208,7 @@ def test_what_happens_is_counted(server):
     assert count(server, 'weir_rows{state="resting"}') == 1
     assert count(server, 'weir_turns_total{ended="length"}') > 0
     assert count(server, "weir_between_tokens_seconds_count") >= 19
-    assert count(server, "weir_cache_bytes") == server.desk.engine.cache.nbytes
+    assert count(server, "weir_cache_bytes") == server.engine.cache.nbytes
 
 
 def test_the_log_says_what_was_asked_and_never_what_was_said(server, caplog):
@@ -216,7 +216,9 @@ def test_the_log_says_what_was_asked_and_never_what_was_said(server, caplog):
     secret = {"role": "user", "content": "my-secret"}
     answer = server.post(CHAT, body_of(messages=[secret], max_tokens=30))
     httpx.get(f"{server.url}/v1/a%1b[31m%0a%7f%c2%9b")
-    lines = [AsJson().format(record) for record in caplog.records if record.name == "weir.serve"]
+    lines = [
+        JSONFormatter().format(record) for record in caplog.records if record.name == "weir.serve"
+    ]
     told = [json.loads(line) for line in lines]
     # Of who hung up before, a line may come only now.
     (chat,) = [one for one in told if one.get("id") == answer.headers["x-request-id"]]
@@ -229,11 +231,11 @@ def test_the_log_says_what_was_asked_and_never_what_was_said(server, caplog):
 
 
 def test_an_engine_that_ends_by_itself_leaves_nobody_waiting():
-    with serving(make_desk(rows=1)) as server:
+    with serving(make_client(rows=1)) as server:
         client = server.client()
         stream = client.chat.completions.create(**body_of(max_tokens=60_000), stream=True)
         next(iter(stream))
-        server.desk.engine.step = lambda: 1 / 0
+        server.engine.step = lambda: 1 / 0
         with pytest.raises(openai.APIError, match="failed to answer"):
             list(stream)
         assert httpx.get(f"{server.url}/health").status_code == 503
@@ -297,7 +299,7 @@ def test_a_cluster_does_not_compile(tmp_path):
 
 
 def test_what_cannot_be_compiled_is_said_in_a_sentence_and_served_as_usual(capsys, monkeypatch):
-    engine = make_desk(rows=3).engine
+    engine = make_client(rows=3).engine
 
     def none(engine, on_size):
         on_size(1)
@@ -314,7 +316,7 @@ def test_what_cannot_be_compiled_is_said_in_a_sentence_and_served_as_usual(capsy
 
 
 @needs_nano
-def test_a_disk_that_has_no_room_for_one_turn_is_refused_at_the_start(tmp_path):
+def test_a_disk_that_has_no_estimate_memory_one_turn_is_refused_at_the_start(tmp_path):
     wrong = ["serve", "nano", "--data", str(tmp_path / "a"), "--disk", "100KB", "--port", "0"]
     with pytest.raises(WeirError, match="and --disk leaves 100"):
         run(wrong)

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import Server, make_desk, serving
+from servers import Server, make_client, serving
 
 from weir.serve.api import Keys
 
@@ -25,7 +25,7 @@ LATER = 30_000
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     hashes = [hashlib.sha256(key.encode()).hexdigest() for key in (KEY, OTHER)]
-    with serving(make_desk(rows=2), Keys(hashes)) as server:
+    with serving(make_client(rows=2), Keys(hashes)) as server:
         yield server
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import POLICY, Server, make_desk, serving
+from servers import POLICY, Server, make_client, serving
 
 from weir.cache import Holding, StreamingCache
 from weir.serve import Engine
@@ -20,7 +20,7 @@ TEXT = "Grüße, 世界! 🙂 and so on, far past the window"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(make_desk(rows=2, most=8)) as server:
+    with serving(make_client(rows=2, most=8)) as server:
         yield server
 
 
@@ -45,11 +45,11 @@ def memory(server: Server, session: str, **asked: int) -> dict[str, Any]:
 
 def head_holding(server: Server, session: str) -> Holding:
     """What the row at a session's end holds, as a cache says that it was put into."""
-    desk = server.desk
-    found = desk.store.get_session("", session)
+    engine_client = server.engine_client
+    found = engine_client.store.get_session("", session)
     assert found is not None
-    cache = StreamingCache(desk.engine.model, POLICY, chunk=4)
-    cache.put_row(0, desk.store.load(found.head).state)
+    cache = StreamingCache(engine_client.engine.model, POLICY, chunk=4)
+    cache.put_row(0, engine_client.store.load(found.head).state)
     return cache.holding()
 
 
@@ -74,11 +74,11 @@ def test_tokens_are_told_with_their_text_and_with_who_holds_them(server):
     assert set(special) == {"<|im_start|>", "<|im_end|>"}
     assert found["held"] == len(by_place)
     assert found["doing"] is None
-    assert found["bytes"] == server.desk.engine.cache.nbytes // 2
+    assert found["bytes"] == server.engine.cache.nbytes // 2
     slots = {pool["name"]: pool["slots"] for pool in found["pools"]}
     assert (slots["sink"], slots["recent"], slots["heavy"]) == (2, 6, 4)
     assert found["folds"] == (holding.seen - slots["new"]) // 4
-    heads = server.desk.engine.cache.plans[0].heads
+    heads = server.engine.cache.plans[0].heads
     each = heads.kv_heads * (heads.key_dim + heads.value_dim) * 4
     assert found["bytes_of_all"] == holding.seen * each
 
@@ -127,8 +127,8 @@ def test_a_turn_under_way_is_looked_at_while_it_answers(server):
 
 def test_what_was_dropped_is_held_without_its_text(server):
     talk(server, "old", 12)  # eight ends of turns are kept
-    found = server.desk.store.get_session("", "old")
-    begins = server.desk.store.ancestry("", found.head)[0].start
+    found = server.store.get_session("", "old")
+    begins = server.store.ancestry("", found.head)[0].start
     tokens = memory(server, "old")["tokens"]
     assert all((token["text"] is None) == (token["at"] < begins) for token in tokens)
     assert [token["pools"][0] > 0 for token in tokens[:3]] == [True, True, False]
@@ -143,7 +143,7 @@ def test_memory_is_the_owners_alone_and_asked_for_in_numbers(server):
         assert answer.json()["error"]["param"] == query.partition("=")[0]
     assert httpx.get(f"{server.url}/v1/sessions/nobody/memory").status_code == 404
     hashes = [hashlib.sha256(key).hexdigest() for key in (b"alice", b"bob")]
-    with serving(make_desk(rows=1), Keys(hashes)) as other:
+    with serving(make_client(rows=1), Keys(hashes)) as other:
         alice, bob = ({"Authorization": f"Bearer {key}"} for key in ("alice", "bob"))
         body = {"model": "small", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
         other.post(CHAT, body, **alice, **{"x-session-id": "s"})
@@ -160,19 +160,19 @@ def test_who_looks_at_a_turn_without_a_row_waits_for_nothing():
     made.submit(first)
     made.submit(second)
     made.step()
-    looks = [made.look(first), made.look(first), made.look(second)]
+    looks = [made.inspect(first), made.inspect(first), made.inspect(second)]
     assert looks[0] is looks[1]
     made.step()
     glance = looks[0].result(0)
     assert glance is not None
-    assert glance.holding.seen == 3 + len(glance.chosen) - 1
+    assert glance.holding.seen == 3 + len(glance.output_ids) - 1
     assert not looks[2].done()  # one look a step
     made.step()
     assert looks[2].result(0) is None
     made.cancel(first)
     made.cancel(second)
     made.step()
-    after = made.look(first)
+    after = made.inspect(first)
     made.stop()
     made.run()  # with nobody to answer, it still shows what was asked for, and ends
     assert after.result(0) is None

@@ -9,15 +9,15 @@ import socket
 
 import httpx
 import pytest
-from servers import make_desk, make_tokenizer, raw, serving
+from servers import make_client, make_tokenizer, raw, serving
 from starlette.requests import Request
 
 from weir.errors import WeirError
 from weir.serve import Limits
 from weir.serve.api import Keys, bind
-from weir.serve.api.errors import Refused
-from weir.serve.api.requests import chunks
-from weir.serve.api.schemas.chat import IGNORED, REFUSED, Body
+from weir.serve.api.errors import APIError
+from weir.serve.api.requests import read_chunks
+from weir.serve.api.schemas.chat import IGNORED, UNSERVED, CompletionBody
 
 ALICE, BOB = "wk-alice-0123456789", "wk-bob-0123456789"
 LIMITS = Limits(body=20_000, prompt=400, answer=100, requests=4, sessions=3)
@@ -30,7 +30,9 @@ def hash_of(key: str) -> str:
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(make_desk(rows=2, limits=LIMITS), Keys([hash_of(ALICE), hash_of(BOB)])) as server:
+    with serving(
+        make_client(rows=2, limits=LIMITS), Keys([hash_of(ALICE), hash_of(BOB)])
+    ) as server:
         yield server
 
 
@@ -293,8 +295,8 @@ def test_what_is_no_json_of_a_request_is_refused(server, body):
 def test_a_length_of_thousands_of_digits_is_too_large_and_no_failure():
     given = {b"content-type": b"application/json", b"content-length": b"9" * 5000}
     request = Request({"type": "http", "headers": list(given.items())})
-    with pytest.raises(Refused) as refused:
-        asyncio.run(anext(chunks(request, "application/json", 10, 1.0)))
+    with pytest.raises(APIError) as refused:
+        asyncio.run(anext(read_chunks(request, "application/json", 10, 1.0)))
     assert refused.value.status == 413
 
 
@@ -317,13 +319,13 @@ def test_bodies_are_bounded_and_json(server):
 
 
 def test_what_is_ignored_is_taken_and_what_is_refused_may_ask_for_nothing(server):
-    assert not set(IGNORED) & set(REFUSED)
-    assert set(IGNORED) | set(REFUSED) < set(Body.model_fields)
+    assert not set(IGNORED) & set(UNSERVED)
+    assert set(IGNORED) | set(UNSERVED) < set(CompletionBody.model_fields)
     plain = send(server, CHAT, chat_of()).json()["choices"]
-    nothing = {name: values[-1] for name, values in REFUSED.items()}
+    nothing = {name: values[-1] for name, values in UNSERVED.items()}
     ignored = dict.fromkeys(IGNORED, "x")
     assert send(server, CHAT, chat_of(**nothing, **ignored)).json()["choices"] == plain
-    for name in REFUSED:
+    for name in UNSERVED:
         status, param, message = error_of(send(server, CHAT, chat_of(**{name: {"a": "b"}})))
         assert (status, param) == (400, name)
         assert "not served here" in message
@@ -426,7 +428,7 @@ def test_without_keys_nobody_elsewhere_is_served():
         port = bound.getsockname()[1]
         with pytest.raises(WeirError, match=f"cannot serve at 127.0.0.1:{port}: "):
             bind("127.0.0.1", port, Keys())
-    with serving(make_desk(rows=1)) as server:
+    with serving(make_client(rows=1)) as server:
         body = json.dumps(chat_of()).encode()
         for host, status in (("localhost", b"200"), ("evil.example", b"421")):
             with raw(server.port, CHAT, body, "Connection: close") as connection:

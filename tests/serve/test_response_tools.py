@@ -7,7 +7,7 @@ import json
 import jsonschema
 import openai
 import pytest
-from anything import CITY, TAKES_TOOLS, random_desk
+from anything import CITY, TAKES_TOOLS, random_client
 from pydantic import BaseModel, Field
 from servers import CHATML, make_tokenizer, serving
 
@@ -29,7 +29,7 @@ WEATHER = {"type": "function", "name": "get_weather"}
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(random_desk(TAKES_TOOLS)) as server:
+    with serving(random_client(TAKES_TOOLS)) as server:
         yield server
 
 
@@ -237,14 +237,14 @@ NOTHING = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
 def spoken(server, monkeypatch, said: str) -> tuple[dict, list[dict]]:
     """A response whose answer is this text, and its events."""
-    ids = server.desk.tokenizer(said)["input_ids"]
+    ids = server.engine_client.tokenizer(said)["input_ids"]
 
     left = iter(ids)
 
     def chosen(self, token, logits, changed):
         return SampledToken(next(left), -1.0)
 
-    monkeypatch.setattr(Sampler, "chosen", chosen)
+    monkeypatch.setattr(Sampler, "accept", chosen)
     body = {
         "model": "small",
         "input": "Weather?",
@@ -285,7 +285,7 @@ def test_a_form_and_tools_together_allow_either(client):
 
 @pytest.mark.parametrize("template", [TAKES_TOOLS, CHATML, None], ids=["told", "words", "none"])
 def test_a_result_goes_on_from_the_call_and_reads_only_what_is_new(template):
-    with serving(random_desk(template, rows=1)) as server:
+    with serving(random_client(template, rows=1)) as server:
         go_on(server, server.client())
 
 
@@ -330,7 +330,7 @@ def go_on(server, client) -> None:
     # What has lost its state is read again from its items, calls and results among them.
     third = say(client, "And then?", previous_response_id=second.id, **short)
     for told in (first, second):
-        server.desk.engine.forget(told.id.removeprefix("resp_"))
+        server.engine.forget(told.id.removeprefix("resp_"))
     again = say(client, "And then?", previous_response_id=second.id, **short)
     assert again.usage.input_tokens == third.usage.input_tokens
 
@@ -361,7 +361,7 @@ def test_a_turn_of_a_chat_goes_on_with_the_tools_it_was_told_of(server, client):
         seed=1,
         extra_headers={"x-session-id": "chat-with-tools"},
     )
-    head = server.desk.store.get_session("", "chat-with-tools").head
+    head = server.store.get_session("", "chat-with-tools").head
     (call,) = chat.choices[0].message.tool_calls
     sent = [{"type": "function_call_output", "call_id": call.id, "output": "Sunny"}]
     on = {"previous_response_id": f"resp_{head}", "max_output_tokens": 5}

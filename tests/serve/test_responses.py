@@ -9,12 +9,12 @@ import threading
 import httpx
 import openai
 import pytest
-from servers import make_desk, make_tokenizer, serving
+from servers import make_client, make_tokenizer, serving
 
 from weir.errors import WeirError
 from weir.serve import Limits
 from weir.serve.api import Keys
-from weir.serve.api.schemas.responses import IGNORED, REFUSED
+from weir.serve.api.schemas.responses import IGNORED, UNSERVED
 
 ALICE, BOB = "wk-alice-0123456789", "wk-bob-0123456789"
 KEYS = Keys([hashlib.sha256(key.encode()).hexdigest() for key in (ALICE, BOB)])
@@ -22,7 +22,7 @@ KEYS = Keys([hashlib.sha256(key.encode()).hexdigest() for key in (ALICE, BOB)])
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(make_desk(limits=Limits(prompt=2000, answer=100)), KEYS) as server:
+    with serving(make_client(limits=Limits(prompt=2000, answer=100)), KEYS) as server:
         yield server
 
 
@@ -68,7 +68,7 @@ def test_a_response_has_all_that_the_client_reads(client):
 
 
 def test_a_stop_token_completes_a_response(server, client):
-    (end,) = server.desk.ends
+    (end,) = server.engine_client.stop_ids
     told = say(client, "Hello", extra_body={"logit_bias": {str(end): 100}})
     assert (told.status, told.incomplete_details, told.output_text) == ("completed", None, "")
     stop = say(client, "Hello").output_text[3]
@@ -180,12 +180,12 @@ def test_what_has_lost_its_state_is_read_again(server, client):
     given = {"previous_response_id": second.id, "instructions": "Be kind."}
     wanted = say(client, "Three", **given)
     for told in (first, second):
-        server.desk.engine.forget(told.id.removeprefix("resp_"))
+        server.engine.forget(told.id.removeprefix("resp_"))
     again = say(client, "Three", **given)
     assert (again.output_text, cached(again)) == (wanted.output_text, 0)
     assert again.usage.input_tokens == wanted.usage.input_tokens
     client.responses.delete(first.id)
-    server.desk.engine.forget(second.id.removeprefix("resp_"))
+    server.engine.forget(second.id.removeprefix("resp_"))
     with pytest.raises(openai.BadRequestError) as error:
         say(client, "Three", **given | {"instructions": "Other"})
     assert error.value.code == "history_not_kept"
@@ -227,12 +227,12 @@ def test_nothing_is_kept_of_what_is_not_to_be_stored(server, client):
     headers = {"Authorization": f"Bearer {ALICE}"}
     first = say(client, "Secret base")
     before = httpx.get(f"{server.url}/v1/sessions", headers=headers).json()
-    kept = len(server.desk.store._turns)
+    kept = len(server.store._turns)
     told = say(client, "Secret", store=False, previous_response_id=first.id)
     assert not told.store and cached(told) == first.usage.total_tokens - 1
     assert told.usage.input_tokens_details.cache_write_tokens == 0
     assert httpx.get(f"{server.url}/v1/sessions", headers=headers).json() == before
-    assert len(server.desk.store._turns) == kept
+    assert len(server.store._turns) == kept
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(told.id)
     with pytest.raises(openai.NotFoundError) as error:
@@ -274,7 +274,7 @@ def test_a_deleted_session_takes_its_responses_along(server, client):
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(second.id)
     assert client.responses.retrieve(first.id) == first
-    server.desk.engine.forget(first.id.removeprefix("resp_"))
+    server.engine.forget(first.id.removeprefix("resp_"))
     third = say(client, "Three", previous_response_id=first.id, **given)
     httpx.delete(url, headers=headers)
     for gone in (first, third):
@@ -374,14 +374,14 @@ def test_nothing_is_compacted(client):
 
 
 def test_what_is_ignored_is_taken_and_what_is_refused_may_ask_for_nothing(server, client):
-    assert not set(IGNORED) & set(REFUSED)
+    assert not set(IGNORED) & set(UNSERVED)
     plain = say(client, "Hello")
-    nothing = {name: values[-1] for name, values in REFUSED.items()}
+    nothing = {name: values[-1] for name, values in UNSERVED.items()}
     given = {"truncation": "auto", **dict.fromkeys(IGNORED, "x"), **nothing}
     given["stream_options"] = None  # which go with a stream
     told = say(client, "Hello", extra_body=given)
     assert (told.output_text, told.truncation) == (plain.output_text, "auto")
-    for name in REFUSED:
+    for name in UNSERVED:
         body = {"model": "small", "input": "Hi", name: {"a": "b"}}
         answer = server.post("/v1/responses", body, Authorization=f"Bearer {ALICE}")
         error = answer.json()["error"]
@@ -393,23 +393,23 @@ def test_a_turn_that_cannot_be_kept_fails_and_leaves_nothing(server, client, mon
     def refuse(*given):
         raise WeirError("the disk is full")
 
-    before = len(server.desk.store._turns)
-    monkeypatch.setattr(server.desk.responses, "save_response", refuse)
+    before = len(server.store._turns)
+    monkeypatch.setattr(server.engine_client.responses, "save_response", refuse)
     with pytest.raises(openai.InternalServerError):
         say(client, "Hello")
     *_, last = say(client, "Hello", stream=True)
     assert (last.type, last.response.status) == ("response.failed", "failed")
     assert last.response.error.code == "server_error"
-    assert len(server.desk.store._turns) == before
+    assert len(server.store._turns) == before
 
 
 def test_a_chain_goes_on_after_a_restart(tmp_path):
-    with serving(make_desk(data=tmp_path), KEYS) as server:
+    with serving(make_client(data=tmp_path), KEYS) as server:
         client = server.client(ALICE)
         first = say(client, "One", instructions="Be kind.")
         conversation = client.conversations.create(items=[{"type": "message", **user("Hi")}])
         inside = say(client, "Two", conversation=conversation.id)
-    with serving(make_desk(data=tmp_path), KEYS) as server:
+    with serving(make_client(data=tmp_path), KEYS) as server:
         client = server.client(ALICE)
         assert client.responses.retrieve(first.id) == first
         given = {"previous_response_id": first.id, "instructions": "Be kind."}
@@ -421,7 +421,7 @@ def test_a_chain_goes_on_after_a_restart(tmp_path):
         assert texts[::-1] == ["Hi", "Two", inside.output_text, "Three", on.output_text]
         with pytest.raises(openai.NotFoundError):
             server.client(BOB).responses.retrieve(first.id)
-    with serving(make_desk(), KEYS) as server:  # and in memory, from the same words
+    with serving(make_client(), KEYS) as server:  # and in memory, from the same words
         client = server.client(ALICE)
         alone = say(client, "One", instructions="Be kind.")
         given["previous_response_id"] = alone.id
@@ -568,7 +568,7 @@ def test_a_deleted_conversation_takes_all_along(server, client):
 
 def test_one_request_at_a_time_is_at_a_conversation(server, client):
     made = client.conversations.create()
-    letters = server.desk.tokenizer("abc")["input_ids"]
+    letters = server.engine_client.tokenizer("abc")["input_ids"]
     bias = {str(token): 100 for token in letters}
     started, ended = threading.Event(), threading.Event()
 
@@ -585,7 +585,7 @@ def test_one_request_at_a_time_is_at_a_conversation(server, client):
     thread.start()
     try:
         assert started.wait(60)
-        server.desk.locks.acquire("", made.id)  # a name belongs to its key
+        server.engine_client.locks.acquire("", made.id)  # a name belongs to its key
         for ask in (
             lambda: say(client, "Short", conversation=made.id),
             lambda: client.conversations.items.create(made.id, items=[message("x")]),
@@ -596,7 +596,7 @@ def test_one_request_at_a_time_is_at_a_conversation(server, client):
             assert error.value.code == "conversation_locked"
             assert error.value.response.headers["retry-after"] == "1"
     finally:
-        server.desk.locks.release("", made.id)
+        server.engine_client.locks.release("", made.id)
         ended.set()
         thread.join()
     say(client, "Short", conversation=made.id)

@@ -43,9 +43,9 @@ class Recording(Sampler):
         self.told = list(told)
         self.logits: list[Tensor] = []
 
-    def chosen(self, token: int, logits: Tensor, changed: Tensor) -> SampledToken:
+    def accept(self, token: int, logits: Tensor, adjusted: Tensor) -> SampledToken:
         self.logits.append(logits.clone())
-        drawn = super().chosen(token, logits, changed)
+        drawn = super().accept(token, logits, adjusted)
         return SampledToken(self.told[len(self.logits) - 1]) if self.told else drawn
 
 
@@ -58,16 +58,16 @@ class Heard:
     over: bool = False
     start: RowState | None = None
 
-    def chose(self, choice: SampledToken) -> str | None:
+    def on_token(self, token: SampledToken) -> str | None:
         if not self.tokens:
             self.start = self.engine.cache.take_row(self.turn.row)
-        self.tokens.append(choice.token)
+        self.tokens.append(token.id)
         return None
 
-    def ended(self, reason: str) -> None:
+    def on_finish(self, reason: str) -> None:
         self.over = True
 
-    def failed(self, error: Exception) -> None:
+    def on_failure(self, error: Exception) -> None:
         raise error
 
 
@@ -99,12 +99,12 @@ def talk(
             how = SamplingParams(Sampling(temperature=0.7), seed=session)
             listener = Heard(engine)
             listener.turn = Sequence(
-                node=f"{session}.{number}",
-                start=f"{session}.{number - 1}" if number else None,
-                ids=words(session, number),
-                limit=ANSWER + session % 3,
-                stops=frozenset(),
-                chooser=Recording(how, tokens),
+                id=f"{session}.{number}",
+                parent=f"{session}.{number - 1}" if number else None,
+                prompt_ids=words(session, number),
+                max_tokens=ANSWER + session % 3,
+                stop_ids=frozenset(),
+                sampler=Recording(how, tokens),
                 listener=listener,
                 beginning=session % 11,
                 header=3,
@@ -116,13 +116,13 @@ def talk(
             engine.step()
         for session, listener in under_way.items():
             found[session].tokens.append(listener.tokens)
-            found[session].logits.append(torch.stack(listener.turn.chooser.logits))
+            found[session].logits.append(torch.stack(listener.turn.sampler.logits))
             found[session].starts.append(listener.start)
     return found
 
 
 def engine_of(model, rows: int, **given) -> Engine:
-    return Engine(model, POLICY, rows, MemoryStore(), chunk=16, piece=32, **given)
+    return Engine(model, POLICY, rows, MemoryStore(), chunk=16, prefill_chunk=32, **given)
 
 
 def facts_of(state: RowState) -> dict[str, Any]:

@@ -27,19 +27,26 @@ def logits_of(step: int, rows: int = len(HOWS)) -> Tensor:
     return torch.randn(rows, SIZE, generator=torch.Generator().manual_seed(step)) * 3
 
 
-def choosers() -> list[Sampler]:
-    return [Sampler(how, before=(7, 8)) for how in HOWS]
+def samplers() -> list[Sampler]:
+    return [Sampler(how, prompt_ids=(7, 8)) for how in HOWS]
+
+
+def sample_alone(one: Sampler, logits: Tensor) -> SampledToken:
+    (token,) = sampler.sample([one], logits[None])
+    if isinstance(token, Exception):
+        raise token
+    return token
 
 
 @pytest.mark.parametrize("together", [2**17, SIZE])
 def test_many_answers_choose_what_each_would_alone(monkeypatch, together):
-    monkeypatch.setattr(sampler, "TOGETHER", together)
-    many, alone = choosers(), choosers()
+    monkeypatch.setattr(sampler, "LOGITS_AT_ONCE", together)
+    many, alone = samplers(), samplers()
     for step in range(20):
         logits = logits_of(step)
         before = logits.clone()
-        found = sampler.choose(many, logits)
-        assert found == [its.choose(row) for its, row in zip(alone, logits, strict=True)]
+        found = sampler.sample(many, logits)
+        assert found == [sample_alone(one, row) for one, row in zip(alone, logits, strict=True)]
         assert torch.equal(logits, before)
 
 
@@ -50,7 +57,7 @@ def test_penalties_and_bias_are_of_their_own_answer():
         Sampler(how)
         for how in (SamplingParams(), SamplingParams(frequency=1.0), SamplingParams(bias={3: 9}))
     ]
-    tokens = [[each.token for each in sampler.choose(three, logits)] for _ in range(3)]
+    tokens = [[each.id for each in sampler.sample(three, logits)] for _ in range(3)]
     assert tokens == [[1, 1, 3], [1, 2, 3], [1, 1, 3]]
 
 
@@ -80,18 +87,21 @@ def test_what_goes_wrong_with_one_is_that_ones_alone():
     several.append(Sampler(SamplingParams(), constraint=held))
     apart = [Sampler(SamplingParams(hot, seed=n)) for n in range(3)]
     logits = logits_of(0, 4)
-    first = sampler.choose(several, logits)
+    first = sampler.sample(several, logits)
     assert first[3] == SampledToken(3)
-    assert first[:3] == [its.choose(row) for its, row in zip(apart, logits[:3], strict=True)]
+    assert first[:3] == [sample_alone(one, row) for one, row in zip(apart, logits[:3], strict=True)]
     wrong = logits_of(1, 4)
     wrong[1, 9] = torch.nan
     drawn = several[1].generator.get_state()
-    found = sampler.choose(several, wrong)
+    found = sampler.sample(several, wrong)
     assert "the logits are no numbers" in str(found[1])
     assert "no token is left" in str(found[3])
-    assert (found[0], found[2]) == (apart[0].choose(wrong[0]), apart[2].choose(wrong[2]))
+    assert (found[0], found[2]) == (
+        sample_alone(apart[0], wrong[0]),
+        sample_alone(apart[2], wrong[2]),
+    )
     assert torch.equal(several[1].generator.get_state(), drawn)
     held.came.append(0)
-    assert "too complex" in str(sampler.choose(several, logits)[3])
+    assert "too complex" in str(sampler.sample(several, logits)[3])
     with pytest.raises(WeirError, match="no numbers"):
-        several[0].choose(wrong[1])
+        sample_alone(several[0], wrong[1])

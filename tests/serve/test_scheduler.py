@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 
 from weir.serve import Busy, Sampler, SamplingParams, Sequence
-from weir.serve.engine import WaitQueue, read_together, side_by_side
+from weir.serve.engine import WaitQueue, fits_one_call, group_prefills
 
 
-def turn(length: int, row: int | None = None, client: str = "", read: int = 0) -> Sequence:
+def turn(length: int, row: int | None = None, owner: str = "", read: int = 0) -> Sequence:
     made = Sequence(
-        "", None, [1] * length, 1, frozenset(), Sampler(SamplingParams()), None, client=client
+        "", None, [1] * length, 1, frozenset(), Sampler(SamplingParams()), None, owner=owner
     )
-    made.row, made.todo, made.read = row, [1] * length, read
+    made.row, made.unread, made.num_read = row, [1] * length, read
     return made
 
 
 def test_clients_take_turns_and_one_clients_turns_come_in_order():
     waiting = WaitQueue(6)
-    turns = [turn(1, client=name) for name in "aaabbc"]
+    turns = [turn(1, owner=name) for name in "aaabbc"]
     for each in turns:
         waiting.add(each)
     with pytest.raises(Busy, match="6 turns are waiting already"):
@@ -33,46 +33,46 @@ def test_clients_take_turns_and_one_clients_turns_come_in_order():
 
 def test_what_is_read_already_goes_first_however_many_wait():
     waiting = WaitQueue(1)
-    waiting.add(turn(1, client="a"))
-    read = turn(1, client="a")
-    waiting.first(read)
+    waiting.add(turn(1, owner="a"))
+    read = turn(1, owner="a")
+    waiting.add_first(read)
     assert waiting.next() is read
-    waiting.leave(read)
-    waiting.leave(read)
+    waiting.discard(read)
+    waiting.discard(read)
     assert len(waiting) == 1
 
 
-def test_short_prompts_are_read_together_and_a_long_one_by_itself():
+def test_short_prompts_are_group_prefills_and_a_long_one_by_itself():
     short = [turn(9, row) for row in (0, 1, 2)]
     long, half = turn(21, 3), turn(9, 4, read=20)
-    assert read_together([short[0], long, *short[1:], half], 40) == short
-    assert read_together([long, *short], 20) == [long]
-    assert read_together([half, *short], 40) == [half]
-    assert read_together([], 40) == []
+    assert group_prefills([short[0], long, *short[1:], half], 40) == short
+    assert group_prefills([long, *short], 20) == [long]
+    assert group_prefills([half, *short], 40) == [half]
+    assert group_prefills([], 40) == []
 
 
 def test_no_call_takes_longer_than_a_piece():
     turns = [turn(9, row) for row in range(6)]
-    assert read_together(turns, 36) == turns[:4]
-    assert read_together(turns, 35) == turns[:3]
+    assert group_prefills(turns, 36) == turns[:4]
+    assert group_prefills(turns, 35) == turns[:3]
     whole = turn(36, 0)
-    assert read_together([whole, *turns[1:]], 36) == [whole]
+    assert group_prefills([whole, *turns[1:]], 36) == [whole]
 
 
 def test_rows_far_from_each_other_are_not_worth_a_call():
     near, far = turn(9, 1), turn(9, 6)
-    assert read_together([turn(9, 0), far, near], 1000)[1:] == [near]
+    assert group_prefills([turn(9, 0), far, near], 1000)[1:] == [near]
     # Rows between two that are read are computed for nothing, unless they are read as well.
     between = [turn(9, row) for row in (5, 2, 1)]
-    assert read_together([turn(9, 0), *between], 1000)[1:] == between[::-1]
-    assert side_by_side({0: 9, 3: 9}, 1000)
-    assert not side_by_side({0: 9, 4: 9}, 1000)
-    assert side_by_side({0: 30, 1: 30, 2: 1}, 1000)
-    assert not side_by_side({0: 30, 1: 4, 2: 4, 3: 4}, 1000)
+    assert group_prefills([turn(9, 0), *between], 1000)[1:] == between[::-1]
+    assert fits_one_call({0: 9, 3: 9}, 1000)
+    assert not fits_one_call({0: 9, 4: 9}, 1000)
+    assert fits_one_call({0: 30, 1: 30, 2: 1}, 1000)
+    assert not fits_one_call({0: 30, 1: 4, 2: 4, 3: 4}, 1000)
 
 
 def test_who_is_to_be_read_apart_is():
     first, second, third = (turn(9, row) for row in range(3))
-    second.apart = True
-    assert read_together([first, second, third], 100) == [first, third]
-    assert read_together([second, first, third], 100) == [second]
+    second.alone = True
+    assert group_prefills([first, second, third], 100) == [first, third]
+    assert group_prefills([second, first, third], 100) == [second]

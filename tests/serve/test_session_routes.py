@@ -6,7 +6,7 @@ import hashlib
 
 import httpx
 import pytest
-from servers import make_desk, raw, serving
+from servers import make_client, raw, serving
 
 from weir.serve import Limits
 from weir.serve.api import Keys
@@ -54,7 +54,7 @@ class Api:
 def server(request, tmp_path_factory):
     data = tmp_path_factory.mktemp("data") if request.param == "disk" else None
     keys = Keys([hashlib.sha256(key.encode()).hexdigest() for key in (ALICE, BOB)])
-    with serving(make_desk(rows=2, limits=Limits(parcel=2_000_000), data=data), keys) as server:
+    with serving(make_client(rows=2, limits=Limits(parcel=2_000_000), data=data), keys) as server:
         yield server
 
 
@@ -134,7 +134,7 @@ def test_a_session_is_taken_back_to_one_of_its_turns(server, alice):
     assert (alice.turns("back"), alice.turns("kept")) == (turns[:1], turns[:2])
     owner = hashlib.sha256(ALICE.encode()).hexdigest()
     for turn, there in zip(turns, (True, True, False), strict=True):
-        found = server.desk.store.find_turn(owner, turn["id"].removeprefix("resp_"))
+        found = server.store.find_turn(owner, turn["id"].removeprefix("resp_"))
         assert (found is not None) is there
     again = alice.ask("POST", "/sessions/back/rewind", {"turn": turns[1]["id"]})
     assert again.status_code == 404
@@ -189,8 +189,8 @@ def test_files_that_are_none_are_refused_and_nothing_is_kept(server, alice):
     other = file.replace(b"recent(6)", b"recent(5)")
     assert alice.ask("POST", "/sessions/import", other).status_code == 400
     assert alice.ask("GET", "/sessions").json() == before
-    if isinstance(server.desk.store, SQLiteStore):
-        assert not list(server.desk.store.checkpoints.folder.glob("moving/*"))
+    if isinstance(server.store, SQLiteStore):
+        assert not list(server.store.checkpoints.folder.glob("moving/*"))
 
 
 BAD = [

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from weir.serve.api.sse import EventStream, TextFrame, frame
+from weir.serve.api.sse import EventStream, EventTemplate, encode_event
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ def test_an_event_that_is_made_around_its_text_is_what_json_makes_of_it(text):
     def told(text: str) -> dict:
         return {"id": "x", "choices": [{"delta": {"content": text}, "index": 0}], "usage": None}
 
-    assert TextFrame(told("MARK"), "MARK").saying(text) == frame(told(text))
+    assert EventTemplate(told("MARK"), "MARK").encode(text) == encode_event(told(text))
 
 
 def sent(pauses: list[float], stall: float) -> tuple[int, float]:

@@ -13,23 +13,24 @@ from hypothesis import strategies as st
 from servers import make_tokenizer
 
 from weir.serve import Sampler, SamplingParams
-from weir.serve.structured import BadSchema, Grammars, check_schema
+from weir.serve.engine import sample
+from weir.serve.structured import BadSchema, GrammarCompiler, check_schema
 from weir.stream import Sampling
 
 TOKENIZER = make_tokenizer()
 (END,) = ENDS = frozenset([TOKENIZER.convert_tokens_to_ids("<|im_end|>")])
-GRAMMARS = Grammars(TOKENIZER, ENDS, len(TOKENIZER))
+GRAMMARS = GrammarCompiler(TOKENIZER, ENDS, len(TOKENIZER))
 
 
 def said(mask, seed=0, most=2000) -> str:
     """What a model says that finds all tokens equally likely."""
-    chooser = Sampler(
+    sampler = Sampler(
         SamplingParams(sampling=Sampling(temperature=1.0), seed=seed), constraint=mask
     )
     tokens = []
-    while not chooser.done and len(tokens) < most:
-        tokens.append(chooser.choose(torch.zeros(len(TOKENIZER))).token)
-    assert chooser.done
+    while not sampler.done and len(tokens) < most:
+        tokens.append(sample([sampler], torch.zeros(1, len(TOKENIZER)))[0].id)
+    assert sampler.done
     return TOKENIZER.decode(tokens, skip_special_tokens=True)
 
 
@@ -62,33 +63,35 @@ SCHEMAS = st.recursive(
 @settings(max_examples=12, deadline=None, derandomize=True, database=None)
 @given(SCHEMAS, st.integers(0, 2**31))
 def test_whatever_a_model_says_is_valid_to_the_schema(schema, seed):
-    answer = said(GRAMMARS.of_schema(schema, strict=True).mask(), seed)
+    answer = said(GRAMMARS.compile_schema(schema, strict=True).constraint(), seed)
     jsonschema.validate(json.loads(answer), schema)
 
 
 def test_nobody_fills_an_answer_with_spaces():
     schema = {"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3}
-    answers = [said(GRAMMARS.of_schema(schema, strict=True).mask(), seed) for seed in range(20)]
+    answers = [
+        said(GRAMMARS.compile_schema(schema, strict=True).constraint(), seed) for seed in range(20)
+    ]
     assert {json.dumps(json.loads(answer)) for answer in answers} == {"[1, 1, 1]"}
     assert any("\n" in answer for answer in answers)
     assert max(len(run) for answer in answers for run in re.findall(r"\s+", answer)) <= 9
     schema["x-guidance"] = {"whitespace_pattern": " {1,100000}", "lenient": True}
-    assert len(said(GRAMMARS.of_schema(schema, strict=True).mask())) < 200
+    assert len(said(GRAMMARS.compile_schema(schema, strict=True).constraint())) < 200
 
 
 def test_an_answer_ends_by_itself_where_no_token_ends_one():
-    shape = Grammars(TOKENIZER, frozenset(), len(TOKENIZER)).of_schema(
+    shape = GrammarCompiler(TOKENIZER, frozenset(), len(TOKENIZER)).compile_schema(
         {"type": "integer"}, strict=True
     )
-    assert re.fullmatch(r"-?\d", said(shape.mask()))
-    number = GRAMMARS.of_schema({"type": "integer"}, strict=True)
-    longer = [said(number.mask(), seed) for seed in range(30)]
+    assert re.fullmatch(r"-?\d", said(shape.constraint()))
+    number = GRAMMARS.compile_schema({"type": "integer"}, strict=True)
+    longer = [said(number.constraint(), seed) for seed in range(30)]
     assert max(map(len, longer)) > 2
 
 
 def test_answers_of_one_shape_do_not_know_of_each_other():
-    shape = GRAMMARS.of_schema({"enum": ["ab", "cd"]}, strict=True)
-    one, other = shape.mask(), shape.mask()
+    shape = GRAMMARS.compile_schema({"enum": ["ab", "cd"]}, strict=True)
+    one, other = shape.constraint(), shape.constraint()
     for token in TOKENIZER('"a')["input_ids"]:
         one.accept(token)
     for token in TOKENIZER('"c')["input_ids"]:
@@ -103,16 +106,16 @@ def test_answers_of_one_shape_do_not_know_of_each_other():
 def test_a_grammar_that_becomes_too_complex_is_given_up():
     # Each property may be left out, so that after `{` any of thousands may follow.
     wide = {"type": "object", "properties": {f"p{n}": {} for n in range(700)}}
-    mask = GRAMMARS.of_schema(wide, strict=True).mask()
+    mask = GRAMMARS.compile_schema(wide, strict=True).constraint()
     with pytest.raises(BadSchema, match="cannot be held to its grammar"):
         said(mask)
 
 
 def test_probabilities_told_are_those_before_the_mask():
-    mask = GRAMMARS.of_schema({"const": True}, strict=True).mask()
-    chooser = Sampler(SamplingParams(logprobs=2), constraint=mask)
+    mask = GRAMMARS.compile_schema({"const": True}, strict=True).constraint()
+    sampler = Sampler(SamplingParams(logprobs=2), constraint=mask)
     logits = torch.arange(len(TOKENIZER), dtype=torch.float32)
-    choice = chooser.choose(logits)
+    (choice,) = sample([sampler], logits[None])
     assert TOKENIZER.decode([choice.token]) == "t"
     assert choice.logprob == pytest.approx(float(logits.log_softmax(-1)[choice.token]))
     assert [token for token, _ in choice.top] == [len(TOKENIZER) - 1, len(TOKENIZER) - 2]
@@ -120,7 +123,11 @@ def test_probabilities_told_are_those_before_the_mask():
 
 def test_a_model_may_have_more_or_fewer_logits_than_its_tokenizer_has_tokens():
     for size in (len(TOKENIZER) + 61, 200):
-        mask = Grammars(TOKENIZER, ENDS, size).of_schema({"const": True}, strict=True).mask()
+        mask = (
+            GrammarCompiler(TOKENIZER, ENDS, size)
+            .compile_schema({"const": True}, strict=True)
+            .constraint()
+        )
         assert TOKENIZER.decode([mask.allow(torch.zeros(size)).argmax().item()]) == "t"
 
 
@@ -155,7 +162,7 @@ def test_what_would_take_for_ever_is_refused_before_it_is_compiled(name):
     with pytest.raises(BadSchema, match=why):
         check_schema(schema)
     with pytest.raises(BadSchema, match=why):
-        GRAMMARS.of_schema(schema, strict=False)
+        GRAMMARS.compile_schema(schema, strict=False)
 
 
 @pytest.mark.parametrize(
@@ -173,21 +180,21 @@ def test_what_would_take_for_ever_is_refused_before_it_is_compiled(name):
 )
 def test_what_is_no_schema_is_refused(schema):
     with pytest.raises(BadSchema):
-        GRAMMARS.of_schema(schema, strict=False)
+        GRAMMARS.compile_schema(schema, strict=False)
 
 
 def test_a_schema_that_is_itself_and_nothing_else_is_refused_in_words():
     with pytest.raises(BadSchema, match=r"a \$ref leads to itself and nothing else"):
-        GRAMMARS.of_schema({"$ref": "#"}, strict=True)
+        GRAMMARS.compile_schema({"$ref": "#"}, strict=True)
     again = {"type": "object", "properties": {"more": {"$ref": "#"}}, "maxProperties": 1}
-    GRAMMARS.of_schema(again, strict=False)
+    GRAMMARS.compile_schema(again, strict=False)
 
 
 def test_what_is_not_known_is_left_aside_unless_strict():
     schema = {"const": 1, "not": {"const": 2}}
-    assert said(GRAMMARS.of_schema(schema, strict=False).mask()) == "1"
+    assert said(GRAMMARS.compile_schema(schema, strict=False).constraint()) == "1"
     with pytest.raises(BadSchema, match="not"):
-        GRAMMARS.of_schema(schema, strict=True)
+        GRAMMARS.compile_schema(schema, strict=True)
 
 
 def test_usual_schemas_are_not_too_large():

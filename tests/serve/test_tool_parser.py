@@ -11,9 +11,10 @@ import torch
 from servers import CHATML, make_tokenizer
 
 from weir.errors import WeirError
-from weir.serve import Message, Sampler, SamplingParams, chain
+from weir.serve import Message, Sampler, SamplingParams, hash_prefixes
+from weir.serve.engine import sample
 from weir.serve.messages import Call
-from weir.serve.structured import Grammars
+from weir.serve.structured import GrammarCompiler
 from weir.serve.tools import (
     HERMES,
     LLAMA,
@@ -23,13 +24,13 @@ from weir.serve.tools import (
     CallFormat,
     CallParser,
     CallStart,
-    Said,
+    TextDelta,
     Tool,
-    form_of,
-    message_of,
+    format_of,
+    join_parts,
     read_calls,
 )
-from weir.serve.tools.grammar import rules_of
+from weir.serve.tools.grammar import tool_grammar
 from weir.stream import Sampling
 
 CITY = {
@@ -42,7 +43,7 @@ CITY = {
 WEATHER, CLOCK = Tool("get_weather", "Of a city.", CITY), Tool("clock")
 TOOLS = [WEATHER, CLOCK]
 NAMES = {tool.name for tool in TOOLS}
-PLAIN = replace(HERMES, told=False)
+PLAIN = replace(HERMES, in_template=False)
 FORMS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "args": MISTRAL_ARGS}
 
 ROME = '{"name": "get_weather", "arguments": {"city": "Rome"}}'
@@ -61,7 +62,7 @@ WRITTEN = {
 def parts_of(form: CallFormat, text: str, size: int) -> tuple[list, CallParser]:
     reader = CallParser(form, NAMES)
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
-    return [part for piece in pieces for part in reader.add(piece)] + reader.end(), reader
+    return [part for piece in pieces for part in reader.feed(piece)] + reader.finish(), reader
 
 
 def name(number: int) -> str:
@@ -77,16 +78,18 @@ def test_calls_are_read_however_they_come(form, size):
     text, count = WRITTEN[form]
     for before in ("", "Let me see.\n") if form != "llama" else ("",):
         parts, reader = parts_of(FORMS[form], before + text, size)
-        assert "".join(p.text for p in parts if isinstance(p, Said) and p.call is None) == (
+        assert "".join(p.text for p in parts if isinstance(p, TextDelta) and p.call is None) == (
             before.strip()
         )
         starts = [part for part in parts if isinstance(part, CallStart)]
         assert starts == [CallStart(0, "get_weather"), CallStart(1, "clock")][:count]
-        own = "".join(part.text for part in parts if isinstance(part, Said) and part.call == 0)
+        own = "".join(part.text for part in parts if isinstance(part, TextDelta) and part.call == 0)
         assert own == '{"city": "Rome"}'
-        assert sum(isinstance(part, CallEnd) for part in parts) == reader.whole == count
+        assert sum(isinstance(part, CallEnd) for part in parts) == reader.num_complete == count
     if size == 1 and form != "mistral":
-        assert sum(isinstance(p, Said) and p.call == 0 for p in parts) == len('{"city": "Rome"}')
+        assert sum(isinstance(p, TextDelta) and p.call == 0 for p in parts) == len(
+            '{"city": "Rome"}'
+        )
 
 
 @pytest.mark.parametrize("size", [1, 1000])
@@ -104,9 +107,9 @@ def test_calls_are_read_however_they_come(form, size):
 )
 def test_what_is_no_call_is_text_and_nothing_is_lost(text, size):
     parts, reader = parts_of(HERMES, text, size)
-    assert all(isinstance(part, Said) and part.call is None for part in parts)
+    assert all(isinstance(part, TextDelta) and part.call is None for part in parts)
     assert "".join(part.text for part in parts) == text
-    assert reader.whole == 0
+    assert reader.num_complete == 0
 
 
 def test_quotes_and_brackets_in_arguments_do_not_end_them():
@@ -114,7 +117,7 @@ def test_quotes_and_brackets_in_arguments_do_not_end_them():
     text = f'<tool_call>{{"name": "clock", "arguments": {own}}}</tool_call> Bye'
     for size in (1, 7):
         parts, _ = parts_of(HERMES, text, size)
-        assert "".join(p.text for p in parts if isinstance(p, Said) and p.call == 0) == own
+        assert "".join(p.text for p in parts if isinstance(p, TextDelta) and p.call == 0) == own
     message = read_calls(HERMES, TOOLS, text, name)
     assert message.content.strip() == "Bye"
     assert message.calls == (Call("call_0", "clock", own),)
@@ -126,7 +129,7 @@ def test_a_call_that_is_cut_short_has_what_there_is_of_it():
     assert message.calls == (Call("call_0", "get_weather", '{"city": "R'),)
     assert message.content == ""
     parts, reader = parts_of(HERMES, text, 5)
-    assert reader.whole == 0
+    assert reader.num_complete == 0
 
 
 @pytest.mark.parametrize("size", [1, 1000])
@@ -139,10 +142,10 @@ def test_wherever_an_answer_is_cut_no_markup_of_a_call_is_text(form, size):
         for alone in (True, False):
             reader = CallParser(FORMS[form], NAMES, alone)
             pieces = [text[:at][n : n + size] for n in range(0, at, size)]
-            parts = [part for piece in pieces for part in reader.add(piece)]
-            parts += reader.end(cut=True)
-            assert not [part for part in parts if isinstance(part, Said) and part.call is None]
-            message = message_of(parts, name)
+            parts = [part for piece in pieces for part in reader.feed(piece)]
+            parts += reader.finish(cut=True)
+            assert not [part for part in parts if isinstance(part, TextDelta) and part.call is None]
+            message = join_parts(parts, name)
             assert [call.name for call in message.calls[:1]] == ["get_weather"][: at > known]
             if message.calls:
                 come = text[text.index(own) : at]
@@ -159,7 +162,7 @@ def test_what_may_begin_a_call_is_text_where_the_model_has_ended(text):
     assert read_calls(HERMES, TOOLS, f"{text}!", name, cut=True) == replace(
         said, content=f"{text}!"
     )
-    assert "<" not in read_calls(HERMES, TOOLS, text, name, alone=True).content
+    assert "<" not in read_calls(HERMES, TOOLS, text, name, calls_only=True).content
 
 
 def test_a_stop_within_a_call_leaves_no_markup_either():
@@ -177,19 +180,25 @@ def test_a_stop_within_a_call_leaves_no_markup_either():
 
 TOKENIZER = make_tokenizer()
 (END,) = ENDS = frozenset([TOKENIZER.convert_tokens_to_ids("<|im_end|>")])
-GRAMMARS = Grammars(TOKENIZER, ENDS, len(TOKENIZER))
+GRAMMARS = GrammarCompiler(TOKENIZER, ENDS, len(TOKENIZER))
 
 
-def shape_of(form, choice, tools=TOOLS, *, several=True, lines=True, schema=None, special=None):
-    grammar = rules_of(
-        form, tools, choice, several=several, lines=lines, special=special or {}, schema=schema
+def shape_of(form, choice, tools=TOOLS, *, parallel=True, newlines=True, schema=None, special=None):
+    grammar = tool_grammar(
+        form,
+        tools,
+        choice,
+        parallel=parallel,
+        newlines=newlines,
+        special=special or {},
+        schema=schema,
     )
-    return GRAMMARS.of_grammar(grammar, whole=choice == "required")
+    return GRAMMARS.compile(grammar, stop_when_complete=choice == "required")
 
 
 def accepts(shape, text: str) -> bool:
     """Whether all of a text may be said, and then the answer may end."""
-    mask = shape.mask()
+    mask = shape.constraint()
     for token in [*TOKENIZER(text)["input_ids"], END]:
         if mask.done:
             return token == END
@@ -217,24 +226,25 @@ def test_an_answer_is_text_or_calls_as_the_choice_says(form):
     if form != "llama":
         assert accepts(auto, f"See: {calls}")
         assert not accepts(none, f"See: {calls}")
-    once = shape_of(own, "auto", several=False)
+    once = shape_of(own, "auto", parallel=False)
     assert accepts(once, calls) == (count == 1)
-    one = shape_of(own, "required", [WEATHER], several=False)
+    one = shape_of(own, "required", [WEATHER], parallel=False)
     assert not accepts(one, calls.replace("get_weather", "clock"))
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_a_model_says_can_be_read_as_calls_of_these_tools(form, seed):
-    mask = shape_of(FORMS[form], "required", several=False).mask()
-    chooser = Sampler(
+    mask = shape_of(FORMS[form], "required", parallel=False).constraint()
+    sampler = Sampler(
         SamplingParams(sampling=Sampling(temperature=1.0), seed=seed), constraint=mask
     )
     tokens = []
     logits = torch.zeros(len(TOKENIZER))
     logits[TOKENIZER('"}')["input_ids"]] = 3.0  # so that it comes to an end
-    while not chooser.done and len(tokens) < 1500:
-        tokens.append(chooser.choose(logits).token)
+    while not sampler.done and len(tokens) < 1500:
+        (token,) = sample([sampler], logits[None])
+        tokens.append(token.id)
     text = TOKENIZER.decode(tokens, skip_special_tokens=True)
     message = read_calls(FORMS[form], TOOLS, text, name)
     (call,) = message.calls
@@ -300,7 +310,7 @@ HERMES_LIKE = (
 )
 def test_the_template_tells_the_form(template, form):
     tokenizer = make_tokenizer(template)
-    assert form_of(tokenizer) == form
+    assert format_of(tokenizer) == form
 
 
 @pytest.mark.parametrize(
@@ -314,7 +324,7 @@ def test_the_template_tells_the_form(template, form):
 )
 def test_a_form_that_is_not_known_is_refused(template, words):
     with pytest.raises(WeirError, match=f"{words}.*, a form that is not served here"):
-        form_of(make_tokenizer(template))
+        format_of(make_tokenizer(template))
 
 
 def history() -> list[Message]:
@@ -328,12 +338,12 @@ def history() -> list[Message]:
 
 
 def test_without_a_template_for_them_tools_are_told_in_words():
-    said, told = PLAIN.rendered([Message("system", "Be kind."), *history()], TOOLS)
+    said, told = PLAIN.for_template([Message("system", "Be kind."), *history()], TOOLS)
     assert told == []
     assert [message["role"] for message in said] == ["system", "user", "assistant", "user"]
     assert said[0]["content"].startswith("Be kind.\n\n")
     for tool in TOOLS:
-        assert json.dumps(tool.told()["function"]) in said[0]["content"]
+        assert json.dumps(tool.for_template()["function"]) in said[0]["content"]
     assert (
         read_calls(PLAIN, TOOLS, said[2]["content"], lambda n: f"call_{'ab'[n]}") == (history()[1])
     )
@@ -341,12 +351,12 @@ def test_without_a_template_for_them_tools_are_told_in_words():
         "role": "user",
         "content": "<tool_response>Sunny</tool_response>\n<tool_response>Noon</tool_response>",
     }
-    assert len(PLAIN.rendered(history(), ())[0]) == 3
+    assert len(PLAIN.for_template(history(), ())[0]) == 3
 
 
 def test_templates_get_arguments_as_values_and_ids_as_they_want_them():
-    said, told = HERMES.rendered(history(), TOOLS)
-    assert told == [tool.told() for tool in TOOLS]
+    said, told = HERMES.for_template(history(), TOOLS)
+    assert told == [tool.for_template() for tool in TOOLS]
     assert said[1]["tool_calls"][0] == {
         "id": "call_a",
         "type": "function",
@@ -358,19 +368,19 @@ def test_templates_get_arguments_as_values_and_ids_as_they_want_them():
         "name": "get_weather",
         "tool_call_id": "call_a",
     }
-    short, _ = MISTRAL.rendered(history(), TOOLS)
+    short, _ = MISTRAL.for_template(history(), TOOLS)
     first, second = (call["id"] for call in short[1]["tool_calls"])
     assert len(first) == 9 and first.isalnum() and first != second
     assert [short[2]["tool_call_id"], short[3]["tool_call_id"]] == [first, second]
     cut = Message("assistant", "", calls=(Call("x", "clock", '{"a'),))
-    assert HERMES.rendered([cut], ())[0][0]["tool_calls"][0]["function"]["arguments"] == '{"a'
+    assert HERMES.for_template([cut], ())[0][0]["tool_calls"][0]["function"]["arguments"] == '{"a'
 
 
 # --- a history is known again
 
 
 def end_of(messages: list[Message]) -> str:
-    return chain("root", messages)[-1]
+    return hash_prefixes("root", messages)[-1]
 
 
 def test_calls_and_results_are_part_of_what_a_history_is_known_by():
@@ -399,5 +409,5 @@ def test_calls_and_results_are_part_of_what_a_history_is_known_by():
 
 def test_messages_are_kept_as_they_are():
     for message in history():
-        assert Message.read(json.loads(json.dumps(message.kept()))) == message
-    assert history()[0].kept() == ["user", "Weather?", None]
+        assert Message.from_json(json.loads(json.dumps(message.to_json()))) == message
+    assert history()[0].to_json() == ["user", "Weather?", None]

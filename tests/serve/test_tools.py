@@ -7,7 +7,7 @@ import json
 import jsonschema
 import openai
 import pytest
-from anything import CITY, TAKES_ARGS, TAKES_TOOLS, random_desk
+from anything import CITY, TAKES_ARGS, TAKES_TOOLS, random_client
 from pydantic import BaseModel, Field
 from servers import CHATML, make_tokenizer, serving
 
@@ -27,7 +27,7 @@ WEATHER = {"type": "function", "function": {"name": "get_weather"}}
 
 @pytest.fixture(scope="module")
 def client():
-    with serving(random_desk(TAKES_TOOLS)) as server:
+    with serving(random_client(TAKES_TOOLS)) as server:
         yield server.client()
 
 
@@ -97,7 +97,7 @@ def test_what_an_answer_may_be_where_text_and_calls_are_both_allowed(client):
     "template", [TAKES_TOOLS, TAKES_ARGS, CHATML, None], ids=["told", "args", "words", "none"]
 )
 def test_a_result_goes_on_from_the_call_and_reads_only_what_is_new(template):
-    with serving(random_desk(template, rows=1)) as server:
+    with serving(random_client(template, rows=1)) as server:
         go_on(server.client())
 
 
@@ -135,7 +135,7 @@ def go_on(client) -> None:
 def test_where_text_and_calls_may_come_what_is_cut_is_told_so_too(client, monkeypatch, said, text):
     ids = make_tokenizer()(said)["input_ids"]
     left = iter(ids)
-    monkeypatch.setattr(Sampler, "chosen", lambda *_: SampledToken(next(left), -1.0))
+    monkeypatch.setattr(Sampler, "accept", lambda *_: SampledToken(next(left), -1.0))
     answer = ask(client, max_tokens=len(ids)).choices[0]
     assert (answer.finish_reason, answer.message.content) == ("length", text)
 
@@ -169,7 +169,7 @@ def test_a_type_of_the_clients_own_is_a_tool():
         city: str = Field(max_length=5)
         days: list[int] = Field(max_length=2)
 
-    with serving(random_desk(TAKES_TOOLS, rows=1)) as server:
+    with serving(random_client(TAKES_TOOLS, rows=1)) as server:
         client = server.client()
         given = {"model": "small", "messages": [USER], "max_tokens": 800, "seed": 4}
         message = (
@@ -195,7 +195,7 @@ def test_log_probabilities_are_told_with_calls(client):
 
 def test_tools_of_a_model_whose_calls_are_not_known_are_refused():
     template = CHATML + "{% if tools %}<|call|>{% endif %}"
-    with serving(random_desk(template, rows=1)) as server:
+    with serving(random_client(template, rows=1)) as server:
         client = server.client()
         with pytest.raises(openai.BadRequestError) as error:
             ask(client)

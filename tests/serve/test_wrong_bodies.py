@@ -9,7 +9,7 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from weir.serve.api.errors import invalid, invalid_query
+from weir.serve.api.errors import invalid_body, invalid_query
 from weir.serve.api.schemas.chat import ChatBody
 from weir.serve.api.schemas.responses import ResponseBody
 
@@ -18,7 +18,7 @@ def said(body: Any, kind: type[BaseModel] = ResponseBody) -> str:
     """What is said of a body, which is JSON or made into it."""
     with pytest.raises(ValidationError) as found:
         kind.model_validate_json(body if isinstance(body, str) else json.dumps(body))
-    error = invalid(found.value).body["error"]
+    error = invalid_body(found.value).body["error"]
     assert len(json.dumps(error)) < 1000
     return str(error["message"])
 

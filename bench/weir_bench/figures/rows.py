@@ -295,13 +295,13 @@ class Answering(Contender):
 class NoListener:
     """A listener that ignores every answer."""
 
-    def chose(self, choice: SampledToken) -> str | None:
+    def on_token(self, token: SampledToken) -> str | None:
         """Let the answer go on."""
         return None
 
-    def ended(self, reason: str) -> None:
+    def on_finish(self, reason: str) -> None:
         """Ignore the end."""
 
-    def failed(self, error: Exception) -> None:
+    def on_failure(self, error: Exception) -> None:
         """Raise the error: what is timed has to work."""
         raise error

@@ -167,17 +167,19 @@ def serve(
             say(f"the policy is that of {beside.origin.file}, which lies with the model")
         say_set_aside(model_name, policy, slots, loading.get("revision"))
         kept = keep if data is None or cluster is not None else 0
-        room = estimate_memory(
+        memory = estimate_memory(
             model_name, wanted, chunk=chunk, rows=rows, kept=kept, loading=loading
         )
-        if most is not None and most < room.row:
+        if most is not None and most < memory.row:
             raise WeirError(
-                f"the end of a turn takes {size(room.row)}, and --disk leaves {size(most)} for all"
+                f"the end of a turn takes {size(memory.row)}, and --disk leaves {size(most)} "
+                "for all"
             )
-        ends = f"ends of {room.kept} turns {size(room.kept * room.row)}; "
+        ends = f"ends of {memory.kept} turns {size(memory.kept * memory.row)}; "
         say(
-            f"{model_name} under {wanted.brief}: weights {size(room.weights)}, {rows} rows of "
-            f"{size(room.row)}; {ends if room.kept else ''}{size(room.all)} in all, and never more"
+            f"{model_name} under {wanted.brief}: weights {size(memory.weights)}, {rows} rows of "
+            f"{size(memory.row)}; {ends if memory.kept else ''}{size(memory.total)} in all, and "
+            "never more"
         )
         known = f"{len(taken)} keys" if taken else "no keys: for this machine only"
         if cluster is not None and data is not None:
@@ -193,7 +195,7 @@ def serve(
                 rows,
                 data if "://" in data else str(Path(data).absolute()),
                 name or model_name,
-                room.kept,
+                memory.kept,
                 taken.hashes,
                 limits,
                 deterministic=deterministic,
@@ -202,7 +204,9 @@ def serve(
             with running.joined(cluster):
                 with waiting(f"{replicas} replicas on {cluster}"):
                     running.deploy(settings, replicas, address, number, routing)
-                say(f"{replicas} replicas of that; ends of turns in {data}, {size(room.row)} each")
+                say(
+                    f"{replicas} replicas of that; ends of turns in {data}, {size(memory.row)} each"
+                )
                 say(f"{_url(address, number)} ({known})")
                 running.until_ended()
             return
@@ -210,11 +214,11 @@ def serve(
         say_window(model, wanted, chunk)
         store: SessionStore
         if data is None:
-            store = MemoryStore(room.kept)
+            store = MemoryStore(memory.kept)
         else:
             store = ending.enter_context(SQLiteStore(data, model, wanted, chunk=chunk, limit=most))
             room_there = "" if most is None else f", at most {size(most)}"
-            say(f"ends of turns in {data}, {size(room.row)} each{room_there}")
+            say(f"ends of turns in {data}, {size(memory.row)} each{room_there}")
         book = ResponseStore(None if data is None else Path(data) / "book.db", limits.texts)
         ending.callback(book.close)
         engine = Engine(
@@ -228,12 +232,12 @@ def serve(
         )
         if compiled:
             compile_or_say(engine)
-        desk = EngineClient(engine, tokenizer, name or model_name, limits, book)
+        client = EngineClient(engine, tokenizer, name or model_name, limits, book)
         log_json()
-        app = make_app(desk, taken)
+        app = make_app(client, taken)
         address, number = bound.getsockname()[:2]
         say(f"{_url(address, number)} ({known})")
-        run_app(app, bound, limits, lambda: desk.drain(limits.drain))
+        run_app(app, bound, limits, lambda: client.drain(limits.drain))
 
 
 def compile_or_say(engine: Engine) -> None:

@@ -1,6 +1,6 @@
 """Endless sessions of many clients at once, through one model."""
 
-from weir.serve.client import Asked, EngineClient, Wish
+from weir.serve.client import EngineClient, Generation, GenerationRequest
 from weir.serve.engine import (
     Busy,
     Cancelled,
@@ -22,8 +22,8 @@ from weir.serve.engine import (
 )
 from weir.serve.limits import Limits
 from weir.serve.memory_estimate import MemoryEstimate, estimate_memory
-from weir.serve.messages import Message, chain
-from weir.serve.prefix_match import Plan, TooLong
+from weir.serve.messages import Message, hash_prefixes
+from weir.serve.prefix_match import Prompt, PromptTooLong
 from weir.serve.sessions import (
     Checkpoint,
     MemoryStore,
@@ -34,7 +34,6 @@ from weir.serve.sessions import (
 )
 
 __all__ = [
-    "Asked",
     "Busy",
     "Cancelled",
     "Checkpoint",
@@ -44,13 +43,16 @@ __all__ = [
     "EngineLoad",
     "FailureEvent",
     "FinishEvent",
+    "Generation",
+    "GenerationRequest",
     "Limits",
     "Listener",
     "MemoryEstimate",
     "MemoryStore",
     "Message",
     "OutputQueue",
-    "Plan",
+    "Prompt",
+    "PromptTooLong",
     "ResponseStore",
     "SampledToken",
     "Sampler",
@@ -60,11 +62,9 @@ __all__ = [
     "SessionSummary",
     "StreamStats",
     "TokenEvent",
-    "TooLong",
     "TurnRecord",
-    "Wish",
-    "chain",
     "compile_engine",
     "estimate_memory",
+    "hash_prefixes",
     "sizes_of",
 ]

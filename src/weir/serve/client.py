@@ -1,17 +1,18 @@
-"""Where plans become turns, and whose they are: requests of many owners to one engine.
+"""The client of the engine: requests of many owners become sequences, and their answers are saved.
 
-Between those who speak text and an engine that knows tokens. Knows nothing about HTTP.
+Stands between those who speak text and an engine that knows tokens. Knows nothing about HTTP.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
@@ -23,17 +24,19 @@ from weir.serve.engine import (
     Constraint,
     Engine,
     FailureEvent,
+    FinishEvent,
     Notifier,
+    OutputEvent,
+    OutputProcessor,
     OutputQueue,
     Sampler,
     SamplingParams,
     Sequence,
-    Stage,
+    TokenEvent,
 )
 from weir.serve.limits import Limits
-from weir.serve.messages import Message, call_id, chain
-from weir.serve.output_processor import OutputProcessor
-from weir.serve.prefix_match import Plan, PromptMatcher
+from weir.serve.messages import Message, call_id, hash_prefixes
+from weir.serve.prefix_match import Prompt, PromptMatcher
 from weir.serve.rendering import PromptRenderer
 from weir.serve.sessions import (
     AcquireLease,
@@ -47,70 +50,148 @@ from weir.serve.tools import Tool, read_calls
 
 
 @dataclass(frozen=True)
-class Wish:
-    """How a request wants to be answered.
+class GenerationRequest:
+    """A request for one or more answers to a prompt.
 
     Attributes:
-        choosings: one for each answer.
-        limit: tokens of an answer.
-        stops: texts that end one.
-        ends: tokens that end one.
-        constraint: makes for each what it must look like; None where it may be anything.
-        tools: functions whose calls are looked for.
-        alone: whether an answer is made of calls and has no text.
+        match: finds the prompt; called in a thread, and again if the turn that the prompt continues
+            is dropped before it starts.
+        sampling: parameters of each answer.
+        max_tokens: tokens of an answer.
+        stops: texts that end an answer.
+        stop_ids: tokens that end an answer.
+        constraint: makes for each answer the format that it is held to; None for any text.
+        tools: functions that the answers may call.
+        calls_only: whether an answer consists of calls and has no text.
     """
 
-    choosings: list[SamplingParams]
-    limit: int
-    stops: list[str]
-    ends: frozenset[int]
+    match: Callable[[], Prompt]
+    sampling: tuple[SamplingParams, ...]
+    max_tokens: int
+    stops: tuple[str, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
     constraint: Callable[[], Constraint] | None = None
     tools: tuple[Tool, ...] = ()
-    alone: bool = False
-
-    def ending_with(self, stop: str) -> Wish:
-        """The same, ended by one text more."""
-        return replace(self, stops=[*self.stops, stop])
+    calls_only: bool = False
 
 
-class Ending(WeirError):
-    """The server ends before the turn does."""
+class ServerClosing(WeirError):
+    """The server ends before the answer does."""
+
+
+class GenerationFailed(Exception):
+    """An answer failed.
+
+    Attributes:
+        error: why.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 @dataclass(eq=False)
-class Asked:
-    """A request under way.
+class Generation:
+    """The answers to a request while they are made.
 
     Attributes:
-        plan: what it asks.
-        turns: one for each answer.
-        mailbox: where the answers come.
+        request: what was asked.
+        prompt: what is fed.
+        sequences: one for each answer.
+        queue: of their events.
+        running: the answers that have not ended.
+        finished: how the others have ended.
     """
 
-    plan: Plan
-    turns: list[Sequence]
-    mailbox: OutputQueue
-    open: set[int] = field(default_factory=set)
+    request: GenerationRequest
+    prompt: Prompt
+    sequences: list[Sequence]
+    queue: OutputQueue
+    _client: EngineClient
+    running: set[int] = field(default_factory=set)
+    finished: dict[int, FinishEvent] = field(default_factory=dict)
+    _first: list[OutputEvent] = field(default_factory=list)
+
+    async def start(self, seconds: float) -> Exception | None:
+        """Wait for the first events.
+
+        Returns:
+            Why the request failed, if that was the first event; None otherwise.
+
+        Raises:
+            Busy: no row has become free within so many seconds.
+        """
+        taking = asyncio.ensure_future(self.queue.take())
+        try:
+            done, _ = await asyncio.wait({taking}, timeout=seconds)
+            if not done and self.sequences[0].is_waiting:
+                raise Busy("no row has become free in time")
+            self._first = await taking
+        finally:
+            taking.cancel()
+        first = self._first[0]
+        return first.error if isinstance(first, FailureEvent) else None
+
+    async def events(self) -> AsyncIterator[list[TokenEvent | FinishEvent]]:
+        """Events until all answers have ended; `start` comes before.
+
+        Raises:
+            GenerationFailed: one of the answers failed.
+        """
+        events = self._first
+        while True:
+            good: list[TokenEvent | FinishEvent] = []
+            for event in events:
+                if event.answer in self.finished:
+                    continue  # a failure of the whole server came after its end
+                if isinstance(event, FailureEvent):
+                    self.running.discard(event.answer)
+                    raise GenerationFailed(event.error)
+                if isinstance(event, FinishEvent):
+                    self.running.discard(event.answer)
+                    self.finished[event.answer] = event
+                good.append(event)
+            if good:
+                yield good
+            if not self.running:
+                return
+            events = await self.queue.take()
+
+    def close(self) -> None:
+        """Cancel the answers that have not ended, and release the session."""
+        self._client.close_generation(self)
+
+    def call_id(self, answer: int) -> Callable[[int], str]:
+        """The function that gives the calls of an answer their ids, by their index."""
+        return partial(call_id, self.sequences[answer].id)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the answers that have ended."""
+        return sum(end.tokens for end in self.finished.values())
 
 
 class EngineClient:
-    """Takes requests of many owners to one engine.
+    """Submits requests of many owners to one engine.
 
     Args:
-        engine: answers them; its thread is this desk's from `open` on.
-        tokenizer: of its model.
+        engine: its thread is run by this client from `open` on.
+        tokenizer: of the model.
         name: of the model, as clients call it.
-        limits: of what they may ask.
+        limits: of what clients may ask.
         responses: keeps responses and conversations; in memory where none is given.
         acquire_lease: leases sessions, where other servers may answer them too.
 
     Attributes:
-        wording: how what is said becomes tokens.
-        planner: makes plans of what is said.
-        shares: whether other servers have the same sessions.
-        sessions: what is done with those that stand.
-        locks: who is at which conversation.
-        failure: why the engine has ended, if it did so by itself.
+        store: keeps the turns of sessions, for the engine too.
+        renderer: makes tokens of messages.
+        matcher: makes prompts of histories.
+        sessions: manages saved sessions.
+        locks: let one request at a time work on a conversation.
+        is_replica: whether other servers have the same sessions.
+        stop_ids: tokens that end an answer.
+        failure: why the engine has stopped by itself, if it did.
     """
 
     def __init__(
@@ -128,218 +209,235 @@ class EngineClient:
         self.name = name
         self.limits = limits
         self.responses = responses or ResponseStore(most=limits.texts)
-        self.shares = acquire_lease is not None
-        self.locks = ConversationLocks()
         self.sessions = SessionManager(engine, self.responses, limits)
+        self.locks = ConversationLocks()
+        self.is_replica = acquire_lease is not None
+        self.stop_ids = frozenset(StopTokens.of(engine.model.generation_config).stops)
         self.failure: Exception | None = None
-        self.ends = frozenset(StopTokens.of(engine.model.generation_config).stops)
         sink = sink_of(transformers_model(engine.model).config)
-        self.wording = PromptRenderer(tokenizer, self.ends, sink)
-        self._bell = Notifier()
-        engine.on_step = self._bell.ring
-        self._open: Counter[str] = Counter()
-        self._asked: set[Asked] = set()
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="weir-engine", daemon=True)
-        # What is kept of one model and policy is of no use to another.
+        self.renderer = PromptRenderer(tokenizer, self.stop_ids, sink)
+        # Turns saved with one model and policy are of no use to another.
         kind = [name, str(engine.cache.policy), engine.cache.chunk, engine.cache.positions]
         root = hashlib.sha256(json.dumps(kind).encode()).hexdigest()
-        self.planner = PromptMatcher(
-            self.wording, self.store, limits, root, self.vocabulary, acquire_lease
+        self.matcher = PromptMatcher(
+            self.renderer, self.store, limits, root, self.vocabulary, acquire_lease
         )
+        self._notifier = Notifier()
+        engine.on_step = self._notifier.notify
+        self._requests: Counter[str] = Counter()
+        self._generations: set[Generation] = set()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="weir-engine", daemon=True)
 
-    # --- its engine
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens that the model knows."""
+        return int(self.engine.model.config.get_text_config(decoder=True).vocab_size)
+
+    # --- the engine's thread
 
     def open(self) -> None:
-        """Begin to answer."""
+        """Start the engine."""
         self._thread.start()
 
     def close(self, seconds: float) -> None:
-        """Take no more requests, and wait so long for those under way."""
+        """Take no more requests, and wait up to so many seconds for those that run."""
         self.engine.stop()
         self._thread.join(seconds)
 
     def drain(self, seconds: float) -> None:
-        """The same, and then give up the rest, who are told why."""
+        """Close, and then fail and cancel what still runs."""
         self.close(seconds)
         if self._thread.is_alive():
-            for each in self._fail(Ending("the server is ending")):
-                self.cancel(each)
+            for generation in self._fail_all(ServerClosing("the server is ending")):
+                self._cancel(generation)
 
     def _run(self) -> None:
         try:
             self.engine.run()
         except Exception as error:
-            # Not a turn's fault, and nothing is answered any more: nobody is to wait in vain.
+            # No sequence's fault: nothing is answered any more, and nobody must wait for it.
             self.failure = error
-            self._fail(error)
+            self._fail_all(error)
 
-    def _fail(self, error: Exception) -> list[Asked]:
-        """Tell all requests under way that they have failed."""
+    def _fail_all(self, error: Exception) -> list[Generation]:
+        """Tell all who wait that their answers have failed."""
         with self._lock:
-            asked = list(self._asked)
-        for each in asked:
-            for answer in range(len(each.turns)):
-                each.mailbox.post(FailureEvent(answer, error))
-        return asked
-
-    # --- what is asked
-
-    @property
-    def vocabulary(self) -> int:
-        """How many tokens the model knows."""
-        return int(self.engine.model.config.get_text_config(decoder=True).vocab_size)
-
-    def drop(self, plan: Plan) -> None:
-        """A plan is not asked for, or is over."""
-        if plan.lease is not None:
-            plan.lease.release()
+            generations = list(self._generations)
+        for generation in generations:
+            for answer in range(len(generation.sequences)):
+                generation.queue.put_now(FailureEvent(answer, error))
+        return generations
 
     # --- answers
 
-    def ask(self, plan: Plan, wish: Wish, mailbox: OutputQueue) -> Asked:
-        """Let the engine answer.
+    def generate(
+        self, request: GenerationRequest, prompt: Prompt, loop: asyncio.AbstractEventLoop
+    ) -> Generation:
+        """Submit a request to the engine.
+
+        Args:
+            request: what is asked.
+            prompt: from `request.match`; its lease is released here or by `Generation.close`.
+            loop: where the events are taken.
 
         Raises:
-            Busy: too many wait.
+            Busy: the engine's queue is full.
             WeirError: the engine takes no more.
         """
-        answers = range(len(wish.choosings))
+        answers = range(len(request.sampling))
+        queue = OutputQueue(loop, self.limits.unread * len(answers))
         try:
-            turns = [self._turn(plan, wish, answer, mailbox) for answer in answers]
+            sequences = [self._sequence(request, prompt, answer, queue) for answer in answers]
         except BaseException:
-            self.drop(plan)
+            self.release(prompt)
             raise
-        turns[0].answers = turns[1:]
-        asked = Asked(plan, turns, mailbox, set(range(len(turns))))
+        sequences[0].forks = sequences[1:]
+        generation = Generation(request, prompt, sequences, queue, self, set(answers))
         with self._lock:
-            self._asked.add(asked)
+            self._generations.add(generation)
         try:
             if self.failure is not None:
                 raise WeirError("the engine has failed, and nothing is answered any more")
-            self.engine.submit(turns[0])
+            self.engine.submit(sequences[0])
         except WeirError:
-            self.done(asked)
+            generation.close()
             raise
-        return asked
+        return generation
 
-    def _turn(self, plan: Plan, wish: Wish, answer: int, mailbox: OutputQueue) -> Sequence:
-        choosing = wish.choosings[answer]
-        cache = self.engine.cache
-        kept = self.wording.special.values() if wish.tools else ()
-        relay = OutputProcessor(
+    def _sequence(
+        self, request: GenerationRequest, prompt: Prompt, answer: int, queue: OutputQueue
+    ) -> Sequence:
+        """The sequence of one of the answers, with its output processor."""
+        processor = OutputProcessor(
             answer,
-            cache,
+            self.engine.cache,
             self.tokenizer,
-            wish.stops,
-            mailbox,
-            self._bell,
-            partial(self._trim, plan),
-            kept,
+            request.stops,
+            queue,
+            self._notifier,
+            partial(self._trim, prompt),
+            self.renderer.call_tokens.values() if request.tools else (),
         )
-        relay.turn = Sequence(
-            node=secrets.token_hex(16),
-            start=None if plan.parent is None else plan.parent.node,
-            ids=plan.ids,
-            limit=wish.limit,
-            stops=wish.ends,
-            chooser=Sampler(
-                choosing, tuple(plan.ids), wish.constraint() if wish.constraint else None
-            ),
-            listener=relay,
-            client=plan.owner,
-            beginning=plan.beginning,
-            header=plan.header,
-            record=None if plan.session is None else partial(self._record, plan, wish, relay),
+        constraint = request.constraint() if request.constraint else None
+        processor.sequence = Sequence(
+            id=secrets.token_hex(16),
+            parent=None if prompt.parent is None else prompt.parent.node,
+            prompt_ids=prompt.ids,
+            max_tokens=request.max_tokens,
+            stop_ids=request.stop_ids,
+            sampler=Sampler(request.sampling[answer], tuple(prompt.ids), constraint),
+            listener=processor,
+            owner=prompt.owner,
+            beginning=prompt.beginning,
+            header=prompt.header,
+            record=None if prompt.session is None else partial(self._record, request, prompt),
         )
-        return relay.turn
+        return processor.sequence
 
     def _record(
-        self, plan: Plan, wish: Wish, relay: OutputProcessor, turn: Sequence, reason: str
+        self, request: GenerationRequest, prompt: Prompt, sequence: Sequence, reason: str
     ) -> TurnRecord:
         """The record of a turn that has ended."""
-        assert plan.session is not None
-        whole = relay.finish(reason)
-        standing, answer = whole.standing, Message("assistant", whole.text)
-        if wish.tools:
-            form, ids, cut = self.wording.form, partial(call_id, turn.node), whole.cut
-            answer = read_calls(form, wish.tools, whole.text, ids, cut=cut, alone=wish.alone)
-        (end,) = chain(plan.chain, [answer])
+        assert prompt.session is not None
+        assert isinstance(sequence.listener, OutputProcessor)
+        finished = sequence.listener.finish(reason)
+        stats = finished.stats
+        answer = Message("assistant", finished.text)
+        if request.tools:
+            answer = read_calls(
+                self.renderer.call_format,
+                request.tools,
+                finished.text,
+                partial(call_id, sequence.id),
+                cut=finished.cut,
+                calls_only=request.calls_only,
+            )
         return TurnRecord(
-            node=turn.node,
-            owner=plan.owner,
-            session=plan.session,
-            parent=None if plan.parent is None else plan.parent.node,
-            chain=end,
-            messages=(*plan.messages, answer),
-            last=turn.chosen[-1],
-            seen=standing.seen,
+            node=sequence.id,
+            owner=prompt.owner,
+            session=prompt.session,
+            parent=sequence.parent,
+            chain=hash_prefixes(prompt.hash, [answer])[0],
+            messages=(*prompt.messages, answer),
+            last=sequence.output_ids[-1],
+            seen=stats.seen,
             usage={
-                "prompt_tokens": plan.prompt,
-                "cached_tokens": plan.cached,
-                "completion_tokens": len(turn.chosen),
-                "held": standing.held,
-                "bytes": standing.bytes,
-                "folds": standing.folds,
-                "pinned": standing.pinned,
-                "beginning": standing.beginning,
+                "prompt_tokens": prompt.length,
+                "cached_tokens": prompt.cached,
+                "completion_tokens": len(sequence.output_ids),
+                "held": stats.held,
+                "bytes": stats.bytes,
+                "folds": stats.folds,
+                "pinned": stats.pinned,
+                "beginning": stats.beginning,
             },
-            ids=pack_ids([*plan.ids, *turn.chosen]),
-            epoch=0 if plan.lease is None else plan.lease.epoch,
+            ids=pack_ids([*prompt.ids, *sequence.output_ids]),
+            epoch=0 if prompt.lease is None else prompt.lease.epoch,
         )
 
-    def _trim(self, plan: Plan) -> None:
-        """A turn is saved: where it began a session, the owner may have one too many."""
-        begins = plan.parent is None or plan.parent.session != plan.session
-        if plan.session is not None and begins:
-            self.sessions.trim(plan.owner)
+    def _trim(self, prompt: Prompt) -> None:
+        """Drop the owner's oldest session if a turn that is saved has begun one too many."""
+        begins = prompt.parent is None or prompt.parent.session != prompt.session
+        if prompt.session is not None and begins:
+            self.sessions.trim(prompt.owner)
 
-    def cancel(self, asked: Asked) -> None:
-        """Nobody wants a request's answers any more."""
-        for turn in asked.turns:
-            self.engine.cancel(turn)
-
-    def done(self, asked: Asked) -> None:
-        """A request is over; its answers that are not are cancelled."""
+    def close_generation(self, generation: Generation) -> None:
+        """Cancel the answers that have not ended, and release the session (`Generation.close`)."""
         with self._lock:
-            self._asked.discard(asked)
-        if asked.open:
-            self.cancel(asked)
-        self.drop(asked.plan)
+            self._generations.discard(generation)
+        if generation.running:
+            self._cancel(generation)
+        self.release(generation.prompt)
 
-    def under_way(self, owner: str, session: str) -> Sequence | None:
-        """A turn of a session that has a row now."""
+    def _cancel(self, generation: Generation) -> None:
+        for sequence in generation.sequences:
+            self.engine.cancel(sequence)
+
+    def release(self, prompt: Prompt) -> None:
+        """Release the lease of a prompt."""
+        if prompt.lease is not None:
+            prompt.lease.release()
+
+    def is_dropped(self, prompt: Prompt) -> bool:
+        """Whether the turn that a prompt continues is not kept any more."""
+        parent = prompt.parent
+        return parent is not None and self.store.find_turn(prompt.owner, parent.node) is None
+
+    def running_sequence(self, owner: str, session: str) -> Sequence | None:
+        """A sequence of a session that has a row now."""
         with self._lock:
-            own = [
-                turn
-                for asked in self._asked
-                if (asked.plan.owner, asked.plan.session) == (owner, session)
-                for turn in asked.turns
+            sequences = [
+                sequence
+                for generation in self._generations
+                if (generation.prompt.owner, generation.prompt.session) == (owner, session)
+                for sequence in generation.sequences
             ]
-        begun = (turn for turn in own if turn.stage in (Stage.READING, Stage.ANSWERING))
-        return next(begun, None)
+        return next((sequence for sequence in sequences if sequence.is_running), None)
 
-    def enter(self, owner: str) -> None:
-        """A request of an owner's begins; nothing of it is read before.
+    # --- limits of owners
+
+    def begin_request(self, owner: str) -> None:
+        """Count a request of an owner's, before anything of it is read.
 
         Raises:
-            Busy: too many of theirs, or of all, are under way.
+            Busy: the owner has too many, or all owners together have.
         """
         with self._lock:
-            if self._open[owner] >= self.limits.requests:
+            if self._requests[owner] >= self.limits.requests:
                 raise Busy("too many requests of this key are under way")
-            if self._open.total() >= self.limits.open:
+            if self._requests.total() >= self.limits.open:
                 raise Busy("too many requests are under way")
-            self._open[owner] += 1
+            self._requests[owner] += 1
 
-    def leave(self, owner: str) -> None:
-        """A request that was let in is over."""
+    def end_request(self, owner: str) -> None:
+        """Count a request of an owner's no longer."""
         with self._lock:
-            self._open[owner] -= 1
-            if not self._open[owner]:
-                del self._open[owner]
+            self._requests[owner] -= 1
+            if not self._requests[owner]:
+                del self._requests[owner]
 
-    def open_of(self, owner: str) -> int:
-        """Requests of an owner that are under way."""
+    def open_requests(self, owner: str) -> int:
+        """Number of requests of an owner's that have begun and not ended."""
         with self._lock:
-            return self._open[owner]
+            return self._requests[owner]

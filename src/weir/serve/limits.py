@@ -1,4 +1,4 @@
-"""How much anybody may ask of a server: every number that a client could drive up has a limit."""
+"""Limits of a server, one for every number that a client could drive up."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ class Limits:
     """Limits of a server.
 
     Attributes:
-        body: bytes of a request.
+        body: bytes of the body of a request.
         parcel: bytes of a session's file that is imported or exported.
         prompt: tokens that one request may feed.
-        answer: tokens of an answer at most.
-        answer_default: tokens of a chat's answer where the client names no number.
-        queue: turns that may wait for a row.
-        requests: of one key at once, those that wait among them.
+        answer: tokens of an answer.
+        answer_default: tokens of a chat's answer if the client does not say.
+        queue: sequences that may wait for a row.
+        requests: of one key at once, waiting ones included.
         open: requests of all keys at once.
-        sessions: of one key; the one used longest ago goes for a new one.
+        sessions: of one key; a new one replaces the one used longest ago.
         texts: bytes of a key's responses, and as many of its conversations; the oldest go first.
-        wait: seconds that a turn waits for a row.
-        stall: seconds that a client may leave what is sent to it unread, or the rest of its request
+        wait: seconds that a sequence waits for a row.
+        stall: seconds that a client may leave what is sent to it unread, or the rest of its body
             unsent.
         unread: tokens of an answer that may wait for the client.
-        drain: seconds that answers under way have when the server is to end.
+        drain: seconds that running answers have to end when the server ends.
     """
 
     body: int = 16_000_000
@@ -45,7 +45,7 @@ class Limits:
     drain: float = 30.0
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
+        for field in fields(self):
+            value = getattr(self, field.name)
             if isinstance(value, bool) or not 0 < value < 2**53:
-                raise WeirError(f"the limit {each.name} must be over 0, not {value!r}")
+                raise WeirError(f"the limit {field.name} must be over 0, not {value!r}")

@@ -1,4 +1,4 @@
-"""What a server will hold, known before anything is loaded."""
+"""An estimate of the memory that a server will take, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from weir.errors import WeirError
 from weir.models import default_device, free_memory, skeleton
 from weir.policies import Policy
 
-KEPT = 256
-"""Ends of turns that are kept where nobody says how many, if so many fit."""
+DEFAULT_KEPT = 256
+"""Checkpoints that are kept in memory by default, if so many fit."""
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of a server.
+    """The memory of a server.
 
     Attributes:
-        weights: of the model.
-        row: of one row, and of the end of one turn.
-        rows: how many rows.
-        kept: how many ends of turns.
-        free: what is free before anything is loaded; None where nobody knows.
+        weights: bytes of the model.
+        row: bytes of one row, and of one checkpoint.
+        rows: number of rows.
+        kept: number of checkpoints in memory.
+        free: bytes that are free before anything is loaded; None if unknown.
     """
 
     weights: int
@@ -37,8 +37,8 @@ class MemoryEstimate:
     free: int | None
 
     @property
-    def all(self) -> int:
-        """Of everything together."""
+    def total(self) -> int:
+        """Bytes of everything together."""
         return self.weights + (self.rows + self.kept) * self.row
 
 
@@ -51,16 +51,15 @@ def estimate_memory(
     kept: int | None,
     loading: Mapping[str, Any] = MappingProxyType({}),
 ) -> MemoryEstimate:
-    """What a server will hold.
+    """Estimate the memory of a server.
 
     Args:
         model_name: nano, a folder, or a Hugging Face Hub id.
         policy, chunk: of every row.
-        rows: turns that are answered at once.
-        kept: ends of turns that are kept in memory; None for `KEPT`, or as many as fit into half of
-            what is left.
-        loading: how the model is loaded, arguments of `load`; how much is free on the devices of a
-            device map nobody knows.
+        rows: sequences that run at once.
+        kept: checkpoints in memory; None for `DEFAULT_KEPT`, or as many as fit into half of what is
+            left.
+        loading: arguments of `load`. With a device map, free memory is unknown.
 
     Raises:
         WeirError: there is no such model, policy or device, or it does not fit into what memory is
@@ -75,12 +74,12 @@ def estimate_memory(
         raise WeirError(f"there is no device {loading.get('device')!r} here ({reason})") from None
     left = 0 if free is None else free - size.weights - rows * size.stream
     if kept is None:
-        kept = KEPT if free is None else max(1, min(KEPT, left // 2 // size.stream))
-    room = MemoryEstimate(size.weights, size.stream, rows, kept, free)
-    if free is not None and room.all > free:
+        kept = DEFAULT_KEPT if free is None else max(1, min(DEFAULT_KEPT, left // 2 // size.stream))
+    estimate = MemoryEstimate(size.weights, size.stream, rows, kept, free)
+    if free is not None and estimate.total > free:
         raise WeirError(
             f"{model_name} takes {size.weights:,} bytes, {rows} rows {rows * size.stream:,} and "
             f"the ends of {kept} turns {kept * size.stream:,}, and {free:,} are free on {device}; "
             "take fewer rows, keep fewer turns, or a smaller budget"
         )
-    return room
+    return estimate

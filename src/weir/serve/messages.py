@@ -1,8 +1,8 @@
-"""Messages of a conversation, and how a history is known again: by hashes, never by tokens.
+"""Messages of a conversation, and the hashes by which a saved history is found again.
 
-A client sends its whole history with every turn. Templates and tokenizers would write it otherwise
-than it was fed, so each beginning of it is hashed message by message, and the longest beginning
-that was saved is where the turn starts. Knows nothing about tokens, owners or disks.
+A client sends its whole history with every turn. Rendered and tokenized again it would differ from
+what was fed, so every prefix of it is hashed message by message instead, and the turn starts at the
+longest prefix that was saved. Knows nothing about tokens, owners or disks.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import Any
 
 from weir.errors import WeirError, quote
 
-THOUGHTS = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
-"""What reasoning models say first, and clients leave out of the history they send."""
+THINKING = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
+"""The reasoning in front of an answer, which clients leave out of the history they send."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a client's function.
+    """A call of one of the client's functions.
 
     Attributes:
         id: by which its result is sent back.
         name: of the function.
-        arguments: as JSON, if the model was not cut short.
+        arguments: a JSON object, unless the model was cut short.
     """
 
     id: str
     name: str
     arguments: str
 
-    def known(self) -> Any:
-        """The arguments as values; as they are where they are no JSON."""
+    def parse_arguments(self) -> Any:
+        """The arguments as values, or as the text they are if that is no JSON."""
         try:
             return json.loads(self.arguments)
         except (ValueError, RecursionError):
@@ -49,10 +49,10 @@ class Message:
     Attributes:
         role: "system", "user", "assistant" or "tool".
         content: its text.
-        name: of who says it, or of the function whose result it is; None for most.
-        calls: of an assistant's.
+        name: of the author, or of the function whose result it is; None for most.
+        calls: that an assistant's message makes.
         result: the id of the call whose result it is.
-        place: which of the calls before it that is, from 0.
+        place: the index of that call among those made last before it.
     """
 
     role: str
@@ -63,7 +63,7 @@ class Message:
     place: int | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """The message as chat templates take it."""
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.name is not None:
             message["name"] = self.name
@@ -72,7 +72,7 @@ class Message:
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {"name": call.name, "arguments": call.known()},
+                    "function": {"name": call.name, "arguments": call.parse_arguments()},
                 }
                 for call in self.calls
             ]
@@ -80,131 +80,130 @@ class Message:
             message["tool_call_id"] = self.result
         return message
 
-    def kept(self) -> list[Any]:
-        """As JSON that `read` makes the same message of."""
-        kept: list[Any] = [self.role, self.content, self.name]
+    def to_json(self) -> list[Any]:
+        """The message as values of JSON, for `from_json`."""
+        fields: list[Any] = [self.role, self.content, self.name]
         if not self.calls and self.result is None:
-            return kept
+            return fields
         calls = [[call.id, call.name, call.arguments] for call in self.calls]
-        return [*kept, calls, self.result, self.place]
+        return [*fields, calls, self.result, self.place]
 
     @classmethod
-    def read(cls, kept: Sequence[Any]) -> Message:
-        """A message from what `kept` gave.
+    def from_json(cls, fields: Sequence[Any]) -> Message:
+        """The message that `to_json` was called on.
 
         Raises:
-            TypeError, ValueError: it is none.
+            TypeError, ValueError: the values are not from `to_json`.
         """
-        role, content, name, *more = kept
+        role, content, name, *more = fields
         calls, result, place = more or ([], None, None)
         return cls(role, content, name, tuple(Call(*call) for call in calls), result, place)
 
     def canonical(self) -> str:
-        """The same text for all that clients make of one message.
+        """A text that is the same for all ways in which clients send this message back.
 
-        Line ends are one character; of answers, thoughts are left out and the spaces around them.
-        Of calls, names and arguments count, and neither how JSON writes them nor their ids: of a
-        result it counts which of the calls before it is meant.
+        Line ends are one character. Of an assistant's message, reasoning and outer white space are
+        left out. Of calls, names and arguments count, but not how the JSON is formatted, nor ids;
+        of a result, the place of its call.
         """
         content = self.content.replace("\r\n", "\n")
         if self.role == "assistant":
-            content = THOUGHTS.sub("", content).strip()
-        said: list[Any] = [self.role, content, self.name]
+            content = THINKING.sub("", content).strip()
+        fields: list[Any] = [self.role, content, self.name]
         if self.calls:
-            said.append([[call.name, call.known()] for call in self.calls])
+            fields.append([[call.name, call.parse_arguments()] for call in self.calls])
         if self.result is not None:
-            said.append(self.place)
-        return json.dumps(said, sort_keys=True)
+            fields.append(self.place)
+        return json.dumps(fields, sort_keys=True)
 
 
-class NoCall(WeirError):
-    """A result is of no call that was made before it, or of one that has its result.
+class StrayResult(WeirError):
+    """A tool result whose call was not made before it, or has a result already.
 
     Attributes:
-        number: which of the messages that is, from 0.
-        behind: how many results come after it.
+        behind: number of results that come after it.
+        number: the index of its message.
     """
 
-    def __init__(self, number: int, behind: int, name: str, *, twice: bool) -> None:
+    def __init__(self, number: int, behind: int, call: str, *, twice: bool) -> None:
         super().__init__(
-            f"the call {quote(name)} has its result already: leave the second out"
+            f"the call {quote(call)} has its result already: leave the second out"
             if twice
-            else f"there is no call {quote(name)}: a result has the id of a call that the "
+            else f"there is no call {quote(call)}: a result has the id of a call that the "
             "assistant made last before it"
         )
         self.number = number
         self.behind = behind
 
 
-def placed(messages: Sequence[Message], before: Sequence[Message] = ()) -> list[Message]:
-    """Messages whose results know which call they are of.
+def link_results(messages: Sequence[Message], before: Sequence[Message] = ()) -> list[Message]:
+    """Fill in `name` and `place` of tool results.
 
     Args:
         messages: as a client sent them.
         before: what was said right before.
 
     Raises:
-        NoCall: a result is of no call that was made last before it, or of one that has its result.
+        StrayResult: a result has no open call among those made last before it.
     """
-    known = []
-    for found in _known(messages, before):
-        if isinstance(found, NoCall):
-            raise found
-        known.append(found)
-    return known
+    linked = []
+    for message in _link(messages, before):
+        if isinstance(message, StrayResult):
+            raise message
+        linked.append(message)
+    return linked
 
 
-def strays(messages: Sequence[Message]) -> list[NoCall]:
-    """What `placed` would raise for each of the results that are of no call, in their order."""
-    return [found for found in _known(messages) if isinstance(found, NoCall)]
+def find_stray_results(messages: Sequence[Message]) -> list[StrayResult]:
+    """All results that `link_results` would refuse, in order."""
+    return [found for found in _link(messages) if isinstance(found, StrayResult)]
 
 
-def _known(
+def _link(
     messages: Sequence[Message], before: Sequence[Message] = ()
-) -> Iterator[Message | NoCall]:
-    waiting = _Waiting()
+) -> Iterator[Message | StrayResult]:
+    calls = _OpenCalls()
     for message in before:
-        waiting.place(message)
+        calls.take(message)
     for number, message in enumerate(messages):
-        place = waiting.place(message)
+        place = calls.take(message)
         if message.result is None:
             yield message
         elif place is None:
-            behind = sum(each.result is not None for each in messages[number + 1 :])
-            twice = message.result in [call.id for call in waiting.calls]
-            yield NoCall(number, behind, message.result, twice=twice)
+            behind = sum(later.result is not None for later in messages[number + 1 :])
+            twice = message.result in [call.id for call in calls.made]
+            yield StrayResult(number, behind, message.result, twice=twice)
         else:
-            yield replace(message, name=waiting.calls[place].name, place=place)
+            yield replace(message, name=calls.made[place].name, place=place)
 
 
-class _Waiting:
-    """The calls that were made last, and which of them have no result yet."""
+class _OpenCalls:
+    """The calls made last, and the places of those that have no result yet."""
 
     def __init__(self) -> None:
-        self.calls: Sequence[Call] = ()
+        self.made: Sequence[Call] = ()
         self._open: list[int] = []
 
-    def place(self, message: Message) -> int | None:
-        """Which of the calls a message is the result of; each has one."""
+    def take(self, message: Message) -> int | None:
+        """Take the next message; return the place of the call whose result it is."""
         if message.calls:
-            self.calls, self._open = message.calls, list(range(len(message.calls)))
+            self.made, self._open = message.calls, list(range(len(message.calls)))
         for place in self._open:
-            if self.calls[place].id == message.result:
+            if self.made[place].id == message.result:
                 self._open.remove(place)
                 return place
         return None
 
 
-def chain(root: str, messages: Sequence[Message]) -> list[str]:
-    """The hash of each beginning of a conversation.
+def hash_prefixes(root: str, messages: Sequence[Message]) -> list[str]:
+    """Hash each prefix of a conversation.
 
     Args:
-        root: of what comes before: the hash of an earlier beginning, or what the model is and how
-            it is served.
+        root: hash of what comes before: of an earlier prefix, or of the model and how it is served.
         messages: what follows.
 
     Returns:
-        One for each message, in hexadecimal: of the beginning that ends with it.
+        For each message the hash of the prefix that ends with it, in hexadecimal.
     """
     hashes = []
     for message in messages:
@@ -217,7 +216,7 @@ def call_id(node: str, number: int) -> str:
     """The id of a call.
 
     Args:
-        node: the turn whose answer it is in; nobody can tell that from the id.
-        number: which of the answer's calls it is, from 0.
+        node: id of the turn that makes it, which cannot be told from the result.
+        number: index of the call in the turn's answer.
     """
     return f"call_{hashlib.sha256(f'{node} {number}'.encode()).hexdigest()[:24]}"

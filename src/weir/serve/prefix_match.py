@@ -1,6 +1,6 @@
-"""Where requests become plans: a history is found again, and only what is new is rendered.
+"""Prefix match: finds the saved turn that a history continues, so that only new messages are fed.
 
-Between what is said and what is asked of an engine. Knows nothing about engines, rows or HTTP.
+Knows nothing about engines, rows or HTTP.
 """
 
 from __future__ import annotations
@@ -12,38 +12,37 @@ from dataclasses import dataclass, replace
 
 from weir.errors import WeirError, quote
 from weir.serve.limits import Limits
-from weir.serve.messages import Message, chain
+from weir.serve.messages import Message, hash_prefixes
 from weir.serve.rendering import PromptRenderer
 from weir.serve.sessions import AcquireLease, SessionLease, SessionStore, TurnRecord
-from weir.serve.tools import Tool, written
+from weir.serve.tools import Tool, describe_tools
 
 
-class TooLong(WeirError):
-    """More tokens than one request may feed."""
+class PromptTooLong(WeirError):
+    """A prompt has more tokens than a request may feed."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a request asks the model.
+class Prompt:
+    """What a request feeds to the model, and where.
 
     Attributes:
-        owner: whose it is.
-        ids: tokens to be fed.
-        parent: the turn it goes on from; None from the beginning.
-        session: the session its end belongs to; None where the end is not kept.
-        chain: the hash of all messages.
+        owner: hash of the client's key; empty where the server needs none.
+        ids: tokens to feed.
+        parent: the saved turn that they continue; None at the beginning of a stream.
+        session: the session that the new turn belongs to; None if it is not saved.
+        hash: of all messages up to here.
         messages: those that are new since `parent`.
-        beginning: how many of `ids` are the stream's beginning, which is to stay; of a plan without
-            a parent.
-        header: how many of the last of `ids` the template puts in front of the answer.
-        lease: of its session, where other servers may answer it too.
+        beginning: how many of `ids` are the stream's beginning, which stays; without `parent` only.
+        header: how many at the end of `ids` are the header of the answer.
+        lease: on its session, where other servers may have that.
     """
 
     owner: str
     ids: list[int]
     parent: TurnRecord | None = None
     session: str | None = None
-    chain: str = ""
+    hash: str = ""
     messages: tuple[Message, ...] = ()
     beginning: int = 0
     header: int = 0
@@ -51,140 +50,151 @@ class Plan:
 
     @property
     def cached(self) -> int:
-        """Tokens that need not be read: all before, but the last, which no answer reads itself."""
+        """Tokens that need not be fed: all before but the last, which is still pending."""
         return 0 if self.parent is None else self.parent.seen - 1
 
     @property
-    def prompt(self) -> int:
+    def length(self) -> int:
         """Tokens of everything before the answer."""
         return len(self.ids) + (0 if self.parent is None else self.parent.seen)
 
 
 class PromptMatcher:
-    """Makes plans of what is said to one model.
+    """Makes prompts of histories, for one model.
 
     Args:
-        wording: how it becomes tokens.
-        store: where the ends of earlier turns are.
-        limits: of what may be asked.
-        root: what sets the histories of this model apart from those of others.
-        vocabulary: how many tokens the model knows.
+        renderer: of the model.
+        store: of saved turns.
+        limits: of the server.
+        root: hash that sets histories of this model and policy apart from others.
+        vocabulary: number of tokens that the model knows.
         acquire_lease: leases sessions, where other servers may answer them too.
     """
 
     def __init__(
         self,
-        wording: PromptRenderer,
+        renderer: PromptRenderer,
         store: SessionStore,
         limits: Limits,
         root: str,
         vocabulary: int,
         acquire_lease: AcquireLease | None = None,
     ) -> None:
-        self._wording = wording
+        self._renderer = renderer
         self._store = store
         self._limits = limits
         self._root = root
         self._vocabulary = vocabulary
         self._acquire_lease = acquire_lease
 
-    def chat(
+    def match(
         self,
         owner: str,
         messages: Sequence[Message],
         session: str | None,
         tools: Sequence[Tool] = (),
-    ) -> Plan:
-        """The turn that a history asks for, from the longest beginning of it that was saved.
+    ) -> Prompt:
+        """Make a prompt that starts at the longest saved prefix of a history.
 
         Args:
-            owner: whose it is; only what is saved for them is looked at.
+            owner: only turns of this owner are looked at.
             messages: the whole history, the last of which is to be answered.
-            session: the session its end belongs to, where the client names one.
-            tools: functions that the model is told of; a history with others is another one.
+            session: the session that the turn belongs to, if the client names one.
+            tools: functions described to the model; with others, a history is another one.
 
         Raises:
-            TooLong: it would feed more tokens than it may.
+            PromptTooLong: it has more tokens than a request may feed.
             WeirError: the template refuses the messages, or they make no tokens.
         """
-        hashes = self.hashes(messages, tools)
+        hashes = self.hash_prefixes(messages, tools)
         for at in range(len(messages) - 2, -1, -1):
             if messages[at].role != "assistant":
                 continue
             parent = self._store.find_history(owner, hashes[at])
             if parent is None:
                 continue
-            if plan := self.after(parent, messages[at + 1 :], session, tools):
-                return plan
-        worded = self._wording.whole(messages, tools)
-        named = session or f"sess_{secrets.token_hex(16)}"
-        new = tuple(messages)
-        beginning, header = worded.beginning, worded.header
-        return self._checked(
-            Plan(owner, worded.ids, None, named, hashes[-1], new, beginning, header)
+            if prompt := self.extend(parent, messages[at + 1 :], session, tools):
+                return prompt
+        rendered = self._renderer.render(messages, tools)
+        return self._check(
+            Prompt(
+                owner,
+                rendered.ids,
+                session=session or f"sess_{secrets.token_hex(16)}",
+                hash=hashes[-1],
+                messages=tuple(messages),
+                beginning=rendered.beginning,
+                header=rendered.header,
+            )
         )
 
-    def hashes(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[str]:
-        """By which each beginning of a history is known that was told of these tools."""
+    def hash_prefixes(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[str]:
+        """The hash of each prefix of a history in which these tools were described."""
         root = self._root
         if tools:
-            root = hashlib.sha256(f"{root}\n{written(tools)}".encode()).hexdigest()
-        return chain(root, messages)
+            root = hashlib.sha256(f"{root}\n{describe_tools(tools)}".encode()).hexdigest()
+        return hash_prefixes(root, messages)
 
-    def after(
+    def extend(
         self,
         parent: TurnRecord,
         messages: Sequence[Message],
         session: str | None = None,
         tools: Sequence[Tool] = (),
-    ) -> Plan | None:
-        """The turn that goes on from another.
+    ) -> Prompt | None:
+        """Make a prompt that continues a saved turn.
 
         Args:
-            parent: the other turn.
+            parent: the saved turn.
             messages: what is said after it.
-            session: the session its end belongs to, where it is not the parent's.
-            tools: functions that the model was told of.
+            session: the session that the new turn belongs to, if not the parent's.
+            tools: functions that were described to the model.
 
         Returns:
-            None where the model's template does not tell these messages without those before.
+            None if the template cannot render these messages without those before.
 
         Raises:
-            TooLong: it would feed more tokens than it may.
+            PromptTooLong: it has more tokens than a request may feed.
         """
-        new = tuple(messages)
-        worded = self._wording.after(new, parent.last, tools)
-        if worded is None:
+        rendered = self._renderer.render_next(messages, parent.last, tools)
+        if rendered is None:
             return None
-        end, named = chain(parent.chain, new)[-1], session or parent.session
-        header = worded.header
-        return self._checked(Plan(parent.owner, worded.ids, parent, named, end, new, header=header))
+        return self._check(
+            Prompt(
+                parent.owner,
+                rendered.ids,
+                parent=parent,
+                session=session or parent.session,
+                hash=hash_prefixes(parent.chain, messages)[-1],
+                messages=tuple(messages),
+                header=rendered.header,
+            )
+        )
 
-    def text(self, owner: str, prompt: str | Sequence[int]) -> Plan:
-        """A turn that continues a text, or tokens, and is not kept.
+    def complete(self, owner: str, text: str | Sequence[int]) -> Prompt:
+        """Make a prompt of a text, or of tokens; its turn is not saved.
 
         Raises:
-            TooLong: it would feed more tokens than it may.
+            PromptTooLong: it has more tokens than a request may feed.
             WeirError: a token is out of range, or there are none.
         """
-        if isinstance(prompt, str):
-            ids = self._wording.text(prompt)
-        else:
-            ids = list(prompt)
-            wrong = next((token for token in ids if not 0 <= token < self._vocabulary), None)
-            if wrong is not None:
-                last = self._vocabulary - 1
-                raise WeirError(f"token {quote(wrong)} does not exist; ids are 0 to {last}")
-        return self._checked(Plan(owner, ids))
+        if isinstance(text, str):
+            return self._check(Prompt(owner, self._renderer.render_text(text)))
+        wrong = next((token for token in text if not 0 <= token < self._vocabulary), None)
+        if wrong is not None:
+            last = self._vocabulary - 1
+            raise WeirError(f"token {quote(wrong)} does not exist; ids are 0 to {last}")
+        return self._check(Prompt(owner, list(text)))
 
-    def _checked(self, plan: Plan) -> Plan:
-        if not plan.ids:
+    def _check(self, prompt: Prompt) -> Prompt:
+        """Refuse a prompt without tokens or with too many; take the lease on its session."""
+        if not prompt.ids:
             raise WeirError("that makes no tokens; say something")
-        if len(plan.ids) > self._limits.prompt:
-            raise TooLong(
-                f"that is {len(plan.ids):,} tokens to read, and one request may have "
+        if len(prompt.ids) > self._limits.prompt:
+            raise PromptTooLong(
+                f"that is {len(prompt.ids):,} tokens to read, and one request may have "
                 f"{self._limits.prompt:,}; send the rest in further turns"
             )
-        if plan.session is None or self._acquire_lease is None:
-            return plan
-        return replace(plan, lease=self._acquire_lease(plan.owner, plan.session))
+        if prompt.session is None or self._acquire_lease is None:
+            return prompt
+        return replace(prompt, lease=self._acquire_lease(prompt.owner, prompt.session))

@@ -1,8 +1,8 @@
-"""What a session's cache still remembers: the text of its stream, each token with who holds it.
+"""What the row of a session remembers: the tokens of its stream, and the pools that hold them.
 
-The row says which tokens are held, records say what they were. Either may know more than the other:
-a cache holds the beginning of a stream whose first turns are not kept any more, and most of what
-records know no slot holds. Knows nothing about HTTP.
+The row knows which tokens it holds, and the records of turns know their ids. Either may know more:
+a row holds the beginning of a stream whose first turns are no longer kept, and no slot holds most
+of the tokens in the records. Knows nothing about HTTP.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from itertools import groupby
 from transformers import PreTrainedTokenizerBase
 
 from weir.cache import Holding, LayerPlan, StreamingCache, holding_in
-from weir.serve.engine import RowInspection, Sequence, Stage
+from weir.serve.engine import RowInspection, Sequence
 from weir.serve.sessions import SessionStore, TurnTokens, pack_ids, unpack_ids
 from weir.stream import describe_tokens
 
 BLOCK = 32
-"""Tokens that are made text together: of a stream that grows, few are made again."""
-BEFORE = 4
-"""Tokens in front of them that are read too, for spaces and for characters of several tokens."""
+"""Tokens that are decoded together, and cached: of a growing stream, few blocks change."""
+CONTEXT = 4
+"""Tokens before a block that are decoded with it, for spaces and characters of several tokens."""
 
 
 @dataclass(frozen=True)
-class Recalled:
+class RecalledToken:
     """A token of a stream.
 
     Attributes:
-        at: its place, from 0 on.
-        text: what it says; None where nobody knows any more which token it was.
+        at: its place in the stream, from 0.
+        text: of the token; None if its id is no longer known.
         special: whether it is a special token.
-        pools: in how many pairs of a layer and a KV head each of `Memory.pools` holds it.
+        pools: for each of `RowMemory.pools`, how many pairs of a layer and a KV head hold it there.
     """
 
     at: int
@@ -44,13 +44,13 @@ class Recalled:
 
 
 @dataclass(frozen=True)
-class Pool:
-    """A pool of the policy, in a row.
+class PoolUsage:
+    """A pool of the policy, in one row.
 
     Attributes:
         name: its name; the last is "new", of tokens that wait for the next fold.
-        slots: in use of a layer and a KV head, the mean over them.
-        tokens: that it holds anywhere.
+        slots: in use, the mean over layers and KV heads.
+        tokens: that it holds in any layer and KV head.
     """
 
     name: str
@@ -59,20 +59,20 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """What a row holds, and of which text.
+class RowMemory:
+    """What a row holds.
 
     Attributes:
-        doing: of the turn under way: "reading" or "answering"; None between turns.
+        doing: of a running turn: "reading" or "answering"; None between turns.
         seen: tokens of the stream so far.
-        read: of them those that the row has read: all but the last of an answer.
+        read: those of them that the row has read: all but the last of an answer.
         folds: of the row so far.
-        bytes: of the row; they never change.
-        whole: bytes that keys and values of all tokens that were read would take.
-        pairs: of a layer and a KV head, how many there are.
+        bytes: of the row, which never change.
+        bytes_uncompressed: that keys and values of all tokens read would take.
+        pairs: number of pairs of a layer and a KV head.
         pools: in the order of the pipe.
-        held: tokens that are held anywhere.
-        tokens: those of them that are told, and the latest of the stream, in its order.
+        held: tokens that any pair holds.
+        tokens: those of them that are listed, and the latest of the stream, in its order.
     """
 
     doing: str | None
@@ -80,117 +80,121 @@ class Memory:
     read: int
     folds: int
     bytes: int
-    whole: int
+    bytes_uncompressed: int
     pairs: int
-    pools: tuple[Pool, ...]
+    pools: tuple[PoolUsage, ...]
     held: int
-    tokens: tuple[Recalled, ...]
+    tokens: tuple[RecalledToken, ...]
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row, and what is known of what was fed to it.
+class RecallSource:
+    """A row, and what is known of the tokens that were fed to it.
 
     Attributes:
         holding: what it holds.
-        line: the tokens of its stream, as far back as they are kept.
-        doing: as in `Memory`.
+        turns: the tokens of its stream, by turns, as far back as they are kept.
+        doing: as in `RowMemory`.
     """
 
     holding: Holding
-    line: list[TurnTokens]
+    turns: list[TurnTokens]
     doing: str | None = None
 
     @property
     def seen(self) -> int:
-        """How many tokens the stream has; of a prompt that is being read those that were."""
+        """Tokens of the stream; while a prompt is read, those of it that were."""
         if self.doing == "reading":
             return self.holding.seen
-        return max(self.holding.seen, self.line[-1].end if self.line else 0)
+        return max(self.holding.seen, self.turns[-1].end if self.turns else 0)
 
 
-def row_of_turn(store: SessionStore, owner: str, turn: Sequence, glance: RowInspection) -> Row:
-    """The row of a turn under way.
+def running_row(
+    store: SessionStore, owner: str, sequence: Sequence, inspection: RowInspection
+) -> RecallSource:
+    """The row of a running sequence.
 
     Args:
-        store: where the turns before it are.
-        owner: whose they are.
-        turn: the turn.
-        glance: what was seen of its row.
+        store: has the turns before it.
+        owner: of the session.
+        sequence: that is running.
+        inspection: of its row.
     """
-    line = [] if turn.start is None else store.ancestry(owner, turn.start)
-    if turn.start is None or line:
-        ids = [*turn.ids, *glance.chosen]
-        before = line[-1].end if line else 0
-        line.append(TurnTokens(turn.node, before + len(ids), pack_ids(ids)))
-    answering = turn.stage is not Stage.READING
-    return Row(glance.holding, line, "answering" if answering else "reading")
+    turns = [] if sequence.parent is None else store.ancestry(owner, sequence.parent)
+    if sequence.parent is None or turns:
+        ids = [*sequence.prompt_ids, *inspection.output_ids]
+        before = turns[-1].end if turns else 0
+        turns.append(TurnTokens(sequence.id, before + len(ids), pack_ids(ids)))
+    return RecallSource(
+        inspection.holding, turns, "reading" if sequence.is_prefilling else "answering"
+    )
 
 
-def row_at(store: SessionStore, owner: str, node: str, plans: list[LayerPlan]) -> Row:
+def saved_row(store: SessionStore, owner: str, node: str, plans: list[LayerPlan]) -> RecallSource:
     """The row at the end of a saved turn.
 
     Raises:
         WeirError: it is not kept any more.
     """
-    return Row(holding_in(plans, store.load(node).state), store.ancestry(owner, node))
+    return RecallSource(holding_in(plans, store.load(node).state), store.ancestry(owner, node))
 
 
 class Recaller:
-    """Tells what rows of one cache remember.
+    """Lists what rows of one cache remember.
 
     Args:
-        cache: that the rows go into; only what it was made with is looked at.
+        cache: that the rows belong to; only its dimensions are read.
         tokenizer: of its model.
     """
 
     def __init__(self, cache: StreamingCache, tokenizer: PreTrainedTokenizerBase) -> None:
         self._chunk = cache.chunk
         self._bytes = cache.nbytes // (cache.batch or 1)
-        heads = [plan.heads for plan in cache.plans]
-        self._each = sum(
-            it.kv_heads * (it.key_dim + it.value_dim) * it.dtype.itemsize for it in heads
+        layers = [plan.heads for plan in cache.plans]
+        self._token_bytes = sum(
+            heads.kv_heads * (heads.key_dim + heads.value_dim) * heads.dtype.itemsize
+            for heads in layers
         )
         self._tokenizer = tokenizer
-        self._said = lru_cache(maxsize=2048)(self._say)
+        self._decode_cached = lru_cache(maxsize=2048)(self._decode)
 
-    def recall(self, row: Row, most: int, latest: int) -> Memory:
-        """What a row remembers.
+    def recall(self, source: RecallSource, most: int, latest: int) -> RowMemory:
+        """List what a row remembers.
 
         Args:
-            row: the row.
-            most: so many tokens that are held are told: those that most layers and heads hold.
-            latest: so many of the end of the stream are told, held or not.
+            source: the row.
+            most: number of held tokens that are listed: those that most layers and heads hold.
+            latest: number of tokens at the end of the stream that are listed, held or not.
         """
-        holding = row.holding
+        holding = source.holding
         held = holding.tokens()
         pools = tuple(
-            Pool(
+            PoolUsage(
                 name,
                 int((holding.pool == number).sum()) / max(1, holding.pairs),
                 sum(name in token.pools for token in held),
             )
             for number, name in enumerate(holding.pools)
         )
-        late = range(max(0, row.seen - latest), row.seen)
-        told = sorted(held, key=lambda token: (token.pairs, token.token))[len(held) - most :]
-        by_place = {token.token: token.pools for token in held if token.token in late}
-        by_place |= {token.token: token.pools for token in told}
-        places = sorted(by_place.keys() | set(late))
-        known = dict(self._texts(row.line, places))
+        last = range(max(0, source.seen - latest), source.seen)
+        listed = sorted(held, key=lambda token: (token.pairs, token.token))[len(held) - most :]
+        by_place = {token.token: token.pools for token in held if token.token in last}
+        by_place |= {token.token: token.pools for token in listed}
+        places = sorted(by_place.keys() | set(last))
+        known = dict(self._texts(source.turns, places))
         texts = ((place, known.get(place, (None, False))) for place in places)
-        return Memory(
-            doing=row.doing,
-            seen=row.seen,
+        return RowMemory(
+            doing=source.doing,
+            seen=source.seen,
             read=holding.seen,
             folds=(holding.seen - pools[-1].tokens) // self._chunk,
             bytes=self._bytes,
-            whole=self._each * holding.seen,
+            bytes_uncompressed=self._token_bytes * holding.seen,
             pairs=holding.pairs,
             pools=pools,
             held=len(held),
             tokens=tuple(
-                Recalled(
+                RecalledToken(
                     place,
                     text,
                     is_special,
@@ -201,20 +205,22 @@ class Recaller:
         )
 
     def _texts(
-        self, line: list[TurnTokens], places: list[int]
+        self, turns: list[TurnTokens], places: list[int]
     ) -> Iterator[tuple[int, tuple[str, bool]]]:
-        """What tokens at rising places say, and whether they are special, where it is known."""
-        near = {place - back for place in places for back in range(BEFORE + 1)}
-        ids = dict(_ids(line, sorted(near)))
+        """The texts of tokens at ascending places, and whether they are special, where known."""
+        near = {place - back for place in places for back in range(CONTEXT + 1)}
+        ids = dict(_ids_at(turns, sorted(near)))
         known = (place for place in places if place in ids)
         for _, block in groupby(known, key=lambda place: place // BLOCK):
-            mine = list(block)
-            first = mine[0] - BEFORE
-            said = self._said(tuple(ids.get(place) for place in range(first, mine[-1] + 1)))
-            yield from ((place, said[place - first]) for place in mine)
+            inside = list(block)
+            first = inside[0] - CONTEXT
+            texts = self._decode_cached(
+                tuple(ids.get(place) for place in range(first, inside[-1] + 1))
+            )
+            yield from ((place, texts[place - first]) for place in inside)
 
-    def _say(self, ids: tuple[int | None, ...]) -> list[tuple[str, bool]]:
-        """What neighboring tokens say; None stands for some that nobody asks for."""
+    def _decode(self, ids: tuple[int | None, ...]) -> list[tuple[str, bool]]:
+        """Decode neighboring tokens; None stands for one whose text is not needed."""
         found: list[tuple[str, bool]] = []
         for gap, run in groupby(ids, key=lambda token: token is None):
             some = [token or 0 for token in run]
@@ -222,14 +228,14 @@ class Recaller:
         return found
 
 
-def _ids(line: list[TurnTokens], places: list[int]) -> Iterator[tuple[int, int]]:
-    """The tokens at rising places of a stream, where they are known."""
-    starts = [stretch.start for stretch in line]
+def _ids_at(turns: list[TurnTokens], places: list[int]) -> Iterator[tuple[int, int]]:
+    """The ids of tokens at ascending places of a stream, where they are known."""
+    starts = [turn.start for turn in turns]
     for number, group in groupby(places, key=lambda place: bisect_right(starts, place) - 1):
         if number < 0:
             continue
-        stretch = line[number]
-        ids = unpack_ids(stretch.ids)
+        turn = turns[number]
+        ids = unpack_ids(turn.ids)
         for place in group:
-            if place < stretch.end:
-                yield place, ids[place - stretch.start]
+            if place < turn.end:
+                yield place, ids[place - turn.start]

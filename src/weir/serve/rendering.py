@@ -1,6 +1,6 @@
-"""How what is said becomes tokens of one model: its template, its start token, its form of calls.
+"""Rendering of messages into tokens: chat template, start token, and format of tool calls.
 
-Knows nothing about owners, turns or rows.
+Knows nothing about owners, sessions or rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from weir.errors import WeirError
 from weir.models import ModelSink
 from weir.serve.messages import Message
-from weir.serve.tools import CallFormat, Tool, form_of
+from weir.serve.tools import CallFormat, Tool, format_of
 from weir.stream import ChatTemplate
 
 
@@ -24,9 +24,9 @@ class RenderedPrompt:
     """Messages as tokens.
 
     Attributes:
-        ids: to be read.
-        beginning: how many of them are the conversation's beginning, where they are all of it.
-        header: how many of the last of them the template puts in front of the answer.
+        ids: tokens to feed.
+        beginning: how many of them are the conversation's beginning, where they start one.
+        header: how many at their end are the header of the answer to come.
     """
 
     ids: list[int]
@@ -35,104 +35,99 @@ class RenderedPrompt:
 
 
 class PromptRenderer:
-    """Words what is said to one model; called from any thread.
+    """Renders messages for one model. Called from any thread.
 
     Args:
         tokenizer: of the model.
-        ends: tokens that end an answer.
+        stop_ids: tokens that end an answer.
         sink: the start token that the model was trained with.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int], sink: ModelSink
+        self, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int], sink: ModelSink
     ) -> None:
         self._tokenizer = tokenizer
-        self._turns = ChatTemplate(tokenizer, ends)
+        self._template = ChatTemplate(tokenizer, stop_ids)
         self._sink = sink
-        self._form = _form_of(tokenizer)
-        self._alone = threading.Lock()
-        # The first call puts out what a tokenizer's file says of padding; no thread decodes yet.
+        try:
+            self._call_format: CallFormat | WeirError = format_of(tokenizer)
+        except WeirError as error:
+            self._call_format = error
+        self._lock = threading.Lock()
+        # A tokenizer prints its warning about padding in the first call: now, before any thread.
         tokenizer("x")
 
     @property
-    def lines(self) -> bool:
-        """Whether a message is a line of its own: where the model has no chat template."""
-        return not self._turns.templated
+    def is_line_based(self) -> bool:
+        """Whether a message is a line of its own: the model has no chat template."""
+        return not self._template.templated
 
     @property
-    def form(self) -> CallFormat:
-        """The form in which the model writes calls.
+    def call_format(self) -> CallFormat:
+        """The format in which the model writes tool calls.
 
         Raises:
             WeirError: it is not known.
         """
-        if isinstance(self._form, WeirError):
-            raise WeirError(str(self._form))
-        return self._form
+        if isinstance(self._call_format, WeirError):
+            raise WeirError(str(self._call_format))
+        return self._call_format
 
     @property
-    def special(self) -> dict[str, int]:
-        """The texts around a call that are special tokens, which an answer has no others of."""
+    def call_tokens(self) -> dict[str, int]:
+        """The texts around a call that are special tokens, with their ids."""
         known = self._tokenizer.added_tokens_decoder.items()
-        texts = {token.content: number for number, token in known if token.special}
-        form = self.form
+        special = {token.content: number for number, token in known if token.special}
+        form = self.call_format
         around = (form.trigger, form.between, form.close)
-        return {text: texts[text] for text in around if text in texts}
+        return {text: special[text] for text in around if text in special}
 
-    def text(self, text: str) -> list[int]:
-        """A text as it is."""
-        with self._alone:
+    def render_text(self, text: str) -> list[int]:
+        """Tokenize a text as it is."""
+        with self._lock:
             return self._sink.first(self._tokenizer(text)["input_ids"])
 
-    def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> RenderedPrompt:
-        """A conversation from its beginning.
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> RenderedPrompt:
+        """Render a conversation from its beginning.
 
         Raises:
             WeirError: the template refuses it.
         """
-        rendered, told = self._rendered(messages, tools)
-        turns = self._turns.with_tools(told)
-        with self._alone:
-            said = turns.whole(rendered)
-            beginning, header = turns.beginning(rendered, said), self._turns.header(said)
-        ids = self._sink.first(said)
-        return RenderedPrompt(ids, beginning + len(ids) - len(said), header)
+        rendered, described = self._for_template(messages, tools)
+        template = self._template.with_tools(described)
+        with self._lock:
+            ids = template.whole(rendered)
+            beginning, header = template.beginning(rendered, ids), self._template.header(ids)
+        with_sink = self._sink.first(ids)
+        return RenderedPrompt(with_sink, beginning + len(with_sink) - len(ids), header)
 
-    def after(
+    def render_next(
         self, messages: Sequence[Message], last: int, tools: Sequence[Tool]
     ) -> RenderedPrompt | None:
-        """What comes after an answer.
+        """Render what follows an answer.
 
         Args:
             messages: what is new.
             last: the last token of the answer.
-            tools: as they were told at the beginning.
+            tools: as they were described at the beginning.
 
         Returns:
-            None where it can only be told with what was before.
+            None if the template cannot render these messages without those before.
         """
-        # Where a system turn describes the tools, that was said at the beginning.
-        known = isinstance(self._form, CallFormat) and self._form.told
-        said, told = self._rendered(messages, tools if known else ())
+        # Where a system message describes the tools, that was said at the beginning.
+        in_template = isinstance(self._call_format, CallFormat) and self._call_format.in_template
+        rendered, described = self._for_template(messages, tools if in_template else ())
         try:
-            with self._alone:
-                ids = self._turns.with_tools(told).after(said, last)
-                return RenderedPrompt(ids, header=self._turns.header(ids)) if ids else None
+            with self._lock:
+                ids = self._template.with_tools(described).after(rendered, last)
+                return RenderedPrompt(ids, header=self._template.header(ids)) if ids else None
         except WeirError:
-            return None  # a template that wants more of a history than stands for it here
+            return None  # the template looks at more of the history than is here
 
-    def _rendered(
+    def _for_template(
         self, messages: Sequence[Message], tools: Sequence[Tool]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Messages and tools as the template takes them."""
-        if isinstance(self._form, WeirError):
+        if isinstance(self._call_format, WeirError):
             return [message.for_template() for message in messages], []
-        return self._form.rendered(messages, tools)
-
-
-def _form_of(tokenizer: PreTrainedTokenizerBase) -> CallFormat | WeirError:
-    """The form of a model's calls, or why there is none."""
-    try:
-        return form_of(tokenizer)
-    except WeirError as error:
-        return error
+        return self._call_format.for_template(messages, tools)

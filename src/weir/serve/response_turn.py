@@ -1,8 +1,8 @@
-"""From what a client of OpenAI's responses says to a turn: where it starts, and what it reads.
+"""The turn of a response: which saved turn it continues, and what of the input is fed.
 
-A response names the turn it goes on from, so that nothing is looked for and only what is new is
-read. It is all read again where its instructions or tools are others than before, or where the
-turn's state had to make room. Knows nothing about HTTP.
+A response names the turn it continues, so nothing is looked for and only new input is fed. The
+whole history is fed again if instructions or tools have changed, or if the turn's checkpoint had
+to make room. Knows nothing about HTTP.
 """
 
 from __future__ import annotations
@@ -13,235 +13,231 @@ from typing import Any
 
 from weir.errors import WeirError
 from weir.serve.client import EngineClient
-from weir.serve.messages import Message, NoCall, placed
-from weir.serve.prefix_match import Plan
+from weir.serve.messages import Message, StrayResult, link_results
+from weir.serve.prefix_match import Prompt
 from weir.serve.sessions import Item, StoredResponse, TurnRecord, messages_of
-from weir.serve.tools import Tool, written
+from weir.serve.tools import Tool, describe_tools
 
 
-class NoPrevious(WeirError):
-    """There is no such response of the owner's."""
+class PreviousNotFound(WeirError):
+    """The owner has no such response or conversation."""
 
 
-class NotKept(WeirError):
-    """What would have to be read again is not kept any more."""
+class HistoryNotKept(WeirError):
+    """What would have to be fed again is not kept any more."""
 
 
 @dataclass(eq=False)
 class ResponseTurn:
-    """One response that is wanted.
+    """The turn of one response.
 
     Attributes:
-        desk: who answers.
-        items: what the client says.
-        instructions: a system message before all that was said; None for none.
-        previous: the response it goes on from.
-        conversation: the conversation it goes on with, which is locked meanwhile.
-        session: the session its turn belongs to, where the client names one.
-        kept: whether it can be gone on from and retrieved.
-        tools: functions that the model is told of.
+        client: of the engine.
+        owner: hash of the HTTP client's key.
+        items: the input.
+        instructions: a system message in front of the history; None for none.
+        previous: the response that is continued.
+        conversation: the conversation that is continued, which is locked meanwhile.
+        session: the session that the turn belongs to, if the HTTP client names one.
+        is_stored: whether the response can be continued and retrieved.
+        tools: functions that are described to the model.
     """
 
-    desk: EngineClient
+    client: EngineClient
+    owner: str
     items: list[Item]
     instructions: str | None = None
     previous: str | None = None
     conversation: str | None = None
     session: str | None = None
-    kept: bool = True
+    is_stored: bool = True
     tools: Sequence[Tool] = ()
 
-    # What the plan has found.
+    # Set by `match`: the response before this one, and the items that are new since then.
     _after: str | None = None
-    _read: list[Item] = field(default_factory=list)
+    _new: list[Item] = field(default_factory=list)
 
-    def plan(self, owner: str) -> Plan:
-        """The turn that is asked for.
+    def match(self) -> Prompt:
+        """Find the prompt.
 
         Raises:
-            NoPrevious: there is no response that it could go on from.
-            NotKept: what would have to be read again is not kept any more.
-            NoCall: a result is of no call that was made before it, or of one that has its result.
-            TooLong: it would feed more tokens than it may.
-            WeirError: there is nothing to answer, or the template refuses it.
+            PreviousNotFound: there is no response or conversation to continue.
+            HistoryNotKept: what would have to be fed again is not kept any more.
+            StrayResult: a tool result has no open call before it.
+            PromptTooLong: the prompt has more tokens than it may.
+            WeirError: there is nothing to answer, or the template refuses the messages.
         """
-        self._after, self._read = None, self.items
+        self._after, self._new = None, self.items
         if self.conversation is not None:
-            plan = self._in_conversation(owner, self.conversation)
+            prompt = self._in_conversation(self.conversation)
         elif self.previous is not None:
-            plan = self._after_previous(owner, self.previous)
+            prompt = self._after_previous(self.previous)
         else:
-            plan = self._whole(owner, [], self.items, self.session)
-        return plan if self.kept else replace(plan, session=None)
+            prompt = self._from_start([], self.items, self.session)
+        return prompt if self.is_stored else replace(prompt, session=None)
 
-    def keep(self, owner: str, session: str | None, body: dict[str, Any]) -> None:
-        """Keep what the client is about to be told.
+    def store(self, session: str | None, body: dict[str, Any]) -> None:
+        """Store the response, before the client is told of it.
 
         Args:
-            owner: whose it is.
-            session: of its turn; None where that is not kept.
-            body: the response.
+            session: of its turn; None if that is not saved.
+            body: of the response.
 
         Raises:
-            WeirError: it cannot be kept; then the turn is forgotten as well.
+            WeirError: it cannot be stored; then the turn is forgotten too.
         """
         if session is None:
             return
+        response = StoredResponse(
+            body["id"], session, self._after, self.instructions, self._new, body
+        )
+        items = [*self.items, *body["output"]]
         try:
-            self.desk.responses.save_response(
-                owner,
-                StoredResponse(
-                    body["id"], session, self._after, self.instructions, self._read, body
-                ),
-                self.conversation,
-                [*self.items, *body["output"]],
-            )
+            self.client.responses.save_response(self.owner, response, self.conversation, items)
         except WeirError:
-            self.desk.engine.forget(node_of(body["id"]))
+            self.client.engine.forget(node_of(body["id"]))
             raise
 
-    def _after_previous(self, owner: str, previous: str) -> Plan:
-        found = self.desk.responses.get_response(owner, previous)
-        record = self.desk.store.find_turn(owner, node_of(previous))
+    def _after_previous(self, previous: str) -> Prompt:
+        found = self.client.responses.get_response(self.owner, previous)
+        record = self.client.store.find_turn(self.owner, node_of(previous))
         if found is None and record is None:
-            raise NoPrevious(f"Previous response with id '{previous[:80]}' not found.")
+            raise PreviousNotFound(f"Previous response with id '{previous[:80]}' not found.")
         self._after = previous
-        if record is not None and self._same(found, record):
-            plan = self._going_on(record, self.items, lambda: self._history(owner, previous))
-            if plan is not None:
-                return plan
+        if record is not None and self._has_same_setup(found, record):
+            prompt = self._extend(record, self.items, lambda: self._history(previous))
+            if prompt is not None:
+                return prompt
         session = self.session or (None if record is None else record.session)
-        return self._whole(owner, self._history(owner, previous), self.items, session)
+        return self._from_start(self._history(previous), self.items, session)
 
-    def _same(self, found: StoredResponse | None, record: TurnRecord) -> bool:
-        """Whether a turn was answered under the same instructions, and with the same tools.
+    def _has_same_setup(self, found: StoredResponse | None, record: TurnRecord) -> bool:
+        """Whether a turn was answered with the same instructions and tools.
 
-        One that was no response, or is known as a turn only, has no instructions but its first
-        message, and is known by its hash to have had these tools; it is gone on from where nothing
-        is said.
+        A turn without a stored response, such as one of a chat, has its first message for
+        instructions, and its hash tells whether it had these tools. It may be continued without
+        naming either.
         """
         if found is not None:
-            return self._fits(found)
+            return self._matches(found)
         if self.instructions is None and not self.tools:
             return True
-        path = self._turns_to(record)
-        said = [message for each in path for message in each.messages]
+        path = self._path_to(record)
+        messages = [message for turn in path for message in turn.messages]
         if (
             path[0].parent is not None
-            or self.desk.planner.hashes(said, self.tools)[-1] != record.chain
+            or self.client.matcher.hash_prefixes(messages, self.tools)[-1] != record.chain
         ):
             return False
-        first = said[0]
+        first = messages[0]
         return self.instructions is None or (
             (first.role, first.content) == ("system", self.instructions)
         )
 
-    def _fits(self, found: StoredResponse) -> bool:
-        """Whether a response had the instructions and the tools that this one is to have."""
-        same = written(self.tools) == written([_tool(told) for told in found.body["tools"]])
-        return same and found.instructions == self.instructions
+    def _matches(self, found: StoredResponse) -> bool:
+        """Whether a stored response had the instructions and tools of this one."""
+        theirs = [
+            Tool(tool["name"], tool["description"], tool["parameters"])
+            for tool in found.body["tools"]
+        ]
+        same_tools = describe_tools(self.tools) == describe_tools(theirs)
+        return same_tools and found.instructions == self.instructions
 
-    def _turns_to(self, record: TurnRecord) -> list[TurnRecord]:
-        """A turn and those that it goes on from, as far as they are kept, the oldest first."""
-        found = [record]
-        while (parent := found[-1].parent) is not None:
-            before = self.desk.store.find_turn(record.owner, parent)
+    def _path_to(self, record: TurnRecord) -> list[TurnRecord]:
+        """The turns that lead to one, itself included, as far back as they are kept."""
+        path = [record]
+        while (parent := path[-1].parent) is not None:
+            before = self.client.store.find_turn(record.owner, parent)
             if before is None:
                 break
-            found.append(before)
-        return found[::-1]
+            path.append(before)
+        return path[::-1]
 
-    def _in_conversation(self, owner: str, name: str) -> Plan:
-        book = self.desk.responses
-        found = book.get_conversation(owner, name)
+    def _in_conversation(self, name: str) -> Prompt:
+        responses = self.client.responses
+        found = responses.get_conversation(self.owner, name)
         if found is None:
-            raise NoPrevious(f"Conversation with id '{name[:80]}' not found.")
+            raise PreviousNotFound(f"Conversation with id '{name[:80]}' not found.")
         self._after = found.head
-        self._read = [*book.list_items(owner, name, found.read), *self.items]
-        head = None if found.head is None else book.get_response(owner, found.head)
-        record = None if head is None else self.desk.store.find_turn(owner, node_of(head.id))
-        if head is not None and record is not None and self._fits(head):
-            plan = self._going_on(record, self._read, lambda: self._read_before(owner, name), name)
-            if plan is not None:
-                return plan
+        self._new = [*responses.list_items(self.owner, name, found.read), *self.items]
+        head = None if found.head is None else responses.get_response(self.owner, found.head)
+        record = None if head is None else self.client.store.find_turn(self.owner, node_of(head.id))
+        if head is not None and record is not None and self._matches(head):
+            prompt = self._extend(record, self._new, lambda: self._read_before(name), name)
+            if prompt is not None:
+                return prompt
         if not found.whole:
-            raise NotKept("the beginning of this conversation is not kept any more")
-        return self._whole(owner, [], [*book.list_items(owner, name), *self.items], name)
+            raise HistoryNotKept("the beginning of this conversation is not kept any more")
+        items = [*responses.list_items(self.owner, name), *self.items]
+        return self._from_start([], items, name)
 
-    def _read_before(self, owner: str, conversation: str) -> list[Message]:
-        """What a conversation's newest turn and those before it were told and said."""
-        items = self.desk.responses.list_items(owner, conversation)
-        return messages_of(items[: len(items) + len(self.items) - len(self._read)])
+    def _read_before(self, conversation: str) -> list[Message]:
+        """The messages of a conversation up to its newest turn."""
+        items = self.client.responses.list_items(self.owner, conversation)
+        return messages_of(items[: len(items) + len(self.items) - len(self._new)])
 
-    def _going_on(
+    def _extend(
         self,
         record: TurnRecord,
         items: list[Item],
-        before: Callable[[], list[Message]],
+        history: Callable[[], list[Message]],
         session: str | None = None,
-    ) -> Plan | None:
-        """The turn that goes on from a record, if it can.
+    ) -> Prompt | None:
+        """The prompt that continues a saved turn, if the template can render it.
 
         Args:
-            record: of a turn.
+            record: of the turn.
             items: what is said after it.
-            before: all that was said up to the record's end, for results of calls that were made in
-                an earlier turn; it is looked at for these alone.
-            session: the session the turn belongs to.
+            history: all messages up to the turn's end; called only if a tool result belongs to a
+                call of an earlier turn.
+            session: that the new turn belongs to.
         """
-        said = messages_of(items)
+        new = messages_of(items)
         try:
-            messages = placed(said, record.messages)
-        except NoCall as error:
+            messages = link_results(new, record.messages)
+        except StrayResult as error:
             try:
-                messages = placed(said, before())
-            except NotKept:
+                messages = link_results(new, history())
+            except HistoryNotKept:
                 raise error from None
         _check(messages)
-        return self.desk.planner.after(record, messages, session or self.session, self.tools)
+        return self.client.matcher.extend(record, messages, session or self.session, self.tools)
 
-    def _whole(
-        self, owner: str, before: list[Message], items: list[Item], session: str | None
-    ) -> Plan:
-        """A turn that begins with all that was said, or with as much of it as was saved."""
+    def _from_start(self, before: list[Message], items: list[Item], session: str | None) -> Prompt:
+        """The prompt of a whole history, from the longest prefix of it that is saved."""
         system = [] if self.instructions is None else [Message("system", self.instructions)]
-        messages = placed([*system, *before, *messages_of(items)])
+        messages = link_results([*system, *before, *messages_of(items)])
         _check(messages)
-        return self.desk.planner.chat(owner, messages, session, self.tools)
+        return self.client.matcher.match(self.owner, messages, session, self.tools)
 
-    def _history(self, owner: str, name: str) -> list[Message]:
-        """All that was said up to the end of a response, without instructions.
+    def _history(self, name: str) -> list[Message]:
+        """All messages up to the end of a response, without instructions.
 
         Raises:
-            NotKept: a part of it is not kept any more.
+            HistoryNotKept: a part of it is not kept any more.
         """
         parts: list[list[Message]] = []
         at: str | None = name
         while at is not None:
-            found = self.desk.responses.get_response(owner, at)
-            record = None if found else self.desk.store.find_turn(owner, node_of(at))
+            found = self.client.responses.get_response(self.owner, at)
+            record = None if found else self.client.store.find_turn(self.owner, node_of(at))
             if found is not None:
                 parts.append(messages_of([*found.input, *found.body["output"]]))
                 at = found.previous
             elif record is not None:
-                said = list(record.messages)
+                messages = list(record.messages)
                 at = None if record.parent is None else f"resp_{record.parent}"
-                if at is None and self.instructions is not None and said[0].role == "system":
-                    said = said[1:]  # others stand in its place
-                parts.append(said)
+                if at is None and self.instructions is not None and messages[0].role == "system":
+                    messages = messages[1:]  # the new instructions replace it
+                parts.append(messages)
             else:
-                raise NotKept("what led to the previous response is not kept any more")
+                raise HistoryNotKept("what led to the previous response is not kept any more")
         return [message for part in reversed(parts) for message in part]
 
 
 def node_of(response: str) -> str:
-    """The node that a response's turn has ended at."""
+    """The id of the turn of a response."""
     return response.removeprefix("resp_")
-
-
-def _tool(told: dict[str, Any]) -> Tool:
-    """A function as a response tells of it."""
-    return Tool(told["name"], told["description"], told["parameters"])
 
 
 def _check(messages: list[Message]) -> None:

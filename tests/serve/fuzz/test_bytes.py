@@ -16,7 +16,7 @@ from functools import partial
 
 import httpx
 import pytest
-from servers import Server, make_desk, serving
+from servers import Server, make_client, serving
 
 from weir.serve import Limits
 
@@ -41,7 +41,7 @@ ODD = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(make_desk(rows=2, limits=LIMITS)) as server:
+    with serving(make_client(rows=2, limits=LIMITS)) as server:
         yield server
 
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import load_all_checks
 from schemathesis.specs.openapi.checks import positive_data_acceptance
-from servers import Server, make_desk, serving
+from servers import Server, make_client, serving
 
 from weir.serve import Limits
 
@@ -33,7 +33,7 @@ load_all_checks()
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(make_desk(rows=2, limits=LIMITS)) as server:
+    with serving(make_client(rows=2, limits=LIMITS)) as server:
         yield server
 
 

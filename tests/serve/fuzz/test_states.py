@@ -101,8 +101,8 @@ class Machine(RuleBasedStateMachine):
         data = self.folder / str(self.lives)
         store = self.running.enter_context(SQLiteStore(data, MODEL, POLICY, chunk=4))
         engine = Engine(MODEL, POLICY, 2, store, chunk=4, queue=8)
-        desk = EngineClient(engine, TOKENIZER, "small", Limits())
-        self.server = self.running.enter_context(serving(desk, KEYS))
+        engine_client = EngineClient(engine, TOKENIZER, "small", Limits())
+        self.server = self.running.enter_context(serving(engine_client, KEYS))
 
     def ask(self, owner: Owner, method: str, path: str, body: Any = None, **headers: str) -> Any:
         return httpx.request(

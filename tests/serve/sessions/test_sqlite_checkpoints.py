@@ -415,13 +415,13 @@ class Heard:
         self.over = threading.Event()
         self.error: Exception | None = None
 
-    def chose(self, choice):
-        self.tokens.append(choice.token)
+    def on_token(self, token):
+        self.tokens.append(token.id)
 
-    def ended(self, reason):
+    def on_finish(self, reason):
         self.over.set()
 
-    def failed(self, error):
+    def on_failure(self, error):
         self.error = error
         self.over.set()
 
@@ -443,7 +443,7 @@ def answers(engine: Engine, name: str, start: str | None, ids: list[int]) -> lis
 
 def test_after_a_restart_an_engine_goes_on_as_one_that_never_stopped(tmp_path):
     def engine(its) -> Engine:
-        return Engine(MODEL, POLICY, 1, its, chunk=CHUNK, piece=5)
+        return Engine(MODEL, POLICY, 1, its, chunk=CHUNK, prefill_chunk=5)
 
     memory = engine(MemoryStore())
     told = [("a", None, [1, 2, 3, 4, 5, 6, 7]), ("b", "a", [8, 9]), ("c", "a", [10] * 9)]

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 
 
 def saved(its: SessionStore, name: str, n: int = 0, **given: Any) -> TurnRecord:
-    """A turn as the engine and the desk save it."""
+    """A turn as the engine and the engine_client save it."""
     made = record(name, n, **given)
     assert save(its, made, NODES[n]) is None
     return made

@@ -1,4 +1,4 @@
-"""OpenAI's HTTP API in front of an engine, which FastAPI and uvicorn serve."""
+"""OpenAI's HTTP API in front of an engine, served by FastAPI and uvicorn."""
 
 from weir.serve.api.app import make_app
 from weir.serve.api.keys import Keys

@@ -1,4 +1,4 @@
-"""The application: its routes, and what becomes of errors."""
+"""The ASGI application: routes and error handlers."""
 
 from __future__ import annotations
 
@@ -23,79 +23,79 @@ from weir.serve.api import (
     responses,
     sessions,
 )
-from weir.serve.api.errors import Refused, failed, invalid_query
+from weir.serve.api.errors import APIError, invalid_query, server_error
 from weir.serve.api.keys import Keys
 from weir.serve.api.metrics import Metrics
 from weir.serve.api.middleware import RequestMiddleware
 from weir.serve.api.openapi import ERRORS
-from weir.serve.api.requests import Gone, authorized
+from weir.serve.api.requests import ClientGone, authorize
 from weir.serve.client import EngineClient
 from weir.serve.recall import Recaller
-from weir.serve.structured import Grammars
+from weir.serve.structured import GrammarCompiler
 
 
-def make_app(desk: EngineClient, keys: Keys | None = None) -> ASGIApp:
-    """An application that serves a desk; its engine runs from start to end of the application.
+def make_app(client: EngineClient, keys: Keys | None = None) -> ASGIApp:
+    """Make an application, which runs the engine from its start to its end.
 
     Args:
-        desk: who answers.
-        keys: of clients. Without any, only requests to this machine's own names are answered.
+        client: of the engine.
+        keys: of HTTP clients. Without any, only requests to this machine's own names are answered.
     """
 
     @asynccontextmanager
-    async def life(app: FastAPI) -> AsyncIterator[None]:
-        desk.open()
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        client.open()
         yield
-        desk.close(desk.limits.drain)
+        client.close(client.limits.drain)
 
     app = FastAPI(
         title="weir",
         version=__version__,
-        lifespan=life,
+        lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
     )
-    app.state.desk, app.state.keys = desk, keys or Keys()
-    app.state.grammars = Grammars(desk.tokenizer, desk.ends, desk.vocabulary)
-    app.state.metrics = metrics = Metrics(desk)
-    app.state.recaller = Recaller(desk.engine.cache, desk.tokenizer)
-    app.add_exception_handler(Refused, _refused)
-    app.add_exception_handler(RequestValidationError, _queried)
-    app.add_exception_handler(Gone, _gone)
-    app.add_exception_handler(HTTPException, _plain)
-    app.add_exception_handler(Exception, _failed)
+    app.state.client, app.state.keys = client, keys or Keys()
+    app.state.grammars = GrammarCompiler(client.tokenizer, client.stop_ids, client.vocabulary)
+    app.state.metrics = metrics = Metrics(client)
+    app.state.recaller = Recaller(client.engine.cache, client.tokenizer)
+    app.add_exception_handler(APIError, _api_error)
+    app.add_exception_handler(RequestValidationError, _invalid_query)
+    app.add_exception_handler(ClientGone, _client_gone)
+    app.add_exception_handler(HTTPException, _not_found)
+    app.add_exception_handler(Exception, _server_error)
     for part in (operations, page):
         app.include_router(part.public, responses=ERRORS)
-    # Responses and conversations are in one server's book, which replicas do not share.
-    turns = (chat, completions) if desk.shares else (chat, completions, responses, conversations)
-    for part in (*turns, models, sessions, memory, operations):
-        app.include_router(part.router, dependencies=[Depends(authorized)], responses=ERRORS)
+    # Responses and conversations are stored by one server, and replicas do not share them.
+    stored = () if client.is_replica else (responses, conversations)
+    for part in (chat, completions, *stored, models, sessions, memory, operations):
+        app.include_router(part.router, dependencies=[Depends(authorize)], responses=ERRORS)
     return RequestMiddleware(app, metrics, local=not app.state.keys)
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, APIError)
     return error.response()
 
 
-async def _queried(request: Request, error: Exception) -> Response:
+async def _invalid_query(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     return invalid_query(error).response()
 
 
-async def _gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # which nobody reads
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # for the log: nobody reads it
 
 
-async def _failed(request: Request, error: Exception) -> Response:
-    return failed().response()  # the error itself goes on to the guard, which logs it
+async def _server_error(request: Request, error: Exception) -> Response:
+    return server_error().response()  # the error itself goes on to the middleware, which logs it
 
 
-async def _plain(request: Request, error: Exception) -> Response:
-    """What Starlette says of paths and methods that there are not."""
+async def _not_found(request: Request, error: Exception) -> Response:
+    """Starlette's errors: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     message = f"there is no {request.method} {request.url.path[:200]} here"
     headers = dict(error.headers) if error.headers else None
-    return Refused(error.status_code, message, code="not_found", headers=headers).response()
+    return APIError(error.status_code, message, code="not_found", headers=headers).response()

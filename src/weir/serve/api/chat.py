@@ -4,175 +4,174 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from weir.serve.api.errors import Refused
-from weir.serve.api.generation import Answers, begin, wish_of
-from weir.serve.api.history import history_of
-from weir.serve.api.logprobs import Tokens
+from weir.serve.api.errors import APIError
+from weir.serve.api.generation import Events, make_request, send, start, usage_of
+from weir.serve.api.logprobs import LogprobFormatter
 from weir.serve.api.models import check_model
 from weir.serve.api.openapi import takes
-from weir.serve.api.output_format import SCHEMA, shaped, tooling_of
-from weir.serve.api.requests import HEADER, authorized, read_body, session_of
+from weir.serve.api.output_format import add_constraint, check_tools
+from weir.serve.api.requests import SESSION_HEADER, authorize, named_session, read_body
 from weir.serve.api.schemas.chat import ChatBody
-from weir.serve.api.sending import sent
-from weir.serve.api.sse import DONE, TextFrame, frame
-from weir.serve.client import EngineClient, Wish
+from weir.serve.api.sse import DONE, EventTemplate, encode_event
+from weir.serve.client import EngineClient, Generation
 from weir.serve.engine import FinishEvent, TokenEvent
-from weir.serve.messages import Message, call_id
-from weir.serve.tools import CallParser, CallStart, Part, Said, message_of
+from weir.serve.messages import Message, StrayResult, link_results
+from weir.serve.tools import AnswerPart, CallParser, CallStart, TextDelta, join_parts
 
 router = APIRouter()
 
 
 @router.post("/v1/chat/completions", openapi_extra=takes(ChatBody, streams=True))
-async def chat(request: Request, owner: str = Depends(authorized)) -> Response:
+async def chat(request: Request, owner: str = Depends(authorize)) -> Response:
     """Answer a conversation, of which only what is new is read."""
-    desk: EngineClient = request.app.state.desk
-    session = session_of(request)
+    client: EngineClient = request.app.state.client
+    session = named_session(request)
     body = await read_body(request, ChatBody, owner)
-    check_model(desk, body.model)
-    messages = history_of([message.message() for message in body.messages])
-    tooling = tooling_of(desk, body.offer)
+    check_model(client, body.model)
+    messages = _check_messages([message.message() for message in body.messages])
+    tools = check_tools(client, body.offer)
     if body.top_logprobs is not None and not body.logprobs:
-        raise Refused(400, "top_logprobs is for logprobs: true", param="top_logprobs")
+        raise APIError(400, "top_logprobs is for logprobs: true", param="top_logprobs")
     limit: tuple[str, int | None] = ("max_tokens", body.max_tokens)
     if body.max_completion_tokens is not None:
         limit = ("max_completion_tokens", body.max_completion_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    wish = wish_of(desk, body, limit, logprobs, desk.limits.answer_default)
-    wish = await shaped(request, body.response_format, tooling, wish, SCHEMA)
-    answers = await begin(
-        request,
-        lambda who: desk.planner.chat(who, messages, session, tooling.tools),
-        wish,
-        owner,
-        "messages",
-    )
-    form = Form(body, desk, wish, Tokens(desk.tokenizer, wish.ends))
-    headers = {HEADER: answers.asked.plan.session or ""}
-    return await sent(request, form, answers, headers, stream=bool(body.stream))
+    match = partial(client.matcher.match, owner, messages, session, tools.tools)
+    wanted = make_request(client, body, match, limit, logprobs, client.limits.answer_default)
+    param = "response_format.json_schema.schema"
+    wanted = await add_constraint(request, body.response_format, tools, wanted, param)
+    generation = await start(request, wanted, "messages")
+    renderer = ChatRenderer(body, client, generation)
+    headers = {SESSION_HEADER: generation.prompt.session or ""}
+    return await send(request, renderer, generation, headers, stream=bool(body.stream))
 
 
-class Form:
-    """The forms that an answer has on the wire.
+def _check_messages(messages: Sequence[Message]) -> list[Message]:
+    """Link tool results to their calls.
+
+    Raises:
+        APIError: a result has no call before it, or the last message is an assistant's.
+    """
+    try:
+        linked = link_results(messages)
+    except StrayResult as error:
+        param = f"messages[{error.number}].tool_call_id"
+        raise APIError(400, str(error), param=param, code="invalid_value") from None
+    if linked[-1].role == "assistant":
+        raise APIError(
+            400, "the last message must be one to answer, not an assistant's", param="messages"
+        )
+    return linked
+
+
+class ChatRenderer:
+    """Writes chat completions.
 
     Args:
-        body: what was asked for.
-        desk: who answers.
-        wish: how the body is answered.
-        tokens: tells of them.
+        body: of the request.
+        client: of the engine.
+        generation: whose answers are written.
     """
 
-    def __init__(self, body: ChatBody, desk: EngineClient, wish: Wish, tokens: Tokens) -> None:
+    def __init__(self, body: ChatBody, client: EngineClient, generation: Generation) -> None:
+        request = generation.request
         self._body = body
-        self._tokens = tokens
-        self._readers = [
-            CallParser(desk.wording.form, {tool.name for tool in wish.tools}, wish.alone)
-            for _ in range(body.answers if wish.tools else 0)
+        self._generation = generation
+        self._logprobs = LogprobFormatter(client.tokenizer, request.stop_ids)
+        names = {tool.name for tool in request.tools}
+        self._parsers = [
+            CallParser(client.renderer.call_format, names, request.calls_only)
+            for _ in range(body.num_answers if request.tools else 0)
         ]
         self._head = {
             "id": f"chatcmpl-{secrets.token_hex(16)}",
             "created": int(time.time()),
-            "model": desk.name,
+            "model": client.name,
         }
         mark = secrets.token_hex(16)
-        told = [self._told(answer, {"content": mark}) for answer in range(body.answers)]
-        self._says = [TextFrame(each, mark) for each in told]
+        self._templates = [
+            EventTemplate(self._chunk(answer, {"content": mark}), mark)
+            for answer in range(body.num_answers)
+        ]
 
-    async def whole(self, answers: Answers) -> dict[str, Any]:
-        """All of it as one object."""
-        said: list[list[Part]] = [[] for _ in range(self._body.answers)]
-        logprobs: list[list[dict[str, Any]]] = [[] for _ in said]
-        async for events in answers.events():
-            for event in events:
-                said[event.answer] += self._read(event)
-                logprobs[event.answer] += self._logprobs(event)
+    async def whole(self, events: Events) -> dict[str, Any]:
+        """Write all answers as one object."""
+        parts: list[list[AnswerPart]] = [[] for _ in range(self._body.num_answers)]
+        logprobs: list[list[dict[str, Any]]] = [[] for _ in parts]
+        async for several in events:
+            for event in several:
+                parts[event.answer] += self._parse(event)
+                logprobs[event.answer] += self._logprobs_of(event)
         choices = [
             {
                 "index": answer,
-                "message": _message(message_of(parts, _ids(answers, answer))),
+                "message": _message(join_parts(own, self._generation.call_id(answer))),
                 "logprobs": {"content": known, "refusal": None} if self._body.logprobs else None,
-                "finish_reason": self._reason(answers.ends[answer]),
+                "finish_reason": self._finish_reason(self._generation.finished[answer]),
             }
-            for answer, (parts, known) in enumerate(zip(said, logprobs, strict=True))
+            for answer, (own, known) in enumerate(zip(parts, logprobs, strict=True))
         ]
-        return {
-            **self._head,
-            "object": "chat.completion",
-            "choices": choices,
-            "usage": answers.usage(),
-        }
+        usage = usage_of(self._generation)
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage}
 
-    async def frames(self, answers: Answers) -> AsyncIterator[bytes]:
-        """All of it as events."""
-        for answer in range(self._body.answers):
-            content = None if self._readers else ""
-            yield self._chunk(answer, {"role": "assistant", "content": content})
-        try:
-            async for events in answers.events():
-                if parts := b"".join(p for event in events for p in self._parts(answers, event)):
-                    yield parts
-        except Refused as refused:
-            yield frame(refused.body)
-            return
-        if self._body.tells_usage:
-            yield frame({**self._chunk_head, "choices": [], "usage": answers.usage()})
+    async def stream(self, events: Events) -> AsyncIterator[bytes]:
+        """Write answers as events."""
+        for answer in range(self._body.num_answers):
+            content = None if self._parsers else ""
+            yield encode_event(self._chunk(answer, {"role": "assistant", "content": content}))
+        async for several in events:
+            if encoded := b"".join(chunk for event in several for chunk in self._encode(event)):
+                yield encoded
+        if self._body.include_usage:
+            usage = usage_of(self._generation)
+            head = {**self._head, "object": "chat.completion.chunk"}
+            yield encode_event({**head, "choices": [], "usage": usage})
         yield DONE
 
-    def _parts(self, answers: Answers, event: TokenEvent | FinishEvent) -> list[bytes]:
-        if isinstance(event, TokenEvent) and not (self._readers or self._body.logprobs):
-            return [self._says[event.answer].saying(event.text)] if event.text else []
-        known = self._logprobs(event)
-        ids = _ids(answers, event.answer)
-        deltas = [delta for part in self._read(event) for delta in _deltas(part, ids)]
-        if known and not deltas:
-            deltas = [{} if self._readers else {"content": ""}]
-        # What is known of tokens goes with the first of what they brought.
-        parts = [
-            self._chunk(event.answer, delta, None if number else known)
+    def failure(self, error: APIError) -> bytes:
+        """Write that an answer has failed."""
+        return encode_event(error.body)
+
+    def _encode(self, event: TokenEvent | FinishEvent) -> list[bytes]:
+        """The chunks of an event."""
+        if isinstance(event, TokenEvent) and not (self._parsers or self._body.logprobs):
+            return [self._templates[event.answer].encode(event.text)] if event.text else []
+        logprobs = self._logprobs_of(event)
+        make_id = self._generation.call_id(event.answer)
+        deltas = [delta for part in self._parse(event) for delta in _deltas(part, make_id)]
+        if logprobs and not deltas:
+            deltas = [{} if self._parsers else {"content": ""}]
+        # The log-probabilities of a token go with the first of what it brought.
+        chunks = [
+            self._chunk(event.answer, delta, None if number else logprobs)
             for number, delta in enumerate(deltas)
         ]
         if isinstance(event, FinishEvent):
-            parts.append(self._chunk(event.answer, {}, reason=self._reason(event)))
+            chunks.append(self._chunk(event.answer, {}, reason=self._finish_reason(event)))
+        return [encode_event(chunk) for chunk in chunks]
+
+    def _parse(self, event: TokenEvent | FinishEvent) -> list[AnswerPart]:
+        """The parts of an answer in an event: text, and calls where there are tools."""
+        if not self._parsers:
+            return [TextDelta(event.text)] if event.text else []
+        parser = self._parsers[event.answer]
+        parts = parser.feed(event.text)
+        if isinstance(event, FinishEvent):
+            parts += parser.finish(cut=event.reason == "length")
         return parts
 
-    def _read(self, event: TokenEvent | FinishEvent) -> list[Part]:
-        """What an event brings: text, and calls where there are tools."""
-        if not self._readers:
-            return [Said(event.text)] if event.text else []
-        reader = self._readers[event.answer]
-        parts = reader.add(event.text)
-        return (
-            parts + reader.end(cut=event.reason == "length")
-            if isinstance(event, FinishEvent)
-            else parts
-        )
-
-    def _reason(self, end: FinishEvent) -> str:
-        """Why an answer ended."""
-        called = bool(self._readers) and self._readers[end.answer].whole > 0
+    def _finish_reason(self, end: FinishEvent) -> str:
+        called = bool(self._parsers) and self._parsers[end.answer].num_complete > 0
         return "tool_calls" if called and end.reason == "stop" else end.reason
 
-    @property
-    def _chunk_head(self) -> dict[str, Any]:
-        return {**self._head, "object": "chat.completion.chunk"}
-
     def _chunk(
-        self,
-        answer: int,
-        delta: dict[str, Any],
-        logprobs: list[dict[str, Any]] | None = None,
-        reason: str | None = None,
-    ) -> bytes:
-        return frame(self._told(answer, delta, logprobs, reason))
-
-    def _told(
         self,
         answer: int,
         delta: dict[str, Any],
@@ -185,32 +184,26 @@ class Form:
             "logprobs": {"content": logprobs, "refusal": None} if logprobs else None,
             "finish_reason": reason,
         }
-        usage = {"usage": None} if self._body.tells_usage else {}
-        return {**self._chunk_head, "choices": [choice], **usage}
+        usage = {"usage": None} if self._body.include_usage else {}
+        return {**self._head, "object": "chat.completion.chunk", "choices": [choice], **usage}
 
-    def _logprobs(self, event: TokenEvent | FinishEvent) -> list[dict[str, Any]]:
+    def _logprobs_of(self, event: TokenEvent | FinishEvent) -> list[dict[str, Any]]:
         if not self._body.logprobs or isinstance(event, FinishEvent):
             return []
-        told = self._tokens.chat(event.choice)
-        return [] if told is None else [told]
-
-
-def _ids(answers: Answers, answer: int) -> Callable[[int], str]:
-    """The ids of an answer's calls, by which they are."""
-    return partial(call_id, answers.asked.turns[answer].node)
+        return self._logprobs.entries(event.token)
 
 
 def _message(message: Message) -> dict[str, Any]:
     """An answer as JSON."""
-    told: dict[str, Any] = {
+    data: dict[str, Any] = {
         "role": "assistant",
         "content": message.content,
         "refusal": None,
         "annotations": [],
     }
     if message.calls:
-        told["content"] = message.content or None
-        told["tool_calls"] = [
+        data["content"] = message.content or None
+        data["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
@@ -218,21 +211,21 @@ def _message(message: Message) -> dict[str, Any]:
             }
             for call in message.calls
         ]
-    return told
+    return data
 
 
-def _deltas(part: Part, ids: Callable[[int], str]) -> list[dict[str, Any]]:
-    """What a part of an answer adds to it."""
-    if isinstance(part, Said) and part.call is None:
+def _deltas(part: AnswerPart, make_id: Callable[[int], str]) -> list[dict[str, Any]]:
+    """What a part adds to an answer."""
+    if isinstance(part, TextDelta) and part.call is None:
         return [{"content": part.text}]
-    if isinstance(part, Said):
+    if isinstance(part, TextDelta):
         return [{"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}]
     if isinstance(part, CallStart):
-        begins = {
+        call = {
             "index": part.call,
-            "id": ids(part.call),
+            "id": make_id(part.call),
             "type": "function",
             "function": {"name": part.name, "arguments": ""},
         }
-        return [{"tool_calls": [begins]}]
+        return [{"tool_calls": [call]}]
     return []

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them. Knows nothing about what went wrong."""
+"""Errors in OpenAI's format. Knows nothing about what went wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CODES = {
     "extra_forbidden": "unknown_parameter",
 }
 
-KINDS = {
+TYPES = {
     "string_type": "a text",
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -29,8 +29,8 @@ KINDS = {
     "model_type": "an object",
     "model_attributes_type": "an object",
 }
-"""By what pydantic calls it: what a value of the wrong type should have been."""
-WORDS = {
+"""What a value should be, by pydantic's name of a wrong type."""
+SENTENCES = {
     "less_than": "it is to be less than {lt}",
     "less_than_equal": "it is to be {le} or less",
     "greater_than": "it is to be more than {gt}",
@@ -42,11 +42,11 @@ WORDS = {
     "string_too_short": "it is to have {min_length} characters or more",
     "string_pattern_mismatch": "it is to fit the pattern {pattern}",
 }
-"""The same for values that are out of bounds."""
+"""Sentences for values out of bounds, by pydantic's name of the error."""
 
 
 class ErrorFacts(BaseModel):
-    """What is wrong: in words, of which kind, in which part of the request, and for programs."""
+    """An error: its sentence, type, the part of the request, and a code for programs."""
 
     message: str
     type: str
@@ -55,21 +55,21 @@ class ErrorFacts(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """An error as OpenAI's clients read it."""
+    """The body of a response that tells of an error."""
 
     error: ErrorFacts
 
 
-class Refused(Exception):
-    """A request that is not answered.
+class APIError(Exception):
+    """An error that is sent to the client.
 
     Args:
         status: of HTTP.
         message: what is wrong, and what to do.
-        param: which part of the request.
+        param: the part of the request that is wrong.
         code: for programs.
         kind: OpenAI's type of the error.
-        headers: to be sent with it.
+        headers: sent with it.
     """
 
     def __init__(
@@ -84,24 +84,17 @@ class Refused(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.body = error_object(message, kind, param, code)
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
         self.headers = headers
 
     def response(self) -> JSONResponse:
-        """What is sent."""
+        """The response that tells of it."""
         return JSONResponse(self.body, self.status, self.headers)
 
 
-def error_object(
-    message: str, kind: str, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """An error as JSON."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def overloaded(message: str) -> Refused:
-    """Too much at once: the client is to come again."""
-    return Refused(
+def rate_limited(message: str) -> APIError:
+    """Too much at once: the client should try again."""
+    return APIError(
         429,
         message,
         code="rate_limit_exceeded",
@@ -110,19 +103,19 @@ def overloaded(message: str) -> Refused:
     )
 
 
-def not_found(what: str) -> Refused:
-    """There is no such thing, or it is somebody else's: nobody can tell which."""
-    return Refused(404, f"there is no such {what}", code="not_found")
+def not_found(what: str) -> APIError:
+    """There is no such thing, or it belongs to another owner: the client cannot tell which."""
+    return APIError(404, f"there is no such {what}", code="not_found")
 
 
-def conflict(message: str, code: str, *, param: str | None = None) -> Refused:
-    """It cannot be done as things stand."""
-    return Refused(409, message, param=param, code=code)
+def conflict(message: str, code: str, *, param: str | None = None) -> APIError:
+    """The request does not go with the state of things."""
+    return APIError(409, message, param=param, code=code)
 
 
-def locked(message: str, seconds: float) -> Refused:
-    """A session is answered elsewhere: the client is to come again."""
-    return Refused(
+def busy_elsewhere(message: str, seconds: float) -> APIError:
+    """Another server is answering the session: the client should try again."""
+    return APIError(
         409,
         message,
         code="conversation_locked",
@@ -130,35 +123,48 @@ def locked(message: str, seconds: float) -> Refused:
     )
 
 
-def failed(message: str = "the server failed to answer; its log says why") -> Refused:
+def server_error(message: str = "the server failed to answer; its log says why") -> APIError:
     """Not the client's fault."""
-    return Refused(500, message, code="server_error", kind="server_error")
+    return APIError(500, message, code="server_error", kind="server_error")
 
 
-def invalid(error: ValidationError) -> Refused:
-    """The first thing that is wrong with a body; what it says instead is not repeated."""
-    return _wrong(error.errors(include_url=False))
+def server_closing() -> APIError:
+    """The server is shutting down."""
+    return APIError(
+        503,
+        "the server is ending; ask again in a moment",
+        code="server_closing",
+        kind="server_error",
+        headers={"Retry-After": "5"},
+    )
 
 
-def invalid_query(error: RequestValidationError) -> Refused:
-    """The first thing that is wrong with what stands behind `?` in an address."""
-    return _wrong([{**each, "loc": each["loc"][1:]} for each in error.errors()])
+def invalid_body(error: ValidationError) -> APIError:
+    """The first thing that is wrong with a body; the value itself is not repeated."""
+    return _invalid(error.errors(include_url=False))
 
 
-def _wrong(found: Sequence[Mapping[str, Any]]) -> Refused:
-    # Of a value that might have been several things, what lies deepest is what was meant; and of
-    # those that lie as deep, one that is the right thing and too much of it.
+def invalid_query(error: RequestValidationError) -> APIError:
+    """The first thing that is wrong with the query of a URL."""
+    return _invalid([{**one, "loc": one["loc"][1:]} for one in error.errors()])
+
+
+def _invalid(found: Sequence[Mapping[str, Any]]) -> APIError:
+    # Of a union, pydantic reports every member. The deepest error belongs to the member that was
+    # meant; among equals, one about a bound is better than one about the type.
     first = found[0]
     for other in found[1:]:
         here, there = param_of(first["loc"]) or "", param_of(other["loc"]) or ""
         if there.startswith(f"{here}[") or (
-            there == here and first["type"] in KINDS and other["type"] not in KINDS
+            there == here and first["type"] in TYPES and other["type"] not in TYPES
         ):
             first = other
-    kind, message = first["type"], _worded(first)
+    kind, message = first["type"], _message(first)
     param = param_of(first["loc"])
     if kind == "json_invalid":
-        return Refused(400, f"the body is no JSON that can be read: {message}", code="invalid_json")
+        return APIError(
+            400, f"the body is no JSON that can be read: {message}", code="invalid_json"
+        )
     if not param and kind == "model_type":
         message = "the body is to be an object of JSON"
     if kind == "extra_forbidden":
@@ -167,18 +173,18 @@ def _wrong(found: Sequence[Mapping[str, Any]]) -> Refused:
         message = f"Missing required parameter: '{param}'."
     elif param:
         message = f"Invalid '{param}': {message[:1].lower()}{message[1:]}."
-    return Refused(400, message, param=param, code=CODES.get(kind, "invalid_value"))
+    return APIError(400, message, param=param, code=CODES.get(kind, "invalid_value"))
 
 
-def _worded(error: Mapping[str, Any]) -> str:
-    """What is wrong with a value, for who sent it."""
+def _message(error: Mapping[str, Any]) -> str:
+    """A sentence about a wrong value."""
     kind = error["type"]
     facts = {
         name: int(value) if isinstance(value, float) and value.is_integer() else value
         for name, value in (error.get("ctx") or {}).items()
     }
-    if kind in KINDS:
-        return f"it is to be {KINDS[kind]}"
+    if kind in TYPES:
+        return f"it is to be {TYPES[kind]}"
     if kind == "literal_error":
         return f"it is to be {facts['expected']}"
     if kind == "too_long" and facts["actual_length"] is None:
@@ -186,23 +192,23 @@ def _worded(error: Mapping[str, Any]) -> str:
     if kind == "json_invalid" and any(mark in error["msg"] for mark in _SURROGATES):
         where = error["msg"].rpartition(" at ")[2]
         return f"a lone surrogate (\\ud800 to \\udfff) is no character, at {where}"
-    return WORDS[kind].format(**facts) if kind in WORDS else str(error["msg"])
+    return SENTENCES[kind].format(**facts) if kind in SENTENCES else str(error["msg"])
 
 
 _SURROGATES = ("unexpected end of hex escape", "surrogate in hex escape")
-"""What pydantic says of them."""
+"""What pydantic says about lone surrogates."""
 
 
 def param_of(loc: tuple[int | str, ...]) -> str | None:
-    """`messages[0].role` for where pydantic found something; names of types are left out."""
+    """The path of a field, such as `messages[0].role`; names of types are left out."""
     path = ""
     for part in loc:
         if isinstance(part, int):
             path += f"[{part}]"
         elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
             path += f".{shorten(part)}" if path else shorten(part)
-    return shorten(path) if len(path) > _LONGEST else path or None
+    return shorten(path) if len(path) > _MAX_PATH else path or None
 
 
-_LONGEST = 200
-"""Characters of a path that an error repeats whole."""
+_MAX_PATH = 200
+"""Characters of a path; a longer one is shortened."""

@@ -1,308 +1,287 @@
-"""From a body to events of its answers, for as long as the client is there."""
+"""From the body of a request to its answers, sent as one object or as events."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
 
-from starlette.requests import Request
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
 
 from weir.errors import NotFiniteError, WeirError
-from weir.serve.api.errors import Refused, failed, locked, overloaded
+from weir.serve.api.errors import (
+    APIError,
+    busy_elsewhere,
+    rate_limited,
+    server_closing,
+    server_error,
+)
 from weir.serve.api.logs import LOG
 from weir.serve.api.metrics import Metrics
-from weir.serve.api.middleware import note
-from weir.serve.api.requests import Gone
-from weir.serve.api.schemas.chat import Asking
-from weir.serve.client import Asked, Ending, EngineClient, Wish
-from weir.serve.engine import (
-    Busy,
-    Cancelled,
-    Event,
-    FailureEvent,
-    FinishEvent,
-    OutputQueue,
-    Stage,
-    TokenEvent,
+from weir.serve.api.middleware import add_log_fields
+from weir.serve.api.requests import while_connected
+from weir.serve.api.schemas.chat import GenerationBody
+from weir.serve.api.sse import EventStream
+from weir.serve.client import (
+    EngineClient,
+    Generation,
+    GenerationFailed,
+    GenerationRequest,
+    ServerClosing,
 )
-from weir.serve.prefix_match import Plan, TooLong
+from weir.serve.engine import Busy, Cancelled, FinishEvent, TokenEvent
+from weir.serve.prefix_match import Prompt, PromptTooLong
 from weir.serve.sessions import AnsweredElsewhere, LeaseLost
 from weir.serve.structured import BadSchema
 
-T = TypeVar("T")
-TRIES = 3
-"""How often a turn is begun whose beginning was dropped while it waited."""
+ATTEMPTS = 3
+"""How often a request is started, if the turn that it continues is dropped while it waits."""
+
+Events = AsyncIterator[list[TokenEvent | FinishEvent]]
 
 
-@dataclass
-class Answers:
-    """Answers to one request, as they come.
+class Renderer(Protocol):
+    """Writes the answers of one request in one of OpenAI's formats."""
 
-    Attributes:
-        desk: who is asked.
-        asked: the request under way.
-        began: events that have come already.
-        ends: by answer, how it ended.
-    """
+    async def whole(self, events: Events) -> dict[str, Any]:
+        """Write all answers as one object."""
 
-    desk: EngineClient
-    metrics: Metrics
-    asked: Asked
-    began: Sequence[Event]
-    ends: dict[int, FinishEvent] = field(default_factory=dict)
-    _last: dict[int, float] = field(default_factory=dict)
+    def stream(self, events: Events) -> AsyncIterator[bytes]:
+        """Write answers as server-sent events, while they are made."""
 
-    async def events(self) -> AsyncIterator[list[TokenEvent | FinishEvent]]:
-        """Events until all answers have ended.
-
-        Raises:
-            Refused: one of them failed; then all are given up.
-        """
-        events = self.began
-        while True:
-            good: list[TokenEvent | FinishEvent] = []
-            for event in events:
-                if event.answer in self.ends:
-                    continue  # it was given up at the moment it ended
-                if isinstance(event, FailureEvent):
-                    self.asked.open.discard(event.answer)
-                    raise why(event.error)
-                self._count(event)
-                good.append(event)
-            if good:
-                yield good
-            if not self.asked.open:
-                return
-            events = await self.asked.mailbox.take()
-
-    def _count(self, event: TokenEvent | FinishEvent) -> None:
-        if isinstance(event, TokenEvent):
-            before = self._last.get(event.answer)
-            if before is not None:
-                self.metrics.between.observe(event.at - before)
-            self._last[event.answer] = event.at
-            return
-        self.ends[event.answer] = event
-        self.asked.open.discard(event.answer)
-        self.metrics.turns.labels(event.reason).inc()
-        self.metrics.tokens.labels("answered").inc(event.tokens)
-
-    def close(self) -> None:
-        """Nobody wants what is still to come."""
-        if self.asked.open:
-            self.metrics.turns.labels("given up").inc(len(self.asked.open))
-        self.desk.done(self.asked)
-
-    @property
-    def answered(self) -> int:
-        """Tokens of all answers that have ended."""
-        return sum(end.tokens for end in self.ends.values())
-
-    def usage(self) -> dict[str, Any]:
-        """What the request took, as OpenAI tells it, and in `weir` where its streams stand.
-
-        Of several answers `bytes` and `folds` are those of all, the others the largest.
-        """
-        plan, answered = self.asked.plan, self.answered
-        standings = [end.standing for end in self.ends.values()]
-        return {
-            "prompt_tokens": plan.prompt,
-            "completion_tokens": answered,
-            "total_tokens": plan.prompt + answered,
-            "prompt_tokens_details": {"cached_tokens": plan.cached},
-            "weir": {
-                "seen": max((standing.seen for standing in standings), default=0),
-                "held": max((standing.held for standing in standings), default=0),
-                "bytes": sum(standing.bytes for standing in standings),
-                "folds": sum(standing.folds for standing in standings),
-                "pinned": max((standing.pinned for standing in standings), default=0),
-                "beginning": max((standing.beginning for standing in standings), default=0),
-            },
-        }
+    def failure(self, error: APIError) -> bytes:
+        """Write that an answer has failed after the stream began."""
 
 
-def wish_of(
-    desk: EngineClient,
-    body: Asking,
+def make_request(
+    client: EngineClient,
+    body: GenerationBody,
+    match: Callable[[], Prompt],
     limit: tuple[str, int | None],
     logprobs: int | None,
     default: int,
-) -> Wish:
-    """How a body wants to be answered.
+) -> GenerationRequest:
+    """Make the request that a body asks for, without constraint and tools.
 
     Args:
-        desk: who answers.
-        body: of the request.
-        limit: which field says how many tokens an answer has, and what it says.
-        logprobs: so many of the likeliest tokens are told with each; None for none at all.
-        default: tokens of an answer where nothing is said.
+        client: of the engine.
+        body: of the HTTP request.
+        match: finds the prompt.
+        limit: the field with the number of tokens of an answer, and what it says.
+        logprobs: number of most likely tokens to report with each; None for no log-probabilities.
+        default: tokens of an answer if the body does not say.
 
     Raises:
-        Refused: it asks for what the model does not have, or for too much.
+        APIError: it asks for more than the server gives, or for tokens that do not exist.
     """
-    limits, rows = desk.limits, desk.engine.load().rows
-    name, most = limit
-    if body.answers > rows:
-        raise Refused(400, f"Invalid 'n': this server gives {rows} at most.", param="n")
-    if most is not None and most > limits.answer:
-        raise Refused(
+    limits, rows = client.limits, client.engine.load().rows
+    name, tokens = limit
+    if body.num_answers > rows:
+        raise APIError(400, f"Invalid 'n': this server gives {rows} at most.", param="n")
+    if tokens is not None and tokens > limits.answer:
+        raise APIError(
             400, f"Invalid '{name}': an answer has {limits.answer:,} at most.", param=name
         )
     for token in body.logit_bias or {}:
         if not (token.isascii() and token.isdecimal() and len(token) < 10) or not (
-            int(token) < desk.vocabulary
+            int(token) < client.vocabulary
         ):
-            raise Refused(
+            raise APIError(
                 400,
-                f"Invalid 'logit_bias': its keys are tokens from 0 to {desk.vocabulary - 1}.",
+                f"Invalid 'logit_bias': its keys are tokens from 0 to {client.vocabulary - 1}.",
                 param="logit_bias",
             )
     try:
-        choosings = body.choosings(logprobs, secrets.randbits(62))
+        sampling = body.sampling_params(logprobs, secrets.randbits(62))
     except WeirError as error:
-        raise Refused(400, str(error)) from None
-    ends = frozenset(body.stop_token_ids or ())
-    ends = ends if body.ignore_eos else ends | desk.ends
-    return Wish(choosings, most or min(default, limits.answer), body.stops, ends)
+        raise APIError(400, str(error)) from None
+    stop_ids = frozenset(body.stop_token_ids or ())
+    return GenerationRequest(
+        match,
+        tuple(sampling),
+        tokens or min(default, limits.answer),
+        tuple(body.stops),
+        stop_ids if body.ignore_eos else stop_ids | client.stop_ids,
+    )
 
 
-async def begin(
-    request: Request, plan: Callable[[str], Plan], wish: Wish, owner: str, param: str
-) -> Answers:
-    """Let a request be answered, and wait until the first token has come.
+async def start(http: Request, request: GenerationRequest, param: str) -> Generation:
+    """Start a request, and wait until its first token has come.
 
     Args:
-        request: of the client, who may leave meanwhile.
-        plan: makes its plan, in a thread; called again where what it begins from was dropped.
-        wish: how it wants to be answered.
-        owner: whose it is.
-        param: what the plan is made of, for errors.
+        http: of the client, who may hang up meanwhile.
+        request: what is asked.
+        param: the field that the prompt is made of, for errors.
 
     Raises:
-        Refused: it is not answered.
-        Gone: nobody waits for an answer.
+        APIError: it is not answered.
+        ClientGone: the client has hung up.
     """
-    desk: EngineClient = request.app.state.desk
-    metrics: Metrics = request.app.state.metrics
+    client: EngineClient = http.app.state.client
+    metrics: Metrics = http.app.state.metrics
     loop = asyncio.get_running_loop()
     began = loop.time()
-    for again in range(TRIES):
+    for attempt in range(1, ATTEMPTS + 1):
+        prompt = await _find_prompt(client, request, param)
         try:
-            made = await _made(desk, plan, owner)
-        except TooLong as error:
-            raise Refused(400, str(error), param=param, code="prompt_too_long") from None
-        except AnsweredElsewhere as error:
-            raise locked(str(error), error.seconds) from None
-        except WeirError as error:
-            raise Refused(400, str(error), param=param, code="invalid_value") from None
-        mailbox = OutputQueue(loop, desk.limits.unread * len(wish.choosings))
-        try:
-            asked = desk.ask(made, wish, mailbox)
+            generation = client.generate(request, prompt, loop)
         except Busy:
-            raise overloaded("too many requests wait for a row") from None
+            raise rate_limited("too many requests wait for a row") from None
         except WeirError:
-            raise closing() from None
-        answers = Answers(desk, metrics, asked, ())
+            raise server_closing() from None
         try:
-            answers.began = await while_there(request, _first(asked, desk))
+            error = await while_connected(http, generation.start(client.limits.wait))
+        except Busy as full:
+            _close(generation, metrics)
+            raise rate_limited(str(full)) from None
         except BaseException:
-            answers.close()
+            _close(generation, metrics)
             raise
-        first = answers.began[0]
-        if isinstance(first, FailureEvent) and again + 1 < TRIES and _dropped(desk, made):
-            answers.asked.open.clear()
-            answers.close()
+        if error is None:
+            break
+        if attempt < ATTEMPTS and client.is_dropped(prompt):
+            generation.close()
             continue
-        if isinstance(first, FailureEvent):
-            answers.close()
-            raise why(first.error)
-        break
-    metrics.tokens.labels("read").inc(made.prompt - made.cached)
-    metrics.tokens.labels("cached").inc(made.cached)
+        _close(generation, metrics)
+        raise to_api_error(error)
+    read, cached = prompt.length - prompt.cached, prompt.cached
+    metrics.tokens.labels("read").inc(read)
+    metrics.tokens.labels("cached").inc(cached)
     metrics.first.observe(loop.time() - began)
-    note(request.scope, read=made.prompt - made.cached, cached=made.cached)
-    return answers
+    add_log_fields(http.scope, read=read, cached=cached)
+    return generation
 
 
-async def _made(desk: EngineClient, plan: Callable[[str], Plan], owner: str) -> Plan:
-    """A plan, made in a thread; one that is made when nobody waits any more is dropped."""
-    making = asyncio.ensure_future(asyncio.to_thread(plan, owner))
+async def _find_prompt(client: EngineClient, request: GenerationRequest, param: str) -> Prompt:
+    """Find the prompt in a thread; if the client hangs up meanwhile, its lease is released."""
+    matching = asyncio.ensure_future(asyncio.to_thread(request.match))
+
+    def release(done: asyncio.Future[Prompt]) -> None:
+        if not done.cancelled() and not done.exception():
+            client.release(done.result())
+
     try:
-        return await asyncio.shield(making)
+        return await asyncio.shield(matching)
     except asyncio.CancelledError:
-        making.add_done_callback(
-            lambda done: None if done.cancelled() or done.exception() else desk.drop(done.result())
-        )
+        matching.add_done_callback(release)
         raise
+    except PromptTooLong as error:
+        raise APIError(400, str(error), param=param, code="prompt_too_long") from None
+    except AnsweredElsewhere as error:
+        raise busy_elsewhere(str(error), error.seconds) from None
+    except WeirError as error:
+        raise APIError(400, str(error), param=param, code="invalid_value") from None
 
 
-async def _first(asked: Asked, desk: EngineClient) -> Sequence[Event]:
-    """The first events of a request; it is given up if it waits too long for a row."""
-    waiting = asyncio.ensure_future(asked.mailbox.take())
-    try:
-        done, _ = await asyncio.wait({waiting}, timeout=desk.limits.wait)
-        if not done and asked.turns[0].stage is Stage.WAITING:
-            raise overloaded("no row has become free in time")
-        return await waiting
-    finally:
-        waiting.cancel()
+async def send(
+    http: Request,
+    renderer: Renderer,
+    generation: Generation,
+    headers: dict[str, str],
+    *,
+    stream: bool,
+) -> Response:
+    """Send the answers of a request that has started.
 
-
-def _dropped(desk: EngineClient, plan: Plan) -> bool:
-    """Whether the turn that a plan goes on from is not kept any more."""
-    parent = plan.parent
-    return parent is not None and desk.store.find_turn(plan.owner, parent.node) is None
-
-
-async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, unless the client hangs up before.
+    Args:
+        http: of the client, who may hang up meanwhile.
+        renderer: writes the answers.
+        generation: makes them.
+        headers: beside the usual ones.
+        stream: send events.
 
     Raises:
-        Gone: it did; the work is cancelled.
+        APIError: an answer failed before anything was sent.
+        ClientGone: the client has hung up.
     """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(hung_up(request.receive))
+    client: EngineClient = http.app.state.client
+    metrics: Metrics = http.app.state.metrics
+
+    async def frames() -> AsyncIterator[bytes]:
+        try:
+            async for frame in renderer.stream(_observe(generation, metrics)):
+                yield frame
+        except APIError as error:
+            yield renderer.failure(error)
+
+    def close() -> None:
+        _close(generation, metrics)
+
+    if stream:
+        overrun, stall = generation.queue.overrun, client.limits.stall
+        return EventStream(frames(), overrun, stall, close, headers)
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise Gone
-        return task.result()
+        whole = await while_connected(http, renderer.whole(_observe(generation, metrics)))
     finally:
-        task.cancel()
-        gone.cancel()
+        close()
+    add_log_fields(http.scope, answered=generation.tokens)
+    return JSONResponse(whole, headers=headers)
 
 
-async def hung_up(receive: Callable[[], Any]) -> None:
-    """Returns when the client has hung up."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def _observe(generation: Generation, metrics: Metrics) -> Events:
+    """The events of a generation, counted.
+
+    Raises:
+        APIError: an answer failed.
+    """
+    last: dict[int, float] = {}
+    try:
+        async for events in generation.events():
+            for event in events:
+                if isinstance(event, FinishEvent):
+                    metrics.turns.labels(event.reason).inc()
+                    metrics.tokens.labels("answered").inc(event.tokens)
+                    continue
+                if event.answer in last:
+                    metrics.between.observe(event.at - last[event.answer])
+                last[event.answer] = event.at
+            yield events
+    except GenerationFailed as failed:
+        raise to_api_error(failed.error) from None
 
 
-def why(error: Exception) -> Refused:
-    """What a client is told of a turn that failed: nothing of the server's folders and memory."""
+def _close(generation: Generation, metrics: Metrics) -> None:
+    if generation.running:
+        metrics.turns.labels("given up").inc(len(generation.running))
+    generation.close()
+
+
+def usage_of(generation: Generation) -> dict[str, Any]:
+    """What a request took: in OpenAI's fields, and in `weir` the state of its streams.
+
+    Of several answers `bytes` and `folds` are sums, the others the largest.
+    """
+    prompt, answered = generation.prompt, generation.tokens
+    stats = [end.stats for end in generation.finished.values()]
+    return {
+        "prompt_tokens": prompt.length,
+        "completion_tokens": answered,
+        "total_tokens": prompt.length + answered,
+        "prompt_tokens_details": {"cached_tokens": prompt.cached},
+        "weir": {
+            "seen": max((one.seen for one in stats), default=0),
+            "held": max((one.held for one in stats), default=0),
+            "bytes": sum(one.bytes for one in stats),
+            "folds": sum(one.folds for one in stats),
+            "pinned": max((one.pinned for one in stats), default=0),
+            "beginning": max((one.beginning for one in stats), default=0),
+        },
+    }
+
+
+def to_api_error(error: Exception) -> APIError:
+    """What a client is told of a failure: nothing about the server's folders and memory."""
     if isinstance(error, Cancelled):
-        return overloaded("the answer was not read in time, and was given up")
-    if isinstance(error, Ending):
-        return closing()
+        return rate_limited("the answer was not read in time, and was given up")
+    if isinstance(error, ServerClosing):
+        return server_closing()
     if isinstance(error, BadSchema):
-        return Refused(400, str(error), code="invalid_json_schema")
+        return APIError(400, str(error), code="invalid_json_schema")
     if isinstance(error, LeaseLost):
-        return locked(str(error), 1.0)
+        return busy_elsewhere(str(error), 1.0)
     LOG.error("turn failed", exc_info=error)
     if isinstance(error, NotFiniteError):
-        return failed(str(error))
-    return failed()
-
-
-def closing() -> Refused:
-    """The server is ending."""
-    return Refused(
-        503,
-        "the server is ending; ask again in a moment",
-        code="server_closing",
-        kind="server_error",
-        headers={"Retry-After": "5"},
-    )
+        return server_error(str(error))
+    return server_error()

@@ -1,4 +1,4 @@
-"""Keys of clients: only their hashes are known, and comparing takes as long for wrong ones."""
+"""Keys of clients: only their hashes are known, and they are compared in constant time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Keys:
     """The keys that a server takes.
 
     Args:
-        hashes: SHA-256 of each, in hexadecimal; none where no key is needed.
+        hashes: SHA-256 of each key, in hexadecimal; none where no key is needed.
     """
 
     def __init__(self, hashes: list[str] | None = None) -> None:
@@ -24,7 +24,7 @@ class Keys:
 
     @property
     def hashes(self) -> tuple[str, ...]:
-        """SHA-256 of each, in hexadecimal."""
+        """SHA-256 of each key, in hexadecimal."""
         return tuple(self._hashes)
 
     def __len__(self) -> int:
@@ -32,7 +32,7 @@ class Keys:
 
     @classmethod
     def read(cls, path: str | Path) -> Keys:
-        """Keys from a file: on each line a hash, and behind it what is wanted; `#` begins a remark.
+        """Read keys from a file: a hash at the start of each line; `#` starts a comment.
 
         Raises:
             WeirError: the file cannot be read, has no key, or a line that is no hash.
@@ -57,10 +57,10 @@ class Keys:
             raise WeirError(f"{path} has no keys; leave --keys out to serve without any")
         return cls(hashes)
 
-    def owner(self, key: str) -> str | None:
-        """The hash of a key that is taken, as the owner of what it asks; None if it is not.
+    def owner_of(self, key: str) -> str | None:
+        """The owner with a key, which is the key's hash; None if the key is wrong.
 
-        Compares with all of them, each in constant time.
+        Compares with all hashes, each in constant time.
         """
         digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
         found = None

@@ -1,4 +1,4 @@
-"""Tokens as clients are told of them: what they say, their bytes, how likely they were."""
+"""Log-probabilities of tokens as clients read them: text, bytes and logarithm of each."""
 
 from __future__ import annotations
 
@@ -9,57 +9,56 @@ from transformers import PreTrainedTokenizerBase
 
 from weir.serve.engine import SampledToken
 
-PARTIAL = "\ufffd"
+REPLACEMENT = "\ufffd"
+"""Stands in a decoded token for bytes that are no whole character."""
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
-"""A token that is one byte, where a tokenizer has such tokens for what it has no others for."""
+"""A token that is one byte, in tokenizers that fall back to bytes."""
 
 
-class Tokens:
-    """Tells of tokens.
+class LogprobFormatter:
+    """Formats sampled tokens.
 
     Args:
         tokenizer: of the model.
-        ends: tokens that end an answer and are no part of it.
+        stop_ids: tokens that end an answer, and are no part of it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._ends = ends
-        # Its state is JSON; to write the whole tokenizer as such takes a second.
+        self._stop_ids = stop_ids
+        # The state of the decoder alone is JSON; to write the whole tokenizer takes a second.
         backend = getattr(tokenizer, "backend_tokenizer", None)
         decoder = None if backend is None else backend.decoder
         self._decoder = "" if decoder is None else decoder.__getstate__().decode()
 
     def text(self, token: int) -> str:
-        """What a token says by itself."""
+        """A token decoded by itself."""
         return str(self._tokenizer.decode([token]))
 
-    def chat(self, choice: SampledToken) -> dict[str, Any] | None:
-        """A token with the likeliest ones, as in a chat; None for one that ends the answer."""
-        if choice.logprob is None or choice.token in self._ends:
-            return None
-        return {
-            **self._one(choice.token, choice.logprob),
-            "top_logprobs": [self._one(token, logprob) for token, logprob in choice.top],
-        }
+    def entries(self, token: SampledToken) -> list[dict[str, Any]]:
+        """A token with the most likely ones beside it; none for one that ends the answer."""
+        if token.logprob is None or token.id in self._stop_ids:
+            return []
+        top = [self._entry(other, logprob) for other, logprob in token.top]
+        return [{**self._entry(token.id, token.logprob), "top_logprobs": top}]
 
-    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.text(token)
-        # Half a character is no text, and its bytes stand in the token as the vocabulary has it.
-        own = self._bytes(token) if PARTIAL in text else list(text.encode())
-        return {"token": text, "logprob": finite(logprob), "bytes": own}
+        # The bytes of a part of a character are told by the token's name in the vocabulary.
+        found = self._bytes(token) if REPLACEMENT in text else list(text.encode())
+        return {"token": text, "logprob": clip(logprob), "bytes": found}
 
     def _bytes(self, token: int) -> list[int] | None:
-        """The bytes of a token that are no text; None where the tokenizer does not say them."""
-        written = str(self._tokenizer.convert_ids_to_tokens(token))
-        if "ByteLevel" in self._decoder and all(char in _LEVEL for char in written):
-            return [_LEVEL[char] for char in written]
-        if "ByteFallback" in self._decoder and (byte := _BYTE.fullmatch(written)):
+        """The bytes of a token that is no text; None if its name does not tell them."""
+        name = str(self._tokenizer.convert_ids_to_tokens(token))
+        if "ByteLevel" in self._decoder and all(char in _BYTE_LEVEL for char in name):
+            return [_BYTE_LEVEL[char] for char in name]
+        if "ByteFallback" in self._decoder and (byte := _BYTE.fullmatch(name)):
             return [int(byte[1], 16)]
         return None
 
 
-def _level() -> dict[str, int]:
+def _byte_level() -> dict[str, int]:
     """The bytes that characters stand for in a byte-level vocabulary.
 
     A byte that Latin-1 can show stands for itself, and the others for the characters from U+0100 on
@@ -72,9 +71,9 @@ def _level() -> dict[str, int]:
     }
 
 
-_LEVEL = _level()
+_BYTE_LEVEL = _byte_level()
 
 
-def finite(logprob: float) -> float:
-    """A logarithm that JSON can hold; OpenAI's for what cannot come is -9999."""
+def clip(logprob: float) -> float:
+    """A logarithm that JSON can hold; OpenAI writes -9999 for what cannot come."""
     return max(logprob, -9999.0)

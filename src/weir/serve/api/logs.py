@@ -1,4 +1,4 @@
-"""Logs as lines of JSON: what was asked for and how it went, and never what was said."""
+"""Logs as lines of JSON, which never contain what was said."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 LOG = logging.getLogger("weir.serve")
 
 
-class AsJson(logging.Formatter):
-    """A line of JSON for each record; what is not ASCII or controls terminals is escaped."""
+class JSONFormatter(logging.Formatter):
+    """Formats each record as a line of JSON in printable ASCII."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Format a record."""
         line: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
             + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "event": record.getMessage(),
-            **getattr(record, "facts", {}),
+            **getattr(record, "fields", {}),
         }
         if record.exc_info and record.exc_info[0] is not None:
             line["error"] = self.formatException(record.exc_info)
@@ -29,9 +29,9 @@ class AsJson(logging.Formatter):
 
 
 def log_json() -> None:
-    """Write logs of the server, and of uvicorn, to standard error as lines of JSON."""
+    """Write the logs of the server and of uvicorn to standard error, as lines of JSON."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(AsJson())
+    handler.setFormatter(JSONFormatter())
     for name, level in (("weir.serve", logging.INFO), ("uvicorn", logging.WARNING)):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
@@ -39,6 +39,6 @@ def log_json() -> None:
         logger.propagate = False
 
 
-def told(event: str, level: int = logging.INFO, **facts: Any) -> None:
-    """Log an event with facts; none of them may be what somebody said."""
-    LOG.log(level, event, extra={"facts": facts})
+def log_event(event: str, level: int = logging.INFO, **fields: Any) -> None:
+    """Log an event with fields, none of which may contain what somebody said."""
+    LOG.log(level, event, extra={"fields": fields})

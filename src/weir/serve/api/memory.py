@@ -1,4 +1,4 @@
-"""`GET /v1/sessions/ID/memory`: what a session's cache still remembers, told by token."""
+"""`GET /v1/sessions/ID/memory`: what a session's cache still holds, token by token."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from fastapi import APIRouter, Depends, Query, Request
 
 from weir.errors import WeirError
 from weir.serve.api.errors import not_found
-from weir.serve.api.requests import authorized
+from weir.serve.api.requests import authorize
 from weir.serve.client import EngineClient
 from weir.serve.engine import RowInspection, Sequence
-from weir.serve.recall import Memory, Recaller, Row, row_at, row_of_turn
+from weir.serve.recall import Recaller, RecallSource, RowMemory, running_row, saved_row
 
 router = APIRouter()
 PATIENCE = 5.0
-"""Seconds that the engine may take to show a row; a step of it takes less, or it has failed."""
+"""Seconds to wait for an inspection; a step of a working engine takes less."""
 
 
 @router.get("/v1/sessions/{name}/memory")
@@ -25,84 +25,78 @@ async def memory(
     request: Request,
     most: Annotated[int, Query(ge=0, le=8192)] = 2048,
     latest: Annotated[int, Query(ge=0, le=8192)] = 512,
-    owner: str = Depends(authorized),
+    owner: str = Depends(authorize),
 ) -> dict[str, Any]:
-    """What a session holds: of the turn under way, or at the end of its newest.
+    """What a session's row holds: now, if a turn is running, or at the end of its newest turn.
 
     Args:
         name: of the session.
-        request: whose.
-        most: tokens that are held, at most so many.
-        latest: tokens of the end of the stream, whether they are held or not.
-        owner: whose session it is.
+        request: of the client.
+        most: number of held tokens that are listed.
+        latest: number of tokens at the end of the stream that are listed, held or not.
+        owner: of the session.
     """
-    desk: EngineClient = request.app.state.desk
-    turn = desk.under_way(owner, name)
-    glance = None if turn is None else await glance_at(desk, turn)
+    client: EngineClient = request.app.state.client
+    sequence = client.running_sequence(owner, name)
+    inspection = None if sequence is None else await inspect(client, sequence)
     recaller: Recaller = request.app.state.recaller
 
-    def look() -> Memory:
-        return recaller.recall(row_of(desk, owner, name, turn, glance), most, latest)
+    def recall() -> RowMemory:
+        source = _source(client, owner, name, sequence, inspection)
+        return recaller.recall(source, most, latest)
 
     try:
-        found = await asyncio.to_thread(look)
-    except WeirError:  # what it ended with went at this moment
+        found = await asyncio.to_thread(recall)
+    except WeirError:  # its newest turn has been dropped meanwhile
         raise not_found("session") from None
-    return {"id": name, "object": "session.memory", **told(found, desk)}
-
-
-async def glance_at(desk: EngineClient, turn: Sequence) -> RowInspection | None:
-    """What the engine sees of a turn; None where it has ended."""
-    look = asyncio.wrap_future(desk.engine.look(turn))
-    # Others may wait for the same look, so that it is never cancelled.
-    await asyncio.wait({look}, timeout=PATIENCE)
-    if not look.done() or look.cancelled() or look.exception() is not None:
-        return None
-    return look.result()
-
-
-def row_of(
-    desk: EngineClient,
-    owner: str,
-    session: str,
-    turn: Sequence | None,
-    glance: RowInspection | None,
-) -> Row:
-    """The row of the turn that was looked at, or that of the session's newest saved turn.
-
-    Raises:
-        WeirError: the turn is not kept any more.
-        Refused: there is no such session.
-    """
-    if turn is not None and glance is not None:
-        return row_of_turn(desk.store, owner, turn, glance)
-    found = desk.store.get_session(owner, session)
-    if found is None:
-        raise not_found("session")
-    return row_at(desk.store, owner, found.head, desk.engine.cache.plans)
-
-
-def told(memory: Memory, desk: EngineClient) -> dict[str, Any]:
-    """What a row remembers, as JSON."""
     return {
-        "doing": memory.doing,
-        "policy": str(desk.engine.cache.policy),
-        "chunk": desk.engine.cache.chunk,
-        "seen": memory.seen,
-        "read": memory.read,
-        "folds": memory.folds,
-        "bytes": memory.bytes,
-        "bytes_of_all": memory.whole,
-        "pairs": memory.pairs,
-        "held": memory.held,
-        "pools": [vars(pool) for pool in memory.pools],
+        "id": name,
+        "object": "session.memory",
+        "doing": found.doing,
+        "policy": str(client.engine.cache.policy),
+        "chunk": client.engine.cache.chunk,
+        "seen": found.seen,
+        "read": found.read,
+        "folds": found.folds,
+        "bytes": found.bytes,
+        "bytes_of_all": found.bytes_uncompressed,
+        "pairs": found.pairs,
+        "held": found.held,
+        "pools": [vars(pool) for pool in found.pools],
         "tokens": [
-            {"at": it.at, "text": it.text, "pools": it.pools, **special(it.special)}
-            for it in memory.tokens
+            {"at": token.at, "text": token.text, "pools": token.pools}
+            | ({"special": True} if token.special else {})
+            for token in found.tokens
         ],
     }
 
 
-def special(is_special: bool) -> dict[str, bool]:
-    """Said of the few tokens that are special, and not of all others."""
-    return {"special": True} if is_special else {}
+async def inspect(client: EngineClient, sequence: Sequence) -> RowInspection | None:
+    """Inspect the row of a running sequence; None if it has ended."""
+    inspecting = asyncio.wrap_future(client.engine.inspect(sequence))
+    # It is never cancelled, since others may wait for the same inspection.
+    await asyncio.wait({inspecting}, timeout=PATIENCE)
+    if not inspecting.done() or inspecting.cancelled() or inspecting.exception() is not None:
+        return None
+    return inspecting.result()
+
+
+def _source(
+    client: EngineClient,
+    owner: str,
+    session: str,
+    sequence: Sequence | None,
+    inspection: RowInspection | None,
+) -> RecallSource:
+    """The row that was inspected, or the saved row of the session's newest turn.
+
+    Raises:
+        WeirError: the turn is not kept any more.
+        APIError: there is no such session.
+    """
+    if sequence is not None and inspection is not None:
+        return running_row(client.store, owner, sequence, inspection)
+    found = client.store.get_session(owner, session)
+    if found is None:
+        raise not_found("session")
+    return saved_row(client.store, owner, found.head, client.engine.cache.plans)

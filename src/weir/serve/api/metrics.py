@@ -1,4 +1,4 @@
-"""What Prometheus is told: a registry of its own for each server."""
+"""Prometheus metrics, in a registry of its own for each server."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Metrics:
     """Counts and times of a server.
 
     Args:
-        desk: what it is about; folds of its engine's cache are counted from now on.
+        client: of the engine; folds of its cache are counted from now on.
     """
 
-    def __init__(self, desk: EngineClient) -> None:
+    def __init__(self, client: EngineClient) -> None:
         self.registry = CollectorRegistry()
         own = self.registry
         self.requests = Counter(
@@ -43,8 +43,8 @@ class Metrics:
         )
         self._folds, self._folding = 0, 0.0
         self._lock = threading.Lock()
-        self._desk = desk
-        desk.engine.cache.on_fold = self._folded
+        self._client = client
+        client.engine.cache.on_fold = self._folded
         self.registry.register(self)
 
     def _folded(self, folded: Folded) -> None:
@@ -53,8 +53,9 @@ class Metrics:
             self._folding += folded.seconds
 
     def collect(self) -> Iterator[Metric]:
-        """What is looked up when somebody asks."""
-        load, cache = self._desk.engine.load(), self._desk.engine.cache
+        """The metrics that are read off the engine when they are asked for."""
+        engine = self._client.engine
+        load, cache = engine.load(), engine.cache
         yield GaugeMetricFamily("weir_queue", "Turns that wait for a row.", load.waiting)
         rows = GaugeMetricFamily("weir_rows", "Rows by what they do.", labels=["state"])
         rows.add_metric(["busy"], load.busy)
@@ -71,5 +72,5 @@ class Metrics:
         yield GaugeMetricFamily("weir_cache_bytes", "Bytes of all rows.", cache.nbytes)
 
     def text(self) -> bytes:
-        """All of it, in Prometheus' format."""
+        """All metrics, in Prometheus' format."""
         return generate_latest(self.registry)

@@ -1,6 +1,6 @@
-"""What stands around every request: its id, the Host it was sent to, a line in the log, a count.
+"""Middleware of every request: its id, a check of its Host, a line in the log, a count.
 
-A plain ASGI middleware, so that disconnects come through. Knows nothing about what is asked.
+It is plain ASGI, so that disconnects come through. Knows nothing about what is asked.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weir.serve.api.errors import Refused, failed
-from weir.serve.api.logs import LOG, told
+from weir.serve.api.errors import APIError, server_error
+from weir.serve.api.logs import LOG, log_event
 from weir.serve.api.metrics import Metrics
 
-LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]", "::1")
 
 
 class RequestMiddleware:
@@ -26,9 +26,9 @@ class RequestMiddleware:
     Args:
         app: what it wraps.
         metrics: where requests are counted.
-        local: whether only requests to this machine's own names are taken. A server that needs no
-            key would otherwise answer to any page in a browser on its machine whose name was made
-            to lead there.
+        local: whether only requests to this machine's own names are taken. Otherwise a server
+            without keys would answer any web page in a browser on its machine, by a DNS name that
+            leads there.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, *, local: bool) -> None:
@@ -42,12 +42,12 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         number, began = f"req_{secrets.token_hex(12)}", time.perf_counter()
-        facts: dict[str, Any] = {"id": number}
-        ending: list[Callable[[], None]] = []
-        scope.setdefault("state", {}).update(facts=facts, ending=ending)
+        fields: dict[str, Any] = {"id": number}
+        at_end: list[Callable[[], None]] = []
+        scope.setdefault("state", {}).update(log_fields=fields, at_end=at_end)
         status = 0
 
-        async def sending(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -55,26 +55,26 @@ class RequestMiddleware:
             await send(message)
 
         try:
-            if self._local and host_of(scope) not in LOCAL:
-                refused = Refused(
+            if self._local and host_of(scope) not in LOCAL_HOSTS:
+                error = APIError(
                     421, "this server has no keys and answers to localhost only", code="wrong_host"
                 )
-                await refused.response()(scope, receive, sending)
+                await error.response()(scope, receive, send_with_id)
             else:
-                await self._app(scope, receive, sending)
+                await self._app(scope, receive, send_with_id)
         except Exception:
-            LOG.exception("failed", extra={"facts": {"id": number}})
+            LOG.exception("failed", extra={"fields": {"id": number}})
             if not status:
-                await failed().response()(scope, receive, sending)
+                await server_error().response()(scope, receive, send_with_id)
         finally:
-            for end in ending:
-                end()
+            for call in at_end:
+                call()
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.requests.labels(route, str(status or "gone")).inc()
-            told(
+            log_event(
                 "request",
                 logging.DEBUG if route in ("/health", "/metrics") else logging.INFO,
-                **facts,
+                **fields,
                 method=scope["method"],
                 path=scope["path"][:200],
                 status=status,
@@ -83,7 +83,7 @@ class RequestMiddleware:
 
 
 def host_of(scope: Scope) -> str:
-    """The name that a request was sent to, without its port."""
+    """The host that a request was sent to, without its port."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     host = next((value.decode("latin-1") for name, value in headers if name == b"host"), "")
     if host.startswith("["):
@@ -91,11 +91,11 @@ def host_of(scope: Scope) -> str:
     return host.partition(":")[0].lower()
 
 
-def at_end(scope: Scope, end: Callable[[], None]) -> None:
+def at_end(scope: Scope, call: Callable[[], None]) -> None:
     """Call something when a request is over, however it ends."""
-    scope["state"]["ending"].append(end)
+    scope["state"]["at_end"].append(call)
 
 
-def note(scope: Scope, **facts: Any) -> None:
-    """Facts for the line in the log of a request."""
-    scope["state"]["facts"].update(facts)
+def add_log_fields(scope: Scope, **fields: Any) -> None:
+    """Add fields to the line of a request in the log."""
+    scope["state"]["log_fields"].update(fields)

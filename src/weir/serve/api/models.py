@@ -1,4 +1,4 @@
-"""`GET /v1/models`: the one model, and a window without end in the spellings that clients read."""
+"""`GET /v1/models`: the one model, with a huge context window in all fields that clients read."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from weir.serve.api.errors import Refused
+from weir.serve.api.errors import APIError
 from weir.serve.client import EngineClient
 
 WINDOW = 1_000_000_000
-"""Tokens that a conversation is said to have room for.
+"""The context window that clients are told.
 
-There is no limit; but clients that know none take 128,000, and summarize what is held anyway.
+There is no limit; but clients that are told none assume 128,000 and summarize what they send.
 """
 
 router = APIRouter()
@@ -23,22 +23,22 @@ STARTED = int(time.time())
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
     """All models."""
-    return {"object": "list", "data": [card(request.app.state.desk)]}
+    return {"object": "list", "data": [card(request.app.state.client)]}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> dict[str, Any]:
     """One model."""
-    desk: EngineClient = request.app.state.desk
-    check_model(desk, name)
-    return card(desk)
+    client: EngineClient = request.app.state.client
+    check_model(client, name)
+    return card(client)
 
 
-def card(desk: EngineClient) -> dict[str, Any]:
-    """What is said of a model."""
-    limits = desk.limits
+def card(client: EngineClient) -> dict[str, Any]:
+    """The description of the model."""
+    limits = client.limits
     return {
-        "id": desk.name,
+        "id": client.name,
         "object": "model",
         "created": STARTED,
         "owned_by": "weir",
@@ -52,24 +52,24 @@ def card(desk: EngineClient) -> dict[str, Any]:
         "meta": {"n_ctx": WINDOW, "n_ctx_train": WINDOW},
         "top_provider": {"context_length": WINDOW, "max_completion_tokens": limits.answer},
         "weir": {
-            "policy": str(desk.engine.cache.policy),
-            "chunk": desk.engine.cache.chunk,
-            "continues": desk.wording.lines,
+            "policy": str(client.engine.cache.policy),
+            "chunk": client.engine.cache.chunk,
+            "continues": client.renderer.is_line_based,
             "prompt_tokens_of_a_request": limits.prompt,
         },
     }
 
 
-def check_model(desk: EngineClient, name: str) -> None:
-    """Refuse a model that is not here.
+def check_model(client: EngineClient, name: str) -> None:
+    """Check the name of a model.
 
     Raises:
-        Refused: with OpenAI's code for it.
+        APIError: the server has another one.
     """
-    if name != desk.name:
-        raise Refused(
+    if name != client.name:
+        raise APIError(
             404,
-            f"there is no such model here; this server has {desk.name!r}",
+            f"there is no such model here; this server has {client.name!r}",
             param="model",
             code="model_not_found",
         )

@@ -1,7 +1,7 @@
-"""What the server can be asked, as OpenAPI describes it. Knows no route.
+"""The OpenAPI description of the server, corrected where FastAPI cannot know it.
 
-Routes read their bodies themselves, within bounds, so FastAPI does not know what they take; and
-errors have OpenAI's form and not FastAPI's.
+Routes read their bodies themselves, within bounds, so that FastAPI does not know them; and errors
+have OpenAI's format instead of FastAPI's. Knows no route.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from weir.serve.api.errors import ErrorBody
 ERRORS: dict[int | str, dict[str, Any]] = {
     "default": {"model": ErrorBody, "description": "It was not answered, and this says why."}
 }
-"""For a router: all its errors."""
+"""The errors of every route, for a router."""
 
 _REFERENCE = "#/components/schemas/{model}"
 
 
 def takes(kind: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
-    """For a route: it takes a body.
+    """Describe the body of a route.
 
     Args:
         kind: of the body.
-        streams: whether it answers with events where the body asks for them.
+        streams: whether the route can answer with events.
     """
     schema = kind.model_json_schema(ref_template=_REFERENCE)
     content = {"application/json": {"schema": schema}}
     required = any(field.is_required() for field in kind.model_fields.values())
-    told: dict[str, Any] = {"requestBody": {"required": required, "content": content}}
+    description: dict[str, Any] = {"requestBody": {"required": required, "content": content}}
     if streams:
         events = {"text/event-stream": {"schema": {"type": "string"}}}
-        told["responses"] = {"200": {"content": events}}
-    return told
+        description["responses"] = {"200": {"content": events}}
+    return description
 
 
-def describe(app: FastAPI) -> dict[str, Any]:
-    """All that an application can be asked."""
+def describe_app(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI description of an application."""
     described: dict[str, Any] = app.openapi()
     schemas = described.setdefault("components", {}).setdefault("schemas", {})
     for path in described["paths"].values():
         for operation in path.values():
-            # Nothing is checked by FastAPI, so nothing is refused in its form.
+            # FastAPI validates no body, so it sends no such error.
             operation["responses"].pop("422", None)
             for content in operation.get("requestBody", {}).get("content", {}).values():
                 schemas.update(content.get("schema", {}).pop("$defs", {}))

@@ -1,4 +1,4 @@
-"""`/health`, `/metrics` and `/openapi.json`: for those who run the server."""
+"""`/health`, `/metrics` and `/openapi.json`, for the operators of the server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from weir.serve.api.openapi import describe
+from weir.serve.api.openapi import describe_app
 from weir.serve.client import EngineClient
 
 router = APIRouter()
@@ -18,8 +18,8 @@ public = APIRouter()
 @public.get("/health")
 async def health(request: Request) -> Response:
     """Whether answers are given; the only route that needs no key."""
-    desk: EngineClient = request.app.state.desk
-    if desk.failure is not None:
+    client: EngineClient = request.app.state.client
+    if client.failure is not None:
         return JSONResponse({"status": "failed"}, 503)
     return JSONResponse({"status": "ok"})
 
@@ -33,4 +33,4 @@ async def metrics(request: Request) -> Response:
 @router.get("/openapi.json", include_in_schema=False)
 async def openapi(request: Request) -> dict[str, Any]:
     """What this server can be asked, for programs."""
-    return describe(request.app)
+    return describe_app(request.app)

@@ -1,4 +1,4 @@
-"""What an answer must look like, made of what a client asks for: a schema, tools, or both."""
+"""The format that an answer is held to: a JSON schema, tool calls, or both."""
 
 from __future__ import annotations
 
@@ -9,142 +9,119 @@ from dataclasses import dataclass, replace
 from starlette.requests import Request
 
 from weir.errors import WeirError
-from weir.serve.api.errors import Refused
-from weir.serve.api.schemas.formats import Offer, ResponseFormat
-from weir.serve.client import EngineClient, Wish
-from weir.serve.structured import SPACES, BadSchema, Grammars, check_schema, guided
+from weir.serve.api.errors import APIError
+from weir.serve.api.schemas.formats import ResponseFormat, ToolOffer
+from weir.serve.client import EngineClient, GenerationRequest
+from weir.serve.structured import (
+    ANY_SPACE,
+    BadSchema,
+    GrammarCompiler,
+    add_guidance,
+    check_schema,
+)
 from weir.serve.tools import Tool
-from weir.serve.tools.grammar import CallMode, rules_of
-
-SCHEMA = "response_format.json_schema.schema"
+from weir.serve.tools.grammar import CallMode, tool_grammar
 
 
 @dataclass(frozen=True)
-class Tooling:
-    """The tools of a request.
+class ToolUse:
+    """The tools of a request, checked.
 
     Attributes:
-        tools: all that the model is told of.
+        tools: all that are described to the model.
         callable: those that it may call.
         choice: whether it calls any.
-        several: whether it may call more than once.
-        places: where the schema of each of the callable stands in the request, for errors.
+        parallel: whether it may make more than one call.
+        params: for each of the callable, the field of the request with its schema, for errors.
     """
 
     tools: Sequence[Tool] = ()
-    callable: Sequence[Tool] = ()
+    callable: tuple[Tool, ...] = ()
     choice: CallMode = "none"
-    several: bool = True
-    places: Sequence[str] = ()
+    parallel: bool = True
+    params: Sequence[str] = ()
 
 
-def tooling_of(desk: EngineClient, offer: Offer) -> Tooling:
-    """The tools that a client offers.
+def check_tools(client: EngineClient, offer: ToolOffer) -> ToolUse:
+    """Check the tools that a client offers.
 
     Raises:
-        Refused: they do not fit to each other, or to the model.
+        APIError: they contradict each other, or the model's call format is not known.
     """
     tools = offer.tools
     if not tools:
         if offer.names is not None or offer.choice == "required":
-            raise Refused(400, "there are no tools to choose", param="tool_choice")
-        return Tooling()
-    if len({tool.name for tool in tools}) < len(tools):
-        raise Refused(400, "two tools have the same name", param="tools")
+            raise APIError(400, "there are no tools to choose", param="tool_choice")
+        return ToolUse()
+    known = [tool.name for tool in tools]
+    if len(set(known)) < len(tools):
+        raise APIError(400, "two tools have the same name", param="tools")
     for number, tool in enumerate(tools):
         if tool.schema.get("type", "object") != "object":
-            raise Refused(
+            raise APIError(
                 400,
                 f"the parameters of {tool.name} are to have the type object",
-                param=offer.schemas.format(number),
+                param=offer.schema_param.format(number),
                 code="invalid_json_schema",
             )
     try:
-        form = desk.wording.form
+        form = client.renderer.call_format
     except WeirError as error:
-        raise Refused(400, str(error), param="tools", code="unsupported") from None
-    names = [tool.name for tool in tools] if offer.names is None else offer.names
-    unknown = next((name for name in names if name not in [tool.name for tool in tools]), None)
+        raise APIError(400, str(error), param="tools", code="unsupported") from None
+    names = known if offer.names is None else offer.names
+    unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
-        raise Refused(400, f"there is no tool {unknown} among the tools", param=offer.chosen)
-    numbers = [number for number, tool in enumerate(tools) if tool.name in names]
-    return Tooling(
+        message = f"there is no tool {unknown} among the tools"
+        raise APIError(400, message, param=offer.choice_param)
+    numbers = [number for number, name in enumerate(known) if name in names]
+    return ToolUse(
         tools,
-        [tools[number] for number in numbers],
+        tuple(tools[number] for number in numbers),
         offer.choice or "auto",
-        offer.several and form.several,
-        [offer.schemas.format(number) for number in numbers],
+        offer.parallel and form.parallel,
+        [offer.schema_param.format(number) for number in numbers],
     )
 
 
-async def shaped(
-    request: Request, wanted: ResponseFormat | None, tooling: Tooling, wish: Wish, param: str
-) -> Wish:
-    """A wish for answers that look like what a client asks for.
+async def add_constraint(
+    http: Request,
+    wanted: ResponseFormat | None,
+    use: ToolUse,
+    request: GenerationRequest,
+    param: str,
+) -> GenerationRequest:
+    """Hold the answers of a request to a format; grammars are compiled in a thread.
 
     Args:
-        request: to this server.
-        wanted: the form of an answer; None for text.
-        tooling: what the model may call.
-        wish: for answers that may be anything.
-        param: where the form's schema stands, for errors.
+        http: of the client.
+        wanted: the format of an answer; None for text.
+        use: of tools.
+        request: for answers in any format.
+        param: the field with the schema of the format, for errors.
 
     Raises:
-        Refused: nothing can be held to it.
+        APIError: answers cannot be held to it.
     """
-    desk: EngineClient = request.app.state.desk
-    free = (wanted is None or wanted.type == "text") and tooling.choice != "required"
-    if desk.wording.lines and free:
-        wish = wish.ending_with("\n")
-    if free and not tooling.tools:
-        return wish
-    grammars: Grammars = request.app.state.grammars
-    return await asyncio.to_thread(_held, desk, grammars, wanted, tooling, wish, param)
-
-
-def _held(
-    desk: EngineClient,
-    grammars: Grammars,
-    wanted: ResponseFormat | None,
-    tooling: Tooling,
-    wish: Wish,
-    param: str,
-) -> Wish:
-    schema, strict = _schema(wanted)
-    if not tooling.tools:
-        assert schema is not None
-        try:
-            return replace(wish, constraint=grammars.of_schema(schema, strict=strict).mask)
-        except BadSchema as error:
-            raise _bad("the schema", error, param) from None
+    client: EngineClient = http.app.state.client
+    is_text = wanted is None or wanted.type == "text"
+    if client.renderer.is_line_based and is_text and use.choice != "required":
+        request = replace(request, stops=(*request.stops, "\n"))
+    schema, strict = _schema_of(wanted)
+    grammars: GrammarCompiler = http.app.state.grammars
+    if use.tools:
+        arguments = (client, grammars, schema, strict, use, request, param)
+        return await asyncio.to_thread(_compile_tools, *arguments)
+    if schema is None:
+        return request
     try:
-        if schema is not None:
-            check_schema(schema)
+        compiled = await asyncio.to_thread(grammars.compile_schema, schema, strict=strict)
     except BadSchema as error:
-        raise _bad("the schema", error, param) from None
-    for tool, place in zip(tooling.callable, tooling.places, strict=True):
-        _check(tool, place)
-    grammar = rules_of(
-        desk.wording.form,
-        tooling.callable,
-        tooling.choice,
-        several=tooling.several,
-        lines=not desk.wording.lines,
-        special=desk.wording.special,
-        schema=None if schema is None else guided(schema, SPACES, strict=strict),
-    )
-    whole = tooling.choice == "required" or schema is not None
-    try:
-        shape = grammars.of_grammar(grammar, whole=whole)
-    except BadSchema as error:
-        raise _blamed(grammars, schema, strict, tooling, error, param) from None
-    calls = tuple(tooling.callable) if tooling.choice != "none" else ()
-    alone = tooling.choice == "required"
-    return replace(wish, constraint=shape.mask, tools=calls, alone=alone)
+        raise _invalid_schema("the schema", error, param) from None
+    return replace(request, constraint=compiled.constraint)
 
 
-def _schema(wanted: ResponseFormat | None) -> tuple[dict[str, object] | None, bool]:
-    """The schema that an answer is to be valid to, and whether all of it counts."""
+def _schema_of(wanted: ResponseFormat | None) -> tuple[dict[str, object] | None, bool]:
+    """The schema of a format, and whether unknown keywords are refused."""
     if wanted is None or wanted.type == "text":
         return None, False
     named = wanted.json_schema
@@ -153,37 +130,55 @@ def _schema(wanted: ResponseFormat | None) -> tuple[dict[str, object] | None, bo
     return named.of, bool(named.strict)
 
 
-def _check(tool: Tool, place: str) -> None:
-    try:
-        check_schema(tool.schema)
-    except BadSchema as error:
-        raise _bad(f"the parameters of {tool.name}", error, place) from None
-
-
-def _blamed(
-    grammars: Grammars,
+def _compile_tools(
+    client: EngineClient,
+    grammars: GrammarCompiler,
     schema: dict[str, object] | None,
     strict: bool,
-    tooling: Tooling,
-    error: BadSchema,
+    use: ToolUse,
+    request: GenerationRequest,
     param: str,
-) -> Refused:
-    """Which of several schemas it is that cannot be held to."""
-    if schema is not None:
+) -> GenerationRequest:
+    """Hold answers to tool calls, and to a schema where they are not calls."""
+    schemas = [] if schema is None else [("the schema", schema, strict, param)]
+    schemas += [
+        (f"the parameters of {tool.name}", dict(tool.schema), tool.strict, place)
+        for tool, place in zip(use.callable, use.params, strict=True)
+    ]
+    for what, one, _, place in schemas:
         try:
-            grammars.of_schema(schema, strict=strict)
-        except BadSchema as own:
-            return _bad("the schema", own, param)
-    for tool, place in zip(tooling.callable, tooling.places, strict=True):
-        try:
-            grammars.of_schema(tool.schema, strict=tool.strict)
-        except BadSchema as own:
-            return _bad(f"the parameters of {tool.name}", own, place)
-    return _bad("all tools together", error, "tools")
+            check_schema(one)
+        except BadSchema as error:
+            raise _invalid_schema(what, error, place) from None
+    grammar = tool_grammar(
+        client.renderer.call_format,
+        use.callable,
+        use.choice,
+        parallel=use.parallel,
+        newlines=not client.renderer.is_line_based,
+        special=client.renderer.call_tokens,
+        schema=None if schema is None else add_guidance(schema, ANY_SPACE, strict=strict),
+    )
+    stop_when_complete = use.choice == "required" or schema is not None
+    try:
+        compiled = grammars.compile(grammar, stop_when_complete=stop_when_complete)
+    except BadSchema as error:
+        # Which of the schemas is it?
+        for what, one, one_strict, place in schemas:
+            try:
+                grammars.compile_schema(one, strict=one_strict)
+            except BadSchema as own:
+                raise _invalid_schema(what, own, place) from None
+        raise _invalid_schema("all tools together", error, "tools") from None
+    return replace(
+        request,
+        constraint=compiled.constraint,
+        tools=use.callable if use.choice != "none" else (),
+        calls_only=use.choice == "required",
+    )
 
 
-def _bad(what: str, error: BadSchema, param: str) -> Refused:
-    """Nothing can be held to a schema."""
-    return Refused(
+def _invalid_schema(what: str, error: BadSchema, param: str) -> APIError:
+    return APIError(
         400, f"{what} cannot be held to: {error}", param=param, code="invalid_json_schema"
     )

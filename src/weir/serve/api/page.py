@@ -1,7 +1,7 @@
-"""`GET /`: a page to talk to the model and to see what its cache remembers.
+"""`GET /`: a page for talking to the model and watching what its cache remembers.
 
-The page is plain files in `weir/serve/page`, read once. It loads nothing from anywhere else, and a
-browser is told to see to that. It needs no key itself; all that it asks for is behind the key.
+The page consists of files in `weir/serve/page`, read once. It loads nothing from elsewhere, which
+its Content-Security-Policy enforces. It needs no key itself, but what it asks for does.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from starlette.responses import Response
 from weir.serve.api.errors import not_found
 
 public = APIRouter()
-KINDS = {
+MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
 INDEX = "index.html"
-PLACE = "{files}"
-"""What stands in the page for the address of its files."""
+PLACEHOLDER = "{files}"
+"""Stands in the page for the URL of its files."""
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -40,37 +40,37 @@ HEADERS = {
 
 @cache
 def contents() -> tuple[str, dict[str, bytes]]:
-    """A hash of all files of the page, and what each is by its name."""
+    """A hash of all files of the page, and the files by name."""
     found = {
-        each.name: each.read_bytes()
-        for each in sorted(files("weir.serve").joinpath("page").iterdir(), key=lambda it: it.name)
-        if "." + each.name.rpartition(".")[2] in KINDS
+        file.name: file.read_bytes()
+        for file in sorted(files("weir.serve").joinpath("page").iterdir(), key=lambda f: f.name)
+        if "." + file.name.rpartition(".")[2] in MEDIA_TYPES
     }
     digest = hashlib.sha256()
     for name, data in found.items():
         digest.update(f"{name} {len(data)} ".encode() + data)
     number = digest.hexdigest()[:16]
-    found[INDEX] = found[INDEX].replace(PLACE.encode(), f"page/{number}".encode())
+    found[INDEX] = found[INDEX].replace(PLACEHOLDER.encode(), f"page/{number}".encode())
     return number, found
 
 
 @public.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
 async def index(request: Request) -> Response:
-    """The page. Browsers ask each time whether theirs is still the same."""
+    """The page, which browsers validate each time."""
     number, found = contents()
     tag = f'"{number}"'
     headers = {**HEADERS, "ETag": tag, "Cache-Control": "no-cache"}
     if tag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
-    return Response(found[INDEX], media_type=KINDS[".html"], headers=headers)
+    return Response(found[INDEX], media_type=MEDIA_TYPES[".html"], headers=headers)
 
 
 @public.get("/page/{number}/{name}", include_in_schema=False)
 async def file(number: str, name: str) -> Response:
-    """A file of the page. Its address has a hash of all, so that browsers may keep it for ever."""
+    """A file of the page, which browsers may keep for ever: its URL has a hash of all files."""
     known, found = contents()
     if number != known or name not in found or name == INDEX:
         raise not_found("file")
     headers = {**HEADERS, "Cache-Control": "public, max-age=31536000, immutable"}
-    kind = KINDS["." + name.rpartition(".")[2]]
+    kind = MEDIA_TYPES["." + name.rpartition(".")[2]]
     return Response(found[name], media_type=kind, headers=headers)

@@ -1,46 +1,47 @@
-"""Reading a request: whose it is, its body, its session; all of it before anything is done."""
+"""Reading of a request: its owner, body and session, before anything is done; and its hang-up."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from weir.serve.api.errors import Refused, invalid, overloaded
+from weir.serve.api.errors import APIError, invalid_body, rate_limited
 from weir.serve.api.keys import Keys
 from weir.serve.api.middleware import at_end
 from weir.serve.client import EngineClient
 from weir.serve.engine import Busy
 
-T = TypeVar("T", bound=BaseModel)
-SESSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
-HEADER = "x-session-id"
+Body = TypeVar("Body", bound=BaseModel)
+Result = TypeVar("Result")
+SESSION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
+SESSION_HEADER = "x-session-id"
 JSON = "application/json"
-LONGEST = 20
-"""Digits of a length; Python reads no number of thousands."""
+MAX_DIGITS = 20
+"""Digits of a Content-Length: `int` raises on a text with thousands of them."""
 
 
-class Gone(Exception):
+class ClientGone(Exception):
     """The client has hung up."""
 
 
-def authorized(request: Request) -> str:
-    """Whose request it is; a dependency of every route but `/health`.
+def authorize(request: Request) -> str:
+    """The owner of a request; a dependency of every route but `/health`.
 
     Raises:
-        Refused: the key is missing or wrong.
+        APIError: the key is missing or wrong.
     """
     keys: Keys = request.app.state.keys
     if not keys:
         return ""
-    kind, _, key = request.headers.get("authorization", "").partition(" ")
-    owner = keys.owner(key.strip()) if kind.lower() == "bearer" else None
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    owner = keys.owner_of(key.strip()) if scheme.lower() == "bearer" else None
     if owner is None:
-        raise Refused(
+        raise APIError(
             401,
             "a key is needed that this server knows: Authorization: Bearer KEY",
             code="invalid_api_key",
@@ -49,46 +50,48 @@ def authorized(request: Request) -> str:
     return owner
 
 
-def enter(request: Request, owner: str) -> EngineClient:
-    """A request counts as one of its owner's from now on.
+def begin_request(request: Request, owner: str) -> EngineClient:
+    """Count a request as one of its owner's until it ends.
 
     Raises:
-        Refused: there are too many already.
+        APIError: there are too many already.
     """
-    desk: EngineClient = request.app.state.desk
+    client: EngineClient = request.app.state.client
     try:
-        desk.enter(owner)
+        client.begin_request(owner)
     except Busy as error:
-        raise overloaded(str(error)) from None
-    at_end(request.scope, lambda: desk.leave(owner))
-    return desk
+        raise rate_limited(str(error)) from None
+    at_end(request.scope, lambda: client.end_request(owner))
+    return client
 
 
-async def chunks(request: Request, kind: str, limit: int, seconds: float) -> AsyncIterator[bytes]:
-    """The body of a request, as it comes.
+async def read_chunks(
+    request: Request, media_type: str, limit: int, seconds: float
+) -> AsyncIterator[bytes]:
+    """Read the body of a request as it comes.
 
     Args:
-        request: whose.
-        kind: its media type.
+        request: of the client.
+        media_type: that it must have.
         limit: bytes that it may have.
-        seconds: in which all of it must be there.
+        seconds: in which all of it must have come.
 
     Raises:
-        Refused: it is too large, of another type, or comes too slowly.
-        Gone: it does not come whole.
+        APIError: it is too large, of another type, or comes too slowly.
+        ClientGone: the client has hung up.
     """
-    if request.headers.get("content-type", "").partition(";")[0].strip() != kind:
+    if request.headers.get("content-type", "").partition(";")[0].strip() != media_type:
         # Pages in a browser may send anything else to any address without asking.
-        what = "JSON" if kind == JSON else "a file"
-        raise Refused(415, f"the body must be {what}: Content-Type: {kind}")
-    too_large = Refused(
+        what = "JSON" if media_type == JSON else "a file"
+        raise APIError(415, f"the body must be {what}: Content-Type: {media_type}")
+    too_large = APIError(
         413,
         f"the body may have {limit:,} bytes",
         code="request_too_large",
         headers={"Connection": "close"},
     )
-    told = request.headers.get("content-length", "0")
-    if not told.isdecimal() or len(told) > LONGEST or int(told) > limit:
+    length = request.headers.get("content-length", "0")
+    if not length.isdecimal() or len(length) > MAX_DIGITS or int(length) > limit:
         raise too_large
     read, until = 0, asyncio.get_running_loop().time() + seconds
     parts = request.stream()
@@ -103,68 +106,92 @@ async def chunks(request: Request, kind: str, limit: int, seconds: float) -> Asy
                 raise too_large
             yield chunk
     except TimeoutError:
-        raise Refused(
+        raise APIError(
             408, "the body did not come in time", headers={"Connection": "close"}
         ) from None
     except ClientDisconnect:
-        raise Gone from None
+        raise ClientGone from None
 
 
-async def read_body(request: Request, kind: type[T], owner: str) -> T:
-    """The body of a request, which counts as one of its owner's from now on.
+async def read_body(request: Request, kind: type[Body], owner: str) -> Body:
+    """Read and validate the body of a request, which counts as one of its owner's from now on.
 
-    None at all is an empty object where all fields may be left out.
+    No body at all is an empty object, if no field is required.
 
     Raises:
-        Refused: there are too many already, or it is too large, comes too slowly, or is not what it
-            should be.
-        Gone: it does not come whole.
+        APIError: the owner has too many requests, or the body is too large, slow or wrong.
+        ClientGone: the client has hung up.
     """
-    limits = enter(request, owner).limits
+    limits = begin_request(request, owner).limits
     read = bytearray()
-    free = not any(field.is_required() for field in kind.model_fields.values())
-    if not (free and _bodiless(request)):
-        async for chunk in chunks(request, JSON, limits.body, limits.stall):
+    optional = not any(field.is_required() for field in kind.model_fields.values())
+    if not (optional and _has_no_body(request)):
+        async for chunk in read_chunks(request, JSON, limits.body, limits.stall):
             read += chunk
     try:
-        return kind.model_validate_json(bytes(read) or (b"{}" if free else b""))
+        return kind.model_validate_json(bytes(read) or (b"{}" if optional else b""))
     except ValidationError as error:
-        raise invalid(error) from None
+        raise invalid_body(error) from None
 
 
-def _bodiless(request: Request) -> bool:
-    """Whether a program sends no body at all; pages in a browser say where they are from."""
-    told = request.headers
-    return told.get("content-length", "0") == "0" and not any(
-        name in told for name in ("content-type", "transfer-encoding", "origin")
+def _has_no_body(request: Request) -> bool:
+    """Whether a program sends no body; a page in a browser would name its origin."""
+    headers = request.headers
+    return headers.get("content-length", "0") == "0" and not any(
+        name in headers for name in ("content-type", "transfer-encoding", "origin")
     )
 
 
-def known_query(request: Request) -> None:
-    """Look at what stands behind `?` in an address; a dependency of routes.
+def check_query(request: Request) -> None:
+    """Refuse unknown query parameters; a dependency of routes.
 
     Raises:
-        Refused: the route has no such parameter.
+        APIError: the route has no such parameter.
     """
     top = request.scope["route"].dependant
-    known = {each.alias for part in (top, *top.dependencies) for each in part.query_params}
+    known = {param.alias for part in (top, *top.dependencies) for param in part.query_params}
     for name in request.query_params:
         if name not in known:
             message = f"Unrecognized request argument supplied: {name[:80]}"
-            raise Refused(400, message, param=name[:80], code="unknown_parameter")
+            raise APIError(400, message, param=name[:80], code="unknown_parameter")
 
 
-def session_of(request: Request) -> str | None:
-    """The session that a client names.
+def named_session(request: Request) -> str | None:
+    """The session that the client names, if it does.
 
     Raises:
-        Refused: that is no name.
+        APIError: that is no name of a session.
     """
-    name = request.headers.get(HEADER)
-    if name is not None and not SESSION.fullmatch(name):
-        raise Refused(
+    name = request.headers.get(SESSION_HEADER)
+    if name is not None and not SESSION_NAME.fullmatch(name):
+        raise APIError(
             400,
-            f"{HEADER} is 1 to 128 letters, digits or _ . : -, and begins with a letter or digit",
-            param=HEADER,
+            f"{SESSION_HEADER} is 1 to 128 letters, digits or _ . : -, and begins with a letter "
+            "or digit",
+            param=SESSION_HEADER,
         )
     return name
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled if the client hangs up.
+
+    Raises:
+        ClientGone: it did.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(wait_disconnect(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def wait_disconnect(receive: Callable[[], Any]) -> None:
+    """Return when the client has hung up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,4 +1,4 @@
-"""An application on a socket, until it is told to end."""
+"""The server: an application on a socket, until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from weir.errors import WeirError
 from weir.serve.api.keys import Keys
 from weir.serve.limits import Limits
 
-CONNECTIONS = 1024
+MAX_CONNECTIONS = 1024
 """Connections that may be open at once; further requests get 503."""
-TOLD = 5
+GRACE = 5
 """Seconds for telling clients that their answers have been given up."""
 
 
 def bind(host: str, port: int, keys: Keys) -> socket.socket:
-    """A socket at an address, for `run_app`.
+    """Bind a socket to an address, for `run_app`.
 
     Args:
         host: a name or an address.
         port: 0 takes any that is free.
-        keys: of clients; without any, only this machine's own address is taken.
+        keys: of clients; without any, only a loopback address is taken.
 
     Raises:
-        WeirError: the address can be reached from elsewhere and there are no keys, or it is taken
-            or is none.
+        WeirError: the address can be reached from elsewhere and there are no keys, or it is in use
+            or does not exist.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -54,11 +54,11 @@ def bind(host: str, port: int, keys: Keys) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Ends what it serves when it is told to end.
+    """A uvicorn server that drains the engine when it is told to end.
 
     Args:
         config: of the server.
-        drain: lets answers end, and returns when those that do not have been given up.
+        drain: waits for answers, and gives up those that take too long.
     """
 
     def __init__(self, config: uvicorn.Config, drain: Callable[[], None]) -> None:
@@ -66,7 +66,7 @@ class _Server(uvicorn.Server):
         self._draining = threading.Thread(target=drain, name="weir drain", daemon=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take no more connections."""
+        """Take no more connections, and start to drain."""
         super().handle_exit(sig, frame)
         if self._draining.ident is None:
             self._draining.start()
@@ -75,14 +75,14 @@ class _Server(uvicorn.Server):
 def run_app(app: ASGIApp, bound: socket.socket, limits: Limits, drain: Callable[[], None]) -> None:
     """Serve until SIGTERM or SIGINT.
 
-    Then no more requests are taken, answers under way have `limits.drain` seconds to end, and what
-    has not ended by then never happened, and its client is told. A second SIGINT waits for nothing.
+    Then no more requests are taken and answers have `limits.drain` seconds to end. The others are
+    given up and their clients are told. A second SIGINT ends at once.
 
     Args:
         app: from `make_app`.
         bound: from `bind`; closed when it returns.
         limits: as the application's.
-        drain: lets answers end for so long and gives up the rest (`EngineClient.drain`).
+        drain: `EngineClient.drain` with these seconds.
     """
     server = _Server(
         uvicorn.Config(
@@ -94,14 +94,13 @@ def run_app(app: ASGIApp, bound: socket.socket, limits: Limits, drain: Callable[
             log_config=None,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=CONNECTIONS,
-            timeout_graceful_shutdown=round(limits.drain) + TOLD,
+            limit_concurrency=MAX_CONNECTIONS,
+            timeout_graceful_shutdown=round(limits.drain) + GRACE,
         ),
         drain,
     )
-    # uvicorn takes these signals while it serves and raises them again when it has ended well,
-    # which is no reason for the process to die of them.
-    before = {number: signal.signal(number, _ended) for number in (signal.SIGTERM, signal.SIGINT)}
+    # uvicorn raises these signals again when it has ended well, and they must not kill the process.
+    before = {number: signal.signal(number, _ignore) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         server.run(sockets=[bound])
     finally:
@@ -110,5 +109,5 @@ def run_app(app: ASGIApp, bound: socket.socket, limits: Limits, drain: Callable[
             signal.signal(number, handler)
 
 
-def _ended(number: int, frame: FrameType | None) -> None:
-    """The server has ended already."""
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Handle a signal after the server has ended."""

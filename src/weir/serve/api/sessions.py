@@ -1,4 +1,4 @@
-"""`/v1/sessions`: what is kept of conversations, for their owner and nobody else."""
+"""`/v1/sessions`: the saved sessions of an owner."""
 
 from __future__ import annotations
 
@@ -13,11 +13,18 @@ from pydantic import Field, StringConstraints
 from starlette.responses import Response
 
 from weir.errors import WeirError
-from weir.serve.api.errors import Refused, conflict, not_found, overloaded
+from weir.serve.api.errors import APIError, conflict, not_found, rate_limited
 from weir.serve.api.openapi import takes
-from weir.serve.api.requests import SESSION, authorized, chunks, enter, known_query, read_body
+from weir.serve.api.requests import (
+    SESSION_NAME,
+    authorize,
+    begin_request,
+    check_query,
+    read_body,
+    read_chunks,
+)
 from weir.serve.api.schemas.base import Strict
-from weir.serve.api.schemas.items import Page
+from weir.serve.api.schemas.items import PageQuery
 from weir.serve.api.sse import EventStream
 from weir.serve.client import EngineClient
 from weir.serve.engine import Busy
@@ -25,14 +32,15 @@ from weir.serve.sessions import NameTaken, SessionSummary, TurnRecord
 from weir.serve.sessions.manager import HeldByConversation, UnknownSession
 
 FILE = "application/octet-stream"
-READ = 2**18
-SLOWEST = 20
-"""A file may take so many times as long as a body."""
+CHUNK = 2**18
+"""Bytes of a file that are read at once."""
+FILE_PATIENCE = 20
+"""How many times as long as a JSON body a file may take."""
 
 BINARY = {FILE: {"schema": {"type": "string", "format": "binary"}}}
 
-router = APIRouter(dependencies=[Depends(known_query)])
-T = TypeVar("T")
+router = APIRouter(dependencies=[Depends(check_query)])
+Result = TypeVar("Result")
 Turn = Annotated[str, StringConstraints(pattern=r"^(resp_)?[0-9a-f]{32}$")]
 
 
@@ -40,7 +48,7 @@ class ForkBody(Strict):
     """`POST /v1/sessions/{name}/fork`."""
 
     turn: Turn | None = None
-    id: Annotated[str, StringConstraints(pattern=f"^{SESSION.pattern}$")] | None = None
+    id: Annotated[str, StringConstraints(pattern=f"^{SESSION_NAME.pattern}$")] | None = None
 
 
 class RewindBody(Strict):
@@ -50,8 +58,8 @@ class RewindBody(Strict):
 
 
 @dataclass(frozen=True)
-class TurnPage(Page):
-    """Which turns of a session are wanted: the oldest come first if nothing is said."""
+class TurnPage(PageQuery):
+    """The page of turns that a client asks for; oldest first if it does not say."""
 
     limit: Annotated[int, Query(ge=1, le=1000)] = 100
     order: Annotated[Literal["asc", "desc"], Query()] = "asc"
@@ -60,45 +68,47 @@ class TurnPage(Page):
 
 
 @router.get("/v1/sessions")
-async def sessions(request: Request, owner: str = Depends(authorized)) -> dict[str, Any]:
-    """All sessions, the one first whose newest turn is."""
-    desk: EngineClient = request.app.state.desk
-    found = await asyncio.to_thread(desk.store.list_sessions, owner)
-    # What was imported or forked is new here, and its turns are not.
+async def sessions(request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
+    """All sessions, most recently used first."""
+    client: EngineClient = request.app.state.client
+    found = await asyncio.to_thread(client.store.list_sessions, owner)
+    # A session that was imported or forked is new in the store, but its turns are not.
     found = sorted(found, key=lambda session: session.used)
-    return {"object": "list", "data": [told(session) for session in reversed(found)]}
+    return {"object": "list", "data": [session_object(session) for session in reversed(found)]}
 
 
 @router.post(
     "/v1/sessions/import", openapi_extra={"requestBody": {"required": True, "content": BINARY}}
 )
-async def take_in(request: Request, owner: str = Depends(authorized)) -> dict[str, Any]:
-    """Take in a session that was exported, as a new one."""
-    desk = enter(request, owner)
-    limits = desk.limits
-    with desk.store.make_scratch_folder() as folder:
+async def take_in(request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
+    """Import a session from a file, as a new one."""
+    client = begin_request(request, owner)
+    limits = client.limits
+    with client.store.make_scratch_folder() as folder:
         path = Path(folder) / "session"
         with open(path, "wb") as file:
-            async for chunk in chunks(request, FILE, limits.parcel, SLOWEST * limits.stall):
+            async for chunk in read_chunks(
+                request, FILE, limits.parcel, FILE_PATIENCE * limits.stall
+            ):
                 await asyncio.to_thread(file.write, chunk)
-        return told(await done(lambda: desk.sessions.import_file(owner, path)))
+        return session_object(await run_in_thread(lambda: client.sessions.import_file(owner, path)))
 
 
 @router.get("/v1/sessions/{name}")
-async def session(name: str, request: Request, owner: str = Depends(authorized)) -> dict[str, Any]:
+async def session(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
     """One session."""
-    desk: EngineClient = request.app.state.desk
-    found = await asyncio.to_thread(desk.store.get_session, owner, name)
+    client: EngineClient = request.app.state.client
+    found = await asyncio.to_thread(client.store.get_session, owner, name)
     if found is None:
         raise not_found("session")
-    return told(found)
+    return session_object(found)
 
 
 @router.delete("/v1/sessions/{name}")
-async def delete(name: str, request: Request, owner: str = Depends(authorized)) -> dict[str, Any]:
-    """Delete a session: no turn goes on from any that was in it alone."""
-    desk: EngineClient = request.app.state.desk
-    if not await done(lambda: desk.sessions.delete(owner, name)):
+async def delete(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
+    """Delete a session, with the turns that are in no other."""
+    client: EngineClient = request.app.state.client
+    if not await run_in_thread(lambda: client.sessions.delete(owner, name)):
         raise not_found("session")
     return {"id": name, "object": "session", "deleted": True}
 
@@ -108,45 +118,47 @@ async def turns(
     name: str,
     request: Request,
     page: Annotated[TurnPage, Depends()],
-    owner: str = Depends(authorized),
+    owner: str = Depends(authorize),
 ) -> dict[str, Any]:
-    """The turns of a session that are kept, in the order they came, so many at a time."""
-    desk: EngineClient = request.app.state.desk
-    records, path = await done(lambda: desk.sessions.list_turns(owner, name))
-    return page.told(page.of([turn(each, each.node in path) for each in records]))
+    """The turns of a session that are kept, in pages."""
+    client: EngineClient = request.app.state.client
+    records, path = await run_in_thread(lambda: client.sessions.list_turns(owner, name))
+    return page.to_json(page.cut([turn_object(record, record.node in path) for record in records]))
 
 
 @router.post("/v1/sessions/{name}/fork", openapi_extra=takes(ForkBody))
-async def fork(name: str, request: Request, owner: str = Depends(authorized)) -> dict[str, Any]:
-    """A new session that begins with what led to a turn of this one."""
+async def fork(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
+    """Fork a session at one of its turns."""
     body = await read_body(request, ForkBody, owner)
-    desk: EngineClient = request.app.state.desk
+    client: EngineClient = request.app.state.client
     node = None if body.turn is None else body.turn.removeprefix("resp_")
-    return told(await done(lambda: desk.sessions.fork(owner, name, node, body.id)))
+    return session_object(
+        await run_in_thread(lambda: client.sessions.fork(owner, name, node, body.id))
+    )
 
 
 @router.post("/v1/sessions/{name}/rewind", openapi_extra=takes(RewindBody))
-async def rewind(name: str, request: Request, owner: str = Depends(authorized)) -> dict[str, Any]:
-    """Let a session end with one of its turns."""
+async def rewind(name: str, request: Request, owner: str = Depends(authorize)) -> dict[str, Any]:
+    """Rewind a session to one of its turns."""
     body = await read_body(request, RewindBody, owner)
-    desk: EngineClient = request.app.state.desk
+    client: EngineClient = request.app.state.client
     node = body.turn.removeprefix("resp_")
-    return told(await done(lambda: desk.sessions.rewind(owner, name, node)))
+    return session_object(await run_in_thread(lambda: client.sessions.rewind(owner, name, node)))
 
 
 @router.get("/v1/sessions/{name}/export", openapi_extra={"responses": {"200": {"content": BINARY}}})
 async def export(
     name: str,
     request: Request,
-    owner: str = Depends(authorized),
+    owner: str = Depends(authorize),
     turns: Annotated[int | None, Field(ge=1, lt=2**31)] = None,
 ) -> Response:
-    """A session as a file, all of it or its newest turns."""
-    desk = enter(request, owner)
-    folder = desk.store.make_scratch_folder()
+    """Export a session, or its newest turns, as a file."""
+    client = begin_request(request, owner)
+    folder = client.store.make_scratch_folder()
     path = Path(folder.name) / "session"
     try:
-        await done(lambda: desk.sessions.export_file(owner, name, turns, path))
+        await run_in_thread(lambda: client.sessions.export_file(owner, name, turns, path))
     except BaseException:
         folder.cleanup()
         raise
@@ -155,37 +167,37 @@ async def export(
         "content-disposition": 'attachment; filename="session.safetensors"',
     }
     return EventStream(
-        _read(path), asyncio.Event(), desk.limits.stall, folder.cleanup, headers, FILE
+        _read(path), asyncio.Event(), client.limits.stall, folder.cleanup, headers, FILE
     )
 
 
 async def _read(path: Path) -> AsyncIterator[bytes]:
     with open(path, "rb") as file:
-        while chunk := await asyncio.to_thread(file.read, READ):
+        while chunk := await asyncio.to_thread(file.read, CHUNK):
             yield chunk
 
 
-async def done(work: Callable[[], T]) -> T:
-    """The result of what is done with sessions, in a thread.
+async def run_in_thread(work: Callable[[], Result]) -> Result:
+    """Run work on sessions in a thread.
 
     Raises:
-        Refused: it cannot be done.
+        APIError: it cannot be done.
     """
     try:
         return await asyncio.to_thread(work)
     except UnknownSession as error:
         raise not_found(str(error).rpartition(" ")[2]) from None
     except Busy as error:
-        raise overloaded(str(error)) from None
+        raise rate_limited(str(error)) from None
     except NameTaken as error:
         raise conflict(str(error), "already_exists", param="id") from None
     except HeldByConversation as error:
         raise conflict(str(error), "is_conversation") from None
     except WeirError as error:
-        raise Refused(400, str(error), code="invalid_value") from None
+        raise APIError(400, str(error), code="invalid_value") from None
 
 
-def told(session: SessionSummary) -> dict[str, Any]:
+def session_object(session: SessionSummary) -> dict[str, Any]:
     """A session as JSON."""
     return {
         "id": session.id,
@@ -204,18 +216,18 @@ def told(session: SessionSummary) -> dict[str, Any]:
     }
 
 
-def turn(record: TurnRecord, leads: bool) -> dict[str, Any]:
+def turn_object(record: TurnRecord, current: bool) -> dict[str, Any]:
     """A turn as JSON.
 
     Args:
         record: the turn.
-        leads: whether the newest turn goes on from it, over however many, or is it.
+        current: whether it is the newest turn, or leads to it.
     """
     return {
         "id": f"resp_{record.node}",
         "object": "session.turn",
         "parent": None if record.parent is None else f"resp_{record.parent}",
-        "current": leads,
+        "current": current,
         "created": int(record.created),
         "messages": [message.for_template() for message in record.messages],
         "seen": record.seen,

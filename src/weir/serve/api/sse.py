@@ -1,4 +1,4 @@
-"""Server-sent events to a client who may hang up, or stop reading."""
+"""Server-sent events to a client that may hang up, or stop reading."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from weir.serve.api.generation import hung_up
+from weir.serve.api.requests import wait_disconnect
 
 DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
-    """A response that is sent while it comes to be.
+    """A response that is sent while it is made.
 
     Args:
-        frames: what is sent; many events at a time where many are there.
-        overrun: set when more waits for the client than may.
+        frames: what is sent; each may have many events.
+        overrun: set when the client has read too little.
         stall: seconds that the client may leave what is sent unread.
-        close: called when it is over, however.
+        close: called at the end, whatever it was.
         headers: beside those of an event stream.
-        kind: its media type.
+        media_type: of the response.
     """
 
     def __init__(
@@ -34,25 +34,25 @@ class EventStream(Response):
         stall: float,
         close: Callable[[], None],
         headers: dict[str, str],
-        kind: str = "text/event-stream",
+        media_type: str = "text/event-stream",
     ) -> None:
         fixed = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(media_type=kind, headers={**fixed, **headers})
+        super().__init__(media_type=media_type, headers={**fixed, **headers})
         if "content-length" not in headers:
             del self.headers["content-length"]
         self._frames = frames
         self._overrun = overrun
         self._stall = stall
         self._close = close
-        self._since: float | None = None
+        self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it; a client who is cut off gets no end of it."""
+        """Send the frames; a client that does not read is cut off."""
         writing = asyncio.ensure_future(self._write(send))
         watching = {
-            asyncio.ensure_future(hung_up(receive)),
+            asyncio.ensure_future(wait_disconnect(receive)),
             asyncio.ensure_future(self._overrun.wait()),
-            asyncio.ensure_future(self._stalled()),
+            asyncio.ensure_future(self._wait_stall()),
         }
         try:
             await asyncio.wait({writing, *watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -67,39 +67,40 @@ class EventStream(Response):
         clock = asyncio.get_running_loop().time
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for frame in self._frames:
-            self._since = clock()
+            self._sending_since = clock()
             await send({"type": "http.response.body", "body": frame, "more_body": True})
-            self._since = None
+            self._sending_since = None
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _stalled(self) -> None:
-        """Returns when something that was sent has been left unread for too long.
+    async def _wait_stall(self) -> None:
+        """Return when a frame has been left unread for too long.
 
-        One look now and then: to set a timer for every token takes longer than to send it.
+        Polls, since setting a timer for every token would take longer than sending it.
         """
         clock = asyncio.get_running_loop().time
         left = self._stall
         while left > 0:
             await asyncio.sleep(left)
-            left = self._stall if self._since is None else self._since + self._stall - clock()
+            since = self._sending_since
+            left = self._stall if since is None else since + self._stall - clock()
 
 
-def frame(data: dict[str, Any]) -> bytes:
-    """One event."""
+def encode_event(data: dict[str, Any]) -> bytes:
+    """One event with JSON data."""
     return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
 
-class TextFrame:
-    """Events that are alike but for one text: all else is made once.
+class EventTemplate:
+    """Events that differ in one text: the rest is encoded once.
 
     Args:
-        data: an event whose text is `mark`, which is nowhere else in it.
-        mark: something that nobody says.
+        data: of an event whose text is `mark`.
+        mark: a text that stands nowhere else in it.
     """
 
     def __init__(self, data: dict[str, Any], mark: str) -> None:
-        self._before, self._after = frame(data).split(json.dumps(mark).encode())
+        self._before, self._after = encode_event(data).split(json.dumps(mark).encode())
 
-    def saying(self, text: str) -> bytes:
+    def encode(self, text: str) -> bytes:
         """The event with this text."""
         return self._before + json.dumps(text).encode() + self._after

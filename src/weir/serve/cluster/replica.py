@@ -127,7 +127,7 @@ class Replica:
             queue=settings.limits.queue,
             deterministic=settings.deterministic,
         )
-        self._desk = EngineClient(
+        self._client = EngineClient(
             engine,
             tokenizer,
             settings.name,
@@ -139,8 +139,8 @@ class Replica:
         threading.Thread(target=self._beat, name="weir-beat", daemon=True).start()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """The ASGI application, which Ray asks for."""
-        return make_app(self._desk, self._keys)
+        """Return the ASGI application, which Ray asks for."""
+        return make_app(self._client, self._keys)
 
     def check_health(self) -> None:
         """Let Ray replace a replica whose engine has failed.
@@ -148,7 +148,7 @@ class Replica:
         Raises:
             WeirError: the engine has failed.
         """
-        if self._desk.failure is not None:
+        if self._client.failure is not None:
             raise WeirError("the engine has failed, and nothing is answered any more")
 
     def _beat(self) -> None:

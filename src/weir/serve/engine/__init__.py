@@ -4,18 +4,19 @@ from weir.serve.engine.compilation import compile_engine, sizes_of
 from weir.serve.engine.engine import Cancelled, Engine, EngineLoad
 from weir.serve.engine.inspection import RowInspection
 from weir.serve.engine.output import (
-    Event,
     FailureEvent,
+    FinishedAnswer,
     FinishEvent,
     Notifier,
+    OutputEvent,
+    OutputProcessor,
     OutputQueue,
     StreamStats,
     TokenEvent,
 )
-from weir.serve.engine.request import Listener, Sequence, Stage
-from weir.serve.engine.runner import side_by_side
-from weir.serve.engine.sampler import Constraint, SampledToken, Sampler, SamplingParams
-from weir.serve.engine.scheduler import Busy, WaitQueue, read_together
+from weir.serve.engine.sampler import Constraint, SampledToken, Sampler, SamplingParams, sample
+from weir.serve.engine.scheduler import Busy, WaitQueue, fits_one_call, group_prefills
+from weir.serve.engine.sequence import Listener, Sequence
 
 __all__ = [
     "Busy",
@@ -23,23 +24,25 @@ __all__ = [
     "Constraint",
     "Engine",
     "EngineLoad",
-    "Event",
     "FailureEvent",
     "FinishEvent",
+    "FinishedAnswer",
     "Listener",
     "Notifier",
+    "OutputEvent",
+    "OutputProcessor",
     "OutputQueue",
     "RowInspection",
     "SampledToken",
     "Sampler",
     "SamplingParams",
     "Sequence",
-    "Stage",
     "StreamStats",
     "TokenEvent",
     "WaitQueue",
     "compile_engine",
-    "read_together",
-    "side_by_side",
+    "fits_one_call",
+    "group_prefills",
+    "sample",
     "sizes_of",
 ]

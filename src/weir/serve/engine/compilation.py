@@ -1,7 +1,7 @@
-"""The decode steps of an engine, compiled before its first turn.
+"""Compilation of an engine's decode steps, before its first sequence.
 
-A graph is made for each number of rows that a call may have, so there are few of these, and a call
-over others is made over the next larger one. Knows nothing about turns.
+A graph is made for each number of rows that a call may have. There are few of these, and a call
+over other numbers is made over the next larger one. Knows nothing about sequences.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from weir.errors import WeirError
 from weir.models import compile_steps
 from weir.serve.engine.engine import Engine
 
-APART = 4
-"""How many times as many rows the next larger graph has: a row that is computed for nothing costs
-little beside a graph that is waited for."""
+GROWTH = 4
+"""How many times as many rows the next larger graph has: computing a row for nothing costs little
+beside compiling another graph."""
 
 
 def sizes_of(engine: Engine) -> tuple[int, ...]:
-    """How many rows the decode calls of an engine have where they are compiled: 1, 4, 16, ... all.
+    """The numbers of rows that compiled decode calls have: 1, 4, 16, ... and all.
 
-    One, where each row is decoded by itself.
+    Only 1 in a deterministic engine.
     """
     rows = engine.load().rows
     sizes = [1]
     while not engine.deterministic and sizes[-1] < rows:
-        sizes.append(min(APART * sizes[-1], rows))
+        sizes.append(min(GROWTH * sizes[-1], rows))
     return tuple(sizes)
 
 
@@ -36,32 +36,32 @@ def sizes_of(engine: Engine) -> tuple[int, ...]:
 def compile_engine(
     engine: Engine, on_size: Callable[[int], None] = lambda size: None, **options: Any
 ) -> None:
-    """Compile an engine's decode steps, one after the other; nobody may have asked it anything.
+    """Compile the decode steps of an engine that has not been asked anything yet.
 
-    Answers differ by rounding only. Where a step cannot be compiled the engine is as it was, but
-    for the matrix products that were chosen.
+    Answers differ by rounding only. If compilation fails the engine is as it was, but for the
+    matrix products that were chosen.
 
     Args:
-        engine: whose rows are empty, and are afterwards.
-        on_size: told how many rows the next graph has.
-        options: for `weir.compile_steps`.
+        engine: its rows are empty, before and after.
+        on_size: called with the number of rows of the next graph.
+        options: of `weir.compile_steps`.
 
     Raises:
         WeirError: there is no compiler here, or it does not compile this model.
     """
     compile_steps(engine.model, strict=True, **options)
-    feeder = engine.feeder
+    runner = engine.runner
     try:
         for size in sizes_of(engine):
             on_size(size)
-            feeder.sizes = (size,)
+            runner.sizes = (size,)
             engine.cache.reset()
-            for _ in range(2):  # a layer learns from its first call what a graph is made of
-                feeder.feed({row: [0] for row in range(size)})
-        feeder.sizes = sizes_of(engine)
+            for _ in range(2):  # the first call tells a layer what its graph is made of
+                runner.run({row: [0] for row in range(size)})
+        runner.sizes = sizes_of(engine)
     except WeirError:
         compile_steps(engine.model, on=False)
-        feeder.sizes = ()
+        runner.sizes = ()
         raise
     finally:
         engine.cache.reset()

@@ -1,10 +1,9 @@
-"""The engine: many endless sessions through one model, in rows that are allocated once.
+"""The engine: endless sequences of many owners through one model, in rows allocated once.
 
-A step ends what was cancelled, gives free rows to turns that wait, makes one decode call over the
-rows that answer, and one call more that reads a piece of a prompt, or several prompts that are no
-longer together. So nobody's prompt stops the others for longer than a piece takes, and no row is
-ever taken from a turn: what a row holds does not grow. Knows tokens and nodes; nothing about text,
-HTTP or disks.
+A step gives free rows to sequences that wait, makes one decode call over the rows that answer, and
+one call more that reads a chunk of a prompt, or several short prompts. So a long prompt delays the
+others by one chunk at most, and a sequence keeps its row until it ends, since what a row holds
+does not grow. Knows tokens and checkpoints; nothing about text, HTTP or disks.
 """
 
 from __future__ import annotations
@@ -22,29 +21,28 @@ from weir.cache import StreamingCache
 from weir.errors import WeirError
 from weir.policies import Policy
 from weir.pools import Marks
-from weir.serve.engine.inspection import InspectionQueue, RowInspection, look
-from weir.serve.engine.request import Sequence, Stage
-from weir.serve.engine.rows import RowAllocator
+from weir.serve.engine.inspection import InspectionQueue, RowInspection, inspect_row
 from weir.serve.engine.runner import ModelRunner
-from weir.serve.engine.sampler import SampledToken, choose
-from weir.serve.engine.scheduler import WaitQueue, read_together
+from weir.serve.engine.sampler import SampledToken, sample
+from weir.serve.engine.scheduler import Scheduler
+from weir.serve.engine.sequence import Sequence, Stage
 from weir.serve.sessions import Checkpoint, SessionStore
 
-PIECE = 256
-"""Tokens of a prompt that are read between two decode calls."""
+PREFILL_CHUNK = 256
+"""Tokens of prompts that are read between two decode calls."""
 
 
 class Cancelled(WeirError):
-    """Nobody wants the turn any more."""
+    """The sequence was cancelled."""
 
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """What an engine is doing.
+    """How busy an engine is.
 
     Attributes:
-        rows, busy, resting: all rows, those that turns have, those at the end of a saved turn.
-        waiting: turns without a row.
+        rows, busy, resting: all rows, those of running sequences, those at a checkpoint.
+        waiting: sequences without a row.
         seen: tokens read and answered since the start.
         calls: decode calls since the start.
     """
@@ -58,27 +56,28 @@ class EngineLoad:
 
 
 class Engine:
-    """Answers turns of many sessions.
+    """Runs sequences.
 
-    `submit`, `cancel`, `look` and `load` may be called from any thread; everything else happens in
-    the thread that calls `run`, or `step` in a test.
+    `submit`, `cancel`, `inspect`, `forget`, `stop` and `load` may be called from any thread. All
+    else happens in the thread that calls `run`, or `step` in a test.
 
     Args:
-        model: a causal language model; nobody else may feed it meanwhile.
+        model: a causal language model, which nobody else feeds meanwhile.
         policy: of every row.
-        rows: turns that are answered at once.
-        store: keeps the ends of turns.
+        rows: sequences that run at once.
+        store: keeps the ends of sequences, with the records of their turns.
         chunk: tokens between two folds; None for what the policy was measured with, or 64.
-        piece: tokens of prompts that are read between two decode calls.
-        queue: turns that may wait while no row is free.
-        deterministic: what a turn answers depends on nobody else: each row is read and decoded in
-            calls of its own, since a matrix product of another batch may round otherwise.
+        prefill_chunk: tokens of prompts that are read between two decode calls.
+        queue: sequences that may wait while no row is free.
+        deterministic: an answer does not depend on what else is running: each row is read and
+            decoded in calls of its own, since matrix products of other batches may round otherwise.
 
     Attributes:
         cache: the rows.
-        feeder: of them.
+        runner: feeds them.
+        scheduler: decides which sequences run.
         deterministic: as given.
-        on_step: called when listeners have heard of the tokens of a step, all of them.
+        on_step: called twice a step, when listeners have got the tokens of a call.
 
     Raises:
         WeirError: the model cannot be served, or the rows do not fit into memory.
@@ -92,322 +91,292 @@ class Engine:
         store: SessionStore,
         *,
         chunk: int | None = None,
-        piece: int = PIECE,
+        prefill_chunk: int = PREFILL_CHUNK,
         queue: int = 64,
         deterministic: bool = False,
     ) -> None:
         self.model = model
         self.cache = StreamingCache(model, policy, chunk=chunk, batch=rows, failures="keep")
         self.store = store
-        self.on_step: Callable[[], None] = lambda: None
-        self._piece = piece
         self.deterministic = deterministic
-        self.feeder = ModelRunner(model, self.cache)
-        self._table = RowAllocator(rows)
-        self._waiting = WaitQueue(queue)
-        self._turns: list[Sequence] = []  # with a row, the one that was served longest ago first
-        self._looks = InspectionQueue()
+        self.runner = ModelRunner(model, self.cache)
+        self.scheduler = Scheduler(rows, queue, prefill_chunk, deterministic=deterministic)
+        self.on_step: Callable[[], None] = lambda: None
+        self._inspections = InspectionQueue()
         self._seen = self._calls = 0
         self._stopping = False
-        self._news = threading.Condition()
+        self._changed = threading.Condition()  # guards all of the above, and wakes `run`
 
     # --- from any thread
 
-    def submit(self, turn: Sequence) -> None:
-        """Let a turn wait for a row.
+    def submit(self, sequence: Sequence) -> None:
+        """Let a sequence wait for a row.
 
         Raises:
-            Busy: as many wait as may.
-            WeirError: the engine is stopping, or the turn has nothing to read.
+            Busy: the queue is full.
+            WeirError: the engine is stopping, or the sequence has nothing to read.
         """
-        if not turn.ids:
+        if not sequence.prompt_ids:
             raise WeirError("a turn reads one token or more")
-        if turn.limit < 1:
-            raise WeirError(f"a turn answers with one token or more, not {turn.limit}")
-        with self._news:
+        if sequence.max_tokens < 1:
+            raise WeirError(f"a turn answers with one token or more, not {sequence.max_tokens}")
+        with self._changed:
             if self._stopping:
                 raise WeirError("the engine is stopping and takes no more turns")
-            self._waiting.add(turn, self._table.size - self._table.busy)
-            self._news.notify()
+            self.scheduler.add(sequence)
+            self._changed.notify()
 
-    def cancel(self, turn: Sequence) -> None:
-        """Cancel a sequence; its listener is told that it failed."""
-        with self._news:
-            turn.cancelled = True
-            self._news.notify()
+    def cancel(self, sequence: Sequence) -> None:
+        """End a sequence in the next step; its listener is told that it failed."""
+        with self._changed:
+            sequence.cancelled = True
+            self._changed.notify()
 
-    def look(self, turn: Sequence) -> Future[RowInspection | None]:
-        """Look into a turn's row between two steps; None where it has no row, or not any more.
+    def inspect(self, sequence: Sequence) -> Future[RowInspection | None]:
+        """Inspect a sequence's row between two steps; the result is None if it has none by then.
 
-        One turn is looked at in a step at most, for all who ask; so nobody slows answers down by
-        asking often.
+        A step inspects one row at most, so that frequent requests do not slow answers down.
         """
-        with self._news:
-            self._news.notify()
-            return self._looks.ask(turn)
+        with self._changed:
+            self._changed.notify()
+            return self._inspections.add(sequence)
 
     def stop(self) -> None:
-        """Take no more turns; `run` returns when those that were taken are done."""
-        with self._news:
+        """Take no more sequences; `run` returns when those it has are done."""
+        with self._changed:
             self._stopping = True
-            self._news.notify()
+            self._changed.notify()
 
-    def forget(self, node: str) -> None:
-        """Nobody will go on from a node any more: its row is free, and it leaves the store."""
-        with self._news:
-            self._table.forget(node)
-        self.store.drop(node)
+    def forget(self, checkpoint: str) -> None:
+        """Drop a checkpoint, and free the row that stands there."""
+        with self._changed:
+            self.scheduler.rows.forget(checkpoint)
+        self.store.drop(checkpoint)
 
     def load(self) -> EngineLoad:
-        """What the engine is doing."""
-        with self._news:
-            table = self._table
-            waiting = len(self._waiting)
-            return EngineLoad(
-                table.size, table.busy, table.resting, waiting, self._seen, self._calls
-            )
+        """How busy the engine is."""
+        with self._changed:
+            rows, waiting = self.scheduler.rows, len(self.scheduler.waiting)
+            return EngineLoad(rows.size, rows.busy, rows.resting, waiting, self._seen, self._calls)
 
     # --- in the engine's thread
 
     def run(self) -> None:
-        """Answer turns until `stop`."""
+        """Step until `stop`, then until all sequences have ended."""
         while True:
-            with self._news:
-                while not (self._waiting or self._turns or self._looks or self._stopping):
-                    self._news.wait()
-                if not (self._waiting or self._turns or self._looks):
+            with self._changed:
+                while not (self.scheduler or self._inspections or self._stopping):
+                    self._changed.wait()
+                if not (self.scheduler or self._inspections):
                     return
             self.step()
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step: those who left, those who come, a token of each answer, a piece of a prompt."""
-        with self._news:
-            gone = [turn for turn in (*self._turns, *self._waiting) if turn.cancelled]
-        for turn in gone:
-            self._fail(turn, Cancelled("the turn was cancelled"))
+        """Admit sequences, decode a token of every answer, and prefill a chunk of a prompt."""
+        self._cancel()
         self._admit()
-        self._answer()
+        for batch in self.scheduler.decode_batches():
+            self._decode(batch)
         self.on_step()
-        self._read()
-        self._show()
+        self._prefill(self.scheduler.prefill_batch())
+        self._inspect()
         self.on_step()
-        with self._news:
-            self._table.check({turn.row for turn in self._turns if turn.row is not None})
-            if not self._turns and not self._waiting:
-                self._waiting.forget()
+        with self._changed:
+            self.scheduler.check()
+
+    def _cancel(self) -> None:
+        with self._changed:
+            known = (*self.scheduler.running, *self.scheduler.waiting)
+            cancelled = [sequence for sequence in known if sequence.cancelled]
+        for sequence in cancelled:
+            self._fail(sequence, Cancelled("the turn was cancelled"))
 
     def _admit(self) -> None:
-        """Give rows to turns that wait, those of the client first that was served longest ago."""
+        """Give free rows to sequences that wait."""
         while True:
-            with self._news:
-                turn = self._waiting.next()
-                claimed = None if turn is None else self._table.claim(turn.start)
-                if turn is None or claimed is None:
-                    return
-                self._waiting.serve(turn)
-                turn.row, there = claimed
-                self._turns.append(turn)
+            with self._changed:
+                admitted = self.scheduler.admit()
+            if admitted is None:
+                return
+            sequence, resident = admitted
             try:
-                self._place(turn, there=there)
+                self._place(sequence, resident=resident)
             except Exception as error:
-                self._fail(turn, error)
+                self._fail(sequence, error)
 
-    def _place(self, turn: Sequence, *, there: bool) -> None:
-        """Make a turn's row stand where the turn starts."""
-        assert turn.row is not None
-        if turn.forked is not None:
-            (state, logits), turn.forked = turn.forked, None
-            self.cache.put_row(turn.row, state, check=False)
-            turn.stage = Stage.ANSWERING
-            self._choose([turn], logits[None])
+    def _place(self, sequence: Sequence, *, resident: bool) -> None:
+        """Bring a sequence's row to where the sequence starts."""
+        assert sequence.row is not None
+        if sequence.prefilled is not None:
+            (state, logits), sequence.prefilled = sequence.prefilled, None
+            self.cache.put_row(sequence.row, state, check=False)
+            sequence.stage = Stage.DECODE
+            self._sample([sequence], logits[None])
             return
-        turn.todo = list(turn.ids)
-        turn.stage = Stage.READING
-        if turn.start is None:
-            self.cache.reset_row(turn.row, seed=turn.seed)
-            beginning: int | None = turn.beginning
+        sequence.unread = list(sequence.prompt_ids)
+        sequence.stage = Stage.PREFILL
+        if sequence.parent is None:
+            self.cache.reset_row(sequence.row, seed=sequence.seed)
+            beginning: int | None = sequence.beginning
         else:
-            node = self.store.load(turn.start)
-            if not there:
-                # A store returns what it was given: one on disk checks that by a checksum.
-                self.cache.put_row(turn.row, node.state, check=False)
-            turn.todo = [*node.pending, *turn.todo]
-            beginning = self.cache.marks[turn.row].beginning
-        answer = self.cache.origin + self.cache.seen[turn.row] + len(turn.todo)
-        self.cache.mark(turn.row, Marks(beginning, answer - turn.header, turn.header))
+            checkpoint = self.store.load(sequence.parent)
+            if not resident:
+                # No check: a store returns what it was given, and one on disk has a checksum.
+                self.cache.put_row(sequence.row, checkpoint.state, check=False)
+            sequence.unread = [*checkpoint.pending, *sequence.unread]
+            beginning = self.cache.marks[sequence.row].beginning
+        answer = self.cache.origin + self.cache.seen[sequence.row] + len(sequence.unread)
+        marks = Marks(beginning, answer - sequence.header, sequence.header)
+        self.cache.mark(sequence.row, marks)
 
-    def _answer(self) -> None:
-        """A token of each answer."""
-        turns = [turn for turn in self._turns if turn.stage is Stage.ANSWERING]
-        if turns and not self.deterministic:
-            self._decode(turns)
-            return
-        for turn in turns:
-            if turn.stage is Stage.ANSWERING:  # and did not fail with the one before
-                self._decode([turn])
-
-    def _decode(self, turns: list[Sequence]) -> None:
-        """One decode call over the rows of these turns, and their next tokens."""
+    def _decode(self, batch: list[Sequence]) -> None:
+        """Feed the last token of each answer, and sample the next."""
         try:
-            good, logits = self._feed({turn: turn.chosen[-1:] for turn in turns})
+            fed, logits = self._run({sequence: sequence.output_ids[-1:] for sequence in batch})
         except Exception as error:
-            self._lose(turns, error)
+            self._fail_batch(batch, error)
             return
         self._calls += 1
-        self._choose(good, logits)
+        self._sample(fed, logits)
 
-    def _read(self) -> None:
-        """A piece of the prompt that was served longest ago, or short ones together with it."""
-        reading = [turn for turn in self._turns if turn.stage is Stage.READING]
-        turns = reading[:1] if self.deterministic else read_together(reading, self._piece)
-        if not turns:
+    def _prefill(self, batch: list[Sequence]) -> None:
+        """Feed a chunk of each prompt; sample the first token of answers whose prompt is read."""
+        if not batch:
             return
-        self._turns = [turn for turn in self._turns if turn not in turns] + turns
+        size = self.scheduler.prefill_chunk
         try:
-            good, logits = self._feed({turn: turn.todo[: self._piece] for turn in turns})
+            fed, logits = self._run({sequence: sequence.unread[:size] for sequence in batch})
         except Exception as error:
-            if len(turns) == 1 or self.cache.broken:
-                self._lose(turns, error)
+            if len(batch) == 1 or self.cache.broken:
+                self._fail_batch(batch, error)
                 return
-            for turn in turns:
-                turn.apart = True  # whose fault it is shows where each is read by itself
+            for sequence in batch:
+                sequence.alone = True  # read again one by one, the sequence at fault will show
             return
-        for turn in good:
-            turn.read += len(turn.todo[: self._piece])
-            turn.todo = turn.todo[self._piece :]
-        over = []
-        for at, turn in enumerate(good):
-            if turn.todo:
+        ready = []
+        for at, sequence in enumerate(fed):
+            sequence.num_read += len(sequence.unread[:size])
+            sequence.unread = sequence.unread[size:]
+            if sequence.unread:
                 continue
             try:
-                if turn.answers:
-                    self._fork(turn, logits[at])
+                if sequence.forks:
+                    self._fork(sequence, logits[at])
             except Exception as error:
-                self._fail(turn, error)  # and with it the answers that were to begin there
+                self._fail(sequence, error)  # and its forks with it
                 continue
-            turn.stage = Stage.ANSWERING
-            over.append(at)
-        self._choose([good[at] for at in over], logits[over])
+            sequence.stage = Stage.DECODE
+            ready.append(at)
+        self._sample([fed[at] for at in ready], logits[ready])
 
-    def _fork(self, turn: Sequence, logits: Tensor) -> None:
-        """A prompt has been read that other answers begin with."""
-        assert turn.row is not None
-        state = self.cache.take_row(turn.row)
-        with self._news:
-            for other in turn.answers:
-                other.forked = (state, logits)
-                self._waiting.first(other)
-
-    def _show(self) -> None:
-        """Let those who asked for it first look into their turn's row."""
-        with self._news:
-            first = self._looks.first()
-        if first is not None:
-            look(self.cache, *first)
-
-    def _feed(self, tokens: Mapping[Sequence, list[int]]) -> tuple[list[Sequence], Tensor]:
-        """One call of the model over rows of turns.
+    def _run(self, tokens: Mapping[Sequence, list[int]]) -> tuple[list[Sequence], Tensor]:
+        """Call the model once over the rows of some sequences.
 
         Returns:
-            The turns that took their tokens, and the logits after them [turns, vocabulary]; the
-            others have failed.
+            The sequences that took their tokens, and the logits after them [sequences,
+            vocabulary]. The others have failed.
         """
-        by_row = {turn.row: turn for turn in tokens if turn.row is not None}
-        fed = self.feeder.feed({row: tokens[turn] for row, turn in by_row.items()})
+        by_row = {sequence.row: sequence for sequence in tokens if sequence.row is not None}
+        output = self.runner.run({row: tokens[sequence] for row, sequence in by_row.items()})
         self._seen += sum(map(len, tokens.values()))
-        if not fed.failed:
-            return list(tokens), fed.logits
-        for row, error in fed.failed.items():
+        if not output.failed:
+            return list(tokens), output.logits
+        for row, error in output.failed.items():
             self._fail(by_row[row], error)
-        good = [at for at, row in enumerate(by_row) if row not in fed.failed]
-        return [turn for row, turn in by_row.items() if row not in fed.failed], fed.logits[good]
+        good = [at for at, row in enumerate(by_row) if row not in output.failed]
+        fed = [sequence for row, sequence in by_row.items() if row not in output.failed]
+        return fed, output.logits[good]
 
-    def _lose(self, turns: list[Sequence], error: Exception) -> None:
-        """A call has failed, and so have the turns that were in it."""
-        for turn in turns:
-            self._fail(turn, error)
-        if self.cache.broken:
-            self._start_over(error)
+    def _fork(self, sequence: Sequence, logits: Tensor) -> None:
+        """Let the forks of a sequence start where its prompt ends."""
+        assert sequence.row is not None
+        state = self.cache.take_row(sequence.row)
+        with self._changed:
+            for fork in sequence.forks:
+                fork.prefilled = (state, logits)
+                self.scheduler.waiting.add_first(fork)
 
-    def _choose(self, turns: list[Sequence], logits: Tensor) -> None:
-        """The next token of each answer, from the logits after what came last [turns, vocabulary].
+    def _sample(self, sequences: list[Sequence], logits: Tensor) -> None:
+        """Sample the next token of each answer from the logits [sequences, vocabulary].
 
-        What goes wrong with one is that one's alone.
+        An error fails the sequence it is about, and no other.
         """
-        for turn, choice in zip(
-            turns, choose([each.chooser for each in turns], logits), strict=True
-        ):
+        tokens = sample([sequence.sampler for sequence in sequences], logits)
+        for sequence, token in zip(sequences, tokens, strict=True):
             try:
-                if isinstance(choice, Exception):
-                    raise choice
-                self._chosen(turn, choice)
+                if isinstance(token, Exception):
+                    raise token
+                self._append(sequence, token)
             except Exception as error:
-                self._fail(turn, error)
+                self._fail(sequence, error)
 
-    def _chosen(self, turn: Sequence, choice: SampledToken) -> None:
-        turn.chosen.append(choice.token)
-        reason = turn.listener.chose(choice)
-        if choice.token in turn.stops or turn.chooser.done:
+    def _append(self, sequence: Sequence, token: SampledToken) -> None:
+        """Add a token to an answer, which may end it."""
+        sequence.output_ids.append(token.id)
+        reason = sequence.listener.on_token(token)
+        if token.id in sequence.stop_ids or sequence.sampler.done:
             reason = "stop"
-        elif reason is None and len(turn.chosen) >= turn.limit:
+        elif reason is None and len(sequence.output_ids) >= sequence.max_tokens:
             reason = "length"
         if reason is not None:
-            self._end(turn, reason)
+            self._finish(sequence, reason)
 
-    def _end(self, turn: Sequence, reason: str) -> None:
-        """Save where a turn has come to; its listener is told when that is safe."""
-        assert turn.row is not None
-        # The copy may find no memory; then the turn fails, which one that is done cannot.
-        state = self.cache.take_row(turn.row) if turn.record else None
-        turn.stage = Stage.DONE
-        with self._news:
-            self._turns.remove(turn)
-            if state is None:
-                self._table.release(turn.row)
-            else:
-                self._table.rest(turn.row, turn.node)
-        if state is None or turn.record is None:
-            turn.listener.ended(reason)
+    def _finish(self, sequence: Sequence, reason: str) -> None:
+        """Save the end of a sequence; its listener is told when that is safe."""
+        assert sequence.row is not None
+        # The copy may find no memory. Then the sequence fails, so it must not be finished yet.
+        state = self.cache.take_row(sequence.row) if sequence.record else None
+        with self._changed:
+            self.scheduler.finish(sequence, at_checkpoint=state is not None)
+        if state is None or sequence.record is None:
+            sequence.listener.on_finish(reason)
             return
 
-        def done(error: Exception | None) -> None:
+        def on_saved(error: Exception | None) -> None:
             if error is None:
-                turn.listener.ended(reason)
+                sequence.listener.on_finish(reason)
                 return
-            with self._news:
-                self._table.forget(turn.node)
-            turn.listener.failed(error)
+            with self._changed:
+                self.scheduler.rows.forget(sequence.id)
+            sequence.listener.on_failure(error)
 
         try:
-            record = turn.record(turn, reason)
-            self.store.save(Checkpoint(state, (turn.chosen[-1],)), record, done)
+            checkpoint = Checkpoint(state, (sequence.output_ids[-1],))
+            self.store.save(checkpoint, sequence.record(sequence, reason), on_saved)
         except Exception as error:
-            done(error)
+            on_saved(error)
 
-    def _fail(self, turn: Sequence, error: Exception) -> None:
-        """A turn never happened, nor do the other answers to its prompt that wait for it."""
-        if turn.stage is Stage.DONE:
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        """End a sequence without saving it, and its forks if they still wait for its prompt."""
+        if sequence.stage is Stage.FINISHED:
             return
-        orphans = turn.answers if turn.stage in (Stage.WAITING, Stage.READING) else []
-        turn.stage = Stage.DONE
-        with self._news:
-            if turn in self._turns:
-                self._turns.remove(turn)
-            self._waiting.leave(turn)
-            if turn.row is not None:
-                self._table.release(turn.row)
-        turn.listener.failed(error)
-        for other in orphans:
-            self._fail(other, error)
+        forks = sequence.forks if sequence.stage in (Stage.WAITING, Stage.PREFILL) else []
+        with self._changed:
+            self.scheduler.finish(sequence, at_checkpoint=False)
+        sequence.listener.on_failure(error)
+        for fork in forks:
+            self._fail(fork, error)
 
-    def _start_over(self, error: Exception) -> None:
-        """A call was interrupted while it folded, so that no row can be trusted: all are emptied.
+    def _fail_batch(self, batch: list[Sequence], error: Exception) -> None:
+        """Fail the sequences of a call that failed.
 
-        Ends of turns are in the store; turns under way have failed.
+        If the call was interrupted while it folded, no row can be trusted: all running sequences
+        fail and all rows are emptied. Checkpoints are safe.
         """
-        for turn in list(self._turns):
-            self._fail(turn, error)
-        with self._news:
-            self._table.clear()
+        for sequence in batch:
+            self._fail(sequence, error)
+        if not self.cache.broken:
+            return
+        for sequence in list(self.scheduler.running):
+            self._fail(sequence, error)
+        with self._changed:
+            self.scheduler.rows.clear()
         self.cache.reset()
+
+    def _inspect(self) -> None:
+        """Answer the oldest request for an inspection."""
+        with self._changed:
+            request = self._inspections.pop()
+        if request is not None:
+            inspect_row(self.cache, *request)

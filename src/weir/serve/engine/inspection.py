@@ -1,4 +1,4 @@
-"""Inspection of the rows of running sequences, between two steps of an engine.
+"""Inspection of rows whose sequences are running, between two steps of the engine.
 
 Knows nothing about models.
 """
@@ -9,48 +9,52 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from weir.cache import Holding, StreamingCache
-from weir.serve.engine.request import Sequence, Stage
+from weir.serve.engine.sequence import Sequence
 
 
 @dataclass(frozen=True)
 class RowInspection:
-    """What a turn under way looks like between two steps.
+    """A running sequence between two steps.
 
     Attributes:
         holding: what its row holds.
-        chosen: tokens of its answer so far; the row has not read the last of them yet.
+        output_ids: its answer so far; the row has not read the last token of it yet.
     """
 
     holding: Holding
-    chosen: tuple[int, ...]
+    output_ids: tuple[int, ...]
 
 
 class InspectionQueue:
-    """Who wants to look, and has not yet; one turn is looked at once, for all who ask."""
+    """Requests to inspect rows. All who ask for one sequence share one inspection."""
 
     def __init__(self) -> None:
-        self._asked: dict[Sequence, Future[RowInspection | None]] = {}
+        self._requests: dict[Sequence, Future[RowInspection | None]] = {}
 
     def __len__(self) -> int:
-        return len(self._asked)
+        return len(self._requests)
 
-    def ask(self, turn: Sequence) -> Future[RowInspection | None]:
-        """Somebody wants to look into a turn's row."""
-        return self._asked.setdefault(turn, Future())
+    def add(self, sequence: Sequence) -> Future[RowInspection | None]:
+        """Ask for an inspection; its result is None if the sequence has no row by then."""
+        return self._requests.setdefault(sequence, Future())
 
-    def first(self) -> tuple[Sequence, Future[RowInspection | None]] | None:
-        """Who has asked first; they are not among those who ask any more."""
-        turn = next(iter(self._asked), None)
-        return None if turn is None else (turn, self._asked.pop(turn))
+    def pop(self) -> tuple[Sequence, Future[RowInspection | None]] | None:
+        """Take the oldest request out."""
+        sequence = next(iter(self._requests), None)
+        return None if sequence is None else (sequence, self._requests.pop(sequence))
 
 
-def look(cache: StreamingCache, turn: Sequence, asked: Future[RowInspection | None]) -> None:
-    """Look into a turn's row; None where it has no row, or not any more."""
-    if not asked.set_running_or_notify_cancel():
+def inspect_row(
+    cache: StreamingCache, sequence: Sequence, future: Future[RowInspection | None]
+) -> None:
+    """Inspect the row of a sequence and set the result of a request for it."""
+    if not future.set_running_or_notify_cancel():
         return
     try:
-        begun = turn.stage in (Stage.READING, Stage.ANSWERING) and turn.row is not None
-        held = cache.holding(turn.row or 0) if begun else None
-        asked.set_result(None if held is None else RowInspection(held, tuple(turn.chosen)))
+        if sequence.row is None or not sequence.is_running:
+            future.set_result(None)
+        else:
+            holding = cache.holding(sequence.row)
+            future.set_result(RowInspection(holding, tuple(sequence.output_ids)))
     except Exception as error:
-        asked.set_exception(error)
+        future.set_exception(error)

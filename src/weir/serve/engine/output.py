@@ -1,7 +1,8 @@
-"""What the engine says of a request's turns, on its way to who waits for it in an event loop.
+"""The output of a request: text made of sampled tokens, on its way to an event loop.
 
-The engine never waits for a client: a mailbox holds so many pieces and no more, and a client who
-does not fetch them is cut off. Knows nothing about tokens, text or HTTP.
+`OutputProcessor` works in the engine's thread, and `OutputQueue` takes its events to the loop of
+whoever waits. The engine never waits for a client: a queue holds so many tokens and no more, and a
+client that does not read them is cut off. Knows nothing about HTTP.
 """
 
 from __future__ import annotations
@@ -9,23 +10,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
+from transformers import PreTrainedTokenizerBase
+
+from weir.cache import StreamingCache
+from weir.pools import Beginning
 from weir.serve.engine.sampler import SampledToken
+from weir.serve.engine.sequence import Sequence
+from weir.stream import Detokenizer
 
 
 @dataclass(frozen=True)
 class StreamStats:
-    """Where a stream has come to.
+    """What a stream takes, at the end of an answer.
 
     Attributes:
-        seen: tokens so far, the last of the answer too.
-        held: slots in use in the layer that uses most, tokens that wait for a fold among them.
+        seen: tokens so far, the last of the answer included.
+        held: slots in use in the fullest layer, tokens that wait for a fold included.
         bytes: of the row; they never change.
         folds: so far.
-        pinned: tokens of its beginning that stay for ever, of
-        beginning: so many that it has.
+        pinned: tokens of its beginning that stay for ever.
+        beginning: tokens that its beginning has.
     """
 
     seen: int
@@ -35,155 +43,264 @@ class StreamStats:
     pinned: int
     beginning: int
 
+    @classmethod
+    def of(cls, cache: StreamingCache, row: int) -> StreamStats:
+        """The stats of a row whose last token is sampled and not fed yet."""
+        report, seen = cache.report(row), cache.seen[row]
+        pools = [pool for plan in cache.plans for pool in plan.spec.pipe.pools]
+        slots = max((pool.n for pool in pools if isinstance(pool, Beginning)), default=0)
+        beginning = cache.marks[row].beginning or 0
+        return cls(
+            seen=seen + 1,
+            held=max((layer["held"] for layer in report["layers"]), default=0),
+            bytes=cache.nbytes // (cache.batch or 1),
+            folds=(seen - cache.waiting[row]) // cache.chunk,
+            pinned=min(slots, beginning),
+            beginning=beginning,
+        )
+
 
 @dataclass(frozen=True)
 class TokenEvent:
     """A token of an answer.
 
     Attributes:
-        answer: which of the answers, from 0.
-        text: what it adds; often nothing.
-        choice: the token.
-        at: when it was chosen, by `time.perf_counter`.
+        answer: which of the request's answers, from 0.
+        text: what it adds to the answer; often nothing.
+        token: the token.
+        at: when it was sampled, by `time.perf_counter`.
     """
 
     answer: int
     text: str
-    choice: SampledToken
+    token: SampledToken
     at: float
 
 
 @dataclass(frozen=True)
 class FinishEvent:
-    """An answer is over and saved.
+    """The end of an answer, which is saved.
 
     Attributes:
         answer: which, from 0.
-        text: what was held back of it until now.
+        text: the rest of it that was held back until now.
         reason: "stop" or "length".
-        tokens: that it has, an end token among them.
-        standing: of its stream.
+        tokens: that it has, an end token included.
+        stats: of its stream.
     """
 
     answer: int
     text: str
     reason: str
     tokens: int
-    standing: StreamStats
+    stats: StreamStats
 
 
 @dataclass(frozen=True)
 class FailureEvent:
-    """An answer never happened.
+    """The failure of an answer.
 
     Attributes:
         answer: which, from 0.
-        error: why.
+        error: why it failed.
     """
 
     answer: int
     error: Exception
 
 
-Event = TokenEvent | FinishEvent | FailureEvent
+OutputEvent = TokenEvent | FinishEvent | FailureEvent
 
 
 class OutputQueue:
-    """Events of one request, posted from any thread and taken in one event loop.
+    """The events of one request, put from any thread and taken in one event loop.
 
     Args:
         loop: where they are taken.
-        most: pieces that may wait.
+        size: tokens that may wait.
 
     Attributes:
-        overrun: set where more came than may wait; then pieces are lost.
+        loop: as given.
+        overrun: set when more tokens came than may wait; the further ones are lost.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, most: int) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, size: int) -> None:
+        self.loop = loop
         self.overrun = asyncio.Event()
-        self._loop = loop
-        self._most = most
+        self._size = size
         self._lock = threading.Lock()
-        self._events: list[Event] = []
+        self._events: list[OutputEvent] = []
         self._full = False
-        self._some = asyncio.Event()
+        self._ready = asyncio.Event()
 
     @property
     def full(self) -> bool:
-        """Whether more came than may wait."""
+        """Whether more tokens came than may wait."""
         return self._full
 
-    def post(self, event: Event) -> None:
-        """Put an event in, and wake who waits for one; a piece is lost where too many wait."""
-        if self.put(event):
-            _wake(self._loop, [self])
-
-    def put(self, event: Event) -> bool:
-        """Put an event in; a piece is lost where too many wait.
+    def put(self, event: OutputEvent) -> bool:
+        """Put an event in; a token is lost if too many wait.
 
         Returns:
-            Whether somebody is to be woken for it (`Notifier.add`).
+            Whether the loop has to be woken for it (`Notifier.add`).
         """
         with self._lock:
-            if isinstance(event, TokenEvent) and len(self._events) >= self._most:
+            if isinstance(event, TokenEvent) and len(self._events) >= self._size:
                 first, self._full = not self._full, True
             else:
                 first = not self._events
                 self._events.append(event)
         return first
 
-    async def take(self) -> Sequence[Event]:
-        """All events that are there, once there are any."""
+    def put_now(self, event: OutputEvent) -> None:
+        """Put an event in, and wake the loop."""
+        if self.put(event):
+            _wake(self.loop, [self])
+
+    async def take(self) -> list[OutputEvent]:
+        """Wait for events, and take all there are."""
         while True:
             with self._lock:
-                # Also where there are none: events that were taken before their wake came leave it
-                # behind, and who waits for what has happened already never lets the loop go on.
-                self._some.clear()
+                # Cleared even where nothing is there: a wake may come after its events were taken,
+                # and with the flag left set this would spin without letting the loop go on.
+                self._ready.clear()
                 if self._events:
                     events, self._events = self._events, []
                     return events
-            await self._some.wait()
+            await self._ready.wait()
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """Where events are taken."""
-        return self._loop
-
-    def awake(self) -> None:
-        """Something was put in; called in the loop."""
-        self._some.set()
+    def wake(self) -> None:
+        """Let `take` look again; called in the loop."""
+        self._ready.set()
         if self._full:
             self.overrun.set()
 
 
 class Notifier:
-    """Wakes those who wait at many mailboxes together.
+    """Wakes many queues together.
 
-    A step of an engine has an event for each of its rows, and to wake a loop takes as long as to
-    put ten in.
+    A step of the engine has an event for every row, and to wake a loop takes as long as to put ten
+    events into a queue.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: list[OutputQueue] = []
+        self._queues: list[OutputQueue] = []
 
-    def add(self, mailbox: OutputQueue) -> None:
-        """Somebody is to be woken at this mailbox, when it rings."""
+    def add(self, queue: OutputQueue) -> None:
+        """Wake a queue with the next `notify`."""
         with self._lock:
-            self._waiting.append(mailbox)
+            self._queues.append(queue)
 
-    def ring(self) -> None:
-        """Wake them."""
+    def notify(self) -> None:
+        """Wake all queues that were added, each loop once."""
         with self._lock:
-            waiting, self._waiting = self._waiting, []
-        for loop in {mailbox.loop for mailbox in waiting}:
-            _wake(loop, [mailbox for mailbox in waiting if mailbox.loop is loop])
+            queues, self._queues = self._queues, []
+        for loop in {queue.loop for queue in queues}:
+            _wake(loop, [queue for queue in queues if queue.loop is loop])
 
 
-def _wake(loop: asyncio.AbstractEventLoop, mailboxes: Sequence[OutputQueue]) -> None:
-    def awake() -> None:
-        for mailbox in mailboxes:
-            mailbox.awake()
+def _wake(loop: asyncio.AbstractEventLoop, queues: Iterable[OutputQueue]) -> None:
+    def wake() -> None:
+        for queue in queues:
+            queue.wake()
 
     with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
-        loop.call_soon_threadsafe(awake)
+        loop.call_soon_threadsafe(wake)
+
+
+@dataclass(frozen=True)
+class FinishedAnswer:
+    """An answer that has ended.
+
+    Attributes:
+        text: all of it.
+        cut: whether it ran into its limit.
+        stats: of its stream.
+    """
+
+    text: str
+    cut: bool
+    stats: StreamStats
+
+
+class OutputProcessor:
+    """The listener of one sequence: makes text of its tokens and puts events into a queue.
+
+    Args:
+        answer: which of the request's answers it is, from 0.
+        cache: of the engine.
+        tokenizer: of the model.
+        stops: texts that end the answer.
+        queue: of the request.
+        notifier: wakes it after the step.
+        on_saved: called when the answer is saved, before the client hears of its end.
+        special: special tokens that are part of the answer's text.
+
+    Attributes:
+        sequence: its sequence; set before that is submitted.
+    """
+
+    sequence: Sequence
+
+    def __init__(
+        self,
+        answer: int,
+        cache: StreamingCache,
+        tokenizer: PreTrainedTokenizerBase,
+        stops: tuple[str, ...],
+        queue: OutputQueue,
+        notifier: Notifier,
+        on_saved: Callable[[], None],
+        special: Collection[int] = (),
+    ) -> None:
+        self._answer = answer
+        self._cache = cache
+        self._detokenizer = Detokenizer(tokenizer, stops, special)
+        self._text: list[str] = []
+        self._queue = queue
+        self._notifier = notifier
+        self._on_saved = on_saved
+        self._rest: str | None = None  # text held back until the answer ended
+        self._stats: StreamStats | None = None
+
+    def on_token(self, token: SampledToken) -> str | None:
+        """Put out the text that a token adds; "stop" if it completes a stop text."""
+        sequence = self.sequence
+        is_stop = token.id in sequence.stop_ids
+        text = "" if is_stop else self._detokenizer.add(token.id)
+        if text:
+            self._text.append(text)
+        if self._queue.full:
+            sequence.cancelled = True  # the client does not read; the next step ends it
+        elif self._queue.put(TokenEvent(self._answer, text, token, time.perf_counter())):
+            self._notifier.add(self._queue)
+        done = sequence.sampler.done or len(sequence.output_ids) >= sequence.max_tokens
+        if is_stop or self._detokenizer.stopped or done:
+            # By the time the answer is saved, its row may belong to another sequence.
+            assert sequence.row is not None
+            self._stats = StreamStats.of(self._cache, sequence.row)
+        return "stop" if self._detokenizer.stopped else None
+
+    def finish(self, reason: str) -> FinishedAnswer:
+        """The whole answer, once it has ended."""
+        assert self._stats is not None
+        if self._rest is None:
+            self._rest = "" if self._detokenizer.stopped else self._detokenizer.end()
+        text = "".join([*self._text, self._rest])
+        return FinishedAnswer(text, reason == "length", self._stats)
+
+    def on_finish(self, reason: str) -> None:
+        """Put out the end of the answer, which is saved."""
+        try:
+            answer = self.finish(reason)
+            self._on_saved()
+        except Exception as error:
+            self.on_failure(error)
+            return
+        tokens, rest = len(self.sequence.output_ids), self._rest or ""
+        self._queue.put_now(FinishEvent(self._answer, rest, reason, tokens, answer.stats))
+
+    def on_failure(self, error: Exception) -> None:
+        """Put out that the answer has failed."""
+        self._queue.put_now(FailureEvent(self._answer, error))

@@ -1,8 +1,7 @@
-"""Tokens for some rows of a cache in one call of the model.
+"""One call of the model over some rows of a cache.
 
-A call is made over rows that lie side by side. Those among them that get nothing, and the beginning
-of those that get less than the others, are padding that is computed for nothing. Knows nothing
-about turns.
+A call is made over neighboring rows. Rows among them that get no tokens, and the beginning of those
+that get fewer than others, are padding. Knows nothing about sequences.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from weir.models import input_device, transformers_model
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What came of a call.
+    """What a call of the model gave.
 
     Attributes:
-        logits: after the last token of each row that was fed, in their order [rows, vocabulary].
+        logits: after the last token of each row, in the order they were given [rows, vocabulary].
         failed: by row, why it did not take its tokens; its logits mean nothing.
     """
 
@@ -33,15 +32,15 @@ class StepOutput:
 
 
 class ModelRunner:
-    """Feeds rows of one cache.
+    """Feeds tokens to rows of one cache.
 
     Args:
-        model: whose cache it is.
+        model: that the cache belongs to.
         cache: with `failures="keep"`.
 
     Attributes:
-        sizes: rows that a call of one token a row may be made over, the fewest first, where not any
-            number will do: a compiled step has a graph for each.
+        sizes: the numbers of rows that a call of one token a row may have, ascending; empty for
+            any. A compiled step has a graph for each.
     """
 
     def __init__(self, model: PreTrainedModel, cache: StreamingCache) -> None:
@@ -50,21 +49,19 @@ class ModelRunner:
         self._cache = cache
         self._device = input_device(transformers_model(model))
 
-    def feed(self, tokens: Mapping[int, Sequence[int]]) -> StepOutput:
-        """One call of the model.
+    def run(self, tokens: Mapping[int, Sequence[int]]) -> StepOutput:
+        """Call the model once.
 
         Args:
             tokens: by row, one or more.
 
         Raises:
-            Exception: whatever the model raises; then the call never happened, unless the cache is
-                broken.
+            Exception: whatever the model raises; no row has changed, unless `cache.broken`.
         """
         width = max(map(len, tokens.values()))
         first, stop = self._span(tokens, width)
-        # Behind padding: so the last column is every row's last token.
-        nothing: Sequence[int] = ()
-        parts = [list(tokens.get(row, nothing)) for row in range(first, stop)]
+        # Padding stands in front, so that the last column is the last token of every row.
+        parts = [list(tokens.get(row, ())) for row in range(first, stop)]
         ids = torch.tensor([[0] * (width - len(part)) + part for part in parts])
         mask = None
         if any(len(part) < width for part in parts):
@@ -84,21 +81,10 @@ class ModelRunner:
         return StepOutput(logits, {row + first: error for row, error in self._cache.failed.items()})
 
     def _span(self, rows: Collection[int], width: int) -> tuple[int, int]:
-        """The rows that a call is made over, from the first to before the last."""
+        """The rows of a call: the first, and the one after the last."""
         first, stop = min(rows), max(rows) + 1
         if width > 1 or not self.sizes:
             return first, stop
         size = next(size for size in self.sizes if size >= stop - first)
         first = min(first, (self._cache.batch or size) - size)
         return first, first + size
-
-
-def side_by_side(tokens: Mapping[int, int], most: int) -> bool:
-    """Whether rows are worth a call of their own together.
-
-    Args:
-        tokens: by row, how many it is to be fed.
-        most: tokens that a call may take as long as, padding among them.
-    """
-    computed = (max(tokens) + 1 - min(tokens)) * max(tokens.values())
-    return computed <= most and computed <= 2 * sum(tokens.values())

@@ -1,7 +1,7 @@
-"""How one session's tokens are chosen: what OpenAI's and vLLM's clients send, for a row of its own.
+"""Sampling: the next token of each answer, with the parameters of OpenAI's and vLLM's clients.
 
-Every session has a generator of its own, so that nobody's draws depend on who else is answered.
-Knows nothing about rows or text.
+Every answer has a random generator of its own, so that its draws do not depend on what else is
+answered. Knows nothing about rows or text.
 """
 
 from __future__ import annotations
@@ -18,56 +18,57 @@ from torch import Tensor
 from weir.errors import WeirError
 from weir.stream import RepetitionPenalty, Sampling, check_penalty
 
-TOGETHER = 2**17
-"""Logits that are drawn from in one go; copies of more do not fit into a processor's cache."""
+LOGITS_AT_ONCE = 2**17
+"""Logits drawn from together; copies of more do not fit into a processor's cache."""
 
 
 @dataclass(frozen=True)
 class SampledToken:
-    """A token that was chosen.
+    """A token of an answer.
 
     Attributes:
-        token: its id.
-        logprob: the logarithm of its probability before temperature and limits; None if nobody
-            asked.
-        top: the likeliest tokens with theirs, as many as were asked for.
+        id: its id.
+        logprob: the logarithm of its probability before temperature and limits; None if not asked
+            for.
+        top: the most likely tokens with their log-probabilities, as many as were asked for.
     """
 
-    token: int
+    id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
 
 
 class Constraint(Protocol):
-    """What an answer must look like, token by token: a JSON schema, say."""
+    """The format that an answer is held to, token by token; a JSON schema, for example."""
 
     @property
     def done(self) -> bool:
-        """Whether the answer is whole, so that nothing more may come."""
+        """Whether the answer is complete and nothing more may come."""
 
     def allow(self, logits: Tensor) -> Tensor:
-        """The logits [vocabulary] with -inf for what may not come next; those given may change."""
+        """The logits [vocabulary] with -inf for what may not come next; may work in place."""
 
     def accept(self, token: int) -> None:
-        """A token was chosen."""
+        """Advance by a token that was sampled."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What a client asks for.
+    """How the tokens of one answer are sampled.
 
     Attributes:
         sampling: temperature, top-k, top-p and min-p.
         repetition: logits of tokens that came before are divided by it where they are positive and
             multiplied where not (CTRL, section 4.1); 1 leaves them.
-        presence, frequency: taken from the logits of tokens of this answer, once and as often as
-            they came.
+        presence: subtracted from the logits of tokens of this answer, once.
+        frequency: subtracted as often as they came.
         bias: added to the logits of tokens.
-        logprobs: so many of the likeliest tokens are told with every token; None tells none.
+        logprobs: number of most likely tokens to report with every token; None for no
+            log-probabilities at all.
         seed: of the draws.
 
     Raises:
-        WeirError: one of them makes no sense.
+        WeirError: a penalty is not a usable number.
     """
 
     sampling: Sampling = field(default_factory=Sampling)
@@ -86,157 +87,143 @@ class SamplingParams:
 
 
 class Sampler:
-    """Chooses the tokens of one answer.
+    """The sampling state of one answer.
 
     Args:
-        choosing: what the client asks for.
-        before: tokens that the repetition penalty knows already: those of the prompt.
-        constraint: what the answer must look like.
+        params: how its tokens are sampled.
+        prompt_ids: tokens that the repetition penalty counts from the start.
+        constraint: the format that the answer is held to.
 
     Attributes:
-        choosing, constraint: as given.
+        params, constraint: as given.
         generator: of its draws.
     """
 
     def __init__(
         self,
-        choosing: SamplingParams,
-        before: tuple[int, ...] = (),
+        params: SamplingParams,
+        prompt_ids: tuple[int, ...] = (),
         constraint: Constraint | None = None,
     ) -> None:
-        self.choosing = choosing
+        self.params = params
         self.constraint = constraint
         self._counts: Counter[int] = Counter()
-        repeats = choosing.repetition != 1
         self._bias: tuple[Tensor, Tensor] | None = None
-        if choosing.bias:
-            biased = torch.tensor(list(choosing.bias), dtype=torch.int64)
-            self._bias = biased, torch.tensor(list(choosing.bias.values()), dtype=torch.float32)
-        self._repetition = RepetitionPenalty(choosing.repetition, before) if repeats else None
-        self.generator = torch.Generator().manual_seed(choosing.seed % 2**63)
+        if params.bias:
+            biased = torch.tensor(list(params.bias), dtype=torch.int64)
+            self._bias = biased, torch.tensor(list(params.bias.values()), dtype=torch.float32)
+        penalized = params.repetition != 1
+        self._repetition = RepetitionPenalty(params.repetition, prompt_ids) if penalized else None
+        self.generator = torch.Generator().manual_seed(params.seed % 2**63)
 
     @property
     def done(self) -> bool:
-        """Whether the answer is whole, and nothing more may come."""
+        """Whether the constraint says that the answer is complete."""
         return self.constraint is not None and self.constraint.done
 
-    def choose(self, logits: Tensor) -> SampledToken:
-        """The next token.
+    def adjust(self, logits: Tensor) -> Tensor:
+        """Apply penalties, bias and constraint to logits [vocabulary], in a copy.
 
-        Args:
-            logits: after what came last [vocabulary].
-
-        Raises:
-            WeirError: the logits are no numbers, or no token is left to choose from.
-        """
-        (chosen,) = choose([self], logits[None])
-        if isinstance(chosen, Exception):
-            raise chosen
-        return chosen
-
-    def changed(self, logits: Tensor) -> Tensor:
-        """The logits [vocabulary] after penalties, bias and constraint; those given stay.
-
-        They are the same object where nothing is to be changed.
+        The same tensor is returned where nothing applies.
 
         Raises:
-            WeirError: nobody can say what the answer may go on with.
+            WeirError: the constraint cannot be followed any further.
         """
-        choosing, counts = self.choosing, self._counts
-        told = choosing.presence or choosing.frequency
-        if not (self.constraint or choosing.bias or self._repetition or (told and counts)):
+        params, counts = self.params, self._counts
+        penalized = counts and (params.presence or params.frequency)
+        if not (self.constraint or self._bias or self._repetition or penalized):
             return logits
         if self._repetition is not None:
-            changed = self._repetition.penalize(logits)
+            adjusted = self._repetition.penalize(logits)
         else:
-            changed = logits.clone()
-        if counts and told:
+            adjusted = logits.clone()
+        if penalized:
             index = torch.tensor(list(counts), dtype=torch.int64)
-            often = torch.tensor(list(counts.values()), dtype=changed.dtype)
-            changed[index] -= choosing.presence + choosing.frequency * often
+            times = torch.tensor(list(counts.values()), dtype=adjusted.dtype)
+            adjusted[index] -= params.presence + params.frequency * times
         if self._bias is not None:
             index, bias = self._bias
-            changed[index] += bias
-        return changed if self.constraint is None else self.constraint.allow(changed)
+            adjusted[index] += bias
+        return adjusted if self.constraint is None else self.constraint.allow(adjusted)
 
-    def chosen(self, token: int, logits: Tensor, changed: Tensor) -> SampledToken:
-        """A token was chosen.
+    def accept(self, token: int, logits: Tensor, adjusted: Tensor) -> SampledToken:
+        """Advance by a token that was drawn.
 
         Args:
-            token: which.
+            token: its id.
             logits: of the model [vocabulary].
-            changed: what `changed` made of them.
+            adjusted: what `adjust` made of them.
 
         Raises:
-            WeirError: it may not come; none was left to choose from.
+            WeirError: no token was left to draw, or the constraint does not take this one.
         """
-        if changed is not logits and changed[token] == -math.inf:
+        if adjusted is not logits and adjusted[token] == -math.inf:
             raise WeirError("no token is left that this answer may go on with")
-        choosing = self.choosing
-        if choosing.presence or choosing.frequency:
+        params = self.params
+        if params.presence or params.frequency:
             self._counts[token] += 1
         if self._repetition is not None:
             self._repetition.add(token)
         if self.constraint is not None:
             self.constraint.accept(token)
-        if choosing.logprobs is None:
+        if params.logprobs is None:
             return SampledToken(token)
         logprobs = logits.log_softmax(dim=-1)
-        values, tokens = logprobs.topk(min(choosing.logprobs, len(logprobs)))
+        values, tokens = logprobs.topk(min(params.logprobs, len(logprobs)))
         top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
         return SampledToken(token, float(logprobs[token]), top)
 
 
-def choose(choosers: Sequence[Sampler], logits: Tensor) -> list[SampledToken | Exception]:
-    """The next tokens of several answers; each is what it would be alone, to the last bit.
+def sample(samplers: Sequence[Sampler], logits: Tensor) -> list[SampledToken | Exception]:
+    """Sample the next token of several answers; each is what it would be alone, to the last bit.
 
     Args:
-        choosers: of each answer.
-        logits: after what came last, of each [answers, vocabulary].
+        samplers: of each answer.
+        logits: of each answer [answers, vocabulary].
 
     Returns:
-        Of each its choice, or why there is none.
+        Of each answer its token, or why there is none.
     """
     rows = list(logits.float().cpu())
-    changed = list(rows)
-    found: dict[int, SampledToken | Exception] = {}
-    alike: dict[Sampling, list[int]] = {}
-    for at, chooser in enumerate(choosers):
+    adjusted = list(rows)
+    sampled: dict[int, SampledToken | Exception] = {}
+    by_sampling: dict[Sampling, list[int]] = {}
+    for at, sampler in enumerate(samplers):
         try:
-            changed[at] = chooser.changed(rows[at])
+            adjusted[at] = sampler.adjust(rows[at])
         except Exception as error:
-            found[at] = error
+            sampled[at] = error
             continue
-        alike.setdefault(chooser.choosing.sampling, []).append(at)
-    several = max(1, TOGETHER // logits.shape[-1])
+        by_sampling.setdefault(sampler.params.sampling, []).append(at)
+    size = max(1, LOGITS_AT_ONCE // logits.shape[-1])
     groups = (
-        (how, its[at : at + several])
-        for how, its in alike.items()
-        for at in range(0, len(its), several)
+        (sampling, answers[first : first + size])
+        for sampling, answers in by_sampling.items()
+        for first in range(0, len(answers), size)
     )
     for sampling, group in groups:
-        generators = [choosers[at].generator for at in group]
-        picked = _picked(sampling, torch.stack([changed[at] for at in group]), generators)
-        for at, token in zip(group, picked, strict=True):
+        generators = [samplers[at].generator for at in group]
+        drawn = _draw(sampling, torch.stack([adjusted[at] for at in group]), generators)
+        for at, token in zip(group, drawn, strict=True):
             if isinstance(token, Exception):
-                found[at] = token
+                sampled[at] = token
                 continue
             try:
-                found[at] = choosers[at].chosen(token, rows[at], changed[at])
+                sampled[at] = samplers[at].accept(token, rows[at], adjusted[at])
             except Exception as error:
-                found[at] = error
-    return [found[at] for at in range(len(choosers))]
+                sampled[at] = error
+    return [sampled[at] for at in range(len(samplers))]
 
 
-def _picked(
+def _draw(
     sampling: Sampling, logits: Tensor, generators: list[torch.Generator]
 ) -> list[int | WeirError]:
-    """A token of each row of logits [rows, vocabulary], or why there is none."""
+    """Draw a token from each row of logits [rows, vocabulary], or say why there is none."""
     try:
         return list(sampling.pick(logits, generators)[:, 0].tolist())
     except WeirError as error:
         if len(generators) == 1:
             return [error]
-        # One row is at fault, and no generator was asked for any.
-        alone = zip(logits.split(1), generators, strict=True)
-        return [_picked(sampling, row, [its])[0] for row, its in alone]
+        # One row is at fault, and no generator has advanced yet.
+        pairs = zip(logits.split(1), generators, strict=True)
+        return [_draw(sampling, row, [generator])[0] for row, generator in pairs]

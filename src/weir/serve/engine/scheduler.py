@@ -1,4 +1,4 @@
-"""Who waits for a row or to be read, and who is next.
+"""The scheduler: which sequence gets a row next, which row, and whose tokens are fed next.
 
 Knows nothing about models.
 """
@@ -6,98 +6,285 @@ Knows nothing about models.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from weir.errors import WeirError
-from weir.serve.engine.request import Sequence
-from weir.serve.engine.runner import side_by_side
+from weir.serve.engine.sequence import Sequence, Stage
 
 
 class Busy(WeirError):
-    """As many turns wait as are allowed to."""
+    """The queue is full."""
 
 
 class WaitQueue:
-    """Turns that wait: clients take turns, and those of one client come in their order.
+    """Sequences without a row. Owners take turns; the sequences of one owner keep their order.
 
     Args:
-        most: turns that may wait.
+        size: sequences that may wait.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._turns: deque[Sequence] = deque()
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._waiting: deque[Sequence] = deque()
         self._served: dict[str, int] = {}
         self._clock = 0
 
     def __len__(self) -> int:
-        return len(self._turns)
+        return len(self._waiting)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._turns)
+        return iter(self._waiting)
 
-    def add(self, turn: Sequence, free: int = 0) -> None:
-        """One turn more, behind the others.
+    def add(self, sequence: Sequence, free: int = 0) -> None:
+        """Append a sequence.
 
         Args:
-            turn: that is to wait.
-            free: rows that are given away next: as many turns do not wait for one.
+            sequence: that is to wait.
+            free: rows that are about to be given away; so many sequences do not count as waiting.
 
         Raises:
-            Busy: as many wait as may.
+            Busy: the queue is full.
         """
-        waiting = len(self._turns) - free
-        if waiting >= self._most:
+        waiting = len(self._waiting) - free
+        if waiting >= self._size:
             raise Busy(f"{waiting} turns are waiting already")
-        self._turns.append(turn)
+        self._waiting.append(sequence)
 
-    def first(self, turn: Sequence) -> None:
-        """One turn more, before the others and however many wait: its prompt is read already."""
-        self._turns.appendleft(turn)
+    def add_first(self, sequence: Sequence) -> None:
+        """Put a sequence before all others, however many wait: its prompt is read already."""
+        self._waiting.appendleft(sequence)
 
     def next(self) -> Sequence | None:
-        """A turn of the client that was served longest ago; it goes on waiting."""
-        return min(self._turns, key=lambda turn: self._served.get(turn.client, 0), default=None)
+        """The next sequence of the owner served longest ago; it stays in the queue."""
+        return min(self._waiting, key=lambda one: self._served.get(one.owner, 0), default=None)
 
-    def serve(self, turn: Sequence) -> None:
-        """A turn waits no longer: its client has been served just now."""
-        self._turns.remove(turn)
+    def serve(self, sequence: Sequence) -> None:
+        """Remove a sequence that has got its row; its owner is now the last to be served."""
+        self._waiting.remove(sequence)
         self._clock += 1
-        self._served[turn.client] = self._clock
+        self._served[sequence.owner] = self._clock
 
-    def leave(self, turn: Sequence) -> None:
-        """A turn waits no longer, if it did: nobody was served."""
-        if turn in self._turns:
-            self._turns.remove(turn)
+    def discard(self, sequence: Sequence) -> None:
+        """Remove a sequence that was not served, if it is here."""
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
 
-    def forget(self) -> None:
-        """Nobody is to be first any more: there was a time when nobody waited."""
+    def reset_fairness(self) -> None:
+        """Forget who was served when: the engine was idle."""
         self._served.clear()
 
 
-def read_together(reading: list[Sequence], piece: int) -> list[Sequence]:
-    """Turns whose prompts are read in the next call.
+class RowAllocator:
+    """Owners of the rows of a cache.
 
-    A prompt that is longer than a piece is read by itself, so that others change nothing in it, not
-    even by rounding; one that is not, together with as many as take no longer than a piece.
+    A row is free, or busy with a sequence, or resting: it stands at a checkpoint until a sequence
+    continues there or another one needs the row.
 
     Args:
-        reading: turns whose prompts are not read yet, the one that was served longest ago first; it
-            is read in any case.
-        piece: tokens of prompts that a call may take as long as.
+        size: number of rows.
     """
-    short = [t for t in reading if not (t.read or t.apart) and len(t.todo) <= piece]
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._free = set(range(size))
+        self._busy: set[int] = set()
+        self._resting: dict[str, int] = {}  # by checkpoint, the one used last at the end
+
+    @property
+    def busy(self) -> int:
+        """Number of rows that sequences have."""
+        return len(self._busy)
+
+    @property
+    def resting(self) -> int:
+        """Number of rows that stand at a checkpoint."""
+        return len(self._resting)
+
+    def claim(self, checkpoint: str | None) -> tuple[int, bool] | None:
+        """Take a row: one that stands at the checkpoint, a free one, or the one at rest longest.
+
+        Args:
+            checkpoint: where the sequence starts; None at the beginning of a stream.
+
+        Returns:
+            The row, and whether it stands at the checkpoint already; None if all are busy.
+        """
+        if checkpoint is not None and checkpoint in self._resting:
+            row = self._resting.pop(checkpoint)
+            self._busy.add(row)
+            return row, True
+        if self._free:
+            row = min(self._free)
+            self._free.remove(row)
+        elif self._resting:
+            row = self._resting.pop(next(iter(self._resting)))
+        else:
+            return None
+        self._busy.add(row)
+        return row, False
+
+    def rest(self, row: int, checkpoint: str) -> None:
+        """Leave a row standing at a checkpoint."""
+        self._busy.remove(row)
+        # A checkpoint is the end of one turn only, but a turn may be asked for again by its name.
+        before = self._resting.pop(checkpoint, None)
+        if before is not None:
+            self._free.add(before)
+        self._resting[checkpoint] = row
+
+    def release(self, row: int) -> None:
+        """Free a row whose sequence is not saved."""
+        self._busy.remove(row)
+        self._free.add(row)
+
+    def forget(self, checkpoint: str) -> None:
+        """Free the row that stands at a checkpoint, if one does."""
+        row = self._resting.pop(checkpoint, None)
+        if row is not None:
+            self._free.add(row)
+
+    def clear(self) -> None:
+        """Free all rows."""
+        self._free, self._busy, self._resting = set(range(self.size)), set(), {}
+
+    def check(self, busy: set[int]) -> None:
+        """Check that every row is in one place, and that the busy ones are these.
+
+        Raises:
+            WeirError: they are not; that is a fault of the engine's.
+        """
+        resting = list(self._resting.values())
+        rows = sorted([*self._free, *self._busy, *resting])
+        if rows != list(range(self.size)) or self._busy != busy:
+            raise WeirError(
+                f"the engine's accounts are wrong: free {sorted(self._free)}, resting {resting}, "
+                f"busy {sorted(self._busy)}, and turns have {sorted(busy)}"
+            )
+
+
+class Scheduler:
+    """Decides which sequences run.
+
+    Args:
+        rows: sequences that run at once.
+        queue: sequences that may wait.
+        prefill_chunk: tokens of prompts that are read between two decode calls.
+        deterministic: every call is over one row.
+
+    Attributes:
+        waiting: sequences without a row.
+        rows: who has which row.
+        running: sequences with a row, the one whose prompt was read longest ago first.
+    """
+
+    def __init__(self, rows: int, queue: int, prefill_chunk: int, *, deterministic: bool) -> None:
+        self.waiting = WaitQueue(queue)
+        self.rows = RowAllocator(rows)
+        self.running: list[Sequence] = []
+        self.prefill_chunk = prefill_chunk
+        self._deterministic = deterministic
+
+    def __bool__(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait for a row.
+
+        Raises:
+            Busy: the queue is full.
+        """
+        self.waiting.add(sequence, self.rows.size - self.rows.busy)
+
+    def admit(self) -> tuple[Sequence, bool] | None:
+        """Give the next sequence a row.
+
+        Returns:
+            The sequence, and whether its row stands where it starts; None if nobody waits or all
+            rows are busy.
+        """
+        sequence = self.waiting.next()
+        claimed = None if sequence is None else self.rows.claim(sequence.parent)
+        if sequence is None or claimed is None:
+            return None
+        self.waiting.serve(sequence)
+        sequence.row, resident = claimed
+        self.running.append(sequence)
+        return sequence, resident
+
+    def decode_batches(self) -> Iterator[list[Sequence]]:
+        """The sequences that get a token of their answer, by the calls that give it."""
+        decoding = [sequence for sequence in self.running if sequence.stage is Stage.DECODE]
+        if not self._deterministic:
+            if decoding:
+                yield decoding
+            return
+        for sequence in decoding:
+            if sequence.stage is Stage.DECODE:  # and did not fail with the one before
+                yield [sequence]
+
+    def prefill_batch(self) -> list[Sequence]:
+        """The sequences whose prompts are read next; they go to the end of `running`."""
+        reading = [sequence for sequence in self.running if sequence.stage is Stage.PREFILL]
+        chunk = self.prefill_chunk
+        batch = reading[:1] if self._deterministic else group_prefills(reading, chunk)
+        self.running = [sequence for sequence in self.running if sequence not in batch] + batch
+        return batch
+
+    def finish(self, sequence: Sequence, *, at_checkpoint: bool) -> None:
+        """Take a sequence's row away; the row may rest at the sequence's end."""
+        sequence.stage = Stage.FINISHED
+        self.waiting.discard(sequence)
+        if sequence in self.running:
+            self.running.remove(sequence)
+        if sequence.row is not None and at_checkpoint:
+            self.rows.rest(sequence.row, sequence.id)
+        elif sequence.row is not None:
+            self.rows.release(sequence.row)
+
+    def check(self) -> None:
+        """Check the rows after a step, and start afresh with fairness if nobody is left.
+
+        Raises:
+            WeirError: a row has no owner, or two.
+        """
+        self.rows.check({one.row for one in self.running if one.row is not None})
+        if not self:
+            self.waiting.reset_fairness()
+
+
+def group_prefills(reading: list[Sequence], chunk: int) -> list[Sequence]:
+    """Choose the sequences whose prompts are read in the next call.
+
+    A prompt longer than a chunk is read in calls of its own, so that other prompts change nothing
+    in it, not even by rounding. Shorter ones are read together, as many as fit into a chunk.
+
+    Args:
+        reading: sequences whose prompts are not read yet, the one read longest ago first; that one
+            is always chosen.
+        chunk: tokens of a call, padding included.
+    """
+    short = [s for s in reading if not (s.num_read or s.alone) and len(s.unread) <= chunk]
     if reading[:1] != short[:1]:
         return list(reading[:1])
-    turns, tokens = short[:1], {row_of(turn): len(turn.todo) for turn in short[:1]}
-    for turn in sorted(short[1:], key=lambda turn: abs(row_of(turn) - row_of(short[0]))):
-        more = {**tokens, row_of(turn): len(turn.todo)}
-        if side_by_side(more, piece):
-            tokens, turns = more, [*turns, turn]
-    return turns
+    batch, tokens = short[:1], {_row_of(one): len(one.unread) for one in short[:1]}
+    for sequence in sorted(short[1:], key=lambda one: abs(_row_of(one) - _row_of(short[0]))):
+        more = {**tokens, _row_of(sequence): len(sequence.unread)}
+        if fits_one_call(more, chunk):
+            tokens, batch = more, [*batch, sequence]
+    return batch
 
 
-def row_of(turn: Sequence) -> int:
-    """The row of a turn that has one."""
-    assert turn.row is not None
-    return turn.row
+def fits_one_call(tokens: Mapping[int, int], limit: int) -> bool:
+    """Whether rows fit into one call without more padding than tokens.
+
+    Args:
+        tokens: by row, how many it is fed. Rows between the first and the last are computed too.
+        limit: tokens of the call, padding included.
+    """
+    computed = (max(tokens) + 1 - min(tokens)) * max(tokens.values())
+    return computed <= limit and computed <= 2 * sum(tokens.values())
+
+
+def _row_of(sequence: Sequence) -> int:
+    assert sequence.row is not None
+    return sequence.row

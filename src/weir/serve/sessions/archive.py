@@ -189,7 +189,7 @@ class SessionArchive:
             known.add(turn["node"])
             if len(turn["ids"]) > turn["seen"]:
                 raise ValidationError(f"turns[{n}] has more tokens than its stream")
-            messages = tuple(Message.read(kept) for kept in turn.pop("messages"))
+            messages = tuple(Message.from_json(kept) for kept in turn.pop("messages"))
             ids = pack_ids(turn.pop("ids"))
             archive.add(
                 TurnRecord(owner="", session="", messages=messages, ids=ids, **turn), checkpoint
@@ -203,7 +203,7 @@ def _record_to_json(record: TurnRecord) -> dict[str, Any]:
         "node": record.node,
         "parent": record.parent,
         "chain": record.chain,
-        "messages": [message.kept() for message in record.messages],
+        "messages": [message.to_json() for message in record.messages],
         "last": record.last,
         "seen": record.seen,
         "usage": record.usage,

@@ -308,7 +308,7 @@ def _insert(db: sqlite3.Connection, record: TurnRecord) -> None:
             record.owner,
             record.parent,
             record.chain,
-            json.dumps([message.kept() for message in record.messages]),
+            json.dumps([message.to_json() for message in record.messages]),
             record.last,
             record.seen,
             json.dumps(record.usage),
@@ -329,7 +329,7 @@ def _join(db: sqlite3.Connection, owner: str, session: str, node: str) -> None:
 
 def _read(row: sqlite3.Row) -> TurnRecord:
     values: dict[str, Any] = dict(row)
-    values["messages"] = tuple(Message.read(kept) for kept in json.loads(values["messages"]))
+    values["messages"] = tuple(Message.from_json(kept) for kept in json.loads(values["messages"]))
     values["usage"] = json.loads(values["usage"])
     return TurnRecord(**values)
 

@@ -1,22 +1,22 @@
-"""What an answer must look like: JSON schemas and grammars, and masks over the next token."""
+"""Structured output: JSON schemas and grammars, and the tokens that they allow next."""
 
 from weir.serve.structured.grammar import (
+    ANY_SPACE,
     ONE_SPACE,
-    SPACES,
     CompiledGrammar,
+    GrammarCompiler,
     GrammarConstraint,
-    Grammars,
-    guided,
+    add_guidance,
 )
 from weir.serve.structured.schema_limits import BadSchema, check_schema
 
 __all__ = [
+    "ANY_SPACE",
     "ONE_SPACE",
-    "SPACES",
     "BadSchema",
     "CompiledGrammar",
+    "GrammarCompiler",
     "GrammarConstraint",
-    "Grammars",
+    "add_guidance",
     "check_schema",
-    "guided",
 ]

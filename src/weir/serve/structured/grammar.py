@@ -1,7 +1,7 @@
-"""Grammars, and what they let a model say next; llguidance does the work.
+"""Grammars that answers are held to, compiled and matched by llguidance.
 
-A grammar is compiled in whatever thread asks for it, and each answer has a matcher of its own, so
-that nobody's grammar is another's business. Knows nothing about HTTP or rows.
+A grammar is compiled in the thread that asks for it, and each answer has a matcher of its own.
+Knows nothing about HTTP or rows.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from transformers import PreTrainedTokenizerBase
 from weir.errors import shorten
 from weir.serve.structured.schema_limits import BadSchema, check_schema
 
-SPACES = r"( |\n( {0,8}|\t{0,4}))"
-"""What may stand between two parts of JSON: a space, or a line's end and where the next begins.
+ANY_SPACE = r"( |\n( {0,8}|\t{0,4}))"
+"""White space between two tokens of JSON: a space, or a line end and an indent.
 
-The same may stand anywhere, before a colon too, so that a model that likes blanks gets few.
+It is bounded: a model could otherwise go on with nothing but white space.
 """
 ONE_SPACE = " "
-SLOW = 0.25
-"""Seconds of one mask, of the processor's; a grammar that takes longer is given up."""
+MAX_SECONDS = 0.25
+"""Processor time of one mask; a grammar that takes longer is given up."""
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000,
     step_lexer_fuel=100_000,
@@ -40,51 +40,52 @@ _LIMITS = LLParserLimits(
 )
 
 
-class Grammars:
-    """Makes grammars for one model.
+class GrammarCompiler:
+    """Compiles grammars for one model.
 
     Args:
         tokenizer: of the model.
-        ends: tokens that end an answer.
-        vocabulary: how many logits the model has.
+        stop_ids: tokens that end an answer.
+        vocabulary: number of logits of the model.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int], vocabulary: int
+        self, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int], vocabulary: int
     ) -> None:
         self._tokenizer = tokenizer
-        self._ends = ends
+        self._stop_ids = stop_ids
         self._size = vocabulary
         self._lock = threading.Lock()
-        self._made: LLTokenizer | None = None
+        self._cached: LLTokenizer | None = None
 
-    def of_schema(self, schema: Mapping[str, Any], *, strict: bool) -> CompiledGrammar:
-        """JSON that is valid to a schema.
+    def compile_schema(self, schema: Mapping[str, Any], *, strict: bool) -> CompiledGrammar:
+        """Compile a JSON schema.
 
         Args:
             schema: draft 2020-12.
-            strict: refuse what cannot be held to; otherwise keywords that are not known change
-                nothing.
+            strict: refuse keywords that are not known; otherwise they are ignored.
 
         Raises:
-            BadSchema: it is no schema, is too large, or cannot be held to.
+            BadSchema: it is no schema, is too large, or answers cannot be held to it.
         """
         check_schema(schema)
-        grammar = {"grammars": [{"json_schema": guided(schema, SPACES, strict=strict)}]}
-        return self.of_grammar(grammar)
+        grammar = {"grammars": [{"json_schema": add_guidance(schema, ANY_SPACE, strict=strict)}]}
+        return self.compile(grammar)
 
-    def of_grammar(self, grammar: Mapping[str, Any], *, whole: bool = True) -> CompiledGrammar:
-        """What a grammar describes.
+    def compile(
+        self, grammar: Mapping[str, Any], *, stop_when_complete: bool = True
+    ) -> CompiledGrammar:
+        """Compile a grammar.
 
         Args:
-            grammar: as llguidance takes them, JSON with a list `grammars`.
-            whole: the answer is over as soon as it is all the grammar wants, where the model has no
-                tokens that end one.
+            grammar: as llguidance takes it, JSON with a list `grammars`.
+            stop_when_complete: where the model has no token that ends an answer, end it as soon as
+                the grammar accepts it.
 
         Raises:
             BadSchema: it is no grammar, or too large.
         """
-        with self._lock:  # one at a time: what strangers send takes one thread's time at most
+        with self._lock:  # one at a time, so that clients' grammars take up one thread at most
             began = time.thread_time()
             matcher = LLMatcher(
                 self._tokens(), json.dumps(dict(grammar)), limits=_LIMITS, log_level=0
@@ -92,72 +93,76 @@ class Grammars:
             if not matcher.is_error():
                 matcher.compute_bitmask()
             if matcher.is_error():
-                raise BadSchema(_why(matcher))
-            if time.thread_time() - began > 4 * SLOW:
+                raise BadSchema(_error_of(matcher))
+            if time.thread_time() - began > 4 * MAX_SECONDS:
                 raise BadSchema("it is too complex")
         tokens = max(self._size, self._tokens().vocab_size)
-        return CompiledGrammar(matcher, self._size, tokens, alone=whole and not self._ends)
+        eager = stop_when_complete and not self._stop_ids
+        return CompiledGrammar(matcher, self._size, tokens, eager=eager)
 
     def _tokens(self) -> LLTokenizer:
-        """The tokenizer as llguidance has it, made when it is first needed: it takes a second."""
-        if self._made is None:
+        """The tokenizer as llguidance has it, made when it is first needed: that takes a second."""
+        if self._cached is None:
             try:
-                ends = sorted(self._ends) or None
-                known: Any = self._tokenizer  # a fast one, or it is refused
-                self._made = from_tokenizer(
-                    known, n_vocab=max(self._size, len(known)), eos_token=ends
+                stop_ids = sorted(self._stop_ids) or None
+                known: Any = self._tokenizer  # a fast one, or llguidance refuses it
+                self._cached = from_tokenizer(
+                    known, n_vocab=max(self._size, len(known)), eos_token=stop_ids
                 )
             except Exception as error:  # llguidance raises whatever it finds
-                why = shorten(str(error))
-                raise BadSchema(f"this model's tokenizer has no grammars ({why})") from None
-        return self._made
+                reason = shorten(str(error))
+                raise BadSchema(f"this model's tokenizer has no grammars ({reason})") from None
+        return self._cached
 
 
 class CompiledGrammar:
-    """A grammar that is compiled.
+    """A compiled grammar.
 
     Args:
         matcher: at its beginning.
-        size: how many logits there are.
-        tokens: how many tokens the matcher knows; as many or more.
-        alone: the model has no token to say that an answer is over.
+        size: number of logits.
+        tokens: number of tokens that the matcher knows, which may be larger.
+        eager: whether an answer is done as soon as the grammar accepts it.
     """
 
-    def __init__(self, matcher: LLMatcher, size: int, tokens: int, *, alone: bool) -> None:
+    def __init__(self, matcher: LLMatcher, size: int, tokens: int, *, eager: bool) -> None:
         self._matcher = matcher
         self._size = size
         self._tokens = tokens
-        self._alone = alone
+        self._eager = eager
 
-    def mask(self) -> GrammarConstraint:
-        """For one answer, at its beginning."""
+    def constraint(self) -> GrammarConstraint:
+        """A constraint for one answer."""
         return GrammarConstraint(
-            self._matcher.deep_copy(), self._size, self._tokens, alone=self._alone
+            self._matcher.deep_copy(),
+            self._size,
+            self._tokens,
+            eager=self._eager,
         )
 
 
 class GrammarConstraint:
-    """What one answer may go on with (`weir.serve.Constraint`).
+    """The constraint of one answer (`weir.serve.Constraint`).
 
     Args:
-        matcher: its own.
-        size, tokens, alone: as `CompiledGrammar` has them.
+        matcher: of this answer only.
+        size, tokens, eager: as `CompiledGrammar` has them.
     """
 
-    def __init__(self, matcher: LLMatcher, size: int, tokens: int, *, alone: bool) -> None:
+    def __init__(self, matcher: LLMatcher, size: int, tokens: int, *, eager: bool) -> None:
         self._matcher = matcher
         self._size = size
-        self._alone = alone
+        self._eager = eager
         self._bits = np.zeros((1, -(-tokens // 32)), np.int32)
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing more to be said."""
+        """Whether the answer is complete."""
         matcher = self._matcher
-        return matcher.is_stopped() or (self._alone and matcher.is_accepting())
+        return matcher.is_stopped() or (self._eager and matcher.is_accepting())
 
     def allow(self, logits: Tensor) -> Tensor:
-        """The logits [vocabulary] with -inf for what may not come next; those given change.
+        """Set the logits [vocabulary] of tokens that may not come next to -inf, in place.
 
         Raises:
             BadSchema: the grammar has become too complex.
@@ -165,13 +170,13 @@ class GrammarConstraint:
         began = time.thread_time()
         fill_next_token_bitmask(self._matcher, self._bits)
         self._check()
-        if time.thread_time() - began > SLOW:
+        if time.thread_time() - began > MAX_SECONDS:
             raise BadSchema("what this answer must look like takes too long to work out")
         bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little", count=self._size)
         return logits.masked_fill_(torch.from_numpy(bits == 0), -torch.inf)
 
     def accept(self, token: int) -> None:
-        """A token was chosen.
+        """Advance by a token.
 
         Raises:
             BadSchema: it may not come next.
@@ -181,30 +186,29 @@ class GrammarConstraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise BadSchema(f"the answer cannot be held to its grammar: {_why(self._matcher)}")
+            raise BadSchema(f"the answer cannot be held to its grammar: {_error_of(self._matcher)}")
 
 
-_WORDS = {
+_SENTENCES = {
     "NoExtensionBias": "nothing is valid to it, as where a $ref leads to itself and nothing else",
     "LexerTooComplex": "it is too complex",
     "ParserTooComplex": "it is too complex",
 }
-"""For what llguidance says by a name alone."""
+"""Sentences for the errors of which llguidance gives a name only."""
 
 
-def _why(matcher: LLMatcher) -> str:
-    """What is wrong with a grammar, in llguidance's words."""
-    said = matcher.get_error().replace("<non-verbose/>", "").strip()
-    return _WORDS.get(said) or shorten(said)
+def _error_of(matcher: LLMatcher) -> str:
+    """The error of a matcher, as a sentence."""
+    message = matcher.get_error().replace("<non-verbose/>", "").strip()
+    return _SENTENCES.get(message) or shorten(message)
 
 
-def guided(schema: Mapping[str, Any], spaces: str, *, strict: bool) -> dict[str, Any]:
-    """A schema with what llguidance is to make of it: a client has no say in that.
+def add_guidance(schema: Mapping[str, Any], spaces: str, *, strict: bool) -> dict[str, Any]:
+    """Add llguidance's options to a schema, in place of any that the client sent.
 
     Args:
-        schema: as a client sends it.
-        spaces: what may stand between two parts, as a pattern; never without end, for a model could
-            then go on with nothing else.
+        schema: of the client.
+        spaces: pattern of the white space between two tokens of JSON; must be bounded.
         strict: refuse keywords that are not known.
     """
     options = {"whitespace_pattern": spaces, "lenient": not strict}

@@ -1,8 +1,8 @@
-"""How large a JSON schema may be that a stranger sends.
+"""Limits of the JSON schemas that clients send.
 
-The compiler of grammars bounds most of its work by itself, but not all: repetitions of repetitions
-in a pattern, and automata that count multiples, take it as long as their numbers say. Those are
-bounded here, before it sees them. Knows nothing about tokens.
+The grammar compiler bounds most of its own work, but not nested repetitions in a pattern, nor
+automata that count multiples: their cost grows with the numbers in the schema. Those are bounded
+here. Knows nothing about tokens.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from typing import Any
 
 from weir.errors import WeirError, quote
 
-BYTES = 65_536
-"""Of a schema, written as JSON."""
-DEPTH = 48
-"""Lists and objects in each other."""
-PATTERNS = 2000
-"""Characters of all patterns together, each counted as often as its repetitions say."""
-MULTIPLES = 2000
+MAX_BYTES = 65_536
+"""Size of a schema, written as JSON."""
+MAX_DEPTH = 48
+"""Levels of nested lists and objects."""
+MAX_PATTERN = 2000
+"""Characters of all patterns together, repetitions written out."""
+MAX_MULTIPLE = 2000
 """The least common multiple of the digits of all `multipleOf`."""
 
 _TIMES = re.compile(r"\{(\d*),?(\d*)\}")
 
 
 class BadSchema(WeirError):
-    """A JSON schema, or another rule of an answer, that cannot be held to."""
+    """A JSON schema or grammar that answers cannot be held to."""
 
 
 def check_schema(schema: Any) -> None:
-    """Refuse what would take long to make a grammar of.
+    """Check that a schema can be compiled in bounded time.
 
     Raises:
         BadSchema: it is too large, too deep, repeats too much, or is no JSON.
     """
-    if _depth(schema) > DEPTH:
-        raise BadSchema(f"it is nested deeper than {DEPTH} levels")
+    if _depth(schema) > MAX_DEPTH:
+        raise BadSchema(f"it is nested deeper than {MAX_DEPTH} levels")
     try:
         size = len(json.dumps(schema, allow_nan=False))
     except (ValueError, TypeError):
         raise BadSchema("it has numbers that JSON does not have") from None
-    if size > BYTES:
-        raise BadSchema(f"it has {size:,} bytes, and may have {BYTES:,}")
+    if size > MAX_BYTES:
+        raise BadSchema(f"it has {size:,} bytes, and may have {MAX_BYTES:,}")
     weight, multiple = 0, 1
     for node in _objects(schema):
         patterns = [node.get("pattern")]
@@ -53,16 +53,16 @@ def check_schema(schema: Any) -> None:
         patterns += list(by_name) if isinstance(by_name, dict) else []
         weight += sum(_weight(pattern) for pattern in patterns if isinstance(pattern, str))
         multiple = math.lcm(multiple, _digits(node.get("multipleOf")))
-        if weight > PATTERNS:
-            raise BadSchema(f"its patterns repeat more than {PATTERNS:,} characters")
-        if multiple > MULTIPLES:
+        if weight > MAX_PATTERN:
+            raise BadSchema(f"its patterns repeat more than {MAX_PATTERN:,} characters")
+        if multiple > MAX_MULTIPLE:
             raise BadSchema(f"numbers cannot be held to multiples of {multiple:,}")
 
 
 def _depth(value: Any) -> int:
-    """How deep lists and objects are in each other; walks no deeper than is asked for."""
+    """The number of levels of nested lists and objects, counted to just above the limit."""
     level, depth = [value], 0
-    while level and depth <= DEPTH:
+    while level and depth <= MAX_DEPTH:
         below: list[Any] = []
         for one in level:
             below += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
@@ -71,7 +71,7 @@ def _depth(value: Any) -> int:
 
 
 def _objects(schema: Any) -> Iterator[dict[str, Any]]:
-    """All objects in a schema, wherever they stand."""
+    """All objects in a schema, at any level."""
     if isinstance(schema, dict):
         yield schema
     if isinstance(schema, dict | list):
@@ -80,7 +80,7 @@ def _objects(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _digits(multiple: Any) -> int:
-    """The digits of what a number is to be a multiple of: 25 of 0.25; 1 for anything else."""
+    """The digits of a `multipleOf`: 25 for 0.25; 1 for anything that is no number."""
     if isinstance(multiple, bool) or not isinstance(multiple, int | float) or not multiple:
         return 1
     digits = Decimal(str(multiple)).normalize().as_tuple()
@@ -91,11 +91,11 @@ def _digits(multiple: Any) -> int:
 
 
 def _weight(pattern: str) -> int:
-    """Characters of a pattern, those in a repetition as often as it says.
+    """Characters of a pattern with its repetitions written out.
 
-    A repetition without an end counts once, for it needs no copies.
+    An unbounded repetition counts once, since it needs no copies.
     """
-    open_groups, group, last = [], 0, 0  # weights of groups around, of this one, of its last part
+    open_groups, group, last = [], 0, 0  # weights: of outer groups, this group, its last part
     at = 0
     while at < len(pattern):
         char = pattern[at]
@@ -122,7 +122,7 @@ def _weight(pattern: str) -> int:
 
 
 def _end_of_class(pattern: str, at: int) -> int:
-    """Where a class of characters ends that begins here."""
+    """The index of the `]` that ends a character class starting here."""
     end = at + 1 + pattern.startswith("[^", at)
     end += pattern.startswith("]", end)
     while end < len(pattern) and pattern[end] != "]":

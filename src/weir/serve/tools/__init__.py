@@ -1,31 +1,31 @@
-"""Calls of a client's functions: how models write them, what they may write, and reading them."""
+"""Calls of a client's functions: how models write them, and how they are constrained and parsed."""
 
-from weir.serve.tools.formats import HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, CallFormat, form_of
+from weir.serve.tools.formats import HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, CallFormat, format_of
 from weir.serve.tools.parser import (
+    AnswerPart,
     CallEnd,
     CallParser,
     CallStart,
-    Part,
-    Said,
-    message_of,
+    TextDelta,
+    join_parts,
     read_calls,
 )
-from weir.serve.tools.tool import Tool, written
+from weir.serve.tools.tool import Tool, describe_tools
 
 __all__ = [
     "HERMES",
     "LLAMA",
     "MISTRAL",
     "MISTRAL_ARGS",
+    "AnswerPart",
     "CallEnd",
     "CallFormat",
     "CallParser",
     "CallStart",
-    "Part",
-    "Said",
+    "TextDelta",
     "Tool",
-    "form_of",
-    "message_of",
+    "describe_tools",
+    "format_of",
+    "join_parts",
     "read_calls",
-    "written",
 ]

@@ -1,7 +1,7 @@
-"""The forms in which models write calls, and which of them a model was made for.
+"""The formats in which models write tool calls, and the detection of a model's own.
 
-The chat template tells: it is what the model saw in training. Where it takes no tools, or there is
-none, calls are asked for in words, in the first of these forms.
+It is read off the chat template, which is what the model saw in training. Where that takes no
+tools, or there is none, a system message asks for calls in the first of these formats.
 """
 
 from __future__ import annotations
@@ -24,77 +24,80 @@ from weir.serve.tools.tool import Tool
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How calls are written: each as JSON with a name and arguments, or as a name before them.
+    """How calls are written: each as a JSON object, or as a name followed by JSON arguments.
 
     Attributes:
-        trigger: what comes before a call, or before the list of all; empty where nothing does, so
-            that an answer is either text or a call.
-        close: what comes after it.
-        key: what the arguments are called.
-        between: what stands between a name and arguments where a call is no JSON as a whole.
-        several: whether an answer may have more than one.
-        listed: whether all of an answer stand in one list.
-        told: whether the chat template takes tools; otherwise a system turn describes them.
-        short: whether the template wants ids of nine letters and digits.
+        trigger: text in front of a call, or of the list of all; empty where there is none, so that
+            an answer is either text or a call.
+        close: text behind it.
+        key: the key of the arguments.
+        between: text between name and arguments, where a call is not one JSON object.
+        parallel: whether an answer may have more than one call.
+        is_list: whether the calls of an answer stand in one list.
+        in_template: whether the chat template takes tools; otherwise a system message describes
+            them.
+        short_ids: whether the template wants ids of nine letters and digits.
     """
 
     trigger: str
     close: str
     key: str = "arguments"
     between: str = ""
-    several: bool = True
-    listed: bool = False
-    told: bool = True
-    short: bool = False
+    parallel: bool = True
+    is_list: bool = False
+    in_template: bool = True
+    short_ids: bool = False
 
     def head(self, name: str) -> str:
-        """A call that is JSON, up to its arguments."""
+        """The text of a call up to its arguments, in a format of JSON objects."""
         return f'{{"name": {json.dumps(name)}, "{self.key}": '
 
-    def rendered(
+    def for_template(
         self, messages: Sequence[Message], tools: Sequence[Tool]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Messages and tools as the chat template takes them."""
-        if not self.told:
+        if not self.in_template:
             messages, tools = self._in_words(messages, tools), ()
-        said = [message.for_template() for message in messages]
-        if self.short:
-            for message in said:
+        rendered = [message.for_template() for message in messages]
+        if self.short_ids:
+            for message in rendered:
                 for call in message.get("tool_calls", ()):
-                    call["id"] = _short(call["id"])
+                    call["id"] = _short_id(call["id"])
                 if "tool_call_id" in message:
-                    message["tool_call_id"] = _short(message["tool_call_id"])
-        return said, [tool.told() for tool in tools]
+                    message["tool_call_id"] = _short_id(message["tool_call_id"])
+        return rendered, [tool.for_template() for tool in tools]
 
     def _in_words(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-        """Messages without calls and results: those are texts, and a system turn has the tools."""
-        said: list[Message] = []
+        """Messages with calls and results as text, and the tools in a system message."""
+        found: list[Message] = []
         for message in messages:
             if message.role == "tool":
                 content = f"<tool_response>{message.content}</tool_response>"
-                if said and said[-1].role == "user" and said[-1].name == "tool":
-                    content = f"{said.pop().content}\n{content}"
-                said.append(Message("user", content, "tool"))
+                if found and found[-1].role == "user" and found[-1].name == "tool":
+                    content = f"{found.pop().content}\n{content}"
+                found.append(Message("user", content, "tool"))
             elif message.calls:
-                calls = "".join(self._written(call) for call in message.calls)
-                said.append(replace(message, content=message.content + calls, calls=()))
+                calls = "".join(self._write(call) for call in message.calls)
+                found.append(replace(message, content=message.content + calls, calls=()))
             else:
-                said.append(message)
-        said = [replace(each, name=None) if each.name == "tool" else each for each in said]
+                found.append(message)
+        found = [replace(one, name=None) if one.name == "tool" else one for one in found]
         if not tools:
-            return said
-        first = [said.pop(0).content] if said and said[0].role == "system" else []
-        return [Message("system", "\n\n".join([*first, self._described(tools)])), *said]
+            return found
+        first = [found.pop(0).content] if found and found[0].role == "system" else []
+        return [Message("system", "\n\n".join([*first, self._instructions(tools)])), *found]
 
-    def _written(self, call: Call) -> str:
+    def _write(self, call: Call) -> str:
         return f"{self.trigger}{self.head(call.name)}{call.arguments}}}{self.close}"
 
-    def _described(self, tools: Sequence[Tool]) -> str:
+    def _instructions(self, tools: Sequence[Tool]) -> str:
+        """What a system message says about tools."""
+        functions = [tool.for_template()["function"] for tool in tools]
         call = f'{self.trigger}{{"name": NAME, "{self.key}": {{...}}}}{self.close}'
         return "\n".join(
             [
                 "You can call these functions; their parameters are given as JSON schemas.",
-                *(json.dumps(tool.told()["function"], ensure_ascii=False) for tool in tools),
+                *(json.dumps(function, ensure_ascii=False) for function in functions),
                 f"To call one, write {call}",
                 "What it returns comes as <tool_response>...</tool_response>",
             ]
@@ -102,37 +105,37 @@ class CallFormat:
 
 
 HERMES = CallFormat("<tool_call>", "</tool_call>")
-"""Of Hermes and Qwen 2.5 and 3: `<tool_call>{"name": …, "arguments": …}</tool_call>`."""
-LLAMA = CallFormat("", "", key="parameters", several=False)
-"""Of Llama 3: an answer that is `{"name": …, "parameters": …}`."""
-MISTRAL = CallFormat("[TOOL_CALLS]", "]", listed=True, short=True)
-"""Of Mistral up to Nemo: `[TOOL_CALLS] [{"name": …, "arguments": …}, …]`."""
+"""Format of Hermes and Qwen 2.5 and 3: `<tool_call>{"name": …, "arguments": …}</tool_call>`."""
+LLAMA = CallFormat("", "", key="parameters", parallel=False)
+"""Format of Llama 3: an answer that is `{"name": …, "parameters": …}`."""
+MISTRAL = CallFormat("[TOOL_CALLS]", "]", is_list=True, short_ids=True)
+"""Format of Mistral up to Nemo: `[TOOL_CALLS] [{"name": …, "arguments": …}, …]`."""
 
-MISTRAL_ARGS = CallFormat("[TOOL_CALLS]", "", between="[ARGS]", short=True)
-"""Of newer ones, as Devstral 2 and Ministral 3: `[TOOL_CALLS]name[ARGS]{…}` for each call."""
+MISTRAL_ARGS = CallFormat("[TOOL_CALLS]", "", between="[ARGS]", short_ids=True)
+"""Format of Devstral 2 and Ministral 3: `[TOOL_CALLS]name[ARGS]{…}` for each call."""
 
 
-def form_of(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
-    """The form that a model was made for.
+def format_of(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
+    """The format that a model was made for.
 
     Raises:
-        WeirError: its chat template takes tools, and calls in a form that is not known.
+        WeirError: its chat template takes tools, but writes calls in a format that is not known.
     """
     if tokenizer.chat_template is None:
-        return replace(HERMES, told=False)
+        return replace(HERMES, in_template=False)
     try:
         template = str(tokenizer.get_chat_template(tools=[{}]))
-        # Only read, to see what it asks for; transformers renders it, in a sandbox.
-        asks = find_undeclared_variables(
+        # Parsed only, for the variables it uses; transformers renders it, in a sandbox.
+        variables = find_undeclared_variables(
             jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(
                 template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
             )
         )
     except (TemplateError, ValueError):
-        asks, template = set(), ""
-    if "tools" not in asks:
-        return replace(HERMES, told=False)
-    # Where the model names its calls itself, a result would have to repeat that name.
+        variables, template = set(), ""
+    if "tools" not in variables:
+        return replace(HERMES, in_template=False)
+    # Templates with [CALL_ID] let the model name its calls, and want that name with the result.
     if "[TOOL_CALLS]" in template and "[CALL_ID]" not in template:
         return MISTRAL_ARGS if "[ARGS]" in template else MISTRAL
     if "<tool_call>" in template and "<function=" not in template:
@@ -146,7 +149,7 @@ def form_of(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
 
 
 def _unknown(template: str) -> str:
-    """How a template writes calls that nobody here reads."""
+    """How a template writes calls, if in a format that is not served here."""
     for mark, words in _OTHERS.items():
         if mark in template:
             return words
@@ -160,6 +163,6 @@ _OTHERS = {
 }
 
 
-def _short(name: str) -> str:
-    """An id as Mistral's templates want it; always the same for the same."""
+def _short_id(name: str) -> str:
+    """An id as Mistral's templates want it, which is a function of the given one."""
     return hashlib.sha256(name.encode()).hexdigest()[:9]

@@ -1,8 +1,8 @@
-"""What an answer may be where there are tools, as a grammar: text, calls, or either.
+"""Grammars of answers with tools: text, calls, or either.
 
-A call that is begun is held to the parameters of its function, so that whatever a model means by it
-can be read. Grammars are llguidance's variant of Lark. Knows nothing about tokenizers but which of
-a form's texts are single special tokens.
+The arguments of a call are held to the parameters of its function, so that every call can be
+parsed. Grammars are written in llguidance's variant of Lark. Knows nothing about tokenizers but
+which texts of a call format are single special tokens.
 """
 
 from __future__ import annotations
@@ -12,72 +12,73 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from weir.serve.structured import ONE_SPACE, guided
+from weir.serve.structured import ONE_SPACE, add_guidance
 from weir.serve.tools.formats import CallFormat
 from weir.serve.tools.tool import Tool
 
 CallMode = Literal["none", "auto", "required"]
 
 
-def rules_of(
+def tool_grammar(
     form: CallFormat,
     tools: Sequence[Tool],
     choice: CallMode,
     *,
-    several: bool,
-    lines: bool,
+    parallel: bool,
+    newlines: bool,
     special: Mapping[str, int],
     schema: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A grammar of answers.
+    """Make the grammar of an answer.
 
     Args:
-        form: of calls.
-        tools: those that may be called.
-        choice: "none" for no calls, "auto" for text or calls, "required" for calls alone.
-        several: whether there may be more than one call, where the form knows that.
-        lines: whether a call may have line ends around its JSON.
-        special: the texts of the form that are special tokens, which no text can have.
-        schema: what an answer must be that has no calls, as llguidance takes it; None for text.
+        form: the format of calls.
+        tools: that may be called.
+        choice: "none" for no calls, "auto" for text or calls, "required" for calls only.
+        parallel: whether there may be more than one call, where the format has that.
+        newlines: whether a call may have line ends around its JSON.
+        special: the texts of the format that are special tokens, with their ids.
+        schema: of an answer without calls, as llguidance takes it; None for text.
 
     Returns:
-        As `Grammars.of_grammar` takes it.
+        What `GrammarCompiler.compile` takes.
     """
-    made = _Rules(form, lines, special)
+    rules = _Rules(form, newlines, special)
     text = "TEXT" if schema is None else "@answer"
     grammars = [{"name": "answer", "json_schema": dict(schema)}] if schema is not None else []
     if choice == "none":
         start = text if schema is not None else "QUIET"
     else:
-        several = several and form.several
-        calls = made.calls(several)
+        parallel = parallel and form.parallel
+        calls = rules.calls(parallel)
         if choice == "required":
             start = calls
         elif schema is not None:
             start = f"{text} | {calls}"
         else:
-            start = made.among_text(several)
+            start = rules.text_or_calls(parallel)
         grammars += [
             {
                 "name": f"arguments_{n}",
-                "json_schema": guided(tool.schema, ONE_SPACE, strict=tool.strict),
+                "json_schema": add_guidance(tool.schema, ONE_SPACE, strict=tool.strict),
             }
             for n, tool in enumerate(tools)
         ]
-    rules = [f"start: {start}", *made.terminals(), "" if choice == "none" else made.call(tools)]
-    return {"grammars": [{"lark_grammar": "\n".join([*rules, ""])}, *grammars]}
+    call = "" if choice == "none" else rules.call(tools)
+    lines = [f"start: {start}", *rules.terminals(), call, ""]
+    return {"grammars": [{"lark_grammar": "\n".join(lines)}, *grammars]}
 
 
 class _Rules:
-    """Parts of a grammar for one form."""
+    """The rules of a grammar for one call format."""
 
-    def __init__(self, form: CallFormat, lines: bool, special: Mapping[str, int]) -> None:
+    def __init__(self, form: CallFormat, newlines: bool, special: Mapping[str, int]) -> None:
         self._form = form
         self._special = special
-        self._space = '"\\n"?' if lines else ""
+        self._space = '"\\n"?' if newlines else ""
 
     def terminals(self) -> list[str]:
-        """Texts, with and without what would begin a call."""
+        """Terminals: text with and without the trigger of a call."""
         trigger = self._form.trigger
         lazy = f"/(.|\\n)*{re.escape(trigger)}/" if trigger else ""
         if not trigger:
@@ -92,48 +93,45 @@ class _Rules:
     def call(self, tools: Sequence[Tool]) -> str:
         """One call of any of the tools."""
         form = self._form
-        each = []
+        rules = []
         for n, tool in enumerate(tools):
             if form.between:
-                head, end = f"{_quoted(tool.name)} {self._piece(form.between)}", ""
+                head, end = f"{json.dumps(tool.name)} {self._literal(form.between)}", ""
             else:
-                head, end = _quoted(form.head(tool.name)), ' "}"'
-            each.append(f"call_{n}: {head} @arguments_{n}{end}")
-        return "\n".join([f"call: {' | '.join(f'call_{n}' for n in range(len(tools)))}", *each])
+                head, end = json.dumps(form.head(tool.name)), ' "}"'
+            rules.append(f"call_{n}: {head} @arguments_{n}{end}")
+        return "\n".join([f"call: {' | '.join(f'call_{n}' for n in range(len(tools)))}", *rules])
 
-    def calls(self, several: bool) -> str:
-        """Calls alone."""
-        body = self._body(several)
-        trigger = self._piece(self._form.trigger)
+    def calls(self, parallel: bool) -> str:
+        """Calls only."""
+        body = self._body(parallel)
+        trigger = self._literal(self._form.trigger)
         whole = f"{trigger} {body}"
-        again = several and not self._form.listed
+        again = parallel and not self._form.is_list
         return f"{whole} ({self._space} {whole})*" if again else whole
 
-    def among_text(self, several: bool) -> str:
-        """Text, and calls where there are any."""
-        form, body = self._form, self._body(several)
+    def text_or_calls(self, parallel: bool) -> str:
+        """Text, and calls if any."""
+        form, body = self._form, self._body(parallel)
         if not form.trigger:
             return f"TEXT | {body}"
         # Up to the first trigger all is text, and what comes next is a call.
-        until = f"TEXT {self._piece(form.trigger)}" if form.trigger in self._special else "until"
-        if several and not form.listed:
+        until = f"TEXT {self._literal(form.trigger)}" if form.trigger in self._special else "until"
+        if parallel and not form.is_list:
             return f"({until} {body})* TEXT"
         return f"TEXT | {until} {body}"
 
-    def _body(self, several: bool) -> str:
-        """What comes after a trigger."""
+    def _body(self, parallel: bool) -> str:
+        """What follows a trigger."""
         form = self._form
-        close = self._piece(form.close)
-        if not form.listed:
+        close = self._literal(form.close)
+        if not form.is_list:
             return f"{self._space} call {self._space} {close}" if form.trigger else "call"
-        more = '("," " "? call)*' if several else ""
+        more = '("," " "? call)*' if parallel else ""
         return f'" "? "[" call {more} {close}'
 
-    def _piece(self, text: str) -> str:
+    def _literal(self, text: str) -> str:
+        """A text of the format, as a special token where it is one."""
         if not text:
             return ""
-        return f"<[{self._special[text]}]>" if text in self._special else _quoted(text)
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text)
+        return f"<[{self._special[text]}]>" if text in self._special else json.dumps(text)

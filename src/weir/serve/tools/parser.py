@@ -1,7 +1,7 @@
-"""Calls in what a model says, read while it comes.
+"""Incremental parser of the tool calls in an answer.
 
-An answer is held to its form (`rules.py`), so that a call that has begun goes on as one; what is no
-call is text, and nothing of it is lost. Knows nothing about tokens.
+An answer is held to its call format by a grammar (`grammar.py`), so that a call that has begun goes
+on as one. All else is text, and nothing of it is lost. Knows nothing about tokens.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from weir.stream import count_stop_prefix
 
 
 @dataclass(frozen=True)
-class Said:
-    """Text of the answer, or of the arguments of a call.
+class TextDelta:
+    """More text of the answer, or of the arguments of a call.
 
     Attributes:
-        text: what comes next of it.
-        call: which call's arguments it is part of, from 0; None for the answer's own text.
+        text: the text.
+        call: index of the call whose arguments it is part of; None for the answer's own text.
     """
 
     text: str
@@ -31,10 +31,10 @@ class Said:
 
 @dataclass(frozen=True)
 class CallStart:
-    """A call begins.
+    """The start of a call.
 
     Attributes:
-        call: which, from 0.
+        call: its index.
         name: of the function.
     """
 
@@ -44,28 +44,28 @@ class CallStart:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """A call is whole.
+    """The end of a call, which is complete.
 
     Attributes:
-        call: which, from 0.
+        call: its index.
     """
 
     call: int
 
 
-Part = Said | CallStart | CallEnd
+AnswerPart = TextDelta | CallStart | CallEnd
 
 
 @dataclass
 class _Json:
-    """Where the end of a JSON value is, while it comes."""
+    """Finds the end of a JSON object or list, character by character."""
 
     depth: int = 0
     quoted: bool = False
     escaped: bool = False
 
     def ends(self, char: str) -> bool:
-        """Whether the value, an object or a list, ends with a character."""
+        """Take the next character; True if the value ends with it."""
         if self.quoted:
             if self.escaped:
                 self.escaped = False
@@ -80,46 +80,46 @@ class _Json:
 
 @dataclass
 class CallParser:
-    """Reads one answer.
+    """Parser of one answer.
 
     Attributes:
-        form: in which its calls are written.
+        form: the format of its calls.
         names: of the functions that may be called; a call of another is text.
-        alone: whether the answer is made of calls and has no text.
-        whole: how many calls have come to their end.
+        calls_only: whether the answer consists of calls and has no text.
+        num_complete: number of calls that have ended.
     """
 
     form: CallFormat
     names: Collection[str]
-    alone: bool = False
-    whole: int = 0
-    _begun: int = 0
+    calls_only: bool = False
+    num_complete: int = 0
+    _started: int = 0
     _state: str = "text"
     _rest: str = ""
-    _spaces: str = ""  # that came last; they are text if more text comes
-    _said: bool = False
+    _spaces: str = ""  # white space that came last, which is text if more text comes
+    _has_text: bool = False
     _json: _Json = field(default_factory=_Json)
-    _head_of_call: re.Pattern[str] = field(init=False)
-    _begun_head: re.Pattern[str] = field(init=False)
+    _whole_head: re.Pattern[str] = field(init=False)
+    _partial_head: re.Pattern[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._head_of_call = re.compile("".join(_head(self.form)))
-        self._begun_head = _beginnings(_head(self.form))
+        self._whole_head = re.compile("".join(_head(self.form)))
+        self._partial_head = _prefix_pattern(_head(self.form))
 
     @property
-    def calling(self) -> bool:
+    def in_call(self) -> bool:
         """Whether what comes next is part of a call, and not text."""
         return self._state in ("call", "between")
 
     @property
-    def held(self) -> bool:
-        """Whether something is held back that may be the beginning of a call."""
+    def is_undecided(self) -> bool:
+        """Whether text is held back that may be the beginning of a call."""
         return self._state == "head" or bool(self._rest)
 
-    def add(self, text: str) -> list[Part]:
-        """What more text brings."""
+    def feed(self, text: str) -> list[AnswerPart]:
+        """Parse more text."""
         self._rest += text
-        parts: list[Part] = []
+        parts: list[AnswerPart] = []
         while self._rest:
             before = (self._state, self._rest)
             parts += getattr(self, f"_{self._state}")()
@@ -127,115 +127,115 @@ class CallParser:
                 break
         return parts
 
-    def end(self, *, cut: bool = False) -> list[Part]:
-        """No more comes.
+    def finish(self, *, cut: bool = False) -> list[AnswerPart]:
+        """Parse the end of the answer.
 
-        A call whose name has come begins, without arguments. Of one whose name has not come nothing
-        is told, and what was held back as no more than the beginning of a trigger is text.
+        A call whose name is complete starts, without arguments. One whose name is not is dropped.
+        What was held back as the beginning of a trigger is text.
 
         Args:
-            cut: the answer was to go on, so that such a beginning is one of a call.
+            cut: whether the answer ran into its limit, so that such a beginning belongs to a call.
         """
-        cut = cut or self.alone
+        cut = cut or self.calls_only
         rest, self._rest = self._rest, ""
         if self._state == "head":
-            return self._end_in_head(rest, cut)
-        if self.calling or (cut and rest):
+            return self._finish_in_head(rest, cut)
+        if self.in_call or (cut and rest):
             return []
-        return self._told(rest, last=True)
+        return self._text_delta(rest, last=True)
 
-    def _end_in_head(self, rest: str, cut: bool) -> list[Part]:
+    def _finish_in_head(self, rest: str, cut: bool) -> list[AnswerPart]:
         trigger = self.form.trigger
-        head = self._begun_head.fullmatch(rest)
+        head = self._partial_head.fullmatch(rest)
         if head and (trigger or cut):
             name, known = head["name"] or "", head["known"] is not None
             if known and name in self.names:
                 self._state = "call"
-                self._begun += 1
-                return [CallStart(self._begun - 1, name)]
-            if not known and any(each.startswith(name) for each in self.names):
+                self._started += 1
+                return [CallStart(self._started - 1, name)]
+            if not known and any(one.startswith(name) for one in self.names):
                 return []
-        if self.form.listed and self._begun:
+        if self.form.is_list and self._started:
             return []
-        return self._told(trigger + rest, last=True)
+        return self._text_delta(trigger + rest, last=True)
 
-    def _text(self) -> list[Part]:
-        """Text, until something begins a call."""
+    def _text(self) -> list[AnswerPart]:
+        """Parse text, up to the trigger of a call."""
         trigger, rest = self.form.trigger, self._rest
         if not trigger:
-            # The answer is text or a call as a whole, and its first character tells which.
-            if self._said or not rest.lstrip().startswith("{"):
+            # The whole answer is either text or a call, as its first character says.
+            if self._has_text or not rest.lstrip().startswith("{"):
                 self._rest = ""
-                return self._told(rest)
+                return self._text_delta(rest)
             self._state, self._rest = "head", rest.lstrip()
             return []
         text, found, after = rest.partition(trigger)
         if found:
             self._state, self._rest = "head", after
-            return self._told(text)
+            return self._text_delta(text)
         held = count_stop_prefix(text, trigger)
         self._rest = text[len(text) - held :]
-        return self._told(text[: len(text) - held])
+        return self._text_delta(text[: len(text) - held])
 
-    def _head(self) -> list[Part]:
-        """The beginning of a call, up to its arguments."""
-        head = self._head_of_call.match(self._rest)
+    def _head(self) -> list[AnswerPart]:
+        """Parse a call up to its arguments."""
+        head = self._whole_head.match(self._rest)
         if head and head["name"] in self.names:
             if self._rest[head.end() :][:1] != "{":
-                return [] if head.end() == len(self._rest) else self._no_call()
+                return [] if head.end() == len(self._rest) else self._not_a_call()
             self._rest = self._rest[head.end() :]
             self._state, self._json = "call", _Json()
-            self._begun += 1
+            self._started += 1
             self._spaces = ""
-            return [CallStart(self._begun - 1, head["name"])]
+            return [CallStart(self._started - 1, head["name"])]
         longest = max(map(len, self.names), default=0) + 64
-        return self._no_call() if head or len(self._rest) > longest else []
+        return self._not_a_call() if head or len(self._rest) > longest else []
 
-    def _no_call(self) -> list[Part]:
-        """What looked like a call is text."""
+    def _not_a_call(self) -> list[AnswerPart]:
+        """Return what looked like a call as text."""
         text = self.form.trigger + self._rest
         self._state, self._rest = "text", ""
         if not self.form.trigger:
-            self._said = True
-        return self._told(text)
+            self._has_text = True
+        return self._text_delta(text)
 
-    def _call(self) -> list[Part]:
-        """Arguments, until they are whole."""
+    def _call(self) -> list[AnswerPart]:
+        """Parse arguments, up to their end."""
         for at, char in enumerate(self._rest):
             if self._json.ends(char):
                 own, self._rest = self._rest[: at + 1], self._rest[at + 1 :]
                 self._state = "between"
-                self.whole += 1
-                return [Said(own, self._begun - 1), CallEnd(self._begun - 1)]
+                self.num_complete += 1
+                return [TextDelta(own, self._started - 1), CallEnd(self._started - 1)]
         own, self._rest = self._rest, ""
-        return [Said(own, self._begun - 1)]
+        return [TextDelta(own, self._started - 1)]
 
-    def _between(self) -> list[Part]:
-        """What stands between calls, or after the last."""
+    def _between(self) -> list[AnswerPart]:
+        """Skip what stands between calls, or after the last."""
         rest = self._rest.lstrip(" \n}")
         form = self.form
-        if form.listed and rest.startswith(","):
+        if form.is_list and rest.startswith(","):
             self._state, self._rest = "head", rest[1:]
         elif form.close and rest.startswith(form.close):
             self._state, self._rest = "text", rest[len(form.close) :]
         elif rest and not (form.close.startswith(rest) and form.close):
             self._state, self._rest = "text", rest
-            self._said = True
+            self._has_text = True
         return []
 
-    def _told(self, text: str, *, last: bool = False) -> list[Part]:
-        """Text, but for spaces at its ends, which stand around calls too."""
+    def _text_delta(self, text: str, *, last: bool = False) -> list[AnswerPart]:
+        """Return text, but hold back white space at its end, which may stand around a call."""
         text = self._spaces + text
-        whole = text if last and not self._begun else text.rstrip()
-        self._spaces = text[len(whole) :]
-        self._said = self._said or bool(whole)
-        return [Said(whole)] if whole else []
+        shown = text if last and not self._started else text.rstrip()
+        self._spaces = text[len(shown) :]
+        self._has_text = self._has_text or bool(shown)
+        return [TextDelta(shown)] if shown else []
 
 
 def _head(form: CallFormat) -> list[str]:
-    """What a call begins with, up to its arguments: patterns of what comes one after the other.
+    """A call up to its arguments, as a list of patterns in their order.
 
-    `known` is the first that cannot come before all of the name has.
+    The group `known` is the first that cannot match before the name is complete.
     """
     name = "(?P<name>[A-Za-z0-9_-]+)"
     if form.between:
@@ -246,8 +246,8 @@ def _head(form: CallFormat) -> list[str]:
     return [*opened, name, '(?P<known>")', *key]
 
 
-def _beginnings(patterns: Sequence[str]) -> re.Pattern[str]:
-    """All that what fits patterns may begin with."""
+def _prefix_pattern(patterns: Sequence[str]) -> re.Pattern[str]:
+    """A pattern of every prefix of a text that matches patterns in their order."""
     nested = ""
     for pattern in reversed(patterns):
         nested = f"(?:{pattern}{nested})?"
@@ -258,27 +258,27 @@ def read_calls(
     form: CallFormat,
     tools: Sequence[Tool],
     text: str,
-    ids: Callable[[int], str],
+    make_id: Callable[[int], str],
     *,
     cut: bool = False,
-    alone: bool = False,
+    calls_only: bool = False,
 ) -> Message:
-    """An answer with the calls in it.
+    """Parse a whole answer.
 
     Args:
-        form: of the calls.
+        form: the format of calls.
         tools: that may be called.
         text: all of the answer.
-        ids: names its calls, by which they are, from 0.
-        cut: whether the answer was to go on.
-        alone: whether it is made of calls and has no text.
+        make_id: gives calls their ids, by their index.
+        cut: whether the answer ran into its limit.
+        calls_only: whether it consists of calls and has no text.
     """
-    reader = CallParser(form, {tool.name for tool in tools}, alone)
-    return message_of([*reader.add(text), *reader.end(cut=cut)], ids)
+    parser = CallParser(form, {tool.name for tool in tools}, calls_only)
+    return join_parts([*parser.feed(text), *parser.finish(cut=cut)], make_id)
 
 
-def message_of(parts: Sequence[Part], ids: Callable[[int], str]) -> Message:
-    """The answer that parts are all of; `ids` as `read_calls` has it."""
+def join_parts(parts: Sequence[AnswerPart], make_id: Callable[[int], str]) -> Message:
+    """Make the message of all parts of an answer; `make_id` as in `read_calls`."""
     content = ""
     names: list[str] = []
     arguments: list[str] = []
@@ -286,10 +286,10 @@ def message_of(parts: Sequence[Part], ids: Callable[[int], str]) -> Message:
         if isinstance(part, CallStart):
             names.append(part.name)
             arguments.append("")
-        elif isinstance(part, Said) and part.call is not None:
+        elif isinstance(part, TextDelta) and part.call is not None:
             arguments[part.call] += part.text
-        elif isinstance(part, Said):
+        elif isinstance(part, TextDelta):
             content += part.text
-    each = enumerate(zip(names, arguments, strict=True))
-    calls = tuple(Call(ids(number), *call) for number, call in each)
+    pairs = enumerate(zip(names, arguments, strict=True))
+    calls = tuple(Call(make_id(number), *pair) for number, pair in pairs)
     return Message("assistant", content, calls=calls)

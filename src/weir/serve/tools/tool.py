@@ -1,9 +1,9 @@
-"""A function of a client's that a model may call."""
+"""A function of the client's that a model may call."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ class Tool:
         name: letters, digits, `_` and `-`.
         description: what it does, in words.
         parameters: a JSON schema of an object; None where it takes nothing.
-        strict: refuse a schema that cannot be held to.
+        strict: refuse a schema of which some keyword cannot be enforced.
     """
 
     name: str
@@ -26,17 +26,17 @@ class Tool:
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """What a call's arguments are."""
+        """The JSON schema of the arguments of a call."""
         nothing = {"type": "object", "properties": {}, "additionalProperties": False}
         return nothing if self.parameters is None else self.parameters
 
-    def told(self) -> dict[str, Any]:
-        """As chat templates take it, and clients send it."""
-        about = {} if self.description is None else {"description": self.description}
-        function = {"name": self.name, **about, "parameters": self.schema}
+    def for_template(self) -> dict[str, Any]:
+        """The tool as chat templates take it, and as clients send it."""
+        description = {} if self.description is None else {"description": self.description}
+        function = {"name": self.name, **description, "parameters": self.schema}
         return {"type": "function", "function": function}
 
 
-def written(tools: Sequence[Tool]) -> str:
-    """All that is said of tools, as one text."""
-    return "\n".join(json.dumps(tool.told()) for tool in tools)
+def describe_tools(tools: Iterable[Tool]) -> str:
+    """One text with all that is said of tools, to compare or hash."""
+    return "\n".join(json.dumps(tool.for_template()) for tool in tools)

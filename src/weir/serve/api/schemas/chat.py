@@ -1,7 +1,7 @@
-"""What clients send, with a bound on every number and list.
+"""Bodies of chat and text completions.
 
-As OpenAI does, a field that nobody knows is refused. Those in `IGNORED` are taken and change
-nothing, those in `REFUSED` are known and not served, but for values that ask for nothing.
+As with OpenAI, unknown fields are refused. Those in `IGNORED` are accepted without effect, and
+those in `UNSERVED` only with values that ask for nothing.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pydantic import (
     model_validator,
 )
 
-from weir.serve.api.schemas.base import Known, Strict, Whole, refused
+from weir.serve.api.schemas.base import KnownFields, Strict, Whole, unsupported
 from weir.serve.api.schemas.formats import (
     AllowedTools,
     FunctionTool,
     NamedTool,
-    Offer,
     ResponseFormat,
     ToolCall,
     ToolChoice,
+    ToolOffer,
 )
 from weir.serve.engine import SamplingParams
 from weir.serve.messages import Call, Message
@@ -46,7 +46,7 @@ IGNORED = (
     "user",
     "verbosity",
 )
-REFUSED: dict[str, tuple[Any, ...]] = {
+UNSERVED: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
     "echo": (None, False),
@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
 }
 INSTEAD = {"functions": "use tools", "function_call": "use tool_choice"}
-"""For what is refused that has another name today."""
+"""What to use instead of fields that have another name today."""
 
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Token = Annotated[Whole, Field(ge=0, lt=2**31)]
@@ -87,21 +87,21 @@ class ChatMessage(BaseModel):
 
     @field_validator("function_call")
     @classmethod
-    def _none(cls, value: Any) -> Any:
+    def _check_function_call(cls, value: Any) -> Any:
         if value:
-            raise refused("functions are not served here; use tools and tool_calls")
+            raise unsupported("functions are not served here; use tools and tool_calls")
         return value
 
     @model_validator(mode="after")
-    def _fitting(self) -> Self:
+    def _check_role(self) -> Self:
         if self.tool_calls and self.role != "assistant":
-            raise refused("tool_calls are an assistant's")
+            raise unsupported("tool_calls are an assistant's")
         if (self.role == "tool") != (self.tool_call_id is not None):
-            raise refused("a message of role tool has a tool_call_id, and no other has one")
+            raise unsupported("a message of role tool has a tool_call_id, and no other has one")
         return self
 
     def message(self) -> Message:
-        """The same, as the rest of the server knows it."""
+        """The message, as the rest of the server knows it."""
         content = self.content or ""
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content)
@@ -120,8 +120,8 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class Asking(Known):
-    """What all requests have: which model, and how its tokens are chosen."""
+class GenerationBody(KnownFields):
+    """Fields of all requests for answers: the model and the sampling parameters."""
 
     model: Annotated[str, StringConstraints(max_length=512)]
     stream: bool | None = None
@@ -140,14 +140,14 @@ class Asking(Known):
 
     @field_validator("stream_options", mode="after", check_fields=False)
     @classmethod
-    def _streamed(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_stream_options(cls, value: Any, info: ValidationInfo) -> Any:
         if value is not None and not info.data.get("stream"):
-            raise refused("this goes with stream: true, and not without it")
+            raise unsupported("this goes with stream: true, and not without it")
         return value
 
     @property
-    def answers(self) -> int:
-        """How many answers are wanted."""
+    def num_answers(self) -> int:
+        """Number of answers that are wanted."""
         return 1
 
     @property
@@ -155,8 +155,8 @@ class Asking(Known):
         """The texts that end an answer."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
-    def choosings(self, logprobs: int | None, seed: int) -> list[SamplingParams]:
-        """How each answer's tokens are chosen; `seed` is what they draw from if none is named."""
+    def sampling_params(self, logprobs: int | None, seed: int) -> list[SamplingParams]:
+        """The sampling parameters of each answer; `seed` counts if the body has none."""
         sampling = Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=self.top_k if self.top_k and self.top_k > 0 else None,
@@ -174,14 +174,14 @@ class Asking(Known):
                 logprobs=logprobs,
                 seed=first + answer,
             )
-            for answer in range(self.answers)
+            for answer in range(self.num_answers)
         ]
 
 
-class Body(Asking):
-    """What both kinds of older requests have."""
+class CompletionBody(GenerationBody):
+    """Fields of both chat and text completions."""
 
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = REFUSED
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSERVED
     instead: ClassVar[Mapping[str, str]] = INSTEAD
 
     stream_options: StreamOptions | None = None
@@ -210,17 +210,17 @@ class Body(Asking):
     web_search_options: Any = None
 
     @property
-    def answers(self) -> int:
-        """How many answers are wanted."""
+    def num_answers(self) -> int:
+        """Number of answers that are wanted."""
         return self.n or 1
 
     @property
-    def tells_usage(self) -> bool:
-        """Whether a stream is to end with what it took."""
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class ChatBody(Body):
+class ChatBody(CompletionBody):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
@@ -233,21 +233,21 @@ class ChatBody(Body):
     parallel_tool_calls: bool | None = None
 
     @property
-    def offer(self) -> Offer:
-        """What is said of tools."""
-        tools = [each.tool() for each in self.tools or ()]
-        several, choice = self.parallel_tool_calls is not False, self.tool_choice
-        schemas, chosen = "tools[{}].function.parameters", "tool_choice.function.name"
+    def offer(self) -> ToolOffer:
+        """The tools that the body offers."""
+        tools = [tool.tool() for tool in self.tools or ()]
+        parallel, choice = self.parallel_tool_calls is not False, self.tool_choice
+        schema, chosen = "tools[{}].function.parameters", "tool_choice.function.name"
         if isinstance(choice, NamedTool):
-            return Offer(tools, "required", [choice.function.name], False, schemas, chosen)
+            return ToolOffer(tools, "required", [choice.function.name], False, schema, chosen)
         if isinstance(choice, AllowedTools):
             some, chosen = choice.allowed_tools, "tool_choice.allowed_tools.tools"
-            names = [each.function.name for each in some.tools]
-            return Offer(tools, some.mode, names, several, schemas, chosen)
-        return Offer(tools, choice, None, several, schemas)
+            names = [tool.function.name for tool in some.tools]
+            return ToolOffer(tools, some.mode, names, parallel, schema, chosen)
+        return ToolOffer(tools, choice, None, parallel, schema)
 
 
-class TextBody(Body):
+class TextBody(CompletionBody):
     """`POST /v1/completions`."""
 
     prompt: str | list[Token] | list[str] | list[list[Token]]
@@ -255,19 +255,19 @@ class TextBody(Body):
 
     @field_validator("prompt", mode="after")
     @classmethod
-    def _one(cls, value: Any) -> Any:
-        if isinstance(value, list) and len(value) != 1 and not _ids(value):
-            raise refused("a request has one prompt here")
+    def _check_prompt(cls, value: Any) -> Any:
+        if isinstance(value, list) and len(value) != 1 and not _is_ids(value):
+            raise unsupported("a request has one prompt here")
         return value
 
     @property
     def only_prompt(self) -> str | list[int]:
-        """The one prompt there is."""
+        """The one prompt of the body."""
         prompt: Any = self.prompt
-        one: str | list[int] = prompt if isinstance(prompt, str) or _ids(prompt) else prompt[0]
+        one: str | list[int] = prompt if isinstance(prompt, str) or _is_ids(prompt) else prompt[0]
         return one
 
 
-def _ids(prompt: list[Any]) -> bool:
-    """Whether a list is a prompt, and not of prompts."""
+def _is_ids(prompt: list[Any]) -> bool:
+    """Whether a list is one prompt of tokens, and not a list of prompts."""
     return bool(prompt) and isinstance(prompt[0], int)

@@ -1,4 +1,4 @@
-"""What clients say of the form of an answer: `response_format`, tools and the choice among them."""
+"""Fields about the format of an answer: `response_format`, `tools` and `tool_choice`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from weir.serve.api.schemas.base import Arguments, Name, Strict, refused
+from weir.serve.api.schemas.base import Arguments, Name, Strict, unsupported
 from weir.serve.tools import Tool
 from weir.serve.tools.grammar import CallMode
 
@@ -39,9 +39,11 @@ class ResponseFormat(Strict):
     json_schema: JsonSchema | None = None
 
     @model_validator(mode="after")
-    def _both(self) -> Self:
+    def _check_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise refused("json_schema goes with type: json_schema, and neither without the other")
+            raise unsupported(
+                "json_schema goes with type: json_schema, and neither without the other"
+            )
         return self
 
 
@@ -61,9 +63,9 @@ class FunctionTool(Strict):
     function: Function
 
     def tool(self) -> Tool:
-        """The same, as the rest of the server knows it."""
-        own = self.function
-        return Tool(own.name, own.description, own.parameters, bool(own.strict))
+        """The tool, as the rest of the server knows it."""
+        function = self.function
+        return Tool(function.name, function.description, function.parameters, bool(function.strict))
 
 
 class OfFunction(Strict):
@@ -76,7 +78,7 @@ class FlatTool(Function, OfFunction):
     """One of `tools`, as responses have it."""
 
     def tool(self) -> Tool:
-        """The same, as the rest of the server knows it."""
+        """The tool, as the rest of the server knows it."""
         return Tool(self.name, self.description, self.parameters, bool(self.strict))
 
 
@@ -133,7 +135,7 @@ _CHOICE = Discriminator(
     custom_error_type="unsupported",
     custom_error_message="it is to be 'none', 'auto', 'required' or an object",
 )
-# Tags that are no names stay out of what an error says of where it is.
+# Tags that are no identifiers are left out of the paths in errors.
 Word = Annotated[Literal["none", "auto", "required"], Tag("a word")]
 ToolChoice = Annotated[
     Word | Annotated[NamedTool, Tag("a function")] | Annotated[AllowedTools, Tag("some tools")],
@@ -146,24 +148,24 @@ FlatChoice = Annotated[
 
 
 @dataclass(frozen=True)
-class Offer:
-    """What a client says of tools, in whichever form.
+class ToolOffer:
+    """The tools that a client offers, the same for chats and responses.
 
     Attributes:
-        tools: all that the model is told of.
-        choice: whether it calls any; None where nothing is said.
+        tools: all that are described to the model.
+        choice: whether it calls any; None if the client does not say.
         names: of those that it may call; None for all.
-        several: whether it may call more than once.
-        schemas: where the schema of a tool stands in the request, `{}` for its number.
-        chosen: where the names stand.
+        parallel: whether it may make more than one call.
+        schema_param: the field of the request with the schema of a tool, `{}` for its index.
+        choice_param: the field with `names`.
     """
 
     tools: Sequence[Tool]
     choice: CallMode | None = None
     names: Sequence[str] | None = None
-    several: bool = True
-    schemas: str = "tools[{}].parameters"
-    chosen: str = "tool_choice"
+    parallel: bool = True
+    schema_param: str = "tools[{}].parameters"
+    choice_param: str = "tool_choice"
 
 
 class CalledFunction(BaseModel):

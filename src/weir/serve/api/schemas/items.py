@@ -1,4 +1,4 @@
-"""Items that clients send, to responses and to conversations, and pages of items they ask for."""
+"""Bodies of items, in responses and conversations, and pages of lists."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pydantic import (
 )
 
 from weir.serve.api.errors import not_found
-from weir.serve.api.schemas.base import Arguments, Name, Strict, refused
-from weir.serve.messages import Call, NoCall
+from weir.serve.api.schemas.base import Arguments, Name, Strict, unsupported
+from weir.serve.messages import Call, StrayResult
 from weir.serve.sessions import Item, call_item, input_item, new_id, result_item
 
 Metadata = Annotated[
@@ -51,14 +51,14 @@ class MessageItem(BaseModel):
 
     @field_validator("type", mode="before")
     @classmethod
-    def _known(cls, value: Any) -> Any:
-        # An item of a type that nobody knows is taken for a message.
+    def _check_type(cls, value: Any) -> Any:
+        # The discriminator takes an item of an unknown type for a message.
         if value != "message":
-            raise refused("it is to be 'message', 'function_call' or 'function_call_output'")
+            raise unsupported("it is to be 'message', 'function_call' or 'function_call_output'")
         return value
 
     def item(self) -> Item:
-        """The same with an id of the server's."""
+        """The item, with an id of the server's."""
         content = self.content
         texts = [content] if isinstance(content, str) else [part.text for part in content]
         return input_item(self.role, texts)
@@ -78,7 +78,7 @@ class CallItem(BaseModel):
     arguments: Arguments
 
     def item(self) -> Item:
-        """The same with an id of the server's."""
+        """The item, with an id of the server's."""
         return call_item(new_id("fc"), Call(self.call_id, self.name, self.arguments), "completed")
 
 
@@ -92,7 +92,7 @@ class ResultItem(BaseModel):
     output: str | list[ItemPart]
 
     def item(self) -> Item:
-        """The same with an id of the server's."""
+        """The item, with an id of the server's."""
         output = self.output
         if not isinstance(output, str):
             return result_item(self.call_id, [part.model_dump() for part in output])
@@ -105,7 +105,7 @@ def _kind(value: Any) -> str:
     return known.get(kind, "a message") if isinstance(kind, str) else "a message"
 
 
-# Tags that are no names stay out of what an error says of where it is.
+# Tags that are no identifiers are left out of the paths in errors.
 AnyItem = Annotated[
     Annotated[MessageItem, Tag("a message")]
     | Annotated[CallItem, Tag("a call")]
@@ -134,14 +134,14 @@ class ItemsBody(Strict):
 
 
 @dataclass(frozen=True)
-class Page:
-    """Which of many items are wanted, or of what else has ids; a dependency of routes.
+class PageQuery:
+    """The page of a list that a client asks for; a dependency of routes.
 
     Attributes:
-        after: the item before the first.
-        limit: how many.
-        order: the oldest or the newest first.
-        include: what to tell of them beside; there is nothing.
+        after: id of the item before the page.
+        limit: number of items.
+        order: oldest or newest first.
+        include: further fields; there are none.
     """
 
     after: Annotated[str | None, Query()] = None
@@ -151,11 +151,11 @@ class Page:
 
     what: ClassVar[str] = "item"
 
-    def of(self, items: Sequence[Item]) -> list[Item]:
-        """The page of these, which are the oldest first, and one more where there is one.
+    def cut(self, items: Sequence[Item]) -> list[Item]:
+        """The page of items, given oldest first, and one more if there is one.
 
         Raises:
-            Refused: there is no item to begin after.
+            APIError: there is no item `after`.
         """
         wanted = list(items) if self.order == "asc" else list(reversed(items))
         if self.after is not None:
@@ -165,13 +165,13 @@ class Page:
             wanted = wanted[at + 1 :]
         return wanted[: self.limit + 1]
 
-    def told(self, found: Sequence[Item]) -> dict[str, Any]:
-        """A page as JSON, of which one item more was looked for than is told."""
-        return listed(found[: self.limit], more=len(found) > self.limit)
+    def to_json(self, found: Sequence[Item]) -> dict[str, Any]:
+        """A page as JSON, from its items and one more if there is one."""
+        return list_object(found[: self.limit], more=len(found) > self.limit)
 
 
-def listed(items: Sequence[Item], *, more: bool = False) -> dict[str, Any]:
-    """Items as JSON; `more`: whether there are others behind them."""
+def list_object(items: Sequence[Item], *, more: bool = False) -> dict[str, Any]:
+    """Items as JSON; `more`: whether others follow."""
     return {
         "object": "list",
         "data": list(items),
@@ -181,16 +181,16 @@ def listed(items: Sequence[Item], *, more: bool = False) -> dict[str, Any]:
     }
 
 
-def result_param(field: str, items: Sequence[Item], error: NoCall) -> str | None:
-    """Where a result stands that is of no call, for errors.
+def result_param(field: str, items: Sequence[Item], error: StrayResult) -> str | None:
+    """The path of a stray result, for errors.
 
     Args:
-        field: that the items are sent in.
-        items: they are the last that were looked at.
-        error: what was found.
+        field: that the items were sent in.
+        items: the last that were looked at.
+        error: says how many results come after it.
 
     Returns:
-        None if it stands before them.
+        None if it stands before the items.
     """
     results = [n for n, item in enumerate(items) if item["type"] == "function_call_output"]
     at = len(results) - 1 - error.behind

@@ -1,4 +1,4 @@
-"""What clients send to `/v1/responses`, with a bound on every number and list."""
+"""Body of `POST /v1/responses`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, StringConstraints, model_validator
 
 from weir.serve.api.schemas.base import Name as SchemaName
-from weir.serve.api.schemas.base import Strict, Whole, refused
-from weir.serve.api.schemas.chat import Asking
+from weir.serve.api.schemas.base import Strict, Whole, unsupported
+from weir.serve.api.schemas.chat import GenerationBody
 from weir.serve.api.schemas.formats import (
     Description,
     FlatAllowed,
@@ -17,8 +17,8 @@ from weir.serve.api.schemas.formats import (
     FlatName,
     FlatTool,
     JsonSchema,
-    Offer,
     ResponseFormat,
+    ToolOffer,
 )
 from weir.serve.api.schemas.items import AnyItem, Metadata
 from weir.serve.sessions import Item, input_item
@@ -33,7 +33,7 @@ IGNORED = (
     "stream_options",
     "user",
 )
-REFUSED: dict[str, tuple[Any, ...]] = {
+UNSERVED: dict[str, tuple[Any, ...]] = {
     "background": (None, False),
     "moderation": (None,),
     "prompt": (None,),
@@ -42,7 +42,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 Label = Annotated[str, StringConstraints(max_length=512)]
-"""A word of the client's own, which is told back and changes nothing."""
+"""A text of the client's own, which is repeated in the response and has no effect."""
 
 
 class TextFormat(Strict):
@@ -55,18 +55,18 @@ class TextFormat(Strict):
     strict: bool | None = None
 
     @model_validator(mode="after")
-    def _together(self) -> Self:
-        said = {"name": self.name, "schema": self.of}
-        missing = " and ".join(name for name, value in said.items() if value is None)
+    def _check_schema(self) -> Self:
+        fields = {"name": self.name, "schema": self.of}
+        missing = " and ".join(name for name, value in fields.items() if value is None)
         if self.type == "json_schema" and missing:
-            raise refused(f"type: json_schema needs a name and a schema; here is no {missing}")
+            raise unsupported(f"type: json_schema needs a name and a schema; here is no {missing}")
         if self.type != "json_schema" and missing != "name and schema":
-            raise refused("name and schema go with type: json_schema, and not without it")
+            raise unsupported("name and schema go with type: json_schema, and not without it")
         return self
 
     @property
-    def wanted(self) -> ResponseFormat:
-        """The same as chats have it."""
+    def response_format(self) -> ResponseFormat:
+        """The format, as chats have it."""
         if self.name is None:
             return ResponseFormat(type=self.type)
         return ResponseFormat(
@@ -88,10 +88,10 @@ class ConversationName(Strict):
     id: Name
 
 
-class ResponseBody(Asking):
+class ResponseBody(GenerationBody):
     """`POST /v1/responses`."""
 
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = REFUSED
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSERVED
 
     input: str | list[AnyItem] | None = None
     instructions: str | None = None
@@ -124,34 +124,35 @@ class ResponseBody(Asking):
     prompt: Any = None
 
     @property
-    def kept(self) -> bool:
-        """Whether it is to be retrieved and gone on from; so it is if nothing is said."""
+    def is_stored(self) -> bool:
+        """Whether the response is stored; it is, if the client does not say."""
         return self.store is not False
 
     @property
     def logprobs(self) -> int | None:
-        """How many of the likeliest tokens are told with each; None for none at all."""
+        """Number of most likely tokens to report with each; None for no log-probabilities."""
         if self.top_logprobs or LOGPROBS in (self.include or ()):
             return self.top_logprobs or 0
         return None
 
     @property
-    def form(self) -> ResponseFormat | None:
-        """The form of the answer; None for any."""
+    def response_format(self) -> ResponseFormat | None:
+        """The format of the answer; None for text."""
         found = self.text.format if self.text else None
-        return None if found is None else found.wanted
+        return None if found is None else found.response_format
 
     @property
-    def offer(self) -> Offer:
-        """What is said of tools."""
-        tools = [each.tool() for each in self.tools or ()]
-        several, choice = self.parallel_tool_calls is not False, self.tool_choice
+    def offer(self) -> ToolOffer:
+        """The tools that the body offers."""
+        tools = [tool.tool() for tool in self.tools or ()]
+        parallel, choice = self.parallel_tool_calls is not False, self.tool_choice
         if isinstance(choice, FlatName):
-            return Offer(tools, "required", [choice.name], False, chosen="tool_choice.name")
+            param = "tool_choice.name"
+            return ToolOffer(tools, "required", [choice.name], False, choice_param=param)
         if isinstance(choice, FlatAllowed):
-            names = [each.name for each in choice.tools]
-            return Offer(tools, choice.mode, names, several, chosen="tool_choice.tools")
-        return Offer(tools, choice, None, several)
+            names = [tool.name for tool in choice.tools]
+            return ToolOffer(tools, choice.mode, names, parallel, choice_param="tool_choice.tools")
+        return ToolOffer(tools, choice, None, parallel)
 
     @property
     def named(self) -> str | None:

@@ -1,0 +1,113 @@
+"""A sequence: a prompt that is fed to a row of the cache, and the answer sampled after it.
+
+A sequence starts at a checkpoint, the end of an earlier turn, and its own end is a new one.
+Checkpoints never change, so any of them can be continued more than once, and again after a
+failure. Knows nothing about text, models or what rows hold.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from weir.cache import RowState
+from weir.serve.engine.sampler import SampledToken, Sampler
+from weir.serve.sessions import TurnRecord
+
+
+class Stage(enum.Enum):
+    """The stages of a sequence."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+class Listener(Protocol):
+    """Receives the tokens of a sequence, in the engine's thread: it must not block."""
+
+    def on_token(self, token: SampledToken) -> str | None:
+        """Take the next token of the answer.
+
+        Returns:
+            "stop" if the answer ends with this token; None to go on.
+        """
+
+    def on_finish(self, reason: str) -> None:
+        """The sequence has ended and is saved; `reason` is "stop" or "length"."""
+
+    def on_failure(self, error: Exception) -> None:
+        """The sequence has failed; the checkpoint it started from is as it was."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One answer to one prompt.
+
+    Attributes:
+        id: its name, under which its end is saved.
+        parent: the checkpoint it starts from; None for a new stream.
+        prompt_ids: tokens to feed before the answer, one or more.
+        max_tokens: tokens of the answer, 1 or more.
+        stop_ids: tokens that end the answer.
+        sampler: chooses the tokens of the answer.
+        listener: receives them.
+        owner: who asked; owners take turns.
+        seed: of the row's random draws, where the stream is new.
+        beginning: how many of `prompt_ids` are the stream's beginning, where it is new.
+        header: how many tokens at the end of `prompt_ids` are the header of the answer.
+        forks: further answers to the same prompt, which start where it ends.
+        record: makes the record that is saved with its end, from the sequence and the reason why it
+            ended (`Listener.on_finish`); None if the end is not saved.
+        stage: how far it has come. This and what follows is set by the engine only.
+        cancelled: whether the next step ends it.
+        row: its row of the cache; None while it waits.
+        unread: tokens still to be fed before the answer.
+        num_read: tokens of the prompt fed so far.
+        alone: whether its prompt must be read in a call of its own.
+        output_ids: the answer so far; the last of them has not been fed yet.
+        prefilled: of a fork, the state and logits [vocabulary] at the end of the prompt.
+    """
+
+    id: str
+    parent: str | None
+    prompt_ids: list[int]
+    max_tokens: int
+    stop_ids: frozenset[int]
+    sampler: Sampler
+    listener: Listener
+    owner: str = ""
+    seed: int = 0
+    beginning: int = 0
+    header: int = 0
+    forks: list[Sequence] = field(default_factory=list)
+    record: Callable[[Sequence, str], TurnRecord] | None = None
+
+    stage: Stage = Stage.WAITING
+    cancelled: bool = False
+    row: int | None = None
+    unread: list[int] = field(default_factory=list)
+    num_read: int = 0
+    alone: bool = False
+    output_ids: list[int] = field(default_factory=list)
+    prefilled: tuple[RowState, Tensor] | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it waits for a row."""
+        return self.stage is Stage.WAITING
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether its prompt is being read."""
+        return self.stage is Stage.PREFILL
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its prompt is being read, or its answer made."""
+        return self.stage in (Stage.PREFILL, Stage.DECODE)
