@@ -163,7 +163,7 @@ def test_halves_of_real_keys_are_more_alike_than_by_a_coin():
             for gamma in (4.0, 0.0):
                 index, a, _ = halves(Halving(gamma=gamma), keys, values, 50)
                 queries = it.queries[0, head * it.queries.shape[1] // it.keys.shape[1], 320:]
-                kernel = (queries @ keys.T * it.form.scale).exp()
+                kernel = (queries @ keys.T * it.params.scale).exp()
                 whole = kernel @ values
                 part = torch.einsum("qsn,snd->sqd", kernel[:, index] * a.exp(), values[index])
                 answers.append(float((part - whole).square().mean().sqrt()))
