@@ -83,8 +83,8 @@ def test_every_python_example_is_python(page: str) -> None:
         ast.parse(code, page)
 
 
-QUICK = ("docs/images.md", "docs/writing-a-pool.md")
-"""Pages whose examples load nothing large; the others are slow."""
+QUICK = ("docs/images.md",)
+"""Pages whose examples load no model; the others are slow."""
 
 
 @needs_nano
