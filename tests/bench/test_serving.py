@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from serve.servers import make_desk, serving
+from serve.servers import make_client, serving
 
 from weir.errors import WeirError
 from weir_bench.serving.load import Heard, Manner, closed, opened, percentiles, together
@@ -39,7 +39,7 @@ class Stand:
 
 @pytest.fixture(scope="module")
 def port():
-    with serving(make_desk()) as server:
+    with serving(make_client()) as server:
         yield server.port
 
 

@@ -485,14 +485,14 @@ def _hash(*parts: str) -> str:
 def _record_to_json(record: TurnRecord) -> bytes:
     values: dict[str, Any] = {f.name: getattr(record, f.name) for f in fields(record)}
     del values["epoch"]
-    values["messages"] = [message.kept() for message in record.messages]
+    values["messages"] = [message.to_json() for message in record.messages]
     values["ids"] = record.ids.hex()
     return json.dumps(values).encode()
 
 
 def _record_from_json(data: bytes) -> TurnRecord:
     values = json.loads(data)
-    values["messages"] = tuple(Message.read(kept) for kept in values["messages"])
+    values["messages"] = tuple(Message.from_json(kept) for kept in values["messages"])
     values["ids"] = bytes.fromhex(values["ids"])
     return TurnRecord(**values)
 
