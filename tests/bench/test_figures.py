@@ -97,6 +97,7 @@ def test_rows_are_kept_as_they_come_and_what_is_left_out_is_told(made):
     assert facts["machine"]["threads"] == torch.get_num_threads()
 
 
+@pytest.mark.slow
 def test_the_table_shows_what_missed_and_the_plot_every_target(made):
     bench = measure(SETTING, [], [torch.float32, torch.bfloat16])
     lines = markdown(bench).splitlines()

@@ -22,6 +22,7 @@ def threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_a_figure_stands_beside_its_peer(capsys):
     ended = run(capsys, *QUICK)
     assert ended.code == 0, ended.err
@@ -72,6 +73,7 @@ def test_what_was_asked_for_and_cannot_be_measured_is_told(capsys):
     assert "not measured: kvpress float32: kvpress needs an environment" in ended.err
 
 
+@pytest.mark.slow
 def test_table_and_plot_are_written_beside_the_figures(capsys, tmp_path):
     out = tmp_path / "here" / "it goes"
     ended = run(capsys, *QUICK, "--out", out)

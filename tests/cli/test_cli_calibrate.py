@@ -53,6 +53,7 @@ def test_the_file_is_a_policy_for_every_command(capsys, model, text, tmp_path):
         assert "was calibrated for another model (layers 1, here 4," in ended.err
 
 
+@pytest.mark.slow
 def test_a_table_says_what_was_found(capsys, model, text, tmp_path):
     path = tmp_path / "budgets.toml"
     ended = run(
@@ -70,8 +71,8 @@ def test_a_table_says_what_was_found(capsys, model, text, tmp_path):
         (("--out", "budgets.txt"), "ends with .toml"),
         (("--out", "nowhere/budgets.toml"), "there is no folder nowhere"),
         (("--budget", 24, "--memory", "1MB"), "give a budget or a memory, not both"),
-        (("--budget", 4), "so a budget of 4 is too small"),
-        (("--memory", "100B"), "100B are too few for weir: weir(budget=7) takes"),
+        (("--budget", 4), "a budget of 4 leaves no room"),
+        (("--memory", "100B"), "100 bytes are too few for weir: weir(budget=7) takes"),
         (("--policy", "h2o(8)", "--budget", 24), "h2o(8) takes no budget here"),
         (("--policy", "no.toml"), "cannot read the policy file no.toml: No such file"),
     ],

@@ -153,7 +153,7 @@ def test_input_that_ends_ends_it(chat):
     assert chat(b"Hello").err.count("tokens seen") == 1  # a last line without an end
 
 
-@pytest.mark.parametrize("word", ["/quit", "/exit", " /quit ".strip()])
+@pytest.mark.parametrize("word", ["/quit", "/exit"])
 def test_it_can_be_left(chat, word):
     ended = chat("Hello", word, "Are you there?")
     assert (ended.code, ended.err.count("tokens seen")) == (0, 1)
@@ -219,19 +219,14 @@ COMPLAINTS = {
 }
 
 
-@pytest.mark.parametrize("line", COMPLAINTS)
-def test_a_command_that_fails_is_one_line_and_the_conversation_goes_on(chat, line):
-    ended = chat("Hello", line, "And you?")
+def test_a_command_that_fails_is_one_line_and_the_conversation_goes_on(chat):
+    lines = [*COMPLAINTS, b"M\xe1rya\n"]
+    ended = chat("Hello", *lines, "And you?")
     assert ended.code == 0
     complaints = [said for said in ended.err.splitlines() if said.startswith("weir: ")]
-    assert complaints == [f"weir: {COMPLAINTS[line]}"]
+    told = [*COMPLAINTS.values(), "that line is not UTF-8"]
+    assert complaints == [f"weir: {said}" for said in told]
     assert ended.err.count("tokens seen,") == 2
-    assert ended.out == chat("Hello", "And you?").out
-
-
-def test_a_line_that_is_not_utf8_spoils_no_other(chat):
-    ended = chat("Hello", b"M\xe1rya\n", "And you?")
-    assert "weir: that line is not UTF-8" in ended.err
     assert ended.out == chat("Hello", "And you?").out
 
 

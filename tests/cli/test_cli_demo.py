@@ -91,6 +91,7 @@ def test_for_people_it_is_a_table_that_fits_the_terminal(
     assert shown.out.splitlines()[-1] == str(tmp_path / "report.html")
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_with_what_was_read_so_far(capsys, monkeypatch, tmp_path):
     take, count = PerplexityMeter.take, 0
 

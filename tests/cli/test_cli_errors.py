@@ -91,7 +91,7 @@ USAGE = {
     "a temperature below zero": (["chat", "--temperature", "-1"], "'--temperature'"),
     "answers of no tokens": (["chat", "--max-tokens", "0"], "'--max-tokens'"),
     "a demo of too few tokens": (["demo", "--tokens", "10"], "'--tokens'"),
-    "training without a text": (["train", "--out", "x"], "give --text"),
+    "training without a text": (["train", "--out", "x"], "Missing option '--text'"),
     "steps of a text": (["train", "--out", "x", "--text", "y", "--steps", "3"], "--tokens"),
 }
 
@@ -170,6 +170,7 @@ def test_ctrl_c_in_the_imports_is_one_line(tmp_path, module, words):
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "weir: interrupted\n")
 
 
+@pytest.mark.slow
 def test_the_installed_command_and_a_full_disk():
     """In a process of its own: what no test within this one can see."""
     command = [sys.executable, "-c", "from weir.cli import main; main()", "policies", "--json"]

@@ -98,6 +98,7 @@ def test_json_is_one_object_and_the_file_has_every_cell(capsys, words, tmp_path)
     assert len(records[0]["cells"]) == 12
 
 
+@pytest.mark.slow
 def test_the_same_grid_twice_gives_the_same_numbers(capsys, words, tmp_path, done):
     run(capsys, *words)
     assert lines(tmp_path / "r.jsonl") == lines(done)

@@ -25,6 +25,7 @@ def text(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_report_is_made_of_what_eval_wrote(capsys, model, text, tmp_path):
     results = tmp_path / "r.jsonl"
     run(

@@ -156,6 +156,7 @@ def test_on_the_packaged_book_a_model_is_trained_that_chat_opens(
     assert "tokens seen" in answered.err
 
 
+@pytest.mark.slow
 def test_another_sink_is_refused_where_a_run_was_begun(capsys, text, tmp_path, steps):
     words = ("--text", text, "--out", tmp_path, "--tokens", 2000, "--no-compiled", *SIZE)
     assert run(capsys, "train", *words, "--sink", "none").code == 0

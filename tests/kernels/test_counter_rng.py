@@ -20,9 +20,9 @@ def test_its_numbers_are_those_of_the_reference(seed, monkeypatch):
     position[0, 0, 0] = -1  # an empty slot, whose number nobody looks at
     monkeypatch.delenv(kernels.VARIABLE, raising=False)
     assert kernels.paths(CPU)["draw_uniform"] == "numba"
-    got = draws.several(1, position, 7), draws.uniform(64, position)
+    got = draws.uniforms(1, position, 7), draws.uniform(64, position)
     monkeypatch.setenv(kernels.VARIABLE, "reference")
-    wanted = draws.several(1, position, 7), draws.uniform(64, position)
+    wanted = draws.uniforms(1, position, 7), draws.uniform(64, position)
     for one, other in zip(got, wanted, strict=True):
         assert one.dtype == torch.float64 and torch.equal(one, other)
     assert torch.equal(draws.uniform(1, position, 6), got[0][..., 6])
@@ -30,5 +30,5 @@ def test_its_numbers_are_those_of_the_reference(seed, monkeypatch):
 
 def test_no_tokens_draw_nothing():
     none = torch.zeros(2, 3, 0, dtype=torch.int64)
-    assert CounterRNG(1).several(0, none, 5).shape == (2, 3, 0, 5)
+    assert CounterRNG(1).uniforms(0, none, 5).shape == (2, 3, 0, 5)
     assert CounterRNG(1).uniform(0, none).shape == (2, 3, 0)

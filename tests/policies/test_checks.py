@@ -149,9 +149,17 @@ def test_mass_is_there_when_it_is_kept_and_not_when_it_is_not():
 
 
 def test_more_than_its_slots_is_refused():
-    ANSWERS["fold"] = lambda h, n, f: (h.join(n), n.part(0, 0))
-    with pytest.raises(WeirError, match="the pool odd kept 8 slots and may hold 3"):
+    ANSWERS["fold"] = lambda h, n, f: (h.join(n.part(0, 2)), n.part(2, 6))
+    with pytest.raises(WeirError, match="the pool odd kept 4 slots and may hold 3"):
         folded()
+
+
+def test_each_pool_of_a_pipe_draws_its_own_numbers():
+    draws = []
+    ANSWERS["fold"] = lambda h, n, f: draws.append(f.draws.uniform(0, n.position)) or (h, n)
+    held, pipe = tokens(0, 2), Pipe((Odd(), Odd()))
+    pipe.fold([held, held], tokens(2, 6), FOLD, [Odd().state(held), Odd().state(held)])
+    assert not torch.equal(*draws)
 
 
 def test_a_fold_that_keeps_its_word_is_taken():

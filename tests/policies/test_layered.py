@@ -103,7 +103,7 @@ LONG = "[" + ", ".join(f"sink(4) | recent({n - 4})" for n in (1252, 66, 90, 100)
         (f"[{', '.join(['sink(4) | recent(60)'] * 4)}]", "a policy for each of 4 layers, 64 slots"),
         (
             f"pinned({LONG}, n=8, header=4)",
-            "a policy for each of 4 layers, 66 to 1,252 slots, pinned with n=8 and header=4",
+            "a policy for each of 4 layers, 66 to 1,252 slots, pinned with n=8, header=4",
         ),
         (
             f"quantized({LONG}, newest=8)",
@@ -127,6 +127,8 @@ def test_a_list_of_nothing_and_one_of_something_else_are_refused():
 
 
 def test_a_model_of_other_layers_is_refused(shallow):
+    with pytest.raises(WeirError, match="has policies for 2 layers, and this model has 3 "):
+        weir.policy(TWO).for_layer(0, 3)
     with pytest.raises(WeirError, match=r"has policies for 2 layers, and this model has 1 "):
         weir.Stream(shallow, TWO)
 

@@ -9,7 +9,7 @@ import pytest
 
 from weir.errors import PolicyError, WeirError
 from weir.policies import VARIABLE, import_plugin, load_plugins, policy
-from weir.policies import plugins as room
+from weir.policies import registry as room
 from weir.pools import POOLS
 
 POOL = """
@@ -27,7 +27,7 @@ class Mine(Recent):
 def forgotten(monkeypatch):
     """As in a new process: nothing was asked for, and what a test registers and imports goes."""
     pools, modules = dict(POOLS), set(sys.modules)
-    monkeypatch.setattr(room, "_asked", set())
+    monkeypatch.setattr(room, "_loaded", set())
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delenv(VARIABLE, raising=False)
     yield

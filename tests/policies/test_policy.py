@@ -25,9 +25,9 @@ from weir.policies.library import (
     window,
 )
 from weir.policies.pipe import Pipe, Policy
+from weir.policies.pyramid import pyramid, pyramidkv
 from weir.policies.recompute import Recompute
 from weir.policies.registry import NAMED
-from weir.policies.wrappers import pyramid, pyramidkv
 from weir.pools import POOLS, Fold, Heavy, KNorm, Pool, Recent, Sink, SubGen, Tova, pool
 from weir.pools.parameters import argument_hints
 from weir.slab.slots import Slots
@@ -210,7 +210,7 @@ MISTAKES = {
     "an infinite number": ("every(3, »1e999)", "this large"),
     "an unknown pool": ("sink(4) | »riddle(9)", "no pool or policy is called 'riddle'"),
     "a name with accents": ("sink(4) | »résumé(9)", "no pool or policy is called 'résumé'"),
-    "a reservoir of none": ("»reservoir(256, samples=0)", "a sample of at least 1 token, not 0"),
+    "a reservoir of none": ("»reservoir(256, samples=0)", "leaves no room for samples"),
     "an unknown parameter": ("sink(»m=4)", "sink has no parameter 'm'"),
     "a parameter too many": ("sink(4, »5)", "no such parameter (it takes n)"),
     "a parameter of what takes none": ("dense(»3)", "no such parameter (it takes none)"),

@@ -88,7 +88,7 @@ def test_a_policy_file_is_a_policy_and_is_not_needed_afterwards(tmp_path, monkey
         (WHOLE.replace("layers = 2", "layers = true"), "does not say of which model"),
         ("format = 1\nlayers = []\n" + WHOLE.partition("[[")[0].partition("1\n")[2], "are no list"),
         (WHOLE.replace('policy = "h2o(8)"', 'pipe = "h2o(8)"'), "layer 0 has no policy"),
-        (WHOLE.replace("h2o(8)", "h2o(1)"), "layer 0 that cannot be read: h2o splits its budget"),
+        (WHOLE.replace("h2o(8)", "h2o(1)"), "layer 0 that cannot be read: a budget of 1"),
         (WHOLE.replace("h2o(8)", "recompute(8)"), "which a cache cannot do"),
         (WHOLE.replace("h2o(8)", "other.toml"), "layer 0 that cannot be read: "),
     ],

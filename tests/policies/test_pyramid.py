@@ -18,8 +18,7 @@ import weir
 from weir.errors import PolicyError, WeirError
 from weir.policies.grammar import policy
 from weir.policies.pipe import Pipe
-from weir.policies.pyramid import Pyramid, budgets
-from weir.policies.wrappers import pyramid, pyramidkv
+from weir.policies.pyramid import Pyramid, budgets, pyramid, pyramidkv
 from weir.pools import Heavy, Recent, Sink, Snap
 
 SMALL = "pyramidkv(budget=24, window=6, kernel=5, beta=4)"
@@ -210,7 +209,7 @@ def test_below_the_smallest_budget_it_is_dense(tall, ids, text):
     close_runs(stream.feed(tokens, all_logits=True), exact, tall)
 
 
-@pytest.mark.parametrize("whole", [0, 60])
+@pytest.mark.parametrize("whole", [pytest.param(0, marks=pytest.mark.slow), 60])
 def test_a_model_reads_as_with_naive_pools(tall, ids, naive, twins, whole):
     layers = exact_budgets((24 - 6) * 4, 4, 4.0)
     # 18 on average: 31.5, 22.5, 13.5, 4.5 and two slots left over for the lowest layers.

@@ -41,8 +41,8 @@ def test_a_third_is_for_centers_and_the_newest_stay_exact(text, pipe):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("weir(5)", "4 sinks, the newest tokens and a third of its budget of centers, at least"),
-        ("weir(20, sinks=15)", "so a budget of 20 is too small"),
+        ("weir(5)", "a budget of 5 leaves no room for recent tokens beside 4 sinks and 1 centers"),
+        ("weir(20, sinks=15)", "a budget of 20 leaves no room for recent tokens"),
         ("weir(64, newest=-1)", "newest tokens that stay exact are 0 or more, not -1"),
         ("weir(64, slots=int2)", "slots can be int8"),
         ("quantized(weir(64))", "says by itself how its slots are quantized"),

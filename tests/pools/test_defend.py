@@ -26,7 +26,11 @@ PIPES = [
 
 @pytest.mark.parametrize(
     ("chunk", "whole", "half_life", "wide"),
-    [(1, 0, "none", 0), (5, 0, "20", 3), (5, 60, "20", 0)],
+    [
+        pytest.param(1, 0, "none", 0, marks=pytest.mark.slow),
+        (5, 0, "20", 3),
+        pytest.param(5, 60, "20", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_a_model_reads_as_with_a_naive_pool(
     llama, ids, naive, twins, chunk, whole, half_life, wide
@@ -138,7 +142,7 @@ def test_the_widest_values_stay_though_nobody_looks():
     ("text", "reason"),
     [
         ("defend(0)", "at least 1 token, not 0"),
-        ("defend(9, window=0)", "looks at the last query at least"),
+        ("defend(9, window=0)", "at least the last query is asked in defend"),
         ("defend(9, half_life=0)", "counts half after 1 token or more, not 0"),
         ("defend(9, kernel=4)", "it is odd and at least 1, not 4"),
         ("defend(9, wide=-1)", "0 slots or more apart for wide values, not -1"),

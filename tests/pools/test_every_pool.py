@@ -90,9 +90,12 @@ PIPES = {
     ],
     "ladder": ["sink(2) | ladder(8)", "recent(4) | ladder(9, keep=2, of=5)"],
 }
-EVERY = [text for texts in PIPES.values() for text in texts]
-SHARED = [text for text in EVERY if not policy(text).two_weights]
-"""Pipes whose slots weigh the same in both sums, so that an answer lies among the values."""
+EVERY = [
+    pytest.param(text, marks=[] if text == texts[0] else pytest.mark.slow)
+    for texts in PIPES.values()
+    for text in texts
+]
+"""Every pipe; of each pool the first is quick."""
 
 LENGTH, CHUNK = 90, 4
 
@@ -152,7 +155,7 @@ def test_every_pool_is_tested_here():
 
 @pytest.mark.parametrize(
     ("heads", "dims"),
-    [((1, 1), (7, 5)), ((4, 2), (1, 3))],
+    [pytest.param((1, 1), (7, 5), marks=pytest.mark.slow), ((4, 2), (1, 3))],
 )
 @pytest.mark.parametrize("text", EVERY)
 def test_head_dimensions_may_be_odd_and_differ_and_there_may_be_one_head(text, heads, dims):
@@ -177,45 +180,42 @@ def test_head_dimensions_may_be_odd_and_differ_and_there_may_be_one_head(text, h
 
 
 @pytest.mark.parametrize("text", EVERY)
-def test_equal_keys_give_an_average_of_values(text):
-    queries, values = random(1, 2, LENGTH, 7), random(1, 2, LENGTH, 5)
-    keys = random(1, 2, 1, 7).expand(-1, -1, LENGTH, -1)
-    out, _ = fed(text, queries, keys, values)
-    if text in SHARED:
+def test_strange_keys_and_values_are_borne(text):
+    queries, keys, values = (random(1, 2, LENGTH, n) for n in (7, 7, 5))
+    alike = (random(1, 2, 1, n).expand(-1, -1, LENGTH, -1) for n in (7, 5))
+    same_key, same_value = alike
+    # Where slots weigh the same in both sums, an answer lies among the values.
+    among = not policy(text).two_weights
+    out, _ = fed(text, queries, same_key, values)
+    if among:
         bound = off(LENGTH) * largest(values)
         assert (out <= values.amax(dim=2, keepdim=True) + bound).all()
         assert (out >= values.amin(dim=2, keepdim=True) - bound).all()
-
-
-@pytest.mark.parametrize("text", SHARED)
-def test_equal_tokens_give_their_value(text):
-    queries = random(1, 2, LENGTH, 7)
-    keys, values = (random(1, 2, 1, n).expand(-1, -1, LENGTH, -1) for n in (7, 5))
-    out, _ = fed(text, queries, keys, values)
-    close(out, values.expand_as(out), LENGTH)
-
-
-@pytest.mark.parametrize("text", EVERY)
-def test_zero_values_give_zero(text):
-    keys = random(2, 2, LENGTH, 7)
-    keys[1] = 0.0  # a row whose keys are zero too
-    out, _ = fed(text, random(2, 2, LENGTH, 7), keys, torch.zeros(2, 2, LENGTH, 5))
-    assert out.eq(0).all()
-
-
-@pytest.mark.parametrize("text", EVERY)
-def test_enormous_keys_are_borne(text):
-    keys = random(1, 2, LENGTH, 7) * 1e4
-    values = random(1, 2, LENGTH, 5)
-    out, _ = fed(text, random(1, 2, LENGTH, 7) * 10, keys, values)
-    if text in SHARED:  # sums over different tokens may be of any two sizes
+        out, _ = fed(text, queries, same_key, same_value)
+        close(out, same_value.expand_as(out), LENGTH)
+    for zero in (keys, torch.zeros_like(keys)):
+        assert fed(text, queries, zero, torch.zeros_like(values))[0].eq(0).all()
+    out, _ = fed(text, 10 * queries, 1e4 * keys, values)
+    if among:
         assert largest(out) <= largest(values) * (1 + off(LENGTH))
 
 
-@pytest.mark.parametrize("text", EVERY)
+CHANCE = [
+    pytest.param(
+        text,
+        marks=[]
+        if text == texts[0] and any(pool.is_stochastic for pool in policy(text).pools)
+        else pytest.mark.slow,
+    )
+    for texts in PIPES.values()
+    for text in texts
+]
+
+
+@pytest.mark.parametrize("text", CHANCE)
 def test_a_row_with_a_seed_of_its_own_holds_what_it_would_hold_alone(text):
-    parts = random(3, 2, LENGTH, 7), random(3, 2, LENGTH, 7), random(3, 2, LENGTH, 5)
-    seeds = (4, 0, 9)
+    parts = [random(2, 2, LENGTH, n) for n in (7, 7, 5)]
+    seeds = (4, 9)
     _, together = fed(text, *parts, seed=seeds)
     held = together.slab.run(0, sum(together.lengths[0]))
     for row, seed in enumerate(seeds):
@@ -282,7 +282,7 @@ BUDGETED = [n for n, it in NAMED.items() if "budget" in inspect.signature(it.mak
 @pytest.mark.parametrize("name", BUDGETED)
 def test_a_budget_is_kept_or_refused_with_a_reason(name):
     kept = []
-    for budget in range(-3, 90):
+    for budget in range(-3, 60):
         try:
             made = policy(f"{name}(budget={budget})")
         except PolicyError as refusal:
@@ -293,7 +293,7 @@ def test_a_budget_is_kept_or_refused_with_a_reason(name):
         if isinstance(made, Pipe):
             assert 1 <= made.slots <= budget
     # Once there is room there is room for every larger budget.
-    assert kept == list(range(kept[0], 90))
+    assert kept == list(range(kept[0], 60))
     assert kept[0] >= 1
 
 
@@ -312,7 +312,7 @@ def test_a_slab_has_the_slots_that_are_announced_and_keeps_its_bytes(nano, name)
     stream = weir.Stream(nano, text, chunk=16)
     stream.feed([1])
     first = stream.nbytes
-    ids = torch.randint(2, 4096, (300,), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(2, 4096, (200,), generator=torch.Generator().manual_seed(0))
     for piece in ids.split(100):
         stream.feed(piece)
         assert stream.nbytes == first

@@ -62,7 +62,7 @@ def compare(twins, text, chunk, length, starts=(0, 3, 3), prompt=0):
 # --- against the naive loop
 
 
-@pytest.mark.parametrize(("chunk", "length", "stride"), [(1, 600, 4), (7, 2000, 5), (64, 2000, 4)])
+@pytest.mark.parametrize(("chunk", "length", "stride"), [(1, 200, 4), (7, 600, 5), (64, 800, 4)])
 def test_its_slots_are_those_of_the_naive_loop_over_thousands_of_tokens(
     twins, chunk, length, stride
 ):
@@ -88,8 +88,8 @@ def test_the_ablations_hold_the_slots_of_their_naive_loops(twins, stride, option
     ],
 )
 def test_wherever_it_stands_its_slots_are_those_of_the_naive_loop(twins, text):
-    compare(twins, text, 3, 300, starts=(0, 7))
-    compare(twins, text, 40, 300, starts=(0, 7))
+    compare(twins, text, 3, 120, starts=(0, 7))
+    compare(twins, text, 40, 200, starts=(0, 7))
 
 
 @pytest.mark.parametrize("prompt", [20, 27, 28, 33, 120, 900])
@@ -101,10 +101,10 @@ def test_of_a_whole_prompt_samples_are_taken_until_they_fit(twins, prompt):
 @pytest.mark.parametrize(
     ("text", "chunk", "prefill"),
     [
-        ("sink(2) | recent(5) | hive(11, 3)", 1, "chunked"),
+        pytest.param("sink(2) | recent(5) | hive(11, 3)", 1, "chunked", marks=pytest.mark.slow),
         ("sink(2) | recent(5) | hive(11, 3)", 4, "full"),
         ("recent(4) | hive(9, 4)", 4, "chunked"),
-        ("recent(4) | hive(9, 4)", 1, "full"),
+        pytest.param("recent(4) | hive(9, 4)", 1, "full", marks=pytest.mark.slow),
     ],
 )
 def test_a_model_with_it_gives_what_the_naive_loop_gives(
@@ -147,7 +147,7 @@ def ceiled(n: int, by: int) -> int:
     return -(-n // by)
 
 
-@pytest.mark.parametrize("chunk", [1, 10])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 10])
 @pytest.mark.parametrize("stride", [3, 4, 7, 8])
 def test_its_size_follows_the_recurrence_and_settles_where_the_theorem_says(stride, chunk):
     threshold = 97

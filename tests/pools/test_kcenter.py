@@ -75,10 +75,10 @@ def folds(pool: KCenter, keys: Tensor, chunk: int, share: float = 1.0) -> Iterat
 @pytest.mark.parametrize(
     ("pool", "chunk", "share", "length"),
     [
-        (KCenter(12), 1, 1.0, 1200),
-        (KCenter(12), 7, 1.0, 2000),
-        (KCenter(12), 64, 1.0, 3000),
-        (KCenter(12), 13, 0.4, 2000),
+        (KCenter(12), 1, 1.0, 300),
+        (KCenter(12), 7, 1.0, 500),
+        (KCenter(12), 64, 1.0, 1000),
+        (KCenter(12), 13, 0.4, 600),
         (KCenter(12, spans=1), 9, 1.0, 400),
         (KCenter(12, spans=2, fresh=0.5), 13, 0.6, 400),
         (KCenter(12, fresh=0.5), 9, 1.0, 400),
@@ -281,7 +281,7 @@ def test_the_policy_is_half_recent_tokens_and_half_centers():
 
 @pytest.mark.parametrize("budget", [1, 0, -4])
 def test_a_budget_too_small_for_both_is_refused(budget):
-    with pytest.raises(WeirError, match=f"needs 2 slots or more, not {budget}"):
+    with pytest.raises(WeirError, match=f"a budget of {budget} leaves no room"):
         weir.policy(f"kcenter(budget={budget})")
 
 
@@ -301,8 +301,7 @@ def centers_of(recent: int, k: int, **options):
     return fold
 
 
-@pytest.mark.parametrize("positions", ["rolling", "original"])
-@pytest.mark.parametrize("chunk", [1, 5])
+@pytest.mark.parametrize(("positions", "chunk"), [("rolling", 5), ("original", 1)])
 def test_a_model_reads_on_as_the_naive_loop_does(llama, ids, positions, chunk):
     tokens = ids(1, 120)
     cache = weir.StreamingCache(llama, "recent(8) | kcenter(6)", chunk=chunk, positions=positions)

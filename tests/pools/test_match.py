@@ -195,7 +195,7 @@ def test_inside_it_a_pool_stands_where_it_stands():
         ("match(kcenter(9, quiet=3))", "kcenter keeps all, or weighs what it keeps by itself"),
         ("match(heavy(9)) | recent(4)", "match stands last in a pipe"),
         ("recent(4) | match(sink(4))", "sink"),
-        ("attention_matching(budget=40)", "a budget of 40 is too small"),
+        ("attention_matching(budget=40)", "a budget of 40 leaves no room"),
     ],
 )
 def test_what_makes_no_sense_is_refused(text, reason):

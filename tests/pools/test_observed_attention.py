@@ -67,7 +67,7 @@ def lists(slots: Slots) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("pipe", PIPES)
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("window", [3, 20])
+@pytest.mark.parametrize("window", [pytest.param(3, marks=pytest.mark.slow), 20])
 def test_shares_are_those_of_a_naive_loop_over_the_rolled_slab(name, pipe, window):
     """Each share alone, of tokens in whatever order, by the softmax of everything there is.
 
@@ -119,7 +119,10 @@ def test_shares_are_those_of_a_naive_loop_over_the_rolled_slab(name, pipe, windo
     assert bool(older) == (positions.rolling and window == 20)
 
 
-ANSWERED = [(name, "behind", "rolling", "chunked") for name in CONFIGS]
+ANSWERED: list[Any] = [
+    pytest.param(name, "behind", "rolling", "chunked", marks=[pytest.mark.slow] * (place % 2))
+    for place, name in enumerate(CONFIGS)
+]
 for name in ("llama-yarn", "gemma2", "gpt-oss", "falcon-alibi", "bloom"):
     ANSWERED += [(name, "alone", "rolling", "chunked"), (name, "alone", "original", "full")]
 

@@ -53,7 +53,7 @@ def once(pool: Outliers, keys: Tensor) -> tuple[list[int], list[int]]:
     ],
 )
 def test_it_holds_what_a_naive_loop_holds(pool, chunk, share):
-    length, generator = 1200, torch.Generator().manual_seed(1)
+    length, generator = 500, torch.Generator().manual_seed(1)
     keys = stream(length)
     held = at(keys, torch.empty(2, 2, 0, dtype=torch.int64))
     state = pool.state(held)

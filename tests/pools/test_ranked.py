@@ -14,7 +14,7 @@ from streams import places, tokens
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools import CounterRNG, Fold, Ranked, select_highest
+from weir.pools import CounterRNG, Fold, Ranked, Tallied, select_highest
 from weir.slab import AttentionParams, Slots
 
 FOLD = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(1.0))
@@ -31,6 +31,21 @@ class Told(Ranked):
 
     def score(self, slots: Slots, fold: Fold) -> tuple[Tensor, ...]:
         return tuple(torch.tensor(each)[slots.position] for each in self.scores)
+
+
+@dataclass(frozen=True)
+class PlaceTally(Tallied):
+    """Remembers the place of each token, and finds it again."""
+
+    name: ClassVar[str] = "place_tally"
+
+    n: int
+
+    def tally(self, slots: Slots, before: Tensor, fold: Fold) -> Tensor:
+        place = slots.position.float() + 1
+        assert torch.equal(before[before > 0], place[before > 0])
+        assert int((before > 0).sum()) == fold.header  # as many as were held
+        return place
 
 
 def slots_of(position: list[int]) -> Slots:
@@ -61,6 +76,18 @@ def test_the_highest_scores_stay_then_the_next_ones_then_the_oldest(data):
         wanted = sorted(place for place in best[:n] if scores[0][place] > -math.inf)
     assert places(kept) == [wanted]
     assert places(rest) == [sorted(set(here) - set(wanted))]
+
+
+def test_a_number_goes_with_its_token_however_tokens_arrive():
+    pool = PlaceTally(4)
+    held = slots_of([])
+    state = pool.state(held)
+    for arrivals in ([5, 2], [9, 4], [7, 1, 8], [0, 3, 6]):
+        fold = replace(FOLD, unbroken=False, header=len(held), state=state)
+        held, _ = pool.fold(held, slots_of(arrivals), fold)
+        state = fold.state
+    assert places(held) == [[6, 7, 8, 9]]
+    assert state["tally"][0, 0].tolist() == [7.0, 8.0, 9.0, 10.0]
 
 
 def test_nothing_is_scored_while_there_is_room():

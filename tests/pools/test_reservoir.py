@@ -40,7 +40,7 @@ def draws_of(head: int, pool: int, places: int, seed: int = 0):
 
 @pytest.mark.parametrize(
     ("chunk", "length", "weighted", "per_head"),
-    [(1, 400, True, True), (7, 2000, False, False), (64, 5000, True, True)],
+    [(1, 200, True, True), (7, 600, False, False), (64, 1200, True, True)],
 )
 def test_it_holds_what_algorithm_r_holds_slot_by_slot(chunk, length, weighted, per_head):
     sinks, samples, window = 3, 10, 6
@@ -401,5 +401,5 @@ def test_the_policy_fills_its_budget(budget):
 
 @pytest.mark.parametrize("text", ["reservoir(5)", "reservoir(64, samples=60)"])
 def test_a_budget_too_small_for_its_parts_is_refused(text):
-    with pytest.raises(weir.PolicyError, match=r"no room for recent tokens beside sink\(4\) and"):
+    with pytest.raises(weir.PolicyError, match="no room for recent tokens beside 4 sinks and"):
         policy(text)

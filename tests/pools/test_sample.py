@@ -74,7 +74,13 @@ PIPES = {
 LIMITED = [text for text in PIPES if "rate" not in text]
 
 
-@pytest.mark.parametrize(("prefill", "positions"), [("chunked", "original"), ("full", "rolling")])
+@pytest.mark.parametrize(
+    ("prefill", "positions"),
+    [
+        pytest.param("chunked", "original", marks=pytest.mark.slow),
+        ("full", "rolling"),
+    ],
+)
 @pytest.mark.parametrize("text", PIPES)
 def test_a_padded_batch_gives_what_each_row_gives_alone_token_by_token(
     llama, naive, twins, ids, text, prefill, positions

@@ -75,7 +75,17 @@ def test_a_restored_stream_goes_on_bit_for_bit(llama, ids, tmp_path, policy, len
     assert same(stream, restored, ids(1, 80, seed=1))
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMED) - {"recompute"}))
+ALIKE = {"attention_matching", "dense", "h2o", "kcenter", "keydiff", "pyramidkv", "snapkv", "tova"}
+"""Policies whose pools remember nothing beside their slots, or as those of another one do."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE))
+        for name in sorted(set(NAMED) - {"recompute"})
+    ],
+)
 def test_every_named_policy_can_be_saved_and_goes_on_bit_for_bit(llama, ids, tmp_path, name):
     stream = weir.Stream(llama, name, chunk=8)
     stream.feed(ids(1, 2 * PARTLY_FULL))
@@ -140,6 +150,7 @@ for token in stream.generate(10_000_000, temperature=2.0):
 """
 
 
+@pytest.mark.slow
 def test_a_stream_that_was_killed_goes_on_bit_for_bit_in_a_new_process(fresh_llama, ids, tmp_path):
     fresh_llama().save_pretrained(tmp_path)
     torch.save(ids(1, PARTLY_FULL), tmp_path / "text.pt")

@@ -365,6 +365,7 @@ def change_a_tensor(draw: Any, tensors: Tensors) -> None:
         tensors[name] = t.to(draw(st.sampled_from([torch.float64, torch.int64, torch.uint8])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=25)
 @given(data=st.data())

@@ -58,7 +58,7 @@ def calibrate(
     """
     from weir.cache import read_bytes
     from weir.evals import calibration
-    from weir.evals.fitting import budget_in, smallest
+    from weir.evals.fitting import fit_to_memory
     from weir.evals.notation import with_budget
     from weir.policies import parse_policy
 
@@ -70,11 +70,7 @@ def calibrate(
     parse_policy(wanted)  # refused before a model is loaded
     model, tokenizer = load_model(model_name, loading)
     if room is not None:
-        fits = budget_in(model, policy, room, chunk)
-        if fits is None:
-            sized, takes = smallest(model, policy, chunk)
-            raise WeirError(f"{memory} are too few for {policy}: {sized} takes {takes:,} bytes")
-        wanted = with_budget(policy, fits)
+        wanted, _ = fit_to_memory(model, policy, room, chunk)
     with progress() as bar:
         row = bar.add_task("measuring", total=1, note="")
         found = calibration.calibrate(

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir.cache import check_origin, size_of
 from weir.errors import WeirError
-from weir.evals.fitting import budget_in, smallest
+from weir.evals.fitting import budget_in, fit_to_memory
 from weir.evals.notation import read_policies, takes_budget, with_budget
 from weir.evals.perplexity import STEP, PerplexityMeter
 from weir.models import window_of
@@ -32,11 +32,11 @@ CANDIDATES = (
     "balancekv",
     "window",
 )
-"""What is tried where nobody says."""
+"""The policies that are tried by default."""
 SMALLEST = 96
 """Of these no smaller budget is tried; every one can be made with it."""
 TIMES = 4
-"""A sample is so many times as long as the largest budget, so that something has to go."""
+"""Length of a sample in largest budgets, so that something has to be evicted."""
 LEAST = 4096
 
 
@@ -72,7 +72,7 @@ class Advice:
         available: tokens of the text.
         window: tokens the model was trained with; None where it does not say.
         everything: whether the whole text fits the window and the memory, so nothing need go.
-        left_out: why it was not tried, by policy that somebody named.
+        left_out: the reason why a named policy was not tried, by policy.
     """
 
     tries: tuple[Trial, ...]
@@ -115,7 +115,7 @@ def advise(
         tokens: of the sample; by default four times the largest budget, 4,096 at least.
         chunk: tokens between two folds.
         seed: of all random draws.
-        on_step: told which policy is tried, and how much of everything is done.
+        on_step: called with the policy that is tried and the share of everything that is done.
 
     Raises:
         WeirError: the text cannot be read or is shorter than the sample, the model cannot be
@@ -183,7 +183,7 @@ def _fitting(
 
 
 def _fit_policy(model: PreTrainedModel, policy: str, memory: int, chunk: int) -> tuple[str, int]:
-    """A policy that somebody named, with the most slots that fit, and how many these are.
+    """A named policy with the most slots that fit, and the number of slots.
 
     Raises:
         WeirError: it does not fit.
@@ -193,11 +193,7 @@ def _fit_policy(model: PreTrainedModel, policy: str, memory: int, chunk: int) ->
         if takes.stream > memory:
             raise WeirError(f"{policy} takes {takes.stream:,} bytes, more than {memory:,}")
         return policy, max(takes.slots)
-    budget = budget_in(model, policy, memory, chunk)
-    if budget is None:
-        sized, least = smallest(model, policy, chunk)
-        raise WeirError(f"{memory:,} bytes are too few for {policy}: {sized} takes {least:,} bytes")
-    return with_budget(policy, budget), budget
+    return fit_to_memory(model, policy, memory, chunk)
 
 
 def _candidates(

@@ -44,7 +44,7 @@ def ask(
     Args:
         subject: the model under a policy.
         text: the prompt.
-        max_new_tokens: of the answer; at most so many.
+        max_new_tokens: of the answer, at most.
         stops: texts that end it.
         chat: put the prompt into the model's chat template.
 
@@ -100,7 +100,7 @@ def generate_answer(
         stream: where the prompt goes on from.
         tokenizer: of the stream's model.
         prompt: ids, or ids and pixels as a processor returned them.
-        max_new_tokens: of the answer; at most so many.
+        max_new_tokens: of the answer, at most.
         stops: texts that end it.
         sampling: temperature, top_k, top_p, as for `Stream.generate`.
     """

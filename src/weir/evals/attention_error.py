@@ -41,8 +41,8 @@ class ErrorSetup:
 
     Attributes:
         tokens: how many tokens the text has.
-        queries: the last so many queries are asked; their own keys and values are exact.
-        exact: the first so many tokens are exact, where a share of the others is kept.
+        queries: number of last queries that are asked; their own keys and values are exact.
+        exact: number of first tokens that are exact, where a share of the others is kept.
         whole: the text before the queries is folded at once, as in the paper; otherwise the text
             is a stream that is folded every `chunk` tokens.
         chunk: of the stream.
@@ -216,7 +216,7 @@ def measure_error(
         setup: what is exact and what is asked.
         layers: which layers; None for all that see the whole text.
         seeds: of all random draws; each is measured.
-        on_step: told after each row how many are done, and of how many; true ends it there.
+        on_step: called after each row with the number done and the total; true ends it there.
 
     Returns:
         Rows by policy, rate and layer.
@@ -225,17 +225,17 @@ def measure_error(
         WeirError: the model cannot be served, or there is no such layer.
     """
     heard = capture(model, ids[: setup.tokens], layers)
-    exact = [_answer(it, Pipe((Recent(None),)), 0, setup).out for it in heard]
+    exact = [_answer(inputs, Pipe((Recent(None),)), 0, setup).out for inputs in heard]
     rows: list[LayerError] = []
     for one in sized:
-        for it, wanted in zip(heard, exact, strict=True):
-            pipe = one.policy.for_layer(it.layer, it.layers)
-            answers = [_answer(it, pipe, seed, setup) for seed in seeds]
+        for inputs, wanted in zip(heard, exact, strict=True):
+            pipe = one.policy.for_layer(inputs.layer, inputs.layers)
+            answers = [_answer(inputs, pipe, seed, setup) for seed in seeds]
             errors = [_relative(answer.out, wanted) for answer in answers]
             seconds = median(answer.seconds for answer in answers)
             kept = fmean(answer.kept for answer in answers)
             rows.append(
-                LayerError(str(one.policy), one.name, one.rate, it.layer, errors, kept, seconds)
+                LayerError(str(one.policy), one.name, one.rate, inputs.layer, errors, kept, seconds)
             )
             if on_step is not None and on_step(len(rows), len(sized) * len(heard)):
                 return rows
@@ -303,28 +303,34 @@ class _Answer:
     seconds: float
 
 
-def _answer(it: LayerInputs, pipe: Pipe, seed: int, setup: ErrorSetup) -> _Answer:
+def _answer(inputs: LayerInputs, pipe: Pipe, seed: int, setup: ErrorSetup) -> _Answer:
     """Stream a layer's keys and values through a pipe, and ask the last queries."""
     timed = _TimedPipe(pipe.pools, pipe.text, pipe.formats)
     chunk = setup.queries + 1 if setup.whole else setup.chunk
-    draws = CounterRNG(seed, it.layer)
-    layer = Layer(LayerSpec(timed, it.positions, chunk, draws, it.layer, it.layers))
+    draws = CounterRNG(seed, inputs.layer)
+    layer = Layer(LayerSpec(timed, inputs.positions, chunk, draws, inputs.layer, inputs.layers))
     before = setup.tokens - setup.queries
     if setup.whole:
-        _feed(layer, it, 0, before, whole=True)
-        out = _feed(layer, it, before, setup.tokens)
+        _feed(layer, inputs, 0, before, whole=True)
+        out = _feed(layer, inputs, before, setup.tokens)
     else:
-        out = _feed(layer, it, 0, setup.tokens)[:, :, before:]
+        out = _feed(layer, inputs, 0, setup.tokens)[:, :, before:]
     assert layer.state.slab is not None
     held = layer.state.slab.position[0, :, : layer.state.used[0]] >= 0
     kept = float(held.sum(dim=1).float().mean()) / before
     return _Answer(out.float(), kept, sum(timed.spent))
 
 
-def _feed(layer: Layer, it: LayerInputs, start: int, stop: int, *, whole: bool = False) -> Tensor:
-    """Feed a stretch; one that is taken in `whole` is what is held, and nobody asks it."""
-    queries, keys, values = (t[:, :, start:stop] for t in (it.queries, it.keys, it.values))
-    return layer.feed(queries, keys, values, it.form, seen=start, prefill=whole, answers=not whole)
+def _feed(
+    layer: Layer, inputs: LayerInputs, start: int, stop: int, *, whole: bool = False
+) -> Tensor:
+    """Feed a stretch of tokens; a `whole` one is stored at once and answers nothing."""
+    queries, keys, values = (
+        t[:, :, start:stop] for t in (inputs.queries, inputs.keys, inputs.values)
+    )
+    return layer.feed(
+        queries, keys, values, inputs.params, seen=start, prefill=whole, answers=not whole
+    )
 
 
 @dataclass(frozen=True)

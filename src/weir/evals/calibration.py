@@ -105,7 +105,7 @@ NEWEST = (1 / 4, 1 / 2, 3 / 4, 7 / 8)
 def size_ladder(pipe: Pipe, most: int, *, splits: bool = False) -> list[Pipe]:
     """The sizes of a pipe that are tried, from the smallest on; its own among them.
 
-    First tokens, what a row is told to keep and what a pool says is fixed stay as they are. Pools
+    First tokens, marked tokens and slots that a pool declares fixed stay as they are. Pools
     keep their shares of the rest.
 
     Args:
@@ -186,7 +186,7 @@ def measure_sizes(
         sizes: by layer, the pipes that are tried.
         chunk: tokens between two folds.
         seed: of all draws.
-        on_step: told which share of everything is done.
+        on_step: called with the share that is done.
 
     Raises:
         WeirError: the model cannot be served, or makes keys or values that are no numbers.
@@ -249,14 +249,14 @@ class _SizesReader(ListeningCache):
         forward: Forward,
         layer: int,
         asked: tuple[Tensor, Tensor, Tensor],
-        form: AttentionParams,
+        params: AttentionParams,
         out: Tensor,
     ) -> None:
         """Ask the other sizes of the layer the same, and add up their errors."""
         plan = forward.plan.on(out.device)
         exact = out[:, :, max(0, self.half - self.at) :].double()
         for place, other in enumerate(self.others.get(layer, ())):
-            answer = other.attend(*asked, form, plan)
+            answer = other.attend(*asked, params, plan)
             other.commit()
             off = answer[:, :, out.shape[2] - exact.shape[2] :].double() - exact
             self.wrong[layer][place] += float(off.square().sum())
@@ -265,9 +265,9 @@ class _SizesReader(ListeningCache):
 
 
 PASSAGE = 8
-"""A passage is so many times as long as a layer has slots on average, if the window allows it."""
+"""Length of a passage, in slots that a layer has on average, if the window allows it."""
 PASSAGES = 8
-"""So many are read, unless somebody says how many tokens."""
+"""Passages that are read by default."""
 
 
 @dataclass(frozen=True)
@@ -404,12 +404,12 @@ def calibrate(
         tokenizer: its tokenizer.
         text: a file, UTF-8, plain or .xz.
         policy: what a layer holds, one with a limit.
-        tokens: so many are read, whole passages of them; by default those of eight passages, or
+        tokens: to read, in whole passages; by default those of eight passages, or
             what the text has.
         chunk: tokens between two folds.
         seed: of all random draws.
         splits: whether the share of the newest tokens in each layer is measured too.
-        on_step: told which share of everything is done.
+        on_step: called with the share that is done.
 
     Raises:
         WeirError: the text cannot be read or is shorter than a passage, the model cannot be served,

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from weir.cache import Forward, StreamingCache
 from weir.errors import WeirError
-from weir.models import input_device, transformers_model
+from weir.models import describe, input_device, transformers_model
 from weir.slab import AttentionParams, LayerPositions
 
 
@@ -71,7 +71,7 @@ class LayerInputs:
         queries: [1, heads, length, key_dim]; rotated to their places already if `positions.placed`.
         keys: [1, kv_heads, length, key_dim], the same.
         values: [1, kv_heads, length, value_dim].
-        form: how the layer attends.
+        params: how the layer attends.
         positions: what it knows about positions.
     """
 
@@ -80,7 +80,7 @@ class LayerInputs:
     queries: Tensor
     keys: Tensor
     values: Tensor
-    form: AttentionParams
+    params: AttentionParams
     positions: LayerPositions
 
     def __len__(self) -> int:
@@ -104,14 +104,14 @@ class _CaptureCache(ListeningCache):
         forward: Forward,
         layer: int,
         asked: tuple[Tensor, Tensor, Tensor],
-        form: AttentionParams,
+        params: AttentionParams,
         out: Tensor,
     ) -> None:
         """Record what was asked."""
         if layer in self.wanted:
             spec = self.stack[layer].spec
             queries, keys, values = (t.float() for t in asked)
-            inputs = LayerInputs(layer, spec.layers, queries, keys, values, form, spec.positions)
+            inputs = LayerInputs(layer, spec.layers, queries, keys, values, params, spec.positions)
             self.heard[layer] = self.take(inputs)
 
 
@@ -129,22 +129,18 @@ def capture(
     Raises:
         WeirError: the model cannot be served, or there is no such layer, or it slides.
     """
-    listener = _CaptureCache(model, len(ids), lambda inputs: inputs)
-    try:
-        windows = [layer.spec.positions.window for layer in listener.stack]
-        whole = [n for n, window in enumerate(windows) if window is None]
-        for layer in layers or ():
-            if 0 <= layer < len(windows) and windows[layer] is not None:
-                raise WeirError(
-                    f"layer {layer} slides over a window of {windows[layer]} tokens of its own, "
-                    "whatever the policy; take others"
-                )
-        wanted = whole if layers is None else layers
-        if not wanted:
-            raise WeirError("every layer of this model slides over a window of its own")
-        return list(_listen(listener, ids, wanted).values())
-    finally:
-        listener.detach()
+    windows = [layer.positions.window for layer in describe(model).layers]
+    for layer in layers or ():
+        if 0 <= layer < len(windows) and windows[layer] is not None:
+            raise WeirError(
+                f"layer {layer} slides over a window of {windows[layer]} tokens of its own, "
+                "whatever the policy; take others"
+            )
+    if layers is None:
+        layers = [n for n, window in enumerate(windows) if window is None]
+    if not layers:
+        raise WeirError("every layer of this model slides over a window of its own")
+    return list(capture_each(model, ids, lambda inputs: inputs, layers).values())
 
 
 def capture_each(
@@ -161,7 +157,7 @@ def capture_each(
     Args:
         model: a causal language model.
         ids: the text [length], int64.
-        take: told each layer in the order of the model.
+        take: called for each layer in the order of the model.
         layers: which layers, from 0 on; None for all.
 
     Returns:
@@ -172,25 +168,21 @@ def capture_each(
     """
     listener = _CaptureCache(model, len(ids), take)
     try:
-        every = range(len(listener.stack))
-        return _listen(listener, ids, every if layers is None else layers)
+        count = len(listener.stack)
+        wanted = range(count) if layers is None else layers
+        for layer in wanted:
+            if not 0 <= layer < count:
+                raise WeirError(
+                    f"layer {layer} does not exist; the model's layers are 0 to {count - 1}"
+                )
+        listener.wanted = frozenset(wanted)
+        decoder = listener.attachment.facts.decoder  # logits of a whole text would be large
+        with torch.no_grad():
+            batch = ids[None].to(listener.device)
+            decoder(input_ids=batch, past_key_values=listener, use_cache=True)
+        return {layer: listener.heard[layer] for layer in sorted(listener.wanted)}
     finally:
         listener.detach()
-
-
-def _listen(listener: _CaptureCache, ids: Tensor, layers: Sequence[int]) -> dict[int, Any]:
-    """Let the model read `ids`; returns what `take` made of each layer."""
-    count = len(listener.stack)
-    for layer in layers:
-        if not 0 <= layer < count:
-            raise WeirError(
-                f"layer {layer} does not exist; the model's layers are 0 to {count - 1}"
-            )
-    listener.wanted = frozenset(layers)
-    decoder = listener.attachment.facts.decoder  # logits of a whole text would be large
-    with torch.no_grad():
-        decoder(input_ids=ids[None].to(listener.device), past_key_values=listener, use_cache=True)
-    return {layer: listener.heard[layer] for layer in sorted(listener.wanted)}
 
 
 def in_place(inputs: LayerInputs, x: Tensor) -> Tensor:
@@ -200,8 +192,8 @@ def in_place(inputs: LayerInputs, x: Tensor) -> Tensor:
     compare them.
 
     Args:
-        it: the layer; its first token stands at place 0.
-        x: `it.queries` or `it.keys` [1, heads, length, key_dim].
+        inputs: of the layer; the first token stands at place 0.
+        x: `inputs.queries` or `inputs.keys` [1, heads, length, key_dim].
     """
     rotary = inputs.positions.rotary
     if rotary is None or inputs.positions.placed:

@@ -60,8 +60,31 @@ def budget_in(
     return above if above and fits(above) else None
 
 
+def fit_to_memory(
+    model: PreTrainedModel, policy: str, memory: int, chunk: int = 64, name: str = ""
+) -> tuple[str, int]:
+    """A policy with the largest budget whose cache of one stream fits, and that budget.
+
+    Args:
+        model, policy, memory, chunk: as for `budget_in`.
+        name: of the model, for the error.
+
+    Raises:
+        WeirError: no budget fits; the message says what the smallest takes.
+    """
+    budget = budget_in(model, policy, memory, chunk)
+    if budget is None:
+        sized, takes = smallest(model, policy, chunk)
+        where = f"{policy} on {name}" if name else policy
+        raise WeirError(
+            f"{memory:,} bytes are too few for {where}: {sized} takes {takes:,} bytes with a chunk "
+            f"of {chunk}; give more memory or a smaller chunk, or leave the policy out"
+        )
+    return with_budget(policy, budget), budget
+
+
 def largest_budget(model: PreTrainedModel, beside: int) -> int:
-    """The most slots that a model can read at once, 1 at least, beside so many others.
+    """The most slots that a model can read at once beside `beside` others, 1 at least.
 
     That is what its window leaves, or fewer, where every layer slides over fewer tokens.
 

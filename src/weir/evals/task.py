@@ -60,7 +60,7 @@ class Subject:
         Args:
             prompt: tokens of the prompt that will be fed in the first call; None for a stream that
                 has no prompt to tell from what follows.
-            answer: at most so many tokens will follow it.
+            answer: tokens that will follow it, at most.
 
         Raises:
             WeirError: the model cannot be served so, or a share of the prompt is to be kept and

@@ -1,17 +1,23 @@
-"""What a policy is, how it is written, and every one that has a name."""
+"""Policies: what they are, how they are written, and every one that has a name."""
 
-from weir.policies import wrappers  # noqa: F401  (its policies get their names, and the library's)
+from weir.policies import weir  # noqa: F401  (registers the policy of its name)
 from weir.policies.file import check_regular, expand_home, format_policy_file, is_file
 from weir.policies.grammar import NUMBER, Parser, parse_call, parse_policy, policy, saved_policy
 from weir.policies.layered import Layered
-from weir.policies.naming import named
 from weir.policies.pinned import Pinned, with_pin
 from weir.policies.pipe import Origin, Pipe, Policy, resolve_chunk
-from weir.policies.plugins import VARIABLE, import_plugin, load_plugins
 from weir.policies.pyramid import Pyramid, share_slots
 from weir.policies.quantized import EXACT, Quantized, with_slots
 from weir.policies.recompute import Recompute
-from weir.policies.registry import NAMED, NamedPolicy, PolicyCall
+from weir.policies.registry import (
+    NAMED,
+    VARIABLE,
+    NamedPolicy,
+    PolicyCall,
+    import_plugin,
+    load_plugins,
+    named,
+)
 
 __all__ = [
     "EXACT",

@@ -1,6 +1,6 @@
-"""What a pool may say and return: its place in a pipe, its number of slots, and what a fold gives.
+"""Checks of what a pool says and returns: its place in a pipe, its slots, and the result of a fold.
 
-Pools are written by anyone, so what one hands over is looked at before the slab is: types, shapes
+Anyone may write a pool, so what one returns is checked before it reaches the slab: types, shapes
 and numbers of slots, never the contents, so that a fold costs nothing more.
 """
 
@@ -17,10 +17,10 @@ from weir.slab import FORMATS, QuantizedSlots, Slots
 
 
 def check_place(pool: Pool, before: tuple[Pool, ...]) -> None:
-    """Refuse a pool in a place that makes no sense.
+    """Refuse a pool in a place of a pipe that makes no sense.
 
     Args:
-        pool: the one.
+        pool: the pool.
         before: the pools in front of it.
 
     Raises:
@@ -45,10 +45,10 @@ def check_place(pool: Pool, before: tuple[Pool, ...]) -> None:
 
 
 def check_format(name: object) -> str:
-    """The name of a format of slots, if there is one of that name.
+    """Return the name of a format of slots.
 
     Raises:
-        WeirError: there is none.
+        WeirError: there is no such format.
     """
     if not isinstance(name, str) or name not in FORMATS:
         raise WeirError(
@@ -61,9 +61,9 @@ def check_formats(pools: tuple[Pool, ...], formats: tuple[str, ...], run: tuple[
     """Refuse formats of slots that a slab cannot have.
 
     Args:
-        pools: of a pipe.
-        formats: of each; "" for exact slots.
-        run: which of them hold the newest tokens, the oldest tokens' pool first.
+        pools: the pools of a pipe.
+        formats: the format of each; "" for exact slots.
+        run: the pools that hold the newest tokens, by place, the oldest tokens' pool first.
 
     Raises:
         WeirError: with the reason.
@@ -82,8 +82,8 @@ def check_formats(pools: tuple[Pool, ...], formats: tuple[str, ...], run: tuple[
             )
     if different and any(pool.slots() is None for pool in pools):
         raise WeirError("a pipe without a limit has no quantized slots; give each pool a size")
-    held = [bool(formats[place]) for place in run]
-    if held != sorted(held, reverse=True):
+    quantized = [bool(formats[place]) for place in run]
+    if quantized != sorted(quantized, reverse=True):
         raise WeirError(
             "of the newest tokens the older are quantized and the newer exact: write "
             "recent(64) | recent(64):int8, and not the other way round"
@@ -93,29 +93,28 @@ def check_formats(pools: tuple[Pool, ...], formats: tuple[str, ...], run: tuple[
 def check_fold(
     pool: Pool, folded: Any, held: Slots, new: Slots, like: Mapping[str, Tensor]
 ) -> tuple[Slots, Slots]:
-    """What a pool returned, if it is what a fold returns.
+    """Return what a pool's `fold` returned, (kept, overflow), if it is such a pair.
 
     Args:
-        pool: the one.
+        pool: the pool.
         folded: what its `fold` returned.
-        held: what it held.
-        new: what arrived.
+        held: the slots it held.
+        new: the slots that arrived.
         like: tensors of the shapes that all slots of the layer have, by name.
 
-    Returns:
-        `folded`: (kept, overflow).
-
     Raises:
-        WeirError: it is no pair of slots, one of them has tensors that do not go together, or more
-            is kept than the pool may hold.
+        WeirError: it is no pair of slots, a tensor has the wrong shape, dtype or device, or more is
+            kept than the pool may hold.
     """
     name = pool.name
-    if not isinstance(folded, tuple) or [isinstance(it, Slots) for it in folded] != [True, True]:
-        what = f"not {type(folded).__name__}"
-        if isinstance(folded, tuple):
-            what = f"not ({', '.join(type(it).__name__ for it in folded)})"
-        raise WeirError(f"the fold of the pool {name} returns two Slots, (kept, overflow), {what}")
-    kept, overflow = folded
+    parts = folded if isinstance(folded, tuple) else ()
+    if len(parts) != 2 or not all(isinstance(part, Slots) for part in parts):
+        found = f"({', '.join(type(part).__name__ for part in parts)})"
+        found = found if isinstance(folded, tuple) else type(folded).__name__
+        raise WeirError(
+            f"the fold of the pool {name} returns two Slots, (kept, overflow), not {found}"
+        )
+    kept, overflow = parts
     for what, slots in (("kept", kept), ("let go of", overflow)):
         if slots is not held and slots is not new:
             _check_tensors(f"what the pool {name} {what}", slots, held, like)
@@ -126,60 +125,56 @@ def check_fold(
 
 
 def _check_tensors(owner: str, slots: Slots, held: Slots, like: Mapping[str, Tensor]) -> None:
-    """Refuse slots without tensors shaped as `like`, or of another dtype than it and `held`."""
-    # To look at what is still as it was stored would be to read it, and it is made of parts of
-    # slots that were there.
-    there = slots.others() if _stored(slots) else like
+    """Refuse slots that lack tensors shaped as `like`, or have another dtype than it and `held`.
+
+    Keys and values that are still as stored are not read; they are parts of slots that were there.
+    """
+    there = slots.others() if _is_stored(slots) else like
     count = slots.position.shape[2:3] if isinstance(slots.position, Tensor) else ()
-    for name, one in like.items():
+    for name, wanted in like.items():
         if name not in there:
             continue
-        shape = (*one.shape[:2], *count, *one.shape[3:])
+        shape = (*wanted.shape[:2], *count, *wanted.shape[3:])
         found = getattr(slots, name)
-        if (
-            isinstance(found, Tensor)
-            and (found.shape, found.dtype) == (shape, one.dtype)
-            and found.device == one.device
-        ):
-            continue
-        was = held.others() if _stored(held) else held.tensors()
         if not isinstance(found, Tensor):
             raise WeirError(f"{name} of {owner} is no tensor")
         if found.shape != shape:
             raise WeirError(
                 f"{name} of {owner} has the shape {list(found.shape)} instead of {list(shape)}"
             )
-        dtypes = (one.dtype, was.get(name, one).dtype)
-        if found.dtype not in dtypes or found.device != one.device:
+        if found.dtype == wanted.dtype and found.device == wanted.device:
+            continue
+        before = held.others() if _is_stored(held) else held.tensors()
+        if found.dtype != before.get(name, wanted).dtype or found.device != wanted.device:
             raise WeirError(
-                f"{name} of {owner} is {found.dtype} on {found.device} instead of {one.dtype} on "
-                f"{one.device}"
+                f"{name} of {owner} is {found.dtype} on {found.device} instead of {wanted.dtype} "
+                f"on {wanted.device}"
             )
     if "mass" not in like and slots.mass is not None:
         raise WeirError(f"mass of {owner} is not kept here; the class says needs_mass = True")
 
 
-def _stored(slots: Slots) -> bool:
+def _is_stored(slots: Slots) -> bool:
     """Whether keys and values are still as they are stored."""
     return isinstance(slots, QuantizedSlots) and slots.pieces is not None
 
 
 def check_state(pool: Pool, before: Mapping[str, Tensor], after: Mapping[str, Any]) -> None:
-    """Refuse what a pool is to remember if it has other names or dtypes than `Pool.state` gave.
+    """Refuse a pool's state with other names, dtypes or devices than `Pool.state` gave.
 
-    Shapes are looked at where it is written down, in the slab.
+    The slab checks the shapes when it stores the state.
 
     Raises:
         WeirError: naming pool and tensor.
     """
     if before.keys() != after.keys():
-        names = [", ".join(sorted(names)) or "nothing" for names in (after, before)]
-        raise WeirError(f"the pool {pool.name} remembers {names[0]} instead of {names[1]}")
-    for name, was in before.items():
-        now = after[name]
-        kind = f"{now.dtype}" if isinstance(now, Tensor) else type(now).__name__
-        if not isinstance(now, Tensor) or (now.dtype, now.device) != (was.dtype, was.device):
+        now, was = (", ".join(sorted(names)) or "nothing" for names in (after, before))
+        raise WeirError(f"the pool {pool.name} remembers {now} instead of {was}")
+    for name, old in before.items():
+        new = after[name]
+        if not isinstance(new, Tensor) or (new.dtype, new.device) != (old.dtype, old.device):
+            kind = f"{new.dtype}" if isinstance(new, Tensor) else type(new).__name__
             raise WeirError(
-                f"the pool {pool.name} remembers {name} as {kind} instead of {was.dtype} on "
-                f"{was.device}"
+                f"the pool {pool.name} remembers {name} as {kind} instead of {old.dtype} on "
+                f"{old.device}"
             )

@@ -1,6 +1,6 @@
 """Policy files: TOML with a policy for each layer, as they were measured on a model.
 
-Knows what is in a file and how it is written there; nothing about what policies mean.
+Knows the format of the file; nothing about what policies mean.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ MODEL = {
     "dtype": str,
     "weights": str,
 }
-"""What a file says of its model, as `models.fingerprint` does."""
+"""The fingerprint of a model in a file, as `models.fingerprint` makes it."""
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-"""What a path may be that is no file, by the type in its mode; all others are devices."""
+"""Kinds of paths that are no regular files, by the type in their mode; others are devices."""
 
 
 @dataclass(frozen=True)
 class PolicyFile:
-    """What a policy file says, as far as a policy is made of it.
+    """The contents of a policy file from which a policy is made.
 
     Attributes:
         layers: the policy of each layer, as text.
         model: the fingerprint of the model that they were measured on.
-        chunk: tokens between two folds when they were; None where it does not say.
+        chunk: tokens between two folds when they were measured; None if the file does not say.
     """
 
     layers: tuple[str, ...]
@@ -46,15 +46,15 @@ class PolicyFile:
 
 
 def is_file(text: str) -> bool:
-    """Whether a policy is the name of a file that says it."""
+    """Whether the text of a policy is the name of a policy file."""
     return text.strip().lower().endswith(SUFFIX)
 
 
 def expand_home(name: str | Path) -> Path:
-    """A path whose ~ stands for somebody's home.
+    """Expand the ~ of a path.
 
     Raises:
-        WeirError: the system does not know whose.
+        WeirError: the system knows no such home.
     """
     try:
         return Path(name).expanduser()
@@ -63,13 +63,13 @@ def expand_home(name: str | Path) -> Path:
 
 
 def check_regular(path: Path, what: str) -> None:
-    """Refuse what is there and no regular file: a pipe is waited for, some devices have no end.
+    """Refuse a path that is no regular file: reading a pipe blocks, and some devices have no end.
 
-    A file that is missing, or may not be looked at, is left to who opens it.
+    A file that is missing or may not be read is not refused here; opening it will fail.
 
     Args:
-        path: the file, as somebody named it.
-        what: should be there, as in "a policy file".
+        path: the file, as the user named it.
+        what: what it should be, as in "a policy file".
 
     Raises:
         WeirError: naming the path and what is there.
@@ -83,10 +83,11 @@ def check_regular(path: Path, what: str) -> None:
 
 
 def read_policy_file(name: str) -> PolicyFile:
-    """What a policy file says.
+    """Read a policy file.
 
     Raises:
-        WeirError: it cannot be read, is no policy file, or of a format this weir does not know.
+        WeirError: it cannot be read, is no policy file, or has a format that this weir does not
+            know.
     """
     path = expand_home(name)
     check_regular(path, "a policy file")
@@ -125,27 +126,27 @@ def read_policy_file(name: str) -> PolicyFile:
 def format_policy_file(
     facts: Mapping[str, Any], model: Mapping[str, Any], layers: Iterable[Mapping[str, Any]]
 ) -> str:
-    """A policy file, as text.
+    """Write a policy file, as text.
 
     Args:
-        facts: for people, by name: what was measured, and how; numbers, texts, and tables of these.
+        facts: what was measured and how, for people: numbers, texts, and tables of these, by name.
         model: the fingerprint of the model.
-        layers: of each layer its `policy`, and more for people.
+        layers: for each layer its `policy`, and more facts for people.
     """
     tables = {key: value for key, value in facts.items() if isinstance(value, Mapping)}
     plain = {key: value for key, value in facts.items() if key not in tables}
     parts = ["# Budgets that were measured: give this file where weir takes a policy."]
-    parts += _lines({"format": FORMAT, **plain})
+    parts += _format_table({"format": FORMAT, **plain})
     for name, table in {**tables, "model": model}.items():
-        parts += ["", f"[{name}]", *_lines(table)]
+        parts += ["", f"[{name}]", *_format_table(table)]
     for layer in layers:
-        parts += ["", "[[layers]]", *_lines(layer)]
+        parts += ["", "[[layers]]", *_format_table(layer)]
     return "\n".join(parts) + "\n"
 
 
-def _lines(table: Mapping[str, Any]) -> list[str]:
-    """Names and values; every text, number and list of these that JSON has, TOML writes alike."""
-    # Of all that JSON leaves as it is, TOML wants one character escaped.
+def _format_table(table: Mapping[str, Any]) -> list[str]:
+    """Format names and values. TOML writes texts, numbers and lists of them as JSON does."""
+    # TOML wants one character escaped that JSON leaves as it is.
     return [
         f"{key} = {json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007f")
         for key, value in table.items()

@@ -1,7 +1,7 @@
-"""How policies are written, and what is wrong with one that cannot be read.
+"""The parser of policies, `sink(4) | recent(252)`, with errors that point at a character.
 
-A recursive-descent parser. It finds pools and named policies in their registers, and parameters in
-their signatures, so that a new one needs no line here.
+It finds pools and named policies in their registries and parameters in their signatures, so a new
+one needs no line here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from typing import Any, ClassVar
@@ -19,20 +19,25 @@ from weir.policies.checks import check_format, check_place
 from weir.policies.file import is_file, read_policy_file
 from weir.policies.layered import Layered
 from weir.policies.pipe import Origin, Pipe, Policy
-from weir.policies.plugins import load_plugins
-from weir.policies.registry import NAMED, PolicyCall
+from weir.policies.registry import NAMED, PolicyCall, load_plugins
 from weir.pools import CONSTANTS, POOLS, WORD, Pool, argument_hints, convert_argument
 from weir.slab import FORMATS
 
 OLD_NAMES = {"quantised": "quantized"}
-"""Names that saved sessions, results and policy files may still have."""
+"""Old names in saved sessions, results and policy files."""
+NUMBER = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+LIST = "["
+"""Begins a list with a policy for each layer."""
+DEEPEST = 8
+"""How deep policies may be nested: quantized(pinned(pyramid(sink(4) | snap(252)))) is 3 deep."""
+_SPACE = re.compile(r"\s*")
 
 
-def policy(text: str | PathLike[str] | Policy) -> Policy:
+def parse_policy(text: str | PathLike[str] | Policy) -> Policy:
     """Read a policy: a pipe, `sink(4) | recent(252)`, or a name, `streaming_llm(budget=256)`.
 
     A path, or a text that ends with `.toml`, is the name of a policy file, as `weir calibrate`
-    writes them. What is made of one is written in full and needs the file no longer.
+    writes them. The policy made of it is written in full and no longer needs the file.
 
     Raises:
         PolicyError: it cannot be read or makes no sense; the message points at the character.
@@ -48,11 +53,15 @@ def policy(text: str | PathLike[str] | Policy) -> Policy:
     return from_file(text.strip()) if is_file(text) else Parser(text).policy()
 
 
-def saved_policy(text: str) -> Policy:
-    """The policy of a text that weir wrote, into a session or a policy file for one.
+policy = parse_policy
+"""`parse_policy`, under the name that users know."""
 
-    Never a file's name. What `policy` refuses because whoever types it may mean another, a file has
-    meant already.
+
+def saved_policy(text: str) -> Policy:
+    """Read a policy that weir wrote itself, into a session or a policy file.
+
+    It never names a file. Calls that `parse_policy` refuses as ambiguous, because they were typed
+    by hand, have one meaning here.
 
     Raises:
         PolicyError: it cannot be read.
@@ -60,12 +69,8 @@ def saved_policy(text: str) -> Policy:
     return Parser(text, saved=True).policy()
 
 
-parse_policy = policy
-"""`policy`, where a parameter of that name hides it."""
-
-
 def from_file(path: str) -> Layered:
-    """The policy of a policy file.
+    """Read a policy file.
 
     Raises:
         WeirError: the file is missing, is no policy file, or has a policy that cannot be read.
@@ -83,14 +88,14 @@ def from_file(path: str) -> Layered:
 
 
 def parse_call(text: str) -> PolicyCall | None:
-    """How a text calls a named policy, without making it: one that lacks a budget may need one.
+    """Read the call of a named policy without making the policy, which may still need a budget.
 
     Returns:
         None for a pipe of pools, a list of policies or a policy file, and for arguments that the
         policy does not have.
 
     Raises:
-        PolicyError: what stands first cannot be read.
+        PolicyError: the first call cannot be read.
     """
     parser = Parser(text)
     if is_file(text) or parser.take(LIST):
@@ -99,35 +104,27 @@ def parse_call(text: str) -> PolicyCall | None:
     if parser.at < len(text) or call.name not in NAMED:
         return None
     bare = PolicyCall(call.name, {}, call.inside)
-    if len(call.arguments) > len(bare.parameters):
+    parameters = list(bare.parameters)
+    if len(call.arguments) > len(parameters):
         return None
-    names = [it.name or bare.parameters[place] for place, it in enumerate(call.arguments)]
-    # A parameter that is not the policy's makes it the pool of that name.
-    if not set(names) <= set(bare.parameters):
+    names = [given.name or parameters[place] for place, given in enumerate(call.arguments)]
+    # A parameter that the policy does not have makes it the pool of the same name.
+    if not set(names) <= set(parameters):
         return None
-    values = [
-        it.value.text if isinstance(it.value, ParsedPolicy) else it.value for it in call.arguments
-    ]
-    return replace(bare, given=dict(zip(names, values, strict=True)))
-
-
-NUMBER = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
-_SPACE = re.compile(r"\s*")
-LIST = "["
-"""Begins a policy for each layer."""
-DEEPEST = 8
-"""So many policies may stand inside another: quantized(pinned(pyramid(sink(4) | snap(252))))."""
+    values = (given.value for given in call.arguments)
+    texts = [value.text if isinstance(value, ParsedPolicy) else value for value in values]
+    return replace(bare, given=dict(zip(names, texts, strict=True)))
 
 
 @dataclass
 class CallSyntax:
-    """`name(arguments)` as it was read, with the places of its parts.
+    """`name(arguments)` as it was read.
 
     Attributes:
-        name: what is called.
-        at: where it begins.
-        arguments: what it is given.
-        inside: the text between its brackets.
+        name: the name of a pool or a policy.
+        at: the character where the call begins.
+        arguments: its arguments.
+        inside: the text between its parentheses.
     """
 
     name: str
@@ -137,8 +134,14 @@ class CallSyntax:
 
 
 class ParsedPolicy(typing.NamedTuple):
-    """Calls with a bar between them, as they were read, each with the format of its slots; their
-    text, and where it begins. Or, in place of calls, what is written for each layer.
+    """A pipe or a list of policies as it was read; nothing is made of it yet.
+
+    Attributes:
+        calls: the calls of a pipe; none in a list.
+        formats: the format of each call's slots, "" for exact ones.
+        text: all of it.
+        at: the character where it begins.
+        layers: the policies of a list.
     """
 
     calls: list[CallSyntax]
@@ -149,7 +152,7 @@ class ParsedPolicy(typing.NamedTuple):
 
 
 class Argument(typing.NamedTuple):
-    """`name=value`, or a value alone; where it begins, and where its value does."""
+    """`name=value`, or a value alone, with the characters where it and its value begin."""
 
     name: str | None
     value: Any
@@ -158,14 +161,14 @@ class Argument(typing.NamedTuple):
 
 
 class Parser:
-    """A recursive-descent parser of one policy, and of whatever else is written as calls are.
+    """A recursive-descent parser of one policy, and of other texts made of calls.
 
     Attributes:
-        text: all of it.
+        text: the text to read.
         at: the character to be read next.
-        name: what a call may be called.
-        saved: whether weir wrote the text, and nobody is typing it.
-        kind: what a call stands for, in words.
+        saved: whether weir wrote the text itself, and nobody typed it.
+        name: the pattern of names.
+        kind: what a call stands for, in error messages.
     """
 
     name: ClassVar[re.Pattern[str]] = WORD
@@ -178,26 +181,26 @@ class Parser:
         self.depth = 0
 
     def policy(self) -> Policy:
-        """The policy that is all of the text."""
+        """Read the whole text as a policy."""
         made = self.part()
         if self.at < len(self.text):
             raise self.wrong("expected '|' or the end")
         return made
 
     def part(self) -> Policy:
-        """The policy that begins here, up to where it ends."""
-        return self._made(self._written())
+        """Read the policy that begins here."""
+        return self._make_policy(self._parse())
 
-    def _written(self) -> ParsedPolicy:
-        """The calls that begin here, up to where they end; nothing is made of them yet."""
+    def _parse(self) -> ParsedPolicy:
+        """Read calls with bars between them, or a list."""
         self._skip()
         start = self.at
         if self.take(LIST):
-            layers = [self._inner()]
+            layers = [self._parse_inner()]
             while not self.take("]"):
                 if not self.take(","):
                     raise self.wrong("expected ',' or ']'")
-                layers.append(self._inner())
+                layers.append(self._parse_inner())
             return ParsedPolicy([], [], self.text[start : self.at].strip(), start, tuple(layers))
         calls, formats = [self.call()], [self._format()]
         while self.take("|"):
@@ -205,11 +208,11 @@ class Parser:
             formats.append(self._format())
         return ParsedPolicy(calls, formats, self.text[start : self.at].strip(), start)
 
-    def _made(self, part: ParsedPolicy) -> Policy:
-        """The policy that calls stand for."""
+    def _make_policy(self, part: ParsedPolicy) -> Policy:
+        """Make the policy of what was read."""
         if part.layers:
             try:
-                return Layered(tuple(map(self._made, part.layers)), part.text)
+                return Layered(tuple(map(self._make_policy, part.layers)), part.text)
             except PolicyError:
                 raise
             except WeirError as error:
@@ -220,7 +223,7 @@ class Parser:
             assert made.called is not None
             return made.as_written(part.text, replace(made.called, arguments=first.inside))
         if len(part.calls) == 1 and not part.formats[0] and not self.saved:
-            self._check_meant(first)
+            self._check_ambiguous(first)
         pools: list[Pool] = []
         for call in part.calls:
             pools.append(self._pool(call, tuple(pools)))
@@ -229,21 +232,24 @@ class Parser:
         except WeirError as error:
             raise self.wrong(str(error), part.at) from None
 
-    def _check_meant(self, call: CallSyntax) -> None:
-        """Refuse a pool by itself that whoever wrote it may take for the policy of its name.
+    def _check_ambiguous(self, call: CallSyntax) -> None:
+        """Refuse a pool by itself whose author may have meant the policy of the same name.
 
-        `kcenter(256, quiet=2)` would be 256 centers and no newest token. What names all of its
-        parameters, as a pipe that is written out does, is meant.
+        `kcenter(256, quiet=2)` would be 256 centers and no newest token. A call that names all of
+        its parameters, as a pipe that is written out does, is taken for the pool.
         """
         both = call.name in NAMED and call.name in POOLS
-        if not both or all(it.name for it in call.arguments):
+        if not both or all(given.name for given in call.arguments):
             return
-        of_policy = inspect.signature(NAMED[call.name].make).parameters
-        of_pool = inspect.signature(POOLS[call.name]).parameters
-        odd = next(it for it in call.arguments if it.name in of_pool and it.name not in of_policy)
+        of_policy, of_pool = _parameters(call.name)
+        odd = next(
+            given
+            for given in call.arguments
+            if given.name in of_pool and given.name not in of_policy
+        )
         problem = f"{call.name} by itself is the policy, and {odd.name} is of the pool"
         number, *others = call.arguments
-        if number.name is None and all(it.name in of_pool for it in others):
+        if number.name is None and all(given.name in of_pool for given in others):
             ways = []
             size, more = number.value, call.inside.partition(",")[2]
             if type(size) is int and size > 1 and self.make(call, POOLS[call.name]).slots() == size:
@@ -257,7 +263,7 @@ class Parser:
         raise self.wrong(problem, odd.at)
 
     def _format(self) -> str:
-        """How the slots of the pool before are quantized; "" where nothing is said."""
+        """Read the format of the slots of the pool before; "" if there is none."""
         if not self.take(":"):
             return ""
         name, at = self._word("a format of slots")
@@ -267,8 +273,11 @@ class Parser:
             raise self.wrong(str(error), at, list(FORMATS)) from None
 
     def _pool(self, call: CallSyntax, before: tuple[Pool, ...] | None) -> Pool:
-        """The pool of a call, behind others; `before` is None inside another pool, which says
-        itself what may stand in its place.
+        """Make the pool of a call.
+
+        Args:
+            call: the call.
+            before: the pools in front of it; None inside another pool, which does its own checks.
         """
         if call.name in NAMED and call.name not in POOLS:
             raise self.wrong(f"{call.name} is a whole policy, not a pool of a pipe", call.at)
@@ -285,7 +294,7 @@ class Parser:
         return made
 
     def make(self, call: CallSyntax, make: Callable[..., Any]) -> Any:
-        """Call `make` with the arguments, once they fit its signature."""
+        """Check a call's arguments against the signature of `make`, and call it with them."""
         parameters = inspect.signature(make).parameters
         wanted = argument_hints(make)
         given: dict[str, Any] = {}
@@ -302,7 +311,7 @@ class Parser:
                 raise self.wrong(problem, at, list(parameters))
             if name in given:
                 raise self.wrong(f"{call.name} is given {name!r} twice", at)
-            value = self._meant(value, wanted[name], value_at)
+            value = self._resolve(value, wanted[name], value_at)
             try:
                 given[name] = convert_argument(call.name, name, value, wanted[name])
             except WeirError as error:
@@ -317,31 +326,31 @@ class Parser:
         except WeirError as error:
             raise self.wrong(str(error), call.at) from None
 
-    def _meant(self, value: Any, hint: Any, at: int) -> Any:
-        """What a parameter is given: the pool or the policy that was written, or what it says.
+    def _resolve(self, value: Any, hint: Any, at: int) -> Any:
+        """Make the pool or the policy that a parameter asks for; leave other values as they are.
 
         Args:
-            value: as it was read.
+            value: the value as it was read.
             hint: the parameter's annotation.
-            at: where the value begins.
+            at: the character where the value begins.
         """
         if hint is Pool and isinstance(value, str | ParsedPolicy):
-            part = value if isinstance(value, ParsedPolicy) else self._again(at)._written()
+            part = value if isinstance(value, ParsedPolicy) else self._restart(at)._parse()
             if len(part.calls) != 1:
                 raise self.wrong("expected one pool, not a pipe of several", at)
             if part.formats[0]:
                 raise self.wrong("a format is said behind the pool around this one", at)
             return self._pool(part.calls[0], None)
         if isinstance(value, str) and Policy in typing.get_args(hint):
-            return self._again(at).part()
-        return self._made(value) if isinstance(value, ParsedPolicy) else value
+            return self._restart(at).part()
+        return self._make_policy(value) if isinstance(value, ParsedPolicy) else value
 
-    def _again(self, at: int) -> Parser:
-        """A parser of policies that reads the same text from elsewhere."""
+    def _restart(self, at: int) -> Parser:
+        """Return a parser of policies that reads the same text from another character."""
         return Parser(self.text, at, saved=self.saved)
 
     def call(self) -> CallSyntax:
-        """The call that begins here."""
+        """Read the call that begins here."""
         name, at = self._word(self.kind)
         name = OLD_NAMES.get(name, name)
         if name not in POOLS and name not in NAMED:
@@ -369,17 +378,17 @@ class Parser:
         return Argument(None, self.value(), at, at)
 
     def value(self) -> Any:
-        """The value that begins here: a number, true, false, none, a word, or a `ParsedPolicy`."""
+        """Read a value: a number, true, false, none, a word, or a `ParsedPolicy`."""
         self._skip()
         at = self.at
         if self.text.startswith(LIST, at):
-            return self._inner()
+            return self._parse_inner()
         if (word := WORD.match(self.text, at)) is not None:
             self.at = word.end()
             self._skip()
             if self.text.startswith(("(", "|", ":"), self.at):
                 self.at = at
-                return self._inner()
+                return self._parse_inner()
             self.at = word.end()
             return CONSTANTS.get(word.group().lower(), word.group())
         if (number := NUMBER.match(self.text, at)) is None:
@@ -388,18 +397,18 @@ class Parser:
         return self.number(number.group(), at)
 
     def number(self, written: str, at: int) -> float:
-        """The number that matches `NUMBER` and begins at `at`: whole without point and exponent."""
+        """Return the number of a text that matches `NUMBER`: whole without point and exponent."""
         value = float(written)
         if abs(value) > 2**53:
             raise self.wrong("no number here can be this large", at)
         return value if re.search(r"[.eE]", written) else int(value)
 
-    def _inner(self) -> ParsedPolicy:
-        """A policy or a pool that is the value of an argument: what is asked for says which."""
+    def _parse_inner(self) -> ParsedPolicy:
+        """Read a policy or a pool inside another; which of the two, the parameter decides."""
         if self.depth == DEEPEST:
             raise self.wrong("a policy this deep inside others takes no policy itself")
         self.depth += 1
-        part = self._written()
+        part = self._parse()
         self.depth -= 1
         return part
 
@@ -412,7 +421,7 @@ class Parser:
         return word.group(), at
 
     def take(self, mark: str) -> bool:
-        """Whether `mark` comes next; then it has been read."""
+        """Read `mark` if it comes next, and return whether it did."""
         self._skip()
         if not self.text.startswith(mark, self.at):
             return False
@@ -427,7 +436,7 @@ class Parser:
     def wrong(
         self, problem: str, at: int | None = None, names: list[str] | None = None
     ) -> PolicyError:
-        """The error to raise about a character, with the nearest of the `names` there are."""
+        """Make the error about a character, with the closest of some names as a suggestion."""
         at = self.at if at is None else at
         word = self.name.match(self.text, at)
         near = find_nearest(word.group(), names or []) if word else None
@@ -435,14 +444,20 @@ class Parser:
         return PolicyError(problem + hint, self.text, at)
 
 
-def _is_named(call: CallSyntax) -> bool:
-    """Whether a policy of one word is the policy of that name, and not the pool.
+def _parameters(name: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The parameters of the policy and of the pool of a name."""
+    of_policy = inspect.signature(NAMED[name].make).parameters
+    return of_policy, inspect.signature(POOLS[name]).parameters
 
-    Where both have it, it is the policy, unless it is given what only the pool takes.
+
+def _is_named(call: CallSyntax) -> bool:
+    """Whether a call by itself is the policy of its name, and not the pool.
+
+    A name that both have is the policy's, unless it is given what only the pool takes.
     """
     if call.name not in NAMED or call.name not in POOLS:
         return call.name in NAMED
-    of_policy = inspect.signature(NAMED[call.name].make).parameters
-    of_pool = inspect.signature(POOLS[call.name]).parameters
-    given = {argument.name for argument in call.arguments}
-    return not any(name in of_pool and name not in of_policy for name in given)
+    of_policy, of_pool = _parameters(call.name)
+    return not any(
+        given.name in of_pool and given.name not in of_policy for given in call.arguments
+    )

@@ -1,7 +1,4 @@
-"""A policy for each layer, as it was written or measured: `[h2o(96), h2o(160)]`.
-
-What a pyramid works out from a slope is here said layer by layer.
-"""
+"""A policy for each layer, as it was written or measured: `[h2o(96), h2o(160)]`."""
 
 from __future__ import annotations
 
@@ -15,12 +12,12 @@ from weir.policies.pipe import Origin, Pipe, Policy
 class Layered(Policy):
     """A policy for each layer.
 
-    Layers that slide over a window of their own keep it whatever the policy, and have none here.
+    Layers that slide over a window of their own keep it under any policy, and are not counted.
 
     Attributes:
-        policies: of each layer, from the bottom up.
+        policies: the policy of each layer, bottom up.
         origin: where they were measured; None for those that were written by hand. It is no part
-            of what the policy is: as text, it can be read on any model of so many layers.
+            of what the policy is: its text can be read on any model of so many layers.
     """
 
     policies: tuple[Policy, ...]
@@ -28,22 +25,22 @@ class Layered(Policy):
     origin: Origin | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if not self.policies or not all(isinstance(it, Policy) for it in self.policies):
+        if not self.policies or not all(isinstance(policy, Policy) for policy in self.policies):
             raise WeirError(
                 "a policy for each layer is a list of one policy or more, [h2o(96), h2o(160)]"
             )
-        self.pipes  # noqa: B018  (each has a pipe for its layer, or says why not)
+        self.pipes  # noqa: B018  (raises where a policy has no pipe for its layer)
         if not self.text:
             object.__setattr__(self, "text", f"[{', '.join(map(str, self.policies))}]")
 
     @property
     def stands_for(self) -> str:
         """The same list in pools."""
-        return f"[{', '.join(it.stands_for for it in self.policies)}]"
+        return f"[{', '.join(policy.stands_for for policy in self.policies)}]"
 
     @property
     def brief(self) -> str:
-        """How many layers there are, and their slots, where the list takes more than some words."""
+        """The text; of a long list the number of layers, and their slots."""
         if len(self.text) <= LONGEST or len(self.policies) == 1:
             return self.text
         sizes = sorted({pipe.slots for pipe in self.pipes if pipe.slots is not None})
@@ -54,10 +51,10 @@ class Layered(Policy):
     def pipes(self) -> tuple[Pipe, ...]:
         """The pipe of every layer."""
         count = len(self.policies)
-        return tuple(it.for_layer(layer, count) for layer, it in enumerate(self.policies))
+        return tuple(policy.for_layer(layer, count) for layer, policy in enumerate(self.policies))
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
-        """What the list has for a layer.
+        """Return the pipe of a layer.
 
         Raises:
             WeirError: the model has another number of layers.

@@ -1,4 +1,4 @@
-"""Every policy with a name, but those that stand around another.
+"""The named policies, but `weir` and those around another: `pinned`, `pyramid`, `quantized`.
 
 A named policy, `streaming_llm(budget=256)`, is a function that returns a policy, mostly a pipe.
 """
@@ -6,9 +6,9 @@ A named policy, `streaming_llm(budget=256)`, is a function that returns a policy
 from __future__ import annotations
 
 from weir.errors import WeirError
-from weir.policies.naming import named
 from weir.policies.pipe import Pipe, Policy
 from weir.policies.recompute import Recompute
+from weir.policies.registry import named
 from weir.pools import (
     Balance,
     Defend,
@@ -35,13 +35,35 @@ from weir.pools import (
 
 
 def ends(sinks: int, recent: int) -> tuple[Pool, ...]:
-    """The pools of the first and the newest tokens, in front of what keeps those between.
+    """Return the pools of the first and the newest tokens, in front of those of the middle.
 
     Args:
         sinks: first tokens; without any, there is no pool for them.
         recent: newest tokens.
     """
     return (Sink(sinks), Recent(recent)) if sinks else (Recent(recent),)
+
+
+def check_room(budget: int, sinks: int, **slots: int) -> None:
+    """Refuse a budget that leaves no slot for a part of a policy.
+
+    Args:
+        budget: slots of each KV head.
+        sinks: how many of them are for first tokens; may be 0.
+        slots: how many of them are for each other part, by its name.
+
+    Raises:
+        WeirError: one of these is below 1.
+    """
+    parts = {name.replace("_", " "): count for name, count in slots.items()}
+    missing = [name for name, count in parts.items() if count < 1]
+    if missing:
+        there = {"sinks": sinks, **parts}
+        beside = " and ".join(f"{count} {name}" for name, count in there.items() if count > 0)
+        raise WeirError(
+            f"a budget of {budget} leaves no room for {' and '.join(missing)}"
+            + (f" beside {beside}" if beside else "")
+        )
 
 
 @named(
@@ -68,10 +90,7 @@ def window(budget: int = 256) -> Policy:
 )
 def streaming_llm(budget: int = 256, sinks: int = 4) -> Policy:
     """Keep the first tokens and the newest, at their positions in the cache."""
-    if budget <= sinks:
-        raise WeirError(
-            f"a budget of {budget} leaves no room for recent tokens beside {sinks} sinks"
-        )
+    check_room(budget, sinks, recent_tokens=budget - sinks)
     return Pipe(ends(sinks, budget - sinks))
 
 
@@ -79,13 +98,13 @@ def streaming_llm(budget: int = 256, sinks: int = 4) -> Policy:
 def recompute(budget: int = 256, sinks: int = 0) -> Policy:
     """Read the last tokens from scratch for every new token: the oracle, and slow.
 
-    The paper's form is `sinks=0`. A model that always had a start token in front of its text is out
-    of its element without one: `sinks=1` keeps the first token of the stream in front of every
-    window, `sinks=n` the first n.
+    The paper's form is `sinks=0`. A model that was trained with a start token in front of every
+    text needs one: `sinks=1` keeps the first token of the stream in front of every window,
+    `sinks=n` the first n.
 
     Args:
         budget: tokens that are read for every new one; nothing is held.
-        sinks: of these, so many are the first of the stream.
+        sinks: how many of them are the first of the stream.
     """
     return Recompute(budget, sinks)
 
@@ -96,11 +115,7 @@ def recompute(budget: int = 256, sinks: int = 0) -> Policy:
 )
 def h2o(budget: int = 256) -> Policy:
     """Keep the newest tokens and, of the others, those that received the most attention."""
-    if budget < 2:
-        raise WeirError(
-            f"h2o splits its budget between recent tokens and heavy hitters, at least 1 each, so "
-            f"it needs 2 slots or more, not {budget}"
-        )
+    check_room(budget, 0, recent_tokens=budget - budget // 2, heavy_hitters=budget // 2)
     return Pipe((Recent(budget - budget // 2), Heavy(budget // 2)))
 
 
@@ -128,14 +143,13 @@ def buzz(
     """
     if window is None:
         window = best_window(budget - sinks, stride)
-    first = ends(sinks, window)
     threshold = budget - sinks - window
     if threshold < stride:
         raise WeirError(
             f"a budget of {budget} has no room for {sinks} sinks, a window of {window} and a hive "
             f"of one stride of {stride}; it takes {sinks + window + stride} or more"
         )
-    return Pipe((*first, Hive(threshold, stride, swapped, local_max, log_n)))
+    return Pipe((*ends(sinks, window), Hive(threshold, stride, swapped, local_max, log_n)))
 
 
 @named(
@@ -159,18 +173,8 @@ def reservoir(
     """
     samples = budget // 4 if samples is None else samples
     recent = budget - sinks - samples
-    if samples < 1:
-        raise WeirError(
-            f"reservoir keeps a sample of at least 1 token, not {samples}; without one it is "
-            "streaming_llm"
-        )
-    if recent < 1:
-        raise WeirError(
-            f"a budget of {budget} leaves no room for recent tokens beside sink({sinks}) and "
-            f"reservoir({samples})"
-        )
-    first = ends(sinks, recent)
-    return Pipe((*first, Reservoir(samples, weighted, per_head)))
+    check_room(budget, sinks, recent_tokens=recent, samples=samples)
+    return Pipe((*ends(sinks, recent), Reservoir(samples, weighted, per_head)))
 
 
 @named(
@@ -204,16 +208,10 @@ def uniform(
     eighth = max(1, total // 8)
     sinks = eighth if sinks is None else sinks
     recent = eighth if recent is None else recent
-    first = ends(sinks, recent)
-    if rate is not None:
-        return Pipe((*first, Uniform(None, rate, weighted, per_head)))
-    n = total - sinks - recent
-    if n < 1:
-        raise WeirError(
-            f"a budget of {total} leaves no room for a sample beside sink({sinks}) and "
-            f"recent({recent})"
-        )
-    return Pipe((*first, Uniform(n, None, weighted, per_head)))
+    n = None if rate is not None else total - sinks - recent
+    if n is not None:
+        check_room(total, sinks, recent_tokens=recent, samples=n)
+    return Pipe((*ends(sinks, recent), Uniform(n, rate, weighted, per_head)))
 
 
 @named(
@@ -225,11 +223,7 @@ def kcenter(budget: int = 256) -> Policy:
 
     Half of the budget each. The first token of the stream is always among the centers.
     """
-    if budget < 2:
-        raise WeirError(
-            f"kcenter splits its budget between recent tokens and centers, at least 1 each, so it "
-            f"needs 2 slots or more, not {budget}"
-        )
+    check_room(budget, 0, recent_tokens=budget - budget // 2, centers=budget // 2)
     return Pipe((Recent(budget - budget // 2), KCenter(budget // 2)))
 
 
@@ -263,11 +257,7 @@ def defensivekv(budget: int = 256, sinks: int = 4, half_life: int | None = 2048)
     """
     defended = budget // 4
     newest = budget - sinks - defended
-    if defended < 1 or newest < 1:
-        raise WeirError(
-            f"defensivekv keeps {sinks} sinks, a quarter of its budget that is defended and the "
-            f"newest tokens, at least 1 each, so a budget of {budget} is too small"
-        )
+    check_room(budget, sinks, recent_tokens=newest, defended_tokens=defended)
     return Pipe((*ends(sinks, newest), Defend(defended, half_life=half_life)))
 
 
@@ -283,12 +273,7 @@ def certified(budget: int = 256, sinks: int = 4, floor: float = 0.1, watch: int 
     """
     quarter = min(budget // 4, (budget - sinks - 1) // 2)  # so that small budgets leave a newest
     newest = budget - sinks - 2 * quarter
-    if quarter < 1 or newest < 1:
-        raise WeirError(
-            f"certified keeps {sinks} sinks, the newest tokens, a quarter of its budget of heavy "
-            f"hitters and a quarter of a sample, at least 1 each, so a budget of {budget} is too "
-            "small"
-        )
+    check_room(budget, sinks, recent_tokens=newest, heavy_hitters=quarter, samples=quarter)
     middle = Heavy(quarter), Tail(quarter, floor=floor, watch=watch)
     return Pipe((*ends(sinks, newest), *middle))
 
@@ -304,11 +289,7 @@ def reskv(budget: int = 256, sinks: int = 4, half_life: int | None = 256) -> Pol
     """
     means = budget // 8
     newest = budget - sinks - means
-    if means < 1 or newest < 1:
-        raise WeirError(
-            f"reskv keeps {sinks} sinks, the newest tokens and an eighth of its budget of means, "
-            f"at least 1 each, so a budget of {budget} is too small"
-        )
+    check_room(budget, sinks, recent_tokens=newest, means=means)
     return Pipe((*ends(sinks, newest), Residue(means, half_life=half_life)))
 
 
@@ -323,11 +304,10 @@ def attention_matching(budget: int = 256, sinks: int = 4, half_life: int | None 
     """
     middle = budget // 4
     newest = budget - sinks - middle
-    if middle < 1 or newest < Snap.window:
+    if newest < Snap.window:
         raise WeirError(
-            f"attention_matching keeps {sinks} sinks, the newest tokens, at least those "
-            f"{Snap.window} whose queries choose, and a quarter of its budget that they choose, so "
-            f"a budget of {budget} is too small"
+            f"a budget of {budget} leaves no room for the {Snap.window} recent tokens that choose "
+            f"beside {sinks} sinks and {middle} chosen tokens"
         )
     return Pipe((*ends(sinks, newest), Match(Snap(middle), half_life=half_life)))
 
@@ -356,12 +336,8 @@ def keydiff(budget: int = 256) -> Policy:
 )
 def keyformer(budget: int = 256) -> Policy:
     """Keep the newest tokens, three tenths, and the others with the most noisy attention."""
-    if budget < 2:
-        raise WeirError(
-            f"keyformer splits its budget between recent tokens and key tokens, at least 1 each, "
-            f"so it needs 2 slots or more, not {budget}"
-        )
     recent = max(1, 3 * budget // 10)
+    check_room(budget, 0, recent_tokens=recent, key_tokens=budget - recent)
     return Pipe((Recent(recent), Keyformer(budget - recent)))
 
 
@@ -411,13 +387,9 @@ def subgen(
     if clusters is None:
         clusters = max(1, 2 * budget // 5 // max(1, per_cluster))
     samples = budget - sinks - recent - clusters * per_cluster
-    if samples < 1:
-        raise WeirError(
-            f"a budget of {budget} leaves no room for samples beside {sinks} sinks, {recent} "
-            f"recent tokens and {clusters} clusters of {per_cluster}"
-        )
-    first = ends(sinks, recent)
-    return Pipe((*first, SubGen(samples, clusters, per_cluster, delta, exact)))
+    slots = clusters * per_cluster
+    check_room(budget, sinks, samples=samples, recent_tokens=recent, slots_of_clusters=slots)
+    return Pipe((*ends(sinks, recent), SubGen(samples, clusters, per_cluster, delta, exact)))
 
 
 @named(
@@ -467,7 +439,6 @@ def balancekv(
         raise WeirError(
             f"a budget of {budget} leaves no room for 4 slots or more of balance beside {beside}"
         )
-    exact = [Outliers(away)] if away else []
-    first = (*ends(sinks, recent), *exact)
+    first = (*ends(sinks, recent), *([Outliers(away)] if away else []))
     pool = Balance(n, block, halves, gamma, temperature, constant, sets, precision, eager)
     return Pipe((*first, pool))

@@ -1,7 +1,7 @@
 """Any policy, and beside it a conversation's beginning and the header of its running turn.
 
-In front of a layer's pools comes one that keeps the stream's beginning, and behind those that hand
-tokens on in order one for the header of the running turn. How much of either a row has, its marks
+In front of a layer's pools comes one that keeps the stream's beginning, and behind those that pass
+tokens on in order one for the header of the running turn. How much of either a row uses, its marks
 say (`weir.pools.Marks`).
 """
 
@@ -10,22 +10,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from weir.errors import WeirError
-from weir.policies.pipe import Origin, Pipe, Policy
+from weir.policies.library import streaming_llm
+from weir.policies.pipe import Pipe, Policy, PolicyWrapper
+from weir.policies.registry import named
 from weir.pools import Beginning, Header
 
 SHARE = 4
-"""Of so many slots that a policy has, one more is for the beginning, where nobody says how many."""
+"""One slot for the beginning for so many of the policy, where no number is given."""
 
 
 @dataclass(frozen=True, repr=False)
-class Pinned(Policy):
-    """A policy whose layers have slots for a stream's beginning and for its turn's header as well.
+class Pinned(PolicyWrapper):
+    """A policy with more slots in each layer, for the stream's beginning and its turn's header.
 
     Attributes:
-        policy: what holds the rest.
+        policy: the policy that holds everything else.
         n: slots of each layer for the beginning.
         header: slots of each layer for the header.
     """
+
+    verb = "pinned"
 
     policy: Policy
     n: int = 64
@@ -33,64 +37,56 @@ class Pinned(Policy):
     text: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        self.pipes  # noqa: B018  (each has room for both pools, or says why not)
-        if not self.text:
-            object.__setattr__(
-                self, "text", f"pinned({self.policy}, n={self.n}, header={self.header})"
-            )
+        self.pipes  # noqa: B018  (raises where a pipe has no room for both pools)
+        self._write()
 
     @property
-    def stands_for(self) -> str:
-        """Its pools, or itself around what is no pipe, the way it is written."""
-        if isinstance(self.policy, Pipe):
-            return self.pipes[0].stands_for
-        return f"pinned({self.policy.stands_for}, n={self.n}, header={self.header})"
+    def options(self) -> str:
+        """Both numbers of slots."""
+        return f"n={self.n}, header={self.header}"
 
-    @property
-    def brief(self) -> str:
-        """With a short word for the policy, where that has one."""
-        if self.policy.brief == self.policy.text:
-            return self.text
-        return f"{self.policy.brief}, pinned with n={self.n} and header={self.header}"
-
-    @property
-    def pipes(self) -> tuple[Pipe, ...]:
-        """Those of the policy, each with two pools more."""
-        return tuple(map(self._with_both, self.policy.pipes))
-
-    @property
-    def origin(self) -> Origin | None:
-        """Where the policy was measured."""
-        return self.policy.origin
-
-    def for_layer(self, layer: int, layers: int) -> Pipe:
-        """The layer's pipe with two pools more.
+    def rewrite(self, pipe: Pipe) -> Pipe:
+        """Add the two pools.
 
         Raises:
             WeirError: it has such pools already, or no limit and so nothing to lose.
         """
-        return self._with_both(self.policy.for_layer(layer, layers))
-
-    def _with_both(self, pipe: Pipe) -> Pipe:
         if pipe.needs_marks:
             raise WeirError(f"{self.policy} keeps a stream's beginning already")
         if pipe.slots is None:
             raise WeirError(f"{self.policy} has no limit, so a beginning need not be pinned")
         pools = pipe.pools
-        # Where tokens do not come in order any more, pools behind have to sort: so late as may be.
+        # As late as possible: behind the header tokens are out of order, and pools have to sort.
         place = next((at for at, pool in enumerate(pools) if not pool.in_order), len(pools))
         with_both = (Beginning(self.n), *pools[:place], Header(self.header), *pools[place:])
         formats = ("", *pipe.formats[:place], "", *pipe.formats[place:])
         return Pipe(with_both, formats=formats)
 
 
-def with_pin(policy: Policy, slots: int | None = None) -> Policy:
-    """A policy as conversations are served under it.
+@named("any policy, and what a conversation must not lose beside it")
+def pinned(policy: Policy | None = None, n: int = 64, header: int = 16) -> Policy:
+    """A policy, and beside it the beginning of the stream and the header of the running turn.
+
+    `n` slots are for the beginning and `header` for the control tokens in front of an answer, in
+    addition to those of the policy. How many of them a row uses, its marks say; a row without marks
+    has `n` more sinks.
 
     Args:
-        policy: what holds the rest.
-        slots: of each layer for the beginning; 0 for the policy as it is. None for a quarter of
-            what it has in a layer on average, unless it keeps beginnings by itself, or everything.
+        policy: the policy that holds everything else; none for StreamingLLM.
+        n: slots for the beginning of the stream.
+        header: slots for the control tokens in front of an answer.
+    """
+    return Pinned(streaming_llm() if policy is None else policy, n, header)
+
+
+def with_pin(policy: Policy, slots: int | None = None) -> Policy:
+    """Pin a policy for serving conversations.
+
+    Args:
+        policy: the policy that holds everything else.
+        slots: slots of each layer for the beginning; 0 leaves the policy as it is. None for a
+            quarter of its slots in a layer on average, unless it keeps beginnings by itself, or
+            everything.
 
     Raises:
         WeirError: the policy cannot be pinned.

@@ -1,7 +1,8 @@
-"""What a policy is: pools one after the other, or something that only a stream can do.
+"""Policies, and the usual one: a pipe of pools, one after the other.
 
 Tokens enter the first pool of a pipe, what overflows a pool flows into the next, what overflows the
-last is gone. How policies are written is the business of `grammar`; which have a name, of `policy`.
+last is gone. How policies are written is the business of `grammar`; the named ones are in
+`library`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from weir.pools import Fold, Pool
 from weir.slab import FORMATS, Format, Slots
 
 CHUNK = 64
-"""Tokens that are taken in before a policy folds them, where nobody says how many."""
+"""Tokens between two folds by default."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,10 @@ class Origin:
     """Where a policy was measured.
 
     Attributes:
-        file: the policy file that says so.
+        file: the policy file that it was read from.
         model: the fingerprint of the model (`models.fingerprint`).
-        told: what an error about it ends with: of a file that nobody named, how it came to be
-            taken.
-        chunk: tokens between two folds when it was measured; None where the file does not say.
+        told: the end of error messages about it: how a file that nobody named was chosen.
+        chunk: tokens between two folds when it was measured; None if the file does not say.
     """
 
     file: str
@@ -44,7 +44,7 @@ class Origin:
 
 
 class Policy(ABC):
-    """How a cache is held to its size. A `Pipe`, or something that only a `Stream` can do.
+    """A rule that holds a cache to its size.
 
     Attributes:
         text: the policy as it was written, or as it can be.
@@ -56,33 +56,33 @@ class Policy(ABC):
 
     @abstractmethod
     def for_layer(self, layer: int, layers: int) -> Pipe:
-        """The pipe of one layer of a model that has `layers` of them."""
+        """Return the pipe of one layer of a model that has `layers` of them."""
 
     @property
     def pipes(self) -> tuple[Pipe, ...]:
-        """What is known of its pipes without a model: a layer's on average, or that of each."""
+        """The pipes known without a model: a layer's on average, or that of each layer."""
         return (self.for_layer(0, 1),)
 
     @property
     def origin(self) -> Origin | None:
-        """Where it was measured; most policies were measured nowhere."""
+        """Where it was measured; None for most policies."""
         return None
 
     @property
     def stands_for(self) -> str:
-        """What it is made of, in pools: of `reservoir(64)`, `sink(4) | recent(44) | reservoir(16)`.
+        """Its pools, as text that reads as the same policy.
 
-        Read as a policy, it is the same one.
+        For `reservoir(64)`, `sink(4) | recent(44) | reservoir(16)`.
         """
         return self.text
 
     @property
     def brief(self) -> str:
-        """The text, or where that is a long list of layers, how many there are and their slots."""
+        """The text, or a summary where that is a long list of layers."""
         return self.text
 
     def as_written(self, text: str, called: PolicyCall) -> Self:
-        """The same policy, that says it was written and called so."""
+        """Return the same policy, with this text and this call."""
         same = copy(self)
         object.__setattr__(same, "text", text)
         object.__setattr__(same, "called", called)
@@ -98,11 +98,11 @@ class Policy(ABC):
 
 
 def resolve_chunk(policy: Policy, chunk: int | None) -> int:
-    """How many tokens are taken in between two folds: what is asked for, or was measured, or 64.
+    """Return the tokens between two folds: as asked for, as measured, or 64.
 
     Args:
-        policy: what folds.
-        chunk: what is asked for; None for nothing.
+        policy: the policy that folds.
+        chunk: the number asked for; None for none.
     """
     if chunk is not None:
         return chunk
@@ -117,8 +117,8 @@ class Pipe(Policy):
     Attributes:
         pools: the pools, the one where tokens enter first.
         text: the policy as it was written.
-        formats: how the slots of each pool are quantized, by the names of `slab.FORMATS`; "" for
-            those that are as the model computes. Without any, all are.
+        formats: the format of each pool's slots, by the names of `slab.FORMATS`; "" for exact
+            ones. Without any, all are exact.
     """
 
     pools: tuple[Pool, ...]
@@ -142,19 +142,19 @@ class Pipe(Policy):
         """Its pools, the way they are written."""
         alone = len(self.pools) == 1
         return " | ".join(
-            _written(pool, alone) + (f":{form}" if form else "")
-            for pool, form in zip(self.pools, self.formats, strict=True)
+            _format_pool(pool, alone) + (f":{name}" if name else "")
+            for pool, name in zip(self.pools, self.formats, strict=True)
         )
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
-        """The same pipe for every layer."""
+        """Return the same pipe for every layer."""
         return self
 
     @cached_property
     def slots(self) -> int | None:
         """Slots per KV head; None where a pool has no limit."""
-        each = [pool.slots() for pool in self.pools]
-        return None if None in each else sum(n for n in each if n is not None)
+        sizes = [pool.slots() for pool in self.pools]
+        return None if None in sizes else sum(size for size in sizes if size is not None)
 
     @cached_property
     def unbroken(self) -> tuple[bool, ...]:
@@ -177,12 +177,12 @@ class Pipe(Policy):
 
     @cached_property
     def quantized(self) -> tuple[int, ...]:
-        """The pools whose slots are quantized, as they lie in the slab."""
+        """The pools whose slots are quantized, in the order of the slab."""
         return tuple(i for i in (*self.front, *self.run) if self.formats[i])
 
     @cached_property
     def format(self) -> Format | None:
-        """How quantized slots are written; None where there are none."""
+        """The format of quantized slots; None where there are none."""
         return FORMATS[self.formats[self.quantized[0]]] if self.quantized else None
 
     @cached_property
@@ -191,7 +191,7 @@ class Pipe(Policy):
         return self.slots_of(self.quantized)
 
     def slots_of(self, pools: Collection[int]) -> int:
-        """Slots of some pools per KV head, those without a limit left out."""
+        """Count the slots of some pools per KV head, those without a limit left out."""
         return sum(self.pools[i].slots() or 0 for i in pools)
 
     @cached_property
@@ -201,17 +201,17 @@ class Pipe(Policy):
 
     @cached_property
     def needs_queries(self) -> int:
-        """How many of the last queries the pools read."""
+        """The number of last queries that the pools read."""
         return max(pool.needs_queries for pool in self.pools)
 
     @cached_property
     def needs_shares(self) -> bool:
-        """Whether a pool reads what each of these queries gave to each slot, not only sums."""
+        """Whether a pool reads the attention of each of these queries, not only sums."""
         return any(pool.needs_shares for pool in self.pools)
 
     @cached_property
     def needs_marks(self) -> bool:
-        """Whether a pool reads what rows are told of their streams."""
+        """Whether a pool reads the marks of rows (`weir.pools.Marks`)."""
         return any(pool.needs_marks for pool in self.pools)
 
     @cached_property
@@ -227,43 +227,106 @@ class Pipe(Policy):
     def fold(
         self, held: list[Slots], new: Slots, fold: Fold, states: list[dict[str, Tensor]]
     ) -> list[Slots]:
-        """What each pool keeps when `new` enters the first, given what each holds and remembers.
+        """Let tokens enter the first pool, and return what each pool keeps.
 
-        What a pool is to remember from now on takes the place of what it remembered, in `states`.
+        Args:
+            held: the slots of each pool.
+            new: the tokens that arrive.
+            fold: what all pools may know.
+            states: what each pool remembers; its new state takes the place of the old one.
 
         Raises:
-            WeirError: what a pool returns is not what a fold returns.
+            WeirError: a pool returns what no fold returns.
         """
         kept, like = [], new.tensors()
         for place, pool in enumerate(self.pools):
-            its = replace(
+            own = replace(
                 fold,
                 draws=replace(fold.draws, pool=place),
                 unbroken=self.unbroken[place],
                 last=place == len(self.pools) - 1,
                 state=states[place],
             )
-            arrived, remembered = new, dict(states[place])
-            folded = pool.fold(held[place], new, its)
+            arrived, before = new, dict(states[place])
+            folded = pool.fold(held[place], new, own)
             stays, new = check_fold(pool, folded, held[place], arrived, like)
-            check_state(pool, remembered, its.state)
+            check_state(pool, before, own.state)
             kept.append(stays)
         return kept
 
 
-def _written(pool: Pool, alone: bool = False) -> str:
-    """A pool the way it is written in a policy: its first parameter, and what is not the default.
+def _format_pool(pool: Pool, alone: bool = False) -> str:
+    """Write a pool as in a policy: its first parameter, and those that differ from the default.
 
-    Where it stands `alone` in its pipe, the name of a parameter tells it from the policy that is
-    called the same.
+    A pool that stands `alone` in its pipe and shares its name with a policy names the parameter.
     """
     words = []
     for place, f in enumerate(fields(cast(Any, pool))):
         value = getattr(pool, f.name)
-        text = _written(value) if isinstance(value, Pool) else format_value(value)
+        text = _format_pool(value) if isinstance(value, Pool) else format_value(value)
         if place == 0:
             name = f"{f.name}=" if alone and pool.name in NAMED else ""
             words.append(f"{name}{text}")
         elif value != f.default:
             words.append(f"{f.name}={text}")
     return f"{pool.name}({', '.join(words)})"
+
+
+class PolicyWrapper(Policy):
+    """A policy that rewrites the pipe that another one has in each layer.
+
+    A subclass is a dataclass whose first field is the other policy.
+
+    Attributes:
+        policy: the other policy.
+        verb: the name of the wrapper in a policy.
+    """
+
+    policy: Policy
+    verb: ClassVar[str]
+
+    @abstractmethod
+    def rewrite(self, pipe: Pipe) -> Pipe:
+        """Return what stands in place of a pipe of the other policy."""
+
+    @property
+    @abstractmethod
+    def options(self) -> str:
+        """Its own arguments, as they are written: `n=64, header=16`."""
+
+    def _write(self) -> None:
+        """Set the text, if there is none."""
+        if not self.text:
+            object.__setattr__(self, "text", f"{self.verb}({self.policy}, {self.options})")
+
+    @property
+    def stands_for(self) -> str:
+        """Its pools, or the wrapper around the other's where that is no pipe."""
+        if isinstance(self.policy, Pipe):
+            return self.pipes[0].stands_for
+        return f"{self.verb}({self.policy.stands_for}, {self.options})"
+
+    @property
+    def brief(self) -> str:
+        """The text, with the summary of the other policy where that has one."""
+        if self.policy.brief == self.policy.text:
+            return self.text
+        return f"{self.policy.brief}, {self.verb} with {self.options}"
+
+    @property
+    def pipes(self) -> tuple[Pipe, ...]:
+        """The other policy's pipes, rewritten."""
+        return tuple(map(self.rewrite, self.policy.pipes))
+
+    @property
+    def origin(self) -> Origin | None:
+        """Where the other policy was measured."""
+        return self.policy.origin
+
+    def for_layer(self, layer: int, layers: int) -> Pipe:
+        """Return the other policy's pipe of a layer, rewritten.
+
+        Raises:
+            WeirError: it cannot be rewritten.
+        """
+        return self.rewrite(self.policy.for_layer(layer, layers))

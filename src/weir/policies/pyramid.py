@@ -2,7 +2,7 @@
 
 PyramidKV (Cai et al. 2024, "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information
 Funneling", arXiv:2406.02069), section 4.2: lower layers attend far and wide and upper ones to few
-tokens, so slots go to the lower layers. Knows pools by their number of slots alone.
+tokens, so slots go to the lower layers. Knows nothing of pools but their numbers of slots.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from fractions import Fraction
 
 from weir.errors import WeirError
 from weir.policies.pipe import Pipe, Policy
-from weir.pools import Pool
+from weir.policies.registry import named
+from weir.pools import Pool, Snap
 
 
 def budgets(mean: int, layers: int, beta: float) -> list[int]:
-    """Slots of each layer, from the bottom one up: an arithmetic sequence, in whole numbers.
+    """Compute the slots of each layer, bottom up: an arithmetic sequence, in whole numbers.
 
     The top layer has mean / beta, the bottom one 2 * mean - mean / beta; what rounding down leaves
     over goes to the lowest layers, one slot each. A single layer has the mean.
 
     Args:
-        mean: slots of a layer on average, so that all have exactly `layers * mean`.
+        mean: slots of a layer on average: all together have exactly `layers * mean`.
         layers: how many there are.
-        beta: from 1 on.
+        beta: at least 1.
     """
     top = mean / Fraction(beta)
     bottom = 2 * mean - top
@@ -37,20 +38,20 @@ def budgets(mean: int, layers: int, beta: float) -> list[int]:
 
 
 def of_layer(pools: tuple[Pool, ...], layer: int, layers: int, beta: float) -> tuple[Pool, ...]:
-    """The pools of one layer of a pyramid.
+    """Resize pools for one layer of a pyramid.
 
-    The first and the newest tokens that pools keep for those behind them, and what a pool says is
-    fixed, are the same in every layer, as the paper's last tokens are; the rest of the slots
-    follows `budgets`, and pools that share them keep their shares.
+    The first and the newest tokens that pools keep for those behind them, and the slots that a pool
+    calls fixed, are the same in every layer, as the paper's last tokens are. The other slots follow
+    `budgets`, shared out in the proportions that the pools have.
 
     Args:
-        pools: of a pipe with a limit; what they are on average.
-        layer: which layer, from the bottom up.
+        pools: the pools of a pipe with a limit, in their average sizes.
+        layer: which layer, bottom up.
         layers: how many there are.
-        beta: how many times the slots of the top layer go into the mean.
+        beta: the average number of slots over that of the top layer.
 
     Raises:
-        WeirError: the layer's slots are too few for its pools, or a pool comes in one size only.
+        WeirError: the layer's slots are too few for its pools, or a pool has only one size.
     """
     sizes = [pool.slots() or 0 for pool in pools]
     last = len(pools) - 1
@@ -63,15 +64,14 @@ def of_layer(pools: tuple[Pool, ...], layer: int, layers: int, beta: float) -> t
     which = {0: "lowest", layers - 1: "top"}
     name = f"{which[layer]} layer" if layer in which else f"layer {layer} of {layers}"
     where = f"the {name} of this pyramid would have {slots} slots to share out"
-    sharers = sum(n > 0 for n in free)
-    if slots < sharers:
+    if slots < sum(n > 0 for n in free):
         raise WeirError(
             f"{where}, and each of its pools needs one; take a larger budget or a smaller beta"
         )
     try:
         return tuple(
-            pool if share == of_it else pool.resized(always + share)
-            for pool, share, of_it, always in zip(
+            pool if share == average else pool.resized(always + share)
+            for pool, share, average, always in zip(
                 pools, share_slots(slots, free), free, fixed, strict=True
             )
         )
@@ -80,11 +80,11 @@ def of_layer(pools: tuple[Pool, ...], layer: int, layers: int, beta: float) -> t
 
 
 def share_slots(slots: int, free: list[int]) -> list[int]:
-    """So many slots in the proportions of `free`, at least one where it is not 0.
+    """Share out slots in the proportions of `free`, at least one where it is not 0.
 
     Args:
-        slots: to be shared out, at least one for each of `free` that is not 0.
-        free: what they are shared out like.
+        slots: how many; at least one for each of `free` that is not 0.
+        free: the proportions.
     """
     one = [int(n > 0) for n in free]
     parts = [n - at_least for n, at_least in zip(free, one, strict=True)]
@@ -100,11 +100,11 @@ def share_slots(slots: int, free: list[int]) -> list[int]:
 
 @dataclass(frozen=True, repr=False)
 class Pyramid(Policy):
-    """A pipe whose slots go to the lower layers: PyramidKV's budgets (`weir.policies.pyramid`).
+    """A pipe with PyramidKV's budgets: more slots in the lower layers.
 
     Attributes:
         pipe: what a layer holds on average.
-        beta: how many times the slots of the top layer go into the average; 1 is no pyramid.
+        beta: the average number of slots over that of the top layer; 1 is no pyramid.
     """
 
     pipe: Pipe
@@ -127,10 +127,54 @@ class Pyramid(Policy):
         return f"pyramid({self.pipe.stands_for}, beta={self.beta})"
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
-        """The pipe with the slots of its layer; all layers together have `layers` times its own.
+        """Return the pipe with the slots of its layer.
 
         Raises:
             WeirError: the pools cannot be given that many slots.
         """
         pools = of_layer(self.pipe.pools, layer, layers, self.beta)
         return Pipe(pools, formats=self.pipe.formats)
+
+
+@named(
+    "Cai et al. 2024, PyramidKV, its budgets around any pipe",
+    pipe="pyramid(snap(256, window=8), beta=20.0)",
+)
+def pyramid(pipe: Policy | None = None, beta: float = 20.0) -> Policy:
+    """A pipe with more slots in the lower layers and fewer in the upper ones, the same in all.
+
+    The pipe is what a layer holds on average. First and newest tokens that it keeps in front of
+    other pools are the same in every layer; the rest is `beta` times smaller than the average in
+    the top layer, and from there rises evenly to the bottom one. Without a pipe, it is PyramidKV.
+
+    Args:
+        pipe: what a layer holds on average; none for PyramidKV's.
+        beta: how many times fewer slots than the average the top layer has.
+    """
+    if pipe is None:
+        return pyramidkv(beta=beta)
+    if not isinstance(pipe, Pipe):
+        raise WeirError(f"a pyramid shares out the slots of a pipe, and {pipe} is none")
+    return Pyramid(pipe, beta)
+
+
+@named(
+    "Cai et al. 2024, PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information "
+    "Funneling",
+    pipe="pyramid(snap(256, window=8), beta=20.0)",
+)
+def pyramidkv(
+    budget: int = 256,
+    window: int = 8,
+    kernel: int = 7,
+    average: bool = False,
+    beta: float = 20.0,
+    frame: str = "read",
+) -> Policy:
+    """Keep what SnapKV keeps, with more slots in the lower layers and fewer in the upper ones.
+
+    Args:
+        budget: slots of each KV head, in a layer on average.
+        beta: how many times fewer slots than the average the top layer has.
+    """
+    return Pyramid(Pipe((Snap(budget, window, kernel, average, frame),)), beta)

@@ -1,7 +1,9 @@
-"""Any policy whose middle is held in 8 bits or 4, and its older newest tokens too where asked.
+"""A policy whose slots are quantized, but for the first and the newest tokens.
 
-The first tokens, the newest and what marks name stay exact, so that nothing is changed before a
-token has entered the middle. Pools stay as they are: what changes is how their slots are written.
+Which those are, the pools say. A pool that keeps the first tokens, or those that marks name
+(`sink`, `beginning`, `header`), keeps them as the model computes; so does one whose slots change at
+every fold. Pools of the newest tokens (`recent`) stay exact too, or only the newest of theirs; all
+others are quantized.
 """
 
 from __future__ import annotations
@@ -10,25 +12,28 @@ from dataclasses import dataclass, field
 
 from weir.errors import WeirError
 from weir.policies.checks import check_format
-from weir.policies.pipe import Origin, Pipe, Policy
+from weir.policies.library import kcenter
+from weir.policies.pipe import Pipe, Policy, PolicyWrapper
 from weir.policies.recompute import Recompute
-from weir.policies.registry import NAMED, PolicyCall
+from weir.policies.registry import NAMED, PolicyCall, named
 from weir.pools import Pool
 
 EXACT = "exact"
-"""What slots are called that are as the model computes."""
+"""The name of slots that are as the model computes."""
 
 
 @dataclass(frozen=True, repr=False)
-class Quantized(Policy):
+class Quantized(PolicyWrapper):
     """A policy with quantized slots.
 
     Attributes:
-        policy: who holds them.
-        slots: how they are written, by the names of `slab.FORMATS`.
-        newest: so many of the newest tokens stay exact, and older ones that pools like `recent`
-            hold do not; None for all that such pools hold.
+        policy: the policy that holds the tokens.
+        slots: the format of its slots, by the names of `slab.FORMATS`.
+        newest: how many of the newest tokens stay exact, of those that pools like `recent` hold;
+            None for all of them.
     """
+
+    verb = "quantized"
 
     policy: Policy
     slots: str = "int8"
@@ -42,63 +47,31 @@ class Quantized(Policy):
         if isinstance(self.policy, Recompute):
             raise WeirError("recompute caches nothing, so there are no slots to quantize")
         if not any(pipe.quantized for pipe in self.pipes):
-            raise WeirError(self._nothing)
-        if not self.text:
-            object.__setattr__(self, "text", f"quantized({self.policy}{self._how})")
-
-    @property
-    def _how(self) -> str:
-        newest = "" if self.newest is None else f", newest={self.newest}"
-        return f", slots={self.slots}{newest}"
-
-    @property
-    def _nothing(self) -> str:
-        """Why it has no slots to quantize."""
-        if self.newest is not None:
-            return (
-                f"{self.policy} holds no tokens but the first and the newest {self.newest}, which "
-                "stay exact; take a smaller newest"
+            if self.newest is not None:
+                raise WeirError(
+                    f"{self.policy} holds no tokens but the first and the newest {self.newest}, "
+                    "which stay exact; take a smaller newest"
+                )
+            raise WeirError(
+                f"all that {self.policy} holds are first and newest tokens, which stay exact; "
+                f"quantized({self.policy}, newest=64) quantizes those older than the newest 64"
             )
-        return (
-            f"all that {self.policy} holds are first and newest tokens, which stay exact; "
-            f"quantized({self.policy}, newest=64) quantizes those older than the newest 64"
-        )
+        self._write()
 
     @property
-    def stands_for(self) -> str:
-        """Its pools, or itself around what is no pipe, the way it is written."""
-        if isinstance(self.policy, Pipe):
-            return self.pipes[0].stands_for
-        return f"quantized({self.policy.stands_for}{self._how})"
+    def options(self) -> str:
+        """The format, and how many tokens stay exact."""
+        newest = "" if self.newest is None else f", newest={self.newest}"
+        return f"slots={self.slots}{newest}"
 
-    @property
-    def brief(self) -> str:
-        """With a short word for the policy, where that has one."""
-        if self.policy.brief == self.policy.text:
-            return self.text
-        return f"{self.policy.brief}, quantized with {self._how.removeprefix(', ')}"
-
-    @property
-    def pipes(self) -> tuple[Pipe, ...]:
-        """Those of the policy, and how their slots are written."""
-        return tuple(map(self._quantized, self.policy.pipes))
-
-    @property
-    def origin(self) -> Origin | None:
-        """Where the policy was measured."""
-        return self.policy.origin
-
-    def for_layer(self, layer: int, layers: int) -> Pipe:
-        """The layer's pipe, and how its slots are written.
+    def rewrite(self, pipe: Pipe) -> Pipe:
+        """Give each pool its format; a pool of the newest tokens may become two.
 
         Raises:
-            WeirError: it has no limit, or says by itself how its slots are written.
+            WeirError: the pipe has no limit, or formats of its own.
         """
-        return self._quantized(self.policy.for_layer(layer, layers))
-
-    def _quantized(self, pipe: Pipe) -> Pipe:
         if pipe.quantized:
-            raise _says_itself(self.policy)
+            raise _has_own_format(self.policy)
         if pipe.slots is None:
             raise WeirError(f"{self.policy} has no limit, and slots that are quantized have one")
         pools: list[Pool] = []
@@ -106,49 +79,64 @@ class Quantized(Policy):
         left = self.newest
         for place, pool in enumerate(pipe.pools):
             if place not in pipe.run:
+                exact = pool.in_order or pool.needs_marks or pool.synthetic
                 pools.append(pool)
-                formats.append(
-                    "" if pool.in_order or pool.needs_marks or pool.synthetic else self.slots
-                )
+                formats.append("" if exact else self.slots)
                 continue
             size = pool.slots() or 0
-            exact = size if left is None else min(size, left)
-            left = None if left is None else left - exact
-            for part, form in ((exact, ""), (size - exact, self.slots)):
+            newest = size if left is None else min(size, left)
+            left = None if left is None else left - newest
+            for part, name in ((newest, ""), (size - newest, self.slots)):
                 if part:
                     pools.append(pool if part == size else pool.resized(part))
-                    formats.append(form)
+                    formats.append(name)
         return Pipe(tuple(pools), formats=tuple(formats))
 
 
-def with_slots(policy: Policy, slots: str | None) -> Policy:
-    """A policy with slots of a format; None for the policy as it is.
+@named("any policy, its middle in 8 bits or 4")
+def quantized(
+    policy: Policy | None = None, slots: str = "int8", newest: int | None = None
+) -> Policy:
+    """A policy whose slots are quantized, but for first and newest tokens.
 
-    A named policy that has a parameter for it, as `weir` has, is given the format there.
+    Args:
+        policy: the policy that holds the tokens; none for kcenter.
+        slots: the format of the slots: int8, k8v4 or fp8.
+        newest: how many of the newest tokens stay exact; none for all that the policy keeps as
+            such.
+    """
+    return Quantized(kcenter() if policy is None else policy, slots, newest)
+
+
+def with_slots(policy: Policy, slots: str | None) -> Policy:
+    """Give a policy slots of a format; None leaves it as it is.
+
+    A named policy that has a parameter for the format, as `weir` has, is given it there.
 
     Raises:
         WeirError: there is no such format, the policy has no slots that could be quantized, or it
-            says by itself how they are, and not in the same word.
+            has another format already.
     """
     if slots is None or (isinstance(policy, Quantized) and policy.slots == slots):
         return policy
-    if policy.called is not None and policy.called.given.get("slots") == slots:
+    called = policy.called
+    if called is not None and called.given.get("slots") == slots:
         return policy
-    # `quantized` has the parameter too, and no word for slots that are exact.
+    # `quantized` has the parameter too, but no word for exact slots.
     around = isinstance(policy, Quantized) and slots == EXACT
-    if policy.called is not None and policy.called.takes_slots and not around:
-        given = {**policy.called.given, "slots": slots}
-        made: Policy = NAMED[policy.called.name].make(**given)
-        written = PolicyCall.by_name(policy.called.name, given)
-        return made.as_written(str(written), written)
+    if called is not None and called.takes_slots and not around:
+        given = {**called.given, "slots": slots}
+        made: Policy = NAMED[called.name].make(**given)
+        call = PolicyCall.by_name(called.name, given)
+        return made.as_written(str(call), call)
     if slots != EXACT:
         return Quantized(policy, slots)
     if not isinstance(policy, Recompute) and any(pipe.quantized for pipe in policy.pipes):
-        raise _says_itself(policy)
+        raise _has_own_format(policy)
     return policy
 
 
-def _says_itself(policy: Policy) -> WeirError:
+def _has_own_format(policy: Policy) -> WeirError:
     return WeirError(
         f"{policy} says by itself how its slots are quantized; write another policy, or leave out "
         "slots= (--slots)"

@@ -1,6 +1,6 @@
 """Re-computation as a policy: what only a stream can do, and a cache refuses.
 
-Says what is asked for; `weir.stream.reader` does it.
+`weir.stream.reader` does it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from weir.policies.pipe import Pipe, Policy
 
 @dataclass(frozen=True, repr=False)
 class Recompute(Policy):
-    """Sliding window with re-computation: the keys and values of the last tokens made anew.
+    """Sliding window with re-computation: keys and values of the window made anew for each token.
 
     For every new token the model reads the last `budget` tokens from scratch: the quality oracle of
     StreamingLLM (Xiao et al. 2024, Figure 1c), and as slow as that sounds.
 
     Attributes:
-        budget: tokens the model reads.
-        sinks: so many of them are the first of the stream; the others are its last.
+        budget: tokens of the window.
+        sinks: how many of them are the first of the stream; the others are its last.
     """
 
     budget: int
@@ -45,7 +45,7 @@ class Recompute(Policy):
         return f"recompute(budget={self.budget}{sinks})"
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
-        """Refused: nothing is cached.
+        """Raise an error: nothing is cached.
 
         Raises:
             WeirError: always.

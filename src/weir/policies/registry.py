@@ -1,23 +1,41 @@
-"""Every policy that has a name, and how one was called. Knows nothing about what policies are."""
+"""Policies by name, and the plugin modules that register more of them.
+
+A named policy, `streaming_llm(budget=256)`, is a function that returns a policy. A package names
+its module in the entry-point group `weir.pools`; a file or module of one's own is given to `weir
+--import`, which passes it on to other processes in `WEIR_IMPORT`. Knows nothing about pools.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from importlib.metadata import entry_points
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any, cast
 
-from weir.errors import format_value
+from weir.errors import WeirError, format_value, quote
+from weir.pools import Make, check_arguments, check_free, check_name
+
+GROUP = "weir.pools"
+"""The entry-point group whose modules are imported."""
+VARIABLE = "WEIR_IMPORT"
+"""The environment variable with more modules or files to import, separated as in `PATH`."""
 
 
 @dataclass(frozen=True)
 class NamedPolicy:
-    """A policy with a name.
+    """A function registered as a policy.
 
     Attributes:
-        make: from its parameters to a policy.
-        paper: where it comes from.
-        pipe: what it makes by default, as text; None if that is not said, or no pipe.
+        make: returns the policy, given its parameters.
+        paper: where the policy comes from.
+        pipe: the default pipe, as text; None if it is not given, or the policy is no pipe.
     """
 
     make: Callable[..., Any]
@@ -28,15 +46,18 @@ class NamedPolicy:
 NAMED: dict[str, NamedPolicy] = {}
 """Every named policy."""
 
+_loaded: set[str] = set()
+"""The values of `WEIR_IMPORT` for which plugins were loaded."""
+
 
 @dataclass(frozen=True)
 class PolicyCall:
-    """A named policy as it was called: `streaming_llm(64, sinks=8)`.
+    """A call of a named policy: `streaming_llm(64, sinks=8)`.
 
     Attributes:
-        name: the policy's.
-        given: the values it was given, by parameter.
-        arguments: the same as they were written, what stands between the brackets.
+        name: the policy's name.
+        given: the arguments, by parameter.
+        arguments: the text between the parentheses, as it was written.
     """
 
     name: str
@@ -45,37 +66,152 @@ class PolicyCall:
 
     @classmethod
     def by_name(cls, name: str, given: Mapping[str, Any]) -> PolicyCall:
-        """With arguments written the plain way, each with its parameter's name."""
+        """Make a call whose arguments are written with their names."""
         arguments = ", ".join(f"{key}={format_value(value)}" for key, value in given.items())
         return cls(name, dict(given), arguments)
 
     @property
-    def parameters(self) -> tuple[str, ...]:
-        """What the policy may be given."""
-        return tuple(inspect.signature(NAMED[self.name].make).parameters)
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The parameters of the named policy."""
+        return inspect.signature(NAMED[self.name].make).parameters
 
     @property
     def takes_budget(self) -> bool:
-        """Whether it has a budget and was given none, nor a rate, which is a size too."""
+        """Whether it has a budget and was given neither one nor a rate, which is a size too."""
         return "budget" in self.parameters and not {"budget", "rate"} & self.given.keys()
 
     @property
     def takes_slots(self) -> bool:
-        """Whether it has a word for how its slots are held, `slots`, and was given none."""
-        usual = inspect.signature(NAMED[self.name].make).parameters.get("slots")
+        """Whether it has a parameter for the format of its slots, `slots`, and was not given it."""
+        usual = self.parameters.get("slots")
         return usual is not None and isinstance(usual.default, str) and "slots" not in self.given
-
-    def with_arguments(self, **more: Any) -> str:
-        """The text of the same policy with more arguments, behind those it was written with."""
-        both = filter(None, (self.arguments, PolicyCall.by_name(self.name, more).arguments))
-        return f"{self.name}({', '.join(both)})"
 
     @property
     def plain(self) -> str:
-        """What stands between the brackets, with the parameters' names."""
+        """The arguments, each with its name."""
         return PolicyCall.by_name(self.name, self.given).arguments
 
+    def with_arguments(self, **more: Any) -> str:
+        """Write the same call with more arguments behind its own."""
+        both = filter(None, (self.arguments, PolicyCall.by_name(self.name, more).arguments))
+        return f"{self.name}({', '.join(both)})"
+
     def __str__(self) -> str:
-        """The plain way, with the parameters' names: `streaming_llm(budget=64, sinks=8)`."""
+        """The call with its arguments named: `streaming_llm(budget=64, sinks=8)`."""
         plain = self.plain
         return f"{self.name}({plain})" if plain else self.name
+
+
+def named(paper: str, pipe: str | None = None) -> Callable[[Make], Make]:
+    """Register a function as the policy of its name.
+
+    The function may be defined again, as when a cell of a notebook is run twice. The policy that it
+    returns remembers how it was called (`Policy.called`).
+
+    Args:
+        paper: where the policy comes from.
+        pipe: the default pipe, for lists that are printed without importing PyTorch.
+
+    Raises:
+        WeirError: it is no function, or its name cannot be written in a policy or is taken.
+    """
+
+    def register(make: Make) -> Make:
+        if not inspect.isfunction(make):
+            raise WeirError(f"a named policy is a function that returns one, not {quote(make)}")
+        name = make.__name__
+        check_name(name, "a policy")
+        check_free(name, make, {key: known.make for key, known in NAMED.items()}, "a policy")
+        checked = check_arguments(make, name)
+        signature = inspect.signature(make)
+
+        @functools.wraps(make)
+        def makes(*args: Any, **kwargs: Any) -> Any:
+            policy = checked(*args, **kwargs)
+            if not hasattr(policy, "as_written"):  # `Policy` is defined on top of this module
+                raise WeirError(
+                    f"{name} is known as a policy and returned {quote(policy)}; it has to return a "
+                    "Policy, as in Pipe((Sink(4), Recent(252)))"
+                )
+            called = PolicyCall.by_name(name, signature.bind(*args, **kwargs).arguments)
+            return policy.as_written(policy.text, called)
+
+        NAMED[name] = NamedPolicy(makes, paper, pipe)
+        return cast(Make, makes)
+
+    return register
+
+
+def load_plugins() -> None:
+    """Import every module named by an installed package or by `WEIR_IMPORT`, once per process.
+
+    Raises:
+        WeirError: one cannot be imported; the message says which and why.
+    """
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted in _loaded:
+        return
+    _loaded.add(wanted)  # first, since a plugin may read policies while it is imported
+    try:
+        for point in entry_points(group=GROUP):
+            _load_entry_point(point)
+        for name in filter(None, wanted.split(os.pathsep)):
+            import_plugin(name)
+    except BaseException:
+        _loaded.discard(wanted)
+        raise
+
+
+def _load_entry_point(point: Any) -> None:
+    try:
+        point.load()
+    except Exception as error:
+        raise WeirError(
+            f"the entry point {point.name} = {point.value} of {GROUP} cannot be imported: "
+            f"{type(error).__name__}: {error}; mend or uninstall its package"
+        ) from error
+
+
+def import_plugin(name: str) -> None:
+    """Import a module by its name, also from the working folder, or a file that ends in `.py`.
+
+    Raises:
+        WeirError: there is none, or it cannot be imported.
+    """
+    path = Path(name)
+    try:
+        if path.suffix == ".py":
+            _import_file(path)
+            return
+        if (here := str(Path.cwd())) not in sys.path:
+            sys.path.insert(0, here)
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0]:
+            raise WeirError(f"{name} cannot be imported: {error}") from None
+        raise WeirError(
+            f"there is no module {quote(name)} to import here; name one that Python finds, or a "
+            "file that ends in .py"
+        ) from None
+    except WeirError as error:
+        raise WeirError(f"{name} cannot be imported: {error}") from None
+    except Exception as error:
+        raise WeirError(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _import_file(path: Path) -> None:
+    """Import a file under its own name, as if its folder were on Python's path."""
+    if not path.is_file():
+        raise WeirError("there is no such file")
+    if path.stem in sys.modules:
+        return
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[path.stem]
+        raise

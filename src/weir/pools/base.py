@@ -1,7 +1,7 @@
-"""What a pool is: a rule for who holds its slots.
+"""The interface of pools: a pool is a rule that decides which tokens keep a slot.
 
-To add one: a frozen dataclass of its parameters, with `@pool("name")` (`weir.pools.registry`), a
-method that says how many slots it needs and one that folds. Nothing else in weir has to know.
+To add one, write a frozen dataclass of its parameters under `@pool("name")` (`weir.pools.registry`)
+with a method that says how many slots it needs and one that folds. Nothing else has to know of it.
 """
 
 from __future__ import annotations
@@ -21,34 +21,62 @@ from weir.pools.parameters import fits
 from weir.slab import Alibi, AttentionParams, Slots
 
 MOST_WEIGHT = 1e4
-"""No log-weight is larger: e^700 is more than float64 can say."""
+"""The largest log-weight a state may have; e^700 already overflows float64."""
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The places of a row's stream that its tokens do not show.
+
+    Whoever feeds a conversation knows where its system turn ends and where the running turn begins;
+    pools that keep such places read them here.
+
+    Attributes:
+        beginning: tokens of the stream's beginning, such as its system turn; None if not known.
+        turn: the place in the stream where the running turn begins.
+        header: tokens that begin the turn: those that a template puts in front of the answer.
+
+    Raises:
+        WeirError: one of them is not a number of tokens.
+    """
+
+    beginning: int | None = None
+    turn: int = 0
+    header: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("beginning", "turn", "header"):
+            value = getattr(self, name)
+            if value is None and name == "beginning":
+                continue
+            if not fits(value, int) or not 0 <= value <= 2**53:
+                raise WeirError(f"{name} is a number of tokens from 0 on, not {value!r}")
 
 
 @dataclass(frozen=True)
 class Fold:
-    """What a pool may know when it folds.
+    """Everything a pool may know when it folds.
 
     Attributes:
         draws: this pool's random numbers, in this layer.
         seen: tokens of the stream so far [batch], int64.
         form: how the layer attends: the factor of the logits, usually 1/sqrt(key_dim), and more.
-        queries: the last queries, as the attention sees them at their own place in the stream
+        queries: the last queries, each rotated to its own place in the stream
             [batch, kv_heads, group, n, key_dim]; None unless a pool of the pipe asks for them.
-        read: what these queries read, and how: keys as attention sees them where they are read,
-            shares of attention, keys without rotation, the layer's output projection. None in a
-            fold of slots that lie in no layer.
+        read: the attention of these queries, with keys where attention reads them. None in a fold
+            of slots that lie in no layer.
         prompt: true when a whole prompt is folded at once (`prefill="full"`).
         origin: the place in the stream of the first token.
-        alibi: the layer's linear biases; None for none.
-        last: true for the last pool of a pipe: nobody looks at what flows on from it.
+        alibi: the layer's linear biases; None if it has none.
+        last: true for the last pool of a pipe, whose overflow is lost.
         unbroken: true while nothing was lost upstream: arrivals come in order, each the successor
             of the last.
         beginning: tokens of the stream's beginning, the same in all rows that fold together; None
-            if nobody said how many (`Marks`).
-        turn: where the running turn begins [batch], int64; None if nobody said.
-        header: tokens that begin it, the same in all rows.
-        state: what the pool remembers beside its slots (`Pool.state`); it puts new tensors of the
-            same shape in place of the old ones, and writes into none.
+            if not known (`Marks`).
+        turn: the place where the running turn begins [batch], int64; None if not known.
+        header: tokens that begin the turn, the same in all rows.
+        state: the pool's state beside its slots (`Pool.state`). A fold replaces its tensors by new
+            ones of the same shape, and never writes into them.
     """
 
     draws: CounterRNG
@@ -72,24 +100,24 @@ class Fold:
         return self.seen + self.origin
 
     def in_order(self, held: Slots, new: Slots) -> Slots:
-        """What a pool holds and what arrives, from the oldest token on; empty slots first.
+        """Join the slots of a pool and the arrivals, the oldest token first, empty slots in front.
 
-        Unbroken arrivals are all newer than what is held, so they need no sorting; what the pool
-        holds has to lie in order itself.
+        Unbroken arrivals are newer than everything held, so only others need sorting; the slots of
+        the pool have to be in order already.
         """
         both = held.join(new)
         return both if self.unbroken else both.by_position()
 
 
 class Pool(ABC):
-    """A rule for who holds some slots of each KV head.
+    """A rule that decides which tokens keep a slot, for each KV head.
 
-    What a pool says of itself are properties, each with what holds for most pools. Where another
-    answer is always the same, the class says it as an attribute, `needs_mass = True`; where it
-    depends on a parameter, as a property or as the parameter itself.
+    Its properties have the answer that holds for most pools. A class whose answer is always another
+    says so with an attribute, `needs_mass = True`; one whose answer depends on a parameter, with a
+    property.
 
     Attributes:
-        name: its name in a policy, which the decorator `pool` sets.
+        name: its name in a policy, set by the decorator `pool`.
     """
 
     name: ClassVar[str]
@@ -114,17 +142,17 @@ class Pool(ABC):
 
     @property
     def needs_marks(self) -> bool:
-        """Whether it reads what rows are told of their streams (`Fold.beginning`, `turn`)."""
+        """Whether it reads the marks of rows (`Fold.beginning`, `turn`, `header`)."""
         return False
 
     @property
     def two_weights(self) -> bool:
-        """Whether it sets a and b apart."""
+        """Whether it sets the log-weights a and b apart."""
         return False
 
     @property
     def weighs(self) -> bool:
-        """Whether it gives what it keeps other weights than these came with, as it may at any fold.
+        """Whether it changes the weights of the tokens it keeps, as it may at any fold.
 
         Pools that end a pipe may do so without saying it.
         """
@@ -132,14 +160,12 @@ class Pool(ABC):
 
     @property
     def log_n(self) -> bool:
-        """Whether logits are to be scaled by log_512 of the number of tokens a query sees."""
+        """Whether logits are scaled by log_512 of the number of tokens a query sees."""
         return False
 
     @property
     def in_order(self) -> bool:
-        """Whether it keeps the first that arrive, or the newest, and all others flow on, in order
-        and without a gap.
-        """
+        """Whether it keeps the first arrivals, or the newest, and passes all others on in order."""
         return False
 
     @property
@@ -154,19 +180,20 @@ class Pool(ABC):
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether random numbers may decide what it keeps; where not, seeds change nothing."""
+        """Whether random numbers may decide what it keeps; if not, seeds change nothing."""
         return True
 
     @property
     def ends_pipe(self) -> bool:
-        """Whether nothing flows on, because what it keeps is all that came, or stands for it."""
+        """Whether nothing flows on, because its slots hold or stand for everything that came."""
         return False
 
     @property
     def synthetic(self) -> bool:
-        """Whether a slot may hold what no token said, and is said to hold one that it stands for.
+        """Whether a slot may hold a key and value that no token had.
 
-        Such slots change at every fold, so they are never quantized.
+        Such a slot has the place of a token that it stands for. It changes at every fold, so it is
+        never quantized.
         """
         return False
 
@@ -178,50 +205,50 @@ class Pool(ABC):
         """
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """What the pool remembers beside its slots, as it is before the first token.
+        """Make the state beside the slots, as it is before the first token; most pools have none.
 
-        Most pools need nothing. Tensors [batch, kv_heads, ...], on the device of `like`, which has
-        the batch, heads and sizes of the layer and no slots. They keep their shapes for ever; only
-        a pool without a limit may lengthen the third dimension, and in rows that do not fold then
-        what is added is zero. A cache counts, saves, restores and reorders them with its slots.
+        Tensors [batch, kv_heads, ...], on the device of `like`, which has the batch, heads and
+        sizes of the layer and no slots. Shapes never change, except that a pool without a limit may
+        lengthen the third dimension; in rows that do not fold then, zeros are added. A cache
+        counts, saves, restores and reorders the state with the slots.
         """
         return {}
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
-        """Why tensors that come from elsewhere cannot be what the pool remembers; None if they can.
+        """Say why a state from elsewhere is none of this pool; None if it may be.
 
-        A fold must be able to go on from whatever passes: here are refused numbers that would lead
-        it to a slot or a level that is not there, or that are no numbers.
+        A fold must be able to go on from any state that passes: refused are numbers that would lead
+        it to a slot or level that is not there, infinities and NaN.
 
         Args:
-            state: tensors of the names, shapes and dtypes of `state`.
-            held: how many slots it holds.
+            state: tensors of the names, shapes and dtypes that `state` makes.
+            held: how many slots the pool holds.
             ahead: the next place in the stream, which no token has reached.
         """
         return None
 
     def report(self, state: dict[str, Tensor], row: int) -> dict[str, Any]:
-        """What it has to say of a row beside its slots, as JSON can hold it; see `Stream.report`.
+        """Return facts about a row for `Stream.report`, beside its slots, as JSON can hold them.
 
         Args:
-            state: what it remembers, of all rows.
-            row: which row is asked about.
+            state: the pool's state, of all rows.
+            row: the row.
         """
         return {}
 
     @abstractmethod
     def slots(self) -> int | None:
-        """How many slots per KV head it may hold; None if there is no limit."""
+        """Return the most slots per KV head it may hold; None if there is no limit."""
 
     def fixed(self, before: tuple[Pool, ...]) -> int:
-        """Of its slots, those that every layer of a pyramid has, given the pools in front."""
+        """Return how many of its slots every layer of a pyramid has, given the pools in front."""
         return 0
 
     def resized(self, slots: int) -> Pool:
-        """The same pool with another number of slots, for a pyramid.
+        """Return the same pool with another number of slots, for a pyramid.
 
         Raises:
-            WeirError: its first parameter does not say how many it has, and it knows no other way.
+            WeirError: its first parameter is not its number of slots, and it knows no other way.
         """
         size = fields(cast(Any, self))[0].name
         if getattr(self, size) != self.slots():
@@ -231,80 +258,27 @@ class Pool(ABC):
 
     @abstractmethod
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Decide who stays: (kept, overflow), from what is held and what arrives.
+        """Decide which tokens stay: (kept, overflow).
 
-        `kept` has at most `slots()` slots. Heads may keep different tokens; where they keep
-        different numbers of them, the missing slots are empty. Returning `held` itself says that
-        nothing changed.
+        Heads may keep different tokens; where they keep different numbers of them, the missing
+        slots are empty. Returning `held` itself says that nothing changed.
+
+        Args:
+            held: the slots of the pool.
+            new: the arrivals.
+            fold: everything else it may know.
+
+        Returns:
+            At most `slots()` slots that stay, and those that flow on.
         """
-
-
-def split(slots: Slots, stays: Tensor, fold: Fold | None = None) -> tuple[Slots, Slots]:
-    """(those that stay, those that flow on), as a fold returns them, each in the order they lie in.
-
-    Args:
-        slots: what is held and what arrives.
-        stays: which of them stay [batch, kv_heads, slots], bool; empty slots are in neither part.
-        fold: in which they do; behind the last pool of a pipe nothing flows on.
-    """
-    kept = slots.only(stays)
-    return kept, slots.part(0, 0) if fold is not None and fold.last else slots.only(~stays)
-
-
-def gather_kept(x: Tensor, stays: Tensor, room: int) -> Tensor:
-    """What a pool knows of slots, of those that stay and in the order in which `split` leaves them.
-
-    Args:
-        x: numbers of slots [batch, kv_heads, slots, ...].
-        stays: which of them stay [batch, kv_heads, slots], bool; `room` of a head at most.
-        room: slots of the result; zeros where fewer stay.
-    """
-    order = (~stays).to(torch.uint8).argsort(dim=2, stable=True)[:, :, :room]
-    there = stays.gather(2, order)
-    more = (1,) * (x.ndim - 3)
-    order, there = (t.view(*t.shape, *more) for t in (order, there))
-    taken = x.gather(2, order.expand(*order.shape[:3], *x.shape[3:])).masked_fill(~there, 0.0)
-    return F.pad(taken, (*(0, 0) * (x.ndim - 3), 0, room - order.shape[2]))
-
-
-def is_within(t: Tensor, low: float, high: float) -> bool:
-    """Whether all numbers are from `low` to `high`; what is no number is not."""
-    return bool(((t >= low) & (t <= high)).all())
-
-
-@dataclass(frozen=True)
-class Marks:
-    """Places of one row's stream that matter beyond what stands there.
-
-    Attributes:
-        beginning: tokens of the stream's beginning, its system turn, say; None if nobody said how
-            many.
-        turn: the place in the stream where the running turn begins.
-        header: tokens that begin it: what a template puts in front of the answer.
-
-    Raises:
-        WeirError: one of them is no number of tokens.
-    """
-
-    beginning: int | None = None
-    turn: int = 0
-    header: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("beginning", "turn", "header"):
-            value = getattr(self, name)
-            if value is None and name == "beginning":
-                continue
-            if not fits(value, int) or not 0 <= value <= 2**53:
-                raise WeirError(f"{name} is a number of tokens from 0 on, not {value!r}")
 
 
 @dataclass(frozen=True)
 class PoolWrapper(Pool):
-    """A pool that folds by another one's judgment, and needs, remembers and reports as that does.
+    """A pool that folds by another one's judgment, with its needs, state and report.
 
     Attributes:
-        pool: the other, with as many slots as it says.
+        pool: the other pool, which has a limit.
     """
 
     pool: Pool
@@ -349,25 +323,64 @@ class PoolWrapper(Pool):
         self.pool.check(before)
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """What the pool inside remembers."""
+        """Make the state of the pool inside."""
         return self.pool.state(like)
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
-        """Why tensors cannot be what it remembers; see `Pool.wrong_state`."""
+        """See `Pool.wrong_state`."""
         return self.pool.wrong_state(state, held, ahead)
 
     def report(self, state: dict[str, Tensor], row: int) -> dict[str, Any]:
-        """As the pool inside."""
+        """Return the facts of the pool inside."""
         return self.pool.report(state, row)
 
     def slots(self) -> int:
-        """As many as the pool inside, which has a limit."""
+        """As the pool inside."""
         return self.pool.slots() or 0
 
     def fixed(self, before: tuple[Pool, ...]) -> int:
-        """As many as of the pool inside."""
+        """As the pool inside."""
         return self.pool.fixed(before)
 
     def resized(self, slots: int) -> Pool:
-        """The same around a pool of another size."""
+        """Return the same around the pool inside in another size."""
         return replace(self, pool=self.pool.resized(slots))
+
+
+def split(slots: Slots, stays: Tensor, fold: Fold | None = None) -> tuple[Slots, Slots]:
+    """Split slots into (those that stay, those that flow on), each in the order they had.
+
+    Args:
+        slots: held slots and arrivals.
+        stays: which of them stay [batch, kv_heads, slots], bool; empty slots are in neither part.
+        fold: the fold; behind the last pool of a pipe nothing flows on.
+    """
+    kept = slots.only(stays)
+    return kept, slots.part(0, 0) if fold is not None and fold.last else slots.only(~stays)
+
+
+def gather_kept(x: Tensor, stays: Tensor, room: int) -> Tensor:
+    """Gather the numbers of the slots that stay, in the order in which `split` leaves them.
+
+    Args:
+        x: numbers of slots [batch, kv_heads, slots, ...].
+        stays: which slots stay [batch, kv_heads, slots], bool; at most `room` of a head.
+        room: slots of the result; zeros where fewer stay.
+    """
+    order = (~stays).to(torch.uint8).argsort(dim=2, stable=True)[:, :, :room]
+    there = stays.gather(2, order)
+    more = (1,) * (x.ndim - 3)
+    order, there = (t.view(*t.shape, *more) for t in (order, there))
+    kept = x.gather(2, order.expand(*order.shape[:3], *x.shape[3:])).masked_fill(~there, 0.0)
+    return F.pad(kept, (*(0, 0) * (x.ndim - 3), 0, room - order.shape[2]))
+
+
+def is_within(t: Tensor, low: float, high: float) -> bool:
+    """Whether all numbers are from `low` to `high`; NaN is not."""
+    return bool(((t >= low) & (t <= high)).all())
+
+
+def find_not_finite(state: dict[str, Tensor]) -> str | None:
+    """Say which tensor of a state is not finite, for `Pool.wrong_state`; None if all are."""
+    wrong = [name for name, t in state.items() if not bool(t.isfinite().all())]
+    return f"{wrong[0]} is not finite" if wrong else None

@@ -1,8 +1,8 @@
-"""The beginning of a stream stays, and each row says for itself how long that is.
+"""The beginning of a stream stays, as long as each row's marks say it is.
 
-What a conversation starts with, its system turn and the tools it names, is what every later answer
-depends on, and no two conversations have as much of it. StreamingLLM (Xiao et al. 2024, section
-3.2) keeps the same few first tokens of all; this keeps so many as a row's marks say (`Marks`).
+Every later answer of a conversation depends on its system turn and the tools that it names, and
+conversations differ in how long that is. StreamingLLM (Xiao et al. 2024, arXiv:2309.17453, section
+3.2) keeps the same few first tokens of every stream; this pool keeps as many as `Marks` says.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from weir.slab import Slots
 class Beginning(Pool):
     """Keep the tokens of the stream's beginning.
 
-    Of a beginning that is longer than there are slots, the first tokens stay. A row that was not
-    told how long its beginning is keeps `n` tokens, as `sink(n)` does.
+    If it is longer than there are slots, its first tokens stay. A row whose marks do not say how
+    long its beginning is keeps `n` tokens, as `sink(n)` does.
 
     Attributes:
-        n: how many at most.
+        n: how many tokens are kept at most.
     """
 
     in_order = True
@@ -38,17 +38,17 @@ class Beginning(Pool):
             raise WeirError(f"beginning keeps at least 1 token, not {self.n}")
 
     def check(self, before: tuple[Pool, ...]) -> None:
-        """Only what comes first can be kept as the beginning."""
+        """Refuse any place but the first."""
         if before:
             raise WeirError(
                 "beginning keeps the first tokens of the stream, so it stands first in a pipe"
             )
 
     def slots(self) -> int:
-        """As many slots as the longest beginning may take."""
+        """Return the slots of the longest beginning."""
         return self.n
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Fill what the row's beginning still lacks; everything else flows on."""
+        """Take the tokens that the beginning still lacks; everything else flows on."""
         most = self.n if fold.beginning is None else min(self.n, fold.beginning)
         return keep_first(held, new, most)

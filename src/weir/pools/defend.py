@@ -1,12 +1,12 @@
-"""Tokens are defended that any query has needed: the most they were looked at, times what they say.
+"""Tokens that any query has needed stay: the peak of their attention, times their contribution.
 
 DefensiveKV (Feng et al. 2025, "Taming the Fragility of KV Cache Eviction in LLM Inference",
-arXiv:2510.13334), section 4: a mean over observed queries assumes that those to come are like them;
+arXiv:2510.13334), section 4: a mean over observed queries assumes that later ones are like them;
 the largest attention guards against the one query that needs a token. It is pooled over neighbors,
 is at least the mean over all tokens, and is multiplied by the length of the value behind the output
 projection (CriticalKV, Feng et al. 2025, arXiv:2502.03805). The paper judges a prompt once. In a
 stream the largest attention is carried from fold to fold and fades, so that a token survives
-windows that do not ask for it. Tokens with the widest values are kept apart from their score, since
+windows that do not attend to it. Tokens with the widest values stay whatever their score, since
 models break without them (VaSE, arXiv:2606.03928).
 """
 
@@ -19,31 +19,38 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold, is_within
-from weir.pools.ranked import TALLY, Tallied, pool_neighbors, select_highest
+from weir.pools.ranked import (
+    TALLY,
+    Asking,
+    Tallied,
+    check_kernel,
+    pool_neighbors,
+    select_highest,
+)
 from weir.pools.registry import pool
 from weir.slab import Slots
 
 
 @pool("defend")
 @dataclass(frozen=True)
-class Defend(Tallied):
-    """Keep the tokens that some query has looked at hardest, by how much their values say.
+class Defend(Asking, Tallied):
+    """Keep the tokens with the highest peaks of attention, by the lengths of their values.
 
     A token's peak is the largest share of its attention that one of the last `window` queries of
     any fold, and of any query head of the group, has given to it where attention reads it. With
     every `half_life` tokens a peak counts half. Tokens are ranked by the largest peak around them,
     but at least the mean of all, times the length of their value behind the output projection
-    (mean over the group); each KV head its own. Of equal scores the older token stays. Weights
-    travel along: a token that stands for several receives the attention of all of them.
+    (mean over the group); each KV head its own. Of equal scores the older token stays. Weights stay
+    with their tokens: one that stands for several receives the attention of all of them.
 
     Attributes:
         n: how many tokens are kept.
-        window: how many of the last queries are looked at in each fold.
+        window: how many of the last queries of each fold may set a peak.
         half_life: tokens of the stream after which a peak counts half; none for never.
         kernel: over how many neighboring places of the stream peaks are pooled, the token's own in
             the middle: an odd number; 1 for none.
-        wide: so many of the kept tokens are those whose values reach the widest, from their
-            smallest number to their largest, whatever their score; half of them at most.
+        wide: how many of the kept tokens are those with the widest values, from their smallest
+            number to their largest, whatever their score; half of them at most.
         value: whether scores are multiplied by the lengths of values.
     """
 
@@ -56,32 +63,21 @@ class Defend(Tallied):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window < 1:
-            raise WeirError(f"defend looks at the last query at least, not at {self.window}")
         if self.half_life is not None and self.half_life < 1:
             raise WeirError(
                 f"a peak of defend counts half after 1 token or more, not {self.half_life}; none "
                 "for never"
             )
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise WeirError(
-                f"the kernel of defend has a token in its middle, so it is odd and at least 1, not "
-                f"{self.kernel}"
-            )
+        check_kernel("defend", self.kernel)
         if self.wide < 0:
             raise WeirError(f"defend sets 0 slots or more apart for wide values, not {self.wide}")
 
-    @property
-    def needs_queries(self) -> int:
-        """The window's."""
-        return self.window
-
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """The peak of each slot, and how much of the stream was seen when they were taken."""
+        """Make the peak of each slot, and `seen`, the tokens seen at the last fold."""
         return {**super().state(like), "seen": like.position.new_zeros(like.position.shape[:2])}
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
-        """Peaks are shares, and were taken in the past; see `Pool.wrong_state`."""
+        """See `Pool.wrong_state`."""
         if not bool((state[TALLY] >= 0).all()):
             return "a peak of attention is not negative"
         if not is_within(state["seen"], 0, ahead):
@@ -89,7 +85,7 @@ class Defend(Tallied):
         return super().wrong_state(state, held, ahead)
 
     def tally(self, slots: Slots, before: Tensor, fold: Fold) -> Tensor:
-        """The largest attention of each token so far, faded [batch, kv_heads, slots], float32."""
+        """Return the faded peak of each token [batch, kv_heads, slots], float32."""
         assert fold.read is not None
         shares = fold.read.attention(slots)[:, :, :, -self.window :]
         if self.half_life is not None:
@@ -99,7 +95,7 @@ class Defend(Tallied):
         return before.maximum(shares.amax(dim=(2, 3)))
 
     def score(self, slots: Slots, fold: Fold) -> tuple[Tensor, Tensor]:
-        """(the score, a token's own peak) [batch, kv_heads, slots]."""
+        """Return (the score, a token's own peak) [batch, kv_heads, slots]."""
         assert fold.read is not None
         peak = fold.state[TALLY]
         there = slots.held.sum(dim=2, keepdim=True).clamp_min(1)

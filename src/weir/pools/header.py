@@ -1,8 +1,8 @@
 """The header of the running turn stays until the next turn begins.
 
-A chat template puts a few control tokens in front of an answer, `<|im_start|>assistant`, say. They
-are what makes the model answer, and end its answer; a window that is shorter than the answer loses
-them on the way. Stands behind the window and takes what it lets go of.
+A chat template puts a few control tokens in front of an answer, such as `<|im_start|>assistant`.
+They make the model answer, and end its answer; a window shorter than the answer loses them on the
+way. This pool stands behind the window and keeps them when they overflow.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from weir.slab import Slots
 @pool("header")
 @dataclass(frozen=True)
 class Header(Pool):
-    """Keep the tokens that begin the running turn, where a row's marks say that is (`Marks`).
+    """Keep the tokens that begin the running turn, at the place that a row's `Marks` give.
 
-    Of a header that is longer than there are slots, the first tokens stay. When another turn
-    begins, the tokens of the one before flow on.
+    If the header is longer than there are slots, its first tokens stay. When another turn begins,
+    the header of the turn before flows on.
 
     Attributes:
-        n: how many at most.
+        n: how many tokens are kept at most.
     """
 
     needs_marks = True
@@ -37,15 +37,15 @@ class Header(Pool):
             raise WeirError(f"header keeps at least 1 token, not {self.n}")
 
     def slots(self) -> int:
-        """As many slots as the longest header may take."""
+        """Return the slots of the longest header."""
         return self.n
 
     def fixed(self, before: tuple[Pool, ...]) -> int:
-        """All of them: a header is as long in every layer."""
+        """Return all slots: a header is as long in every layer."""
         return self.n
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Keep what is of the header, by its place in the stream; everything else flows on."""
+        """Keep the tokens of the header, by their places; everything else flows on."""
         both = held.join(new)
         stays = both.held & False
         if fold.turn is not None:

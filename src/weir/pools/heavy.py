@@ -1,8 +1,8 @@
 """Heavy hitters: the tokens that received the most attention stay.
 
 H2O (Zhang et al. 2023, "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large
-Language Models", Algorithm 1): a token's score is the attention it has received so far; whenever
-there is one token too many, the one with the smallest score is evicted, and never comes back.
+Language Models", arXiv:2306.14048), Algorithm 1: a token's score is the attention it has received
+so far. Whenever there is one token too many, the one with the smallest score is evicted for good.
 Behind a window of recent tokens, this is the paper's cache.
 """
 
@@ -31,16 +31,12 @@ class Heavy(Ranked):
         n: how many tokens are kept.
     """
 
+    is_stochastic = False
     needs_mass = True
 
     n: int
 
-    @property
-    def is_stochastic(self) -> bool:
-        """It draws nothing."""
-        return False
-
     def score(self, slots: Slots, fold: Fold) -> Tensor:
-        """The attention each token has received."""
+        """Return the attention each token has received [batch, kv_heads, slots]."""
         assert slots.mass is not None
         return slots.mass

@@ -1,10 +1,10 @@
 """A beehive over the past: of every few neighbors, the one that was attended to most stays.
 
-BUZZ (Zhao et al. 2024, arXiv:2410.23079), section 3.3, Algorithms 1 and 2. What arrives is buffered
-until there is one token more than the threshold. Then the *new* tokens, those that came since the
-last eviction, are cut into segments and the token with the most attention of each segment stays
-(local maxima), while of the *old* ones, the survivors of earlier evictions, every few-th stays
-(interval sampling). Survivors of both kinds are the old tokens from then on.
+BUZZ (Zhao et al. 2024, arXiv:2410.23079), section 3.3, Algorithms 1 and 2: arrivals are buffered
+until there is one token more than the threshold. Then the *new* tokens, those since the last
+eviction, are cut into segments, and the token with the most attention of each segment stays (local
+maxima). Of the *old* ones, the survivors of earlier evictions, one in every few stays (interval
+sampling). All survivors are old from then on.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ class Hive(Pool):
         threshold: tokens it holds before it evicts (T); at least the stride.
         stride: of how many new neighbors one stays (s); of the old ones, one of every
             floor((s + 1) / 2) stays. At least 3: half of 2 would keep every old token for ever.
-        swapped: the ablation of section 4.3 that thins old tokens by the stride and cuts new ones
-            into segments of half of it.
-        local_max: false for the ablation that keeps the first of each segment of new tokens, too.
-        log_n: scale the logits of the whole layer by log_512(n), n being the number of tokens that
-            a query sees (section 3.5); then the policy is not exact below its budget.
+        swapped: whether to thin old tokens by the stride and cut new ones into segments of half of
+            it, the ablation of section 4.3.
+        local_max: whether the token with the most attention of a segment stays; false for the
+            ablation that keeps the first.
+        log_n: whether to scale the logits of the whole layer by log_512(n), n being the number of
+            tokens that a query sees (section 3.5); then the policy is not exact below its budget.
     """
 
+    is_stochastic = False
     needs_mass = True
 
     threshold: int
@@ -58,33 +60,29 @@ class Hive(Pool):
                 f"tokens; take a threshold of {self.stride} or more, or a smaller stride"
             )
 
-    @property
-    def is_stochastic(self) -> bool:
-        """It draws nothing."""
-        return False
-
     def slots(self) -> int:
-        """The threshold: tokens that are one too many wait in the tail until the fold."""
+        """Return the threshold; a token too many waits in the tail until the fold."""
         return self.threshold
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """The newest token that an eviction has decided about [batch, kv_heads, 1]; -1 for none.
+        """Make `settled`, the place of the newest token that went through an eviction
+        [batch, kv_heads, 1]; -1 for none.
 
-        Tokens up to that place are old, tokens beyond it are new. So where arrivals are not in
-        order, one that comes late is old at once.
+        Tokens up to that place are old, tokens beyond it are new. If arrivals are not in order, one
+        that comes late is old at once.
         """
         return {"settled": like.position.new_full((*like.position.shape[:2], 1), EMPTY)}
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
-        """Why tensors cannot be its state; see `Pool.wrong_state`."""
+        """See `Pool.wrong_state`."""
         if not is_within(state["settled"], EMPTY, ahead - 1):
             return "settled is a place in the stream that no token has had"
         return None
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Buffer what arrives, and evict whenever the threshold is exceeded.
+        """Buffer arrivals, and evict whenever the threshold is exceeded.
 
-        Both what stays and what flows on lie from the oldest token on.
+        Both what stays and what flows on have the oldest token first.
         """
         both = fold.in_order(held, new)
         settled = fold.state["settled"]
@@ -96,11 +94,11 @@ class Hive(Pool):
         return split(both, kept, fold)
 
     def _evict(self, line: Slots, old: Tensor, *, whole: bool) -> tuple[Tensor, Tensor]:
-        """(who stays, who is old then), from tokens in order and which of them are old.
+        """Evict from tokens in order: (those that stay, those that are old then).
 
-        All masks are [batch, kv_heads, slots]. A prompt (`whole`) is new tokens all of which are
-        segmented in the first pass (Remark 2); otherwise an eviction comes with every arrival that
-        exceeds the threshold, as in Algorithm 1. One turn of the loop is one eviction.
+        All masks are [batch, kv_heads, slots]. One turn of the loop is one eviction. Of a prompt
+        (`whole`) all tokens are segmented in the first (Remark 2); otherwise every arrival that
+        exceeds the threshold brings one, as in Algorithm 1.
         """
         halved = (self.stride + 1) // 2
         segment, interval = (halved, self.stride) if self.swapped else (self.stride, halved)
@@ -117,11 +115,11 @@ class Hive(Pool):
 
 
 def best_window(room: int, stride: int) -> int:
-    """The window that Theorem 3.1 puts beside a hive, of so many slots for both.
+    """Compute the window that Theorem 3.1 puts beside a hive, given the slots for both.
 
-    T / w = (s^2 + 1) / (s + 1) for an odd stride and s - 1 for an even one: then a hive has settled
-    when it holds as many old tokens as the window has tokens. (The statement is right; its proof
-    has the two cases swapped.)
+    T / w = (s^2 + 1) / (s + 1) for an odd stride and s - 1 for an even one: a hive in balance then
+    has as many old tokens as the window has tokens. (The statement is right; its proof has the two
+    cases swapped.)
     """
     _check_stride(stride)
     ratio = stride - 1 if stride % 2 == 0 else (stride**2 + 1) / (stride + 1)
@@ -136,18 +134,18 @@ def _check_stride(stride: int) -> None:
 
 
 def _every(step: int, among: Tensor) -> Tensor:
-    """Every `step`-th of the slots of a mask [batch, kv_heads, slots], from the first on."""
+    """Select every `step`-th slot of a mask [batch, kv_heads, slots], from the first on."""
     return among & ((among.cumsum(dim=2) - 1) % step == 0)
 
 
 def _maxima(size: int, among: Tensor, mass: Tensor) -> Tensor:
-    """Algorithm 2: of every `size` slots of a mask, the one of the largest mass.
+    """Select, of every `size` slots of a mask, the one of the largest mass (Algorithm 2).
 
     The last segment may be shorter; of equal slots the first is taken.
 
     Args:
         size: slots of a segment.
-        among: the slots it is about [batch, kv_heads, slots], bool.
+        among: the mask [batch, kv_heads, slots], bool.
         mass: [batch, kv_heads, slots].
     """
     segment = (among.cumsum(dim=2) - 1).clamp_min(0) // size

@@ -1,13 +1,13 @@
 """k centers: tokens whose keys lie far apart stay, and every other key is near one of them.
 
-SubGen (Zandieh et al. 2024), section 3.2, what its experiments run and BalanceKV calls ClusterGen:
-beside the most recent tokens, keep k centers picked from the rest by greedy k-center, also called
-farthest-first traversal (the paper's reference [8]). Start somewhere, then pick the key that is the
-farthest from all centers picked so far, k - 1 times. No choice of k centers at all covers the keys
-within less than half the radius of this one.
+SubGen (Zandieh et al. 2024, arXiv:2402.06082), section 3.2, the method of its experiments, which
+BalanceKV calls ClusterGen: beside the most recent tokens, keep k centers picked from the rest by
+greedy k-center, also called farthest-first traversal (the paper's reference [8]). Start somewhere,
+then pick the key that is the farthest from all centers picked so far, k - 1 times. No choice of k
+centers covers the keys within less than half the radius of this one.
 
-What the paper does not have are five options: neighbors that come along, distances weighed by use
-and by age, centers that make way for newer keys like theirs, and centers that count less.
+Five options are not in the paper: neighbors that come along, distances weighted by use and by age,
+centers that make way for newer keys like theirs, and centers that count less.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from weir.slab import Slots
 LEAST_USE = 1e-6
 """Attention by query below which tokens count as equally unused."""
 LEAST_AGED = 1e-12
-"""What is left of distances at any age; zero would be that of a key that is there already."""
+"""The least factor of distances by age; a distance of zero is that of a key already picked."""
 
 
 @pool("kcenter")
@@ -37,24 +37,27 @@ LEAST_AGED = 1e-12
 class KCenter(Pool):
     """Keep k centers of the keys, each KV head its own.
 
-    The oldest token is the first center (the paper does not say which is), so what the model uses
-    as its attention sink stays. Keys are compared as the attention sees them at their own place in
-    the stream, by Euclidean distance in float32; of equally far ones the oldest is picked. The
-    paper picks once, from a whole prompt; in a stream, centers are picked anew at every fold, from
-    those of the last fold and what has arrived since. Weights stay as they came.
+    The oldest token is the first center (the paper leaves it open), so the model's attention sink
+    stays. Keys are compared at their own places in the stream, by Euclidean distance in float32; of
+    equally far ones the oldest is picked. The paper picks once, from a whole prompt; in a stream,
+    centers are picked anew at every fold, from those of the last fold and the arrivals since.
+    Weights stay as they came.
 
     Attributes:
         k: how many tokens are kept.
-        spans: a token that is picked brings so many neighbors on each side along, as far as they
-            are there; fewer are picked then.
-        use: distances are multiplied by the attention a token received, by query since it came, to
-            this power: 0 for none.
+        spans: how many neighbors on each side stay with a picked token, as far as they are there;
+            fewer are picked then.
+        use: the power of the attention a token received, per query since it came, that its
+            distances are multiplied by; 0 for none.
         fresh: a center makes way for the newest of the tokens that are nearer to it than this share
             of the radius, the distance within which every key has a center; 0 for never. The first
-            center makes no way. These distances are of keys without rotation.
-        quiet: once a token had to go, every center but the first counts e^-quiet; 0 for as it came.
-        half_life: distances of a token halve whenever so many more have been read; none for never.
+            center never makes way. These distances are of keys without rotation.
+        quiet: how much lower the log-weight of every center but the first is, once a token had to
+            go; 0 for as it came.
+        half_life: distances of a token halve for every so many tokens read since; none for never.
     """
+
+    is_stochastic = False
 
     k: int
     spans: int = 0
@@ -88,53 +91,48 @@ class KCenter(Pool):
 
     @property
     def needs_mass(self) -> bool:
-        """Where use weighs."""
+        """Whether use is in the distances."""
         return self.use > 0
 
-    @property
-    def is_stochastic(self) -> bool:
-        """It draws nothing."""
-        return False
-
     def slots(self) -> int:
-        """As many slots as there are centers."""
+        """Return the number of centers."""
         return self.k
 
     @property
     def weighs(self) -> bool:
-        """Where centers are quiet."""
+        """Whether centers are quiet."""
         return self.quiet > 0
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """Where centers are quiet, `full`: whether a token had to go [batch, kv_heads], bool."""
+        """Make `full`, if centers are quiet: whether a token had to go [batch, kv_heads], bool."""
         if not self.quiet:
             return {}
         return {"full": torch.zeros_like(like.held.any(dim=2))}
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Pick centers anew; both what stays and what flows on lie from the oldest token on."""
+        """Pick centers anew; both what stays and what flows on have the oldest token first."""
         if not self.quiet:
-            return self._picked(fold.in_order(held, new), fold)
-        # What has to go flows on with the weight it came with.
-        both = fold.in_order(self._louder(held, fold.state["full"], self.quiet), new)
+            return self._pick(fold.in_order(held, new), fold)
+        # Tokens that have to go flow on with the weights they came with.
+        both = fold.in_order(self._raise_weights(held, fold.state["full"], self.quiet), new)
         fold.state["full"] = fold.state["full"] | (both.held.sum(dim=2) > self.k)
-        stays, rest = self._picked(both, fold)
-        return self._louder(stays, fold.state["full"], -self.quiet), rest
+        stays, rest = self._pick(both, fold)
+        return self._raise_weights(stays, fold.state["full"], -self.quiet), rest
 
-    def _louder(self, slots: Slots, where: Tensor, by: float) -> Slots:
-        """Slots from the oldest on, the log-weights of all but the first of them raised.
+    def _raise_weights(self, slots: Slots, where: Tensor, by: float) -> Slots:
+        """Raise the log-weights of all slots but the first.
 
         Args:
-            slots: what the pool holds.
+            slots: the slots, the oldest token first.
             where: in which heads [batch, kv_heads], bool.
-            by: so much; below 0 they are lowered.
+            by: by how much; below 0 they are lowered.
         """
-        # That of an empty slot stays -inf, whatever is added.
+        # The weight of an empty slot stays -inf.
         more = ((slots.held.cumsum(dim=2) > 1) & where[..., None]) * by
         return slots.weighed(slots.a + more, slots.b + more)
 
-    def _picked(self, both: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Of slots from the oldest on, the centers, and what flows on."""
+    def _pick(self, both: Slots, fold: Fold) -> tuple[Slots, Slots]:
+        """Pick the centers of slots in order: (centers, overflow)."""
         if len(both) <= self.k:
             return split(both, both.held)
         pick = kernels.farthest_first(both.keys.device) or farthest_first
@@ -147,14 +145,14 @@ class KCenter(Pool):
             brought = pool_neighbors(turn, both.position, 2 * self.spans + 1, average=False)
             stays = select_highest(self.k, both.held, brought, (turn == brought).double())
         if self.fresh:
-            # With rotation nothing said long ago is like what is said now.
+            # With rotation, no key of long ago is near a key of now.
             keys = both.keys if fold.read is None else fold.read.unrotated(both)
             stays = renew_centers(keys, both.held, stays, order == 0, self.fresh)
         return split(both, stays, fold)
 
     def _weight(self, slots: Slots, fold: Fold) -> Tensor:
-        """What distances are multiplied by [batch, kv_heads, slots], float32, above 0; by use or by
-        age or both.
+        """Compute the factors of distances, by use or age or both, above 0
+        [batch, kv_heads, slots], float32.
         """
         age = (fold.next[:, None, None] - slots.position).clamp_min(1).double()
         weights = []
@@ -167,18 +165,17 @@ class KCenter(Pool):
 
 
 def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = None) -> Tensor:
-    """In which order greedy k-center picks keys, starting from the first [batch, kv_heads, n].
+    """Pick keys by greedy k-center, starting from the first [batch, kv_heads, n].
 
-    Each pick needs the one before it, so this is a loop over k; all heads and rows go together.
-    This is what the kernel must equal.
-    Where there are no more than k keys, all of them are picked.
+    Each pick needs the one before it, so this is a loop over k; all heads and rows go together. It
+    is the reference of the kernel. If there are no more than k keys, all of them are picked.
 
     Args:
         keys: [batch, kv_heads, n, key_dim].
-        among: those there are to pick from [batch, kv_heads, n], bool.
+        among: the keys to pick from [batch, kv_heads, n], bool.
         k: how many are picked, at most n.
-        weight: what the distances of each key are multiplied by [batch, kv_heads, n], float32,
-            above 0; None for 1.
+        weight: the factor of the distances of each key [batch, kv_heads, n], float32, above 0; None
+            for 1.
 
     Returns:
         The number of each key's pick from 0 on, int64; -1 where it is not picked.
@@ -201,16 +198,15 @@ def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = 
 def renew_centers(
     keys: Tensor, among: Tensor, stays: Tensor, first: Tensor, share: float
 ) -> Tensor:
-    """Centers, each in the place of the newest key that is near to it [batch, kv_heads, n], bool.
+    """Replace each center by the newest key that is near to it [batch, kv_heads, n], bool.
 
     Args:
-        keys: from the oldest on [batch, kv_heads, n, key_dim].
+        keys: the oldest first [batch, kv_heads, n, key_dim].
         among: where there is a key [batch, kv_heads, n], bool.
         stays: the centers [batch, kv_heads, n], bool.
-        first: of them those that make no way [batch, kv_heads, n], bool.
-        share: near is within this part of the largest distance of a key to its nearest center. A
-            key that is near to several makes way for none but the nearest, of equal ones the
-            oldest.
+        first: the centers that are not replaced [batch, kv_heads, n], bool.
+        share: near is within this share of the largest distance of a key to its nearest center. A
+            key that is near to several may replace only the nearest, of equal ones the oldest.
     """
     keys = keys.float()
     far, nearest = _distance(keys, keys).masked_fill(~stays[:, :, None], torch.inf).min(dim=3)
@@ -218,11 +214,11 @@ def renew_centers(
     radius = far.masked_fill(~rest, 0.0).amax(dim=2, keepdim=True)
     place = torch.arange(keys.shape[2], device=keys.device).expand_as(nearest)
     near = rest & (far <= share * radius) & (place > nearest) & ~first.gather(2, nearest)
-    # Who stands in each place: the newest key near it, or what stood there.
+    # For each place the newest key near it, or the one that was there.
     newest = place.scatter_reduce(2, nearest, place.where(near, -1), "amax")
     return torch.zeros_like(place).scatter_reduce(2, newest, stays.long(), "amax") > 0
 
 
 def _distance(keys: Tensor, centers: Tensor) -> Tensor:
-    """Euclidean distances, from differences: equal keys are at a distance of exactly zero."""
+    """Compute Euclidean distances from differences, so that equal keys are at exactly zero."""
     return torch.cdist(keys, centers, compute_mode="donot_use_mm_for_euclid_dist")

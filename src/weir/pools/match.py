@@ -1,10 +1,10 @@
-"""Attention matching: the tokens that stay weigh so that the last queries miss nothing.
+"""Attention matching: tokens that stay are weighted to make up for those that are evicted.
 
 Attention Matching (arXiv:2602.16284), section 3: of many keys and values a few are kept, each with
 a log-weight that is fitted by least squares, so that sampled queries give all of what is kept the
-attention that they gave all there was. There it is done once, for a whole context and with
-thousands of queries. Here it is done at every fold, with the queries that wait for it; so weights
-are held close to what they were, and what is gone is forgotten by and by.
+attention that they gave everything. There it is done once, for a whole context and with thousands
+of queries. Here it is done at every fold, with the last queries; so weights are held close to what
+they were, and evicted tokens are forgotten gradually.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ LEAST_PULL = 1e-3
 @pool("match")
 @dataclass(frozen=True)
 class Match(PoolWrapper):
-    """Keep what another pool keeps, and weigh it for what that lets go of. Experimental.
+    """Keep the tokens that another pool keeps, weighted for those it evicts. Experimental.
 
-    Nothing is weighed while there is room, and nothing flows on: it is stood for.
+    Nothing is weighted while there is room, and nothing flows on.
 
     Attributes:
-        pool: says who stays; it weighs nothing by itself.
-        window: so many of the last queries are asked.
-        half_life: arrivals after which log-weights are half of what they were; none for never.
+        pool: the pool that chooses; it may not weigh tokens itself.
+        window: how many of the last queries the weights are fitted to.
+        half_life: arrivals after which log-weights halve; none for never.
         pull: how strongly a weight is held to what it was.
     """
 
@@ -69,11 +69,11 @@ class Match(PoolWrapper):
 
     @property
     def needs_queries(self) -> int:
-        """The window's, or those of the pool that says who stays."""
+        """The window, or the number of the pool inside if that is larger."""
         return max(self.window, self.pool.needs_queries)
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """The pool says who stays; what these are fitted to is all that was there."""
+        """Let the pool choose, and fit the weights of these tokens to all that were there."""
         if len(held) + len(new) <= self.slots() or fold.read is None:
             return self.pool.fold(held, new, fold)
         held = self._faded(held, new)
@@ -83,7 +83,7 @@ class Match(PoolWrapper):
         return kept.weighed(kept.a + more, kept.b + more), new.part(0, 0)
 
     def _faded(self, held: Slots, new: Slots) -> Slots:
-        """What is held, its log-weights closer to 0 by what has arrived."""
+        """Bring the log-weights of held slots closer to 0, by the number of arrivals."""
         if self.half_life is None:
             return held
         left = 0.5 ** (new.held.sum(dim=2, keepdim=True) / self.half_life)
@@ -98,17 +98,25 @@ LEAST = 1e-30
 def fit_weights(
     read: ObservedAttention, whole: Slots, kept: Slots, window: int, pull: float, most: float
 ) -> Tensor:
-    """Factors of the weights of what stays [batch, kv_heads, kept], float32, above 0.
+    """Fit factors of the weights of the kept slots by least squares [batch, kv_heads, kept],
+    float32.
 
-    Each KV head its own, for all its query heads together.
+    With 1 + x_j the factor of a kept slot, s_qj its share of the attention of query q, v_j its
+    value, and z_q the layer's output, two things are to stay the same: the share of all slots
+    together, which is the mass of attention, and to first order the output itself::
+
+        Σ_q (Σ_j s_qj x_j - m_q)²  +  Σ_q |Σ_j s_qj x_j (v_j - z_q) - d_q|² / σ²  +  p Σ_j x_j²
+
+    m and d are the sums over evicted slots, of s and of s (v - z). Both are linear in x. Each KV
+    head has factors of its own, above 0, for all its query heads together.
 
     Args:
-        read: what the queries have read, `whole` among it.
-        whole: all that was there, with the weights that are to be kept up.
-        kept: those that stay, weighed as they were.
-        window: the last so many queries are asked.
-        pull: p, in mean squares of what a slot gives.
-        most: no log-weight of `kept` leaves -most to most.
+        read: the attention of the queries, to `whole` among others.
+        whole: all slots that were there, with the weights that attention has used.
+        kept: the slots that stay, with these weights.
+        window: how many of the last queries count.
+        pull: p, in mean squares of what a slot contributes.
+        most: log-weights of `kept` stay between -most and most.
     """
     factor = read.output
     answer = read.answers[:, :, :, -window:].float()
@@ -139,8 +147,8 @@ def fit_weights(
 
 
 def _given(read: ObservedAttention, slots: Slots, window: int) -> tuple[Tensor, Tensor]:
-    """What slots give to queries: shares [batch, kv_heads, group, window, slots], and values where
-    the layer's output goes, as numerators count them [batch, kv_heads, group, slots, dim].
+    """Return the shares of slots [batch, kv_heads, group, window, slots], and their values behind
+    the output projection, as numerators count them [batch, kv_heads, group, slots, dim].
     """
     shares = read.attention(slots)[:, :, :, -window:]
     more = (slots.a - slots.b).exp().masked_fill(~slots.held, 0.0)

@@ -1,12 +1,13 @@
-"""What the last queries read: the facts by which a pool judges tokens, each worked out when asked.
+"""The attention of the last queries, by which pools judge tokens; each fact computed when asked
+for.
 
-Keys come to pools as they were said, at their own places in the stream. Attention reads those of
-the front elsewhere: moved up until they touch the run (`weir.slab.positions`, the rolling frame).
-Far past a model's window the two have nothing in common, so a pool that judges by attention asks
-here for keys, queries and shares of attention *as they are read*. The frame is that of the queries
-since the last fold, so nothing is guessed: it is what the model has computed with.
+Pools are given keys at their own places in the stream. Attention reads those of the front
+elsewhere: moved up until they touch the run (`weir.slab.positions`, the rolling frame). Far past a
+model's window the two have nothing in common, so a pool that judges by attention takes keys,
+queries and shares of attention from here, *as they are read*. The frame is that of the queries
+since the last fold, so these are the numbers that the model has computed with.
 
-Knows slots and positions; nothing about models or about which pool asks.
+Knows slots and positions; nothing about models or pools.
 """
 
 from __future__ import annotations
@@ -35,32 +36,32 @@ from weir.slab import (
 
 
 class Output(Protocol):
-    """The projection that a layer's output goes through, as `weir.models` finds it."""
+    """The output projection of a layer, as `weir.models` finds it."""
 
     def __call__(self, value_dim: int, device: torch.device) -> Tensor | None:
-        """Factors R with |R x| = |W_o x| [kv_heads, group, value_dim, value_dim], float32.
+        """Return factors R with |R x| = |W_o x| [kv_heads, group, value_dim, value_dim], float32.
 
-        None where the projection is not known.
+        None if the projection is not known.
         """
 
 
 @dataclass(frozen=True)
 class ObservedAttention:
-    """A layer's slots as the last queries read them.
+    """A layer's slots as the last queries attended to them.
 
     Attributes:
-        slots: gives every slot they may have looked at (`whole`).
-        frame: gives the places at which the first slots of `whole`, those of the front, are read
-            [batch, kv_heads, front], int64; all others stand at their places in the stream.
-        queries: the last queries, each at its place in the stream
+        slots: returns every slot the queries may have attended to (`whole`).
+        frame: returns the places at which the first slots of `whole`, those of the front, are read
+            [batch, kv_heads, front], int64; all others are read at their places in the stream.
+        queries: the last queries, each rotated to its place in the stream
             [batch, kv_heads, group, n, key_dim]; None unless a pool of the pipe asks for them.
         next: the place in the stream of the next token [batch], int64.
         form: how the layer attends.
-        positions: what it knows about positions.
-        projection: the layer's output projection; None where nobody knows it.
-        arrived: so many of the last of these slots are the newest tokens, in order.
-        watched: what these queries, or those before them as well, have read of `whole`, where that
-            was kept; otherwise it is worked out.
+        positions: the positional encoding of the layer.
+        projection: the layer's output projection; None if it is not known.
+        arrived: how many of the last of these slots are the newest tokens, in order.
+        watched: what the forward has kept of the attention of these queries, and perhaps earlier
+            ones; without it, the attention is computed again.
     """
 
     slots: Callable[[], Slots]
@@ -75,42 +76,41 @@ class ObservedAttention:
 
     @cached_property
     def whole(self) -> Slots:
-        """Every slot the last queries may have looked at: the front, the run and what arrived, in
-        the order of the slab. Its keys are as they were read, those that come to a pool are not.
+        """Every slot the last queries may have attended to: the front, the run and the arrivals,
+        in the order of the slab. Its keys are as they were read; those given to a pool are not.
         """
         return self.slots()
 
     # --- keys and queries in other places
 
     def rotate_keys(self, keys: Tensor, by: Tensor) -> Tensor:
-        """Keys or queries moved on by so many positions, as RoPE moves them; in float32 inside.
+        """Rotate keys or queries on by a number of positions, computed in float32.
 
         Partial rotary embeddings, three axes (all move alike) and scaled frequencies are the
-        layer's. Of a model without rotary embedding nothing changes: ALiBi and no positions leave
-        keys as they are.
+        layer's. Without a rotary embedding, as with ALiBi, keys stay as they are.
 
         Args:
-            keys: [batch, heads, n, key_dim].
-            by: [batch, 1 or heads, n], int64.
+            keys: keys or queries [batch, heads, n, key_dim].
+            by: numbers of positions [batch, 1 or heads, n], int64.
         """
         rotary = self.positions.rotary
         return keys if rotary is None else rotary.move(keys, by)
 
     def places(self, slots: Slots) -> Tensor:
-        """Where attention has read each token [batch, kv_heads, slots], int64.
+        """Return the places at which attention read tokens [batch, kv_heads, slots], int64.
 
         Args:
-            slots: tokens of this layer, however they are chosen and ordered; of an empty slot the
-                place means nothing.
+            slots: tokens of this layer, in any choice and order; the place of an empty slot means
+                nothing.
         """
         return slots.position + self._shift(slots.position)
 
     def keys(self, slots: Slots) -> Tensor:
-        """Keys as attention has read them [batch, kv_heads, slots, key_dim]."""
+        """Return keys as attention read them [batch, kv_heads, slots, key_dim]."""
         return self.rotate_keys(slots.keys, self._shift(slots.position))
 
     def unrotated(self, slots: Slots) -> Tensor:
-        """Keys without rotation, as if each stood at place 0 [batch, kv_heads, slots, key_dim].
+        """Return keys without rotation, as at place 0 [batch, kv_heads, slots, key_dim].
 
         The factor of a scaled rotary embedding (YaRN's) stays in them, so that logits with queries
         of `unrotated_queries` need no other. On three axes a token's word or image begins at place
@@ -119,7 +119,7 @@ class ObservedAttention:
         return self.rotate_keys(slots.keys, -self._begins(slots.position))
 
     def rotate_to(self, keys: Tensor, position: Tensor) -> Tensor:
-        """Keys without rotation as if they had been said at places of the stream.
+        """Rotate keys without rotation to places of the stream.
 
         Args:
             keys: as `unrotated` gives them [batch, kv_heads, n, key_dim].
@@ -139,26 +139,26 @@ class ObservedAttention:
         """
         queries, position = self._given, self.query_positions
         shift = self._query_shift(position)
-        return queries if shift is None else self._turned_queries(queries, shift)
+        return queries if shift is None else self._rotate_queries(queries, shift)
 
     @cached_property
     def unrotated_queries(self) -> Tensor:
-        """The queries as if each stood at place 0 [batch, kv_heads, group, n, key_dim].
+        """The queries without rotation, as at place 0 [batch, kv_heads, group, n, key_dim].
 
         Raises:
             WeirError: no pool of the pipe asked for queries (`Pool.needs_queries`).
         """
         position = self.query_positions[:, None].expand(-1, self._given.shape[1], -1)
-        return self._turned_queries(self._given, -self._begins(position))
+        return self._rotate_queries(self._given, -self._begins(position))
 
     def power(self, window: int) -> Tensor:
-        """The mean square of the last queries in each dimension [batch, kv_heads, key_dim].
+        """Compute the mean square of the last queries by dimension [batch, kv_heads, key_dim].
 
-        Without rotation, and of two dimensions that turn together the mean of both: so it says the
-        same of every distance.
+        Of queries without rotation, and of two dimensions that rotate together the mean of both,
+        so that it holds at every distance.
 
         Args:
-            window: the last so many queries.
+            window: how many of the last queries.
 
         Raises:
             WeirError: no pool of the pipe asked for queries (`Pool.needs_queries`).
@@ -182,8 +182,8 @@ class ObservedAttention:
     def lse(self) -> Tensor:
         """The logarithm of each query's denominator [batch, kv_heads, group, n], float32.
 
-        Over everything that it sees, the sinks and the newest tokens among it, with the weights of
-        slots and the sink logits of models that have such; -inf for a query that sees nothing.
+        Over everything that the query sees, with the weights of slots and with sink logits where
+        the model has them; -inf for a query that sees nothing.
 
         Raises:
             WeirError: no pool of the pipe asked for queries (`Pool.needs_queries`).
@@ -191,10 +191,10 @@ class ObservedAttention:
         return attention_weights(self._logits, self.whole.b, self.form)[1]
 
     def attention(self, slots: Slots) -> Tensor:
-        """The share of each query's attention that each slot has received, of all that it gave.
+        """Return the share of each query's attention that each slot received, of all that it gave.
 
         Args:
-            slots: tokens of this layer as they come to a pool, however they are chosen and ordered.
+            slots: tokens of this layer as a pool is given them, in any choice and order.
 
         Returns:
             [batch, kv_heads, group, n, slots], float32; 0 for tokens newer than the query.
@@ -208,8 +208,8 @@ class ObservedAttention:
         return attention_shares(self._logits_of(slots.position), slots.b, self.lse)
 
     def received(self, slots: Slots, window: int) -> Tensor:
-        """`attention` from the last `window` queries, summed over them and over the heads of the
-        group [batch, kv_heads, slots], float32.
+        """Sum `attention` over the last `window` queries and the heads of the group
+        [batch, kv_heads, slots], float32.
 
         Raises:
             WeirError: no pool of the pipe asked for queries (`Pool.needs_queries`).
@@ -221,11 +221,10 @@ class ObservedAttention:
         return self.attention(slots)[:, :, :, -window:].sum(dim=(2, 3))
 
     def would_attend(self, slots: Slots) -> Tensor:
-        """The same for slots with keys of their own, which stand at places of tokens of this layer:
-        what each would have received beside all that was read.
+        """Return the share that slots with keys of their own would have received beside the rest.
 
         Args:
-            slots: with keys as if said at these places.
+            slots: with keys rotated to their places, which are those of tokens of this layer.
 
         Returns:
             [batch, kv_heads, group, n, slots], float32, of all that the query gave.
@@ -234,30 +233,32 @@ class ObservedAttention:
             WeirError: no pool of the pipe asked for queries (`Pool.needs_queries`).
         """
         alibi = self.positions.alibi
-        tilt = None if alibi is None else self._tilt(alibi, self.places(slots))
+        tilt = None if alibi is None else self._alibi_bias(alibi, self.places(slots))
         found = compute_logits(self.asked, self.keys(slots), self.form, tilt)
-        found = found.masked_fill_(self._hidden(slots.position), -torch.inf)
+        found = found.masked_fill_(self._find_hidden(slots.position), -torch.inf)
         return attention_shares(found, slots.b, self.lse)
 
     @cached_property
     def answers(self) -> Tensor:
-        """What the layer answers the queries [batch, kv_heads, group, n, value_dim].
+        """The outputs of the layer for the queries [batch, kv_heads, group, n, value_dim].
 
-        Attention over everything that each of them sees, before the output projection.
+        Attention over everything that each query sees, before the output projection.
 
         Raises:
             WeirError: no pool of the pipe asked for queries (`Pool.needs_queries`).
         """
         if self.watched is not None:
             return self.watched.answers[:, :, :, -self._given.shape[3] :]
-        it = self.whole
+        whole = self.whole
         form, bias = self.form, self._bias()
-        return two_weight_attention(self.asked, it.keys, it.values, it.a, it.b, form, bias)
+        return two_weight_attention(
+            self.asked, whole.keys, whole.values, whole.a, whole.b, form, bias
+        )
 
     # --- the output
 
     def lengths(self, values: Tensor) -> Tensor:
-        """How long values are where the layer's output goes: |W_o v|, one for each query head.
+        """Compute the lengths of values behind the output projection, |W_o v|, for each query head.
 
         W_o is the part of the layer's output projection that reads the head. Where a model's is not
         known it is |v|, the same for all heads of the group.
@@ -298,31 +299,31 @@ class ObservedAttention:
 
     @cached_property
     def _logits(self) -> Tensor:
-        """Of every slot [batch, kv_heads, group, n, slots], float32; -inf where a query is not to
-        look at a token. They are made once: what a pool asks about are some of these slots.
+        """Logits of every slot [batch, kv_heads, group, n, slots], float32; -inf where a query does
+        not see a token. Computed once; pools ask about some of these slots.
         """
-        it = self.whole
+        whole = self.whole
         alibi = self.positions.alibi
-        tilt = None if alibi is None else self._tilt(alibi, self._everywhere)
-        found = compute_logits(self.asked, it.keys, self.form, tilt)
+        tilt = None if alibi is None else self._alibi_bias(alibi, self._everywhere)
+        found = compute_logits(self.asked, whole.keys, self.form, tilt)
         n = found.shape[3]
         if self.positions.window is None and n <= self.arrived:
-            # Each query sees everything in front of the last n tokens, which are its own and its
-            # neighbors'. Empty slots have no weight.
-            found[..., -n:].masked_fill_(self._hidden(it.position[:, :, -n:]), -torch.inf)
+            # Each query sees everything in front of the last n tokens, the queries' own. Empty
+            # slots have no weight.
+            found[..., -n:].masked_fill_(self._find_hidden(whole.position[:, :, -n:]), -torch.inf)
             return found
-        return found.masked_fill_(self._hidden(it.position), -torch.inf)
+        return found.masked_fill_(self._find_hidden(whole.position), -torch.inf)
 
     @cached_property
     def _shares(self) -> Tensor:
-        """The share of each query's attention that every slot has received."""
+        """The share of each query's attention that every slot received."""
         if self.watched is not None and self.watched.shares is not None:
             return self.watched.shares[:, :, :, -self._given.shape[3] :]
         return attention_softmax(self._logits, self.whole.b, self.form)
 
     def _side_by_side(self, position: Tensor) -> tuple[int, int]:
-        """Where in `whole` these tokens [batch, kv_heads, n] lie one after the other, as those that
-        a pool looks at mostly do; (0, 0) if they do not.
+        """Find where in `whole` these tokens [batch, kv_heads, n] lie side by side, as most slots
+        of a pool do; (0, 0) if they do not.
         """
         whole, count = self.whole.position, position.shape[2]
         if not count:
@@ -333,7 +334,7 @@ class ObservedAttention:
         return (start, start + count) if there else (0, 0)
 
     def _logits_of(self, position: Tensor) -> Tensor:
-        """Of the slots of these tokens [batch, kv_heads, n]; -inf where there is no token."""
+        """Gather the logits of these tokens [batch, kv_heads, n]; -inf where there is no token."""
         ordered, order = self.whole.position.sort(dim=2)
         at = torch.searchsorted(ordered, position.contiguous()).clamp_max(len(self.whole) - 1)
         there = (ordered.gather(2, at) == position) & (position >= 0)
@@ -343,34 +344,34 @@ class ObservedAttention:
 
     @cached_property
     def _moved(self) -> Tensor:
-        """Where the front is read [batch, kv_heads, front]."""
+        """The places at which the front is read [batch, kv_heads, front]."""
         return self.frame()
 
     @cached_property
     def _everywhere(self) -> Tensor:
-        """Where each slot of `whole` is read [batch, kv_heads, slots]."""
+        """The place at which each slot of `whole` is read [batch, kv_heads, slots]."""
         moved = self._moved
         return torch.cat([moved, self.whole.position[:, :, moved.shape[2] :]], dim=2)
 
     @cached_property
     def _front(self) -> tuple[Tensor, Tensor]:
-        """Places of the front in the stream, rising, and by how much each is moved."""
+        """The places of the front in the stream, rising, and how far each is moved."""
         moved = self._moved
         position = self.whole.position[:, :, : moved.shape[2]]
         ordered, order = position.sort(dim=2)
         return ordered, (moved - position).gather(2, order)
 
     def _shift(self, position: Tensor) -> Tensor:
-        """By how much attention moves the tokens of these places [batch, kv_heads, n], int64."""
+        """Return how far attention moves the tokens of these places [batch, kv_heads, n], int64."""
         if not self._moved.shape[2]:
             return torch.zeros_like(position)
-        return _found(position, *self._front)
+        return _look_up(position, *self._front)
 
     def _begins(self, position: Tensor) -> Tensor:
-        """How far to turn back what stands at these places [batch, kv_heads, n], int64.
+        """Return the rotation to undo at these places [batch, kv_heads, n], int64.
 
-        On three axes, where a layer keeps where words and images begin, that is the number; of a
-        query whose token is gone, that of the next older token and the words since.
+        On three axes it is the place where the token's word or image begins; for a query whose
+        token is gone, that of the next older token and the words since.
         """
         span = self.whole.span
         if span is None:
@@ -381,10 +382,10 @@ class ObservedAttention:
         return position + drift.gather(2, at.clamp_min(0))
 
     def _query_shift(self, position: Tensor) -> Tensor | None:
-        """By how much queries are moved up [batch, kv_heads, n]; None if none is.
+        """Return how far queries are moved up [batch, kv_heads, n]; None if none is.
 
-        Between the front's newest older and oldest newer token there is no gap in the frame, so a
-        query stands right before the newer one.
+        The frame has no gap between two neighbors of the front, so a query whose token is gone is
+        read right before the next newer token.
         """
         if not self.positions.rolling:
             return None
@@ -399,17 +400,17 @@ class ObservedAttention:
 
     @property
     def _first_of_run(self) -> Tensor:
-        """Where the unbroken run of newest tokens begins [batch, kv_heads, 1], int64."""
+        """The place where the unbroken run of newest tokens begins [batch, kv_heads, 1], int64."""
         unmoved = len(self.whole) - self._moved.shape[2]
         return (self.next - unmoved)[:, None, None].expand(-1, self._moved.shape[1], -1)
 
-    def _turned_queries(self, queries: Tensor, by: Tensor) -> Tensor:
+    def _rotate_queries(self, queries: Tensor, by: Tensor) -> Tensor:
         group = queries.shape[2]
         by = by[:, :, None].expand(-1, -1, group, -1)
         return self.rotate_keys(queries.flatten(1, 2), by.flatten(1, 2)).unflatten(1, (-1, group))
 
-    def _hidden(self, position: Tensor) -> Tensor:
-        """Which slots queries are not to look at [batch, kv_heads, 1, n, slots], bool."""
+    def _find_hidden(self, position: Tensor) -> Tensor:
+        """Find the slots that queries do not see [batch, kv_heads, 1, n, slots], bool."""
         place = self.query_positions[:, None, None, :, None]
         position = position[:, :, None, None]
         hidden = (position > place) | (position < 0)
@@ -418,14 +419,14 @@ class ObservedAttention:
         return hidden
 
     def _bias(self) -> Tensor:
-        """Who sees whom, and the layer's linear biases [batch, kv_heads, group or 1, n, slots]."""
-        hidden = self._hidden(self.whole.position)
+        """Make the mask and the layer's linear biases [batch, kv_heads, group or 1, n, slots]."""
+        hidden = self._find_hidden(self.whole.position)
         bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)
         alibi = self.positions.alibi
-        return bias if alibi is None else bias + self._tilt(alibi, self._everywhere)
+        return bias if alibi is None else bias + self._alibi_bias(alibi, self._everywhere)
 
-    def _tilt(self, alibi: Alibi, frame: Tensor) -> Tensor:
-        """ALiBi of slots that are read at the places `frame`; as attention counts them."""
+    def _alibi_bias(self, alibi: Alibi, frame: Tensor) -> Tensor:
+        """Compute ALiBi of slots that are read at the places `frame`, as attention does."""
         first: Tensor | int = 0
         if self.positions.rolling and alibi.rounding is not None:
             far = torch.iinfo(frame.dtype).max
@@ -434,8 +435,8 @@ class ObservedAttention:
         return alibi.bias(frame, frame.shape[1], first, self.next[:, None, None] - 1)
 
 
-def _found(position: Tensor, ordered: Tensor, numbers: Tensor) -> Tensor:
-    """The number of each place [batch, kv_heads, n] among `ordered` ones; 0 if it is not there."""
+def _look_up(position: Tensor, ordered: Tensor, numbers: Tensor) -> Tensor:
+    """Look up the number of each place [batch, kv_heads, n] among `ordered` ones; 0 if missing."""
     at = torch.searchsorted(ordered.contiguous(), position.contiguous())
     at = at.clamp_max(ordered.shape[2] - 1)
     return numbers.gather(2, at).where(ordered.gather(2, at) == position, 0)

@@ -1,11 +1,11 @@
-"""Keys that point away from the others stay, exactly: what BalanceKV keeps for needles.
+"""Keys that point away from the others stay: the tokens that BalanceKV keeps exactly for needles.
 
-BalanceKV's needle variant (Kochetkova et al. 2025, section 4.2 and its released code): before
-anything is balanced, tokens whose keys point away from those around them are kept as they are. A
-half holds such a token or does not, and no other speaks for it; the rest are alike, and halves of
-them answer alike. Who stays is no matter of chance, so what is unbiased behind this pool remains
-so. In the released code one layer chooses for all that follow it; here each KV head of each layer
-chooses for itself.
+BalanceKV's needle variant (Kochetkova et al. 2025, arXiv:2502.07861, section 4.2, and its released
+code): before anything is balanced, tokens whose keys point away from those around them are set
+apart. No other token can stand for one of these in a half, while the rest are alike, and halves of
+them give alike outputs. Chance has no part in the choice, so estimates behind this pool stay
+unbiased. In the released code one layer chooses for all that follow it; here each KV head of each
+layer chooses for itself.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weir.errors import WeirError
-from weir.pools.base import Fold, Pool, gather_kept, split
+from weir.pools.base import Fold, Pool, find_not_finite, gather_kept, split
 from weir.pools.ranked import pool_neighbors, select_highest
 from weir.pools.registry import pool
 from weir.slab import Slots
 
 PIECE = 64
-"""Arrivals looked at together; a whole prompt comes in pieces."""
+"""Arrivals compared at a time, for the memory of a whole prompt."""
 
 
 @pool("outliers")
@@ -31,16 +31,16 @@ PIECE = 64
 class Outliers(Pool):
     """Keep the tokens whose keys point away most from the keys that came before them.
 
-    How far a key points away is said by its cosine with the mean of the latest keys, its own among
-    them, as it arrives. Where it is the same, the older token stays. Weights stay as they came.
+    The measure is the cosine of a key with the mean of the latest keys, its own among them, as it
+    arrives. Of equal ones the older token stays. Weights stay as they came.
 
     Attributes:
-        n: how many slots.
-        over: the mean is over about so many keys: each counts 1 / over less than the next. The
+        n: how many tokens are kept.
+        over: about how many keys the mean is over: each counts 1 / over less than the next. The
             authors' code compares a token with a block of 256.
-        dilate: so many neighbors of a token on each side stay as if they pointed away as far; 25
-            in the authors' code. The newest `dilate` tokens wait in the pool for theirs to come.
-        below: who has a larger cosine does not stay, though there may be room; 0 in the authors'
+        dilate: how many neighbors of a token on each side stay as if they pointed away as far; 25
+            in the authors' code. The newest `dilate` tokens wait in the pool for their neighbors.
+        below: the largest cosine of a token that stays, even if there is room; 0 in the authors'
             code. None to keep as many as there are slots.
     """
 
@@ -63,37 +63,36 @@ class Outliers(Pool):
             raise WeirError(f"below of outliers is a cosine, from -1 to 1, not {self.below}")
 
     def slots(self) -> int:
-        """As many as it was given."""
+        """Return the number it was given."""
         return self.n
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """`sum`, the sum of all keys that came, the older the fainter [batch, kv_heads, key_dim],
-        and `away`, 1 less the cosine of each slot's token [batch, kv_heads, n]; both float64.
+        """Make `sum`, the fading sum of all keys that came [batch, kv_heads, key_dim], and `away`,
+        1 less the cosine of each slot's token [batch, kv_heads, n]; both float64.
         """
         batch, heads, _, dim = like.keys.shape
         nothing = like.keys.new_zeros((batch, heads, dim), dtype=torch.float64)
         return {"sum": nothing, "away": nothing.new_zeros((batch, heads, self.n))}
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
-        """Why tensors cannot be its state; see `Pool.wrong_state`."""
-        wrong = [name for name, t in state.items() if not bool(t.isfinite().all())]
-        return f"{wrong[0]} is not finite" if wrong else None
+        """See `Pool.wrong_state`."""
+        return find_not_finite(state)
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Compare arrivals with the mean; both what stays and what flows on lie by age."""
+        """Compare arrivals with the mean; all that stays or flows on has the oldest token first."""
         if len(new) == 0:
             return held, new
         known = fold.state["away"][:, :, : len(held)]
-        fold.state["sum"], away = pointing_away(new, fold.state["sum"], 1 - 1 / self.over)
+        fold.state["sum"], away = measure_away(new, fold.state["sum"], 1 - 1 / self.over)
         both, away = held.join(new), torch.cat([known, away], dim=2)
         order = both.position.argsort(dim=2, stable=True)
         both, away = both.take_sorted(order), away.gather(2, order)
-        stays = self._stays(both, away)
+        stays = self._choose(both, away)
         fold.state["away"] = gather_kept(away, stays, self.n)
         return split(both, stays)
 
-    def _stays(self, slots: Slots, away: Tensor) -> Tensor:
-        """Who stays of tokens that lie by age [batch, kv_heads, slots], bool.
+    def _choose(self, slots: Slots, away: Tensor) -> Tensor:
+        """Choose the tokens that stay [batch, kv_heads, slots], bool, of tokens in order.
 
         By the neighborhood, then by a token's own key, then by age.
         """
@@ -104,16 +103,16 @@ class Outliers(Pool):
         return select_highest(self.n, slots.held, score.masked_fill(newest, torch.inf), away)
 
 
-def pointing_away(new: Slots, total: Tensor, fade: float) -> tuple[Tensor, Tensor]:
-    """How far each key points away from those before it, taken one after the other.
+def measure_away(new: Slots, total: Tensor, fade: float) -> tuple[Tensor, Tensor]:
+    """Measure how far each key points away from those before it, taken one after the other.
 
     Args:
         new: the tokens.
         total: the sum of the keys so far [batch, kv_heads, key_dim], float64.
-        fade: what is left of it when the next key comes.
+        fade: the factor of the sum whenever a key is added.
 
     Returns:
-        (the sum from now on; 1 less the cosine of each key with the sum as it came
+        (the new sum; 1 less the cosine of each key with the sum as it was then
         [batch, kv_heads, slots], between 0 and 2), float64.
     """
     parts = []
@@ -124,6 +123,6 @@ def pointing_away(new: Slots, total: Tensor, fade: float) -> tuple[Tensor, Tenso
         sums = left * (total[:, :, None] + (keys / left).cumsum(dim=2))
         total = sums[:, :, -1]
         cosine = F.cosine_similarity(keys, sums, dim=3, eps=1e-30)
-        # Rounded, so that cosines that differ by the rounding of their sums alone are ties.
+        # Rounded, so that cosines that differ only by the rounding of their sums are ties.
         parts.append((1 - cosine).clamp(0, 2).round(decimals=9))
     return total, torch.cat(parts, dim=2)

@@ -1,7 +1,7 @@
-"""What a parameter may be given, and how its value is written in a policy.
+"""Checks of arguments against the annotations of parameters.
 
-The annotation decides. The reader of policies and the decorators of pools and named policies ask
-here, so that `Sink(2.5)` and the text `sink(2.5)` are refused with the same sentence.
+The parser of policies and the decorators of pools and named policies share them, so that
+`Sink(2.5)` and the text `sink(2.5)` are refused with the same sentence.
 """
 
 from __future__ import annotations
@@ -20,39 +20,46 @@ Make = TypeVar("Make", bound=Callable[..., Any])
 
 
 def argument_hints(make: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a function's parameters, or of those a class is made with."""
+    """Return the annotations of the parameters of a function, or of a class."""
     made_by = make.__init__ if isinstance(make, type) else make  # type: ignore[misc]
     return typing.get_type_hints(made_by)
 
 
 def convert_argument(owner: str, name: str, value: Any, hint: Any) -> Any:
-    """The value as `owner` gets it for its parameter `name`; numbers are Python's own.
+    """Return an argument as its parameter takes it, with numbers as Python's own types.
+
+    Args:
+        owner: the pool or policy, as errors call it.
+        name: the parameter.
+        value: the argument.
+        hint: the annotation of the parameter.
+
 
     Raises:
-        WeirError: it is not what the annotation `hint` asks for.
+        WeirError: it is not what the annotation asks for.
     """
     if not fits(value, hint):
         raise WeirError(f"{name} of {owner} must be {describe_hint(hint)}, not {quote(value)}")
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
-    kinds = _parts(hint)
+    kinds = _split_union(hint)
     if isinstance(value, Integral) and int in kinds:
         return int(value)
     return float(value) if float in kinds else value
 
 
 def check_arguments(make: Make, owner: str) -> Make:
-    """The function, or the class, refusing arguments that its annotations do not allow.
+    """Make a function or class refuse arguments that its annotations do not allow.
 
     Args:
-        make: what is called with the arguments; a class is changed in place.
-        owner: what errors call it.
+        make: the function, or the class, which is changed in place.
+        owner: its name in errors.
     """
     called: Any = make.__init__ if isinstance(make, type) else make  # type: ignore[misc]
     signature = inspect.signature(called)
 
     @functools.wraps(called)
-    def careful(*args: Any, **kwargs: Any) -> Any:
+    def check_and_call(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         wanted = argument_hints(called)
         for name, value in given.arguments.items():
@@ -61,15 +68,15 @@ def check_arguments(make: Make, owner: str) -> Make:
         return called(*given.args, **given.kwargs)
 
     if isinstance(make, type):
-        make.__init__ = careful  # type: ignore[misc]
+        make.__init__ = check_and_call  # type: ignore[misc]
         return make
-    return typing.cast(Make, careful)
+    return typing.cast(Make, check_and_call)
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value can be passed for an annotation; any can where weir does not know it."""
-    if len(_parts(hint)) > 1:
-        return any(fits(value, part) for part in _parts(hint))
+    """Whether a value fits an annotation; an annotation that weir does not know fits any value."""
+    if len(_split_union(hint)) > 1:
+        return any(fits(value, part) for part in _split_union(hint))
     if typing.get_origin(hint) is Literal:
         return value in typing.get_args(hint)
     if hint is float:
@@ -82,9 +89,9 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def describe_hint(hint: Any) -> str:
-    """An annotation in words."""
-    if len(_parts(hint)) > 1:
-        return " or ".join(map(describe_hint, _parts(hint)))
+    """Describe an annotation in words."""
+    if len(_split_union(hint)) > 1:
+        return " or ".join(map(describe_hint, _split_union(hint)))
     if typing.get_origin(hint) is Literal:
         return " or ".join(map(format_value, typing.get_args(hint)))
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
@@ -93,7 +100,7 @@ def describe_hint(hint: Any) -> str:
     return words.get(hint, f"a {getattr(hint, '__name__', hint)}".lower())
 
 
-def _parts(hint: Any) -> tuple[Any, ...]:
-    """The annotations of a union; of any other, itself."""
+def _split_union(hint: Any) -> tuple[Any, ...]:
+    """Return the annotations of a union, or the annotation itself."""
     union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if union else (hint,)

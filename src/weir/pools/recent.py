@@ -1,7 +1,7 @@
 """The window: the newest tokens stay.
 
-The rolling part of StreamingLLM (Xiao et al. 2024, section 3.2); alone, it is window attention
-(Beltagy et al. 2020), the paper's baseline that fails.
+The rolling part of StreamingLLM (Xiao et al. 2024, arXiv:2309.17453, section 3.2). Alone, it is
+window attention (Beltagy et al. 2020, "Longformer"), the baseline that fails in that paper.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ class Recent(Pool):
     """Keep the newest tokens that arrive; older ones flow on.
 
     Attributes:
-        n: how many; `none` for no limit.
+        n: how many tokens are kept; `none` for no limit.
     """
 
+    is_stochastic = False
     keeps_run = True
     in_order = True
 
@@ -33,26 +34,21 @@ class Recent(Pool):
             raise WeirError(f"recent keeps at least 1 token, not {self.n}")
 
     def check(self, before: tuple[Pool, ...]) -> None:
-        """Without a limit, it keeps all that comes: tokens without a gap only."""
+        """Refuse to stand without a limit behind pools that leave gaps."""
         if self.n is None and not all(pool.in_order for pool in before):
             raise WeirError("recent(none) can only follow pools that pass all tokens on in order")
 
     @property
-    def is_stochastic(self) -> bool:
-        """It draws nothing."""
-        return False
-
-    @property
     def ends_pipe(self) -> bool:
-        """Without a limit nothing flows on."""
+        """Whether there is no limit, so that nothing flows on."""
         return self.n is None
 
     def slots(self) -> int | None:
-        """As many slots as tokens are kept."""
+        """Return the number of tokens kept."""
         return self.n
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Append what arrives; the oldest beyond `n` overflow."""
+        """Append the arrivals; the oldest tokens beyond `n` overflow."""
         both = fold.in_order(held, new)
         spill = 0 if self.n is None else max(0, len(both) - self.n)
         return both.part(spill, len(both)), both.part(0, spill)

@@ -1,7 +1,4 @@
-"""How a pool gets its name, and what is refused one.
-
-A pool that is registered can be written in any policy. Knows nothing about what pools do.
-"""
+"""The registry of pools: a registered pool can be written in any policy."""
 
 from __future__ import annotations
 
@@ -19,26 +16,26 @@ POOLS: dict[str, type[Pool]] = {}
 """Every pool by the name it has in a policy."""
 
 WORD = re.compile(r"[^\W\d]\w*")
-"""What a name, and a value that is a word, looks like in a policy."""
+"""The pattern of names, and of values that are words, in a policy."""
 
 WAITING = "new"
-"""What tokens that wait for the next fold go by, where pools are told apart by their names."""
+"""The name of tokens that wait for the next fold, in lists that name the pool of each token."""
 
 CONSTANTS = {"true": True, "false": False, "none": None}
-"""Words that are no names but values, in letters of either case."""
+"""Words that are values and not names, in letters of either case."""
 
 Kind = TypeVar("Kind", bound=type[Pool])
 
 
 def pool(name: str) -> Callable[[Kind], Kind]:
-    """Make a pool known under `name` in policies, and refuse parameters that are no such things.
+    """Register a pool under `name`, and make its class check its arguments.
 
-    The same class may be registered again, as when a cell of a notebook is run twice or a module
-    reloaded: by its module and name, and the later one counts.
+    A class of the same module and name may be registered again, as when a cell of a notebook is run
+    twice or a module is reloaded; the later one counts.
 
     Raises:
-        WeirError: the name cannot be written in a policy or is another pool's; or what is
-            registered is no class of `Pool`, lacks a method, or is no dataclass.
+        WeirError: the name cannot be written in a policy or is another pool's; or the class is no
+            subclass of `Pool`, lacks a method, or is no dataclass.
     """
     check_name(name, "a pool")
     if name == WAITING:
@@ -71,8 +68,8 @@ def check_name(name: Any, what: str) -> None:
     """Refuse a name that a policy cannot be written with.
 
     Args:
-        name: of `what`, "a pool", say.
-        what: is to be called so.
+        name: the name.
+        what: the thing to be called so, such as "a pool".
 
     Raises:
         WeirError: with the reason.
@@ -87,14 +84,14 @@ def check_name(name: Any, what: str) -> None:
 
 
 def check_free(name: str, made: Any, known: Mapping[str, Any], what: str) -> None:
-    """Refuse a name that something else has.
+    """Refuse a name that is taken.
 
     Args:
-        name: as it is to be known.
-        made: what is to be known so, a class or a function; it may take the place of one that was
-            defined in the same module under the same name.
-        known: what is known, by name.
-        what: what each of them is, "a pool", say.
+        name: the name.
+        made: the class or function to be called so; it may replace one that was defined in the same
+            module under the same name.
+        known: the classes or functions that have names.
+        what: the thing to be called so, such as "a pool".
 
     Raises:
         WeirError: the name is taken.
@@ -107,5 +104,5 @@ def check_free(name: str, made: Any, known: Mapping[str, Any], what: str) -> Non
 
 
 def _origin(made: Any) -> tuple[str, str]:
-    """Where a class or function was defined: (module, name within it)."""
+    """Return the module of a class or function, and its name there."""
     return made.__module__, made.__qualname__

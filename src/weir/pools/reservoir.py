@@ -1,11 +1,10 @@
-"""A reservoir: of all tokens that ever left the window, each is kept with the same probability.
+"""A reservoir: every token that ever left the window is kept with the same probability.
 
-"An Experiment of Implementing Reservoir Sampling to StreamingLLM", section 4: when the n-th token
-of the middle comes, it is kept with probability p = s/n and then replaces one of the s old samples,
-each with probability q = 1/s; otherwise it is dropped. This is Algorithm R, so after every step
-each of the n tokens is present with probability s/n. (The code of the paper's Figure 2 samples
-again from what is still cached. That is something else: the older a token, the less likely it is
-to be there.)
+"An Experiment of Implementing Reservoir Sampling to StreamingLLM", section 4: the n-th token of the
+middle is kept with probability p = s/n and then replaces one of the s samples, each with
+probability q = 1/s; otherwise it is dropped. This is Algorithm R, so after every step each of the n
+tokens is present with probability s/n. (The code of the paper's Figure 2 samples again from what is
+still cached, which favors newer tokens.)
 """
 
 from __future__ import annotations
@@ -28,10 +27,11 @@ class Reservoir(Sample):
 
     Attributes:
         n: how many tokens are kept.
-        weighted: each of them counts for (tokens that came in) / n, in numerator and denominator,
-            so that both sums are unbiased; nothing flows on then. Without, weights stay as they
-            came (the paper), and what is dropped or replaced flows on.
-        per_head: one sample for each KV head; otherwise one for all heads of a layer (the paper).
+        weighted: whether each of them counts for (tokens that came) / n, in numerator and
+            denominator, so that both sums are unbiased and nothing flows on. Otherwise weights stay
+            as they came, and dropped and replaced tokens flow on, as in the paper.
+        per_head: whether each KV head has a sample of its own; one for all heads of a layer in the
+            paper.
     """
 
     n: int
@@ -44,18 +44,18 @@ class Reservoir(Sample):
 
     @property
     def heads_agree(self) -> bool:
-        """Unless each draws its own sample."""
+        """Whether all heads have the same sample."""
         return not self.per_head
 
     def slots(self) -> int:
-        """As many slots as tokens are kept."""
+        """Return the number of tokens kept."""
         return self.n
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Let arrivals in, one after the other, all at once.
+        """Admit arrivals as if one after the other.
 
-        One number u in [0, 1) serves both chances of the n-th token of the middle: u < s/n lets it
-        in, and then the whole part of u·n is uniform among the places 0 to s - 1.
+        One number u in [0, 1) serves both chances of the n-th token of the middle: u < s/n admits
+        it, and then the whole part of u·n is uniform among the places 0 to s - 1.
         """
         came = fold.state["came"]
         nth = came[..., None] + new.held.cumsum(dim=2)
@@ -64,7 +64,7 @@ class Reservoir(Sample):
         place = place.masked_fill(nowhere, self.n)
         came = came + new.held.sum(dim=2)
         fold.state["came"] = came
-        # Of several that take the same place one after the other, the last one has it.
+        # Of several arrivals that take the same place, the last one keeps it.
         arrival = torch.arange(len(new), device=place.device).expand_as(place)
         winner = place.new_full((*came.shape, self.n + 1), -1)
         winner = winner.scatter_reduce(2, place, arrival, "amax")[:, :, : self.n]
@@ -78,6 +78,6 @@ class Reservoir(Sample):
         kept = both.take(index)
         if self.weighted:
             return self.stand_for_all(kept, fold), new.part(0, 0)
-        # A head with an empty place, index -1, has lost nothing yet, so slot 0 has not gone there.
+        # A head with an empty place, index -1, has lost no token yet, so clamping to 0 is right.
         gone = torch.ones_like(both.held).scatter_(2, index.clamp_min(0), False)
         return kept, both.only(gone)

@@ -1,9 +1,9 @@
-"""What samples of the middle have in common: their draws, and weights that make them unbiased.
+"""The base of pools that sample: their draws, and weights that make them unbiased.
 
-A sample of n out of N tokens that came in, each with the same chance, gives unbiased sums when
-every token of it counts N/n times. A token that came in with a weight (from a pool that already
-made it stand for others) counts N/n times that. What is remembered is therefore the weight a token
-came with; the factor is put on anew at each fold, so no rounding adds up however long the stream.
+A sample of n out of N tokens, each with the same chance, gives unbiased sums if every token of it
+counts N/n times. A token that arrived with a weight, from a pool that made it stand for others,
+counts N/n times that. The state therefore has the weight each token arrived with, and the factor is
+applied anew at each fold, so that rounding never adds up.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Sample(Pool):
     """A pool that keeps a uniform sample of all that ever came in.
 
     Attributes:
-        weighted: each token kept counts for those that were not, so that both sums of attention are
-            unbiased; nothing flows on. Otherwise weights stay as they came.
-        per_head: each KV head has a sample of its own; otherwise a token is given the same
+        weighted: whether the tokens kept count for those that were not, so that both sums of
+            attention are unbiased and nothing flows on. Otherwise weights stay as they came.
+        per_head: whether each KV head has a sample of its own; otherwise a token is given the same
             number in all heads of a layer.
     """
 
@@ -35,16 +35,16 @@ class Sample(Pool):
 
     @property
     def ends_pipe(self) -> bool:
-        """True with weights: what is kept stands for the rest."""
+        """Whether it is weighted: then its slots stand for everything that came."""
         return self.weighted
 
     @abstractmethod
     def slots(self) -> int | None:
-        """As many slots as tokens are kept."""
+        """Return the number of tokens kept."""
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """`came`, tokens that came in so far [batch, kv_heads], int64; and if the sample is
-        weighted `a` and `b`, the log-weights with which those it keeps did [batch, kv_heads, n].
+        """Make `came`, the tokens that arrived so far [batch, kv_heads], int64; if the sample is
+        weighted also `a` and `b`, the log-weights its tokens arrived with [batch, kv_heads, n].
         """
         shape = like.position.shape[:2]
         state = {"came": like.position.new_zeros(shape)}
@@ -54,7 +54,7 @@ class Sample(Pool):
         return state
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
-        """Why tensors cannot be its state; see `Pool.wrong_state`."""
+        """See `Pool.wrong_state`."""
         if "came" in state and not is_within(state["came"], 0, ahead):
             return "came is not a number of tokens"
         for name in ("a", "b"):
@@ -63,37 +63,39 @@ class Sample(Pool):
         return None
 
     def draw(self, slots: Slots, fold: Fold) -> Tensor:
-        """A uniform number in [0, 1) for each token [batch, kv_heads, slots], float64; the same
-        one whenever it is asked for.
-        """
+        """Draw each token's uniform number, always the same [batch, kv_heads, slots], float64."""
         position = slots.position
         if self.per_head:
             return fold.draws.uniform(0, position)
-        # As one head, so that a token's number does not depend on the head it is in.
+        # All heads as one, so that a token has the same number in each.
         return fold.draws.of_layer().uniform(0, position.flatten(1)[:, None]).view(position.shape)
 
     def came_with(self, held: Slots, fold: Fold) -> Slots:
-        """What is held, with the weights its tokens came in with."""
+        """Return the held slots with the weights their tokens arrived with."""
         if not self.weighted:
             return held
         a, b = (fold.state[name][:, :, : len(held)] for name in ("a", "b"))
         return replace(held, a=a, b=b)
 
     def stand_for_all(self, kept: Slots, fold: Fold) -> Slots:
-        """What is kept, weighed for all that came in; `kept` has the weights its tokens came with.
+        """Weigh the kept slots for everything that arrived.
 
-        Each counts for came / n tokens, or for itself as long as no more than n came.
+        Each token counts for came / n tokens, or for itself while no more than n have come.
+
+        Args:
+            kept: with the weights its tokens arrived with.
+            fold: the fold, whose state has `came`.
         """
         share = fold.state["came"].double() / (self.slots() or 1)
         return self.weigh(kept, share.clamp_min(1.0).log()[..., None], fold)
 
     def weigh(self, kept: Slots, factor: Tensor, fold: Fold) -> Slots:
-        """What is kept, each counting for e^factor times what it came with, which is remembered.
+        """Multiply the weights of the kept slots by e^factor, and remember what they were.
 
         Args:
-            kept: with the weights its tokens came with.
+            kept: with the weights its tokens arrived with.
             factor: [batch, kv_heads, slots or 1], finite where a token is.
-            fold: whose state remembers.
+            fold: the fold, whose state has the weights.
         """
         free = (self.slots() or 0) - len(kept)
         for name in ("a", "b"):

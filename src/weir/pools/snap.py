@@ -2,10 +2,9 @@
 
 SnapKV (Li et al. 2024, "SnapKV: LLM Knows What You Are Looking for Before Generation",
 arXiv:2404.14469), section 4 and Listing 1: at the end of the prompt the attention of the last
-queries, the *observation window*, is summed for each token before the window. Votes are pooled
-over neighboring positions, so that a token that is wanted brings its surroundings along; the
-tokens with the highest pooled votes stay, and so does the window. In a stream, this happens at
-every fold.
+queries, the *observation window*, is summed for each token before the window. These votes are
+pooled over neighboring positions, so that a token stays with its surroundings; the tokens with the
+highest pooled votes stay, and so does the window. In a stream, this happens at every fold.
 """
 
 from __future__ import annotations
@@ -17,37 +16,38 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold, Pool
-from weir.pools.ranked import Ranked, pool_neighbors
+from weir.pools.ranked import Asking, check_kernel, pool_neighbors
 from weir.pools.registry import pool
 from weir.slab import Slots, attention_mass
 
 FRAMES = ("read", "stream")
-"""Where votes are cast: where attention reads keys, or at their places in the stream."""
+"""Places at which votes are cast: where attention reads keys, or those in the stream."""
 
 
 @pool("snap")
 @dataclass(frozen=True)
-class Snap(Ranked):
+class Snap(Asking):
     """Keep the newest tokens, and of the others those the last queries attend to, by KV head.
 
     A vote is the share of its attention that a query gives to a token. It is summed over the last
-    `window` queries and over the query heads of the KV head's group. Tokens of the window cannot
-    be voted for, they stay; where a pool in front of this one holds them, all slots are for others.
-    Where pooled votes are equal, a token's own votes decide, and then its age: the older stays.
-    A token that stands for several receives the votes of all of them; weights travel along.
+    `window` queries and over the query heads of the KV head's group. Tokens of the window stay
+    without votes; if a pool in front of this one holds them, all slots are for others. Of equal
+    pooled votes, a token's own votes decide, and then its age: the older stays. A token that stands
+    for several receives the votes of all of them; weights stay with their tokens.
 
     Attributes:
-        budget: how many tokens are kept, those of the window that come here among them.
+        budget: how many tokens are kept, with those of the window that arrive here.
         window: how many of the last queries vote.
         kernel: over how many neighboring places of the stream votes are pooled, the token's own
             in the middle: an odd number; 1 for none.
-        average: a token gets the average of its neighbors' votes, tokens that are gone counted as
-            none; otherwise their largest.
+        average: whether a token gets the average of its neighbors' votes, tokens that are gone
+            counted as none; otherwise their largest.
         frame: "read": a vote is the attention that the model has paid, with keys where attention
             reads them and everything the query sees in the denominator. "stream": the softmax over
             all tokens that are in the pool or arrive at it, at their places in the stream.
     """
 
+    is_stochastic = False
     needs_shares = False
 
     budget: int
@@ -58,13 +58,7 @@ class Snap(Ranked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window < 1:
-            raise WeirError(f"at least the last query votes in snap, not the last {self.window}")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise WeirError(
-                f"the kernel of snap has a token in its middle, so it is odd and at least 1, not "
-                f"{self.kernel}; the paper's are 5 and 7"
-            )
+        check_kernel("snap", self.kernel)
         if self.frame not in FRAMES:
             raise WeirError(
                 f"the frame of snap is {' or '.join(FRAMES)}, not {self.frame!r}: votes are cast "
@@ -85,22 +79,12 @@ class Snap(Ranked):
                 f"more, a smaller window, or put recent({self.window}) in front"
             )
 
-    @property
-    def is_stochastic(self) -> bool:
-        """It draws nothing."""
-        return False
-
-    @property
-    def needs_queries(self) -> int:
-        """The window's."""
-        return self.window
-
     def fixed(self, before: tuple[Pool, ...]) -> int:
-        """Those of the window that comes here: each layer keeps it whole."""
+        """Return the tokens of the window that arrive here: each layer keeps them all."""
         return self._inside(before)
 
     def _inside(self, before: tuple[Pool, ...]) -> int:
-        """How many tokens of the window come here, and are not held by a pool in front."""
+        """Count the tokens of the window that no pool in front holds."""
         inside = self.window
         for place, earlier in enumerate(before):
             if earlier.keeps_run and all(pool.in_order for pool in before[:place]):
@@ -109,16 +93,16 @@ class Snap(Ranked):
         return max(0, inside)
 
     def score(self, slots: Slots, fold: Fold) -> tuple[Tensor, Tensor]:
-        """(pooled votes, a token's own); the window stays, and has no votes to share."""
+        """Return (pooled votes, a token's own votes); the window stays without votes."""
         in_window = slots.position >= fold.next[:, None, None] - self.window
         votes = self._votes(slots, fold).masked_fill(in_window | ~slots.held, 0.0)
         score = pool_neighbors(votes, slots.position, self.kernel, average=self.average)
         return score.masked_fill(in_window, torch.inf), votes
 
     def _votes(self, slots: Slots, fold: Fold) -> Tensor:
-        """The attention of the window's queries to each slot [batch, kv_heads, slots].
+        """Sum the attention of the window's queries to each slot [batch, kv_heads, slots].
 
-        There is a token too many, so at least as many queries were seen as the window has.
+        There is a token too many, so there were at least as many queries as the window has.
         """
         if self.frame == "read":
             assert fold.read is not None

@@ -1,13 +1,14 @@
-"""A tail that knows how wrong it is: a sample in which a token's chance goes with what it said.
+"""A weighted sample of the tail that estimates its own error.
 
 Priority sampling (Duffield, Lund and Thorup 2007, "Priority sampling for estimation of arbitrary
-subset sums", section 1): a token of weight s draws u and has the priority s / u; the n highest
-stay, and with the highest priority that did not, τ, each counts for max(1, τ / s) of itself. Sums
-over all that came are then unbiased, whatever the weights. That a sample behind what is kept for
-sure also tells its own error, as no choice of the best can, is "error certificates"
-(arXiv:2607.21475); there the sample is drawn once, of a whole prompt. Here weights and random
-numbers of a token never change after it came, and τ only rises, so a stream needs no more memory
-than its slots.
+subset sums", section 1): a token of weight s draws u and has the priority s / u. The n highest
+stay, and with τ the highest priority that did not, each counts max(1, τ / s) times; sums over all
+that came are then unbiased, whatever the weights.
+
+"Error certificates" (arXiv:2607.21475) puts such a sample behind tokens that are kept for sure: it
+estimates its own error, which no selection of the best can. There it is drawn once, of a whole
+prompt. Here the weight and the random number of a token never change after it came, and τ only
+rises, so a stream needs no more memory than its slots.
 """
 
 from __future__ import annotations
@@ -29,20 +30,19 @@ from weir.slab import Slots
 @pool("tail")
 @dataclass(frozen=True)
 class Tail(Sample):
-    """Keep a sample of all that arrives, more often what has said more, weighed to be unbiased.
+    """Keep a sample of all that arrives, with chances by contribution, weighted to be unbiased.
 
-    What a token has said is the attention it received before it came here, times the length of its
-    value; its weight, and with it its chance, is that, but at least `floor` times the mean of all
-    that came so far. Nothing flows on.
+    The contribution of a token is the attention it received before it came here, times the length
+    of its value. Its weight is its contribution, but at least `floor` times the mean of all that
+    came so far. Nothing flows on.
 
     Attributes:
         n: how many tokens are kept.
         attention: whether received attention is in the weight.
         value: whether the length of the value is; with neither, all have the same chance.
-        floor: from 0 to 1; where it is not 0 no token counts for more than about 1 / floor times
-            what it would in a uniform sample.
-        watch: so many of the last queries of each fold say how far off the sample leaves them
-            (`report`); 0 for none.
+        floor: from 0 to 1; above 0 no token counts for more than about 1 / floor times what it
+            would in a uniform sample.
+        watch: how many of the last queries of each fold estimate the error (`report`); 0 for none.
     """
 
     weighted = True
@@ -64,24 +64,24 @@ class Tail(Sample):
 
     @property
     def needs_mass(self) -> bool:
-        """Where attention is in the weight."""
+        """Whether attention is in the weight."""
         return self.attention
 
     @property
     def needs_queries(self) -> int:
-        """Those that are watched."""
+        """The number of watched queries."""
         return self.watch
 
     def slots(self) -> int:
-        """As many slots as tokens are kept."""
+        """Return the number of tokens kept."""
         return self.n
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """Beside what every sample has, float64: `said`, the logarithm of each slot's weight
-        [batch, kv_heads, n]; `threshold`, that of τ, and `sum`, of what all that came have said
-        [batch, kv_heads]. Where queries are watched also `watched`, how many, and `error`, the sum
-        of their relative standard errors [batch, kv_heads], and `until`, tokens seen at the last
-        fold.
+        """Make the state of a sample and, float64: `said`, the logarithm of each slot's weight
+        [batch, kv_heads, n]; `threshold`, the logarithm of τ, and `sum`, the sum of all
+        contributions [batch, kv_heads]. With watched queries also `watched`, their number, `error`,
+        the sum of their relative standard errors, and `until`, the tokens seen at the last fold
+        [batch, kv_heads].
         """
         state = super().state(like)
         none = torch.zeros_like(state["came"], dtype=torch.float64)
@@ -93,7 +93,7 @@ class Tail(Sample):
         return state
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
-        """Why tensors cannot be its state; see `Pool.wrong_state`."""
+        """See `Pool.wrong_state`."""
         if not is_within(state["said"], -MOST_WEIGHT, MOST_WEIGHT):
             return "what a token has said is not a log-weight"
         if not is_within(state["threshold"], -torch.inf, MOST_WEIGHT):
@@ -104,9 +104,9 @@ class Tail(Sample):
         return super().wrong_state(state, held, ahead)
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Draw for what arrives; those of the highest priorities stay, and τ rises to the rest's.
+        """Keep the tokens of the highest priorities; τ rises to the highest of the others.
 
-        A token's number is the same whenever it is asked for, so priorities are not remembered.
+        A token's random number is always the same, so priorities need no state.
         """
         state = fold.state
         old = self.came_with(held, fold)
@@ -129,10 +129,9 @@ class Tail(Sample):
         return self.weigh(kept, factor, fold), new.part(0, 0)
 
     def report(self, state: dict[str, Tensor], row: int) -> dict[str, Any]:
-        """`error`: by how much the sample leaves what the layer answers off, as a share of it.
+        """Return `error`, the relative standard error of the layer's outputs due to the sample.
 
-        The standard error of a watched query's answer over its length, mean over queries and heads
-        of the row so far; None before any was watched.
+        It is the mean over the watched queries and heads of the row so far; None before the first.
         """
         if not self.watch:
             return {}
@@ -140,7 +139,7 @@ class Tail(Sample):
         return {"error": float(state["error"][row].sum()) / watched if watched else None}
 
     def _said(self, new: Slots, fold: Fold) -> Tensor:
-        """The logarithm of each arrival's weight [batch, kv_heads, slots], float64."""
+        """Compute the logarithm of each arrival's weight [batch, kv_heads, slots], float64."""
         said = new.a.new_ones(new.a.shape, dtype=torch.float64)
         if self.attention:
             assert new.mass is not None
@@ -158,12 +157,12 @@ class Tail(Sample):
         return said.clamp_min(torch.finfo(torch.float32).tiny).log()
 
     def _watch(self, held: Slots, came: Slots, fold: Fold) -> None:
-        """Add up the standard errors of the last queries' answers, as the sample was when read.
+        """Add up the standard errors of the last queries' outputs over the sample as it was read.
 
-        Each token was there with the chance π that its weight is the inverse of. So the answer z,
-        a ratio of two sums, has the variance Σ (1 - π) p² |v - z|², with p the share that the token
-        and those it stands for received (Särndal, Swensson and Wretman 1992, sections 5.6 and 5.7;
-        draws taken for independent of each other, as they nearly are).
+        Each token was in the sample with a probability π, the inverse of its weight. So the output
+        z, a ratio of two sums, has the variance Σ (1 - π) p² |v - z|², with p the share of
+        attention that the token and those it stands for received (Särndal, Swensson and Wretman
+        1992, sections 5.6 and 5.7, with draws taken as independent, as they nearly are).
         """
         read = fold.read
         assert read is not None
@@ -172,13 +171,13 @@ class Tail(Sample):
         chance = (came.b - held.b).double().masked_fill(~held.held, 0.0).exp()
         lift = (held.a - held.b).double().masked_fill(~held.held, 0.0).exp()
         value = held.values.double() * lift[..., None]
-        # From differences: a sample of equal values is off by nothing.
+        # Distances from differences, so that a sample of equal values has no error.
         exact = "donot_use_mm_for_euclid_dist"
         off = torch.cdist(answer.flatten(2, 3), value, compute_mode=exact).square().view_as(share)
         variance = ((1 - chance)[:, :, None, None] * share.square() * off).sum(dim=-1)
         length = answer.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
         error = variance.sqrt() / length
-        # What was asked before the last fold was counted there, of the sample that it read.
+        # Queries from before the last fold were counted then, over the sample that they read.
         back = torch.arange(error.shape[3], 0, -1, device=error.device)
         new = back <= (fold.seen[:, None] - fold.state["until"])[..., None]
         new = new[:, :, None].expand_as(error)

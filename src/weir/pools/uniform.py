@@ -1,8 +1,9 @@
 """Uniform sampling: the baseline that BalanceKV and others are measured against.
 
-BalanceKV (Kochetkova et al. 2025), section 4.1 and appendix B.1, "independent uniform sampling": a
-share of the tokens between the first and the newest is chosen uniformly at random. By rate, each
-token is kept with that probability; by budget, so many of all that came are, each with the same.
+BalanceKV (Kochetkova et al. 2025, arXiv:2502.07861), section 4.1 and appendix B.1, "independent
+uniform sampling": a share of the tokens between the first and the newest is chosen uniformly at
+random. By rate, each token is kept with that probability; by budget, that many of all that came are
+kept, each with the same probability.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from weir.slab import Slots
 @pool("uniform")
 @dataclass(frozen=True)
 class Uniform(Sample):
-    """Keep a uniform sample of all that arrives, so many tokens or a share of them.
+    """Keep a uniform sample of all that arrives: a number of tokens, or a share of them.
 
     Attributes:
         n: how many tokens are kept; or
-        rate: the probability with which each is kept. The pool then has no limit: it grows with
-            the stream, at this rate.
-        weighted: each token kept counts for (tokens that came in) / n, or for 1 / rate, in
-            numerator and denominator, so that both sums are unbiased; nothing flows on then.
-            Without, weights stay as they came, and what is not kept flows on.
-        per_head: one sample for each KV head; otherwise one for all heads of a layer.
+        rate: the probability with which each token is kept. The pool then has no limit: it grows
+            with the stream, at this rate.
+        weighted: whether each token kept counts for (tokens that came) / n, or for 1 / rate, in
+            numerator and denominator, so that both sums are unbiased and nothing flows on.
+            Otherwise weights stay as they came, and other tokens flow on.
+        per_head: whether each KV head has a sample of its own; otherwise all heads of a layer share
+            one.
     """
 
     n: int | None = None
@@ -54,19 +56,19 @@ class Uniform(Sample):
 
     @property
     def ends_pipe(self) -> bool:
-        """With weights, as every sample; so does a rate of 1, which keeps all."""
+        """Whether it is weighted, or its rate is 1, which keeps everything."""
         return super().ends_pipe or self.rate == 1
 
     def slots(self) -> int | None:
-        """As many slots as tokens are kept; no limit by rate."""
+        """Return the number of tokens kept; None, no limit, by rate."""
         return self.n
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """By budget and weighted, as every sample; otherwise draws are all there is to know."""
+        """Make the state of a weighted sample by budget; other samples need none."""
         return super().state(like) if self.weighted and self.n is not None else {}
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """By rate, keep those whose number is below it; by budget, those of the lowest numbers."""
+        """Keep the tokens whose number is below the rate, or the `n` of the lowest numbers."""
         if self.rate is not None:
             return self._by_rate(self.rate, held, new, fold)
         if self.weighted:

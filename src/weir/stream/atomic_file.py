@@ -1,9 +1,9 @@
-"""A file that is written anew: whole or not at all, and nothing is left of a write that was killed.
+"""Atomic replacement of a file, which also clears what killed writes have left.
 
-What is new is written in a folder of its own beside the file, `NAME.xxxxxxxx.part`, and then takes
-the file's place. Whoever writes holds a lock on that folder, which the system drops with the
-process; so a folder that nobody has locked is what a killed process left, and the next write to the
-same file clears it. Knows nothing about what is written.
+The new file is written in a folder of its own beside the old one, `NAME.xxxxxxxx.part`, and then
+takes its place. The writer holds a lock on that folder, which the system drops with the process; so
+a folder without a lock was left by a killed process, and the next write to the same file clears it.
+Knows nothing about what is written.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ PART = ".part"
 
 @contextmanager
 def replace_atomically(path: Path) -> Iterator[Path]:
-    """Where to write what takes the place of `path` when the block ends without an error.
+    """Yield the path of a file that replaces `path` when the block ends without an error.
 
     Several processes may write to one path at once: the last to end is the one that stays.
 
     Raises:
-        OSError: it cannot be written there, or something that is no file stands in its place.
+        OSError: it cannot be written there, or the old path is no file.
     """
     _clear(path)
     folder, lock = _own_folder(path)
@@ -44,13 +44,13 @@ def replace_atomically(path: Path) -> Iterator[Path]:
 
 
 def _own_folder(path: Path) -> tuple[Path, int]:
-    """A new folder beside `path`, and the descriptor that holds its lock."""
+    """Make a folder beside `path`, and return it with the descriptor that holds its lock."""
     while True:
         folder = tempfile.mkdtemp(prefix=f"{path.name}.", suffix=PART, dir=path.parent)
         # Another process may find and clear the folder before the lock is there: then once more.
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(folder, os.O_RDONLY)
-            with contextlib.suppress(OSError):  # a file system without locks: nobody clears there
+            with contextlib.suppress(OSError):  # without locks, nothing is cleared either
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if os.path.exists(folder):
                 return Path(folder), lock
@@ -58,7 +58,7 @@ def _own_folder(path: Path) -> tuple[Path, int]:
 
 
 def _clear(path: Path) -> None:
-    """Remove the folders of writes to `path` that never ended and that nobody goes on with."""
+    """Remove the folders of killed writes to `path`."""
     name = re.compile(re.escape(path.name) + r"\.[a-z0-9_]{8}" + re.escape(PART))
     with contextlib.suppress(OSError):
         for left in [entry.path for entry in os.scandir(path.parent) if name.fullmatch(entry.name)]:

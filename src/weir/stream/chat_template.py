@@ -1,7 +1,8 @@
-"""What is said to a model, as ids: a whole conversation, or only what comes after an answer.
+"""Chat templates: the ids of a whole conversation, or of the messages after an answer.
 
-Templates rewrite the past and tokenizers write a text otherwise than a model said it, so what was
-fed is never rendered again: only what is new is. Knows nothing about streams.
+Templates rewrite earlier messages, and a tokenizer may split a text into other tokens than the
+model generated. So tokens that were fed are never rendered again; only new messages are. Knows
+nothing about streams.
 """
 
 from __future__ import annotations
@@ -16,22 +17,21 @@ from transformers import PreTrainedTokenizerBase
 from weir.errors import WeirError, shorten
 
 ANSWER = "an-answer-that-stands-for-all"
-"""What the model is pretended to have said where a template is asked for the turn after."""
+"""A made-up answer, to render the turn that comes after any answer."""
 
 SYSTEM = ("system", "developer")
-"""Roles whose messages say how all others are to be answered."""
+"""Roles of instructions, which come before the conversation."""
 
 
 class ChatTemplate:
-    """Renders turns of a conversation for one model.
+    """Renders messages of a conversation as ids for one model.
 
-    With a chat template, a turn is the text that the template adds for it. A model without one
-    continues a text: that of all messages, each in a line of its own.
+    A model without a chat template continues the text of all messages, each on a line of its own.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the tokenizer of the model.
         ends: the tokens that end an answer.
-        tools: functions that the template is to tell the model of, as JSON schemas.
+        tools: functions that the model may call, as JSON schemas.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ChatTemplate:
         self._tools = tools
 
     def with_tools(self, tools: Sequence[dict[str, Any]]) -> ChatTemplate:
-        """The same for a conversation with tools."""
+        """Return the same template for a conversation with tools."""
         return ChatTemplate(self._tokenizer, self._ends, tools)
 
     @property
@@ -54,7 +54,7 @@ class ChatTemplate:
         return self._tokenizer.chat_template is not None
 
     def whole(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """The ids of a conversation from its beginning, up to where the model is to answer.
+        """Render a conversation from its beginning, up to where the model is to answer.
 
         Args:
             messages: each with its "role" and "content".
@@ -68,14 +68,14 @@ class ChatTemplate:
         return self._encode(render_chat(self._tokenizer, messages, tools=self._tools))
 
     def after(self, messages: Sequence[dict[str, Any]], last: int | None) -> list[int] | None:
-        """The ids of messages that come after an answer, up to where the model is to answer again.
+        """Render messages that come after an answer, up to where the model is to answer again.
 
         Args:
             messages: as for `whole`.
-            last: the last token of the answer before them; None where it is not known.
+            last: the last token of the answer before them; None if it is not known.
 
         Returns:
-            None where the template hides earlier answers, so that nothing can be gone on with.
+            Their ids; None if the template hides earlier answers, so that none can be continued.
 
         Raises:
             WeirError: the template refuses them.
@@ -85,39 +85,40 @@ class ChatTemplate:
             said = [] if last is None else [last]
             ended = str(self._tokenizer.decode(said)).endswith("\n")
             return self._encode(text if ended else f"\n{text}")
-        # What comes after an answer does not depend on the turns before it: a short pretended
-        # history stands for the real one, however long that is.
+        # What comes after an answer does not depend on the turns before it, so a short made-up
+        # history takes the place of the real one.
         history = [{"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}]
         text = render_chat(self._tokenizer, [*history, *messages], tools=self._tools)
         _, found, after = text.partition(ANSWER)
-        return self._without_end(self._encode(after), last) if found else None
+        return self._drop_end(self._encode(after), last) if found else None
 
     def beginning(self, messages: Sequence[dict[str, Any]], ids: Sequence[int]) -> int:
-        """How many ids of a conversation come before the first words that are not the system's.
+        """Count the ids of a conversation before the first words that are not instructions.
 
-        Those are the start token, the system turn, the tools it names, and what the template puts
-        in front of a user's words.
+        They are the start token, the system turn, the tools, and the template's tokens in front of
+        a user's words.
 
         Args:
             messages: as for `whole`.
-            ids: what `whole` made of them.
+            ids: their ids, from `whole`.
         """
-        first = next((i for i, it in enumerate(messages) if it["role"] not in SYSTEM), None)
+        roles = [message["role"] for message in messages]
+        first = next((i for i, role in enumerate(roles) if role not in SYSTEM), None)
         words = "" if first is None else messages[first]["content"] or ""
-        # The same conversation with other words: what both begin with is not the words'.
+        # The ids that it shares with the same conversation in other words are not of the words.
         other = {"role": "user", "content": "x" if words.lstrip().startswith("0") else "0"}
         try:
-            return _alike(ids, self.whole([*messages[:first], other]))
+            return _count_common(ids, self.whole([*messages[:first], other]))
         except WeirError:
-            return 0  # nobody knows, where a template does not take a system turn and a user's
+            return 0  # not known: the template does not take a system turn and a user's
 
     def header(self, ids: Sequence[int]) -> int:
-        """How many of the last ids are what the template puts between last words and an answer.
+        """Count the last ids that the template puts between the last words and an answer.
 
         Args:
             ids: from `whole` or `after`.
         """
-        return _alike(ids[::-1], self._header[::-1])
+        return _count_common(ids[::-1], self._header[::-1])
 
     @cached_property
     def _header(self) -> list[int]:
@@ -129,8 +130,8 @@ class ChatTemplate:
             return []
         return self._encode(text.partition(ANSWER)[2])
 
-    def _without_end(self, ids: list[int], last: int | None) -> list[int]:
-        """A turn without the end of the answer before it, if the model has said that itself."""
+    def _drop_end(self, ids: list[int], last: int | None) -> list[int]:
+        """Drop the end of the answer before a turn, if the model has generated it itself."""
         place = next((i for i, token in enumerate(ids) if token in self._ends), None)
         if place is None or last not in self._ends:
             return ids
@@ -141,8 +142,8 @@ class ChatTemplate:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _alike(ids: Sequence[int], others: Sequence[int]) -> int:
-    """How many ids two lists begin with alike."""
+def _count_common(ids: Sequence[int], others: Sequence[int]) -> int:
+    """Count the ids that two lists have in common at their beginning."""
     pairs = enumerate(zip(ids, others, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(ids), len(others)))
 
@@ -154,14 +155,14 @@ def render_chat(
     add_generation_prompt: bool = True,
     tools: Sequence[dict[str, Any]] = (),
 ) -> str:
-    """A conversation as the text that a model's chat template makes of it.
+    """Render a conversation as text with a model's chat template.
 
     Args:
-        tokenizer: of the model; it has a template.
-        turns: each with its "role" and "content".
-        add_generation_prompt: end where the model is to answer; otherwise the last turn is left
-            open, to be gone on with.
-        tools: functions that the model is told of, as JSON schemas.
+        tokenizer: the tokenizer of the model; it has a template.
+        turns: messages, each with its "role" and "content".
+        add_generation_prompt: whether the text ends where the model is to answer; otherwise the
+            last turn is left open, to be continued.
+        tools: functions that the model may call, as JSON schemas.
 
     Raises:
         WeirError: the template refuses them, as those do that want roles to alternate.

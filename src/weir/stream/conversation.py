@@ -1,7 +1,7 @@
-"""A conversation over one `Stream`: only what is new is ever fed.
+"""A conversation over one `Stream`: only new tokens are ever fed.
 
-The history lives in the cache, not here, so a conversation of any length takes no more memory than
-a short one. Knows nothing about terminals.
+The history is in the cache alone, so a conversation of any length takes no more memory than a short
+one. Knows nothing about terminals.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ logits, the second from the first step, which may be compiled."""
 
 
 class Conversation:
-    """ChatTemplate of a user and a model.
+    """Turns of a user and a model.
 
-    With a chat template, each turn is the text the template adds for it. A model without one simply
-    continues what was said, up to the end of a paragraph. In front of the first turn stand the
-    tokens of a learnable sink, where the model has one, whatever the template says. A policy that
-    keeps a stream's beginning (`pinned`) is told where that ends: before the user's first words.
+    With a chat template, each turn is the text the template adds for it. A model without one
+    continues the text, up to the end of a paragraph. The tokens of a learnable sink, if the model
+    has one, come before the first turn, whatever the template says. A policy that keeps a stream's
+    beginning (`pinned`) is given its end: before the user's first words.
 
     Args:
-        stream: where it takes place; a restored one goes on.
-        tokenizer: of the stream's model.
-        system: what the model is told before the first turn; it stays for good only under a policy
-            that keeps the beginning.
+        stream: the stream; a restored one continues its conversation.
+        tokenizer: the tokenizer of the stream's model.
+        system: the system message; it stays for good only under a policy that keeps the beginning.
 
     Attributes:
         rate: tokens per second of the last answer, after its first step, in which a model whose
@@ -59,7 +58,7 @@ class Conversation:
 
         Args:
             text: what the user says.
-            max_new_tokens: of the answer; at most so many.
+            max_new_tokens: the most tokens of the answer.
             sampling: temperature, top_k, top_p, repetition_penalty, as for `Stream.generate`.
 
         Raises:
@@ -89,7 +88,7 @@ class Conversation:
                 return
 
     def turn(self, text: str) -> list[int]:
-        """The ids of one turn of the user, and of what makes the model answer.
+        """Return the ids of a turn of the user, up to where the model is to answer.
 
         Raises:
             WeirError: the text cannot be written in UTF-8.
@@ -109,11 +108,11 @@ class Conversation:
         return ChatTemplate(self.tokenizer, self.stream.ends)
 
     def _feed(self, text: str, ids: list[int]) -> None:
-        """Feed a turn; a policy that keeps the beginning and a turn's header is told where it is.
+        """Feed a turn, with marks for a policy that keeps the beginning and a turn's header.
 
         Args:
-            text: what the user says.
-            ids: the turn.
+            text: the user's words.
+            ids: the ids of the turn.
         """
         cache = self.stream.cache
         if cache is None or not any(pipe.needs_marks for pipe in self.stream.policy.pipes):
@@ -131,7 +130,7 @@ class Conversation:
         self.stream.feed(ids)
 
     def load(self, path: str | Path) -> None:
-        """Go on with a saved stream.
+        """Continue a saved stream.
 
         Raises:
             WeirError: the file is missing, damaged or of another model.
@@ -145,13 +144,13 @@ def count_beginning(
     system: str | None = None,
     text: str = "x",
 ) -> int:
-    """How many tokens of a conversation come before the user's first words.
+    """Count the tokens of a conversation before the user's first words.
 
-    Those are what the model is told first, and what the template and a learnable sink put there.
+    They are the system message, and the tokens of the template and of a learnable sink.
 
     Args:
-        model, tokenizer: who answers.
-        system: what the model is told first.
+        model, tokenizer: the model and its tokenizer.
+        system: the system message.
         text: the user's first words.
 
     Raises:
@@ -163,11 +162,11 @@ def count_beginning(
 
 
 def _opening(system: str | None, text: str) -> list[dict[str, str]]:
-    """The messages of a conversation that begins with a user's words."""
+    """Return the messages of a conversation that begins with a user's words."""
     told = [] if system is None else [{"role": "system", "content": system}]
     return [*told, {"role": "user", "content": text}]
 
 
 def _opened(model: PreTrainedModel, ids: list[int]) -> list[int]:
-    """The ids of a whole conversation, behind those of a learnable sink."""
+    """Return the ids of a whole conversation, behind those of a learnable sink."""
     return sink_of(transformers_model(model).config).first(ids)

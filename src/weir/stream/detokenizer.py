@@ -1,6 +1,7 @@
-"""An answer as text while its tokens come: whole characters only, and up to a text that ends it.
+"""Incremental detokenization: an answer as text while its tokens arrive, up to a stop text.
 
-A token costs the same however long the answer is already. Knows nothing about models or streams.
+Only whole characters are returned, and a token takes the same time however long the answer is.
+Knows nothing about models or streams.
 """
 
 from __future__ import annotations
@@ -10,27 +11,26 @@ from collections.abc import Collection, Sequence
 from transformers import PreTrainedTokenizerBase
 
 PARTIAL = "\ufffd"
-"""What a tokenizer writes for bytes that are no character, or none yet."""
+"""The character that tokenizers write for bytes that are no character, or not yet."""
 LONGEST = 16
-"""Tokens that may stay without a character; more are none, since a character has four bytes."""
+"""Tokens to wait for a character; a character has four bytes, so more tokens make none."""
 
 
 class Detokenizer:
     """The text of one answer, a piece for each token.
 
-    A piece has whole characters only, leaves special tokens out, and holds back what may be the
-    beginning of a stop. All pieces together are what the tokenizer makes of all tokens at once;
-    where it makes something else of earlier tokens when later ones come, what was given out stays.
+    A piece has whole characters only, without special tokens, and text that may be the beginning of
+    a stop is held back. All pieces together are the tokenizer's text of all tokens at once; if
+    later tokens change the text of earlier ones, the text already returned stays.
 
     Args:
-        tokenizer: of the model that answers.
-        stops: texts that end the answer and are no part of it; the empty text is none.
+        tokenizer: the tokenizer of the model.
+        stops: texts that end the answer and are no part of it; empty ones are ignored.
         kept: special tokens that are part of the text.
 
     Attributes:
-        special: tokens that add nothing unless they are kept, such as those of a template, and
-            what they say.
-        stopped: whether a stop has come; tokens after it add nothing.
+        special: the special tokens and their texts.
+        stopped: whether a stop has come; later tokens add nothing.
     """
 
     def __init__(
@@ -45,28 +45,28 @@ class Detokenizer:
         special = tokenizer.added_tokens_decoder.items()
         self.special = {token: how.content for token, how in special if how.special}
         self._kept = frozenset(kept)
-        # Tokenizers write a token after others in another way than at the beginning (spaces, most
-        # of all), so those of the last piece are decoded again in front of what comes.
+        # Tokenizers decode a token behind others otherwise than alone (spaces, most of all), so the
+        # tokens of the last piece are decoded again in front of the new ones.
         self._before: list[int] = []
         self._open: list[int] = []
-        self._given = ""  # of the text of `_before` and `_open`, what `_decoded` has returned
+        self._given = ""  # the returned part of the text of `_before` and `_open`
         self._held = ""  # text that may be the beginning of a stop
 
     def add(self, token: int) -> str:
-        """The text that one more token adds; often none, where a character takes several."""
+        """Return the text that one more token adds; empty while a character is incomplete."""
         if self.stopped:
             return ""
         if token in self.special:
-            return self._until_stop(self.special[token]) if token in self._kept else ""
-        return self._until_stop(self._decoded(token))
+            return self._release(self.special[token]) if token in self._kept else ""
+        return self._release(self._complete(token))
 
     def end(self) -> str:
-        """No token comes any more: the text held back because a stop might have been coming."""
+        """End the answer, and return the text held back as the beginning of a stop."""
         held, self._held = self._held, ""
         return held
 
-    def _decoded(self, token: int) -> str:
-        """The whole characters that a token completes."""
+    def _complete(self, token: int) -> str:
+        """Return the whole characters that a token completes."""
         self._open.append(token)
         text = self._decode([*self._before, *self._open])
         late = len(self._open) >= LONGEST
@@ -82,8 +82,8 @@ class Detokenizer:
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def _until_stop(self, new: str) -> str:
-        """What of the text held back and the new text can be given out."""
+    def _release(self, new: str) -> str:
+        """Return the part of the held and the new text that belongs to no stop."""
         text = self._held + new
         before = cut_at_stop(text, self._stops)
         if len(before) < len(text):
@@ -97,10 +97,10 @@ class Detokenizer:
 def describe_tokens(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]
 ) -> list[tuple[str, bool]]:
-    """What each token says by which text, and whether it is a special token.
+    """Return the text of each token, and whether it is a special token.
 
-    A character that takes several tokens is said by the last of them, and what no page can show,
-    such as NUL, by U+FFFD.
+    A character of several tokens is the text of the last of them. Characters that cannot be shown,
+    such as NUL, become U+FFFD.
     """
     text = Detokenizer(tokenizer)
     found = []
@@ -115,12 +115,12 @@ def describe_tokens(
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """A text up to where the first of the stops in it begins; the empty stop is none."""
+    """Cut a text where the first of the stops in it begins; empty stops are ignored."""
     found = [text.find(stop) for stop in stops if stop]
     return text[: min((at for at in found if at >= 0), default=len(text))]
 
 
 def count_stop_prefix(text: str, stop: str) -> int:
-    """How many characters at the end of a text may be the beginning of a stop."""
+    """Count the characters at the end of a text that may be the beginning of a stop."""
     sizes = range(min(len(text), len(stop) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)

@@ -1,6 +1,7 @@
-"""Token ids as people have them: lists, arrays, tensors, what a tokenizer returned.
+"""Inputs of a stream: token ids in any form, embeddings in their place, or a processor's output.
 
-Knows nothing about models or streams.
+Ids come as lists, arrays, tensors or a tokenizer's output. Embeddings are vectors as the decoder
+reads them: of words, of pieces of an image, or learned ones. Knows nothing about caches.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ NOTHING = "zero tokens were fed; a stream needs at least one"
 
 
 def read_ids(given: Tokens | None, vocabulary: int) -> Tensor:
-    """Token ids, checked.
+    """Check token ids, and return them as a tensor.
 
     Args:
         given: ids [length] or [batch, length], or what a tokenizer returned, without padding; None
@@ -65,7 +66,7 @@ def read_ids(given: Tokens | None, vocabulary: int) -> Tensor:
 
 
 def pieces_of(given: Iterator[int], size: int) -> Iterator[list[int]]:
-    """The ids that an iterator yields, `size` at a time and never more ahead.
+    """Yield the ids of an iterator in pieces of `size`, never reading further ahead.
 
     Raises:
         WeirError: it yields something else, or nothing at all.
@@ -79,7 +80,7 @@ def pieces_of(given: Iterator[int], size: int) -> Iterator[list[int]]:
 
 
 def _index(token: Any) -> int:
-    """An id, of whatever kind of whole number."""
+    """Return an id as an int, from any kind of whole number."""
     with contextlib.suppress(TypeError):  # a tensor has `__index__`, and not always an index
         if not isinstance(token, bool):
             return operator.index(token)
@@ -87,7 +88,7 @@ def _index(token: Any) -> int:
 
 
 def read_stops(given: int | Sequence[int]) -> set[int]:
-    """The ids of tokens that end an answer, from one or several.
+    """Return the ids of tokens that end an answer, from one or several.
 
     Raises:
         WeirError: they are no ids.
@@ -102,12 +103,12 @@ def read_stops(given: int | Sequence[int]) -> set[int]:
 
 
 def is_count(value: object) -> bool:
-    """Whether it is a whole number from 0 on."""
+    """Whether a value is a whole number from 0 on."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
 def _tensor(given: Any) -> Tensor:
-    """Numbers as a tensor.
+    """Make a tensor of numbers.
 
     Raises:
         WeirError: they are none, or rows of them have different lengths.
@@ -123,7 +124,7 @@ def _tensor(given: Any) -> Tensor:
 
 
 def _of_tokenizer(given: Mapping[str, Any]) -> Any:
-    """The ids of what a tokenizer returned.
+    """Take the ids from a tokenizer's output.
 
     Raises:
         WeirError: it has none, or some of them are padding.
@@ -140,18 +141,18 @@ def _of_tokenizer(given: Mapping[str, Any]) -> Any:
 
 
 NO_ID = -1
-"""Stands for the id of a token that was fed as an embedding without one."""
+"""In place of the id of a token that was fed as an embedding without one."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tokens on their way to the model.
+    """Checked inputs of the model.
 
     Attributes:
         ids: [batch, length], int64; `NO_ID` where a token has none.
-        embeddings: what the decoder reads in place of the ids [batch, length, width], or None.
-        offsets: of a model with three axes, where each stands within its word or image [batch,
-            length, 5]; None for words.
+        embeddings: vectors in place of the ids [batch, length, width], or None.
+        offsets: for a model with three axes, the place of each token within its word or image
+            [batch, length, 5]; None for words.
     """
 
     ids: Tensor
@@ -168,7 +169,7 @@ class Inputs:
 
     @property
     def last(self) -> list[int | None]:
-        """The last token of each row; None where it has no id."""
+        """The last token of each row; None if it has no id."""
         return [None if token == NO_ID else token for token in self.ids[:, -1].tolist()]
 
     @property
@@ -181,13 +182,13 @@ class Inputs:
         return {"inputs_embeds": self.embeddings, OFFSETS: self.offsets}
 
     def part(self, start: int, stop: int) -> Inputs:
-        """The tokens from `start` to `stop`, exclusive."""
+        """Return the tokens from `start` to `stop`, exclusive."""
         embeddings = None if self.embeddings is None else self.embeddings[:, start:stop]
         within = None if self.offsets is None else self.offsets[:, start:stop]
         return Inputs(self.ids[:, start:stop], embeddings, within)
 
     def to(self, device: torch.device) -> Inputs:
-        """The same on another device."""
+        """Return the same on another device."""
         moved = None if self.embeddings is None else self.embeddings.to(device)
         within = None if self.offsets is None else self.offsets.to(device)
         return Inputs(self.ids.to(device), moved, within)
@@ -201,27 +202,26 @@ def read_inputs(
     vocabulary: int,
     within: Tensor | None = None,
 ) -> Inputs:
-    """What somebody feeds, checked; images are turned into embeddings.
+    """Check inputs, and make embeddings of images.
 
     Args:
-        given: as for `read_ids`, or what the model's processor returned, with pixels.
-        embeddings: [length, width] or [batch, length, width]; `given` are their ids then, if there
-            are any.
-        model: who is to read it.
-        images: what is known of the model's images.
+        given: as for `read_ids`, or the output of the model's processor, with pixels.
+        embeddings: [length, width] or [batch, length, width]; `given` has their ids, or is None.
+        model: the model that will read them.
+        images: the facts about the model's images; None if it sees none.
         vocabulary: ids run from 0 to this, exclusive.
         within: with embeddings, their offsets [length, 5] or [batch, length, 5]
             (`models.offsets`); None for words.
 
     Raises:
-        WeirError: there is nothing, ids embeddings or offsets are none or not the model's, or
-            images and image tokens do not go together.
+        WeirError: there are none, ids, embeddings or offsets are not the model's, or images and
+            image tokens do not match.
     """
     if embeddings is not None:
         inputs = _with_embeddings(given, embeddings, model, vocabulary)
         if within is None:
             return inputs
-        return replace(inputs, offsets=_checked_offsets(within, inputs, model, images))
+        return replace(inputs, offsets=_check_offsets(within, inputs, model, images))
     if within is not None:
         raise WeirError("offsets are those of embeddings; of ids and images weir makes them itself")
     ids = read_ids(given, vocabulary)
@@ -237,7 +237,7 @@ def read_inputs(
 
 
 def _pictures(given: Tokens | None) -> dict[str, Any]:
-    """What a processor returned beside the ids, if there are pixels among it."""
+    """Return a processor's output beside the ids, if there are pixels in it."""
     if not isinstance(given, Mapping) or all(given.get(name) is None for name in PICTURES):
         return {}
     return {name: it for name, it in given.items() if name not in ("input_ids", "attention_mask")}
@@ -246,7 +246,7 @@ def _pictures(given: Tokens | None) -> dict[str, Any]:
 def _with_embeddings(
     given: Tokens | None, embeddings: Tensor, model: PreTrainedModel, vocabulary: int
 ) -> Inputs:
-    vectors = _checked(embeddings, model)
+    vectors = _check_embeddings(embeddings, model)
     if given is None:
         return Inputs(torch.full(vectors.shape[:2], NO_ID), vectors)
     if isinstance(given, Mapping) and _pictures(given):
@@ -259,8 +259,8 @@ def _with_embeddings(
     return Inputs(ids, vectors)
 
 
-def _checked(embeddings: object, model: PreTrainedModel) -> Tensor:
-    """Embeddings that the model can read [batch, length, width].
+def _check_embeddings(embeddings: object, model: PreTrainedModel) -> Tensor:
+    """Check embeddings, and return them [batch, length, width].
 
     Raises:
         WeirError: they are none, of another width or dtype, or not finite.
@@ -296,10 +296,10 @@ def _checked(embeddings: object, model: PreTrainedModel) -> Tensor:
     return vectors
 
 
-def _checked_offsets(
+def _check_offsets(
     within: object, inputs: Inputs, model: PreTrainedModel, images: Images | None
 ) -> Tensor:
-    """Offsets as `models.offsets` makes them [batch, length, 5], int64.
+    """Check offsets as `models.offsets` makes them, and return them [batch, length, 5], int64.
 
     Raises:
         WeirError: they are not, or the model has one axis.

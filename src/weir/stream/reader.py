@@ -1,7 +1,9 @@
-"""Who reads the tokens of a stream: a model over a cache, or over its window anew.
+"""Readers of a stream's tokens: a model over a cache, or over its window anew for each token.
 
-A stream asks for logits and for what is kept; which of the two answers is none of its business.
-Knows nothing about how texts are cut, scored or continued.
+The second is StreamingLLM's quality oracle, sliding window with re-computation (Xiao et al. 2024,
+Figure 1c): the model reads the last `budget` tokens, or the first tokens of the stream and the last
+that fit, at positions 0 to budget - 1, in plain forwards without any of weir's attention. Knows
+nothing about how texts are cut, scored or continued.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from weir.stream.inputs import Inputs
 
 
 class Reader(ABC):
-    """Reads tokens in order, and keeps of them what it needs to go on.
+    """Reads tokens in order, and keeps what it needs to continue.
 
     Attributes:
-        whole_prompt: the first tokens are to come in one piece, however many they are.
+        whole_prompt: whether the first tokens have to come in one piece, however many they are.
         logits: after the last token of each row [batch, vocabulary]; None before the first.
-        last: the last token of each row, None where it has no id; none before the first.
+        last: the last token of each row, None if it has no id; empty before the first.
     """
 
     whole_prompt = False
@@ -45,46 +47,44 @@ class Reader(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of what is kept between tokens, logits not counted."""
+        """Bytes kept between tokens, logits not counted."""
 
     @abstractmethod
     def read(
         self, piece: Inputs, all_logits: bool, start: int, refused: dict[int, NotFiniteError]
     ) -> Tensor | None:
-        """Read the next tokens of the rows that nothing was refused of.
+        """Read the next tokens of all rows that were not refused.
 
-        Rows that are refused now are added to `refused`, and what stands before the token that is
-        to blame is read.
+        Rows that are refused now are added to `refused`; their tokens before the bad one are read.
 
         Args:
             piece: the tokens.
-            all_logits: logits after every token, not only the last.
+            all_logits: whether to return logits after every token, not only the last.
             start: how many tokens of the call came before the piece.
-            refused: by row, why its tokens are not read any more.
+            refused: by row, the error after which its tokens are no longer read.
 
         Returns:
             Logits [batch, length or 1, vocabulary]; None if no row is left.
 
         Raises:
-            NotFiniteError: the model makes something of the tokens that is no number, and which row
-                is to blame is not told apart.
+            NotFiniteError: the model computes NaN from the tokens, and the row is not known.
         """
 
     @abstractmethod
     def summary(self) -> str:
-        """One line: the policy, tokens seen and bytes."""
+        """Return one line: the policy, tokens seen and bytes."""
 
     @abstractmethod
     def report(self, row: int = 0) -> dict[str, Any]:
-        """The policy, tokens seen, bytes, and what is held of a row layer by layer, if anything."""
+        """Return the policy, tokens seen, bytes, and what each layer holds of a row."""
 
     def take_over(self, other: Reader) -> None:
-        """Go on from where another of the same kind is; that one goes on by itself."""
+        """Take over the state of another reader of the same kind, which keeps its own."""
         self.logits = None if other.logits is None else other.logits.clone()
         self.last = list(other.last)
 
     def keep(self, piece: Inputs, logits: Tensor, without: Collection[int] = ()) -> Tensor:
-        """Remember the last tokens and logits of all rows but `without`; returns the logits."""
+        """Keep the last tokens and logits of all rows but `without`, and return the logits."""
         last, after = piece.last, logits[:, -1].clone()
         if without:
             before = torch.zeros_like(after) if self.logits is None else self.logits
@@ -105,7 +105,7 @@ class CacheReader(Reader):
 
     @property
     def seen(self) -> int:
-        """As the cache says it."""
+        """Tokens so far, as the cache counts them."""
         return max(self.cache.seen, default=0)
 
     @property
@@ -114,15 +114,15 @@ class CacheReader(Reader):
         return self.cache.nbytes
 
     def summary(self) -> str:
-        """As the cache says it."""
+        """Return the cache's summary."""
         return self.cache.summary()
 
     def report(self, row: int = 0) -> dict[str, Any]:
-        """As the cache says it."""
+        """Return the cache's report."""
         return self.cache.report(row)
 
     def take_over(self, other: Reader) -> None:
-        """Go on from where another is, with rows of one's own."""
+        """Take over the state of another reader, with rows of its own."""
         assert isinstance(other, CacheReader)
         super().take_over(other)
         self.cache.put_rows(other.cache.take_rows())
@@ -130,7 +130,7 @@ class CacheReader(Reader):
     def read(
         self, piece: Inputs, all_logits: bool, start: int, refused: dict[int, NotFiniteError]
     ) -> Tensor | None:
-        """As `Reader.read`: a row fails by itself, the others go on."""
+        """See `Reader.read`; a row fails by itself, and the others continue."""
         try:
             logits: Tensor | None = self._forward(piece, all_logits, refused)
         except NotFiniteError:
@@ -155,7 +155,7 @@ class CacheReader(Reader):
         return logits
 
     def _forward(self, piece: Inputs, all_logits: bool, without: Collection[int]) -> Tensor:
-        """The model's logits; rows `without` are fed nothing, and theirs mean nothing."""
+        """Return the model's logits; rows `without` are fed nothing and have none of their own."""
         more: dict[str, Any] = {}
         if not (all_logits or len(piece) == 1):
             more["logits_to_keep"] = 1
@@ -171,7 +171,7 @@ class CacheReader(Reader):
 
 
 AT_ONCE = 8192
-"""Tokens read in one forward; how many windows that is depends on the budget."""
+"""Tokens of one forward; the budget decides how many windows that is."""
 
 
 class Recomputation(Reader):
@@ -182,11 +182,11 @@ class Recomputation(Reader):
     """
 
     def __init__(self, model: PreTrainedModel, policy: Recompute) -> None:
-        """Windows as the policy wants them.
+        """Check that the model can read windows of the policy.
 
         Raises:
-            WeirError: they are longer than the model's own, or the model's attention has not the
-                sink that it was trained with.
+            WeirError: they are longer than the model's own, or its attention lacks the sink that it
+                was trained with.
         """
         config = transformers_model(model).config.get_text_config(decoder=True)
         sink_at_work(config)
@@ -209,12 +209,12 @@ class Recomputation(Reader):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the token ids: all that is kept between tokens."""
+        """Bytes of the token ids, which are all that is kept between tokens."""
         return 0 if self.held is None else self.held.nbytes
 
     @torch.no_grad()
     def forward(self, ids: Tensor, all_logits: bool) -> Tensor:
-        """Logits after the new tokens `ids` [batch, n]: [batch, n, vocabulary], or the last.
+        """Return logits after the new tokens `ids` [batch, n]: [batch, n, vocabulary], or the last.
 
         Raises:
             NotFiniteError: some are no numbers; the window is as it was.
@@ -246,7 +246,7 @@ class Recomputation(Reader):
     def read(
         self, piece: Inputs, all_logits: bool, start: int, refused: dict[int, NotFiniteError]
     ) -> Tensor:
-        """As `Reader.read`; token by token where some logits are no numbers, and all rows alike.
+        """See `Reader.read`; token by token if some logits are NaN, and all rows alike.
 
         Raises:
             NotFiniteError: naming the token; those before it were read.
@@ -267,21 +267,21 @@ class Recomputation(Reader):
             return torch.cat([self.read(it, True, at, refused) for at, it in tokens], dim=1)
 
     def summary(self) -> str:
-        """One line: the policy, tokens seen and bytes."""
+        """Return one line: the policy, tokens seen and bytes."""
         return f"{self.policy}: {self.seen:,} tokens seen, {self.nbytes:,} bytes"
 
     def report(self, row: int = 0) -> dict[str, Any]:
-        """The policy, tokens seen and bytes; nothing is held of any row."""
+        """Return the policy, tokens seen and bytes."""
         return {"policy": str(self.policy), "seen": [self.seen], "bytes": self.nbytes}
 
     def take_over(self, other: Reader) -> None:
-        """Go on from where another is; it goes on by itself."""
+        """Take over the state of another reader, which keeps its own."""
         assert isinstance(other, Recomputation)
         super().take_over(other)
         self.held, self._seen = None if other.held is None else other.held.clone(), other.seen
 
     def _window(self, text: Tensor, end: int) -> Tensor:
-        """The window that ends before `end`, of a `text` [batch, n] that begins with the sinks."""
+        """Return the window before `end` of a `text` [batch, n] that begins with the sinks."""
         if end <= self.budget:
             return text[:, :end]
         last = text[:, end - (self.budget - self.sinks) : end]

@@ -1,6 +1,6 @@
-"""From logits to the next token: the likeliest, or one drawn.
+"""Sampling: from logits to the next token, the likeliest or one drawn.
 
-Knows nothing about models, streams or what a token says.
+Knows nothing about models, streams or the text of tokens.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ MORE = 16
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen.
+    """Parameters of sampling.
 
     Attributes:
         temperature: 0 takes the likeliest token; otherwise logits are divided by it.
         top_k: draw from the likeliest k only; None from all.
         top_p: draw from the likeliest tokens that make up this probability; None from all.
-        min_p: draw from tokens that are at least so likely as this part of the likeliest (Nguyen
-            et al. 2024, "Turning Up the Heat", section 3); None from all.
+        min_p: draw from tokens at least as likely as this share of the likeliest (Nguyen et al.
+            2024, "Turning Up the Heat", section 3); None from all.
 
     Raises:
         WeirError: one of them makes no sense.
@@ -61,27 +61,27 @@ class Sampling:
     def pick(
         self, logits: Tensor, generator: torch.Generator | Sequence[torch.Generator]
     ) -> Tensor:
-        """The next token of each row [rows, 1], int64.
+        """Choose the next token of each row [rows, 1], int64.
 
         A row is the same to the last bit whatever rows are beside it, where it has a generator of
         its own.
 
         Args:
             logits: of the tokens that may come next [rows, vocabulary].
-            generator: of the draws, on the CPU; one for all rows, or one for each. Asked nothing
-                where the temperature is 0.
+            generator: the generator of the draws, on the CPU; one for all rows, or one for each.
+                Not used if the temperature is 0.
 
         Raises:
-            WeirError: the logits are no numbers, so that no token can be drawn; no generator was
-                asked anything.
+            WeirError: the logits are not finite, so that no token can be drawn; no generator has
+                moved.
         """
         temperature = float(min(self.temperature, HOTTEST))
         if temperature == 0:
             return _likeliest(logits)
-        chances = self._limited(_cooled(logits.cpu().float(), temperature)).softmax(dim=-1)
-        return _drawn(chances, generator)
+        chances = self._limit(_cool(logits.cpu().float(), temperature)).softmax(dim=-1)
+        return _draw(chances, generator)
 
-    def _limited(self, logits: Tensor) -> Tensor:
+    def _limit(self, logits: Tensor) -> Tensor:
         """Logits [rows, vocabulary] with -inf for what is not drawn, in transformers' order."""
         if self.top_k is not None:
             least = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
@@ -102,7 +102,7 @@ def _likeliest(logits: Tensor) -> Tensor:
     return torch.from_numpy(logits.numpy().argmax(axis=-1, keepdims=True))
 
 
-def _drawn(chances: Tensor, generator: torch.Generator | Sequence[torch.Generator]) -> Tensor:
+def _draw(chances: Tensor, generator: torch.Generator | Sequence[torch.Generator]) -> Tensor:
     """One draw from each row of `chances` [rows, vocabulary], float32; [rows, 1].
 
     It is `torch.multinomial`'s for one draw, to the last bit: the largest of the chances, each
@@ -116,8 +116,8 @@ def _drawn(chances: Tensor, generator: torch.Generator | Sequence[torch.Generato
     if isinstance(generator, torch.Generator):
         waits.exponential_(generator=generator)
     else:
-        for row, its in zip(waits, generator, strict=True):
-            row.exponential_(generator=its)
+        for row, own in zip(waits, generator, strict=True):
+            row.exponential_(generator=own)
     return _likeliest(torch.div(chances, waits, out=waits))
 
 
@@ -155,7 +155,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _cooled(logits: Tensor, temperature: float) -> Tensor:
+def _cool(logits: Tensor, temperature: float) -> Tensor:
     """Logits [rows, vocabulary], float32, divided by a temperature over 0."""
     if temperature == 1:
         return logits
@@ -167,7 +167,7 @@ def _cooled(logits: Tensor, temperature: float) -> Tensor:
 
 
 def check_penalty(penalty: object) -> None:
-    """Refuse what nothing can be divided by.
+    """Refuse a penalty that is not a number over 0.
 
     Raises:
         WeirError: it is no number over 0.
@@ -178,11 +178,14 @@ def check_penalty(penalty: object) -> None:
 
 
 class RepetitionPenalty:
-    """Tokens that came before, and logits in which they are less likely.
+    """The repetition penalty of CTRL: tokens that came before are made less likely.
+
+    Keskar et al. 2019, "CTRL: A Conditional Transformer Language Model for Controllable
+    Generation", section 4.1, as transformers has it for logits of either sign.
 
     Args:
         penalty: over 1 makes them less likely, 1 leaves them.
-        before: the tokens.
+        before: the tokens that came before.
     """
 
     def __init__(self, penalty: float, before: Iterable[int] = ()) -> None:
@@ -192,13 +195,13 @@ class RepetitionPenalty:
         self._index = torch.tensor(sorted(self._known), dtype=torch.int64)
 
     def add(self, token: int) -> None:
-        """One more has come."""
+        """Add a token that has come."""
         if token not in self._known:
             self._known.add(token)
             self._index = torch.cat([self._index, self._index.new_tensor([token])])
 
     def penalize(self, logits: Tensor) -> Tensor:
-        """Logits with those of the tokens divided where they are positive, multiplied where not.
+        """Divide positive logits of the tokens by the penalty, and multiply negative ones.
 
         Args:
             logits: of the tokens that may come next [..., vocabulary]; they stay as they are.

@@ -85,7 +85,7 @@ class Session:
 
 
 def _anything(value: Any, place: str) -> None:
-    """What is compared as a whole."""
+    """Accept anything: a fact that is compared as a whole."""
 
 
 _MADE_WITH = record(
@@ -105,7 +105,7 @@ _MODEL = record(
 
 
 def _facts(each_row: Kind = _anything, vocabulary: int = FARTHEST, rows: int | None = None) -> Kind:
-    """What the facts of a session are, as far as it is known what its rows are."""
+    """Return the table of a session's facts, with as much as is known of its rows."""
     return record(
         format=integer(FORMAT, FORMAT),
         model=_MODEL,

@@ -26,8 +26,8 @@ from weir.stream.reader import CacheReader, Reader, Recomputation
 from weir.stream.sampling import RepetitionPenalty, Sampling, check_penalty
 
 PIECE = 512
-"""Tokens of a forward, which holds the more the longer it is. Beside 512, a prompt in pieces of 256
-takes 1.12 as long, of 1,024 0.96, of 128 1.33 (`weir bench --only prompts`, see docs/speed.md)."""
+"""Tokens per forward; memory grows with it. A prompt in pieces of 256 takes 1.12 times as long as
+in pieces of 512, of 1,024 0.96, of 128 1.33 (`weir bench --only prompts`, see docs/speed.md)."""
 MOST_LOGITS = 1 << 25
 """Logits written out at once, 128 MB in float32."""
 
@@ -290,7 +290,7 @@ class Stream:
                 return
 
     def slots(self, layer: int = 0) -> Contents:
-        """What one layer holds now; see `weir.cache.Contents`.
+        """Return the slots that one layer holds now; see `weir.cache.Contents`.
 
         Raises:
             WeirError: there is no such layer, nothing was fed yet, or nothing is cached.
@@ -298,7 +298,8 @@ class Stream:
         return self._cached().slots(layer)
 
     def holding(self, row: int = 0) -> Holding:
-        """Which tokens of a row are still held, by whom, in all layers; see `weir.cache.Holding`.
+        """Return the tokens of a row that each pool still holds, in all layers; see
+        `weir.cache.Holding`.
 
         Raises:
             WeirError: there is no such row, nothing was fed yet, or nothing is cached.
@@ -380,7 +381,7 @@ class Stream:
 
     @property
     def _vocabulary(self) -> int:
-        """How many token ids the model knows."""
+        """The number of token ids of the model."""
         return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
     def _read_inputs(
@@ -433,6 +434,6 @@ def _check_head(model: object) -> None:
 
 
 def _nll(logits: Tensor, ids: Tensor) -> Tensor:
-    """How surprising `ids` [batch, n] are after logits [batch, n, vocabulary], in nats."""
+    """Compute the loss of `ids` [batch, n] after logits [batch, n, vocabulary], in nats."""
     picked = logits.gather(-1, ids[..., None])[..., 0].float()
     return logits.float().logsumexp(-1) - picked

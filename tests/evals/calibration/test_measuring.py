@@ -16,7 +16,7 @@ def answers(it, newest: int) -> torch.Tensor:
     """What queries get from themselves and so many tokens before [heads, length, value_dim]."""
     heads = it.queries.shape[1] // it.keys.shape[1]
     keys, values = (t[0].repeat_interleave(heads, dim=0) for t in (it.keys, it.values))
-    logits = it.queries[0] @ keys.mT * it.form.scale
+    logits = it.queries[0] @ keys.mT * it.params.scale
     back = torch.arange(len(it))[:, None] - torch.arange(len(it))
     logits = logits.masked_fill((back < 0) | (back > newest), -torch.inf)
     return logits.softmax(dim=-1) @ values

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.evals.inspect.covering import (
+    Covering,
     centers,
     cover,
     covering_radii,
@@ -120,3 +121,9 @@ def test_too_few_points_and_too_many_centers_are_refused():
         cover(draw(1, 16, 2), counts=(1, 17))
     with pytest.raises(WeirError, match="0 centers"):
         centers(draw(1, 16, 2), 0)
+
+
+def test_one_center_measures_the_whole_and_counts_for_nothing():
+    radius, control = torch.tensor([[3.0, 0.5, 1.0]]), torch.tensor([[1.0, 1.0, 0.0]])
+    # 1 - 0.5 for two centers, and 0 for four, where the control has no radius either.
+    assert Covering((1, 2, 4), radius, control).score.tolist() == [0.25]

@@ -196,7 +196,7 @@ def test_alibi_is_nothing_at_a_querys_own_place():
 
     def put(it: Attention) -> None:
         with_bias.append(it.logits(0, 30).diagonal(dim1=2, dim2=3))
-        dots = torch.einsum("bhgqd,bhkd->bhgqk", it.queries, it.keys) * it.form.scale
+        dots = torch.einsum("bhgqd,bhkd->bhgqk", it.queries, it.keys) * it.params.scale
         plain.append(dots.flatten(1, 2).diagonal(dim1=2, dim2=3))
 
     watch(model, ids, put)

@@ -116,21 +116,39 @@ def agree(stream: Stream, row: int, head: int, naive: Reference) -> None:
 
 
 POOLS = [
-    (Balance(48, 16), 64, 1000, 1.0, False),
-    (Balance(48, 16), 1, 400, 1.0, False),
+    (Balance(48, 16), 64, 700, 1.0, False),
+    pytest.param(Balance(48, 16), 1, 400, 1.0, False, marks=pytest.mark.slow),
     (Balance(20), 7, 600, 0.6, True),
     (Balance(4), 3, 400, 1.0, False),
     (Balance(40, 8, "pairs", None, 1.0), 9, 800, 0.7, True),
-    (Balance(48, 16, "authors", 4.0, 1.0), 64, 1000, 0.8, False),
-    (Balance(48, 16, "authors", 0.5, 1.0, sets="flat"), 1, 500, 1.0, True),
-    (Balance(32, 16, "paper", None, 1.0), 13, 600, 0.7, False),
-    (Balance(48, 16, "paper", 4.0, eager=True), 64, 1000, 1.0, True),
-    (Balance(48, 16, eager=True), 5, 600, 0.9, False),
+    pytest.param(
+        Balance(48, 16, "authors", 4.0, 1.0), 64, 1000, 0.8, False, marks=pytest.mark.slow
+    ),
+    (Balance(48, 16, "authors", 0.5, 1.0, sets="flat"), 1, 200, 1.0, True),
+    pytest.param(Balance(32, 16, "paper", None, 1.0), 13, 600, 0.7, False, marks=pytest.mark.slow),
+    pytest.param(
+        Balance(48, 16, "paper", 4.0, eager=True), 64, 1000, 1.0, True, marks=pytest.mark.slow
+    ),
+    pytest.param(Balance(48, 16, eager=True), 5, 600, 0.9, False, marks=pytest.mark.slow),
     (Balance(64, eager=True), 64, 700, 1.0, False),
-    (Balance(60, 16, sets="separate"), 64, 900, 1.0, False),
-    (Balance(60, 16, sets="separate", precision=4.0), 1, 300, 1.0, False),
-    (Balance(60, 8, "paper", 4.0, sets="separate", precision=2.0), 11, 500, 0.7, True),
-    (Balance(40, 8, "authors", None, 1.0, sets="separate", eager=True), 11, 400, 1.0, False),
+    (Balance(60, 16, sets="separate"), 64, 500, 1.0, False),
+    (Balance(60, 16, sets="separate", precision=4.0), 1, 120, 1.0, False),
+    pytest.param(
+        Balance(60, 8, "paper", 4.0, sets="separate", precision=2.0),
+        11,
+        500,
+        0.7,
+        True,
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        Balance(40, 8, "authors", None, 1.0, sets="separate", eager=True),
+        11,
+        400,
+        1.0,
+        False,
+        marks=pytest.mark.slow,
+    ),
     (Balance(4, sets="separate", precision=0.0), 3, 30, 1.0, False),
     (Balance(6, halves="paper", sets="separate", precision=0.0, eager=True), 7, 40, 0.7, True),
 ]
@@ -258,6 +276,7 @@ def test_slots_are_not_left_idle_by_short_halves_nor_by_small_blocks(pool):
     assert sum(used) / len(used) > (0.35 if pool.eager else 0.7) * 64
 
 
+@pytest.mark.slow
 def test_so_few_slots_that_all_levels_are_used_up_keep_their_weight_too():
     """As many sets as slots: a lone token of each rises with almost every one that comes."""
     flow = lumps(1, 2, 300)

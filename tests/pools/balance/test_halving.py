@@ -79,7 +79,7 @@ BIASED = [
 
 
 @pytest.mark.parametrize("how", UNBIASED)
-@pytest.mark.parametrize("tokens", [31, 64])
+@pytest.mark.parametrize("tokens", [31, pytest.param(64, marks=pytest.mark.slow)])
 def test_pairs_leave_both_sums_what_they_are(how, tokens):
     # 90 means; the largest of so many is beyond 5 standard errors once in ten thousand times.
     assert off(how, tokens) < 5
@@ -150,6 +150,7 @@ def test_halves_of_gaussian_keys_are_more_alike_than_by_a_coin():
     assert discrepancy(Halving(gamma=None), keys, values) > 0.95 * coin
 
 
+@pytest.mark.slow
 def test_halves_of_real_keys_are_more_alike_than_by_a_coin():
     model, tokenizer = weir.load("nano")
     book = read_text("src/weir/assets/war-and-peace.txt.xz")[:4000]

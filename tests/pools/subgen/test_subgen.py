@@ -126,13 +126,13 @@ UNBOUNDED = SubGen(samples=6, clusters=None, per_cluster=3, delta=7.0)
     ("pool", "chunk", "length", "share", "weighted"),
     [
         (BOUNDED, 1, 400, 1.0, False),
-        (BOUNDED, 64, 3000, 1.0, False),
+        (BOUNDED, 64, 1000, 1.0, False),
         (BOUNDED, 100, 1000, 0.5, True),
         (SubGen(4, 7, 2, delta=3.0), 7, 600, 0.7, False),
         (SubGen(1, 1, 1), 5, 100, 1.0, False),
         (SubGen(6, 5, 3, exact=False), 7, 600, 1.0, True),
         (UNBOUNDED, 1, 200, 1.0, False),
-        (UNBOUNDED, 64, 2000, 0.6, False),
+        (UNBOUNDED, 64, 700, 0.6, False),
         (SubGen(3, None, 2, delta=2.0, exact=False), 9, 300, 1.0, True),
     ],
 )

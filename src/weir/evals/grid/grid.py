@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from weir.cache import Positions, Prefill, check_origin
 from weir.errors import WeirError, suggest
-from weir.evals.fitting import budget_in, smallest
+from weir.evals.fitting import fit_to_memory
 from weir.evals.notation import read_policies, read_tasks, takes_budget, with_budget
 from weir.evals.results import read_results
 from weir.evals.task import Task
@@ -119,7 +119,7 @@ class Cell:
         loading: how the model is loaded, pairs of an argument of `weir.load` and its value.
         compiled: its decode steps are compiled; not of a model that was given as an object.
         pools: what the policy's name stands for, as what it stands for may change with weir; None
-            for a policy that is written in pools, and where nobody noted it.
+            for a policy that is written in pools, and in old files.
     """
 
     model: str
@@ -313,23 +313,9 @@ def _sized(
     if not (budgets or memory) or not takes_budget(policy):
         return [(policy, None, None)]
     given: list[Sized] = [(with_budget(policy, budget), budget, None) for budget in budgets]
-    return given + [_fitting(shape, policy, room, chunk) for room in memory]
-
-
-def _fitting(shape: GridModel, policy: str, room: int, chunk: int) -> Sized:
-    """The policy with the largest budget that fits a memory.
-
-    Raises:
-        WeirError: none does.
-    """
-    budget = budget_in(shape.model, policy, room, chunk)
-    if budget is None:
-        sized, takes = smallest(shape.model, policy, chunk)
-        raise WeirError(
-            f"{room:,} bytes are too few for {policy} on {shape.name}: {sized}, chunk {chunk}, "
-            f"takes {takes:,}; give more memory or a smaller chunk, or leave the policy out"
-        )
-    return with_budget(policy, budget), budget, room
+    return given + [
+        (*fit_to_memory(shape.model, policy, room, chunk, shape.name), room) for room in memory
+    ]
 
 
 @dataclass(frozen=True)
@@ -382,7 +368,7 @@ def extend_grid(path: Path, grid: Grid) -> Grid:
 def match_file_grid(path: Path, grid: Grid) -> Grid:
     """The grid as a results file has it, if it is the same but for pools that the file lacks.
 
-    What is wrong with the file is left to who opens it to write.
+    A wrong file is left to `ResultsFile` to refuse.
 
     Args:
         path: the results file.

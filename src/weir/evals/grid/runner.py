@@ -59,13 +59,13 @@ def run(
         add: the same where the file's grid is the beginning of this one, as `grown` makes them.
         models: models and their tokenizers by the names that the grid has for them; others are
             loaded by their names.
-        work: who runs the cells; by default this process, one after the other.
-        on_progress: told while cells run.
-        on_record: told of each record once it is in the file, and first of those that were there.
+        work: runs the cells; by default this process, one after the other.
+        on_progress: called while cells run.
+        on_record: called with each record that is in the file, the ones that were there first.
 
     Raises:
         WeirError: the file is of another grid or cannot be written; or models were given, and
-            others do the work, who cannot be given any.
+            other processes do the work, which cannot receive them.
     """
     if models and work is not None:
         raise WeirError(
@@ -113,7 +113,7 @@ def measure(
 
 
 def failed_record(number: int, cell: Cell, why: str, seconds: float | None = None) -> CellRecord:
-    """The record of a cell that failed, after so many seconds if that is known."""
+    """The record of a cell that failed, with its seconds if they are known."""
     took = None if seconds is None else round(seconds, 3)
     return {**_facts(number, cell), "status": "failed", "reason": why, "seconds": took}
 
@@ -224,7 +224,7 @@ def on_ray(address: str) -> Worker:
     Raises:
         WeirError: Ray is not installed, or nothing answers at this address.
     """
-    # Ray's own log says at length, on standard error, what is told in one line here.
+    # Ray's own log would repeat on standard error what is said in one line here.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     # Its workers would step back behind everything else on the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")

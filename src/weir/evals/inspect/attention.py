@@ -1,6 +1,6 @@
 """The attention of a model while it reads, block of queries by block: logits and weights.
 
-Only sums that somebody makes of a block's numbers are kept, so a map of a long sequence is never
+Callers keep sums over a block's numbers only, so a map of a long sequence is never
 whole anywhere. There are two ways into a model:
 
 - whatever weir streams is read through a dense cache of weir, which sees queries and keys of every
@@ -48,7 +48,7 @@ class Attention:
         keys: [batch, kv_heads, slots, key_dim].
         first: the place of the first query in the sequence.
         places: of the keys [slots], int64.
-        form: the factor of the logits, their capping, and sink logits.
+        params: the factor of the logits, their capping, and sink logits.
         positions: the layer's window and linear biases, where weir reads them off the model.
         mask: what transformers says in their place: true where a query looks, broadcasts with
             [batch, 1, length, slots]; None for everywhere.
@@ -59,7 +59,7 @@ class Attention:
     keys: Tensor
     first: int
     places: Tensor
-    form: AttentionParams
+    params: AttentionParams
     positions: LayerPositions | None = None
     mask: Tensor | None = None
 
@@ -85,11 +85,11 @@ class Attention:
         Returns:
             [batch, heads, stop - start, slots], float32; -inf where a query does not look.
         """
-        merged = (self.queries[..., start:stop, :].float() * self.form.scale).flatten(2, 3)
+        merged = (self.queries[..., start:stop, :].float() * self.params.scale).flatten(2, 3)
         logits = merged @ self.keys.float().mT
         logits = logits.unflatten(2, (-1, stop - start))
-        if self.form.softcap is not None:
-            logits = logits.div_(self.form.softcap).tanh_().mul_(self.form.softcap)
+        if self.params.softcap is not None:
+            logits = logits.div_(self.params.softcap).tanh_().mul_(self.params.softcap)
         if self.positions is not None:
             here = torch.arange(start, stop, device=self.places.device) + self.first
             self._place(logits, self.positions, here)
@@ -103,7 +103,7 @@ class Attention:
         A model's sink logit takes its part of the sum, so that the weights then sum to less than 1.
         """
         logits = self.logits(start, stop)
-        sinks = self.form.sinks
+        sinks = self.params.sinks
         if sinks is None:
             return logits.softmax(dim=-1)
         extra = sinks.to(logits.device).flatten()[None, :, None, None]
@@ -179,7 +179,7 @@ class _Watcher(ListeningCache):
         forward: Forward,
         layer: int,
         asked: tuple[Tensor, Tensor, Tensor],
-        form: AttentionParams,
+        params: AttentionParams,
         out: Tensor,
     ) -> None:
         """Show what was asked, and what there was to attend to."""
@@ -199,7 +199,7 @@ class _Watcher(ListeningCache):
                 state.slab.read(0, end)[0],
                 int(piece.start[0]),
                 state.slab.position[0, 0, :end],
-                form,
+                params,
                 positions,
             )
         )
@@ -222,7 +222,7 @@ def _watch_another(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
     past: Any = None
 
     def show(
-        module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, form: AttentionParams
+        module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, params: AttentionParams
     ) -> None:
         nonlocal shown
         index = getattr(module, "layer_idx", None)
@@ -233,7 +233,7 @@ def _watch_another(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
         end = seen + q.shape[2]
         places = torch.arange(end - k.shape[2], end, device=k.device)
         whole = q.unflatten(1, (k.shape[1], -1))
-        look(Attention(index, whole, k, seen, places, form, None, mask))
+        look(Attention(index, whole, k, seen, places, params, None, mask))
 
     with torch.no_grad(), _ours(model, show):
         for piece in pieces:
@@ -287,7 +287,7 @@ def _attend(
         ([batch, length, heads, value_dim], None), block by block.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    form = AttentionParams(
+    params = AttentionParams(
         scale, softcap, None if s_aux is None else s_aux.float().view(key.shape[1], -1)
     )
     mask = attention_mask
@@ -296,7 +296,7 @@ def _attend(
             "this model adds numbers of its own to its attention logits, which cannot be told from "
             "a mask"
         )
-    _showing[-1](module, query, key, mask, form)
+    _showing[-1](module, query, key, mask, params)
     if softcap is None and s_aux is None:
         out = F.scaled_dot_product_attention(
             query, key, value, mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
@@ -304,7 +304,7 @@ def _attend(
         return out.transpose(1, 2).contiguous(), None
     places = torch.arange(key.shape[2], device=key.device)
     group = query.unflatten(1, (key.shape[1], -1))
-    whole = Attention(0, group, key, 0, places, form, None, mask)
+    whole = Attention(0, group, key, 0, places, params, None, mask)
     parts = []
     for start, stop in whole.blocks():
         weights = whole.weights(start, stop).unflatten(1, (key.shape[1], -1))

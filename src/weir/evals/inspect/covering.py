@@ -55,7 +55,7 @@ class Covering:
 
 
 def doublings(points: int) -> tuple[int, ...]:
-    """The numbers of centers for so many points: 1, 2, 4, ... up to half of them.
+    """The numbers of centers for some points: 1, 2, 4, ... up to half of them.
 
     Raises:
         WeirError: there are too few points.

@@ -259,7 +259,7 @@ def follow(asked: Inspection, policy: str, ids: Tensor, moments: Sequence[int]) 
     """Read a text as a stream; returns what the chosen layers and heads hold at each moment.
 
     Args:
-        asked: the model, layers, heads and seed, and who is told of moments that were reached.
+        asked: the model, layers, heads, seed and progress callback.
         policy: a policy that caches.
         ids: the text [tokens], int64.
         moments: after how many tokens it is looked at, rising.

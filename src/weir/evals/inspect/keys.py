@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LOOKS = (("#2c6e9b", "o", "-"), ("#7a9a01", "^", "--"), ("#c0392b", "s", ":"))
-"""Color, marker and line of each kind: told apart without colors too."""
+"""Color, marker and line of each kind, distinct without colors too."""
 GRAY = "#77828c"
 
 
@@ -200,7 +200,7 @@ USUAL = 1024
 TEXTS = 5
 """Passages, at most."""
 LAYERS = 5
-"""Of a deep model so many are looked at where none are chosen, evenly spread, as in the paper."""
+"""Layers of a deep model that are shown by default, evenly spread, as in the paper."""
 CENTERS = 16
 """Of the paper's figure."""
 PERPLEXITY = 30.0
@@ -283,7 +283,7 @@ def measure(
     kept, drawn by lot as in the paper where none is chosen.
 
     Args:
-        asked: the model, the heads, the seed, and who is told of layers and passages done.
+        asked: the model, the heads, the seed and the progress callback.
         texts: [passages, length], int64.
         layers: which layers.
 

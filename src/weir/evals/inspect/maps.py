@@ -85,10 +85,10 @@ def section(asked: Inspection) -> Section:
 
 
 def mean_logits(asked: Inspection, ids: Tensor) -> dict[int, Tensor]:
-    """The mean logits of every layer [heads, length, length], float64; NaN where nobody looks.
+    """The mean logits of every layer [heads, length, length], float64; NaN where no query looks.
 
     Args:
-        asked: the model; and who is told how many sequences are done.
+        asked: the model and the progress callback.
         ids: the sequences [count, length].
     """
     sums: dict[int, Tensor] = {}
@@ -314,7 +314,7 @@ def first_shares(asked: Inspection, ids: Tensor) -> list[FirstShare]:
     """Measure the attention of the last token of each sequence to the first, for every layer.
 
     Args:
-        asked: the model; and who is told how many sequences are done.
+        asked: the model and the progress callback.
         ids: the sequences [count, length].
     """
     sums: dict[int, Tensor] = {}

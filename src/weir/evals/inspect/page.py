@@ -54,7 +54,7 @@ def look(
     Args:
         asked: what is to be looked at.
         only: the sections; none for all.
-        on_step: told the section's name, how many of its steps are done, and of how many.
+        on_step: called with the section's name, its steps done and its steps in all.
 
     Raises:
         WeirError: there is no such section.

@@ -61,7 +61,7 @@ class Inspection:
         moments: after how many tokens it is looked at what a policy keeps; None for what shows
             best.
         seed: of all random draws.
-        on_step: told how many steps of a section are done, and of how many; for a progress bar.
+        on_step: called with the steps of a section done and in all, for a progress bar.
     """
 
     model: PreTrainedModel
@@ -112,7 +112,7 @@ class Picture:
     Attributes:
         name: its file without ending, unlike that of any other section: `maps`, `keys-layer-0`.
         figure: from `drawing`.
-        alt: a sentence for those who do not see it.
+        alt: the alternative text.
     """
 
     name: str
@@ -228,7 +228,7 @@ def pieces(
     front, back = around(tokenizer)
     front = sink.first(front)
     own = length - len(front) - len(back)
-    # So many characters are enough for prose; where they are not, the whole text is.
+    # Enough characters for prose; where they are not, the whole text is read.
     for piece in (text[: 16 * count * length], text):
         ids = list(tokenizer(piece, add_special_tokens=False, **_QUIET)["input_ids"])
         if len(ids) >= own * count:
@@ -304,7 +304,7 @@ def passages(asked: Inspection, length: int, count: int, fewest: int) -> Tensor:
     Args:
         asked: has the text.
         length: tokens of a passage; a text with fewer is one passage, as long as it is.
-        count: so many passages at most.
+        count: passages, at most.
         fewest: tokens without which a passage is of no use.
 
     Returns:

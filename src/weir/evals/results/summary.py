@@ -109,7 +109,7 @@ class Column:
         better: which way is better; None marks nothing.
         digits: after the point.
         megabytes: the figures are bytes, to be written as MB.
-        figures: the same with how sure they are, one per row; empty where nobody knows.
+        figures: the same with their uncertainty, one per row; empty where it is unknown.
     """
 
     head: str

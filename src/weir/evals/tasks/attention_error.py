@@ -30,7 +30,7 @@ class AttentionError(Task):
         rate: the budget is made for this share of the tokens between the exact ones, for policies
             written without one; none takes each policy with the budget it has.
         tokens: of the text; none takes what the model's window holds, 4,096 at most.
-        queries: the last so many are asked; none takes 256, or a quarter of the tokens.
+        queries: number of last queries that are asked; none takes 256, or a quarter of the tokens.
         exact: first tokens that are exact beside a rate; none takes 256, or an eighth.
         text: a file, UTF-8, plain or .xz; none takes the packaged excerpt.
     """

@@ -43,7 +43,7 @@ class Choice(Task):
 
     Attributes:
         file: questions in ARC's JSON lines, `ARC-Easy-Test.jsonl`; or `hub:...`.
-        samples: the first so many of the file; none takes all.
+        samples: use the first questions of the file, this many; none takes all.
         chat: ask in turns of the model's chat template. Without, the stream is text: "Answer: B".
     """
 

@@ -348,7 +348,7 @@ class FactStreams:
 
 
 Draw = Callable[[FactFormat, int, np.random.Generator], FactStreams]
-"""Draws so many streams to be read side by side."""
+"""Draws the given number of streams, to be read side by side."""
 
 
 def scatter_facts(
@@ -394,13 +394,13 @@ def ask_facts(
     """Read streams and ask all their questions, each answered in place by the right answer.
 
     Args:
-        subject: who is asked.
+        subject: the model and policy to ask.
         form: how facts are worded.
         draw: what is said where; its questions are in the order of `distances`.
         distances: what each question is recorded under.
         samples: streams in all.
         text: a file of books; None takes the packaged one.
-        progress: told of the share that is done.
+        progress: called with the share that is done.
 
     Returns:
         "accuracy" with "right", "asked", "low" and "high" (95 %), and the same "by_distance";

@@ -42,7 +42,7 @@ class Lines(Task):
     Attributes:
         file: an official file, `200_lines.jsonl`, or `hub:...`; none makes cases in that format.
         lines: lines of each case that is made.
-        samples: so many questions; of a file, the first.
+        samples: number of questions; the first ones of a file.
         chat: ask in words through the model's chat template. Without, the model is to complete the
             line that is asked for.
     """

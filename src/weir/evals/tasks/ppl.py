@@ -23,7 +23,7 @@ class Perplexity(Task):
     """Streaming perplexity of books, one after the other, on one cache.
 
     Attributes:
-        tokens: read so many; none reads all.
+        tokens: to read; none reads all.
         text: a file of books, UTF-8, plain or .xz; none takes the packaged one.
         block: tokens in a block of `ppl_by_block`.
         start: a text to stand in front in place of the tokenizer's start token.

@@ -2,8 +2,8 @@
 
 Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context Language Models?",
 section 3; metrics as in its appendix. A cache that compresses while it reads cannot know what will
-be asked. Whoever shows it the question before or together with the text measures something else,
-and rankings change by it (arXiv:2607.11942), so the two are told apart.
+be asked. To show it the question before or together with the text is another measurement, with
+other rankings (arXiv:2607.11942), so `question` says which one it is.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Ruler(Task):
             (`qa`), whether it contains one.
         most: tokens of an answer; RULER has 128 for needles, 30 for variables, 120 for common
             words, 50 for frequent ones and 32 for questions.
-        samples: the first so many records; none takes all.
+        samples: use the first records, this many; none takes all.
         chat: put the prompt into the model's chat template.
     """
 

@@ -93,7 +93,7 @@ class Repeated(_RepeatedFacts):
 class Changed(_RepeatedFacts):
     """Numbers that change, asked for 16, 32, 64 ... tokens after the newest, which counts.
 
-    No two numbers of a name begin with the same digit, so an answer that is `stale` is told from
+    No two numbers of a name begin with the same digit, so a `stale` answer differs from
     one that is a guess: guessing is stale twice in ten.
 
     Attributes:

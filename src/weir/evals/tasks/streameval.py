@@ -1,7 +1,7 @@
 """`streameval`: lines with numbers on one endless stream, and a query every ten lines.
 
 StreamingLLM (Xiao et al. 2024), section 4.3, Figures 8 and 9, and Table 7: what is asked for stood
-so many lines back; nothing is ever reset, and the model's own answers stay in the stream.
+a given number of lines back; nothing is ever reset, and the model's own answers stay in the stream.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Balance(Pool):
 
     @property
     def halving(self) -> Halving:
-        """How blocks are halved."""
+        """The rule by which blocks are halved."""
         constant = 1.0 if self.sets == "separate" else self.constant
         flat = self.sets == "flat"
         return Halving(self.halves, self.gamma, self.temperature, constant, flat)
@@ -108,7 +108,7 @@ class Balance(Pool):
         return self.sets != "shared"
 
     def slots(self) -> int:
-        """As many as it was given."""
+        """Return the number it was given."""
         return self.n
 
     def state(self, like: Slots) -> dict[str, Tensor]:
@@ -126,7 +126,7 @@ class Balance(Pool):
         return state
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
-        """Why tensors cannot be its state; see `Pool.wrong_state`."""
+        """See `Pool.wrong_state`."""
         # In a few slots, and in sets that have a few each, lone tokens rise to meet the next ones.
         most = LEVELS if self.sets == "separate" else max(ahead.bit_length() + 1, math.isqrt(ahead))
         if not is_within(state["level"], EMPTY, min(LEVELS - 1, most)):
@@ -206,7 +206,7 @@ class Balance(Pool):
         return level if self.eager else level.where(held.held, EMPTY)
 
     def _state(self, of_slots: Tensor, nothing: int) -> Tensor:
-        """What is to be remembered of slots [batch, kv_heads, slots], for as many as there are."""
+        """Pad numbers of slots [batch, kv_heads, slots] to those of the state."""
         return F.pad(of_slots, (0, self.n - of_slots.shape[2]), value=nothing)
 
 
@@ -216,7 +216,7 @@ def _with(level: Tensor, new: Slots) -> Tensor:
 
 
 def _sizes(level: Tensor) -> list[tuple[int, ...]]:
-    """How many places of each level there are, for each head of each row."""
+    """Count the places of each level, for each head of each row."""
     flat = level.flatten(0, 1) + 1
     counts = flat.new_zeros(flat.shape[0], LEVELS + 1)
     counts.scatter_add_(1, flat, torch.ones_like(flat))

@@ -115,7 +115,7 @@ class Gram:
 
 
 def held(a: Tensor, b: Tensor) -> Tensor:
-    """Where log-weights are those of a token, bool."""
+    """Find the places with a token by their log-weights, bool."""
     return ~(a.isneginf() & b.isneginf())
 
 

@@ -57,7 +57,7 @@ class Sets:
 
     @property
     def held(self) -> Tensor:
-        """Where there is a token [sets, blocks, tokens], bool."""
+        """The places with a token [sets, blocks, tokens], bool."""
         return held(self.a, self.b)
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -75,7 +75,7 @@ class Sets:
 
 @dataclass(frozen=True)
 class Halving:
-    """How a set of tokens is halved.
+    """The rule by which a set of tokens is halved.
 
     Attributes:
         halves: who stays. "pairs": tokens stand in disjoint pairs of neighbors, the walk goes over
@@ -254,7 +254,7 @@ def walk(products: Tensor, gain: Tensor, u: Tensor, free: Tensor) -> Tensor:
 
 
 def blocks_at_once(tokens: int, device: torch.device) -> int:
-    """How many blocks of so many tokens are multiplied before they are walked through."""
+    """Return how many blocks of `tokens` each are multiplied before the walk."""
     in_cache = device.type == "cpu" and kernels.walk(device) is not None
     return max(1, (_IN_CACHE if in_cache else _AT_ONCE) // tokens**2)
 
@@ -290,7 +290,7 @@ def _by_coin(
 
 
 def _close(one: Tensor, other: Tensor) -> Tensor:
-    """Where log-weights are equal but for rounding."""
+    """Find log-weights that are equal up to rounding."""
     return (one == other) | ((one - other).abs() <= 1e-5)
 
 

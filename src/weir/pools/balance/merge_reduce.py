@@ -1,4 +1,4 @@
-"""Merge-and-reduce over the tokens of a layer: what `schedule` has decided, done by `halving`.
+"""Merge-and-reduce over the tokens of a layer: `halving` carries out the plan of `schedule`.
 
 All blocks of a level are halved at once, those of all heads and rows of a batch together. Which
 tokens share a block depends on the order in which they came, so that a whole prompt gives what its
@@ -81,7 +81,7 @@ class _Queue:
 
 @dataclass(frozen=True)
 class Merging:
-    """What is merged and reduced.
+    """The tokens of a layer, ready to be merged and reduced.
 
     Attributes:
         line: the tokens [batch, kv_heads, n], those of each level from the oldest on.
@@ -167,7 +167,7 @@ class Merging:
 
     @cached_property
     def _ends(self) -> list[int] | None:
-        """Where the tokens of each level end, level 0 first, if all lines lie alike without a gap
+        """The ends of the tokens of each level, level 0 first, if all lines lie alike without a gap
         and tokens of higher levels are in front; None where they do not.
         """
         if self.group is not None or not self.level.numel():
@@ -196,7 +196,7 @@ class Merging:
         return _Queue(*(t.flatten(0, 2) for t in parts)).packed()
 
     def _span(self, low: int, high: int) -> tuple[int, int]:
-        """Where tokens of levels from `low` to below `high` lie, if `_ends` says so."""
+        """Return the span of the tokens of levels from `low` to below `high`, by `_ends`."""
         assert self._ends is not None
         start, stop = ((*self._ends[at : at + 1], 0)[0] for at in (high, low))
         return start, stop
@@ -269,7 +269,7 @@ class Merging:
     def _halves(
         self, cut: _Queue, size: int, level: int, halving: Halving, draws: CounterRNG, scale: float
     ) -> _Queue:
-        """What stays of full lines that are cut into blocks of an even `size`."""
+        """Halve full lines that are cut into blocks of an even `size`."""
         token = cut.token.unflatten(0, self.level.shape[:2])
         keys, values = pick(self.line.keys, token), pick(self.line.values, token)
         u = draws.uniform(level, self.line.position.gather(2, token))

@@ -19,7 +19,7 @@ meet in the highest level, which is halved into itself."""
 
 @lru_cache(maxsize=1024)
 def thresholds(slots: int, block: int, levels: int) -> tuple[int, ...]:
-    """How many tokens each level has to have before it may be halved, level 0 first.
+    """Compute the number of tokens at which each level may be halved, level 0 first.
 
     A whole block for every level, as in the paper, as long as such levels fit. Then fewer from each
     level to the one below, by the largest ratio (in steps of a 64th) that lets them fit, but at
@@ -50,7 +50,7 @@ class Group:
 
     @property
     def levels(self) -> int:
-        """How many levels are in use."""
+        """The number of levels in use."""
         return max((level for level, size in enumerate(self.sizes) if size), default=-1) + 1
 
     def halve(self, level: int, block: int) -> None:

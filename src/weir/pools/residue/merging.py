@@ -24,7 +24,7 @@ at best, and what rounding says of equal ones must not decide.
 
 
 def merge_nearest(points: Tensor, weight: Tensor, among: Tensor, most: int) -> Tensor:
-    """With which other points each one is joined.
+    """Join points until few groups are left.
 
     In each round the groups that are nearest to each other, both to both, are joined, those first
     that cost least by Ward's rule, until no more than `most` are left. Of equal costs the earlier
@@ -67,7 +67,7 @@ def merge_nearest(points: Tensor, weight: Tensor, among: Tensor, most: int) -> T
 
 
 def _costs(mean: Tensor, weight: Tensor) -> Tensor:
-    """What joining two groups costs [batch, heads, n, n], finite; the same both ways, to the bit.
+    """Compute the cost of joining two groups [batch, heads, n, n], finite and exactly symmetric.
 
     Otherwise three groups that are equally near could each be nearest to the next.
     """
@@ -82,7 +82,7 @@ def _costs(mean: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Groups:
-    """Who is in which group.
+    """The groups of slots.
 
     Attributes:
         home: for each slot, that of its group's newest member [batch, kv_heads, n], int64.
@@ -107,7 +107,7 @@ class Groups:
 
     @property
     def several(self) -> Tensor:
-        """Which homes have more than one member [batch, kv_heads, n], bool."""
+        """The homes with more than one member [batch, kv_heads, n], bool."""
         return self.member.sum(dim=2) > 1
 
     def total(self, log: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What nobody kept lives on as a few weighted means of keys and values.
+"""Evicted tokens merged into a few weighted means of keys and values.
 
 ResKV (arXiv:2607.29591): beside the tokens that are kept exactly, some slots stand for those that
 were not, each with the mean of a group's keys, the mean of its values, and the logarithm of its
@@ -30,7 +30,7 @@ MOST_CORRECTION = 5.0
 ALIKE = 1e-3
 """Gates that mislead by so much more than the best are as good."""
 LASTS = 0.9
-"""What is left, one fold later, of how far gates have misled queries."""
+"""The factor, from fold to fold, of the errors that gates have caused."""
 
 
 @pool("residue")
@@ -97,7 +97,7 @@ class Residue(Pool):
         }
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
-        """Why tensors cannot be its state; see `Pool.wrong_state`."""
+        """See `Pool.wrong_state`."""
         for name in ("a", "b"):
             if not is_within(state[name], -math.inf, MOST_WEIGHT):
                 return f"{name} is not a log-weight"
@@ -199,7 +199,7 @@ must not choose between gates. More than float32's, since shares of everything a
 def measure_misled(
     read: ObservedAttention, held: Slots, new: Slots, means: Slots, window: int
 ) -> Tensor:
-    """How far the last queries' answers move when means stand for what has just arrived.
+    """Measure how far the last queries' outputs move when means take the place of the arrivals.
 
     What the pool held meanwhile is left out on both sides, since of that nobody knows the truth any
     more.
@@ -235,7 +235,7 @@ def measure_misled(
 
 
 def _part(shares: Tensor, slots: Slots, window: int) -> tuple[Tensor, Tensor]:
-    """What slots bring to the numerator and to the denominator, in shares of what was read.
+    """Compute the parts of slots in numerator and denominator, as shares of all that was read.
 
     [batch, kv_heads, group, window, value_dim] and [..., 1], float32.
     """

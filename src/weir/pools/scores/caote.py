@@ -1,4 +1,4 @@
-"""Whoever is missed least goes: the exact error that attention makes without one token.
+"""The token whose eviction changes the output least goes: its exact output error.
 
 CAOTE (Goel et al. 2025, "CAOTE: KV Cache Selection for LLMs via Attention Output Error-Based Token
 Eviction", arXiv:2504.14051), section 3: without token i the other weights grow by 1 / (1 - a_i),
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from weir.pools.base import Fold
-from weir.pools.ranked import Ranked
+from weir.pools.ranked import Asking
 from weir.pools.registry import pool
-from weir.pools.scores.last_queries import check_window, last_attention
+from weir.pools.scores.last_queries import last_attention
 from weir.slab import Slots
 
 
 @pool("caote")
 @dataclass(frozen=True)
-class Caote(Ranked):
+class Caote(Asking):
     """Keep the tokens without which the output would move most, each KV head its own.
 
     The error is that of each of the last queries, over all that it sees, with the tokens of other
@@ -35,15 +35,6 @@ class Caote(Ranked):
 
     n: int
     window: int = 32
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_window("caote", self.window)
-
-    @property
-    def needs_queries(self) -> int:
-        """The window's."""
-        return self.window
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """The mean error without each token [batch, kv_heads, slots], float32."""

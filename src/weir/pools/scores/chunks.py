@@ -1,4 +1,4 @@
-"""Whole spans stay: tokens that lie together are kept together, or go together.
+"""Whole spans stay: neighboring tokens are kept together, or evicted together.
 
 ChunkKV (Liu et al. 2025, "ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-
 Context LLM Inference", arXiv:2502.00299), Algorithm 1: any score of tokens is averaged over spans

@@ -1,4 +1,4 @@
-"""Half by attention, half by what attention brings to the output.
+"""Half of the tokens by attention, half by attention times the length of the value.
 
 CriticalKV (Feng et al. 2025, "Identify Critical KV Cache in LLM Inference from an Output
 Perturbation Perspective", arXiv:2502.03805), Algorithm 1: the first half of the slots goes to the
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold
-from weir.pools.ranked import Ranked, select_highest
+from weir.pools.ranked import Asking, select_highest
 from weir.pools.registry import pool
-from weir.pools.scores.last_queries import check_share, check_window, last_attention
+from weir.pools.scores.last_queries import check_share, last_attention
 from weir.slab import Slots
 
 
 @pool("critical")
 @dataclass(frozen=True)
-class Critical(Ranked):
+class Critical(Asking):
     """Keep tokens by attention, then by attention times |W_o v|, each KV head its own.
 
     Attention is the mean over the last queries and the query heads of the group, and so is the
@@ -44,15 +44,9 @@ class Critical(Ranked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_window("critical", self.window)
         check_share("critical", "first", self.first)
         if not 0 <= self.floor < torch.inf:
             raise WeirError(f"floor of critical is added to shares, 0 or more, not {self.floor:g}")
-
-    @property
-    def needs_queries(self) -> int:
-        """The window's."""
-        return self.window
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """Attention times length; `inf` for the first half [batch, kv_heads, slots]."""

@@ -56,7 +56,7 @@ class CurDKV(Ranked):
 
 
 def _shares(size: Tensor, window: Tensor) -> Tensor:
-    """What part of its window's sum each size is; nothing of nothing is 0.
+    """Divide each size by the sum of its window; 0 / 0 is 0.
 
     Args:
         size: not negative [batch, kv_heads, n].

@@ -1,4 +1,4 @@
-"""The attention that is to be expected: of queries like the last ones, at the next places.
+"""The attention expected from later queries, taken to be like the last ones.
 
 Expected Attention (Devoto et al. 2025, "Expected Attention: KV Cache Compression by Estimating
 Attention from Future Queries Distribution", arXiv:2510.00636), section 3: queries without their
@@ -16,11 +16,10 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold
-from weir.pools.ranked import Ranked
+from weir.pools.ranked import Ranked, check_window
 from weir.pools.registry import pool
 from weir.pools.scores.last_queries import (
     check_ahead,
-    check_window,
     keys_as_read,
     last_unrotated_queries,
     mean_query,

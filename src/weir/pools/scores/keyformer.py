@@ -1,4 +1,4 @@
-"""Noisy, softened attention is added up: who might have mattered stays as well.
+"""The sum of noisy, softened attention: tokens that might have mattered stay as well.
 
 Keyformer (Adnan et al. 2024, "Keyformer: KV Cache Reduction through Key Tokens Selection for
 Efficient Generative Inference", arXiv:2403.09054), section 3.3 and Algorithm 1: a token's score is
@@ -16,19 +16,19 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold
-from weir.pools.ranked import Tallied
+from weir.pools.ranked import Asking, Tallied
 from weir.pools.registry import pool
-from weir.pools.scores.last_queries import check_window, logits
+from weir.pools.scores.last_queries import last_logits
 from weir.pools.scores.vase import gumbel
 from weir.slab import Slots
 
 READ = "read"
-"""What the place behind the last query that was counted is called in `Fold.state`."""
+"""The name, in `Fold.state`, of the place behind the last query that was counted."""
 
 
 @pool("keyformer")
 @dataclass(frozen=True)
-class Keyformer(Tallied):
+class Keyformer(Asking, Tallied):
     """Keep the tokens with the largest sum of noisy attention, each KV head its own.
 
     Each query counts once, for the tokens that are in the pool or arrive when it is folded; the
@@ -57,12 +57,6 @@ class Keyformer(Tallied):
             raise WeirError(
                 f"the temperature of keyformer rises over 1 token or more, not {self.over}"
             )
-        check_window("keyformer", self.window)
-
-    @property
-    def needs_queries(self) -> int:
-        """The window's."""
-        return self.window
 
     def state(self, like: Slots) -> dict[str, Tensor]:
         """The sums, and the place behind the last query counted [batch, kv_heads, 1], int64."""
@@ -77,7 +71,7 @@ class Keyformer(Tallied):
         fold.state[READ] = fold.next[:, None, None].expand_as(fold.state[READ]).contiguous()
         rise = ((place - fold.origin) / self.over).clamp(max=1.0)
         tau = (1 + (self.hot - 1) * rise)[:, :, None, :, None]
-        asked = logits(slots, fold, self.window)
+        asked = last_logits(slots, fold, self.window)
         noisy = (asked + self._noise(slots, fold, place, asked.shape[2])) / tau
         # A query that sees none of them gives them nothing.
         share = noisy.softmax(dim=-1).nan_to_num(nan=0.0) * fresh[:, :, None, :, None]

@@ -1,4 +1,4 @@
-"""Old tokens are thinned out, other ones in each layer: together the layers remember twice as far.
+"""Old tokens are thinned out, others in each layer, so that the layers together reach farther back.
 
 LaCache (Shi et al. 2025, "LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling of
 Large Language Models", arXiv:2507.14204), section 3, and its released code: when there are too many
@@ -19,7 +19,7 @@ from weir.pools.registry import pool
 from weir.slab import Slots
 
 RUNG = "rung"
-"""How many of the oldest tokens are thinned in this round is called so in `Fold.state`."""
+"""The name, in `Fold.state`, of the number of oldest tokens that this round has thinned."""
 
 
 @pool("ladder")
@@ -49,16 +49,16 @@ class Ladder(Pool):
             )
 
     def slots(self) -> int:
-        """As many as it was given."""
+        """Return the number it was given."""
         return self.n
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """How many of the oldest are thinned in this round [batch, kv_heads, 1], int64."""
+        """Make the number of oldest tokens thinned in this round [batch, kv_heads, 1], int64."""
         batch, heads = like.position.shape[:2]
         return {RUNG: like.position.new_zeros(batch, heads, 1)}
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
-        """Why tensors cannot be its state; see `Pool.wrong_state`."""
+        """See `Pool.wrong_state`."""
         rung = state[RUNG]
         wrong = bool(((rung < 0) | (rung > self.n)).any())
         return f"{RUNG} is not the number of one of its slots" if wrong else None
@@ -74,7 +74,7 @@ class Ladder(Pool):
         return split(both, stays, fold)
 
     def _thinned(self, stays: Tensor, rung: Tensor, offset: int) -> tuple[Tensor, Tensor]:
-        """Who is left after as many groups as need be, or as there are in this round; and the rung.
+        """Thin as many groups as needed, or as this round has: (tokens that are left, the rung).
 
         Args:
             stays: who is left so far [batch, kv_heads, slots], bool.

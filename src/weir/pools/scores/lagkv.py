@@ -1,4 +1,4 @@
-"""Tokens that stand out from those that came next stay.
+"""Tokens that stand out from the stretch of tokens behind them stay.
 
 LagKV (Liang, Zhang et al. 2025, "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens
 Are Important", arXiv:2504.04704), section 3: the stream is cut into stretches of `lag` tokens; keys
@@ -92,7 +92,7 @@ def _newer(slots: Slots, than: Slots) -> Slots:
 
 
 def _spread(t: Tensor, stretch: Tensor) -> Tensor:
-    """How many times the average of its stretch each token stands out [batch, kv_heads, n].
+    """Compute how far each token stands out, over its stretch's average [batch, kv_heads, n].
 
     Args:
         t: keys or values [batch, kv_heads, n, dim], float32.

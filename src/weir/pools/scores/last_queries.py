@@ -1,4 +1,9 @@
-"""What the last queries attended to, for scores that ask them. Knows no score."""
+"""The attention of the last queries, and these queries at later places, for scores that use them.
+
+Scores that look ahead, Expected Attention and TriAttention, take later queries to be like the last
+ones, at the next places of the stream. The rotation of a query depends on its place alone, so the
+mean over queries and places is the mean query, rotated by the mean rotation. Knows no score.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from weir.slab import Rotation, Slots
 
 
 def last_attention(slots: Slots, fold: Fold, window: int) -> Tensor:
-    """Shares of the attention of the last queries [batch, kv_heads, group, window, slots], float32.
+    """Return shares of the attention of the last queries [batch, kv_heads, group, window, slots].
 
     Of all that a query gave, to tokens in other pools too, as it was given: at the distances at
     which attention reads (`ObservedAttention`). 0 for tokens newer than the query, and from
@@ -29,7 +34,7 @@ def last_attention(slots: Slots, fold: Fold, window: int) -> Tensor:
 
 
 def keys_as_read(slots: Slots, fold: Fold) -> Tensor:
-    """Keys at the distances at which attention reads them; as said for slots that lie in no layer.
+    """Return keys where attention reads them; unchanged for slots that lie in no layer.
 
     Returns:
         [batch, kv_heads, slots, key_dim], float32.
@@ -37,48 +42,25 @@ def keys_as_read(slots: Slots, fold: Fold) -> Tensor:
     return (slots.keys if fold.read is None else fold.read.keys(slots)).float()
 
 
-def logits(slots: Slots, fold: Fold, window: int) -> Tensor:
-    """Logits of the last queries, as `last_attention`; `-inf` where its share is 0."""
+def last_logits(slots: Slots, fold: Fold, window: int) -> Tensor:
+    """Return logits of the last queries, as `last_attention`; `-inf` where a share is 0."""
     assert fold.read is not None
     lse = fold.read.lse[:, :, :, -window:, None]
     return last_attention(slots, fold, window).log() + lse.nan_to_num(neginf=0.0)
 
 
-def check_window(name: str, window: int) -> None:
-    """Refuse a number of queries that is none.
-
-    Raises:
-        WeirError: by the pool's name.
-    """
-    if window < 1:
-        raise WeirError(f"at least the last query is asked in {name}, not the last {window}")
-
-
-def check_kernel(name: str, kernel: int) -> None:
-    """Refuse neighborhoods without a token in their middle.
-
-    Raises:
-        WeirError: by the pool's name.
-    """
-    if kernel < 1 or kernel % 2 == 0:
-        raise WeirError(
-            f"the kernel of {name} has a token in its middle, so it is odd and at least 1, not "
-            f"{kernel}"
-        )
-
-
 def check_share(name: str, parameter: str, value: float) -> None:
-    """Refuse what is no share of something.
+    """Refuse a parameter that is no share.
 
     Raises:
-        WeirError: by the pool's name.
+        WeirError: with the pool's name.
     """
     if not 0 <= value <= 1:
         raise WeirError(f"{parameter} of {name} is a share, from 0 to 1, not {value:g}")
 
 
 def last_unrotated_queries(fold: Fold, count: int) -> tuple[Tensor, Tensor]:
-    """The last queries without their rotation, float32, and which of them there were.
+    """Return the last queries without rotation, float32, and which of them exist.
 
     Args:
         fold: of a pool that says so many in `needs_queries`.
@@ -94,7 +76,7 @@ def last_unrotated_queries(fold: Fold, count: int) -> tuple[Tensor, Tensor]:
 
 
 def mean_query(queries: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of queries, and of how many it is.
+    """Return the mean of queries, and their number.
 
     Args:
         queries, there: of `last_unrotated_queries`.
@@ -107,7 +89,7 @@ def mean_query(queries: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mean_rotation(fold: Fold, ahead: Sequence[int]) -> Rotation | None:
-    """The mean rotation of places to come; None for a layer that rotates nothing.
+    """Return the mean rotation of later places; None for a layer without rotary embedding.
 
     Args:
         fold: says which place is next.
@@ -126,7 +108,7 @@ def mean_rotation(fold: Fold, ahead: Sequence[int]) -> Rotation | None:
 
 
 def rotate_back(keys: Tensor, turn: Rotation | None) -> Tensor:
-    """Keys as a query without rotation would meet them: the transpose of a mean rotation on them.
+    """Apply the transpose of a mean rotation to keys, for queries without rotation.
 
     Args:
         keys: [batch, kv_heads, n, key_dim], float32.
@@ -136,10 +118,10 @@ def rotate_back(keys: Tensor, turn: Rotation | None) -> Tensor:
 
 
 def check_ahead(name: str, ahead: int) -> None:
-    """Refuse a look ahead at no place.
+    """Refuse a number of places ahead that is out of range.
 
     Raises:
-        WeirError: by the pool's name.
+        WeirError: with the pool's name.
     """
     if not 1 <= ahead <= 1 << 20:
         raise WeirError(

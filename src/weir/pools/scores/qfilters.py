@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from weir.pools.base import Fold
-from weir.pools.ranked import Ranked
+from weir.pools.ranked import Ranked, check_window
 from weir.pools.registry import pool
 from weir.pools.scores.last_queries import (
-    check_window,
     keys_as_read,
     last_unrotated_queries,
     mean_rotation,
@@ -53,7 +52,7 @@ class QFilters(Ranked):
         return self.queries
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
-        """How far each key points along the direction [batch, kv_heads, slots], float64."""
+        """Return the length of each key along the direction [batch, kv_heads, slots], float64."""
         queries, _ = last_unrotated_queries(fold, self.queries)
         filters = common_direction(queries.double()).mean(dim=2)
         keys = rotate_back(keys_as_read(slots, fold), mean_rotation(fold, [0]))

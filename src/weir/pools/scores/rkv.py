@@ -1,4 +1,4 @@
-"""Important tokens stay, unless a newer one says the same.
+"""Important tokens stay, unless a newer one is redundant with them.
 
 R-KV (Cai et al. 2025, "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models",
 arXiv:2505.24133), section 3, and its released code: a token's attention from the last queries,
@@ -16,15 +16,9 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold
-from weir.pools.ranked import Ranked, pool_neighbors
+from weir.pools.ranked import Asking, check_kernel, pool_neighbors
 from weir.pools.registry import pool
-from weir.pools.scores.last_queries import (
-    check_kernel,
-    check_share,
-    check_window,
-    keys_as_read,
-    logits,
-)
+from weir.pools.scores.last_queries import check_share, keys_as_read, last_logits
 from weir.slab import Slots
 
 ROWS = 512
@@ -33,7 +27,7 @@ ROWS = 512
 
 @pool("rkv")
 @dataclass(frozen=True)
-class RKV(Ranked):
+class RKV(Asking):
     """Keep tokens by weight * attention - (1 - weight) * redundancy, each KV head its own.
 
     Both are shares that sum to 1 over the tokens. Keys are compared as attention reads them. The
@@ -56,16 +50,10 @@ class RKV(Ranked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_window("rkv", self.window)
         check_kernel("rkv", self.kernel)
         check_share("rkv", "weight", self.weight)
         if not -1 <= self.alike <= 1:
             raise WeirError(f"alike of rkv is a cosine, from -1 to 1, not {self.alike:g}")
-
-    @property
-    def needs_queries(self) -> int:
-        """The window's."""
-        return self.window
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """Attention less redundancy [batch, kv_heads, slots], float64."""
@@ -84,14 +72,14 @@ class RKV(Ranked):
         Returns:
             The mean over the window [batch, kv_heads, slots]; 0 for all other tokens.
         """
-        largest = logits(slots, fold, self.window).amax(dim=2)
+        largest = last_logits(slots, fold, self.window).amax(dim=2)
         largest = largest.masked_fill(~among[:, :, None], -torch.inf)
         # A query that sees none of them has no say.
         return largest.softmax(dim=-1).nan_to_num(nan=0.0).mean(dim=2)
 
 
 def redundant(keys: Tensor, among: Tensor, alike: float) -> Tensor:
-    """How alike each key is to all others on average, as a softmax [batch, kv_heads, n], float64.
+    """Compute the mean cosine of each key with all others, as a softmax [batch, kv_heads, n].
 
     For each key, the newest other one that is at least so much `alike` is left out of what it says.
 

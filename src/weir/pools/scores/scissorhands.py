@@ -1,10 +1,10 @@
 """Tokens that often matter stay: how many of the last queries gave them more than an average share.
 
 Scissorhands (Liu et al. 2023, "Scissorhands: Exploiting the Persistence of Importance Hypothesis
-for LLM KV Cache Compression at Test Time", arXiv:2305.17118), Algorithm 2: who was pivotal stays
-pivotal. Over a window of past queries a token is counted whenever its attention is not below 1/t,
-t the tokens that the query saw; the newest tokens are kept beside (`recent`), and of the others
-those that were counted least go.
+for LLM KV Cache Compression at Test Time", arXiv:2305.17118), Algorithm 2: pivotal tokens stay
+pivotal. Over a window of past queries a token is counted whenever its attention is not below 1/t, t
+the tokens that the query saw; the newest tokens are kept beside (`recent`), and of the others those
+that were counted least go.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from weir.pools.base import Fold
-from weir.pools.ranked import Ranked
+from weir.pools.ranked import Asking
 from weir.pools.registry import pool
-from weir.pools.scores.last_queries import check_window, last_attention
+from weir.pools.scores.last_queries import last_attention
 from weir.slab import Slots
 
 
 @pool("scissorhands")
 @dataclass(frozen=True)
-class Scissorhands(Ranked):
+class Scissorhands(Asking):
     """Keep the tokens that most of the last queries gave an average share or more, by KV head.
 
     Query heads of a group are counted each. Where counts are equal, attention decides, which the
@@ -35,15 +35,6 @@ class Scissorhands(Ranked):
 
     n: int
     window: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_window("scissorhands", self.window)
-
-    @property
-    def needs_queries(self) -> int:
-        """The window's."""
-        return self.window
 
     def score(self, slots: Slots, fold: Fold) -> tuple[Tensor, Tensor]:
         """(how often, how much) [batch, kv_heads, slots] each."""

@@ -1,4 +1,4 @@
-"""The last query chooses: whoever it attends to least goes.
+"""The last query decides: the tokens it attends to least go.
 
 TOVA (Oren, Hassid, Yarden, Adi and Schwartz 2024, "Transformers are Multi-State RNNs",
 arXiv:2401.06104), section 3.2: at each step the token with the lowest attention from the newest

@@ -1,4 +1,4 @@
-"""Each pair of a head's dimensions turns like the hand of a clock: who will be met by it stays.
+"""Tokens that the rotated mean query will attend to stay, by a sum of cosines over distances.
 
 TriAttention (Mao et al. 2026, "TriAttention: Efficient Long Reasoning with Trigonometric KV
 Compression", arXiv:2604.04921) and its released code: before rotation, queries of a head lie close
@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from weir.pools.base import Fold
-from weir.pools.ranked import Ranked
+from weir.pools.ranked import Ranked, check_window
 from weir.pools.registry import pool
 from weir.pools.scores.last_queries import (
     check_ahead,
-    check_window,
     keys_as_read,
     last_unrotated_queries,
     mean_query,
@@ -73,7 +72,7 @@ class Tri(Ranked):
 
 
 def _lengths(x: Tensor, half: int) -> Tensor:
-    """How long each rotated pair of dimensions is [..., half]."""
+    """Return the length of each rotated pair of dimensions [..., half]."""
     return torch.hypot(x[..., :half], x[..., half : 2 * half])
 
 

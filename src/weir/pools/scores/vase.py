@@ -1,4 +1,4 @@
-"""Wide values stay for sure, the rest by a draw that attention weighs.
+"""Tokens with wide values stay for sure, others by a draw weighted by attention.
 
 VaSE (2026, "Value-aware Stochastic KV Cache Eviction", arXiv:2606.03928) and its released code:
 tokens whose values reach far, from their smallest to their largest entry, are a sink class of their
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from weir.errors import WeirError
 from weir.pools.base import Fold
-from weir.pools.ranked import Ranked, pool_neighbors, select_highest
+from weir.pools.ranked import Asking, check_kernel, pool_neighbors, select_highest
 from weir.pools.registry import pool
-from weir.pools.scores.last_queries import check_kernel, check_window, last_attention
+from weir.pools.scores.last_queries import last_attention
 from weir.slab import Slots
 
 LEAST = 1e-30
@@ -27,7 +27,7 @@ LEAST = 1e-30
 
 @pool("vase")
 @dataclass(frozen=True)
-class Vase(Ranked):
+class Vase(Asking):
     """Keep the tokens with the widest values, and a sample of the others, each KV head its own.
 
     Attributes:
@@ -50,13 +50,7 @@ class Vase(Ranked):
                 f"wide of vase is how many of its {self.n} tokens stay for their values, from 0 to "
                 f"{self.n}, not {self.wide}"
             )
-        check_window("vase", self.window)
         check_kernel("vase", self.kernel)
-
-    @property
-    def needs_queries(self) -> int:
-        """The window's."""
-        return self.window
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
         """A random number that is larger the more attention; `inf` for wide values

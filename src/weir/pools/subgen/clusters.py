@@ -92,7 +92,7 @@ class Clusters:
 
     @property
     def used(self) -> Tensor:
-        """How many clusters there are [batch, kv_heads, 1]."""
+        """The number of clusters [batch, kv_heads, 1]."""
         return (self.count > 0).sum(dim=2, keepdim=True)
 
     def take(

@@ -1,4 +1,4 @@
-"""SubGen: clusters of keys speak for the denominator, long values for the numerator.
+"""SubGen: samples of clusters of keys for the denominator, of long values for the numerator.
 
 SubGen (Zandieh et al. 2024, "SubGen: Token Generation in Sublinear Time and Memory"), Algorithm 1.
 The denominator is a sum over clusters of keys, each known by its size and t uniform samples; the
@@ -28,7 +28,7 @@ MOST = 1e300
 """Sums beyond are none of a stream."""
 
 _PAIRS, _SAMPLES, _MERGES = range(3)
-"""What draws are for, by number."""
+"""The purposes of draws, by number."""
 _ROOM = 16
 """Clusters there is room for at first, where their number has no limit."""
 
@@ -122,7 +122,7 @@ class SubGen(Pool):
         }
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
-        """Why tensors cannot be its state; see `Pool.wrong_state`."""
+        """See `Pool.wrong_state`."""
         if not is_within(state["came"], 0, ahead):
             return "came is not a number of tokens"
         if not is_within(state["pairs"], -1, held - 1):
@@ -161,7 +161,7 @@ class SubGen(Pool):
     def _draw_pairs(self, new: Slots, first: int, fold: Fold) -> None:
         """UPDATEMATRIXPRODUCT (lines 24 to 28) and line 6; arrivals lie from slot `first` on."""
         weight = new.a.double().exp() * _squared_lengths(new)
-        u = fold.draws.several(_PAIRS, new.position, self.samples)
+        u = fold.draws.uniforms(_PAIRS, new.position, self.samples)
         last, mu = resample(fold.state["mu"][..., None], weight, torch.zeros_like(new.position), u)
         drawn = last[:, :, 0]
         fold.state["pairs"] = torch.where(drawn >= 0, first + drawn, fold.state["pairs"])
@@ -174,10 +174,10 @@ class SubGen(Pool):
             new.keys,
             new.b.double().exp(),
             new.position,
-            fold.draws.several(_SAMPLES, new.position, self.per_cluster),
+            fold.draws.uniforms(_SAMPLES, new.position, self.per_cluster),
             first,
             self.clusters,
-            lambda born: fold.draws.several(_MERGES, born, self.per_cluster),
+            lambda born: fold.draws.uniforms(_MERGES, born, self.per_cluster),
         )
         came = fold.state["came"][..., None] + new.held.cumsum(dim=2)
         count = before + opened.cumsum(dim=2) if self.clusters is None else self.clusters

@@ -146,7 +146,7 @@ def test_draws_of_one_token_are_told_apart_by_their_index():
 def test_several_draws_for_a_token_are_those_of_each_index():
     at = places(batch=2, heads=3, n=5) + torch.tensor([[[0]], [[1000]]])
     draws = CounterRNG(seed=7, layer=1, pool=2)
-    got = draws.several(4, at, 6)
+    got = draws.uniforms(4, at, 6)
     for index in range(6):
         assert torch.equal(got[..., index], draws.uniform(4, at, index))
 
@@ -159,8 +159,8 @@ def test_a_row_with_a_seed_of_its_own_draws_what_it_would_draw_alone(seeds, head
     for row, seed in enumerate(seeds):
         alone, of_row = CounterRNG(seed, 1, 2), position[row : row + 1]
         assert torch.equal(together.uniform(2, position)[row : row + 1], alone.uniform(2, of_row))
-        many = together.several(3, position, 5)[row : row + 1]
-        assert torch.equal(many, alone.several(3, of_row, 5))
+        many = together.uniforms(3, position, 5)[row : row + 1]
+        assert torch.equal(many, alone.uniforms(3, of_row, 5))
 
 
 def test_rows_with_the_same_seed_draw_what_one_seed_for_all_draws():
