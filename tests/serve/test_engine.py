@@ -380,7 +380,7 @@ def test_nobodys_prompt_stops_the_answers_of_others():
         before = len(quick.listener.tokens)
         served.step()
         assert len(quick.listener.tokens) == before + 1
-    assert slow.read == 75
+    assert slow.num_read == 75
 
 
 def test_clients_take_turns():

@@ -402,9 +402,9 @@ def test_keys_are_read_from_a_file_as_hashes(tmp_path):
     path.write_text(f"# who\n{hash_of(ALICE)} alice\n\nsha256:{hash_of(BOB).upper()}  # bob\n")
     keys = Keys.read(path)
     assert len(keys) == 2
-    assert keys.owner(ALICE) == hash_of(ALICE)
-    assert keys.owner(BOB) == hash_of(BOB)
-    assert keys.owner("") is keys.owner("\udcff") is None
+    assert keys.owner_of(ALICE) == hash_of(ALICE)
+    assert keys.owner_of(BOB) == hash_of(BOB)
+    assert keys.owner_of("") is keys.owner_of("\udcff") is None
     path.write_text(f"{ALICE}\n")
     with pytest.raises(WeirError, match=r"line 1 of .* is no SHA-256 of a key") as error:
         Keys.read(path)

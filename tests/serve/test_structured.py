@@ -29,7 +29,10 @@ def said(mask, seed=0, most=2000) -> str:
     )
     tokens = []
     while not sampler.done and len(tokens) < most:
-        tokens.append(sample([sampler], torch.zeros(1, len(TOKENIZER)))[0].id)
+        (token,) = sample([sampler], torch.zeros(1, len(TOKENIZER)))
+        if isinstance(token, Exception):
+            raise token
+        tokens.append(token.id)
     assert sampler.done
     return TOKENIZER.decode(tokens, skip_special_tokens=True)
 
@@ -116,8 +119,8 @@ def test_probabilities_told_are_those_before_the_mask():
     sampler = Sampler(SamplingParams(logprobs=2), constraint=mask)
     logits = torch.arange(len(TOKENIZER), dtype=torch.float32)
     (choice,) = sample([sampler], logits[None])
-    assert TOKENIZER.decode([choice.token]) == "t"
-    assert choice.logprob == pytest.approx(float(logits.log_softmax(-1)[choice.token]))
+    assert TOKENIZER.decode([choice.id]) == "t"
+    assert choice.logprob == pytest.approx(float(logits.log_softmax(-1)[choice.id]))
     assert [token for token, _ in choice.top] == [len(TOKENIZER) - 1, len(TOKENIZER) - 2]
 
 
