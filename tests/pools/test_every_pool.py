@@ -217,10 +217,10 @@ def test_a_row_with_a_seed_of_its_own_holds_what_it_would_hold_alone(text):
     parts = [random(2, 2, LENGTH, n) for n in (7, 7, 5)]
     seeds = (4, 9)
     _, together = fed(text, *parts, seed=seeds)
-    held = together.slab.run(0, sum(together.lengths[0]))
+    held = together.state.slab.run(0, sum(together.state.lengths[0]))
     for row, seed in enumerate(seeds):
         _, alone = fed(text, *(t[row : row + 1] for t in parts), seed=seed)
-        own = alone.slab.run(0, sum(alone.lengths[0]))
+        own = alone.state.slab.run(0, sum(alone.state.lengths[0]))
         position = held.position[row]
         for head in range(2):
             assert position[head][position[head] >= 0].tolist() == [
