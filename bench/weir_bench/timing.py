@@ -21,7 +21,7 @@ class Contender:
     """Something that is timed a step at a time."""
 
     def step(self) -> None:
-        """What is timed."""
+        """Do the step that is timed."""
         raise NotImplementedError
 
     def rewind(self) -> None:

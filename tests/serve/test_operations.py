@@ -146,12 +146,12 @@ def test_requests_of_one_key_are_bounded_also_while_they_are_being_sent(server):
 def test_requests_of_all_are_bounded():
     engine_client = make_client(limits=Limits(requests=2, open=3))
     for owner in "aab":
-        engine_client.enter(owner)
+        engine_client.begin_request(owner)
     for owner in "ac":
         with pytest.raises(Busy, match="too many requests"):
-            engine_client.enter(owner)
-    engine_client.leave("a")
-    engine_client.enter("c")
+            engine_client.begin_request(owner)
+    engine_client.end_request("a")
+    engine_client.begin_request("c")
 
 
 def test_a_turn_whose_beginning_was_dropped_while_it_waited_is_read_anew(server, monkeypatch):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from bare_record import bare_record
 from reference.naive import make_llama
 from roundings import close_runs
 from torch import Tensor
@@ -108,6 +109,7 @@ def talk(
                 listener=listener,
                 beginning=session % 11,
                 header=3,
+                record=bare_record,
             )
             under_way[session] = listener
             engine.submit(listener.turn)

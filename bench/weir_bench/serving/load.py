@@ -125,7 +125,7 @@ class Heard:
         return any(since <= when < until for since, until in self.spans)
 
     def as_json(self) -> dict[str, Any]:
-        """What is to be known of it, as JSON can hold it."""
+        """The measurements as JSON values."""
         return {
             "what": self.what,
             "clients": self.clients,

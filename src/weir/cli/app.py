@@ -89,7 +89,7 @@ class Command(_QuickHelp, TyperCommand):
     """A command."""
 
 
-class Group(_QuickHelp, TyperGroup):
+class CommandGroup(_QuickHelp, TyperGroup):
     """A command that has subcommands."""
 
 
@@ -119,7 +119,7 @@ def command(
 
 def group(name: str) -> typer.Typer:
     """Declare a command that has subcommands and does something by itself."""
-    made = _made[name] = typer.Typer(name=name, cls=Group, **PLAIN)
+    made = _made[name] = typer.Typer(name=name, cls=CommandGroup, **PLAIN)
     return made
 
 
@@ -162,7 +162,7 @@ def _import_bench() -> None:
     import_module("weir_bench.serving.command")
 
 
-class _Weir(Group):
+class _Weir(CommandGroup):
     """`weir`, which lists its commands without importing them."""
 
     def __init__(self, **settings: Any) -> None:

@@ -237,7 +237,7 @@ def _under(policy: Policy, told: str) -> str:
 
 
 def _read_words(interrupt: Interrupt) -> tuple[str, bool] | None:
-    """What is said next, and whether in quotes, of several lines; None at the end of the input."""
+    """Read the user's next message, and whether it was quoted over several lines; None at the end."""
     line = _read_line(interrupt)
     if line is None or not line.startswith(QUOTES):
         return None if line is None else (line, False)

@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _drop_output() -> None:
-    """What is still to be written goes nowhere, so that Python does not try again when it ends."""
+    """Send unwritten output nowhere, so that Python does not try to write it again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

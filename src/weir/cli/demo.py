@@ -97,7 +97,7 @@ def demo(
 
 
 def _tell(result: dict[str, Any], console: Console) -> None:
-    """Who still knows the names."""
+    """Print how many of the names each policy still knows."""
     story = result["story"]
     if story is None:
         return

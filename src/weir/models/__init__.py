@@ -31,7 +31,7 @@ from weir.models.loading import (
 from weir.models.memory import free_memory, stored_bytes
 from weir.models.model_spec import (
     DROPPING,
-    LayerSpec,
+    ModelLayerSpec,
     ModelSpec,
     StopTokens,
     check_ids,
@@ -54,7 +54,7 @@ __all__ = [
     "PICTURES",
     "Attachment",
     "Images",
-    "LayerSpec",
+    "ModelLayerSpec",
     "ModelSink",
     "ModelSpec",
     "OutputProjection",

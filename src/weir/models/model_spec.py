@@ -49,7 +49,7 @@ WINDOW_NAMES = ("max_position_embeddings", "max_seq_len", "seq_length")
 
 
 @dataclass(frozen=True)
-class LayerSpec:
+class ModelLayerSpec:
     """Description of one layer.
 
     Attributes:
@@ -84,7 +84,7 @@ class ModelSpec:
 
     kind: str
     decoder: nn.Module
-    layers: tuple[LayerSpec, ...]
+    layers: tuple[ModelLayerSpec, ...]
     attentions: tuple[nn.Module, ...]
     rotaries: tuple[nn.Module, ...]
     rotations: dict[str | None, Rotary]
@@ -156,7 +156,7 @@ def _describe(model: PreTrainedModel, config: Any, reach: int | None) -> ModelSp
         positions = LayerPositions(
             rotary, alibi, _window(config, kind), rolling=False, placed=kind_placed
         )
-        layers.append(LayerSpec(positions, *_heads(config, module, model.dtype)))
+        layers.append(ModelLayerSpec(positions, *_heads(config, module, model.dtype)))
     return ModelSpec(
         kind=config.model_type,
         # MethodPatch a multimodal model's decoder there is another module, which makes the masks.

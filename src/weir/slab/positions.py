@@ -186,7 +186,7 @@ class Alibi:
     def bias(
         self, places: Tensor, kv_heads: int, first: Tensor | int, newest: Tensor | int
     ) -> Tensor:
-        """What is added to the logits of slots at `places`.
+        """Compute the bias on the logits of slots at `places`.
 
         Args:
             places: [batch or 1, kv_heads or 1, slots], int64.

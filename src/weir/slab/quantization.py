@@ -163,7 +163,7 @@ def dequantize_into(numbers: Tensor, peaks: Tensor, code: Code, out: Tensor) -> 
 
 
 def read(numbers: Tensor, code: Code) -> Tensor:
-    """What is stored, in steps [..., dim], float32."""
+    """Unpack stored numbers into quantization steps [..., dim], float32."""
     if code.halves:
         return torch.cat([numbers & 15, numbers >> 4], dim=-1).float() - 8
     if code.dtype == torch.uint8:

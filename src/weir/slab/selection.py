@@ -314,7 +314,7 @@ def _by_quantized_kernel(
 
 
 def _mask_of(slots: AttendedSlots, bias: Tensor | None) -> Tensor | None:
-    """What is added to the logits of all slots up to `stop` [batch, kv_heads, slots]."""
+    """The bias on the logits of all slots up to `stop` [batch, kv_heads, slots]."""
     if slots.plain and bias is None:
         return None
     mask = slots.b[:, :, : slots.stop]

@@ -38,7 +38,7 @@ MOST_LOGITS = 2**28
 
 @dataclass(frozen=True)
 class Lesson:
-    """What is trained on, as the loop takes it.
+    """The data of a training run.
 
     Attributes:
         front: ids in front of every sample [front].

@@ -1,1 +1,1 @@
-"""What is measured of a server, a file a part."""
+"""Measurements of a server, one part a file."""

@@ -77,7 +77,7 @@ def mask_of_piece(
     *,
     in_step: bool,
 ) -> Tensor | None:
-    """What is added to the logits of a segment's queries over the first `stop` slots.
+    """Compute the bias on the logits of a segment's queries over the first `stop` slots.
 
     Args:
         positions: what the layer knows about them.
@@ -108,7 +108,7 @@ def mask_of_piece(
 def mask_of_step(
     positions: LayerPositions, slab: Slab, segment: Segment, ends: StepEnds, dtype: torch.dtype
 ) -> Tensor | None:
-    """What is added to the logits of one query of each row, whose rows end in different slots.
+    """Compute the bias on the logits of one query a row, where rows end in different slots.
 
     Args:
         positions: what the layer knows about them.

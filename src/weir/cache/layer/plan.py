@@ -47,7 +47,7 @@ class StepEnds:
         return lines
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """What is added to logits over the first `stop` slots [batch, 1, 1, 1, stop].
+        """Compute the bias on logits over the first `stop` slots [batch, 1, 1, 1, stop].
 
         -inf behind a row's own token, and `window` or more tokens before it.
         """

@@ -1,4 +1,4 @@
-"""What is kept of a turn: a checkpoint of its row, and a record of whose it is and what was said.
+"""Saved turns: a checkpoint of the row, and a record of the owner and the messages.
 
 Also the protocol of stores that keep both. Knows nothing about HTTP or models.
 """

@@ -114,7 +114,7 @@ class ChatMessage(BaseModel):
 
 
 class StreamOptions(Strict):
-    """What is streamed beside the answer."""
+    """Options of a streamed answer."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None

@@ -162,7 +162,7 @@ class ResponseBody(GenerationBody):
 
     @property
     def items(self) -> list[Item]:
-        """What is said, as items with ids."""
+        """The input as items with ids."""
         if isinstance(self.input, str):
             return [input_item("user", [self.input])]
         return [item.item() for item in self.input or ()]
