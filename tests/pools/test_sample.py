@@ -143,8 +143,8 @@ def test_a_restored_stream_goes_on_bit_for_bit(llama, ids, tmp_path, text):
     restored = weir.Stream.restore(llama, tmp_path / "session")
     assert torch.equal(restored.feed(tokens[:, 70:], all_logits=True), wanted)
     for mine, theirs in zip(stream.cache.stack, restored.cache.stack, strict=True):
-        buffers = theirs.slab.tensors()
-        for name, t in mine.slab.tensors().items():
+        buffers = theirs.state.slab.tensors()
+        for name, t in mine.state.slab.tensors().items():
             assert torch.equal(t, buffers[name]), name
 
 
