@@ -237,7 +237,7 @@ def _under(policy: Policy, told: str) -> str:
 
 
 def _read_words(interrupt: Interrupt) -> tuple[str, bool] | None:
-    """Read the user's next message, and whether it was quoted over several lines; None at the end."""
+    """Read the user's next message and whether it was quoted; None at the end of the input."""
     line = _read_line(interrupt)
     if line is None or not line.startswith(QUOTES):
         return None if line is None else (line, False)
