@@ -207,13 +207,13 @@ def test_the_invariants_of_both_lemmas_hold(tokens, s, m, t, delta, chunk):
         assert members == list(range(seen))
         reach = wide if m is None else 2 * wide
         for i, cluster in enumerate(naive.clusters):
-            center = state["center"][i].tolist()
+            center = state["centre"][i].tolist()
             assert len(cluster.members) == state["count"][i]
             assert cluster.x in cluster.members
             assert all(math.dist(center, x.key) <= reach for x in cluster.members)
             mine = {x.position for x in cluster.members}
             assert set(stream.held.position[0, 0][state["samples"][i]].tolist()) <= mine
-        for one, other in itertools.combinations(state["center"][:used].tolist(), 2):
+        for one, other in itertools.combinations(state["centre"][:used].tolist(), 2):
             assert math.dist(one, other) > wide
 
 

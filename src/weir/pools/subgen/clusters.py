@@ -7,7 +7,7 @@ the numbers of the slots they lie in; nothing of values, weights of slots or que
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
 import torch
@@ -54,6 +54,10 @@ def reservoirs(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[
     return last.view(*total.shape, entries), running[:, :, -1]
 
 
+SAVED_NAMES = {"center": "centre"}
+"""Names in session files that are older than the fields'."""
+
+
 @dataclass
 class Clusters:
     """The list D of Algorithm 1, for every head of every row, the oldest cluster first.
@@ -86,9 +90,14 @@ class Clusters:
             samples=torch.zeros((*shape, room, per_cluster), dtype=torch.int64, device=device),
         )
 
+    @classmethod
+    def of_state(cls, state: Mapping[str, Tensor]) -> Clusters:
+        """The clusters in a pool's state."""
+        return cls(**{f.name: state[SAVED_NAMES.get(f.name, f.name)] for f in fields(cls)})
+
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        """The tensors by their names in a pool's state."""
+        return {SAVED_NAMES.get(f.name, f.name): getattr(self, f.name) for f in fields(self)}
 
     @property
     def used(self) -> Tensor:

@@ -130,8 +130,8 @@ class SubGen(Pool):
         for name in ("mu", "delta", "count"):
             if not is_within(state[name], 0, MOST):
                 return f"{name} is not a finite number from 0 on"
-        if not bool(state["center"].isfinite().all()):
-            return "center is not finite"
+        if not bool(state["centre"].isfinite().all()):
+            return "centre is not finite"
         if not is_within(state["born"], 0, max(0, ahead - 1)):
             return "born is a place in the stream that no token has had"
         there = state["count"] > 0
@@ -148,8 +148,7 @@ class SubGen(Pool):
             return held, new
         if not new.finite:
             raise WeirError("subgen was given a key or value that is not finite, near no cluster")
-        names = Clusters.__dataclass_fields__
-        clusters = Clusters(**{name: fold.state[name] for name in names})
+        clusters = Clusters.of_state(fold.state)
         for start in range(0, len(new), PIECE):
             piece, first = new.part(start, start + PIECE), len(held) + start
             self._draw_pairs(piece, first, fold)
