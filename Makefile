@@ -47,12 +47,12 @@ test: checks ## what must pass: ruff, mypy, the documentation, and pytest withou
 	$(call stage,tests (pytest$(comma) without those marked slow))
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(pytest) -m 'not slow' $(TESTS)
 
-test-all: checks ## the same with the slow tests
+test-all: checks browser ## the same with the slow tests
 	$(call stage,all tests (pytest))
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(pytest) $(TESTS)
 
 checks: $(VENV)/.installed-dev
-	@$(MAKE) --no-print-directory -j4 lint types docs browser
+	@$(MAKE) --no-print-directory -j3 lint types docs
 
 # The page of weir serve is tested in the system's Chromium, and not where there is none.
 browser:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from ends import POLICIES, shares
 from toychat import train
 
 
+@pytest.mark.slow
 def test_after_a_hundred_windows_answers_end_where_the_system_turn_said():
     model = train()
     pinned = shares(model, POLICIES["pinned"], windows=(1, 100), sessions=2, turns=6, read=True)

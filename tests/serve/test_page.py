@@ -16,6 +16,8 @@ from servers import Server, make_client, serving
 
 from weir.serve.api import Keys
 
+pytestmark = pytest.mark.slow  # a browser
+
 KEY, OTHER = "wk-alice-0123456789", "wk-bob-0123456789"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LATER = 30_000

@@ -191,7 +191,10 @@ def compare(pool: Balance, chunk: int, length: int, share: float, weighted: bool
         Balance(32, 8, "authors", sets="flat"),
         # Not eager, what short halves leave empty is given back once a fold.
         Balance(32, 8, "paper", eager=True),
-        Balance(32, 8, "paper", sets="separate", precision=1.0, eager=True),
+        pytest.param(
+            Balance(32, 8, "paper", sets="separate", precision=1.0, eager=True),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_it_does_not_matter_how_the_stream_was_cut(pool):
@@ -311,10 +314,10 @@ PROMPTS = [
     (Balance(48, 8), 96),
     (Balance(48, 8), 97),
     (Balance(48), 60),
-    (Balance(48), 600),
+    pytest.param(Balance(48), 600, marks=pytest.mark.slow),
     (Balance(4), 77),
-    (Balance(20, 4, "pairs", None, 1.0), 333),
-    (Balance(48, 16, "authors", 4.0, 1.0), 200),
+    pytest.param(Balance(20, 4, "pairs", None, 1.0), 333, marks=pytest.mark.slow),
+    pytest.param(Balance(48, 16, "authors", 4.0, 1.0), 200, marks=pytest.mark.slow),
     (Balance(40, 8, "authors", 0.5, 1.0, sets="flat"), 190),
     (Balance(32, 16, "paper", None, 1.0), 250),
 ]

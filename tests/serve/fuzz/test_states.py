@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from servers import POLICY, make_model, make_tokenizer, serving
@@ -254,4 +255,4 @@ Machine.TestCase.settings = settings(
     phases=[Phase.generate],  # to make a failure smaller takes minutes
     suppress_health_check=list(HealthCheck),
 )
-TestSessions = Machine.TestCase
+TestSessions = pytest.mark.slow(Machine.TestCase)
