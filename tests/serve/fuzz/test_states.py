@@ -20,7 +20,6 @@ from typing import Any
 import httpx
 import hypothesis.strategies as st
 import pytest
-import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from servers import POLICY, make_model, make_tokenizer, serving
