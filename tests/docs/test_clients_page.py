@@ -44,9 +44,7 @@ def server() -> Iterator[Server]:
     limits, store = Limits(), MemoryStore(64)
     policy = "pinned(streaming_llm(budget=256), n=64, header=16)"
     engine = Engine(model, policy, 4, store, queue=limits.queue)
-    client = EngineClient(
-        engine, store, tokenizer, "nano", limits, ResponseStore(None, limits.texts)
-    )
+    client = EngineClient(engine, tokenizer, "nano", limits, ResponseStore(None, limits.texts))
     with serving(client) as server:
         yield server
 

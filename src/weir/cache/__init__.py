@@ -1,7 +1,10 @@
 """A transformers `Cache` of fixed size."""
 
-from weir.cache.cache import Positions, Prefill, StreamingCache
+# First: weir.models, which it imports, refuses releases of transformers that lack what others need.
 from weir.cache.checks import check_origin, describe_window_excess
+
+# isort: split
+from weir.cache.cache import Positions, Prefill, StreamingCache
 from weir.cache.default_policy import DEFAULT, FILE, choose_policy, find_model_policy
 from weir.cache.forward import Forward
 from weir.cache.generating import generate

@@ -60,10 +60,10 @@ def check_room(budget: int, sinks: int, **slots: int) -> None:
     if missing:
         there = {"sinks": sinks, **parts}
         beside = " and ".join(f"{count} {name}" for name, count in there.items() if count > 0)
-        raise WeirError(
-            f"a budget of {budget} leaves no room for {' and '.join(missing)}"
-            + (f" beside {beside}" if beside else "")
-        )
+        lacking = " and ".join(missing)
+        if beside:
+            raise WeirError(f"a budget of {budget} leaves no room for {lacking} beside {beside}")
+        raise WeirError(f"a budget of {budget} leaves no room for {lacking}")
 
 
 @named(
