@@ -293,15 +293,15 @@ class Calibration:
     """Budgets by layer, and the text they were measured on.
 
     Attributes:
-        asked: the policy whose bytes were shared out.
-        layers: what was found, from the bottom up; layers that slide over a window of their own are
-            not among them.
-        nbytes: of all these layers, for one stream, and
-        before: as the policy has them.
+        asked: the policy whose bytes were distributed.
+        layers: budgets from the bottom layer up, without layers that slide over a window of their
+            own.
+        nbytes: bytes of all these layers, for one stream.
+        before: the same bytes under the original policy.
         chunk: tokens between two folds.
-        passages: how many were read, and
-        length: how many tokens each has.
-        text: the name of the file, and
+        passages: number of passages that were read.
+        length: tokens of a passage.
+        text: the name of the file.
         digest: SHA-256 of the ids that were read.
         model: the model's fingerprint.
     """
@@ -325,7 +325,7 @@ class Calibration:
 
     @property
     def errors(self) -> tuple[float, float]:
-        """The layers' mean error under the policy that was given, and under what was found."""
+        """The layers' mean error under the original policy, and with the calibrated budgets."""
         before = fmean(layer.before for layer in self.layers)
         return before, fmean(layer.error for layer in self.layers)
 
@@ -367,7 +367,7 @@ class Calibration:
 
 
 def check_path(path: str | Path) -> Path:
-    """The path of a policy file that can be written.
+    """Check that a policy file can be written, and return its path.
 
     Raises:
         WeirError: its name does not end with .toml, or there is no such folder.
@@ -392,27 +392,28 @@ def calibrate(
     splits: bool = False,
     on_step: Callable[[float], None] = lambda share: None,
 ) -> Calibration:
-    """Share out the bytes of a policy between a model's layers, by what they are worth on a text.
+    """Distribute the bytes of a policy over a model's layers by their measured effect on a text.
 
     The text is read in passages no longer than the model's window, so that there is exact attention
     to compare with: `measure_sizes` measures the error of each size in `size_ladder`, `share_out`
-    spends the bytes. If the mean error does not fall, every layer keeps what the policy says.
+    spends the bytes. If the mean error does not fall, every layer keeps the size that the policy
+    gives it.
 
     Args:
         model: a causal language model.
         tokenizer: its tokenizer.
         text: a file, UTF-8, plain or .xz.
-        policy: what a layer holds, one with a limit.
-        tokens: to read, in whole passages; by default those of eight passages, or
-            what the text has.
+        policy: the policy of every layer; it needs a limit.
+        tokens: how many to read, in whole passages; by default eight passages, or the whole text if
+            it is shorter.
         chunk: tokens between two folds.
         seed: of all random draws.
-        splits: whether the share of the newest tokens in each layer is measured too.
+        splits: whether to measure several shares of the newest tokens in each layer too.
         on_step: called with the share that is done.
 
     Raises:
         WeirError: the text cannot be read or is shorter than a passage, the model cannot be served,
-            or the policy has no limit, or slots in one size only, or as many as a passage has
+            or the policy has no limit, has only one size, or has as many slots as a passage has
             tokens.
         PolicyError: the policy cannot be read.
     """
@@ -462,7 +463,7 @@ def calibrate(
 def _plans(
     model: PreTrainedModel, policy: Policy, chunk: int
 ) -> tuple[dict[int, LayerPlan], int | None]:
-    """The layers that a policy holds, by their place; and the window, if all of them slide."""
+    """The plans of layers that follow the policy, by index; and the window, if all layers slide."""
     if isinstance(policy, Recompute):
         raise WeirError("recompute caches nothing, so there are no slots to share out")
     if any(pipe.slots is None for pipe in policy.pipes):
@@ -478,7 +479,7 @@ def _plans(
 def _share_bytes(
     plans: dict[int, LayerPlan], sizes: dict[int, list[Pipe]], errors: dict[int, list[float]]
 ) -> tuple[tuple[LayerBudget, ...], int]:
-    """The budget of each layer, and the bytes of all layers before."""
+    """The budget of each layer, and the bytes of all layers under the original policy."""
     choices, own = [], []
     for layer, plan in plans.items():
         specs = [replace(plan.spec, pipe=pipe) for pipe in sizes[layer]]
