@@ -150,7 +150,7 @@ def _sized(pipe: Pipe, free: list[int], slots: int, shares: list[float | None]) 
             parts = [(first, newest), (rest, slots - newest)]
         if any(n < sum(size > 0 for size in sizes) for sizes, n in parts):
             continue  # a pool would have no slot
-        given = [sum(each) for each in zip(*(share_slots(n, s) for s, n in parts), strict=True)]
+        given = [sum(counts) for counts in zip(*(share_slots(n, s) for s, n in parts), strict=True)]
         try:
             pools = tuple(
                 pool if n == now else pool.resized((pool.slots() or 0) + now - n)
@@ -433,7 +433,7 @@ def calibrate(
     if tokens is not None and tokens > len(ids):
         raise WeirError(f"the text has {len(ids):,} tokens, so {tokens:,} cannot be read")
     ids = ids[: PASSAGES * length if tokens is None else tokens]
-    passages = [each for each in ids.split(length) if len(each) == length]
+    passages = [part for part in ids.split(length) if len(part) == length]
     if not passages:
         raise WeirError(
             f"{len(ids):,} tokens are too few: a passage has {length:,} here; give a longer text"

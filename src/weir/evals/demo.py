@@ -201,9 +201,9 @@ def read_book(
     for meter in meters:
         meter.close()
     found = [{**meter.reading.as_json(), "slots": meter.stream.capacity} for meter in meters]
-    told = None
+    told_story = None
     if story is not None and _ask_all(story, meters, found, on_ask):
-        told = {
+        told_story = {
             "told_at": len(ids),
             "said": sum(len(one.said) for one in story.names),
             "away": len(story.between),
@@ -214,7 +214,7 @@ def read_book(
         "book": f"Leo Tolstoy, {TITLE}",
         "tokens": meters[0].reading.tokens,
         "block": block,
-        "story": told,
+        "story": told_story,
         "policies": found,
     }
 

@@ -126,8 +126,8 @@ def label_of(run: Run, holding: Holding) -> str:
     if run.held is None:
         return f"{which}: gone"
     by = ", ".join(f"{pool} {count:,}" for pool, count in run.held.pools.items())
-    each = "" if one else "each "
-    label = f"{which}: {each}held by {run.held.pairs:,} of {holding.pairs:,} (layer, head)\n{by}"
+    prefix = "" if one else "each "
+    label = f"{which}: {prefix}held by {run.held.pairs:,} of {holding.pairs:,} (layer, head)\n{by}"
     if run.held.above != 1 or run.held.below != 1:
         label += (
             f"\na slot stands for {run.held.above:.3g} tokens in the numerator, "

@@ -303,7 +303,7 @@ def measure(
         for kind, x in kinds_of(one).items():
             points = x[0, heads, sink:]
             covering = cover(points, asked.seed + 1000 * number + one.layer)
-            for row, name in enumerate((one.layer, each, kind) for each in heads):
+            for row, name in enumerate((one.layer, kv_head, kind) for kv_head in heads):
                 mine = found.setdefault(name, Measured(*name, covering.counts))
                 mine.radius.append(covering.radius[row].tolist())
                 mine.control.append(covering.control[row].tolist())

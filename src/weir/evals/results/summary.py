@@ -349,14 +349,14 @@ def _changes(
     found: Mapping[Place, Mapping[str, float]], setting: str, name: str, ratio: bool
 ) -> dict[str, float]:
     """The change that a policy makes on each model, as the mean over the sizes both were given."""
-    each: dict[str, list[float]] = {}
+    changes: dict[str, list[float]] = {}
     for place, row in found.items():
         if place.setting != setting or not {name, REFERENCE} <= row.keys():
             continue
         now, was = row[name], row[REFERENCE]
         if was or not ratio:
-            each.setdefault(place.loaded, []).append(now / was if ratio else now - was)
-    return {model: fmean(values) for model, values in each.items()}
+            changes.setdefault(place.loaded, []).append(now / was if ratio else now - was)
+    return {model: fmean(values) for model, values in changes.items()}
 
 
 def _means(records: Sequence[CellRecord]) -> Mapping[Place, Mapping[str, float]]:

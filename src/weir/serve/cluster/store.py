@@ -444,14 +444,14 @@ class SharedStore:
             for kind, name in (("chains", record.chain), ("nodes", record.node)):
                 self._storage.write(_entry(kind, owner, name), entry)
         folder, name = f"owners/{_hash(owner)}", _hash(owner, session)
-        before = [each for each in self._storage.list_names(folder) if each.startswith(name)]
+        before = [entry for entry in self._storage.list_names(folder) if entry.startswith(name)]
         now, file = self._near.get_session(owner, session), None
         if now is not None:
             file = f"{name}-{round(now.used * 1e6):020}-{now.head[:8]}.json"
             self._storage.write(f"{folder}/{file}", json.dumps(asdict(now)).encode())
-        for each in before:
-            if each != file:
-                self._storage.delete(f"{folder}/{each}")
+        for old in before:
+            if old != file:
+                self._storage.delete(f"{folder}/{old}")
 
     def _forget(self, owner: str, session: str, nodes: Collection[str]) -> None:
         """Delete turns that no page has any more, and the entries that lead to them."""
