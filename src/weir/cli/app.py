@@ -26,7 +26,7 @@ os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 COMMANDS = {
-    "demo": "Read a book far past the model's window under several policies, and compare what "
+    "demo": "Read a book past the model's window under several policies, and compare what "
     "they remember.",
     "chat": "Talk to a model for as long as you like; the cache stays as large as it is.",
     "stream": "Read a text once, in constant memory, and report its perplexity.",
@@ -34,8 +34,7 @@ COMMANDS = {
     "policies": "List the named policies and the pools that make up a pipe, or describe those "
     "named.",
     "size": "Say how many bytes a stream and the weights take, and how many streams fit.",
-    "advise": "Try policies on the beginning of a text, within a memory limit, and recommend "
-    "one.",
+    "advise": "Try policies on the beginning of a text, within a memory limit, and recommend one.",
     "calibrate": "Measure which layers need how many slots, and write a policy that says so.",
     "eval": "Measure policies on tasks, cell by cell, into a file that survives a crash.",
     "report": "Write results as one HTML page with its plots inside, and as Markdown, CSV or "
@@ -45,7 +44,7 @@ COMMANDS = {
     "attention-error": "Compare attention under a policy with exact attention, layer by layer.",
     "train": "Train a small model on books, of the shape and with the attention sink of your "
     "choice.",
-    "bench": "Time weir and its peers alternately, and print ratios beside their targets.",
+    "bench": "Time weir and its peers in turns, and print ratios beside their targets.",
 }
 """Every command, with the first sentence of its help."""
 FILES = {"attention-error": "attention_error", "eval": "evaluate"}

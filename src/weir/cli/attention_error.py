@@ -61,11 +61,15 @@ def attention_error(
     ] = None,
     queries: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of last queries to compare [default: 256, at most a quarter]"),
+        typer.Option(
+            min=1, help="Number of last queries to compare [default: 256, at most a quarter]"
+        ),
     ] = None,
     exact: Annotated[
         int | None,
-        typer.Option(min=0, help="Number of first tokens kept exact [default: 256, at most an eighth]"),
+        typer.Option(
+            min=0, help="Number of first tokens kept exact [default: 256, at most an eighth]"
+        ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds.")] = 10,
     stream: Annotated[

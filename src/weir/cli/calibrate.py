@@ -40,12 +40,15 @@ def calibrate(
         int | None, typer.Option(min=1, help="Average slots per layer, for a named policy.")
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="Instead of a budget, memory for the cache of one stream: 2GB.")
+        str | None,
+        typer.Option(help="Instead of a budget, memory for the cache of one stream: 2GB."),
     ] = None,
     splits: Annotated[
         bool, typer.Option("--splits", help="Also measure which share the newest tokens need.")
     ] = False,
-    tokens: Annotated[int | None, typer.Option(min=2, help="Number of tokens to measure on.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=2, help="Number of tokens to measure on.")
+    ] = None,
     chunk: Chunk = 64,
     seed: Seed = 0,
     as_json: AsJson = False,

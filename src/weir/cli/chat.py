@@ -81,15 +81,17 @@ def chat(
         int | None, typer.Option(min=1, help="Sample from this many of the likeliest tokens.")
     ] = None,
     top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this total probability.")
+        float,
+        typer.Option(
+            min=0.0, max=1.0, help="Sample from the likeliest tokens of this total probability."
+        ),
     ] = 0.95,
     repetition_penalty: Annotated[
-        float, typer.Option(min=0.01, help="Values over 1 make tokens of the same answer less likely.")
+        float,
+        typer.Option(min=0.01, help="Values over 1 make tokens of the same answer less likely."),
     ] = 1.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
-    session: Annotated[
-        Path | None, typer.Option(help="A saved conversation to continue.")
-    ] = None,
+    session: Annotated[Path | None, typer.Option(help="A saved conversation to continue.")] = None,
     compiled: Compile = False,
     *,
     loading: Loading,
