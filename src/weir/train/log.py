@@ -25,8 +25,8 @@ COLUMNS = (
     "held_out_loss",
     "recall",
 )
-"""`loss` is that of text alone, without predictions from a sink token, so models with different sinks
-can be compared; `objective` is minimized. The last two columns are filled at checkpoints."""
+"""`loss` is that of text alone, without predictions from sink tokens, so that models with different
+sinks can be compared; `objective` is minimized. The last two columns are filled at checkpoints."""
 
 
 class Log:
