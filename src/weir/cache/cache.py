@@ -448,7 +448,7 @@ class StreamingCache(Cache):
             "model": {
                 "kind": facts.kind,
                 "layers": len(self.stack),
-                "heads": [_written(plan.heads) for plan in self.stack.plans_now],
+                "heads": [_describe_heads(plan.heads) for plan in self.stack.plans_now],
             },
             "weights": weights_of(facts.decoder, facts.config),
         }
@@ -686,7 +686,7 @@ def _check_states(states: list[RowState]) -> None:
             raise WeirError(f"a row's state is what take_row gives, not {quote(state)}")
 
 
-def _written(heads: Heads) -> list[int | str]:
+def _describe_heads(heads: Heads) -> list[int | str]:
     """The sizes of a layer's heads, as JSON can hold them."""
     sizes = [heads.kv_heads, heads.group, heads.key_dim, heads.value_dim]
     return [*sizes, str(heads.dtype).removeprefix("torch.")]

@@ -32,8 +32,8 @@ def check_origin(policy: Policy, model: PreTrainedModel) -> None:
     mine, theirs = fingerprint(model), origin.model
     compared = {"kind", "layers", "width", "vocabulary"}
     numbers = all(
-        it.device.type != "meta" and not is_traceable_wrapper_subclass(it)
-        for it in model.parameters()
+        weight.device.type != "meta" and not is_traceable_wrapper_subclass(weight)
+        for weight in model.parameters()
     )
     if numbers and mine["dtype"] == theirs["dtype"]:
         compared.add("weights")
@@ -105,9 +105,9 @@ def describe_window_excess(model: PreTrainedModel, policy: Policy, chunk: int) -
 
 def warn_of_window(model: PreTrainedModel, policy: Policy, chunk: int) -> None:
     """Warn if a policy exceeds the model's window (`describe_window_excess`), once per caller."""
-    told = describe_window_excess(model, policy, chunk)
-    if told is not None:
-        warnings.warn(f"weir: {told}", stacklevel=_callers())
+    excess = describe_window_excess(model, policy, chunk)
+    if excess is not None:
+        warnings.warn(f"weir: {excess}", stacklevel=_callers())
 
 
 def _callers() -> int:

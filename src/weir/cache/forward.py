@@ -61,11 +61,11 @@ class Forward:
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
         """One layer's attention; see `models.hooks.Attending`."""
-        its, plan = self.stack[layer], self.plan.on(queries.device)
+        stack_layer, plan = self.stack[layer], self.plan.on(queries.device)
         if not torch.is_grad_enabled():  # to ask is cheaper than to switch what is switched already
-            return its.attend(queries, keys, values, params, plan)
+            return stack_layer.attend(queries, keys, values, params, plan)
         with torch.no_grad():
-            out = its.attend(queries, keys, values, params, plan)
+            out = stack_layer.attend(queries, keys, values, params, plan)
         refused: Tensor = _NoGradient.apply(out, queries, keys, values)
         return refused
 
@@ -79,10 +79,10 @@ class Forward:
         places = segment.start if segment.drift is None else segment.start + segment.drift
         slots = []
         for layer in self.stack:
-            its = layer.decode_slots()
-            if its is None or its.keys.device != segment.device:
+            decode = layer.decode_slots()
+            if decode is None or decode.keys.device != segment.device:
                 return None
-            slots.append(its)
+            slots.append(decode)
         ends = [layer.state.ends(segment.waiting) for layer in self.stack]
         return Step(
             slots,
@@ -97,8 +97,8 @@ class Forward:
         (segment,) = self.plan.segments
         # One look at all layers, and at each of them where something is amiss.
         whole = math.isfinite(step.largest.amax().item())
-        each = [None] * len(self.stack) if whole else step.largest
-        for layer, largest in zip(self.stack, each, strict=True):
+        per_layer = [None] * len(self.stack) if whole else step.largest
+        for layer, largest in zip(self.stack, per_layer, strict=True):
             layer.commit_step(segment, largest)
 
     # --- its end
@@ -120,15 +120,15 @@ class Forward:
         if failed:
             for layer in stack:
                 layer.undo_rows(sorted(failed))
-            failed = {row: it for row, it in failed.items() if self.plan.segments[0].counts[row]}
+            failed = {row: at for row, at in failed.items() if self.plan.segments[0].counts[row]}
             if failed and len(failed) == sum(self.plan.segments[0].counts):
                 self._undo()
-                raise self._noted(failed) from None
+                raise self._record_failures(failed) from None
         self._commit()
         stack.rows = self._begun.after.keeping(stack.rows, failed) if failed else self._begun.after
         stack.failed |= self._begun.refused
         if failed:
-            self._noted(failed)
+            self._record_failures(failed)
         return None
 
     def abandon(self, error: BaseException) -> Forward | None:
@@ -148,7 +148,7 @@ class Forward:
     def _again(self, failed: dict[int, tuple[int, int]]) -> Forward:
         """The call without some rows, if any is left with tokens."""
         self._undo()
-        error = self._noted(failed)
+        error = self._record_failures(failed)
         if self._with_tokens() <= set(failed):
             raise error from None
         # `given` has ids that can be looked up, so rows of others would no longer be refused.
@@ -197,15 +197,15 @@ class Forward:
                 found.setdefault(row, (index, column))
         return found
 
-    def _noted(self, failed: dict[int, tuple[int, int]]) -> WeirError:
+    def _record_failures(self, failed: dict[int, tuple[int, int]]) -> WeirError:
         """Tell the cache which rows failed; what is to be said of the first, to be raised."""
         others = bool(self._with_tokens() - set(failed))
         for row, (layer, column) in failed.items():
-            self.stack.failed[row] = self._refusal(row, layer, column, others=others)
+            self.stack.failed[row] = self._make_error(row, layer, column, others=others)
         # Not the one that the cache holds: raised, it would hold the cache in turn.
-        return self._refusal(min(failed), *failed[min(failed)])
+        return self._make_error(min(failed), *failed[min(failed)])
 
-    def _refusal(
+    def _make_error(
         self, row: int, layer: int, column: int, *, others: bool = False
     ) -> NotFiniteError:
         ids = self.given.get("input_ids")
@@ -270,7 +270,7 @@ class Step(Cache):
     @property
     def sizes(self) -> tuple[Hashable, ...]:
         """What each layer holds, of which shapes and types: each has a graph of its own."""
-        return tuple(its.sizes for its in self.slots)
+        return tuple(layer.sizes for layer in self.slots)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

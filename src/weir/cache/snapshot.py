@@ -111,9 +111,9 @@ def layer_report(layer: Layer, row: int, waiting: int) -> dict[str, Any]:
     if layer.state.slab is None:
         return facts
     states = layer.folding.states(layer.state.slab)
-    say = [pool.report(state, row) for pool, state in zip(pools, states, strict=True)]
-    said = {f"{pools[index].name} {index}": told for index, told in enumerate(say) if told}
-    return {**facts, "pools": said} if said else facts
+    texts = [pool.report(state, row) for pool, state in zip(pools, states, strict=True)]
+    reports = {f"{pools[index].name} {index}": text for index, text in enumerate(texts) if text}
+    return {**facts, "pools": reports} if reports else facts
 
 
 MOST = 700.0
@@ -251,7 +251,7 @@ def snapshot_row(
             raise WeirError("nothing was fed to this cache yet")
         buffers = (t[row] for t in (slab.position, slab.a, slab.b))
         parts.append(LayerRow.cut(layer.spec, layer.state.lengths[row], waiting, *buffers))
-    return _together(parts, seen, origin)
+    return _join_layers(parts, seen, origin)
 
 
 def holding_in(plans: Sequence[LayerPlan], state: RowState) -> Holding:
@@ -267,10 +267,10 @@ def holding_in(plans: Sequence[LayerPlan], state: RowState) -> Holding:
         names = (f"{plan.spec.index}.{name}" for name in ("position", "a", "b"))
         buffers = (state.tensors[name][0] for name in names)
         parts.append(LayerRow.cut(plan.spec, lengths, facts["waiting"], *buffers))
-    return _together(parts, facts["seen"], state.kind["origin"])
+    return _join_layers(parts, facts["seen"], state.kind["origin"])
 
 
-def _together(layers: Sequence[LayerRow], seen: int, origin: int) -> Holding:
+def _join_layers(layers: Sequence[LayerRow], seen: int, origin: int) -> Holding:
     known = dict.fromkeys(name for layer in layers for name in pool_names(layer.spec))
     names = (*(name for name in known if name != WAITING), WAITING)
     parts: list[tuple[Tensor, ...]] = []

@@ -48,7 +48,7 @@ def integer(low: int = 0, high: int | None = FARTHEST) -> Kind:
         number = isinstance(value, int) and not isinstance(value, bool)
         if not number or value < low or (high is not None and value > high):
             raise ValidationError(
-                f"{place} must be a whole number from {low} {limit}, not {_told(value)}"
+                f"{place} must be a whole number from {low} {limit}, not {_describe(value)}"
             )
 
     return check
@@ -57,7 +57,7 @@ def integer(low: int = 0, high: int | None = FARTHEST) -> Kind:
 def boolean(value: Any, place: str) -> None:
     """True or false."""
     if not isinstance(value, bool):
-        raise ValidationError(f"{place} must be true or false, not {_told(value)}")
+        raise ValidationError(f"{place} must be true or false, not {_describe(value)}")
 
 
 def text(*choices: str) -> Kind:
@@ -66,7 +66,7 @@ def text(*choices: str) -> Kind:
     def check(value: Any, place: str) -> None:
         if not isinstance(value, str) or (choices and value not in choices):
             wanted = " or ".join(map(repr, choices)) or "a text"
-            raise ValidationError(f"{place} must be {wanted}, not {_told(value)}")
+            raise ValidationError(f"{place} must be {wanted}, not {_describe(value)}")
 
     return check
 
@@ -86,11 +86,11 @@ def list_of(kind: Kind, count: int | None = None) -> Kind:
 
     def check(value: Any, place: str) -> None:
         if not isinstance(value, list):
-            raise ValidationError(f"{place} must be a list, not {_told(value)}")
+            raise ValidationError(f"{place} must be a list, not {_describe(value)}")
         if count is not None and len(value) != count:
             raise ValidationError(f"{place} must have {count} entries, not {len(value)}")
-        for index, each in enumerate(value):
-            kind(each, f"{place}[{index}]")
+        for index, entry in enumerate(value):
+            kind(entry, f"{place}[{index}]")
 
     return check
 
@@ -101,7 +101,7 @@ def record(**kinds: Kind) -> Kind:
     def check(value: Any, place: str) -> None:
         if not isinstance(value, dict):
             raise ValidationError(
-                f"{place or 'what it says'} must be facts by name, not {_told(value)}"
+                f"{place or 'what it says'} must be facts by name, not {_describe(value)}"
             )
         dot = f"{place}." if place else ""
         for name, kind in kinds.items():
@@ -115,7 +115,7 @@ def record(**kinds: Kind) -> Kind:
     return check
 
 
-def _told(value: Any) -> str:
+def _describe(value: Any) -> str:
     """A value in a few words, whatever it is."""
     if isinstance(value, list):
         return f"a list of {len(value)}"
@@ -144,18 +144,18 @@ def row_facts(plans: Sequence[LayerPlan], vocabulary: int, chunk: int) -> Kind:
         ended=boolean,
         seed=integer(0, None),
         marks=record(beginning=optional(integer()), turn=integer(), header=integer()),
-        lengths=_each([_each(pools) for pools in lengths]),
+        lengths=_list_by_entry([_list_by_entry(pools) for pools in lengths]),
         **more,
     )
 
 
-def _each(kinds: Sequence[Kind]) -> Kind:
+def _list_by_entry(kinds: Sequence[Kind]) -> Kind:
     """A list with a kind of its own for each entry."""
 
     def check(value: Any, place: str) -> None:
         list_of(lambda *_: None, len(kinds))(value, place)
-        for index, (kind, each) in enumerate(zip(kinds, value, strict=True)):
-            kind(each, f"{place}[{index}]")
+        for index, (kind, entry) in enumerate(zip(kinds, value, strict=True)):
+            kind(entry, f"{place}[{index}]")
 
     return check
 
@@ -210,12 +210,12 @@ def check_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[in
     for name, (shape, dtype) in wanted.items():
         if name not in found:
             raise ValidationError(f"{name} is missing")
-        its, kind = found[name]
+        size, kind = found[name]
         if kind != dtype:
-            raise ValidationError(f"{name} is {_named(kind)} and must be {_named(dtype)}")
-        longer = grows and name != "queries" and len(its) == len(shape) > 2 and its[2] >= shape[2]
-        if its != shape and not (longer and (*its[:2], *its[3:]) == (*shape[:2], *shape[3:])):
-            raise ValidationError(f"{name} is {list(its)} and must be {list(shape)}")
+            raise ValidationError(f"{name} is {_dtype_name(kind)} and must be {_dtype_name(dtype)}")
+        longer = grows and name != "queries" and len(size) == len(shape) > 2 and size[2] >= shape[2]
+        if size != shape and not (longer and (*size[:2], *size[3:]) == (*shape[:2], *shape[3:])):
+            raise ValidationError(f"{name} is {list(size)} and must be {list(shape)}")
     slots = found["position"][0][2]
     alike = ("keys", "values", "a", "b", "mass", "mask", "numerator", "denominator", "frame")
     lies = lay_out(plan.spec.pipe, lengths)
@@ -361,5 +361,5 @@ def _check_split(tensors: Mapping[str, Tensor]) -> None:
             raise ValidationError(f"{name} is not what a and b say")
 
 
-def _named(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

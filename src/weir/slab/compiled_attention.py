@@ -47,13 +47,13 @@ def attend_in_loops(
         [batch, kv_heads, group, 1, value_dim]; zero for a query that sees nothing.
     """
     above, below = (None, None) if factors is None else factors
-    out: Tensor = _LOOPED(
+    out: Tensor = _ATTEND(
         queries, keys, values, mask, params.scale, params.softcap, params.sinks, above, below
     )
     return out
 
 
-def _looped(
+def _attend(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -82,10 +82,10 @@ def _looped(
     return out.to(values.dtype)[:, :, :, None]
 
 
-_LOOPED = register_operator(
+_ATTEND = register_operator(
     "looped",
     "(Tensor queries, Tensor keys, Tensor values, Tensor mask, float scale, float? softcap, "
     "Tensor? sinks, Tensor? above, Tensor? below) -> Tensor",
-    _looped,
+    _attend,
     lambda queries, keys, values, *_: values.new_empty(*queries.shape[:4], values.shape[3]),
 )

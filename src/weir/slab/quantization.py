@@ -98,8 +98,8 @@ class Format:
 
 
 FORMATS: Mapping[str, Format] = {
-    it.name: it
-    for it in (Format("int8", INT8, INT8), Format("k8v4", INT8, INT4), Format("fp8", FP8, FP8))
+    format.name: format
+    for format in (Format("int8", INT8, INT8), Format("k8v4", INT8, INT4), Format("fp8", FP8, FP8))
 }
 """Every format by its name."""
 
@@ -127,7 +127,7 @@ def quantize(x: Tensor, code: Code) -> tuple[Tensor, Tensor]:
         low = max(2.0**-14, 2.0**-22 * code.levels / code.finest)
     high = _LARGEST.get(x.dtype, torch.finfo(PEAK).max)
     peaks = largest.clamp(low, high).to(PEAK)
-    return _written((wide / steps(peaks, code)[..., None]).flatten(-2), code), peaks
+    return _store((wide / steps(peaks, code)[..., None]).flatten(-2), code), peaks
 
 
 def quantize_into(x: Tensor, code: Code, numbers: Tensor, peaks: Tensor) -> None:
@@ -176,7 +176,7 @@ def are_levels(numbers: Tensor, code: Code) -> bool:
     return bool((read(numbers, code).abs() <= code.levels).all())
 
 
-def _written(levels: Tensor, code: Code) -> Tensor:
+def _store(levels: Tensor, code: Code) -> Tensor:
     """Numbers of steps, rounded to those there are and stored."""
     if code.halves:
         low, high = (levels.round() + 8).to(torch.uint8).chunk(2, dim=-1)

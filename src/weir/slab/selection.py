@@ -163,7 +163,7 @@ def _select_observed(
     kernel = None
     if causal and observe == "received":
         kernel = kernels.causal_and_received(queries, slots.values)
-    return partial(_observed, kernel, causal)
+    return partial(_by_observation, kernel, causal)
 
 
 def _select_causal(queries: Tensor, slots: AttendedSlots, causal: bool) -> Attend | None:
@@ -224,7 +224,7 @@ def _in_loops(
     return AttentionResult(attend_in_loops(queries, *slots.read(), mask, params, factors or None))
 
 
-def _observed(
+def _by_observation(
     kernel: Callable[..., Any] | None,
     causal: bool,
     queries: Tensor,

@@ -94,9 +94,9 @@ class SlabSpec:
         if self.queries:
             found["queries"] = ((self.queries, heads.group * heads.key_dim), heads.dtype)
         found |= self._quantized()
-        found |= {STATE + name: it for name, it in self.state.items()}
-        each = (batch, heads.kv_heads)
-        return {name: ((*each, *shape), dtype) for name, (shape, dtype) in found.items()}
+        found |= {STATE + name: size for name, size in self.state.items()}
+        rows = (batch, heads.kv_heads)
+        return {name: ((*rows, *shape), dtype) for name, (shape, dtype) in found.items()}
 
     def _quantized(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """The buffers of quantized slots (`Coded`)."""
