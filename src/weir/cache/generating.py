@@ -1,6 +1,6 @@
 """transformers' `generate()` with a cache of weir: `custom_generate=weir.generate`.
 
-transformers prepares its inputs as for its own decoding and then calls `generate` here, which puts a
+transformers prepares its inputs as for its own decoding and then calls `generate`, which puts a
 cache of weir in place of the prepared one and calls transformers' decoding. Knows nothing about
 sampling.
 """

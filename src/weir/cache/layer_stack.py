@@ -1,7 +1,7 @@
 """The layers of a cache, and the rows of its batch in all of them.
 
-A server feeds a prompt to one row and one token to each row that is generating. A call over all rows
-would compute for rows without tokens too, so a stack can be narrowed to adjacent rows, without
+A server feeds a prompt to one row and one token to each row that is generating. A call over all
+rows would compute for rows without tokens too, so a stack can be narrowed to adjacent rows, without
 copying their slots. Knows nothing about transformers' cache interface, nor how a call goes through
 the layers.
 """
@@ -181,8 +181,8 @@ class LayerStack:
             start, stop: rows that exist.
 
         Raises:
-            WeirError: the policy has no limit, so that slots may have to be reallocated; or the stack
-                is narrowed already.
+            WeirError: the policy has no limit, so that slots may have to be reallocated; or the
+                stack is narrowed already.
         """
         if any(layer.spec.pipe.slots is None for layer in self._layers):
             raise WeirError("this policy has no limit, so that its rows cannot be fed apart")

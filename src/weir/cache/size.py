@@ -29,7 +29,8 @@ class Size:
         weights: bytes of the model's parameters and buffers.
         stream: bytes of one stream, with everything that is kept of it.
         step_weights: bytes of weights that a decode step reads.
-        step_stream: bytes of keys and values that a decode step of one stream reads with a full tail.
+        step_stream: bytes of keys and values that a decode step of one stream with a full tail
+            reads.
     """
 
     policy: str
