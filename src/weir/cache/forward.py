@@ -151,7 +151,7 @@ class Forward:
         error = self._record_failures(failed)
         if self._with_tokens() <= set(failed):
             raise error from None
-        # Ids out of range are already replaced in `given`, so begin would no longer refuse their rows.
+        # Ids out of range are already replaced in `given`: begin would not refuse their rows.
         refused = self._begun.refused
         self.stack.failed |= refused
         return self._begin(self.given, (*self._without, *refused, *failed))
@@ -198,7 +198,7 @@ class Forward:
         return found
 
     def _record_failures(self, failed: dict[int, tuple[int, int]]) -> WeirError:
-        """Record which rows failed in the cache; returns the error of the first row, to be raised."""
+        """Record in the cache which rows failed; returns the first row's error, to be raised."""
         others = bool(self._with_tokens() - set(failed))
         for row, (layer, column) in failed.items():
             self.stack.failed[row] = self._make_error(row, layer, column, others=others)
