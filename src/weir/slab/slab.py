@@ -10,8 +10,8 @@ If pools have quantized slots, a region of fixed size for them comes first: thos
 those of the run, and empty ones. The exact slots follow, as above.
 
 The *tail* holds the tokens since the last fold. Keys of the run and of the tail are rotated once,
-to their place in the stream. Keys of the front move closer to the present as the stream goes on: each
-fold rotates them from a *master*, the original key, so that errors do not accumulate.
+to their place in the stream. Keys of the front move closer to the present as the stream goes on:
+each fold rotates them from a *master*, the original key, so that errors do not accumulate.
 """
 
 from __future__ import annotations
