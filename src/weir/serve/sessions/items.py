@@ -91,17 +91,17 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
     An answer is one message, though its calls and the text before and between them are items of
     their own.
     """
-    said: list[Message] = []
+    messages: list[Message] = []
     for item in items:
         message = _message_of(item)
-        before = said[-1] if said and said[-1].role == "assistant" else None
+        before = messages[-1] if messages and messages[-1].role == "assistant" else None
         if before is not None and message.calls:
-            said[-1] = replace(before, calls=(*before.calls, *message.calls))
+            messages[-1] = replace(before, calls=(*before.calls, *message.calls))
         elif before is not None and before.calls and message.role == "assistant":
-            said[-1] = replace(before, content=before.content + message.content)
+            messages[-1] = replace(before, content=before.content + message.content)
         else:
-            said.append(message)
-    return said
+            messages.append(message)
+    return messages
 
 
 def _message_of(item: Item) -> Message:

@@ -268,7 +268,7 @@ class SQLiteCheckpoints:
         try:
             for name, checkpoint in checkpoints:
                 data = encode_checkpoint(self.row_format, checkpoint)
-                size = sum(each.bytes for each in written) + len(data)
+                size = sum(snapshot.bytes for snapshot in written) + len(data)
                 if self._limit is not None and size > self._limit:
                     more = " or more" if len(checkpoints) > 1 else ""
                     raise WeirError(
@@ -280,18 +280,18 @@ class SQLiteCheckpoints:
                 written.append(WrittenSnapshot(name, file, len(data), checksum, checkpoint.pending))
             with self._exclusive:
                 with self.changing() as db:
-                    gone = [row for each in written for row in _rows_of(db, each.name)]
-                    for each in written:
-                        self._insert(db, each)
+                    gone = [row for snapshot in written for row in _rows_of(db, snapshot.name)]
+                    for snapshot in written:
+                        self._insert(db, snapshot)
                     yield db
                     held = self.nbytes + size - sum(row["bytes"] for row in gone)
-                    gone += self._evict(db, held, {each.name for each in written})
+                    gone += self._evict(db, held, {snapshot.name for snapshot in written})
                 self.nbytes += size - sum(row["bytes"] for row in gone)
         except (OSError, sqlite3.Error) as error:
-            self.delete_files([each.file for each in written])
+            self.delete_files([snapshot.file for snapshot in written])
             raise self.refusal(error) from None
         except BaseException:
-            self.delete_files([each.file for each in written])
+            self.delete_files([snapshot.file for snapshot in written])
             raise
         self.delete_files([row["file"] for row in gone])
 
