@@ -106,8 +106,9 @@ def inspect(
         seed=seed,
     )
     title = "the beginning of War and Peace" if text is None else text.name
-    count, each = sizes(model)
-    about = f"{model_name} ({model.config.model_type}): {count} layers, {each} query heads in each."
+    layer_count, head_count = sizes(model)
+    kind = model.config.model_type
+    about = f"{model_name} ({kind}): {layer_count} layers, {head_count} query heads in each."
     page = InspectionPage(out, f"A look into {model_name}", f"{about} The text is {title}.")
     with progress() as bar:
         task = bar.add_task("", total=None, note="")

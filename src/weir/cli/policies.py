@@ -126,8 +126,8 @@ def list_entries() -> tuple[list[Entry], list[Entry]]:
     from weir.pools import POOLS
 
     load_plugins()
-    ours = {name: it for name, it in NAMED.items() if it.make.__module__.startswith("weir.")}
-    named = [_describe(name, it.make, it.paper, it.pipe) for name, it in ours.items()]
+    ours = {name: p for name, p in NAMED.items() if p.make.__module__.startswith("weir.")}
+    named = [_describe(name, p.make, p.paper, p.pipe) for name, p in ours.items()]
     named += [
         _describe(name, NAMED[name].make, "imported") for name in sorted(NAMED.keys() - ours.keys())
     ]
@@ -138,8 +138,8 @@ def list_entries() -> tuple[list[Entry], list[Entry]]:
 
 def _describe(name: str, make: Any, paper: str | None = None, pipe: str | None = None) -> Entry:
     parameters = ", ".join(
-        key if it.default is it.empty else f"{key}={format_value(it.default)}"
-        for key, it in inspect.signature(make).parameters.items()
+        key if p.default is p.empty else f"{key}={format_value(p.default)}"
+        for key, p in inspect.signature(make).parameters.items()
     )
     doc = inspect.getdoc(make) or ""
     about = " ".join(doc.split("\n\n")[0].split())
@@ -197,7 +197,7 @@ def _print_list(named: Sequence[Entry], pools: Sequence[Entry]) -> None:
     for title, group in {**POLICIES, **({"Others": others} if others else {})}.items():
         _print_grid(title, group, width)
     _print_grid(
-        "Pools, of which a pipe is made", {it.name: _shorten(it.about) for it in pools}, width
+        "Pools, of which a pipe is made", {pool.name: _shorten(pool.about) for pool in pools}, width
     )
     output().print("A pipe is pools with | between them: sink(4) | recent(252)", markup=False)
     output().print("Parameters, pipe and paper of one: weir policies NAME", markup=False)

@@ -88,11 +88,11 @@ def size(
 
 def _show(facts: dict[str, Any]) -> None:
     slots = facts["slots"]
-    each = f"{slots[0]:,}" if len(set(slots)) == 1 else f"{min(slots):,} to {max(slots):,}"
+    count = f"{slots[0]:,}" if len(set(slots)) == 1 else f"{min(slots):,} to {max(slots):,}"
     step = facts["step_bytes"]
     policy = facts["policy"]
     if not policy.endswith(" slots"):  # the brief form of a long list ends so
-        policy += f", {each} slots a layer"
+        policy += f", {count} slots a layer"
     both = for_people(step["weights"] + step["each_stream"])
     lines = [
         ("model", f"{facts['model']}, {facts['layers']} layers, {facts['dtype']}"),
@@ -109,9 +109,9 @@ def _show(facts: dict[str, Any]) -> None:
     if sink["kind"] == "zero":
         lines.insert(1, ("sink", "a Zero Sink, which needs no slot"))
     elif sink["kind"] == "learnable":
-        count = sink["slots"]
-        learned = "a learned token" if count == 1 else f"{count} learned tokens"
-        lines.insert(1, ("sink", f"{learned} in front of every text, so sink({count}) is enough"))
+        tokens = sink["slots"]
+        learned = "a learned token" if tokens == 1 else f"{tokens} learned tokens"
+        lines.insert(1, ("sink", f"{learned} in front of every text, so sink({tokens}) is enough"))
     if facts["streams"] is not None:
         room = for_people(facts["memory_bytes"])
         lines.append(("streams", f"{facts['streams']:,} fit into {room} beside the weights"))
